@@ -1,6 +1,6 @@
-"""Runs from Python: `submit`, `sweep` and `map_array` start them, `Run` and `Group` are what one has of them.
+"""The Python API: `submit`, `sweep` and `map_array` start runs and return a `Run` or a `Group`.
 
-They are the runs of the command line, in the same folders: ``trainkit status`` shows them, too.
+The runs have the same folders as runs of the command line, so ``trainkit status`` shows them too.
 """
 
 from __future__ import annotations
@@ -65,31 +65,31 @@ if TYPE_CHECKING:
 
     Args = types.TypeVarTuple("Args")
     Returned = types.TypeVar("Returned", default=types.Never)
-    """The type that a function returns; a run of anything else has no result."""
+    """The type that a function returns. A run of a config or a command has no result."""
     Value = types.TypeVar("Value", covariant=True, default=Any)
 else:
     Value = TypeVar("Value", covariant=True)
 
 Config = str | Path | Mapping[str, Any] | None
-"""A file, the name of a shipped config, or its sections: a dictionary or OmegaConf's ``DictConfig``."""
+"""A config file, the name of a shipped config, or sections as a dictionary or OmegaConf's ``DictConfig``."""
 After: TypeAlias = "str | Path | Run | Iterable[str | Path | Run]"
-"""Runs and groups that must have finished before, by their names, folders or objects."""
+"""The runs and groups that must finish first, given by their names, folders or objects."""
 POLL_S = 0.2
 REASON_AFTER_S = 5.0
-"""How long is waited before the reason of a wait is printed to stderr."""
+"""Seconds of waiting after which the reason of the wait is printed to stderr."""
 GROUP_POLL_S = 2.0
 SLURM_POLL_S = 10.0
-"""Between two questions to Slurm about a group."""
+"""Seconds between two queries to Slurm about a group."""
 MAX_SHOWN_BYTES = 2**20
-"""A larger result is not loaded for a table."""
+"""The size of the largest result file that is loaded for a table."""
 
 
 class RunError(TrainkitError):
-    """A run has no result: it failed, was cancelled or is gone. `hint` says what to do."""
+    """Raised if a run failed, was cancelled or was deleted and so has no result; `hint` says what to do."""
 
 
 class RemoteTraceback(Exception):
-    """Where the function of a run raised its exception; the cause of that exception."""
+    """The traceback of an exception that the function of a run has raised, as the cause of the exception."""
 
     def __str__(self) -> str:
         return f"\n\n{self.args[0]}"
@@ -110,15 +110,15 @@ def submit(
 ) -> Run[Returned]:
     """Start a run on Slurm, or in the background on this machine, as ``trainkit submit`` does.
 
-    `work` is a config, which the built-in trainer trains, or a function, which each rank calls with `args`
-    and whose value `Run.result` returns; `functools.partial` gives it keyword arguments, and an option that
-    is a parameter of the function is refused. `command` runs a program instead, also through a `launcher`
-    such as ``torchrun``. A function or a command may have a `config` for its job. The run waits for those
-    that `after` names, a run or several.
+    `work` is a config for the built-in trainer, or a function that each rank calls with `args`. `Run.result`
+    returns the value of the function. Use `functools.partial` to pass keyword arguments to the function: an
+    option with the name of one of its parameters is refused. `command` runs a program instead, optionally
+    through a `launcher` such as ``torchrun``. A function or a command may have a `config` for its job. The
+    run starts after the runs in `after` have finished.
 
-    `options` are those of the command line, such as ``nodes=2``, ``gpus_per_node=4``, ``time="1:00:00"``,
-    ``name``, ``note`` and ``tags``, and sections of the config, as ``train={"steps": 50}``. Raises
-    UsageError, ConfigError and SlurmError, each with a `hint`, before anything starts.
+    `options` are the options of the command line, such as ``nodes=2``, ``gpus_per_node=4``,
+    ``time="1:00:00"``, ``name``, ``note`` and ``tags``, and sections of the config, such as ``train={"steps":
+    50}``. Raises UsageError, ConfigError and SlurmError, each with a `hint`, before anything starts.
     """
     calls = {0: _call(work, args)} if callable(work) else {}
     given = _given(work, config, profile, options, after, run_dir, command, launcher, now, calls=calls)
@@ -146,8 +146,9 @@ def sweep(
 ) -> Group[Returned]:
     """Start a run for each combination of `values`, at most `limit` at once, as ``submit --sweep`` does.
 
-    They are values of config keys, or the keyword arguments of a function. Without a `limit` Slurm decides,
-    and on this machine the runs start one after another. Raises what `submit` raises.
+    The keys of `values` are config keys, or the keyword arguments of a function. Without a `limit`, Slurm
+    decides how many run at once, and on this machine the runs start one after another. Raises the same errors
+    as `submit`.
     """
     axes = _axes(values, of_function=callable(work))
     found = [dict(zip(axes, trial, strict=True)) for trial in itertools.product(*axes.values())]
@@ -176,7 +177,7 @@ def map_array(
 ) -> Group[Returned]:
     """Start a run of a function for each item of `iterables`, at most `limit` at once, as one group.
 
-    Like `map`, it stops with the shortest of them. Raises what `submit` raises.
+    Like `map`, it stops at the end of the shortest iterable. Raises the same errors as `submit`.
     """
     if not callable(function):
         raise UsageError(f"{function!r} is no function", hint="`trainkit.sweep` starts the runs of a config")
@@ -197,9 +198,9 @@ def map_array(
 
 
 def as_completed(runs: Iterable[Run[Value]], timeout_s: float | None = None) -> Iterator[Run[Value]]:
-    """The runs of a group or a list, each once it has ended, those that end first before the others.
+    """Yield the runs of a group or a list as they end.
 
-    Raises TimeoutError if one has not ended after `timeout_s` in all.
+    Raises TimeoutError if not all runs have ended `timeout_s` seconds after the first call.
     """
     until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
     for ended, poll_s in runs._rounds() if isinstance(runs, Group) else _rounds(runs, until_s):
@@ -210,9 +211,10 @@ def as_completed(runs: Iterable[Run[Value]], timeout_s: float | None = None) -> 
 
 
 def _rounds(runs: Iterable[Run[Value]], until_s: float) -> Iterator[tuple[list[Run[Value]], float]]:
-    """The runs that have ended since the round before, and the seconds until the next; 0 after the last.
+    """Yield the runs that have ended since the last round, and the seconds until the next round.
 
-    Each run is looked at when it is due, and once more when `until_s` is over; a group is asked once a round.
+    The seconds are 0 after the last round. Each run is polled when it is due, and once more after `until_s`;
+    Slurm is queried once per round for each group.
     """
     asked: dict[Path, GroupStatus] = {}
 
@@ -240,15 +242,15 @@ def _rounds(runs: Iterable[Run[Value]], until_s: float) -> Iterator[tuple[list[R
 
 
 def runs() -> list[Run | Group]:
-    """All runs and groups that are known on this machine, the newest first."""
+    """Return all runs and groups that this machine's registry lists, newest first."""
     return [(Group if isinstance(known, RunGroup) else Run)(known.path) for known in iter_known_runs()]
 
 
 class Run(Generic[Value]):
-    """A run, by its folder or job id, or by its name or ``last`` one of the current folder.
+    """A run, given by its folder, job id or name, or by ``last``: the newest run of the current folder.
 
-    A run of a function that returns an int is a ``Run[int]``, and its `result` an int. Raises UsageError if
-    there is none, or several.
+    A run of a function that returns an int is a ``Run[int]``, and its `result` is an int. Raises UsageError
+    if no run or several runs match.
     """
 
     def __init__(self, run: str | Path | RunDir) -> None:
@@ -256,19 +258,19 @@ class Run(Generic[Value]):
 
     @property
     def path(self) -> Path:
-        """Its folder; that of a run of a group may not exist before it starts."""
+        """The folder of the run. The folder of a group's run may not exist before the run starts."""
         return self._folder.path
 
     @property
     def name(self) -> str:
-        """Its name, that of its config, script or function."""
+        """The name of the run, by default the name of its config, script or function."""
         return read_job(self._folder).name or self.path.name
 
     @property
     def status(self) -> RunStatus:
-        """What ``trainkit status`` shows: ``state``, ``reason``, ``attempt``, ``job_id`` and more.
+        """The status as ``trainkit status`` shows it: ``state``, ``reason``, ``attempt``, ``job_id`` etc.
 
-        ``progress`` has ``step`` and ``loss``, ``place`` the host and the number of nodes.
+        ``progress`` has ``step`` and ``loss``; ``place`` has the host and the number of nodes.
         """
         return self._status(warn_caller)
 
@@ -276,23 +278,23 @@ class Run(Generic[Value]):
         return look_at(self._folder, warn)[1]
 
     def _trial(self, ask: Callable[[RunGroup], GroupStatus]) -> TrialStatus | None:
-        """What its group says of it, until it starts."""
+        """Return the run's status in its group as long as the run has not started, else None."""
         found = None if self._folder.attempt_numbers() else group_of(self._folder)
         if found is None:
             return None
         return next(trial for trial in ask(found[0]).trials if trial.index == found[1])
 
     def done(self) -> bool:
-        """Whether it has ended and does not restart by itself."""
+        """Return whether the run has ended and will not restart by itself."""
         return not self.status.is_active
 
     def wait(self, timeout_s: float | None = None) -> Run[Value]:
-        """Wait until it has ended, after all its restarts; raises TimeoutError."""
+        """Wait until the run has ended, including all restarts; raises TimeoutError after `timeout_s`."""
         _wait(self._polls(), timeout_s, self.path)
         return self
 
     def _polls(self, ask: Callable[[RunGroup], GroupStatus] | None = None) -> Iterator[float]:
-        """The seconds until its state is read again, until it has ended; `ask` asks its group."""
+        """Yield the seconds until the next poll until the run has ended; `ask` queries its group."""
         ask = ask or partial(query_group, warn=warn_caller)
         waiting = Waiting(print_note, REASON_AFTER_S)
         while (trial := self._trial(ask)) is not None:
@@ -305,11 +307,11 @@ class Run(Generic[Value]):
             yield POLL_S
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The records of metrics.jsonl, each step once; ``pandas.DataFrame`` makes a table of them."""
+        """Return the records of metrics.jsonl, one per step, ready for ``pandas.DataFrame``."""
         return read_metrics(self._folder)
 
     def logs(self, rank: int = 0) -> str:
-        """What a rank of the newest attempt has printed so far; UsageError for a rank that does not exist."""
+        """Return the output of a rank in the newest attempt so far; raises UsageError for an unknown rank."""
         attempt = self._folder.attempt(max(self._folder.attempt_numbers(), default=0))
         nodes = ranks_of_nodes(plan := read_plan(attempt))  # empty before it starts
         if nodes and not 0 <= rank < nodes[-1].stop:
@@ -320,12 +322,12 @@ class Run(Generic[Value]):
         return log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
 
     def cancel(self, *, now: bool = False, wait: bool = False) -> None:
-        """Ask it to save and end, or with `now` kill it; with `wait`, wait until it has ended."""
+        """Ask the run to save and end, or kill it if `now`; if `wait`, return after the run has ended."""
         refuse_foreign(self._folder.path, "`trainkit cancel --trust` acts on what it says all the same")
         cancel_run(create_task_run(self._folder), now=now, wait=wait, warn=warn_caller)
 
     def resume(self, *, new_code: bool = False, now: bool = False, **options: Any) -> Run[Value]:
-        """Start its next attempt from the newest intact checkpoint, with `options` as those of `submit`."""
+        """Start the next attempt from the newest intact checkpoint; `options` are as for `submit`."""
         from trainkit.control.resume import planned_resume, resume_run
 
         run = create_task_run(self._folder)
@@ -337,15 +339,15 @@ class Run(Generic[Value]):
         return self
 
     def result(self, timeout_s: float | None = None) -> Value:
-        """The value of its function, that of rank 0, once it has ended.
+        """Wait until the run has ended and return the value of its function on rank 0.
 
-        Raises what the function raised, with its traceback as the cause, RunError if the run ended
-        otherwise, and TimeoutError.
+        Raises the exception that the function raised, with its traceback as the cause. Raises RunError if the
+        run ended otherwise, and TimeoutError after `timeout_s`.
         """
         return self.results(timeout_s)[0]
 
     def results(self, timeout_s: float | None = None) -> list[Value]:
-        """The values of all ranks; raises like `result`."""
+        """Return the values of the function on all ranks; raises the same errors as `result`."""
         self.wait(timeout_s)
         if not (numbers := self._folder.attempt_numbers()):
             raise self._error(None)
@@ -357,7 +359,7 @@ class Run(Generic[Value]):
             int(file.stem[5:]): file for file in sorted(attempt.rank_result(0).parent.glob("rank-*.pkl"))
         }
         if verdict is not None and verdict.rank is not None:
-            # What the other ranks raised may only be that this one is gone.
+            # The errors of other ranks may only be a consequence: this rank was gone.
             files = {verdict.rank: files[verdict.rank], **files} if verdict.rank in files else {}
         found = {rank: self._loaded(attempt, rank, file) for rank, file in files.items()}
         for result in found.values():
@@ -376,7 +378,7 @@ class Run(Generic[Value]):
         return [found[rank].value for rank in ranks]
 
     def _loaded(self, attempt: AttemptDir, rank: int, file: Path) -> Result:
-        """The result of a rank; RunError if this process lacks what its values are made of."""
+        """Load the result of a rank; raises RunError if this process lacks a module of its values."""
         try:
             return cast("Result", read_pickle(file))
         except (OSError, UsageError):
@@ -389,7 +391,7 @@ class Run(Generic[Value]):
             raise RunError(f"{what}: {type(error).__name__}: {error}", hint=hint) from error
 
     def exception(self, timeout_s: float | None = None) -> Exception | None:
-        """What `result` would raise once it has ended; None if it would return."""
+        """Wait until the run has ended; return the error that `result` would raise, or None."""
         self.wait(timeout_s)
         try:
             self.results()
@@ -432,7 +434,7 @@ class Run(Generic[Value]):
             return details({"folder": str(self.path), "error": str(error)})
 
     def _shown_result(self, state: str) -> str | None:
-        """The value of its function for a table: of rank 0, and unless it is large."""
+        """Return the value of the function on rank 0 as text for a table, unless it is large."""
         numbers = self._folder.attempt_numbers() if state == "finished" else []
         file = self._folder.attempt(numbers[-1]).rank_result(0) if numbers else None
         if file is None or not file.exists():
@@ -447,9 +449,9 @@ class Run(Generic[Value]):
 
 
 class Group(Sequence[Run[Value]]):
-    """A group of runs, by its folder or name: a sequence of `Run`, which are typed as it is.
+    """A group of runs, given by its folder or name; it is a sequence of `Run`.
 
-    Raises UsageError if there is none.
+    A ``Group[int]`` consists of ``Run[int]``. Raises UsageError if there is no such group.
     """
 
     def __init__(self, group: str | Path) -> None:
@@ -461,21 +463,21 @@ class Group(Sequence[Run[Value]]):
 
     @property
     def path(self) -> Path:
-        """Its folder."""
+        """The folder of the group."""
         return self._group.path
 
     @property
     def name(self) -> str:
-        """Its name, that of its config or function."""
+        """The name of the group, by default the name of its config or function."""
         return self._group.name
 
     @property
     def status(self) -> GroupStatus:
-        """What ``trainkit status`` shows of a group: the state and result of each run."""
+        """The status as ``trainkit status`` shows it: the state and result of each run."""
         return query_group(self._group, warn_caller)
 
     def best(self, metric: str | None = None) -> Run[Value] | None:
-        """The best run by `metric`, or as ``trainkit status`` ranks them; None without any result.
+        """Return the best run by `metric` (by default that of ``trainkit status``), or None without results.
 
         A run that has diverged is never the best. Raises UsageError for a metric that no run has logged.
         """
@@ -496,7 +498,7 @@ class Group(Sequence[Run[Value]]):
         return len(self._indices)
 
     def wait(self, timeout_s: float | None = None) -> Group[Value]:
-        """Wait until all runs have ended; raises TimeoutError."""
+        """Wait until all runs have ended; raises TimeoutError after `timeout_s`."""
         _wait(self._polls(), timeout_s, self.path)
         return self
 
@@ -507,7 +509,7 @@ class Group(Sequence[Run[Value]]):
             yield _group_poll_s(self._group)
 
     def _rounds(self) -> Iterator[tuple[list[Run[Value]], float]]:
-        """As `_rounds`, with one question about all of its runs."""
+        """Yield the same rounds as `_rounds`, with a single query for all runs of the group."""
         left, waiting = {*self._indices}, Waiting(print_note, REASON_AFTER_S)
         while left:
             waiting.look(_queued(status := self.status))
@@ -517,7 +519,7 @@ class Group(Sequence[Run[Value]]):
             yield [Run(self._group.run(one)) for one in ended], _group_poll_s(self._group) if left else 0.0
 
     def results(self, timeout_s: float | None = None) -> list[Value]:
-        """The value of each run, in their order; raises like `Run.result` for the first that has none."""
+        """Return the value of each run, in order; raises the error of the first run that has no value."""
         self.wait(timeout_s)
         return [run.result() for run in self]
 
@@ -526,7 +528,7 @@ class Group(Sequence[Run[Value]]):
         cancel_group(self._group, now=now, wait=wait)
 
     def resume(self) -> Group[Value]:
-        """Run what has not finished, on this machine; on Slurm submit what has not been submitted."""
+        """Run the unfinished trials on this machine, or submit the unsubmitted trials to Slurm."""
         from trainkit.control.resume import resume_group
 
         if self._group.record.process is None and not self._group.left:
@@ -555,14 +557,14 @@ class Group(Sequence[Run[Value]]):
 
 
 def _curve(run: RunDir) -> str | None:
-    """The loss of a run as a small picture."""
+    """Draw the loss of a run as a small picture."""
     metrics = MetricsHistory(run.metrics_file)
     metrics.update()
     return sparkline(metrics.curve("loss"), "loss")
 
 
 def _axes(values: Mapping[str, Iterable[object]], *, of_function: bool) -> dict[str, list[object]]:
-    """The values of each key of a sweep; raises UsageError for what names no run."""
+    """Return the list of values of each key of a sweep; raises UsageError for a key without one."""
     from trainkit.plan.sweep import MAX_TRIALS, refuse_axis
 
     if not isinstance(values, Mapping):
@@ -586,7 +588,7 @@ def _axes(values: Mapping[str, Iterable[object]], *, of_function: bool) -> dict[
 
 
 def _written(key: str, value: object) -> object:
-    """A value of a config; raises UsageError for what a file cannot have."""
+    """Convert a value for a config file; raises UsageError if a file cannot contain it."""
     plain = _plain(value)
     try:
         json.dumps(plain)
@@ -602,7 +604,7 @@ def _refuse_too_many(count: int, limit: int) -> None:
 
 
 class _Given(NamedTuple):
-    """What `submit`, `sweep` and `map_array` are to run."""
+    """The arguments of `submit`, `sweep` or `map_array` after their checks."""
 
     request: ConfigRequest
     workload: Workload
@@ -663,7 +665,7 @@ def _given(
 
 
 def _config_of(work: Callable[..., object] | Config, config: Config, argv: Sequence[str]) -> Config:
-    """The config of a run, from the arguments of `submit`; raises UsageError unless there is one work."""
+    """Return the config from the arguments of `submit`; raises UsageError unless one thing is to run."""
     if work is not None and argv:
         what, hint = "function", "leave one of them out"
         if not callable(work):
@@ -694,7 +696,7 @@ def _config_of(work: Callable[..., object] | Config, config: Config, argv: Seque
 
 
 def _name_of_run(run: object) -> str:
-    """A run or group as `--after` names it."""
+    """Return a run or group as `--after` names it."""
     if isinstance(run, Run | Group):
         return str(run.path)
     if not isinstance(run, str | Path):
@@ -704,11 +706,11 @@ def _name_of_run(run: object) -> str:
 
 
 def _words(command: Sequence[str | os.PathLike[str] | float]) -> tuple[str, ...]:
-    """The words of a command; raises UsageError for what is no list of them."""
+    """Return the arguments of a command; raises UsageError for a value that is not a list of arguments."""
     if isinstance(command, str):
         try:
             words = shlex.split(command)
-        except ValueError as error:  # a quote without its end
+        except ValueError as error:  # an unclosed quote
             raise UsageError(f"command={command!r}: {error}", hint="give a list of words") from None
         hint = f"write a list: command={words!r}"
         raise UsageError(f"command={command!r} is text, not a list of words", hint=hint)
@@ -723,7 +725,7 @@ def _words(command: Sequence[str | os.PathLike[str] | float]) -> tuple[str, ...]
 
 
 def _workload(argv: tuple[str, ...], launcher: str, function: Callable[..., object] | None) -> Workload:
-    """What the ranks execute; raises UsageError for a launcher that cannot start it."""
+    """Return the workload of the ranks; raises UsageError for a launcher that cannot start it."""
     known = ("python", *launchers())
     if launcher not in known:
         hint = f"{did_you_mean(str(launcher), known)}launchers are {', '.join(known)}"
@@ -744,7 +746,7 @@ def _workload(argv: tuple[str, ...], launcher: str, function: Callable[..., obje
 def _refuse_meant_for_function(
     arguments: Arguments, options: Mapping[str, object], own: Mapping[str, object]
 ) -> None:
-    """Raise ConfigError for keyword arguments meant for the function; `own` are those of `submit`."""
+    """Raise ConfigError for keyword arguments that were meant for the function, not for `submit` (`own`)."""
     from trainkit.launch.config_request import FLAGS
 
     run = Workload(ARGV)
@@ -762,7 +764,7 @@ def _refuse_meant_for_function(
 
 
 def _is_known(name: str) -> bool:
-    """Whether an argument is one of the command line, or a section or key of the config."""
+    """Return whether an argument is an option of the command line, or a section or key of the config."""
     from trainkit.config.schema import is_known
     from trainkit.launch.config_request import FLAGS
 
@@ -772,9 +774,9 @@ def _is_known(name: str) -> bool:
 def _flags(
     config: Mapping[str, object], options: Mapping[str, object], arguments: Arguments | None = None
 ) -> dict[str, tuple[str, object]]:
-    """Config values by dotted key, each with its origin; of a key that both have, that of the options.
+    """Return config values by dotted key, each with its origin; options override sections.
 
-    `arguments` are those of a function.
+    `arguments` are the arguments of a function.
     """
     if type(config).__module__.startswith("omegaconf."):
         from omegaconf import OmegaConf
@@ -788,7 +790,7 @@ def _flags(
         for name, value in options.items()
         if not _is_known(name)
     ]
-    if options.get("gpus_per_node") == 0:  # as submitit takes it
+    if options.get("gpus_per_node") == 0:  # submitit accepts 0 for a job without GPUs
         hint = meant_of_submitit("gpus_per_node", 0) or ""
         problems.append(Problem("gpus_per_node", "a node has at least one rank", "gpus_per_node=0", hint))
     found = _keys_of(options)
@@ -804,7 +806,7 @@ def _flags(
 
 
 def _keys_of(options: Mapping[str, object]) -> list[tuple[str, object, str]]:
-    """The dotted keys that options set, each with its value and the name of the option."""
+    """Return the dotted keys that the options set, each with its value and the name of the option."""
     from trainkit.launch.config_request import FLAGS
 
     pairs = ((name, _keys({FLAGS.get(name, name): value})) for name, value in options.items())
@@ -818,11 +820,11 @@ _OF_OTHERS = {
         ("command", "launcher"), "`submit` takes it; from a shell, `trainkit submit --sweep` sweeps a command"
     ),
 }
-"""An argument of some functions -> what to do in the others."""
+"""An argument that only some functions accept -> a hint for the other functions."""
 
 
 def _meant_argument(name: str, value: object, arguments: Arguments | None) -> str:
-    """The hint of an unknown argument: what was meant, as it is written in Python."""
+    """Return the hint for an unknown argument: the argument that was probably meant, as Python code."""
     from trainkit.config.schema import meant
     from trainkit.launch.config_request import FLAGS
 
@@ -839,7 +841,7 @@ def _meant_argument(name: str, value: object, arguments: Arguments | None) -> st
 
 
 def _keys(values: Mapping[str, object]) -> Iterator[tuple[str, Any]]:
-    """The values by dotted key, those of sections one by one."""
+    """Yield the values by dotted key, with one item for each key of a section."""
     from trainkit.config.schema import sections
 
     for name, value in values.items():
@@ -850,7 +852,7 @@ def _keys(values: Mapping[str, object]) -> Iterator[tuple[str, Any]]:
 
 
 def _plain(value: object) -> object:
-    """A value as YAML has it: paths as text, tuples as lists, numbers and arrays of numpy as Python's."""
+    """Convert a value to types of YAML: paths to text, tuples to lists, numpy values to Python's."""
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, Mapping):
@@ -861,13 +863,13 @@ def _plain(value: object) -> object:
 
 
 def _call(function: Callable[..., Any], args: Iterable[object], kwargs: Mapping[str, object] = {}) -> Call:
-    if isinstance(function, partial):  # so that a method `checkpoint` of its function is found
+    if isinstance(function, partial):  # a method `checkpoint` of the inner function must be found
         return _call(function.func, (*function.args, *args), {**function.keywords, **kwargs})
     return Call(function, tuple(args), dict(kwargs))
 
 
 def _loaded(given: _Given) -> tuple[_Given, LoadedConfig]:
-    """The config; a function is called by the interpreter that its `launch` names, by default this one."""
+    """Load the config. A function runs in the interpreter that `launch` names, by default this one."""
     from trainkit.launch.environment import find_interpreter
 
     loaded = given.request.load_to_plan(given.workload)
@@ -880,7 +882,7 @@ def _loaded(given: _Given) -> tuple[_Given, LoadedConfig]:
 def _start_calls(
     given: _Given, calls: Mapping[int, Call], limit: int | None, values: Sequence[dict[str, object]]
 ) -> Group:
-    """Start a group; `values` are those of each call, by which its tables name it."""
+    """Start a group of calls; its tables name each call by its `values`."""
     from trainkit.launch.sweep import ArraySpec, LoadedTrial
 
     if not calls:
@@ -897,7 +899,7 @@ def _start(
     calls: Mapping[int, Call] = {},
     values: Sequence[dict[str, object]] = (),
 ) -> Path:
-    """The folder of what was started; `values` are those of each call, on which no plan depends."""
+    """Start a run or a group and return its folder; `values` (the arguments of each call) change no plan."""
     from trainkit.launch.create import create_submission, start_submission
     from trainkit.launch.submission import plan_submission, submission_warnings
 
@@ -909,7 +911,7 @@ def _start(
         warn_caller(text.strip().removeprefix("warning: "))
     backend_named(submission.plan.backend).require_reachable(submission.plan)
     with nullcontext() if given.function is None else by_value(given.function):
-        pickles = {index: dumps(call) for index, call in calls.items()}  # what cannot be leaves no folder
+        pickles = {index: dumps(call) for index, call in calls.items()}  # raises before any folder exists
     if values:
         pairs = zip(submission.trials, values, strict=True)
         own = [replace(trial, values=_without_leaks(one, trial.config.secrets)) for trial, one in pairs]
@@ -927,7 +929,7 @@ def _start(
 
 
 def _without_leaks(values: Mapping[str, object], secrets: Sequence[str]) -> dict[str, object]:
-    """The values, masked where they contain the value of a variable that is a secret."""
+    """Return the values, masked if they contain the value of a secret environment variable."""
     from trainkit.launch.secrets import leaked
 
     found = {key: leaked(str(value), secrets, os.environ) for key, value in values.items()}
@@ -939,7 +941,7 @@ def _group_poll_s(group: RunGroup) -> float:
 
 
 def _queued(status: GroupStatus) -> str:
-    """Why no run of a group runs; empty if one does, or the reason is unknown."""
+    """Return why no run of a group is running; empty if one is running or the reason is unknown."""
     queued = [trial for trial in status.trials if trial.state in ("pending", "requeueing")]
     reason = next((trial.problem for trial in queued if trial.problem), "")
     if not reason or status.states.keys() & {"starting", "running", "paused", "stopping", "restarting"}:
@@ -956,9 +958,9 @@ def _wait(polls: Iterator[float], timeout_s: float | None, path: Path) -> None:
 
 
 async def _after(polls: Iterator[float], result: Callable[[], Any]) -> Any:
-    import asyncio  # takes as long as the rest of this module
+    import asyncio  # importing it takes as long as importing the rest of this module
 
-    # No thread waits for the end: `asyncio.run` would wait for that thread after a timeout.
+    # The end is polled without a thread: after a timeout, `asyncio.run` would wait for that thread.
     while (poll_s := await asyncio.to_thread(next, polls, None)) is not None:
         await asyncio.sleep(poll_s)
     return await asyncio.to_thread(result)

@@ -1,8 +1,8 @@
-"""The contract through which a capability brings what not every run needs; the core names none of them.
+"""The contract of a capability: a feature that only some runs need, and that the core never names.
 
-A capability is a folder of `trainkit/capabilities/`, with a row in `shipped.py`, or a class of another
-package whose metadata name it in the entry-point group `trainkit.capabilities`: it is imported only where a
-config, a plan or a command line names it.
+A capability is a folder of `trainkit/capabilities/` with a row in `shipped.py`, or a class of another
+package that declares it in the entry-point group `trainkit.capabilities`. It is imported only if a config, a
+plan or a command line names it.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ if TYPE_CHECKING:  # the nouns of the floors above, for type checkers alone
 
 @dataclass(frozen=True)
 class Part:
-    """The base of what a capability keeps in plan.json, a frozen dataclass; read with `LaunchPlan.part`.
+    """Base class of the data that a capability keeps in plan.json; read it with `LaunchPlan.part`.
 
-    A field `files`, name -> text, is written next to plan.json, and compared with it when the job starts. A
-    field `keys` has keys of the config that the user had set: a run that repeats this one knows them then.
+    Subclasses are frozen dataclasses. The files in a field `files` (name -> text) are written next to
+    plan.json and compared with it when the job starts. A field `keys` lists the config keys that the user had
+    set, so that a run that repeats this one knows them.
     """
 
     CAPABILITY: ClassVar[str] = ""
@@ -51,21 +52,21 @@ class Planned(NamedTuple):
     """The result of `Capability.plan` and `plan_command`: a part of the plan, with reasons and warnings."""
 
     part: Part | None = None
-    """None for a run that does not use it; of such a run its code is not imported."""
+    """None if the run does not use the capability; its code is then not imported."""
     reasons: Mapping[str, str] = {}
     """Derived value -> its reason, which a dry run prints."""
     warnings: tuple[str, ...] = ()
-    """Messages about settings without effect, or that could not be checked, one sentence each."""
+    """One sentence for each setting that has no effect or could not be checked."""
     env: Mapping[str, str] = {}
-    """Environment variables of every worker, of `plan_command` only; launch.env comes before them."""
+    """Environment variables of every worker, from `plan_command` only; launch.env overrides them."""
     keys: Collection[str] = ()
-    """Keys of the config that have an effect on a command because of it, of `plan_command` only."""
+    """Config keys that take effect in a command because of this capability, from `plan_command` only."""
     follows: str | None = None
-    """The derived value after which the reasons of `plan` are printed; None for the last one."""
+    """The derived value after which a dry run prints the reasons of `plan`; None prints them last."""
 
 
 class Ranks(NamedTuple):
-    """The number of ranks and their device, before there is a plan."""
+    """The number of ranks and their device, known before the run is planned."""
 
     world_size: int
     num_nodes: int
@@ -74,57 +75,57 @@ class Ranks(NamedTuple):
 
 
 class NodesChoice:
-    """Why a run gets its number of nodes, where that was not for the user to choose."""
+    """Explains the number of nodes that trainkit chose for a run."""
 
     def to_dict(self) -> dict[str, object]:
-        """The keys that it adds to the JSON of a command."""
+        """Return the keys that this choice adds to the JSON of a command."""
         raise NotImplementedError
 
     def lines(self, plan: LaunchPlan, fit: int | None = None) -> Iterable[str]:
-        """What it rests on, as lines of at most `fit` characters, if that is possible."""
+        """Return the reasons for the choice, in lines of at most `fit` characters if possible."""
         raise NotImplementedError
 
 
 class Companion:
-    """Something that runs next to the ranks of a node, in a thread or process of its own."""
+    """A helper that runs next to the ranks of a node, in its own thread or process."""
 
     def poll(self) -> None:
-        """Look around, every few seconds; the agent waits for it."""
+        """Do a short piece of work; the agent calls this every few seconds and waits for it."""
 
     def end(self, *, is_finished: bool) -> None:
-        """End it; `is_finished` if all ranks of the agent have finished: else the job cannot wait."""
+        """End the companion, without delay unless `is_finished`: all ranks of the agent have finished."""
 
 
 class Hosts(NamedTuple):
-    """The hosts of a job, as Slurm names them; none of an attempt on this machine."""
+    """The hosts of a job by their names in Slurm; empty for an attempt without Slurm."""
 
     all: Sequence[str] = ()
     good: Sequence[str] = ()
-    """Without the hosts that have failed in this job, or earlier in the run."""
+    """The hosts that have not failed, neither in this job nor earlier in the run."""
 
 
 class Watch:
-    """Something that the supervisor looks at while an attempt runs."""
+    """A check that the supervisor repeats while an attempt runs."""
 
     while_stopping: ClassVar[bool] = True
-    """Whether it is polled after the ranks were asked to save and exit too."""
+    """Whether polling continues after the ranks have received a stop signal."""
 
     def poll(self) -> PlannedStop | None:
-        """Look around, every few seconds; the supervisor waits for it.
+        """Check the attempt; the supervisor calls this every few seconds and waits for it.
 
-        What it returns makes the ranks save and exit, and the run restart, unless they are stopping already.
+        A returned stop makes the ranks save and exit and the run restart, unless the ranks already stop.
         """
         return None
 
 
 class TimedRanks(NamedTuple):
-    """The ranks of the built-in trainer, which report their times at the end of each window of steps."""
+    """The ranks of the built-in trainer. They report their times at the end of each window of steps."""
 
     layout: Layout
     hosts: Sequence[str]
     """The host of each rank."""
     window: int
-    """Number of steps."""
+    """The number of steps in a window."""
     on_gpu: bool
 
 
@@ -133,23 +134,24 @@ NewEvent = tuple[str, Mapping[str, object]]
 
 
 class RankObserver:
-    """Something that looks at the times of all ranks, on rank 0."""
+    """Receives the step times of all ranks, on rank 0."""
 
     values: Mapping[str, float | str] = {}
-    """What a record of the metrics gets from it."""
+    """The values that it adds to each record of the metrics."""
 
     def add(self, step: int, times: Sequence[float], step_s: float) -> Iterable[NewEvent]:
-        """Take in a step; rank 0 waits for it, and records the events.
+        """Process the times of a step and return the events that rank 0 shall record; rank 0 waits meanwhile.
 
-        At the end of a window, `times` has for each rank the mean seconds of a step that it waited for data,
-        and that it computed before it waited for others, [ranks x 2]; else it is empty. `step_s` is the
-        duration of the step, without saves and validation.
+        At the end of a window, `times` contains two mean durations per step and rank, [ranks x 2]: the
+        seconds that the rank waited for data, and the seconds that it computed before it waited for other
+        ranks. At other steps `times` is empty. `step_s` is the duration of the step without saves and
+        validation.
         """
         return ()
 
 
 class Reading(NamedTuple):
-    """What was read of a run, for what a capability shows of it."""
+    """The files of a run as they were read, for the capabilities that show something of the run."""
 
     history: RunHistory
     plan: PlanRecord
@@ -158,12 +160,12 @@ class Reading(NamedTuple):
     state: str
     """The state of the run, as `status` shows it."""
     lasting: Sequence[Event]
-    """The events of capabilities that last, while the attempt runs, the newest last; see `owner_of`."""
+    """The events of capabilities that are still in effect, oldest first; see `owner_of`."""
 
 
 @dataclass(frozen=True)
 class Notice:
-    """Something that needs attention; `time` is None for what holds now."""
+    """A warning to a person about a run; its `time` is None if it describes the present."""
 
     time: str | None
     text: str
@@ -172,194 +174,202 @@ class Notice:
 
 
 class HostView(NamedTuple):
-    """What a capability says of a host in `watch`."""
+    """The values and problems that a capability shows of a host in `watch`."""
 
     values: Mapping[str, object] = {}
-    """Values of a row of the nodes, by the keys of `watch --json`."""
+    """The values of the host's row, by the keys of `watch --json`."""
     problems: Sequence[tuple[int, str]] = ()
-    """How bad each problem is, and the problem in a few words."""
+    """The severity of each problem, and the problem in a few words."""
 
 
 class Reader:
-    """Reads the files of a capability in a run, for a screen that is refreshed; see `RunHistory.reader`."""
+    """Reads the files of a capability in a run, for a screen that is refreshed. See `RunHistory.reader`."""
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
 
     def update(self) -> None:
-        """Read what was written since the last call, and no more. Raises OSError."""
+        """Read only the lines that were written since the last call. Raises OSError."""
 
 
 class Recorder:
-    """Keeps the images, histograms and texts that a rank logs; this one keeps none, as on other ranks than 0.
+    """Records the images, histograms and texts that a rank logs; this base class records nothing (ranks > 0).
 
-    `step` is by default that of the training. Raises UsageError for what cannot be kept.
+    `step` defaults to the step of the training. The methods raise UsageError for values that cannot be
+    recorded.
     """
 
     def image(self, name: str, image: object, step: int | None = None, caption: str | None = None) -> None:
-        """Keep a tensor, an array of numpy or an image of PIL, as it is now."""
+        """Record a copy of a tensor, a numpy array or a PIL image."""
 
     def histogram(self, name: str, values: object, step: int | None = None) -> None:
-        """Keep the histogram of the numbers in a tensor, an array or a list."""
+        """Record the histogram of the numbers in a tensor, an array or a list."""
 
     def text(self, name: str, text: str, step: int | None = None) -> None:
-        """Keep a text."""
+        """Record a text."""
 
     def close(self) -> None:
-        """Wait for what is still being written."""
+        """Wait until everything that was recorded is written."""
 
 
 MakeRecorder = Callable[["AttemptDir", "Progress", "TensorBoardLog | None"], Recorder]
-"""Makes the recorder of rank 0; what it keeps is in TensorBoard too, if the attempt writes to it."""
+"""Makes the recorder of rank 0, which also writes to TensorBoard if the attempt does."""
 
 
 class Choice:
-    """What was typed of the options that a capability adds to `trainkit run` or `trainkit check`."""
+    """The values of the options that a capability adds to `trainkit run` or `trainkit check`."""
 
     has_terminal = False
-    """Whether a rank gets the terminal, in which the command then prints no log."""
+    """Whether a rank gets the terminal. The command then prints no log there."""
 
     def check(self, workload: Workload, *, is_alone: bool) -> None:
-        """Raise UsageError for a run that cannot have it; `is_alone` unless others start ranks of it too."""
+        """Raise UsageError if the run cannot have these options.
+
+        `is_alone` is false if other processes start ranks of the same run too.
+        """
 
     def apply(self, plan: LaunchPlan) -> LaunchPlan:
-        """The plan of the run with it; raises UsageError for one that cannot have it."""
+        """Return the plan with these options applied; raises UsageError if the plan cannot have them."""
         return plan
 
     def try_out(self, config: RunConfig) -> str:
-        """Do once what a run would do, and say what has happened; raises TrainkitError if it fails."""
+        """Do once what a run would do and describe the result; raises TrainkitError on failure."""
         raise NotImplementedError
 
 
 class Capability:
-    """The base of all capabilities: a subclass defines what it needs. A process has one object of each."""
+    """Base class of all capabilities. A subclass overrides what it needs; a process has one object of it."""
 
     name: ClassVar[str]
-    """The name of its folder, or of its entry point and section."""
+    """The name of the capability's folder, or of its entry point and config section."""
     Config: ClassVar[type[Section] | None] = None
-    """The section that a capability of another package adds to the config, described by its docstring."""
+    """The config section that a capability of another package adds; its docstring describes it."""
     at_start: ClassVar[str | None] = None
-    """A file whose `prepare` every Python interpreter of a rank calls before any other code, as
-    `trainkit.job.python_start` says."""
+    """A file whose function `prepare` every Python interpreter of a rank calls before any other code; see
+    `trainkit.job.python_start`."""
     commands: ClassVar[Mapping[str, str]] = {}
-    """Command -> MODULE:NAME of a click command. Of another package it is named NAME or NAME-…."""
+    """Command -> MODULE:NAME of a click command. Other packages name their commands NAME or NAME-…."""
     quiet: ClassVar[Mapping[str, str]] = {}
-    """Key that is null in a replay and in a short training, as of a bench -> why; ``{what}`` is its name."""
+    """Config key that is set to null in replays and short trainings -> the reason.
+
+    ``{what}`` in the reason stands for the command, such as a replay or a bench.
+    """
     may_be_secret: ClassVar[tuple[str, ...]] = ()
-    """Keys whose values no error shows."""
+    """Config keys whose values no error message may show."""
     other_keys: ClassVar[Mapping[str, str]] = {}
-    """Key of other programs -> a hint, which keys of the config replace it; of a shipped capability only."""
+    """Key of another program -> a hint that names trainkit's keys for it; for shipped capabilities only."""
 
     def contradictions(self, config: RunConfig) -> Iterable[KeyProblem]:
-        """The problems of the config keys of the capability, whatever the facts."""
+        """Return the problems of the capability's config keys that do not depend on the facts."""
         return ()
 
     def packages(self, config: RunConfig) -> Mapping[str, str]:
-        """The packages that the Python of the ranks must have -> the key that asks for them."""
+        """Return the packages that the ranks' Python must have -> the config key that needs them."""
         return {}
 
     def problems(self, loaded: LoadedConfig, facts: Facts) -> Iterable[KeyProblem]:
-        """The problems of the config keys of the capability, given the facts."""
+        """Return the problems of the capability's config keys, given the facts."""
         return ()
 
     def plan(self, loaded: LoadedConfig, facts: Facts, draft: LaunchPlan) -> Planned:
-        """Plan its part of the run that `draft` describes."""
+        """Plan the capability's part of the run that `draft` describes."""
         return Planned()
 
     def plan_command(self, loaded: LoadedConfig, workload: Workload, ranks: Ranks) -> Planned:
-        """Plan what a command gets from the config; raises ConfigError for values that it cannot get."""
+        """Plan what a command gets from the config; raises ConfigError for values that no command can get."""
         return Planned()
 
     def without_hangs(self, plan: LaunchPlan) -> LaunchPlan:
-        """The plan of a run in which a rank may wait for a person for hours: its part reports no hang."""
+        """Return the plan without reports of hangs, since a rank may wait for a person for hours."""
         return plan
 
     def size_independent(self, plan: LaunchPlan) -> object:
-        """The values of its part that must be equal for every number of nodes that the job may get."""
+        """Return the values of its part that must be equal for every number of nodes that the job may get."""
         return None
 
     def argv(self, plan: LaunchPlan, rank: RankEnv, run: RunDir) -> tuple[str, ...]:
-        """The command line with which an agent starts a command, if its launcher is of the capability."""
+        """Return the command line with which an agent starts a command through the capability's launcher."""
         raise NotImplementedError
 
     def environ(self, attempt: AttemptDir, plan: LaunchPlan) -> Mapping[str, str]:
-        """Variables of the environment of every rank."""
+        """Return environment variables for every rank."""
         return {}
 
     def in_trainer(
         self, plan: LaunchPlan, unwatched: Callable[[], AbstractContextManager[None]]
     ) -> Callable[[Exception], None] | None:
-        """Prepare a rank of the trainer before it imports torch; what it returns gets the error that ends it.
+        """Prepare a rank of the trainer before it imports torch.
 
-        Within `unwatched()`, nothing that the rank waits for counts as a hang.
+        Returns a function that is called with the error that ends the rank, or None. A wait inside the
+        context `unwatched()` does not count as a hang.
         """
         return None
 
     def companion(self, attempt: AttemptDir, plan: LaunchPlan, node: Rendezvous) -> Companion | None:
-        """Start what runs next to the ranks of an agent, if its part is in the plan; None for nothing."""
+        """Start the companion of an agent's ranks if the plan has the capability's part, else return None."""
         return None
 
     def rank_observer(self, plan: LaunchPlan, ranks: TimedRanks) -> RankObserver | None:
-        """Begin to look at the times of the ranks in the trainer; None for nothing."""
+        """Return an observer of the step times of the trainer's ranks, or None."""
         return None
 
     def recorder(self) -> MakeRecorder:
-        """What makes the recorder of rank 0, if the capability keeps images, histograms and texts."""
+        """Return the function that makes the recorder of images, histograms and texts on rank 0."""
         raise NotImplementedError
 
     def watch(self, attempt: AttemptDir, plan: LaunchPlan, hosts: Hosts) -> Watch | None:
-        """Begin to watch an attempt from its supervisor, if its part is in the plan; None for nothing."""
+        """Return a watch of an attempt for its supervisor if the plan has the capability's part, or None."""
         return None
 
     def hosts_to_leave(self, attempt: AttemptDir, plan: LaunchPlan, hosts: Hosts) -> Collection[str]:
-        """The hosts of a job that the run is to leave out from now on, after an attempt has ended."""
+        """Return the hosts of a job that the run must exclude from now on; called after an attempt."""
         return ()
 
     def on_event(self, attempt: AttemptDir, event: Event) -> None:
-        """React to a line of events.jsonl, in the supervisor, within seconds after it was written."""
+        """React to a new line of events.jsonl; the supervisor calls this within seconds."""
 
     def on_end(self, attempt: AttemptDir, plan: LaunchPlan, end: AttemptEnd) -> None:
-        """React to the end of an attempt; `end` says whether the run restarts."""
+        """React to the end of an attempt. `end` says whether the run restarts."""
 
     def close(self) -> None:
-        """Wait for what is still being sent, when the process of the supervisor ends."""
+        """Wait until everything is sent; called when the supervisor's process ends."""
 
     def speeds(self, group: Path) -> Mapping[int, float | None]:
-        """The tokens per second of the runs of a group that has its file, by their index."""
+        """Return the tokens per second of a group's runs by index; the group has the capability's file."""
         return {}
 
     def waits(self, plan: PlanRecord) -> str:
-        """What `status` says of a run in which a rank waits for a person, or may wait by its plan."""
+        """Return the text of `status` for a run in which a rank waits, or may wait, for a person."""
         raise NotImplementedError
 
     def rows(self, reading: Reading) -> Mapping[str, str]:
-        """The lines that it adds to `status` of a run: label -> text."""
+        """Return the lines that the capability adds to `status` of a run: label -> text."""
         return {}
 
     def status(self, reading: Reading) -> Mapping[str, object]:
-        """The keys that it adds to ``status --json``."""
+        """Return the keys that the capability adds to ``status --json``."""
         return {}
 
     def notices(self, reading: Reading) -> Sequence[Notice]:
-        """The warnings about an attempt that runs, asked for where events of capabilities last."""
+        """Return warnings about a running attempt; called while events of capabilities are in effect."""
         return ()
 
     def past(self, event: Event) -> str:
-        """One of its events that is over, as a sentence of the warnings."""
+        """Describe one of its past events in a sentence for the list of warnings."""
         return event.content
 
     def hosts(self, reading: Reading, now: datetime) -> Mapping[str, HostView]:
-        """What it says of the hosts of the newest attempt, by name."""
+        """Return what `watch` shows of the hosts of the newest attempt, by host name."""
         return {}
 
     def advice(self, attempt: AttemptDir, host: str | None, lasting: Sequence[Event]) -> Mapping[str, str]:
-        """The values for the advice of a diagnosis, by placeholder; `host` is the one that failed first."""
+        """Return values for the advice of a diagnosis by placeholder; `host` is the first one that failed."""
         return {}
 
     def report(self, history: RunHistory) -> Mapping[str, object]:
-        """The keys that it adds to ``report --json``, and to what the page shows."""
+        """Return the keys that the capability adds to ``report --json`` and to the data of the page."""
         return {}
 
     def sections(self, history: RunHistory) -> Mapping[str, str]:
-        """The sections that it adds to the page of a report: title -> HTML, with all texts in it escaped."""
+        """Return the sections that it adds to the page of a report: title -> HTML, with all texts escaped."""
         return {}

@@ -1,4 +1,4 @@
-"""The shipped capabilities, by what is known of one before it is imported, and those of other packages."""
+"""Describes the shipped capabilities without importing them, and finds capabilities of other packages."""
 
 from __future__ import annotations
 
@@ -29,71 +29,74 @@ if TYPE_CHECKING:  # the contract too: a command that needs no capability does n
 
 T = TypeVar("T")
 GROUP = "trainkit.capabilities"
-"""The group of the entry points of other packages: the name of a section -> MODULE:CLASS."""
+"""The entry-point group in which other packages declare capabilities: section name -> MODULE:CLASS."""
 OF_THE_RUN = ("config.yaml", "plan.json", "job.json", "end.json", "submit.sbatch")
-"""Files in the folders of a run and its attempts that no capability may write."""
+"""Files of a run and its attempts that no capability may write."""
 
 
 class RestartCause(NamedTuple):
-    """Why a capability has a run restart; the attempts that end so do not count as ends without progress."""
+    """A reason for which a capability restarts a run. Such ends do not count as ends without progress."""
 
     words: str
-    """What the list of the restarts says."""
+    """The reason as the list of restarts shows it."""
     in_place: bool = False
-    """Whether the run restarts in its allocation where it can; else the job returns to the queue."""
+    """Whether the run restarts inside its allocation if possible; otherwise the job is requeued."""
 
 
 class Shipped(NamedTuple):
-    """A folder of `trainkit/capabilities/`, by what is known of it before it is imported."""
+    """Describes a folder of `trainkit/capabilities/` before it is imported."""
 
     follows: str = ""
-    """The key of plan.json after which its part is written; a second one is for plans without the first."""
+    """The key of plan.json after which the part is written; a second key is for plans without the first."""
     keys: Mapping[str, tuple[str, Any]] = {}
-    """Key of plan.json -> the field of its part, and the value without a part or `LEFT_OUT`; or `WHOLE`."""
+    """Key of plan.json -> `WHOLE`, or the part's field and the key's value without a part (or `LEFT_OUT`)."""
     within: tuple[str, ...] = ()
-    """The fields of its part if they are the last ones of the record `follows`, which every plan has."""
+    """The fields of its part if they are stored at the end of the record `follows`, which every plan has."""
     commands: Mapping[str, str] = {}
-    """Command, or a group and its command -> MODULE:NAME of a click command in the folder."""
+    """Command, or group and command -> MODULE:NAME of a click command in the folder."""
     options: Mapping[str, str] = {}
-    """Command -> MODULE:NAME of a decorator in the folder, which adds options to it, and a `Choice` of them
-    to its `choices`. Its module is imported for the help of the command too."""
-    in_ranks: bool = False
-    """Whether it acts in the ranks of every run, also of one without its part."""
-    attends: str = ""
-    """The field of its part with the rank that a person attends to, if a run has such a rank.
+    """Command -> MODULE:NAME of a decorator in the folder.
 
-    The folder of an attempt then has a folder NAME while a rank waits for a person, with a ``rank-*.json``;
-    once a person has come, its file ``rank`` says to which rank.
+    The decorator adds options to the command and their `Choice` to its `choices`. The help of the command
+    imports the module too.
+    """
+    in_ranks: bool = False
+    """Whether it acts in the ranks of every run, even if the plan does not have its part."""
+    attends: str = ""
+    """The field of its part that names the rank to which a person may connect; empty if there is none.
+
+    While a rank waits for a person, the folder of the attempt contains NAME/rank-*.json. After a person has
+    connected, the file NAME/rank names the rank.
     """
     launchers: Mapping[str, tuple[str, ...]] = {}
-    """Launcher of a command -> packages, one of which must be installed; `Capability.argv` starts it."""
+    """Launcher of a command, which `Capability.argv` starts -> packages; one of them must be installed."""
     events: Mapping[str, bool] = {}
-    """Its events that people see -> whether also among the past warnings; see `owner_of`."""
+    """Event that is shown to people -> whether the list of past warnings has it too; see `owner_of`."""
     shown: Mapping[str, Mapping[str, str]] = {}
-    """Where it adds something: `status`, `rows` or `report` -> key -> the key that it follows."""
+    """Output to which it adds keys (`status`, `rows` or `report`) -> added key -> the key before it."""
     causes: Mapping[str, RestartCause] = {}
-    """Cause of its `PlannedStop` -> what is known of it."""
+    """Cause of its `PlannedStop` -> how the run restarts."""
     group_file: str | None = None
-    """A file that only its groups of runs have; None if it has none."""
+    """A file by which a group of runs is recognized as the capability's; None if there is none."""
     functions: Mapping[str, str] = {}
-    """Function of which the core has no other one -> MODULE:NAME in the folder."""
+    """Function that the core calls by this name -> MODULE:NAME in the folder."""
     keeps_media: bool = False
-    """Whether it keeps the images, histograms and texts that a rank logs."""
+    """Whether it records the images, histograms and texts that a rank logs."""
     without_keys: bool = False
-    """Whether no key of a config is about it: a config is checked and planned without its class."""
+    """Whether it has no config keys, so that a config is checked and planned without importing its class."""
     worker: str | None = None
-    """The module whose `run_worker` the ranks of a run with its part call; None for the trainer's."""
+    """The module whose `run_worker` the ranks call if the plan has its part; None for the trainer's."""
 
     @property
     def has_class(self) -> bool:
-        """Whether its module has a `CAPABILITY`, which one with commands alone does not need."""
+        """Return whether its module has a `CAPABILITY`; a capability that only has commands needs none."""
         return bool(self.follows or self.group_file or self.keeps_media)
 
 
 LEFT_OUT = object()
-"""The value without a part of a key that is left out then."""
+"""Marks a key of plan.json that is not written if the plan does not have the part."""
 WHOLE = ("", LEFT_OUT)
-"""A part that is the value of a single key, which is left out without it."""
+"""Describes a part that is the whole value of one key; without the part the key is not written."""
 SHIPPED = {
     "debugger": Shipped(
         "after replay",
@@ -166,18 +169,18 @@ SHIPPED = {
         commands={"sync": "command:sync", "ui": "command:ui"},
     ),
 }
-"""The shipped capabilities by the name of their folder; companions end in this order."""
+"""The shipped capabilities by folder name. Companions end in this order."""
 ATTENDING = tuple(name for name, shipped in SHIPPED.items() if shipped.attends)
-"""The capabilities in which a person attends to a rank."""
+"""The capabilities with which a person can connect to a rank."""
 
 
 class ShippedTask(NamedTuple):
-    """A task of `trainkit/capabilities/`, by what is known of it before it is imported."""
+    """Describes a task of `trainkit/capabilities/` before it is imported."""
 
     place: str
-    """MODULE:CLASS."""
+    """The class of the task as MODULE:CLASS."""
     paths: Mapping[str, str | None]
-    """The keys of `task_args` whose values are paths, each with the value that is a name instead."""
+    """Key of `task_args` whose value is a path -> the one value that is a name instead."""
 
 
 TASKS = {
@@ -185,15 +188,15 @@ TASKS = {
         "trainkit.capabilities.multimodal.task:MultimodalLM", {"train": "demo", "val": "demo"}
     ),
 }
-"""The shipped tasks, by their names in a config."""
+"""The shipped tasks by their names in a config."""
 TASK_CHECK = "trainkit.capabilities.task_check.worker"
-"""The module whose process tries a user's task, or reads all of its samples."""
+"""The module that runs in a separate process to try a user's task or to read all of its samples."""
 TRANSFORMERS_TASK = "trainkit.capabilities.transformers.task:HFCausalLM"
-"""The task of a `model.hf` that only the transformers library can build; it can `check` itself."""
+"""The task for a `model.hf` that only the transformers library can build; it has its own `check`."""
 
 
 def load(name: str) -> Capability:
-    """The capability of a plan, of which each process has one; raises UsageError if it is not installed."""
+    """Return this process's object of a capability; raises UsageError if the capability is not installed."""
     found = _loaded(name)
     if found is None:
         raise UsageError(
@@ -226,35 +229,35 @@ def _loaded(name: str) -> Capability | None:
 
 @cache
 def entry_point(name: str) -> EntryPoint | None:
-    """The entry point of a capability of another package; None if none is installed."""
-    # This reads the metadata of every package: only for an unknown name.
+    """Return the entry point of a capability of another package, or None if none is installed."""
+    # entry_points() reads the metadata of every package, so it is called only for a name that is not shipped.
     from importlib.metadata import entry_points
 
     return next(iter(entry_points(group=GROUP, name=name)), None)
 
 
 def installed_section(name: str) -> type[Section] | None:
-    """The section that a package which is installed adds to the config; None without one."""
+    """Return the config section that an installed package adds under this name, or None."""
     return None if entry_point(name) is None else load(name).Config
 
 
 def shipped_classes() -> list[str]:
-    """The shipped capabilities with a class that a config may ask for."""
+    """Return the shipped capabilities that have a class and config keys."""
     return [name for name, shipped in SHIPPED.items() if shipped.has_class and not shipped.without_keys]
 
 
 def launchers() -> dict[str, tuple[str, ...]]:
-    """The launchers of commands, each with the packages one of which must be installed."""
+    """Return the launchers of commands, each with its packages, of which one must be installed."""
     return {name: needs for shipped in SHIPPED.values() for name, needs in shipped.launchers.items()}
 
 
 def with_launcher(name: str) -> Capability:
-    """The capability that a launcher is of; raises UsageError if there is none."""
+    """Return the capability that provides a launcher; raises UsageError if there is none."""
     return load(next((folder for folder, shipped in SHIPPED.items() if name in shipped.launchers), name))
 
 
 def _function(name: str) -> object:
-    """The function of this name, which one of the shipped capabilities has."""
+    """Import and return the function of this name from the shipped capability that has it."""
     folder, place = next(
         (folder, shipped.functions[name]) for folder, shipped in SHIPPED.items() if name in shipped.functions
     )
@@ -263,51 +266,52 @@ def _function(name: str) -> object:
 
 
 def node_chooser() -> NodeChooser:
-    """The function that chooses the number of nodes of a run for `--nodes auto`.
+    """Return the function that chooses the number of nodes of a run for `--nodes auto`.
 
-    It gets the config and the workload, and by name `code_dir`, `facts` and, of a run that resumes, `before`,
-    its plan so far, and `left`, the share of its steps that is left. It returns the config with all numbers
-    of nodes, the plan for the chosen one, and why.
+    Its arguments are the config and the workload, and by name `code_dir` and `facts`. If the run resumes,
+    they also are `before` (the previous plan) and `left` (the share of the steps that remains). It returns
+    the config with all possible numbers of nodes, the plan for the chosen number, and the reason.
     """
     return cast("NodeChooser", _function("choose_nodes"))
 
 
 def text_inspector() -> TextInspector:
-    """The function for the problems of the texts of a config, and at most how many tokens each split has.
+    """Return the function that finds problems of a config's texts and counts the tokens of each split.
 
-    It gets the config and its tokenizer, None if that cannot be read; its numbers are None if unknown.
+    Its arguments are the config and the tokenizer, or None if the tokenizer cannot be read. It returns None
+    for the numbers of tokens if they are unknown.
     """
     return cast("TextInspector", _function("inspect_texts"))
 
 
 def text_preparer() -> TextPreparer:
-    """The function for the folder of token shards of the texts of a config, which it makes if necessary.
+    """Return the function that prepares a config's texts if necessary and returns their folder of shards.
 
-    It gets the config, and whether it compares the sizes of shards that are there.
+    Its arguments are the config, and whether to compare the sizes of existing shards.
     """
     return cast("TextPreparer", _function("prepare_texts"))
 
 
 def of_media() -> Capability:
-    """The capability that keeps the images, histograms and texts that a rank logs."""
+    """Return the capability that records the images, histograms and texts that a rank logs."""
     return load(next(name for name, shipped in SHIPPED.items() if shipped.keeps_media))
 
 
 def measured_speeds(group: Path) -> Mapping[int, float | None] | None:
-    """The speeds that a capability has measured of the runs of a group; None for any other group."""
+    """Return the speeds that a capability has measured for the runs of a group; None for any other group."""
     files = ((name, shipped.group_file) for name, shipped in SHIPPED.items())
     owner = next((name for name, file in files if file is not None and (group / file).is_file()), None)
     return None if owner is None else load(owner).speeds(group)
 
 
 def worker_of(names: Iterable[str]) -> str | None:
-    """The module that the ranks of a run with these parts run in place of the trainer's; None without one."""
+    """Return the module that ranks run instead of the trainer if the plan has these parts, or None."""
     modules = ((name, SHIPPED[name].worker) for name in names if name in SHIPPED)
     return next((f"trainkit.capabilities.{name}.{own}" for name, own in modules if own is not None), None)
 
 
 def shipped_command(name: str) -> str | None:
-    """MODULE:NAME of a command of a capability that is shipped; None without one."""
+    """Return MODULE:NAME of a command of a shipped capability, or None if there is no such command."""
     for folder, shipped in SHIPPED.items():
         if name in shipped.commands:
             return f"trainkit.capabilities.{folder}.{shipped.commands[name]}"
@@ -315,42 +319,42 @@ def shipped_command(name: str) -> str | None:
 
 
 def in_ranks(parts: Iterable[str]) -> list[str]:
-    """The capabilities that act in the ranks of a run with these parts."""
+    """Return the capabilities that act in the ranks of a run with these parts."""
     shipped = (name for name, shipped in SHIPPED.items() if shipped.in_ranks)
     return [*shipped, *(name for name in parts if name not in SHIPPED)]
 
 
 def attended_in(parts: Collection[str]) -> str | None:
-    """The capability of these in which a person attends to a rank; None without one."""
+    """Return the capability among `parts` with which a person can connect to a rank, or None."""
     return next((name for name in ATTENDING if name in parts), None)
 
 
 def shipped_subcommands(group: str) -> list[str]:
-    """The commands that the capabilities which are shipped add to a group, such as ``export`` to ``ckpt``."""
+    """Return the commands that shipped capabilities add to a group, such as ``export`` to ``ckpt``."""
     names = (name.split(" ") for shipped in SHIPPED.values() for name in shipped.commands)
     return [words[1] for words in names if words[0] == group and len(words) > 1]
 
 
 def shipped_options(command: str) -> list[str]:
-    """MODULE:NAME of the decorators with which shipped capabilities add options to a command."""
+    """Return MODULE:NAME of each decorator with which a shipped capability adds options to a command."""
     found = ((folder, shipped.options.get(command)) for folder, shipped in SHIPPED.items())
     return [f"trainkit.capabilities.{folder}.{place}" for folder, place in found if place is not None]
 
 
 def installed_command(name: str) -> str | None:
-    """MODULE:NAME of a command of a capability of another package; None without one."""
+    """Return MODULE:NAME of a command of a capability of another package, or None if there is none."""
     owner = name.partition("-")[0]
     return None if entry_point(owner) is None else load(owner).commands.get(name)
 
 
 def restart_cause(name: str) -> RestartCause:
-    """The cause of a restart; with its name as its words if nothing else is known of it."""
+    """Return the description of a cause of restarts; an unknown cause is described by its name."""
     known = (shipped.causes[name] for shipped in SHIPPED.values() if name in shipped.causes)
     return next(known, RestartCause(name))
 
 
 def packages_of(names: Iterable[str]) -> dict[str, str]:
-    """Of each name that is not shipped, the package and version that has it."""
+    """Return the package and version that provides each name that is not shipped."""
     entries = ((name, entry_point(name)) for name in names if name not in SHIPPED)
     return {
         name: f"{entry.dist.name} {entry.dist.version}"
@@ -360,7 +364,7 @@ def packages_of(names: Iterable[str]) -> dict[str, str]:
 
 
 def take_parts(plan: Mapping[str, object]) -> dict[str, object]:
-    """The parts of a plan.json by the name of their capability, from the keys in which they lie."""
+    """Collect the parts in a plan.json by capability name from the keys where they are stored."""
     parts: dict[str, object] = {}
     for name, shipped in SHIPPED.items():
         record = plan.get(shipped.follows)
@@ -380,9 +384,9 @@ def take_parts(plan: Mapping[str, object]) -> dict[str, object]:
 
 
 def files_of(parts: Mapping[str, object]) -> dict[str, str]:
-    """The files that the parts of a plan have: name in the run folder -> text.
+    """Return the files of the parts of a plan: name in the run folder -> text.
 
-    Raises ValueError for one that would lie elsewhere, or replace a file of the run.
+    Raises ValueError for a file that would be outside of the run folder or replace a file of the run.
     """
     found: dict[str, str] = {}
     for owner, part in parts.items():
@@ -397,7 +401,7 @@ def files_of(parts: Mapping[str, object]) -> dict[str, str]:
 
 
 def keys_of(parts: Mapping[str, object]) -> set[str]:
-    """The keys of the config that the parts of a plan have. Raises ValueError for what is no list of them."""
+    """Return the config keys that the parts of a plan list; raises ValueError for a value that is no list."""
     found: set[str] = set()
     for owner, part in parts.items():
         keys = part.get("keys", ()) if isinstance(part, Mapping) else ()
@@ -408,29 +412,30 @@ def keys_of(parts: Mapping[str, object]) -> set[str]:
 
 
 OVER = "_over"
-"""The end of the name of the event after which another one no longer lasts."""
+"""The suffix of the name of an event that ends the effect of another event."""
 _EVENTS = {event: name for name, shipped in SHIPPED.items() for event in shipped.events}
 _EVENTS |= {f"{event}{OVER}": name for event, name in _EVENTS.items()}
 
 
 def owner_of(event: str) -> str | None:
-    """The capability whose event people see, by its name; None for an event of the core.
+    """Return the name of the capability that owns an event; None for an event of the core.
 
-    It lasts until NAME_over of the same rank, or without a rank, in the same attempt. One of another package
-    is named CAPABILITY.NAME, and is always among the past warnings.
+    An event is in effect until the event NAME_over of the same attempt, which has the same rank or none.
+    Events of other packages are named CAPABILITY.NAME and are always listed among the past warnings.
     """
     return _EVENTS.get(event) or event.rpartition(".")[0] or None
 
 
 def is_notable(event: str) -> bool:
-    """Whether an event of a capability is shown among the past warnings."""
+    """Return whether the list of past warnings shows an event of a capability."""
     owner = None if event.endswith(OVER) else owner_of(event)
     return owner is not None and (owner not in SHIPPED or SHIPPED[owner].events[event])
 
 
 def shown_by(parts: Iterable[str]) -> list[str]:
-    """The capabilities that show something of a run, of which `parts` are in the plan."""
-    # A run may have been sent to a tracker that its plan lacks.
+    """Return the capabilities that show something of a run whose plan has `parts`."""
+    # Shipped capabilities are always included: a run may have been sent to a tracker that its plan does not
+    # have.
     shipped = (name for name, shipped in SHIPPED.items() if shipped.shown)
     return [*shipped, *(name for name in parts if name not in SHIPPED)]
 
@@ -438,16 +443,16 @@ def shown_by(parts: Iterable[str]) -> list[str]:
 def ask_each(
     parts: Iterable[str], ask: Callable[[Capability], T], failed: Callable[[str, str], T]
 ) -> dict[str, T]:
-    """What each capability that shows something says of a run, by its name; without what is empty.
+    """Ask each capability that shows something of a run; returns the answers that are not empty, by name.
 
-    The answer of one that fails is that of `failed`, by its name and a text: the others are known.
+    If a capability fails, its answer is `failed(name, text)`, so that the answers of the others remain.
     """
     found = ((name, ask_one(name, ask, failed)) for name in shown_by(parts))
     return {name: answer for name, answer in found if answer}
 
 
 def ask_one(name: str, ask: Callable[[Capability], T], failed: Callable[[str, str], T]) -> T:
-    """What a capability says; the answer of `failed`, by its name and a text, if it fails."""
+    """Return the answer of a capability, or `failed(name, text)` if the capability raises an error."""
     try:
         return ask(load(name))
     except Exception as error:  # of code that may be of another package
@@ -456,18 +461,18 @@ def ask_one(name: str, ask: Callable[[Capability], T], failed: Callable[[str, st
 
 
 def placed(output: str, own: Mapping[str, T], added: Mapping[str, T]) -> dict[str, T]:
-    """An output with what capabilities add: each key after the one that it follows, or last."""
+    """Add the keys of capabilities to an output, each after the key that it follows, or at the end."""
     places = [shipped.shown.get(output, {}) for shipped in SHIPPED.values()]
     following = dict[str, dict[str, T]]()
     for key, before in ((key, before) for place in places for key, before in place.items()):
         if key in added:
             following.setdefault(before, {})[key] = added[key]
-    # What another package calls as the core does would replace it.
+    # A key of another package must not replace a key of the core that has the same name.
     return {**in_order(own, following), **{key: added[key] for key in added if key not in own}}
 
 
 def in_order(own: Mapping[str, T], following: Mapping[str, Mapping[str, T]]) -> dict[str, T]:
-    """The items of a mapping, each before those that follow its key."""
+    """Return the items of a mapping; after each item come the items that follow its key."""
     found: dict[str, T] = {}
 
     def add(key: str, value: T) -> None:
@@ -481,7 +486,7 @@ def in_order(own: Mapping[str, T], following: Mapping[str, Mapping[str, T]]) -> 
 
 
 def put_parts(plan: dict[str, object], parts: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
-    """The content of a plan.json with its parts: what `take_parts` reads."""
+    """Return the content of a plan.json with its parts, which `take_parts` reads."""
     own: dict[str, dict[str, object]] = {}
     for name, shipped in SHIPPED.items():
         follows, _, other = shipped.follows.partition(" ")
@@ -501,22 +506,22 @@ def put_parts(plan: dict[str, object], parts: Mapping[str, Mapping[str, object]]
 
 
 class Guard:
-    """Calls the capabilities of a run: an error of one is reported once, and the run continues."""
+    """Calls the capabilities of a run. An error is reported once, and the run continues."""
 
     def __init__(self, names: Iterable[str], report: Callable[[str], None]) -> None:
         self.capabilities = [load(name) for name in names]
         self._report, self._reported = report, set[str]()
 
     def each(self, what: Callable[[Capability], T | None]) -> list[tuple[str, T]]:
-        """The results of a call for each capability of the plan, by its name; without those that are None."""
+        """Call a function with each capability of the plan; returns (name, result) where that is not None."""
         found = ((one.name, self.call(one.name, what, one)) for one in self.capabilities)
         return [(name, result) for name, result in found if result is not None]
 
     def call(self, name: str, what: Callable[..., T], *values: Any, **named: Any) -> T | None:
-        """The result of a call; None after an error, which is reported once."""
+        """Return the result of a call, or None after an error. The error is reported once."""
         try:
             return what(*values, **named)
-        except Exception as error:  # of code that may be of another package: it must not end the training
+        except Exception as error:  # the code may be another package's, which must not end the training
             text = f"warning: the capability {name} has failed: {type(error).__name__}: {error}"
             if text not in self._reported:
                 self._reported.add(text)

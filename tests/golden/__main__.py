@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import difflib
 import io
 import json
 import os
@@ -25,12 +26,16 @@ from typing import Any
 
 import yaml
 
+from tests.support.recorded import changed_text, filled_json
+
 HERE = Path(__file__).parent
 NOW = datetime.datetime(2026, 1, 1, 13, tzinfo=datetime.timezone.utc)
 WRITTEN = NOW.timestamp() - 1800
 """When the files of the recorded runs were last changed."""
 PROJECT = "@PROJECT@"
 HOST = "node01"
+WHOLE_DRY_RUN = "dry_runs/conda-on-path.txt"
+"""The dry run on Slurm whose text is recorded in full; the others are recorded as what differs from it."""
 LENGTH = 80
 """The length of the path in which everything is done: lines are wrapped behind it."""
 DIGITS = 14
@@ -150,16 +155,25 @@ def write_text_file(project: Path) -> None:
 def unpack_run(source: Path, project: Path, host: str = HOST) -> Path:
     """Make one recorded run in the runs/ of a project folder, as if it had been started on `host`.
 
-    left_out.json has what is not in git: empty folders, links, second copies, and files of which only the
-    size is known, which become zeros.
+    JSON files are recorded with fewer line breaks than trainkit writes. left_out.json describes what is
+    not in git: empty folders, links, second copies, texts as changes of the same file of another run, and
+    files of which only the size is recorded, filled with zeros here.
     """
     run = project / "runs" / source.name
     left_out = json.loads((source / "left_out.json").read_text())
-    for file in source.rglob("*"):
-        if file.is_file() and file.name not in ("left_out.json", "tensors.tar.xz"):
-            place = run / file.relative_to(source)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_text(file.read_text().replace(PROJECT, str(project)).replace(HOST, host))
+    texts = {
+        str(file.relative_to(source)): file.read_text()
+        for file in source.rglob("*")
+        if file.is_file() and file.name not in ("left_out.json", "tensors.tar.xz")
+    }
+    for path, (like, changes) in left_out.get("changed", {}).items():
+        texts[path] = changed_text((source.parent / like).read_text(), changes)
+    for path, recorded in texts.items():
+        text = recorded.replace(PROJECT, str(project)).replace(HOST, host)
+        if path.endswith(".json"):
+            text = json.dumps(json.loads(text), ensure_ascii=False, indent=2) + "\n"
+        (run / path).parent.mkdir(parents=True, exist_ok=True)
+        (run / path).write_text(text)
     for path in left_out["folders"]:
         (run / path).mkdir(parents=True, exist_ok=True)
     for path, size in left_out["bytes"].items():
@@ -198,7 +212,7 @@ def texts_of_runs(project: Path) -> dict[str, str]:
 
 
 def texts_of_dry_runs(cases: Path) -> dict[str, str]:
-    """What would be submitted of every config of dry_runs.yaml, each in a folder of its own."""
+    """Return what would be submitted for every config of dry_runs.yaml, each in its own folder."""
     texts = {}
     for name, case in yaml.safe_load((HERE / "dry_runs.yaml").read_text()).items():
         project = cases / name
@@ -218,13 +232,24 @@ def texts_of_dry_runs(cases: Path) -> dict[str, str]:
         texts[f"dry_runs/{name}.txt"] = typed(line, project)
         for key in environ:
             del os.environ[key]
-    return texts
+    whole = texts[WHOLE_DRY_RUN]
+    return {
+        name: text if name == WHOLE_DRY_RUN or "#SBATCH" not in text else lines_that_differ(whole, text)
+        for name, text in texts.items()
+    }
+
+
+def lines_that_differ(whole: str, text: str) -> str:
+    """Return what differs from `WHOLE_DRY_RUN`, as ``diff -U0`` prints it, without line numbers."""
+    lines = difflib.unified_diff(whole.splitlines(), text.splitlines(), n=0, lineterm="")
+    return "".join("@@\n" if line.startswith("@@") else f"{line}\n" for line in list(lines)[2:])
 
 
 def typed(line: str, project: Path) -> str:
-    """A command, its output and its exit code, without the names of this machine; JSON with indents."""
+    """A command, its output and its exit code, without the names of this machine; JSON fills its lines."""
     from trainkit import __version__
     from trainkit.cli.main import main as trainkit
+    from trainkit.config.schema import default_values
 
     output, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
@@ -235,7 +260,14 @@ def typed(line: str, project: Path) -> str:
             "indents would hide a difference"
         )
         value = json.loads(text, parse_float=lambda number: float(f"{float(number):.{DIGITS}g}"))
-        text = json.dumps(value, ensure_ascii=False, indent=1) + "\n"
+        if isinstance(value, dict) and isinstance(
+            value.get("config"), dict
+        ):  # of a report: keys with their default are left out
+            base = default_values()
+            value["config"] = {
+                key: own for key, own in value["config"].items() if key not in base or base[key] != own
+            }
+        text = filled_json(value) + "\n"
     shown = f"$ trainkit {line.strip()}\n{text}"
     shown += f"--- standard error\n{errors.getvalue()}" if errors.getvalue() else ""
     shown += f"--- exit code {code}\n"

@@ -6,6 +6,7 @@ tests/capabilities/diagnose/broken_runs, with the names of this machine and its 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -24,9 +25,12 @@ from typing import Any
 import yaml
 
 from tests.support.programs import ranks_of, wait_for
+from tests.support.recorded import changed_text, changes_of, filled_json
 from trainkit.run.rundir import RunDir
 
 FOLDER = Path(__file__).parents[1] / "capabilities" / "diagnose" / "broken_runs"
+LIKE = {"config.yaml": FOLDER / "like" / "config.yaml", "plan.json": FOLDER / "like" / "plan.json"}
+"""Name of a file -> a whole file of that name, of which the recorded ones are changes."""
 HOST = "node01"
 TIMEOUT_S = 180
 MAX_LINES = 60
@@ -279,20 +283,45 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_representer(
     str,
     lambda dumper, text: dumper.represent_scalar(
-        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
+        "tag:yaml.org,2002:str", text, style="|" if "\n" in text[:-1] else '"' if "\n" in text else None
     ),
 )
 
 
 def write(name: str, content: dict[str, Any]) -> None:
+    """Write a record: JSON in few lines, a config and a plan as changes of the files `LIKE`."""
+    files = {path: _recorded(path, text) for path, text in content["files"].items()}
     (FOLDER / f"{name}.yaml").write_text(
-        yaml.dump(content, Dumper=_Dumper, sort_keys=False, width=10**6, allow_unicode=True)
+        yaml.dump(
+            {**content, "files": files}, Dumper=_Dumper, sort_keys=False, width=10**6, allow_unicode=True
+        )
     )
 
 
+def _recorded(path: str, text: str) -> str | dict[str, str]:
+    like = LIKE.get(Path(path).name)
+    if path.endswith("plan.json"):  # no diagnosis reads why a plan is as it is
+        text = _indented({key: value for key, value in json.loads(text).items() if key != "reasons"})
+    if like is not None:
+        return changes_of(like.read_text(), text)
+    if not path.endswith(".json"):
+        return text
+    value = json.loads(text)
+    return filled_json(value) + "\n" if _indented(value) == text else text
+
+
+def _indented(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=2) + "\n"
+
+
 def unpack(content: dict[str, Any], run: Path) -> None:
-    """Write a recorded run folder."""
-    for name, text in content["files"].items():
+    """Write a recorded run folder, as trainkit wrote it."""
+    for name, recorded in content["files"].items():
+        if isinstance(recorded, str):
+            is_filled = name.endswith(".json") and recorded.startswith("{")
+            text = _indented(json.loads(recorded)) if is_filled else recorded
+        else:
+            text = changed_text(LIKE[Path(name).name].read_text(), recorded)
         (run / name).parent.mkdir(parents=True, exist_ok=True)
         (run / name).write_text(text)
 

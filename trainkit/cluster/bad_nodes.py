@@ -19,7 +19,7 @@ from trainkit.run.files import parse_time, read_object, read_record, write_json
 KEEP = timedelta(hours=24)
 LONG_AGO = datetime.min.replace(tzinfo=timezone.utc)
 LOCK_TIMEOUT_S = 10.0
-"""The note is not worth more: a dead host may hold the lock."""
+"""Seconds to wait for the lock, which a dead host may hold; the record is not worth a longer wait."""
 FAILURES_OF_A_CULPRIT = 2
 """A host is excluded when this many failures of one run began on it."""
 
@@ -31,7 +31,7 @@ Kind = Literal["died", "preflight", "culprit", "start"]
 
 
 def memory_file(cluster: str, environ: Mapping[str, str] = os.environ) -> Path:
-    """The path of the file that records the bad hosts of a cluster."""
+    """Return the path of the file that records the bad hosts of a cluster."""
     return state_folder(environ) / "bad_nodes" / f"{cluster.lower().replace('/', '_')}.json"
 
 
@@ -53,7 +53,7 @@ def note_failure(
     now = now or datetime.now(timezone.utc)
     file = memory_file(cluster, environ)
     ensure_folder(file.parent, 0o700, parents=True)
-    # Two jobs must not overwrite each other's notes.
+    # Two jobs must not overwrite each other's records.
     with file_lock(file.with_suffix(".lock"), LOCK_TIMEOUT_S):
         notes = [
             *_notes(file, now),
@@ -64,7 +64,7 @@ def note_failure(
 
 @dataclass(frozen=True)
 class Note:
-    """One failure, as the file has it; a value that is damaged or edited is missing."""
+    """One failure as the file records it; a damaged or edited value is missing."""
 
     host: str = ""
     kind: str = ""
@@ -75,7 +75,7 @@ class Note:
 
     @property
     def at(self) -> datetime:
-        """When it was; long ago if that is unknown."""
+        """The time of the failure; long ago if the time is unknown."""
         found = parse_time(self.time)
         return LONG_AGO if found is None or found.tzinfo is None else found
 
@@ -87,7 +87,7 @@ def excluded(
     *,
     run: str | None = None,
 ) -> dict[str, str]:
-    """The hosts of a cluster to exclude from jobs, each with the reason; the most recent first.
+    """Return the hosts of a cluster to exclude from jobs, each with the reason; the most recent first.
 
     A host is excluded if it died, failed preflight, or was the culprit of `FAILURES_OF_A_CULPRIT` failures
     of one run, within the last 24 hours; from the jobs of the folder `run` also after one start that failed.
@@ -113,7 +113,7 @@ def _reason_text(note: Note, failures: int) -> str:
 
 
 def _notes(file: Path, now: datetime) -> list[Note]:
-    """The notes that have not expired, the oldest first."""
+    """Return the recorded failures that have not expired, the oldest first."""
     values = read_object(file).get("notes")
     listed = values if isinstance(values, list) else []
     found = (read_record(Note, value) for value in listed if isinstance(value, dict))

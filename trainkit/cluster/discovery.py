@@ -32,12 +32,12 @@ from trainkit.slurm.control import has_expedited_requeue, parse_config, parse_ve
 from trainkit.slurm.environment import finds_cluster
 
 CLUSTER_TIMEOUT_S = 10.0
-"""Shorter than the timeout of sbatch, which runs next: report an unreachable controller early."""
+"""Seconds to wait for the controller: less than sbatch waits, so that its absence is reported early."""
 ACCOUNTING_TIMEOUT_S = 10.0
 LOCAL_TIMEOUT_S = 10.0
 CONFIG_ARGV = ("scontrol", "show", "config")
-# With --all: a job can name a partition that Slurm does not list. A federation may show those of its other
-# clusters too, to which a job of this one does not go.
+# --all also lists hidden partitions, which jobs can name. --local leaves out the other clusters of a
+# federation, since a job of this cluster does not go there.
 PARTITIONS_ARGV = ("scontrol", "show", "partition", "--oneliner", "--all", "--local")
 NODES_ARGV = ("scontrol", "show", "node", "--oneliner", "--all", "--local")
 _QOS_ARGV = ("sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=Name,MaxWall,Flags")
@@ -67,7 +67,7 @@ _NODE_PAIR = re.compile(rf"\b({'|'.join(_AMOUNTS)}|AvailableFeatures|Gres|Partit
 
 
 def has_slurm() -> bool:
-    """Whether this machine belongs to a cluster: sbatch is installed and finds a configuration.
+    """Return whether this machine belongs to a cluster: sbatch is installed and finds a configuration.
 
     It is also True while the controller is down, and where Slurm gives no clear answer. Runs one local
     command.
@@ -92,14 +92,14 @@ def query_cluster(name: str = "", *, with_accounts: bool = False) -> Cluster:
 
 
 def _query_associations(cluster: str = "") -> tuple[tuple[Account, ...], tuple[Qos, ...]]:
-    """The user's accounts and all QOS as the controller knows them; none if it does not say."""
+    """Return the user's accounts and all QOS that the controller knows; empty if it does not answer."""
     user = user_name()
     argv = ("scontrol", "--oneliner", "show", "assoc_mgr", f"users={user}", "flags=assoc,qos")
     return parse_assoc_mgr(_try(argv, CLUSTER_TIMEOUT_S, cluster) or "", user)
 
 
 def _ask_controller(timeout_s: float, name: str = "") -> tuple[dict[str, str], Cluster]:
-    """Its settings, and the cluster without accounts and QOS."""
+    """Query the cluster's settings, and return them with the cluster without accounts and QOS."""
     commands = (CONFIG_ARGV, PARTITIONS_ARGV, NODES_ARGV)
     with ThreadPoolExecutor(len(commands)) as threads:
         settings, partitions, nodes = threads.map(lambda argv: _ask(argv, timeout_s, name), commands)
@@ -119,7 +119,7 @@ def _ask(argv: Sequence[str], timeout_s: float, cluster: str = "") -> str:
 
 
 def _try(argv: Sequence[str], timeout_s: float, cluster: str = "") -> str | None:
-    """The answer of what a site may lack; None without one."""
+    """Return the answer of a query that fails where a site lacks a service; None if it fails."""
     try:
         return _ask(argv, timeout_s, cluster)
     except TrainkitError:
@@ -127,7 +127,7 @@ def _try(argv: Sequence[str], timeout_s: float, cluster: str = "") -> str | None
 
 
 def query_cluster_names() -> list[str]:
-    """The clusters that commands can name: those of the accounting.
+    """Return the clusters that commands can name, which are the clusters of the accounting.
 
     Raises SlurmRefused without slurmdbd, and SlurmUnreachable.
     """
@@ -164,7 +164,7 @@ def discover_cluster() -> Cluster | None:
 
 
 def _enforced(config: Mapping[str, str], accounts: Iterable[Account] | None) -> tuple[Account, ...] | None:
-    """One entry per account, of which Slurm lists one per partition; None if Slurm does not check them."""
+    """Merge Slurm's entries per account and partition into one per account; None if Slurm checks none."""
     merged: dict[str, Account] = {}
     for account in accounts or ():
         known = merged.get(account.name, account)
@@ -182,10 +182,10 @@ def _enforced(config: Mapping[str, str], accounts: Iterable[Account] | None) -> 
 def _with_accounts(
     cluster: Cluster, config: Mapping[str, str], accounts: Iterable[Account] | None
 ) -> Cluster:
-    """The cluster with these accounts; its partitions accept any if Slurm does not check accounts."""
+    """Return the cluster with these accounts; its partitions accept any if Slurm does not check accounts."""
     known = _enforced(config, accounts)
     partitions = cluster.partitions
-    # Without its setting it is not known whether Slurm checks accounts.
+    # If the setting is missing, it is unknown whether Slurm checks accounts.
     is_compared = known or cluster.slurm_version < SUBACCOUNTS_SINCE or ENFORCE not in config
     if not is_compared:
         partitions = tuple(replace(item, allowed_accounts=None, denied_accounts=()) for item in partitions)
@@ -197,7 +197,7 @@ def _union(one: tuple[str, ...] | None, other: tuple[str, ...] | None) -> tuple[
 
 
 def gpu_option(config: Mapping[str, str]) -> Literal["gpus-per-node", "gres"]:
-    """The option that requests GPUs, from the settings of `scontrol show config`."""
+    """Return the option that requests GPUs, from the settings of `scontrol show config`."""
     plugin = config.get("SelectType", _GPU_OPTIONS_PLUGIN)
     return "gpus-per-node" if _GPU_OPTIONS_PLUGIN in plugin else "gres"
 
@@ -210,7 +210,7 @@ def parse_partitions(text: str, kinds: Mapping[str, tuple[NodeKind, ...]]) -> li
 
 
 def _pairs(line: str) -> dict[str, str]:
-    """The `Name=value` pairs of a line; the first of a name wins, because free text can follow."""
+    """Return the `Name=value` pairs of a line; the first of a name wins, because free text can follow."""
     return {match["name"]: match["value"] for match in reversed(list(_PAIR.finditer(line)))}
 
 
@@ -241,7 +241,7 @@ def _partition(values: Mapping[str, str], kinds: Mapping[str, tuple[NodeKind, ..
 
 
 def _at_least_2(text: str) -> int | None:
-    """The smallest number of nodes, if it excludes any job."""
+    """Return the smallest number of nodes, if it excludes any job."""
     return number if (number := _number(text)) is not None and number > 1 else None
 
 
@@ -259,7 +259,7 @@ def parse_nodes(text: str) -> dict[str, tuple[NodeKind, ...]]:
     Their CPUs and memory are those that jobs can use.
     """
     found: dict[str, Counter[tuple[int | None, int | None, str, str]]] = {}
-    # There can be ten thousand nodes, of few kinds.
+    # There can be ten thousand nodes, but only few kinds of them.
     for pairs, count in Counter(tuple(_NODE_PAIR.findall(line)) for line in text.splitlines()).items():
         values = dict(reversed(pairs))  # the first of a name wins, because free text can follow
         amounts = {key: _number(values.get(key, "")) or 0 for key in _AMOUNTS}
@@ -281,7 +281,7 @@ def parse_nodes(text: str) -> dict[str, tuple[NodeKind, ...]]:
 
 
 def parse_gpus(gres: str) -> dict[str, int]:
-    """The number of GPUs by type in a GRES text such as `gpu:a100:4(S:0-1),gpu:2,nvme:1`.
+    """Return the number of GPUs by type in a GRES text such as `gpu:a100:4(S:0-1),gpu:2,nvme:1`.
 
     In a TRES text, such as `cpu=64,gres/gpu=4,gres/gpu:a100=3`, the number without a type is the total.
     """
@@ -294,7 +294,7 @@ def parse_gpus(gres: str) -> dict[str, int]:
             continue
         fields = [field for field in [*fields, number] if field not in ("", "no_consume", "(null)")]
         counted = _COUNT.fullmatch(fields[-1]) if fields else None
-        count = 1  # as Slurm does without a count
+        count = 1  # Slurm's default
         if counted is not None:
             count = int(counted[1]) * 1024 ** " kmgtp".index(counted[2].lower() or " ")
             fields.pop()
@@ -346,7 +346,7 @@ def parse_assoc_mgr(text: str, user: str) -> tuple[tuple[Account, ...], tuple[Qo
 
 
 def _above(account: str, parents: Mapping[str, str]) -> tuple[str, ...] | None:
-    """The accounts above one; None if Slurm hides one of them (PrivateData=usage)."""
+    """Return the accounts above an account; None if Slurm hides one of them (PrivateData=usage)."""
     found: list[str] = []
     while account in parents and account not in found[:-1]:
         account = parents[account]
@@ -378,5 +378,5 @@ def parse_qos(text: str) -> tuple[Qos, ...]:
 
 
 def _rows(text: str, length: int) -> list[list[str]]:
-    """The fields of the lines that sacctmgr prints."""
+    """Return the fields of the lines that sacctmgr prints."""
     return [row for line in text.splitlines() if len(row := line.split("|")) == length]

@@ -1,4 +1,4 @@
-"""What a job requests of a cluster, checked against the limits of that. Pure.
+"""Checks the request of a job against the limits of a cluster. Pure.
 
 sbatch itself rejects few of these requests: it accepts the job, which then stays pending forever.
 """
@@ -27,22 +27,22 @@ from trainkit.scheduler import expand_hosts
 
 @dataclass(frozen=True)
 class ResourceRequest:
-    """What a job requests of a cluster, in the units of its limits; None leaves the choice to Slurm."""
+    """The resources that a job requests, in the units of the limits; None leaves the choice to Slurm."""
 
     nodes: int
     names: Mapping[str | None, Partition | None]
-    """The partitions by name, None for one that does not exist; the name None is the default one."""
+    """Name of a partition (None for the default one) -> the partition; None if it does not exist."""
     workers_per_node: int = 1
     gpus_per_node: int | None = None
     gpu_type: str | None = None
     gpu_types: tuple[str, ...] = ()
-    """Several types, of which the partition that starts the job has one."""
+    """The possible GPU types if there are several; the partition that starts the job decides."""
     cpus_per_node: int | None = None
     mem_mib: float | None = None
     time_s: float | None = None
-    """Infinite for a job without a limit."""
+    """The time limit in seconds; infinite for a job without a limit."""
     time_min_s: float | None = None
-    """The time that the job accepts if that lets it start sooner; None for no less than `time_s`."""
+    """The shorter time that the job accepts in order to start sooner; None if it needs `time_s`."""
     is_sliced: bool = False
     """Whether `time_s` is ``resources.slice``."""
     account: str | None = None
@@ -56,7 +56,7 @@ class ResourceRequest:
 
     @classmethod
     def of(cls, resources: ResourcesConfig, cluster: Cluster) -> ResourceRequest:
-        """What the section `resources` requests, before a plan derives the workers of a node."""
+        """Return the request of the section `resources`, before a plan derives the workers per node."""
         types = resources.gpu_types
         names: Iterable[str | None] = (None,)
         if resources.partition is not None:
@@ -109,7 +109,7 @@ class ResourceRequest:
 
     @property
     def all_nodes(self) -> int:
-        """Nodes of the job, spare nodes included."""
+        """The number of nodes of the job, spare nodes included."""
         return self.nodes + self.spare_nodes
 
     @property
@@ -118,13 +118,13 @@ class ResourceRequest:
         return self.gpu_type if self.gpus_per_node else None
 
     def exceeds(self, partition: Partition) -> bool:
-        """Whether the time or the nodes are above a limit of the partition, which a QOS may override."""
+        """Return whether the time or the nodes exceed a limit of the partition that a QOS may override."""
         max_time_s, max_nodes = partition.max_time_s or math.inf, partition.max_nodes or math.inf
         return (self.time_s or 0) > max_time_s or self.all_nodes > max_nodes
 
     def with_workers(self, count: int, device: str, threads: int | None, per: str) -> ResourceRequest:
-        """The request with the workers of a node that a plan derived, and their GPUs and CPUs."""
-        # Without threads, each task gets at least one CPU.
+        """Return the request with the workers of a node that a plan derived, and their GPUs and CPUs."""
+        # A plan without threads still gives each task one CPU.
         each = 1 if threads is None and per == "gpu" else threads
         return replace(
             self,
@@ -135,7 +135,7 @@ class ResourceRequest:
 
 
 def limit_problems(request: ResourceRequest, cluster: Cluster) -> Iterator[KeyProblem]:
-    """A problem for each key of a request that this cluster cannot satisfy."""
+    """Yield a problem for each key of a request that this cluster cannot satisfy."""
     for key, message, hint in _problems(request, cluster) if cluster.partitions else ():
         yield key, message, "; ".join(filter(None, (hint, cluster.out_of_date_hint)))
 
@@ -156,7 +156,7 @@ def _problems(request: ResourceRequest, cluster: Cluster) -> Iterator[KeyProblem
 
 
 def _gpu_types_problems(request: ResourceRequest, cluster: Cluster) -> Iterator[KeyProblem]:
-    """GPU types of which no partition has one alone, and so none decides the type of all nodes."""
+    """Yield a problem for GPU types that every partition has mixed, so that none decides the type."""
     types, constraint = request.gpu_types, request.constraint
     if not (types and request.gpus_per_node and request.partitions):
         return
@@ -172,13 +172,13 @@ def _gpu_types_problems(request: ResourceRequest, cluster: Cluster) -> Iterator[
 
 
 def partition_refusals(request: ResourceRequest, cluster: Cluster) -> dict[str, KeyProblem]:
-    """The first problem of each requested partition that can never start the job."""
+    """Return the first problem of each requested partition that can never start the job."""
     found = {item.name: next(partition_problems(request, cluster, item), None) for item in request.partitions}
     return {name: problem for name, problem in found.items() if problem is not None}
 
 
 def spare_capacity(request: ResourceRequest) -> int | None:
-    """How many of the nodes that fit a job it does not need; None if that is unknown."""
+    """Return how many more nodes fit a job than it needs; None if unknown."""
     if not request.partitions or not all(partition.nodes for partition in request.partitions):
         return None
     counts = [
@@ -189,7 +189,7 @@ def spare_capacity(request: ResourceRequest) -> int | None:
 
 
 def _num_fitting(request: ResourceRequest, partition: Partition, kinds: Iterable[NodeKind]) -> int:
-    """The number of nodes with enough GPUs, CPUs and memory, as far as these are known."""
+    """Return the number of nodes with enough GPUs, CPUs and memory, as far as these are known."""
     gpus, cpus, mem_mib = request.gpus_per_node or 0, request.cpus_per_node or 0, request.mem_mib or 0
     return sum(
         kind.count
@@ -204,7 +204,7 @@ def _num_fitting(request: ResourceRequest, partition: Partition, kinds: Iterable
 
 
 def _unknown_partitions(request: ResourceRequest, cluster: Cluster) -> Iterator[KeyProblem]:
-    """The requested partitions that do not exist."""
+    """Yield the requested partitions that do not exist."""
     listing = f"{cluster.name} has {listed(item.name for item in cluster.partitions if not item.is_hidden)}"
     for name in (name for name, found in request.names.items() if found is None):
         if name is None:
@@ -216,7 +216,7 @@ def _unknown_partitions(request: ResourceRequest, cluster: Cluster) -> Iterator[
 
 
 def _account_problems(request: ResourceRequest, cluster: Cluster) -> Iterator[KeyProblem]:
-    """An account or QOS that does not exist or that this user may not use."""
+    """Yield an account or QOS that does not exist or that this user may not use."""
     account = _account_of(request, cluster)
     if request.account is not None and cluster.accounts is not None and account is None:
         names = [item.name for item in cluster.accounts]
@@ -237,7 +237,7 @@ def _account_problems(request: ResourceRequest, cluster: Cluster) -> Iterator[Ke
 def _permission_problems(
     request: ResourceRequest, cluster: Cluster, partition: Partition
 ) -> Iterator[KeyProblem]:
-    """A partition that the user, account or QOS is known not to be allowed in."""
+    """Yield a partition that the user, account or QOS is known not to be allowed in."""
     groups = partition.allowed_groups
     if groups is not None and cluster.groups is not None and not {*groups} & {*cluster.groups}:
         message = f"is {partition.name}, which only members of {listed(groups, 'or')} may use"
@@ -264,7 +264,7 @@ def _permission_problems(
 
 
 def _accepts(partition: Partition, account: str, above: tuple[str, ...] | None) -> bool:
-    """Whether a partition may accept an account that is below those of `above`, if they are known."""
+    """Return whether a partition may accept an account below the accounts `above`, which may be unknown."""
     names = (account, *(above or ()))
     if partition.allowed_accounts is None:
         return not any(_is_in(name, partition.denied_accounts) for name in names)
@@ -272,12 +272,12 @@ def _accepts(partition: Partition, account: str, above: tuple[str, ...] | None) 
 
 
 def _is_in(name: str, names: Iterable[str] | None) -> bool:
-    """Whether a name is in `names`, ignoring case as Slurm's accounting does; None allows every name."""
+    """Return whether a name is in `names`, ignoring case as Slurm does; None allows every name."""
     return names is None or name.lower() in {item.lower() for item in names}
 
 
 def _account_of(request: ResourceRequest, cluster: Cluster) -> Account | None:
-    """The account that is charged; None if unknown."""
+    """Return the account that is charged; None if unknown."""
     return next(
         (
             item
@@ -300,7 +300,7 @@ def listed(names: Iterable[str], last: str = "and") -> str:
 def partition_problems(
     request: ResourceRequest, cluster: Cluster, partition: Partition
 ) -> Iterator[KeyProblem]:
-    """The problems that prevent a job from ever starting in a partition; each message names the limit."""
+    """Yield the problems that prevent a job from ever starting in a partition; each names the limit."""
     yield from _permission_problems(request, cluster, partition)
     yield from _time_problems(request, cluster, partition)
     max_nodes = partition.max_nodes if _applies("nodes", _qos_of(request, cluster)) else None
@@ -320,7 +320,7 @@ def partition_problems(
 
 
 def _qos_of(request: ResourceRequest, cluster: Cluster) -> Qos | None:
-    """The requested QOS; an unknown one may override any limit."""
+    """Return the requested QOS; an unknown one may override any limit."""
     if request.qos is None:
         return None
     unknown = Qos(request.qos, overrides=None)
@@ -328,12 +328,12 @@ def _qos_of(request: ResourceRequest, cluster: Cluster) -> Qos | None:
 
 
 def _applies(limit: PartitionLimit, qos: Qos | None) -> bool:
-    """Whether a limit of the partition is known to apply to the jobs of a QOS."""
+    """Return whether a limit of the partition is known to apply to the jobs of a QOS."""
     return qos is None or (qos.overrides is not None and limit not in qos.overrides)
 
 
 def _too_many_nodes(request: ResourceRequest, limit: int) -> tuple[str, str]:
-    """The key that requests more nodes than `limit`, and the start of its message."""
+    """Return the key that requests more nodes than `limit`, and the start of its message."""
     if request.nodes > limit:
         return "resources.nodes", f"is {request.nodes}"
     shown = f"is {request.spare_nodes}: {request.nodes} + {request.spare_nodes} = {request.all_nodes} nodes"
@@ -341,7 +341,7 @@ def _too_many_nodes(request: ResourceRequest, limit: int) -> tuple[str, str]:
 
 
 def longest_time_s(request: ResourceRequest, cluster: Cluster, partition: Partition) -> tuple[float, str]:
-    """The longest time limit of a job in a partition, and what sets it; infinite where nothing does."""
+    """Return the longest time limit of a job in a partition and what sets it; infinite if nothing does."""
     qos = _qos_of(request, cluster)
     limits = [(qos.max_time_s, f"QOS {qos.name}")] if qos is not None else []
     if _applies("time", qos):
@@ -398,7 +398,7 @@ def _node_problems(request: ResourceRequest, partition: Partition) -> Iterator[K
 def _node_size_problems(
     request: ResourceRequest, partition: Partition, kinds: Sequence[NodeKind]
 ) -> Iterator[KeyProblem]:
-    """The amounts per node that no node has, each checked separately."""
+    """Yield the amounts per node that no node has, each checked separately."""
     nodes_have = f"the nodes of partition {partition.name} have"
     workers, gpus, cpus = request.workers_per_node, request.gpus_per_node or 0, request.cpus_per_node or 0
     max_gpus = max(kind.num_gpus(request.gpu_type) for kind in kinds)
@@ -426,7 +426,7 @@ def _node_size_problems(
 
 
 def _maximum(amounts: Iterable[int | None]) -> float:
-    """The largest amount; infinite if one is unknown."""
+    """Return the largest amount; infinite if one is unknown."""
     return max(math.inf if amount is None else amount for amount in amounts)
 
 

@@ -1,4 +1,4 @@
-"""The hardware of this machine, and what a job may use of it: memory, CPU cores, the GPUs that torch sees."""
+"""Detects the memory, CPU cores and GPUs of this machine that a job may use."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Machine:
     num_gpus: int
     gpu_names: tuple[str, ...]
     gpu_reason: str
-    """One sentence: which GPUs there are, or why there are none."""
+    """A sentence that lists the GPUs or says why there are none."""
     memory: int | None = None
-    """Bytes of memory and swap; None if unknown."""
+    """The bytes of memory and swap together; None if unknown."""
     driver_cuda: tuple[int, int] | None = None
     """The newest CUDA that the driver of its GPUs supports; None if unknown."""
 
@@ -40,25 +40,25 @@ def detect_machine() -> Machine:
 
 
 def num_usable_cpus() -> int:
-    """The number of CPU cores that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     cores = len(os.sched_getaffinity(0))
     quota = cgroup_cpu_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
     return cores if quota is None else max(1, min(cores, math.floor(quota)))
 
 
 def host_memory(meminfo: Path) -> int | None:
-    """The bytes of memory and swap in /proc/meminfo; None if it cannot be read."""
+    """Return the bytes of memory and swap in /proc/meminfo; None if it cannot be read."""
     kib = _kib(meminfo)
     return 1024 * (kib["MemTotal:"] + kib.get("SwapTotal:", 0)) if "MemTotal:" in kib else None
 
 
 def _kib(meminfo: Path) -> dict[str, int]:
-    """The values of /proc/meminfo by their names, which end with a colon; none if it cannot be read."""
+    """Return the values of /proc/meminfo by name with colon; empty if the file cannot be read."""
     return {words[0]: int(words[1]) for words in kernel_lines(meminfo) if len(words) > 1}
 
 
 def cgroup_cpu_quota(root: Path, membership: Path) -> float | None:
-    """The smallest CPU quota of this process's cgroup (v2) and its parents, in cores.
+    """Return the smallest CPU quota of this process's cgroup (v2) and its parents, in cores.
 
     None if there is no limit.
     """
@@ -81,7 +81,7 @@ def cgroup_cpu_quota(root: Path, membership: Path) -> float | None:
 
 
 def driver_version() -> str:
-    """The version of the NVIDIA driver; empty without one."""
+    """Return the version of the NVIDIA driver; empty without one."""
     try:
         found = re.search(r"\d+\.[\d.]*\d", NVIDIA_DRIVER.read_text())
     except OSError:
@@ -90,12 +90,12 @@ def driver_version() -> str:
 
 
 class NoDriver(Exception):
-    """Why NVML cannot be used, as the end of a sentence."""
+    """Raised if NVML cannot be used; the message is the end of a sentence."""
 
 
 @contextlib.contextmanager
 def nvml() -> Iterator[Any]:
-    """NVML while it is initialized. Raises NoDriver."""
+    """Initialize NVML for the duration of the context. Raises NoDriver."""
     try:
         import pynvml
     except ImportError:
@@ -111,7 +111,7 @@ def nvml() -> Iterator[Any]:
 
 
 def _gpus() -> tuple[tuple[str, ...], str, tuple[int, int] | None]:
-    """The names of the GPUs, why there are these, and the newest CUDA of their driver."""
+    """Return the names of the GPUs, a sentence about them, and the newest CUDA that their driver supports."""
     if not NVIDIA_DRIVER.exists():
         return (), "there is no NVIDIA driver on this machine", None
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -131,7 +131,7 @@ def _gpus() -> tuple[tuple[str, ...], str, tuple[int, int] | None]:
 
 
 def driver_cuda(nvml: Any) -> tuple[int, int] | None:
-    """The newest CUDA that the driver supports; None if it does not say."""
+    """Return the newest CUDA that the driver supports; None if the driver does not report it."""
     try:
         number = nvml.nvmlSystemGetCudaDriverVersion_v2()
     except nvml.NVMLError:
@@ -140,7 +140,7 @@ def driver_cuda(nvml: Any) -> tuple[int, int] | None:
 
 
 def gpu_handle(nvml: Any, name: str) -> Any:
-    """NVML's handle of a GPU or slice by its name in CUDA_VISIBLE_DEVICES. Raises NVMLError.
+    """Return NVML's handle of a GPU or slice by its name in CUDA_VISIBLE_DEVICES. Raises NVMLError.
 
     A name is an index, a UUID or the beginning of one:
     https://docs.nvidia.com/cuda/cuda-c-programming-guide/index.html#env-vars
@@ -149,7 +149,7 @@ def gpu_handle(nvml: Any, name: str) -> Any:
         return nvml.nvmlDeviceGetHandleByIndex(int(name))
     if name.startswith("GPU-"):
         for index in range(nvml.nvmlDeviceGetCount()):
-            with contextlib.suppress(nvml.NVMLError):  # one of the others may be lost
+            with contextlib.suppress(nvml.NVMLError):  # another GPU may be lost
                 gpu = nvml.nvmlDeviceGetHandleByIndex(index)
                 if str(nvml.nvmlDeviceGetUUID(gpu)).startswith(name):
                     return gpu
@@ -157,7 +157,7 @@ def gpu_handle(nvml: Any, name: str) -> Any:
 
 
 def visible_names(nvml: Any, chosen: str | None) -> tuple[str, ...]:
-    """The models of the GPUs in a value of CUDA_VISIBLE_DEVICES up to the first invalid entry, as in CUDA."""
+    """Return the models of the GPUs in CUDA_VISIBLE_DEVICES up to the first invalid entry, as CUDA does."""
     names, count = [], nvml.nvmlDeviceGetCount()
     for name in map(str, range(count)) if chosen is None else map(str.strip, chosen.split(",")):
         try:
@@ -165,12 +165,12 @@ def visible_names(nvml: Any, chosen: str | None) -> tuple[str, ...]:
         except nvml.NVMLError:
             if not name.isdigit() or int(name) >= count:
                 break
-            names.append("GPU that does not respond")  # the checks before the ranks start name it
+            names.append("GPU that does not respond")  # the preflight checks name it
     return tuple(names)
 
 
 def kernel_lines(path: Path) -> list[list[str]]:
-    """The words of each line of a file of the kernel that has some; none if it cannot be read."""
+    """Return the fields of each line of a kernel file that is not blank; empty if the file cannot be read."""
     try:
         return [words for line in path.read_text().splitlines() if (words := line.split())]
     except OSError:
@@ -178,7 +178,7 @@ def kernel_lines(path: Path) -> list[list[str]]:
 
 
 def host_memory_gib() -> tuple[float, float] | None:
-    """Used and total memory of the host in GiB; None where the kernel does not say."""
+    """Return the used and the total memory of the host in GiB; None if the kernel does not report it."""
     kib = _kib(PROC / "meminfo")
     total, available = kib.get("MemTotal:"), kib.get("MemAvailable:")
     if total is None or available is None:
@@ -187,7 +187,7 @@ def host_memory_gib() -> tuple[float, float] | None:
 
 
 def _memory_cgroups() -> Iterator[tuple[Path, Path, bool]]:
-    """(root, path below it, whether of version 2) of the control groups that count this process's memory."""
+    """Yield (root, path below root, is v2) of each control group that counts this process's memory."""
     for words in kernel_lines(PROC / "self" / "cgroup"):
         _, controllers, path = " ".join(words).split(":", 2)
         if controllers == "" or "memory" in controllers.split(","):
@@ -196,7 +196,7 @@ def _memory_cgroups() -> Iterator[tuple[Path, Path, bool]]:
 
 
 def job_memory_gib() -> float | None:
-    """The memory that the kernel accounts to the job of Slurm that this process is of, in GiB.
+    """Return the memory that the kernel accounts to this process's Slurm job, in GiB.
 
     None outside a job, or in one without a control group of its own: that of a login has the pages of all
     files that its user has read.
@@ -210,9 +210,9 @@ def job_memory_gib() -> float | None:
 
 
 def memory_of_gib(pids: Iterable[int]) -> float | None:
-    """The memory of processes in GiB: each counts its share of the pages that it shares with others (PSS).
+    """Return the memory of processes in GiB. Shared pages are divided between the processes (PSS).
 
-    Without those that have ended or are another user's; None if there is no other.
+    Processes that have ended or belong to another user are left out; None if no process remains.
     """
     files = (kernel_lines(PROC / str(pid) / "smaps_rollup") for pid in pids)
     kib = [int(words[1]) for lines in files for words in lines if words[0] == "Pss:" and len(words) > 1]
@@ -220,7 +220,7 @@ def memory_of_gib(pids: Iterable[int]) -> float | None:
 
 
 def count_oom_kills() -> int | None:
-    """The number of processes in this cgroup that the OOM killer has killed; None if there is no counter."""
+    """Return how many processes of this cgroup the OOM killer has killed; None without a counter."""
     for root, own, is_new in _memory_cgroups():
         for name, *value in kernel_lines(root / own / ("memory.events" if is_new else "memory.oom_control")):
             if name == "oom_kill":

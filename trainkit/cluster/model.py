@@ -21,7 +21,7 @@ _ANY_OF = re.compile(r"[|,\[(*]")
 
 
 def features_of(constraint: str | None) -> tuple[str, ...]:
-    """The feature names in a constraint such as ``[rack1*2&rack2]``."""
+    """Return the feature names in a constraint such as ``[rack1*2&rack2]``."""
     return tuple(name.strip() for name in _NO_FEATURE.split(constraint or "") if name.strip())
 
 
@@ -86,12 +86,12 @@ class Partition:
         return self.max_time_s if self.default_time_s is None else self.default_time_s
 
     def gpu_type(self, constraint: str | None = None) -> str | None:
-        """The type of the GPUs of those nodes with the features; None if there is none, or several."""
+        """Return the type of the GPUs of those nodes with the features; None if there is none, or several."""
         types = {name for kind in self.matching(constraint) for name in kind.gpus}
         return types.pop() if len(types) == 1 else None
 
     def matching(self, constraint: str | None, gpu_type: str | None = None) -> tuple[NodeKind, ...]:
-        """The nodes that have the features of a constraint and the GPU type.
+        """Return the nodes that have the features of a constraint and the GPU type.
 
         Only ``&`` is evaluated: with any other operator, every node counts as having the features.
         """
@@ -114,7 +114,7 @@ class Partition:
 
 
 def _least(*amounts: int | None) -> int | None:
-    """The smallest of the known amounts; None if none is known."""
+    """Return the smallest of the known amounts; None if none is known."""
     return min((amount for amount in amounts if amount is not None), default=None)
 
 
@@ -173,7 +173,7 @@ class Cluster:
     """How to clear that list."""
 
     def partition(self, name: str | None) -> Partition | None:
-        """A partition by name, or the default one for None; None if there is no such partition."""
+        """Return a partition by name, or the default one for None; None if there is no such partition."""
         if name is None:
             return next((item for item in self.partitions if item.is_default), None)
         return next((item for item in self.partitions if item.name == name), None)

@@ -53,7 +53,7 @@ class FoundProfile:
 
 
 def user_folder() -> Path:
-    """The folder that `trainkit init` writes profiles to."""
+    """Return the folder that `trainkit init` writes profiles to."""
     return config_folder() / FOLDER
 
 
@@ -107,7 +107,7 @@ def _named(loaded: LoadedConfig, name: str, folders: Sequence[Path]) -> Path:
 
 
 def _name_in(path: Path) -> str | None:
-    """The `name` in a profile; if it cannot be read, the file's name, so that using it reports why."""
+    """Return the `name` in a profile; if it cannot be read, the file's name, so that using it reports why."""
     try:
         found = read_yaml_file(path, str(path)).find(("name",))
     except ConfigError:
@@ -128,7 +128,7 @@ def _read(path: Path, shown: str, mtime_ns: int) -> tuple[ClusterProfile, Entry 
 
 
 def known_cluster(loaded: LoadedConfig, run: Path | None = None) -> Cluster:
-    """The cluster of a config, from its profile or Slurm; sets `error` if Slurm does not answer.
+    """Return the cluster of a config, from its profile or Slurm; sets `error` if Slurm does not answer.
 
     `run` is the folder of a run that starts again: its bad nodes include those on which a start of it failed.
     Raises ConfigError for a profile that is invalid or does not exist, and for an unknown cluster.
@@ -145,7 +145,7 @@ def known_cluster(loaded: LoadedConfig, run: Path | None = None) -> Cluster:
 
 
 def _first_cluster(loaded: LoadedConfig) -> str | None:
-    """The cluster that a run is planned for, if the config names clusters."""
+    """Return the cluster that a run is planned for, if the config names clusters."""
     return next(iter(loaded.config.resources.clusters), None)
 
 
@@ -329,7 +329,7 @@ def read_profile(path: Path, shown: str) -> tuple[ClusterProfile, Entry | None]:
 
 
 def _problems(error: ValidationError, entry: Entry) -> list[Problem]:
-    """One problem per key, in the order of the file; list items have the line of their list."""
+    """Return one problem per key, in the order of the file; list items have the line of their list."""
     found: dict[str, Problem] = {}
     for item in error.errors(include_url=False, include_context=False):
         path = tuple(map(str, item["loc"]))

@@ -44,7 +44,7 @@ LOCAL = Target("local", "this machine")
 
 
 def choose_backend(backend: str, cluster: str | None = None) -> tuple[str, str]:
-    """The backend that `launch.backend` selects here, and why; `cluster` is `launch.cluster`.
+    """Return the backend that `launch.backend` selects here, and why; `cluster` is `launch.cluster`.
 
     Raises SlurmError when it is unclear whether this machine belongs to a cluster.
     """
@@ -75,7 +75,7 @@ def choose_backend(backend: str, cluster: str | None = None) -> tuple[str, str]:
 
 
 def is_cluster_of_host(cluster: str | None) -> bool:
-    """Whether a job runs on the cluster of this host, not on one that only a profile describes.
+    """Return whether a job runs on the cluster of this host, not on one that only a profile describes.
 
     `cluster` is `launch.cluster`.
     """
@@ -83,7 +83,7 @@ def is_cluster_of_host(cluster: str | None) -> bool:
 
 
 def make_target(loaded: LoadedConfig, backend: str | None = None, run: Path | None = None) -> Target:
-    """The target of a config and the description of its cluster; `backend` overrides the config's.
+    """Return the target of a config and the description of its cluster; `backend` overrides the config's.
 
     `run` is the folder of a run that starts again, for `known_cluster`.
     Raises ConfigError for a cluster profile that is invalid or does not exist, and for clusters that a job
@@ -134,7 +134,7 @@ def load_with_cluster(
 
 
 def _cluster_defaults(loaded: LoadedConfig) -> Entry | None:
-    """The `defaults` of the profile of a config's cluster; None for a run on this machine."""
+    """Return the `defaults` of the profile of a config's cluster; None for a run on this machine."""
     launch = loaded.config.launch
     if choose_backend(launch.backend, launch.cluster)[0] == "local":
         return None
