@@ -138,7 +138,7 @@ def test_what_a_launcher_gets_must_not_depend_on_it() -> None:
             *("resources.nodes=1-2", "optimizer.lr_scale=linear"),
             workload=Workload(("train.py", "{lr}"), "lightning"),
         )
-    assert "is 1-2, but the values that lightning gets depend on the number" in error.value.render()
+    assert "is 1-2, but the values for lightning depend on the number" in error.value.render()
 
 
 def test_on_this_machine_there_are_as_many_as_one_asks_for() -> None:

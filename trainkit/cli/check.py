@@ -112,8 +112,8 @@ def command(
     for text in plan.warnings:
         warn(text)
     and_warnings = f", {plural(len(plan.warnings), 'warning')}" if plan.warnings else ""
-    verdict = Styled(f"{request.path}: no problems{and_warnings}", WATCH if plan.warnings else GOOD)
-    click.echo(painted(verdict), err=True)
+    summary = Styled(f"{request.path}: no problems{and_warnings}", WATCH if plan.warnings else GOOD)
+    click.echo(painted(summary), err=True)
 
 
 @as_command("trainkit schema > trainkit.schema.json", "trainkit schema | head -n 20")

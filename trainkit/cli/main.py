@@ -31,7 +31,7 @@ SECTIONS = {
         "init": "Inspect this cluster; write its profile and a first run config.",
         "submit": "Submit a run to Slurm, or start it in the background on this machine.",
         "run": "Run in the foreground, on this node or as the ranks of an srun step.",
-        "shell": "Open an interactive allocation with the environment ready.",
+        "shell": "Open a shell in a new allocation, with the environment of a job.",
     },
     "Watch": {
         "status": "Show the state of all runs, or one run in detail.",

@@ -291,7 +291,7 @@ def _request_options(function: Function, *place: Callable[[Any], Any], unless: s
         *place,
         option("--name NAME", "Name of the run."),
         option("--note TEXT", "A remark about the run."),
-        option("--tag TAG", "For `status --tag`; repeatable.", name="tags", multiple=True),
+        option("--tag TAG", "Tag of the run, for `status --tag`; repeatable.", name="tags", multiple=True),
     )(wrapper)
 
 

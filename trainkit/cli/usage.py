@@ -50,7 +50,7 @@ RESUME_OPTIONS = (
 )
 """Options of other programs that continue a run."""
 KEEPS_LOGS = "`trainkit logs RUN` shows what a run prints; the files are in its run folder"
-HERE = "a run works in the folder in which it is submitted: `cd` there first"
+HERE = "a run uses the folder where you submit it: `cd` to that folder first"
 IS_SET = "trainkit sets this option itself; omit it"
 IS_HERE = "`trainkit run` always uses this machine; omit this option"
 ASKS_NOTHING = "trainkit never asks for confirmation; omit this option"
@@ -71,7 +71,7 @@ OTHER_WAYS = {
     **dict.fromkeys(("--open-mode", "--label", "--multi-prog", "--kill-on-bad-exit", "--overlap"), IS_SET),
     **dict.fromkeys(("--chdir", "-D", "--workdir", "--cwd", "--working-dir"), HERE),
     **dict.fromkeys(("--yes", "-y", "--force", "--overwrite", "--no-input"), ASKS_NOTHING),
-    **dict.fromkeys(("--wait", "-W"), "`--follow` stays until the run has ended"),
+    **dict.fromkeys(("--wait", "-W"), "`--follow` waits until the run has ended"),
     **dict.fromkeys(("--quiet", "--silent"), "diagnostics go to stderr; `2>/dev/null` hides them"),
     "--verbose": "`trainkit --debug COMMAND …` shows where an error comes from",
     "--wrap": "your own program follows --: `trainkit submit -- COMMAND`",

@@ -142,7 +142,7 @@ class Edit(NamedTuple):
             raise ValueError(f"is {schema.show_value(value)}, which has no item {name}")
         if not name.isdecimal() or int(name) >= len(value):
             items = f"has items 0 to {len(value) - 1}" if value else "is empty"
-            raise ValueError(f"{items}, not {name}; += appends one")
+            raise ValueError(f"{items}, not {name}; += appends an item")
         index = int(name)
         return [*value[:index], self._changed(value[index], rest), *value[index + 1 :]]
 

@@ -80,7 +80,7 @@ class ParallelConfig(Section):
         4, "Microbatches per device batch if pp > 1; adapted to the batch size unless set."
     )
     activation_checkpointing: Literal["none", "selective", "full"] = key(
-        "none", "Which activations to recompute in the backward pass instead of keeping them."
+        "none", "Activations to recompute in the backward pass instead of keeping them."
     )
     compile: bool | None = key(
         None, "Compile each decoder block and the loss with torch.compile; null compiles on GPUs."

@@ -39,7 +39,7 @@ class ModelConfig(Section):
     norm_eps: Positive | None = key(None, "Epsilon of every RMSNorm.")
     rope_theta: Positive | None = key(None, "Base of the rotary position embedding.")
     rope_scaling: dict[RopeKey, Positive] | None = key(
-        None, "How Llama 3.1 stretches the rotary position embedding to longer contexts."
+        None, "Factors with which Llama 3.1 stretches the rotary position embedding to longer contexts."
     )
     qkv_bias: bool = key(False, "Biases of queries, keys and values, as in Qwen2.")
     dropout: BelowOne = key(0.0, "Dropout probability at the output of each residual branch.")
@@ -59,7 +59,7 @@ class ModelConfig(Section):
     )
     init_from: str | None = key(None, "Run folder or checkpoint whose weights a new run starts with.")
     init_include: tuple[str, ...] = key(
-        (), "Patterns of the parameters to take from init_from, such as encoder.*; [] takes all."
+        (), "Patterns of the parameters to load from init_from, such as encoder.*; [] loads all."
     )
 
 
@@ -127,7 +127,7 @@ class OptimizerConfig(Section):
     )
     lr: Positive = key(3.0e-4, "Peak learning rate, before scaling by lr_scale.")
     lr_scale: Literal["none", "linear", "sqrt"] = key(
-        "none", "How the learning rate scales with the data-parallel size."
+        "none", "Scaling of the learning rate with the data-parallel size."
     )
     lr_scale_base: AtLeastOne = key(1, "Data-parallel size that lr was tuned for.")
     weight_decay: float = key(0.1, "Decoupled weight decay, for matrices only.", ge=0)

@@ -200,7 +200,7 @@ def doubts(loaded: LoadedConfig, trains: bool) -> Iterator[str]:
         )
     stop = config.train.stop_at_step
     if steps is not None and stop is not None and stop >= steps:
-        yield f"train.stop_at_step is {stop}, and train.steps is {steps}: the run ends before it"
+        yield f"train.stop_at_step is {stop}, and train.steps is {steps}: the run ends before that step"
     if config.checkpoint.every_steps is None and config.checkpoint.every_minutes is None:
         yield (
             "checkpoint.every_steps and checkpoint.every_minutes are null: after a crash or a lost node the"
@@ -398,7 +398,7 @@ def _decay(config: RunConfig) -> Iterator[KeyProblem]:
         yield key, message, "only wsd uses schedule.decay_steps"
     elif steps is not None and schedule.warmup_steps + schedule.decay_steps > steps:
         message = (
-            f"is {schedule.decay_steps}: with schedule.warmup_steps {schedule.warmup_steps} "
-            f"that exceeds train.steps {steps}"
+            f"is {schedule.decay_steps}, which together with schedule.warmup_steps {schedule.warmup_steps} "
+            f"exceeds train.steps {steps}"
         )
         yield key, message, "null uses a fifth of the run"

@@ -75,7 +75,9 @@ def plan_nodes(
         note = f"{first.num_nodes}: the maximum of {resources.nodes}, which this machine simulates"
         return replace(first, reasons={"nodes": note + _not_possible(refused), **first.reasons})
     if any(_given(plan) != _given(first) for plan in plans):
-        message = f"is {resources.nodes}, but the values that {workload.launcher} gets depend on the number"
+        message = (
+            f"is {resources.nodes}, but the values for {workload.launcher} depend on the number of nodes"
+        )
         hint = "name one number of nodes, or write the values into the command"
         raise ConfigError([loaded.problem(KEY, message, hint)])
     return _joined(first, plans, refused, facts.target.cluster)

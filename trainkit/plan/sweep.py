@@ -77,7 +77,7 @@ def parse_axis(text: str, command: Sequence[str] = ()) -> tuple[str, list[object
     is_placeholder = not is_known(path) and names_key(command, key)
     if not is_placeholder and is_known(path) and (values_hint := _meant_values(path, raw)) is not None:
         raise UsageError(
-            f"{origin}: {raw} is no list of values", hint=f"write each: --sweep {key}={values_hint}"
+            f"{origin}: {raw} is no list of values", hint=f"list the values: --sweep {key}={values_hint}"
         )
     try:
         # A command gets its values as written.

@@ -133,7 +133,7 @@ def offer(
         (
             offer(0, 1, limit_h=RESTART_H),
             [],
-            *(None, 1, "takes 1h00m, and a restart about 5m00s of each job"),
+            *(None, 1, "takes 1h00m, and a restart takes about 5m00s of each job"),
         ),
         (offer(0, 1.5), ["resources.time=3:0:0", "resources.slice=1:0:0"], 1.5 + RESTART_H, 2, ""),
         (

@@ -135,7 +135,7 @@ def test_a_slurm_that_names_no_time_changes_nothing(played: Played, error: Excep
     played.trains(HOUR, 100, 1100)
     played.waits = {6: error, 2: error}
     assert played.after(ASK_EVERY_S + 1) is None
-    assert played.decisions() == [(None, "does not grow: Slurm does not say when it would start more")]
+    assert played.decisions() == [(None, "does not grow: Slurm gives no start time for more nodes")]
 
 
 def test_without_a_step_a_size_or_a_restart_left_nobody_asks(

@@ -266,7 +266,9 @@ def with_end(offer: Offer, config: RunConfig, now: datetime, whole: datetime | N
         if "timeout" not in config.requeue.on:
             return replace(offer, remark=f"{needs}, and requeue.on has no timeout")
         if limit_s <= RESTART_S:
-            return replace(offer, remark=f"{needs}, and a restart about {duration(RESTART_S)} of each job")
+            return replace(
+                offer, remark=f"{needs}, and a restart takes about {duration(RESTART_S)} of each job"
+            )
         more = math.ceil((work_s - limit_s) / (limit_s - RESTART_S))
     busy_s = work_s + more * RESTART_S
     is_typed = resources.slice is not None and not offer.is_slice

@@ -65,7 +65,7 @@ def decide_growth(
     """
     known = {size: wait_s for size, wait_s in waits.items() if wait_s is not None}
     if not known:
-        return Growth(None, "Slurm does not say when it would start more")
+        return Growth(None, "Slurm gives no start time for more nodes")
     free = [size for size, wait_s in known.items() if wait_s <= SOON_S]
     if not free:
         size, wait_s = min(known.items(), key=lambda one: one[1])
@@ -123,7 +123,7 @@ class GrowthWatch(Watch):
             return Growth(None, "the remaining time is unknown")
         limit = restarts_limit(list(previous_ends(self._attempt).values()), self._plan.requeue)
         if limit is None and (vain := vain_growths([attempts[one] for one in sorted(attempts)])) >= MAX_VAIN:
-            limit = f"it restarted with no more nodes {plural(vain, 'time')}"
+            limit = f"it restarted {plural(vain, 'time')} without getting more nodes"
         if limit is not None:
             return Growth(None, limit)
         own = attempts[number]

@@ -72,11 +72,11 @@ COMMENT_COLUMN = 32
 UNBOUNDED = 10**6
 PARTITION_COMMENTS = {
     "hidden": "Slurm lists it only with --all",
-    "default_time": "of a job with resources.time: null",
+    "default_time": "for a job with resources.time: null",
     "min_nodes": "of one job",
     "max_nodes": "of one job",
-    "max_cpus_per_node": "that its jobs may use",
-    "needs_reservation": "its jobs name one: resources.reservation",
+    "max_cpus_per_node": "limit for its jobs",
+    "needs_reservation": "its jobs must set resources.reservation",
 }
 _TEXTS: dict[str, Callable[[int], str]] = {
     "max_time_s": time_text,

@@ -190,8 +190,8 @@ class _Planned:
         for problem in self.own_problems:
             click.echo(f"the config's layout is not possible:\n{problem.render()}", err=True)
         if self.own is not None:
-            verdict = {"fits": "fits", "tight": "fits barely", "no": "does not fit"}[self.own.fit]
-            click.echo(f"* the config's layout {verdict}: peak {size(self.own.memory.peak)}", err=True)
+            fit = {"fits": "fits", "tight": "fits barely", "no": "does not fit"}[self.own.fit]
+            click.echo(f"* the config's layout {fit}: peak {size(self.own.memory.peak)}", err=True)
         if self.best is not None:
             click.echo(f"recommended: {reason(self.best)}\n  {headline(self.best)}", err=True)
             click.echo(f"to use it: {self._flags(self.best)}", err=True)
