@@ -67,7 +67,7 @@ def run(job: HydraJob) -> JobReturn:
     is_first = os.environ["RANK"] == "0"
     with open_dict(job.config):
         job.config.hydra.job.id = os.environ.get("SLURM_JOB_ID", job.config.hydra.job.id)
-        if not is_first:  # the ranks of a job share one output folder
+        if not is_first:  # The ranks of a job share one output folder.
             job.config.hydra.output_subdir = None
     done = run_job(
         hydra_context=job.context,
@@ -132,6 +132,6 @@ def _params(overrides: list[str]) -> dict[str, object]:
 def _returned(one: "Run", job: HydraJob) -> JobReturn:
     try:
         return one.result()  # type: ignore[no-any-return]
-    except Exception as error:  # Hydra raises the error where the value is read
+    except Exception as error:  # Hydra raises the error when the value is read.
         overrides = list(job.config.hydra.overrides.task)
         return JobReturn(cfg=job.config, overrides=overrides, status=JobStatus.FAILED, _return_value=error)

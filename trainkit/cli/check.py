@@ -136,7 +136,7 @@ def _waits(plan: LaunchPlan, config: RunConfig, cluster: Cluster, must: bool) ->
     from trainkit.backend import backend_named
 
     try:
-        if cluster.error:  # do not wait for the same timeout again
+        if cluster.error:  # A new query would wait for the same timeout again.
             raise SlurmError(cluster.error, hint="`trainkit check` without --estimate does not need it")
         waits = backend_named(plan.backend).start_estimates(plan, config, cluster)
     except TrainkitError as error:

@@ -127,7 +127,7 @@ def _is_same(value: object, wanted: object) -> bool:
         return as_number(value) == wanted
     try:
         return value == shown_value(wanted) or parse_value(value) == wanted
-    except ValueError:  # the text is not YAML, so no wanted value equals it
+    except ValueError:  # The text is not YAML, so no wanted value equals it.
         return False
 
 

@@ -1,4 +1,4 @@
-"""`trainkit ckpt`: list, verify, prune and export the checkpoints of a run."""
+"""Implements `trainkit ckpt`, which lists, verifies, prunes and exports the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def verify(run_name: str, step: int | None, as_json: bool) -> int:
     for checkpoint in checkpoints_of(find_run(run_name), step):
         damage = manifest.find_damage(checkpoint)
         if not checkpoint.path.is_dir():
-            continue  # the run has deleted this superseded checkpoint in the meantime
+            continue  # The run has deleted this superseded checkpoint in the meantime.
         results.append({"step": checkpoint.step, "path": str(checkpoint.path), "damage": damage or None})
         if not as_json:
             click.echo(f"{checkpoint.path.name}  {f'damaged: {damage}' if damage else 'intact'}")

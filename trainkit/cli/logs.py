@@ -121,7 +121,7 @@ def _logs_of(attempt: AttemptDir, rank: int | None, node: int | None, all_ranks:
     if all_ranks:
         return sorted(attempt.logs_dir.glob("*.log"))
     plan = read_plan(attempt)
-    nodes = ranks_of_nodes(plan)  # empty without a plan, so the ranks of a node are unknown
+    nodes = ranks_of_nodes(plan)  # The list is empty without a plan, so the ranks of a node are unknown.
     if node is not None and nodes and node >= len(nodes):
         raise UsageError(f"{attempt.run.shown} has no node {node}", hint=there_are(range(len(nodes))))
     if node is not None:
@@ -199,7 +199,7 @@ def show_rank_0(attempt: AttemptDir, ended: threading.Event, terminal: int) -> N
 
 def _write(texts: Iterable[str], terminal: int) -> None:
     if lines := list(texts):
-        with contextlib.suppress(OSError):  # the terminal was closed, so the ranks are saving
+        with contextlib.suppress(OSError):  # The terminal was closed, so the ranks are saving.
             os.write(terminal, escaped("\n".join(lines) + "\n").encode(errors="replace"))
 
 
@@ -253,7 +253,7 @@ def print_end(run: RunDir, entry: AttemptRecord) -> int:
         time.sleep(0.05)
     if end is None:
         status = look_at(run, lambda _: None)[1]
-        if status.state == "cancelled":  # Slurm cancelled the run before the run could record its end
+        if status.state == "cancelled":  # Slurm cancelled the run before the run could record its end.
             click.echo(f"cancelled: {status.reason}", err=True)
             return EXIT_FAILED
         if not entry.has_started:

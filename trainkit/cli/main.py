@@ -82,7 +82,7 @@ _IN_FILE = {
 
 def load_command(name: str) -> click.Command:
     """Import a command of `COMMANDS`, or another command of a shipped capability."""
-    from trainkit.shipped import shipped_command  # --help does not need this module
+    from trainkit.shipped import shipped_command  # --help does not need this module.
 
     own = f"trainkit.cli.{_IN_FILE[name]}:{name}" if name in _IN_FILE else f"trainkit.cli.{name}:command"
     return _imported(*(shipped_command(name) or own).split(":"))
@@ -116,7 +116,7 @@ class CommandTable(CommandGroup):
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
-            raise ReaderGone from None  # click would exit with 1
+            raise ReaderGone from None  # Click would exit with 1.
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         width = max(map(len, COMMANDS))
@@ -226,7 +226,7 @@ def _report(error: TrainkitError, as_json: bool) -> int:
             return error.exit_code
         except OSError:
             _discard_stdout()
-    with contextlib.suppress(OSError):  # stderr may be on the same disk
+    with contextlib.suppress(OSError):  # stderr may be on the same full disk.
         echo_error(error.render())
     return error.exit_code
 

@@ -255,7 +255,7 @@ def choose_config(argv: tuple[str, ...] = ()) -> str:
     name, reason = default_config(Path.cwd())
     if argv and name == QUICKSTART:
         return ""
-    if os.environ.get("SLURM_PROCID", "0") == "0":  # print it once per srun step
+    if os.environ.get("SLURM_PROCID", "0") == "0":  # The ranks of an srun step print the name once.
         click.echo(f"config: {name} ({reason})", err=True)
     return name
 

@@ -38,7 +38,7 @@ def encodable(text: str, stream: TextIO) -> str:
     """Replace each character that a stream cannot write by `?`."""
     if text.isascii():
         return text
-    encoding = stream.encoding or "utf-8"  # a stream in memory has no encoding
+    encoding = stream.encoding or "utf-8"  # A stream in memory has no encoding.
     try:
         text.encode(encoding, stream.errors or "strict")
     except UnicodeEncodeError:

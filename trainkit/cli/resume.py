@@ -1,4 +1,4 @@
-"""``trainkit resume``: continue from the newest intact checkpoint."""
+"""Implements ``trainkit resume``, which continues a run from its newest intact checkpoint."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def _start(
 
     created = create_run(config, plan, ["trainkit", *sys.argv[1:]], folder, stdin=stdin)
     print_created(created)
-    created.run.hold()  # the ranks may already run when this process next uses the folder
+    created.run.hold()  # The ranks may already run when this process next uses the folder.
     return created.run, created.name, start_run(created.run, created.job, config, plan, "run")
 
 
@@ -234,7 +234,7 @@ def run_in_step(
         run, entry, plan = _start_in_step(request, workload, run_dir, task)
     except TrainkitError as error:
         if isinstance(task, LaunchedRank):
-            raise  # the launcher ends the other ranks
+            raise  # The launcher ends the other ranks.
         try:
             step_run.announce(folder, task, error.exit_code)
         except OSError:

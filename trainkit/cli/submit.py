@@ -1,4 +1,4 @@
-"""``trainkit submit``: submit a run to Slurm, or start it in the background on this machine."""
+"""Implements ``trainkit submit``, which submits a run to Slurm or starts it on this machine."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def command(
     }
     echo_result(facts, f"{run.path}\n{job_id}", as_json)
     if follow and attempt is not None:
-        from trainkit.cli.logs import follow_detachable  # modules that read runs are slow to import
+        from trainkit.cli.logs import follow_detachable  # Modules that read runs are slow to import.
 
         return follow_detachable(run, attempt, to_stderr=as_json)
     first = submission.trials[0].index
@@ -180,7 +180,7 @@ def _repeated(
     is_config = request.path in ("", "-") or typed_path(request.path, Path()).is_file()
     if is_config or find_shipped_config(request.path) is not None:
         return request, workload, None
-    # modules that read runs are slow to import
+    # Modules that read runs are slow to import.
     from trainkit.launch.repeat import find_repeated, repeated_run
 
     typed = {text.partition("=")[0].strip() for text in request.overrides} | request.flags.keys()

@@ -210,7 +210,7 @@ def from_click(error: click.ClickException, args: Sequence[str]) -> TrainkitErro
     message = message[:1].lower() + message[1:]
     context = error.ctx if isinstance(error, click.UsageError) else None
     takes_command = args[:1] in (["submit"], ["run"]) and "--" not in args
-    args = args[: args.index("--")] if "--" in args else args  # arguments after -- belong to the COMMAND
+    args = args[: args.index("--")] if "--" in args else args  # Arguments after -- belong to the COMMAND.
     if isinstance(error, click.NoSuchOption):
         known = _option_names(error.ctx)
         # Click reads -help as -h -e -l -p.
@@ -326,7 +326,7 @@ def _cut_setting(args: Sequence[str]) -> tuple[str, str, str] | None:
         if not rest or rest[0].startswith("-") or not key:
             continue
         whole = " ".join([option, text, rest[0]])
-        if not value:  # for example --set KEY VALUE or --set KEY = VALUE
+        if not value:  # Examples are --set KEY VALUE and --set KEY = VALUE.
             found = next((one.lstrip("=") for one in rest[:2] if one.lstrip("=")), "")
             from trainkit.config.schema import is_known, meant
 

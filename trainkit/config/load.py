@@ -109,7 +109,7 @@ def _merged(reader: Layers, trees: Sequence[Entry], edits: Sequence[Edit]) -> Lo
             causes.add(".".join(edit.key))
     epochs = merged.find(("train", "epochs"))
     if epochs is not None and epochs.value is not None and merged.find(("train", "steps")) is None:
-        # null replaces the default, because epochs set the length
+        # null replaces the default, because epochs set the length.
         merged = merge(merged, entry_at(("train", "steps"), None, DEFAULT))
     try:
         config = _validated(merged, reader.cwd)
@@ -170,7 +170,7 @@ def _with_hf_model(tree: Entry, config: RunConfig, cwd: Path, shipped: str) -> t
         return tree, [Problem("model.hf", error.message, origin.origin, error.hint)]
     tree = merge(tree, entry_at(("model", "hf"), str(model.folder), origin.origin))
     if config.has_user_task:
-        return tree, []  # the task reads the model itself
+        return tree, []  # The task reads the model itself.
     architecture, problems = tree.find(("model", "architecture")), []
     if architecture is not None and architecture.value == DECODER and model.reason:
         message = f"is llama, which cannot be {shown_path(model.folder)}: {model.reason}"
@@ -362,7 +362,7 @@ def with_values(loaded: LoadedConfig, values: Mapping[str, object], origin: str)
             content[key] = value
             continue
         section: Any = content.setdefault(path[0], {})
-        if isinstance(section, Section):  # this section is not copied yet
+        if isinstance(section, Section):  # This section is not copied yet.
             section = content[path[0]] = section.model_dump(mode="json", by_alias=True)
         elif section is loaded.config.task_args:
             section = content[path[0]] = dict(section)

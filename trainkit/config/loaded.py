@@ -23,7 +23,8 @@ class LoadedConfig:
     adjustable: frozenset[str] = frozenset()
     """Keys whose values were not chosen for this run, such as values of shipped configs."""
     length_note: str = ""
-    """Describes the value that sets the length of the run if it replaces the other length key; else empty."""
+    """Describes the value that sets the length of the run, if it replaces the value of the other length key.
+    """
     typed: frozenset[str] = frozenset()
     """Keys that the command itself sets, with ``--set``, another option or an argument of a Python call."""
 

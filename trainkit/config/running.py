@@ -28,7 +28,8 @@ def node_counts(nodes: int | str) -> Sequence[int]:
 
 def _several(nodes: str) -> str:
     if len(node_counts(nodes)) < 2:
-        raise ValueError("no range")  # not shown: the problem describes the allowed values instead
+        # The message is not shown, because the problem describes the allowed values instead.
+        raise ValueError("no range")
     return nodes
 
 

@@ -171,7 +171,7 @@ def all_keys() -> tuple[str, ...]:
 def flatten(dumped: JsonObject) -> Iterator[tuple[str, Any]]:
     """Yield the dotted keys and values of a dumped config; a mapping inside a section is one value."""
     for name, value in dumped.items():
-        # in a damaged file, a section may have another type
+        # In a damaged file, a section may have another type.
         if name in sections() and isinstance(value, dict):
             for key, inner in value.items():
                 yield f"{name}.{key}", inner
@@ -196,7 +196,7 @@ SIMILAR = 0.75
 @cache
 def other_names() -> dict[str, str]:
     """Map the names that other trainers and Slurm use to the keys of a config."""
-    from trainkit.config.yamlfile import read_yaml_file  # imported only to explain an error
+    from trainkit.config.yamlfile import read_yaml_file  # The module is imported only to explain an error.
 
     named = read_yaml_file(OTHER_NAMES, OTHER_NAMES.name).plain()
     return {name: key for key, names in named.items() for name in names}
@@ -224,7 +224,7 @@ def meant(path: tuple[str, ...]) -> str | None:
     words |= {key.replace(".", "_"): key for key in all_keys()} | {key: key for key in all_keys()}
     words |= {name: name for name in RunConfig.model_fields}
     if len(path) > 1:
-        del words["name"]  # `name` is the name of the run; inside a section it would name something else
+        del words["name"]  # `name` is the name of the run; inside a section it would name something else.
     found = near(leaf, RunConfig.model_fields, SIMILAR) if len(path) == 1 and leaf not in words else None
     found = found or near(leaf, words, SIMILAR)
     # Do not suggest `checkpoint` for `checkpoint.dir`.

@@ -158,7 +158,7 @@ def _origin(found: Entry, rest: tuple[str, ...]) -> str:
     If the item has several origins, a flag takes precedence over a file.
     """
     for part in rest:
-        found = found.find((part,)) or found  # pydantic also puts the types of a union into the location
+        found = found.find((part,)) or found  # pydantic also puts the types of a union into the location.
     origins = [leaf.origin for _, leaf in found.leaves()] or [found.origin]
     return next((one for one in origins if one.startswith("--")), origins[0])
 
@@ -192,7 +192,7 @@ def times(text: str) -> Iterator[str]:
     bare = text.strip().strip(_QUOTES).strip().lower()
     yield bare
     if (duration := _DURATION.fullmatch(bare)) is not None:
-        with suppress(ValueError):  # for example 1.2.3h
+        with suppress(ValueError):  # A text such as 1.2.3h contains no number.
             yield time_text(round(sum(float(duration[unit] or 0) * s for unit, s in _UNIT_S.items())))
     if (clock := _CLOCK.fullmatch(bare)) is not None:
         days, *rest = (int(part or 0) for part in clock.groups())
@@ -208,7 +208,7 @@ def _time_range(text: str) -> tuple[str, str] | None:
         return None
     first, last = found.groups()
     if (unit := re.search("[a-z]+$", last)) is not None and first.isdigit():
-        first += unit[0]  # 1-2h means 1h to 2h
+        first += unit[0]  # 1-2h means 1h to 2h.
     ends = [
         next((one for one in times(end) if ":" in one and accepts(TIME, one)), None) for end in (first, last)
     ]
@@ -245,11 +245,12 @@ def value_hint(path: tuple[str, ...], found: Entry, origin: str) -> str:
         return f"the interpolation of Hydra is not evaluated; the variable {variable_of(path)} sets this key"
     if path == ("name",):
         letters = normalize("NFKD", typed.replace("ß", "ss"))
-        plain = "".join(one for one in letters if not combining(one))  # remove accents, so that é becomes e
+        # Accents are removed, so that é becomes e.
+        plain = "".join(one for one in letters if not combining(one))
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", plain).strip("-._")[:100]
         if name.isdigit():
             return f"job ids are reserved; add a letter, such as run-{name}"
-        if not accepts(path, name):  # without quotes, YAML reads the name as a number or as true
+        if not accepts(path, name):  # Without quotes, YAML reads the name as a number or as true.
             name = name and f'"{name}"'
         begins = "" if letters[:1].isalnum() else " A name begins with a letter or a digit"
         return f"did you mean {_written(path, name, origin)}?{begins}" if name else _default_hint(path)

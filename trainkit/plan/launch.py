@@ -189,7 +189,7 @@ class LaunchPlan:
     per: str = "node"
     """The unit of a Slurm task: ``gpu`` (one worker) or ``node`` (all workers of a node)."""
     workload: Workload = TRAINER
-    """What the ranks execute."""
+    """The program that the ranks execute."""
     slurm: SlurmRequest | None = None
     """The Slurm options; None for a local job."""
     node_sizes: tuple[int, ...] | None = None
@@ -311,7 +311,7 @@ class LaunchPlan:
             if value[record] is not None and name in value[record]:
                 value[key] = value[record].pop(name)
         value["command"] = value["command"] or None
-        # all keys of these records are top-level keys of the file
+        # All keys of these records are top-level keys of the file.
         del value["workload"], value["environment"]
         return put_parts({key: value[key] for key in _KEYS.split() if key in value} | value, self.parts)
 
@@ -324,8 +324,10 @@ class LaunchPlan:
         """Read the plan in a plan.json.
 
         Raises OSError if the file cannot be read, and UsageError if the plan is damaged or newer than this
-        trainkit. Raises UsageError also if another user could have written the file; `executes` False skips
-        this check for a caller that executes nothing in the plan.
+        trainkit.
+
+        If `executes` is True, also raises UsageError if another user could have written the file. A caller
+        that executes nothing in the plan passes False.
         """
         try:
             return cls.from_dict(read_json(file, executes=executes))
@@ -344,15 +346,16 @@ class LaunchPlan:
                     f"plan.json has version {value['version']}; this trainkit supports version {PLAN_VERSION}"
                 )
                 raise UsageError(message, hint="use the trainkit that submitted the run, or a newer one")
-            # raises for unknown degrees, which would change the run
+            # The call raises an error for unknown degrees, which would change the run.
             Layout(**value["layout"]), Batch(**value["batch"])
             if (slurm := value.get("slurm")) is not None:
-                slurm["sbatch"], slurm["srun"]  # raises without the options, because another job would run
+                # The look-up raises an error without the options, because a different job would run.
+                slurm["sbatch"], slurm["srun"]
             plan = read_record(cls, {**_with_records(value), "parts": take_parts(value)}, strict=True)
             counts = [plan.num_nodes, plan.workers_per_node, *(plan.node_sizes or ()), *astuple(plan.layout)]
             if min(counts) < 1:
                 raise ValueError("plan.json is damaged: a number of nodes, workers or ranks is not positive")
-            # raises for a damaged part, so that later readers need no check
+            # The calls raise an error for a damaged part, so that later readers need no check.
             files_of(plan.parts), keys_of(plan.parts)
             return plan
         except (AttributeError, KeyError, TypeError) as error:
@@ -376,7 +379,7 @@ def resized(plan: Mapping[str, object], num_nodes: int) -> dict[str, object]:
 
     Keys of another version are kept, because the job was submitted with them.
     """
-    from trainkit.run.submitted import plans_by_size  # only jobs for a range of nodes need this module
+    from trainkit.run.submitted import plans_by_size  # Only jobs for a range of nodes need this module.
 
     plans = plans_by_size(plan)
     chosen = plans.pop(str(num_nodes))

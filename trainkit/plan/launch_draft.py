@@ -1,4 +1,4 @@
-"""Drafts a plan for this machine or a running step, without its model and data."""
+"""Drafts a plan for this machine or a running step, without checking its model and data."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ def parse_layout(text: str) -> dict[str, object]:
             raise UsageError(f"{origin}: {key}: {error}", hint="values are written as in a config") from None
     missing = dict.fromkeys(DEGREES, 1)
     if values.get("dp_replicate") != -1:
-        missing["dp_shard"] = -1  # -1 derives this degree
+        missing["dp_shard"] = -1  # -1 derives this degree.
     return {**missing, **values}
 
 

@@ -91,7 +91,7 @@ def problems(loaded: LoadedConfig, facts: Facts, workload: Workload = TRAINER) -
 def _with_model(
     config: RunConfig, data: DataFacts, machine: Machine, gpus: list[str], plan: LaunchPlan | None
 ) -> tuple[LaunchPlan | None, list[Problem]]:
-    """Add the results for model and data to the plan, and return every problem of these.
+    """Add the results of the model and data checks to the plan, and return their problems.
 
     `gpus` is the result of `gpu_names`.
     """
@@ -136,7 +136,7 @@ def _draft(loaded: LoadedConfig, facts: Facts) -> LaunchDraft:
 def _float8_problems(config: RunConfig, plan: LaunchPlan) -> Iterator[Problem]:
     value = str(config.precision.float8).lower()
     if plan.device == "cpu":
-        if config.device != "cpu":  # the config contradicts itself, which another check reports
+        if config.device != "cpu":  # Another check reports this contradiction within the config.
             message = f"is {value}, but the run would use CPUs: {plan.reasons['device']}"
             yield Problem("precision.float8", message, hint="float8 requires a GPU")
     elif not compiles(config.parallel, plan.layout, plan.device):
@@ -198,7 +198,7 @@ def _host_problems(
     """
     state = state_bytes(work) * plan.layout.dp_replicate
     if not plan.is_here:
-        state //= plan.num_nodes  # the other nodes are other machines
+        state //= plan.num_nodes  # The other nodes are other machines.
     if not plan.is_job and machine.memory is not None and state > machine.memory:
         what = f"is {config.model.preset}: weights, gradients and optimizer state take {size(state)}"
         message = f"{what}, but this machine has {size(machine.memory)}"

@@ -94,7 +94,7 @@ def block_bytes(work: StepWork) -> int:
     split = (2 if layout.cp == 1 else 3) * shape.dim + 2 * kv_dim * layout.cp + 4 * shape.ffn_dim
     a_token = 2 * _norm_bytes(work) + item * (2 * shape.dim + split / layout.tp)
     if shape.dropout:
-        a_token += 2 * stream_bytes(work)  # the dropout masks of both branches
+        a_token += 2 * stream_bytes(work)  # Both branches have a dropout mask.
     mask = 0
     if layout.cp > 1 and work.device == "cpu":
         # Each of the two chunks attends to the tokens before it; GPU kernels do not store causal masks.
@@ -255,14 +255,15 @@ def _phases(work: StepWork, params: RankParams) -> Iterator[Phase]:
     is_wrapped, is_tied = work.is_wrapped, work.shape.tie_embeddings
     shard = FLOAT32 * params.whole // work.shards
     own = 0 if work.parallel.offload else shard
-    waiting = 0  # gradients of earlier passes
+    waiting = 0  # These are the gradients of earlier passes.
     if work.accumulation_steps > 1:
         # With offload, one process, and shards without replicas, move the gradients of every pass to the
         # host.
         moves = work.layout.dp_replicate == 1 and (work.shards > 1 or work.layout.world_size == 1)
         waiting = own if moves else shard
     whole = item * params.whole
-    stays = work.keeps_gathered and work.shards > 1 and work.passes_per_step > 1  # kept for the next pass
+    # The parameters are kept for the next pass.
+    stays = work.keeps_gathered and work.shards > 1 and work.passes_per_step > 1
     yield "update", own, 0, 0, 0
     kept, in_block = kept_bytes(work), _in_a_block(work, params)
     gathered = (whole if work.keeps_gathered else item * head) if is_wrapped else 0
@@ -285,7 +286,7 @@ def _phases(work: StepWork, params: RankParams) -> Iterator[Phase]:
         end = params.embedding or head
         buffers = FLOAT32 * end + (whole if stays else 0)
         yield "reduce", (waiting or own) + item * end, 0, 0, buffers
-        if not is_tied:  # the head is reduced before the blocks
+        if not is_tied:  # The head is reduced before the blocks.
             yield "reduce", waiting + item * head, kept * blocks, 0, gathered + FLOAT32 * head
 
 
@@ -299,7 +300,7 @@ def _pipeline_phases(work: StepWork, params: RankParams, pp_rank: int) -> Iterat
     received = (len(layers) - (pp_rank == 0)) * (2 if is_deferred else 1) + len(layers) - has_head
     buffers = received * passes * work.tokens_per_pass * stream_bytes(work)
     yield "update", 0 if work.parallel.offload else FLOAT32 * params.whole // work.shards, 0, 0, buffers
-    buffers += item * params.whole  # the parameters stay gathered for all passes
+    buffers += item * params.whole  # The parameters stay gathered for all passes.
     kept, block, split = kept_bytes(work), block_bytes(work), _split_gradient_bytes(work)
     last, at_head, logits = loss_bytes(work), _head_bytes(work), _logits(work)
     again, in_block, losses = max(0, block - kept), _in_a_block(work, params) + item * params.head, 0

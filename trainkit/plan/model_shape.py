@@ -13,7 +13,10 @@ VOCAB_MULTIPLE = 64
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """The stretching of the rotary embedding in Llama 3.1, which scales only long wavelengths by `factor`."""
+    """The stretching of the rotary embedding in Llama 3.1.
+
+    Long wavelengths are stretched by `factor`, short wavelengths not at all.
+    """
 
     factor: float
     low_freq_factor: float

@@ -18,7 +18,7 @@ from trainkit.plan.workload import TRAINER, Workload
 from trainkit.run.files import difference
 from trainkit.shipped import load
 
-if TYPE_CHECKING:  # a run on this machine needs no cluster
+if TYPE_CHECKING:  # A run on this machine needs no cluster.
     from trainkit.cluster.model import Cluster
 
 KEY = "resources.nodes"
@@ -61,7 +61,7 @@ def plan_nodes(
         except ConfigError as error:
             refused[num_nodes] = error
             continue
-        # this machine simulates any number of nodes, so only the largest is planned
+        # This machine simulates any number of nodes, so only the largest is planned.
         if facts.target.cluster is None:
             break
         if len(plans) == 1:

@@ -85,7 +85,8 @@ class StepWork:
     optimizer_bytes: float = 8
     """Bytes of optimizer state per parameter."""
     device: str = "cuda"
-    """The device; CPU kernels keep more activations, as a memory tracker without a GPU measures."""
+    """The device type. CPU kernels keep more activations, which a memory tracker on a machine without a GPU
+    measures."""
     document_mask: bool = False
     """True if attention has a mask, which rules out context and pipeline parallelism."""
     float8_gather: bool = False
@@ -323,5 +324,5 @@ def losses_in_flight(schedule: PipelineSchedule, pp: int, num_microbatches: int)
     if schedule == "gpipe":
         return num_microbatches
     if schedule == "interleaved_zero_bubble":
-        return min(pp, num_microbatches)  # weight gradients are deferred
+        return min(pp, num_microbatches)  # Weight gradients are deferred.
     return 1

@@ -1,6 +1,6 @@
-"""Chooses the number of nodes of a run: the number that is expected to finish first, and growth.
+"""Chooses the node count with which a run is expected to finish first, and lets a run grow.
 
-A run that grows, and has fewer nodes than it may have, returns to the queue when Slurm would start more.
+A growing run that has fewer nodes than it may have returns to the queue when Slurm would start more.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ DEGREES = {"parallel": {"dp_replicate", "dp_shard", "tp", "pp", "cp", "pp_microb
 """Keys that are not compared in the configs, because the plans contain their derived values."""
 
 SizeAndGpu = tuple[int, str]
-"""A number of nodes and their GPU type, which is empty if unknown."""
+"""The key of an estimate: a number of nodes and their GPU type, which is empty if unknown."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Offer:
     start_time: datetime | None = None
     """The expected start; None if Slurm gives no time."""
     is_slice: bool = False
-    """True if the config does not request this limit, but its time allows several such jobs."""
+    """True if the config does not set this limit as a slice, but its time allows several such jobs."""
     end_time: datetime | None = None
     """The expected end; None if the run would not finish."""
     num_jobs: int = 1
@@ -162,7 +162,7 @@ def choose_nodes(
     own = plan_run(base, facts, workload, code_dir=code_dir, before=before)
 
     def unchanged(choice: Choice) -> tuple[LoadedConfig, LaunchPlan, Choice]:
-        # A run that fits into no partition uncut is refused, as without --nodes auto.
+        # If a run fits into no partition without slices, it is refused, as without --nodes auto.
         plan = own if base is loaded else plan_run(loaded, facts, workload, code_dir=code_dir, before=before)
         return loaded, plan, choice
 
@@ -216,7 +216,7 @@ def _sliced(loaded: LoadedConfig, slice_s: float, **others: object) -> LoadedCon
     return with_values(loaded, {"resources.slice": time_text(int(slice_s)), **others}, "--nodes auto")
 
 
-# Decide.
+# Decisions, which do not ask Slurm.
 
 
 def sizes_around(own: int, most: int) -> list[int]:
@@ -291,7 +291,7 @@ def earliest(offers: Sequence[Offer]) -> Offer | None:
     return offers[min(ending)[-1]] if ending else None
 
 
-# Gather.
+# Questions to Slurm and to earlier runs.
 
 
 def _gather(
@@ -312,7 +312,7 @@ def _gather(
         gpus = dict.fromkeys(gpus, "")
     asked = [
         (size, item, limit_s, is_slice)
-        for is_slice in (False, True)  # slices come last, and are not asked about if the time runs out
+        for is_slice in (False, True)  # Slices come last, and are not asked about if the time runs out.
         for size in plans
         for item in request.partitions
         for limit_s in limits[item.name]
@@ -423,7 +423,7 @@ def _measured(
             gpu = gpus.get(started.text("partition") or "") if started is not None else None
             measured = numbers([record for record in records if record.attempt == number], "step_s")
             if gpu is None or (plan.num_nodes, gpu) in found or not measured or not _is_alike(run, config):
-                continue  # an attempt without a partition of this cluster used other nodes
+                continue  # An attempt without a partition of this cluster used other nodes.
             source = f"measured in {run.shown}"
             found[plan.num_nodes, gpu] = Work(steps * statistics.median(measured), source)
     return found
@@ -433,7 +433,7 @@ def _is_alike(run: RunDir, config: RunConfig) -> bool:
     try:
         before = read_effective(run.config_file)
     except (OSError, ConfigError):
-        return False  # the config is of another version
+        return False  # The config is from another version of trainkit.
     first, second = (one.model_dump(include=SPEED_SECTIONS, exclude=DEGREES) for one in (before, config))
     return first == second
 
@@ -443,7 +443,7 @@ def _earlier_runs() -> Iterator[RunDir]:
         yield from map(known.run, known.trials) if isinstance(known, RunGroup) else (known,)
 
 
-# Act.
+# The plan of the offer that is taken.
 
 
 def taken(plan: LaunchPlan, offer: Offer, why_longer: str = "") -> LaunchPlan:

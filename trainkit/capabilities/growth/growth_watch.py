@@ -30,7 +30,7 @@ ENOUGH_S = 5.0
 MOST_ASKED = 4
 """Maximum number of node counts that Slurm is asked about."""
 SOON_S = 60.0
-"""Seconds; a job that would start within this time counts as a job that starts now."""
+"""Maximum seconds until its start for which a job counts as startable now."""
 REQUEUE_S = 120.0
 """Seconds for a save and a requeue, without the start of the ranks."""
 MIN_SHARE = 0.1
@@ -94,7 +94,7 @@ class GrowthWatch(Watch):
     while_stopping = False
 
     def __init__(self, attempt: AttemptDir, plan: LaunchPlan, hosts: Sequence[str], num_good: int) -> None:
-        """Watch an attempt that can use `num_good` of the allocated `hosts`."""
+        """Watch an attempt, which can use `num_good` of the allocated `hosts`."""
         self._attempt, self._plan, self._hosts, self._num_good = attempt, plan, hosts, num_good
         self._larger = sorted((size for size in map(int, plan.sizes) if size > plan.num_nodes), reverse=True)
         self._asked_s = time.monotonic()

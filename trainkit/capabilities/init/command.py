@@ -1,4 +1,4 @@
-"""``trainkit init``: writes the profile of this cluster and a first run config."""
+"""Implements ``trainkit init``, which writes the profile of this cluster and a first run config."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def write_new(path: Path, text: str) -> bool:
                 file.write(text)
                 file.flush()
             except BaseException:
-                path.unlink()  # a partial file would block the next try
+                path.unlink()  # A partial file would block the next try.
                 raise
     except FileExistsError:
         if path.parent.is_dir():
@@ -115,7 +115,7 @@ def _rendered(template: str, **values: object) -> str:
     environment = Environment(
         loader=FileSystemLoader(shipped_templates()),
         undefined=StrictUndefined,
-        autoescape=False,  # YAML, not HTML: each value goes through `flow`
+        autoescape=False,  # The output is YAML, not HTML, and each value goes through `flow`.
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
@@ -150,7 +150,7 @@ def _values(item: Account | Qos | Partition | NodeKind) -> dict[str, object]:
 
 FIRST_RUN_TIME_S = 1800
 MIN_FIRST_RUN_TIME_S = 300
-"""Partitions with a shorter limit are not chosen for the first run."""
+"""Minimum time limit of a partition that is chosen for the first run."""
 
 
 def first_run_text(cluster: Cluster | None) -> str:

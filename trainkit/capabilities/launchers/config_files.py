@@ -34,7 +34,7 @@ class Job:
     workers_per_node: int
     device: str
     asked: set[str] = field(default_factory=set)
-    """Keys that were set and that the files depend on; each question adds keys."""
+    """Keys that were set and that the files depend on; each call of `has` adds keys."""
 
     @cached_property
     def typed(self) -> tuple[str, ...]:
@@ -199,7 +199,7 @@ def _deepspeed(job: Job, command: Sequence[str]) -> LauncherInput:
         "weight_decay": optimizer.weight_decay,
     }
     if job.device == "cpu" and not parallel.offload:
-        params["torch_adam"] = True  # DeepSpeed's kernel for parameters on the device requires a GPU
+        params["torch_adam"] = True  # DeepSpeed's kernel for parameters on the device requires a GPU.
     value = job.only_set(
         (DEVICE, "train_micro_batch_size_per_gpu", batch.device_batch_size),
         (GLOBAL, "train_batch_size", batch.global_batch_size if is_global else None),

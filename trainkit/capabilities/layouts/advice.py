@@ -91,7 +91,7 @@ def settings(choice: Choice, config: RunConfig) -> dict[str, object]:
     if layout.pp > 1:
         wanted["parallel.pp_microbatches"] = work.parallel.pp_microbatches
     if work.shards == 1:
-        del wanted["parallel.zero"]  # without shards, there is nothing to gather
+        del wanted["parallel.zero"]  # Without shards, there is nothing to gather.
     own = {key: attrgetter(key)(config) for key in wanted}
     return {key: value for key, value in wanted.items() if own[key] not in (value, DERIVED)}
 

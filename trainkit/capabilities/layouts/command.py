@@ -155,7 +155,7 @@ class _Planned:
         self.best = first if first is not None and first.fit != "no" else None
         self.effective: EffectiveTime | None = None
         shown = self.own or self.best
-        # without the peak FLOP/s, times are only relative
+        # Without the peak FLOP/s, times are only relative.
         if shown is not None and hardware.gpu.peak_flops is not None:
             self.effective = effective_time(loaded.config, hardware.num_nodes, shown.cost.step_s, assumed)
 
