@@ -174,10 +174,10 @@ head's weight once."""
 def loss_chunks(layout: Layout, shape: ModelShape, tokens: int) -> int:
     """Return the number of chunks into which the loss of a pass is split; 1 if it is not split.
 
-    Chunks avoid that all logits exist at once. They have the same length if this needs less than twice the
-    minimum number of chunks, because the loss is compiled once for each length. A split loss keeps the
-    gradient of the head in float32, so it saves memory only for many tokens. Tensor parallelism and pipelines
-    split the logits themselves.
+    With chunks, the logits of a pass never exist all at once. Chunks have the same length if this needs less
+    than twice the minimum number of chunks, because the loss is compiled once for each length. A split loss
+    keeps the gradient of the head in float32, so it saves memory only for many tokens. Tensor parallelism and
+    pipelines split the logits themselves.
     """
     if layout.tp > 1 or layout.pp > 1 or tokens < 2 * shape.dim:
         return 1

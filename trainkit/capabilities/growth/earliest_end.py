@@ -143,8 +143,9 @@ def choose_nodes(
 ) -> tuple[LoadedConfig, LaunchPlan, Choice]:
     """Return the config with all node counts, the plan with the earliest expected end, and the choice.
 
-    For a run that resumes, `before` is the argument of `plan_nodes`, and `left` is the remaining share of its
-    steps. Raises the errors of `plan_run`. Without an answer from Slurm, the plan follows the config.
+    For a run that resumes, `before` has the same meaning as in `plan_nodes`, and `left` is the remaining
+    share of its steps. Raises the errors of `plan_run`. Without an answer from Slurm, the plan follows the
+    config.
     """
     if len(clusters := loaded.config.resources.clusters) > 1:
         message = f"cannot compare the starts on {listed(clusters, 'or')}, among which Slurm chooses"
@@ -205,7 +206,7 @@ def choose_nodes(
 
 
 def _may_be_cut(config: RunConfig, workload: Workload) -> bool:
-    """Return whether a run continues after a slice, and its config sets no slice."""
+    """Return whether a run can continue after a slice although its config sets no slice."""
     asked = config.resources
     is_limited = asked.time is not None and time_limit_s(asked.time) is not None
     is_free = asked.slice is None and asked.time_min is None
@@ -406,7 +407,10 @@ def _base(
 def _measured(
     plans: Mapping[int, LaunchPlan], config: RunConfig, gpus: Mapping[str, str]
 ) -> dict[SizeAndGpu, Work]:
-    """Return the work at the speed of earlier runs with the same steps, newest first, also of a bench."""
+    """Return the work at the speed of earlier runs, including bench runs, that had the same steps.
+
+    Newer runs take precedence.
+    """
     found: dict[SizeAndGpu, Work] = {}
     steps = config.train.steps
     if steps is None or plans[max(plans)].workload.is_command:

@@ -100,7 +100,7 @@ class GrowthWatch(Watch):
         self._asked_s = time.monotonic()
 
     def poll(self) -> PlannedStop | None:
-        """Return the planned stop if the run decides to grow, else None; raise OSError."""
+        """Return the planned stop if the run decides to grow, else None; may raise OSError."""
         now_s = time.monotonic()
         if not self._larger or now_s < self._asked_s + ASK_EVERY_S:
             return None

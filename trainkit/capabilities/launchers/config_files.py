@@ -111,7 +111,10 @@ def describe_input(given: LauncherInput, launcher: str) -> str | None:
 
 
 def _refuse(job: Job, tool: str, problems: Iterable[tuple[str, str]], degrees: Sequence[str] = ()) -> None:
-    """Raise ConfigError for degrees above 1, and for problems of a key and the reason against its value."""
+    """Raise ConfigError with the given problems, and with a problem for each of `degrees` above 1.
+
+    A problem is a key and the reason why the tool cannot have its value.
+    """
     found = [*problems]
     for key in degrees:
         degree = getattr(job.loaded.config.parallel, key)

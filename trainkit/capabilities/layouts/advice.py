@@ -18,7 +18,7 @@ MAX_NODES = 512
 
 
 def advise(work: StepWork, hardware: Hardware, global_batch_size: int | None) -> Iterator[tuple[str, Choice]]:
-    """Yield each change with which a run fits that no layout can train, and the best choice with it.
+    """Yield each change that makes a run fit, and the best choice with the change.
 
     The changes are the smallest number of GPUs with which the run fits, and offload, which saves the most
     memory but is slow.

@@ -136,7 +136,7 @@ def choose(base: StepWork, hardware: Hardware, global_batch_size: int | None) ->
 
 
 def layouts(base: StepWork, hardware: Hardware) -> Iterator[Layout]:
-    """Yield the layouts of all GPUs that divide the heads, with at most one pipeline rank per layer."""
+    """Yield layouts of all GPUs whose tp divides the heads and whose pp is at most the number of layers."""
     shape, splits_sequence = base.shape, base.layout.cp > 1 or base.seq_len >= LONG_SEQUENCE
     for layout in enumerate_layouts(hardware.num_gpus, hardware.node_size, splits_sequence):
         fits = shape.num_kv_heads % layout.tp == 0 and layout.pp <= shape.num_layers
