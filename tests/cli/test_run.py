@@ -75,7 +75,7 @@ def test_second_ctrl_c_ends_at_once(desk):
         """
     )
     process, run, _ = started(desk)
-    for text in ("does not wait", "stopping immediately"):
+    for text in ("stopping after a save", "stopping immediately"):
         process.send_signal(signal.SIGINT)
         wait_for(lambda text=text: text in process.stderr.readline())
         desk.wait_for_log(run, "told")  # two that come before the first is taken are one
