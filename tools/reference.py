@@ -1,10 +1,10 @@
-"""Generates docs/config.md, docs/commands.md and docs/api.md from the schema, the help and the docstrings.
+"""Generate docs/config.md, docs/commands.md and docs/api.md from the schema, help texts and docstrings.
 
-The causes in docs/troubleshooting.md come from the signatures of `trainkit diagnose`, and the options that
-trainkit/__init__.pyi names, for editors and type checkers, from the command line and the schema.
+The causes in docs/troubleshooting.md come from the signatures of `trainkit diagnose`. The options that
+trainkit/__init__.pyi lists for editors and type checkers come from the command line and the schema.
 
-python -m tools.reference            # write the pages
-python -m tools.reference --check    # exit with 1 if a page is out of date
+    python -m tools.reference            # write the pages
+    python -m tools.reference --check    # exit with 1 if a page is out of date
 """
 
 from __future__ import annotations
@@ -122,13 +122,13 @@ MORE = {
     "generate": ("huggingface.md#see-what-it-has-learned",),
     "data": ("data.md", "replay.md#the-samples-of-a-step"),
 }
-"""Command -> the headings that explain more."""
+"""Maps a command to the headings of the docs that explain it in detail."""
 SHARED_BY = 7
-"""An option of at least this many commands is explained once, at the end of their page."""
+"""An option of at least this many commands is explained once, at the end of the page of commands."""
 
 
 def config_text() -> str:
-    """The page of the config reference."""
+    """Return the page of the config reference."""
     schema = RunConfig.model_json_schema()
     plain, sections = [], []
     for name, field in schema["properties"].items():
@@ -146,7 +146,7 @@ def config_text() -> str:
 
 
 def _section_of(field: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any] | None:
-    """The schema of a section; None for a plain value."""
+    """Return the schema of a section; None for a plain value."""
     reference = field.get("$ref")
     if reference is None:
         return None
@@ -155,7 +155,7 @@ def _section_of(field: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]
 
 
 def _key(name: str, field: dict[str, Any]) -> str:
-    """An item of a list: a key with its anchor, its sentence, its default and its values."""
+    """Return the list item of a key: its anchor, sentence, default and allowed values."""
     text = f'- <a id="{name.replace(".", "-")}"></a>`{name}`: {field["description"]}'
     if "default" in field:
         text += f" Default: `{json.dumps(field['default'], ensure_ascii=False)}`."
@@ -163,7 +163,7 @@ def _key(name: str, field: dict[str, Any]) -> str:
 
 
 def _wrapped(text: str, indent: str = "") -> str:
-    """The text in lines: code and links stay whole, and no line begins with a sign that Markdown reads."""
+    """Wrap a text; code and links stay whole, and no line begins with a sign that Markdown interprets."""
     words = re.findall(r"(?:[-+*>#<] )?(?:`[^`]*`|<a [^>]*>|\[[^]]*\]\([^)]*\)|\S)+", text)
     lines = textwrap.wrap(
         " ".join(word.replace(" ", "\0") for word in words),
@@ -176,7 +176,7 @@ def _wrapped(text: str, indent: str = "") -> str:
 
 
 def _value(field: dict[str, Any]) -> str:
-    """The allowed values of a key, as Markdown."""
+    """Return the allowed values of a key as Markdown."""
     if "allowed" in field:
         may_be_null = {"type": "null"} in field.get("anyOf", ()) and "null" not in field["allowed"]
         return f"{field['allowed']}{' or `null`' if may_be_null else ''}"
@@ -213,7 +213,7 @@ Commands = dict[str, click.Command]
 
 
 def all_commands() -> Commands:
-    """Every command and subcommand by its name, such as ``trainkit ckpt ls``."""
+    """Return every command and subcommand by its name, such as ``trainkit ckpt ls``."""
     return {"trainkit": cli, **_below(cli, "trainkit")}
 
 
@@ -248,7 +248,7 @@ def commands_text() -> str:
 
 
 def _command(name: str, found: Commands, shared: dict[str, str]) -> str:
-    """A command: its heading, sentence and examples, the names of its options, and where to read more."""
+    """Return the text of a command: heading, sentence, examples, option names, and links to explanations."""
     path = f"trainkit {name}"
     command = found[path]
     parts = [f"### {path}\n", _wrapped(_sentence(command))]
@@ -270,7 +270,7 @@ def _command(name: str, found: Commands, shared: dict[str, str]) -> str:
 
 
 def _sentence(command: click.Command) -> str:
-    """The first paragraph of a command's help."""
+    """Return the first paragraph of a command's help."""
     return cleandoc(command.help or "").partition("\n\n")[0]
 
 
@@ -286,7 +286,7 @@ def _options(command: click.Command) -> Iterator[tuple[str, str]]:
 
 
 def _options_text(command: click.Command, shared: dict[str, str]) -> str:
-    """The names of a command's own options, and whether it has shared ones; empty without any."""
+    """Return the options of this command alone, and whether it has shared ones; empty without options."""
     names = [name for name, _ in _options(command)]
     listed = [f"`{name}`" for name in names if name not in shared]
     if any(name in shared for name in names):
@@ -295,7 +295,7 @@ def _options_text(command: click.Command, shared: dict[str, str]) -> str:
 
 
 def _more_text(name: str) -> str:
-    """Links to the pages that explain a command, named by their headings."""
+    """Return links to the pages that explain a command, named by their headings."""
     links = []
     for target in MORE.get(name, ()):
         page, _, anchor = target.partition("#")
@@ -306,13 +306,13 @@ def _more_text(name: str) -> str:
 
 
 def headings(page: str) -> list[str]:
-    """The headings of a page, in its order."""
+    """Return the headings of a page in order."""
     text = re.sub(r"^```.*?^```", "", page, flags=re.DOTALL | re.MULTILINE)
     return re.findall(r"^#+ (.*)$", text, re.MULTILINE)
 
 
 def anchor_of(heading: str) -> str:
-    """The anchor that GitHub makes of a heading."""
+    """Return the anchor that GitHub makes for a heading."""
     return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 
@@ -338,13 +338,13 @@ API = {
     ),
     "adapters": ("add_adapters",),
 }
-"""Module -> its public names."""
+"""Maps a module to its public names."""
 API_HEADINGS = {"api": "trainkit", "function": "", "adapters": ""}
-"""What is imported from `adapters` is a part of `task`."""
+"""Maps a module to its heading; names of `adapters` appear under `task`."""
 
 
 def api_text() -> str:
-    """The page of the Python API, from the source: nothing is imported."""
+    """Return the page of the Python API from the source code, without importing modules."""
     parts = [_GENERATED, API_INTRO]
     for module, names in API.items():
         source = (DOCS.parent / "trainkit" / f"{module}.py").read_text(encoding="utf-8")
@@ -357,7 +357,7 @@ def api_text() -> str:
 
 
 def _documented(node: ast.AST, owner: str = "") -> Iterator[str]:
-    """A function, or a class with its public members: its heading and its docstring."""
+    """Return the heading and the docstring of a function, or of a class with its public members."""
     assert isinstance(node, (ast.ClassDef, ast.FunctionDef))
     decorators = {ast.unparse(item) for item in node.decorator_list}
     name = f"{owner}.{node.name}" if owner else node.name
@@ -389,7 +389,7 @@ TYPES = {
 
 
 def stub_text() -> str:
-    """The stub of the package: where each name is from, and what `**options` of its functions may be."""
+    """Return the stub of the package with the origin of each name and the types of all `**options`."""
     schema = RunConfig.model_json_schema()
     keys = {name: (name,) for name in schema["properties"] if name not in ("extends", "config_version")}
     keys |= {name: tuple(key.split(".")) for name, key in FLAGS.items()}
@@ -419,7 +419,7 @@ def stub_text() -> str:
         node.args.kwarg = None
         own = (f"{option}: {types} = ..." for option, types in options.items())
         text = ", ".join([ast.unparse(node.args), *own]).replace(" ", "\0")
-        text = re.sub(r",\0(?=\w+:|[/*])", ", ", text)  # lines end only between parameters
+        text = re.sub(r",\0(?=\w+:|[/*])", ", ", text)  # lines break only between parameters
         text = textwrap.indent(textwrap.fill(text, 104).replace("\0", " "), "    ")
         lines += ["", f"def {name}(\n{text}\n) -> {ast.unparse(node.returns or node)}:"]
         lines += [textwrap.indent(f'"""{ast.get_docstring(node)}\n"""', "    ")]
@@ -427,7 +427,7 @@ def stub_text() -> str:
 
 
 def _types(schema: dict[str, Any]) -> str:
-    """The Python types of a value of the config."""
+    """Return the Python types of a config value."""
     found = [TYPES.get(item.get("type"), "Mapping[str, Any]") for item in schema.get("anyOf", [schema])]
     return " | ".join(dict.fromkeys(found))
 
@@ -439,14 +439,14 @@ CAUSES_END = "<!-- End of the causes. -->\n"
 
 
 def troubleshooting_text() -> str:
-    """The troubleshooting page, with the causes that `trainkit diagnose` knows."""
+    """Return the troubleshooting page with the causes that `trainkit diagnose` knows."""
     before, _, rest = _read(DOCS / "troubleshooting.md").partition(CAUSES_BEGIN)
     after = rest.partition(CAUSES_END)[2]
     return f"{before}{CAUSES_BEGIN}{causes_text()}{CAUSES_END}{after}"
 
 
 def causes_text() -> str:
-    """A table of the signatures: how each is called, what it means, and what to do in general."""
+    """Return a table of the signatures with each title, meaning and general advice."""
     rows = ["", "| cause | meaning |", "|---|---|"]
     for signature in load_signatures():
         cells = (f"{signature.title} (`{signature.name}`)", signature.doc)
@@ -464,7 +464,7 @@ PAGES = {
 
 
 def stale_pages() -> list[str]:
-    """The names of the pages that are out of date."""
+    """Return the names of the pages that are out of date."""
     return [name for name, text in PAGES.items() if _read(DOCS / name) != text()]
 
 
@@ -473,7 +473,7 @@ def _read(path: Path) -> str:
 
 
 def main() -> int:
-    """Write the pages, or with ``--check`` only compare them; returns the exit code."""
+    """Write the pages, or only compare them with ``--check``; return the exit code."""
     parser = argparse.ArgumentParser(description="Generate the reference pages of docs/.")
     parser.add_argument("--check", action="store_true", help="only compare; exit with 1 if out of date")
     if parser.parse_args().check:

@@ -44,7 +44,7 @@ DAEMON_ACTIONS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; returns its exit code."""
+    """Run one subcommand; return its exit code."""
     options = _parser().parse_args(argv)
     try:
         code: int = options.call(options)
@@ -123,7 +123,8 @@ def _shell(options: argparse.Namespace) -> int:
 
 
 def _install(options: argparse.Namespace) -> int:
-    """Install missing packages; on failure returns 1 only in CI, since the tests themselves report a skip."""
+    """Install missing packages; return 1 after a failure in CI only, because the tests otherwise report a
+    skip."""
     try:
         releases.install(options.slurm)
     except packages.NotPossible as error:
@@ -134,7 +135,7 @@ def _install(options: argparse.Namespace) -> int:
 
 
 def _choose(folder: Path | None, must_exist: bool = True) -> Any:
-    """The cluster in the folder, the one of this shell, or the only one; None if there may be none."""
+    """Return the cluster in the folder, the cluster of this shell, or the only cluster; None if optional."""
     named = folder or (Path(os.environ["TEST_CLUSTER"]) if "TEST_CLUSTER" in os.environ else None)
     states = [state for state in all_states() if named is None or state.path == named.absolute()]
     if len(states) > 1:
