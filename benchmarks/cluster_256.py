@@ -181,7 +181,7 @@ class Job:
                     found[rank] = float(text.split()[0])
             if (ended := self.run.attempt(attempt)).end_file.exists():
                 lines = ended.supervisor_log.read_text().splitlines()
-                # The shell of a killed rank prints such a line at the end of the run.
+                # srun prints such a line for each rank that is killed at the end of the attempt.
                 kept = "\n".join(line for line in lines if not line.endswith(": Killed"))
                 raise AssertionError(
                     f"{len(found)} ranks, then\n{kept[-4000:]}\n{ended.end_file.read_text()}"

@@ -1,12 +1,12 @@
-"""Kills a run at random moments and checks that its losses equal those of an uninterrupted run.
+"""Kill a run at random moments, and check that its losses equal the losses of an uninterrupted run.
 
     python -m benchmarks.kill_campaign --rounds 20 --seed 0
 
 Each round submits a run of two nodes and, one to three times at random moments, sends SIGKILL to a random
-victim: a rank, an agent, the supervisor, or all of them. A run that does not restart automatically is
-resumed. Then the losses in metrics.jsonl must equal, as strings, those of an undisturbed run, the samples
-must be counted without a gap, every published checkpoint must be intact, and no process may be left. Dropout
-is on, and the text is short, so that kills hit every part of an epoch. The same seed repeats the same
+victim: a rank, an agent, the supervisor, or all of them. The benchmark resumes a run that does not restart
+automatically. Then the losses in metrics.jsonl must equal the losses of an undisturbed run as strings, the
+samples must be counted without a gap, every published checkpoint must be intact, and no process may remain.
+Dropout is on, and the text is short, so that kills hit every part of an epoch. The same seed repeats the same
 campaign.
 """
 
@@ -68,7 +68,7 @@ def state(run: RunDir) -> str:
 
 
 def strike(run: RunDir, chance: random.Random) -> str:
-    """Send SIGKILL to a random victim; returns its description."""
+    """Send SIGKILL to a random victim; return its description."""
     found = RunProcesses.of(run)
     kinds = {"supervisor": found.supervisors, "agent": found.agents.values(), "rank": found.ranks.values()}
     alive = {kind: sorted(pids) for kind, pids in kinds.items() if pids}
@@ -103,7 +103,7 @@ def play_round(folder: Path, text: Path, chance: random.Random) -> tuple[RunDir,
         victim = strike(run, chance)
         told.append(f"{victim} after {delay_s:.1f} s")
         if victim in ("agent", "rank"):
-            continue  # it restarts automatically
+            continue  # the run restarts automatically
         wait_until_ended(run)
         if state(run) == "finished":
             break
@@ -116,7 +116,7 @@ def play_round(folder: Path, text: Path, chance: random.Random) -> tuple[RunDir,
 
 
 def check(run: RunDir, reference: list[StepRecord]) -> list[str]:
-    """Everything that is wrong after a round; empty if nothing is."""
+    """Return everything that is wrong after a round; an empty list if nothing is wrong."""
     wrong = []
     if state(run) != "finished":
         wrong.append(f"state {state(run)}")
@@ -130,7 +130,7 @@ def check(run: RunDir, reference: list[StepRecord]) -> list[str]:
 
 
 def campaign(rounds: int, seed: int, folder: Path) -> int:
-    """Run all rounds; returns the number of failed ones."""
+    """Run all rounds; return the number of failed rounds."""
     chance = random.Random(seed)
     text = folder / "text.txt"
     text.write_text("".join(f"line {number} says {number * number}\n" for number in range(1000)))

@@ -1,11 +1,11 @@
-"""Runs a group of more trials than the cluster takes in one array and of one user, and cancels another.
+"""Run a group of more trials than the cluster allows per array and per user, and cancel another group.
 
     python -m benchmarks.large_group               # 300 trials, MaxArraySize 100, 20 jobs at once
     python -m benchmarks.large_group --trials 30 --array-size 12 --jobs 8
 
 Starts a Slurm cluster of four hosts on this machine (as root; see tools/slurm_cluster). Each trial of the
-first group writes its number; all must have run once, in one group. The second group is cancelled while two
-of it run. Exits with 1 if something was not as it must be.
+first group writes its number. All trials must have run once, in one group. The second group is cancelled
+while two of its trials run. Exits with 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def all_run(login: Login, num_trials: int) -> None:
 
 
 def main() -> int:
-    """Run the benchmark; returns the exit code."""
+    """Run the benchmark; return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
