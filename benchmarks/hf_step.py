@@ -144,7 +144,7 @@ def fabric_step(folder: Path, dtype: str) -> Step:
 
 
 def trainer_step(folder: Path, dtype: str, num_steps: int) -> Step:
-    """Return a function that runs a step of transformers' Trainer; its loop waits in a thread for its turn."""
+    """Return a function that runs a step of transformers' Trainer, whose loop waits in a thread."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     begin, done = threading.Semaphore(0), threading.Semaphore(0)

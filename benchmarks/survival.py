@@ -1,13 +1,18 @@
-"""Checks what a run survives on a Slurm cluster, for every way in which it can be started.
+"""Check which disturbances a run survives on a Slurm cluster, for every way to start a run.
 
     python -m benchmarks.survival
     python -m benchmarks.survival --only preempted crash
 
 Starts a cluster of four hosts on this machine (as root; see tools/slurm_cluster) and disturbs runs of two
-hosts, with both backends, with one task per GPU and one task per node: five preemptions (with a grace time of
-10 s and of none, requeued and cancelled by Slurm), four time limits, scancel, a killed rank, a dead host, a
-bug at step 37, a loss that is not finite, a failing import; and twenty seeded runs that get 1 to 4 nodes of a
-range at each start. Prints one row per case; the exit code is 0 if all pass.
+hosts, with both backends, with one task per GPU and one task per node. The disturbances are:
+
+- five preemptions (with a grace time of 10 s and of none, requeued and cancelled by Slurm);
+- four time limits, and scancel;
+- a killed rank, and a dead host;
+- a bug at step 37, a loss that is not finite, and a failing import;
+- twenty seeded runs that get 1 to 4 nodes of a range at each start.
+
+Prints one row per case. The exit code is 0 if all cases pass.
 """
 
 from __future__ import annotations
@@ -43,7 +48,7 @@ COLUMNS = ("what", "backend", "per", "came back", "steps twice", "curve", "secon
 
 
 class Table:
-    """The rows, printed as they are added."""
+    """The rows of the table, which are printed as they are added."""
 
     def __init__(self, login: Login, expected: Curve) -> None:
         self.login = login
@@ -76,24 +81,24 @@ class Table:
         print(f"| {' | '.join(words)} |", flush=True)
 
     def finish(self, run: RunDir) -> bool:
-        """Whether a run finishes without help."""
+        """Return whether a run finishes without help."""
         return bool(wait_until_over(self.login, run, END_S)["state"] == "finished")
 
 
 def first_steps(run: RunDir) -> list[float]:
-    """The times at which each attempt completed its first step."""
+    """Return the times at which each attempt completed its first step."""
     return [survival.time_of(event) for event in survival.events_of(run, "first_step")]
 
 
 def comeback_s(run: RunDir) -> str:
-    """Median seconds from the end of an attempt to the first step of the next."""
+    """Return the median seconds from the end of an attempt to the first step of the next attempt."""
     ends = [survival.time_of(event) for event in survival.events_of(run, "stopped")]
     waits = [first - end for end, first in zip(ends, first_steps(run)[1:], strict=False)]
     return f"back in {statistics.median(waits):.1f}" if waits else "-"
 
 
 def cold_start_s(run: RunDir) -> float:
-    """Seconds from the start of the step in the batch script to the first training step."""
+    """Return the seconds from the start of the step in the batch script to the first training step."""
     return first_steps(run)[0] - survival.time_of(survival.events_of(run, "started")[0])
 
 
@@ -115,7 +120,7 @@ def preempted(table: Table) -> None:
 
 
 def time_limit(table: Table) -> None:
-    # Two at a time: if all start together, the one-minute limit is too short for some of them.
+    # Run two at a time, because the one-minute limit is too short for some of them if all start together.
     for backend in BACKENDS:
         runs = table.submit(
             "limit",
@@ -123,7 +128,7 @@ def time_limit(table: Table) -> None:
             kinds=[kind for kind in KINDS if kind[0] == backend],
         )
         for number in range(1, NUM_LIMITS + 1):
-            # After a slow start the time limit is reached anyway, without waiting for steps.
+            # After a slow start, the run reaches its time limit anyway, without waiting for steps.
             paused = [run for run in runs if has_begun(run, number)]
             for run in paused:
                 survival.pause(survival.ranks_of(run).values())
@@ -135,14 +140,14 @@ def time_limit(table: Table) -> None:
 
 
 def survived_limits(table: Table, run: RunDir) -> bool:
-    """Whether a run finishes after its time limits without computing a step twice."""
+    """Return whether a run finishes after its time limits without computing a step twice."""
     finished = table.finish(run)
     causes = [event["cause"] for event in survival.events_of(run, "requeue_decision")]
     return finished and not survival.computed_twice(run) and causes[:NUM_LIMITS] == ["timeout"] * NUM_LIMITS
 
 
 def has_begun(run: RunDir, attempt: int) -> bool:
-    """Wait until an attempt has done some steps; False if it ends before that."""
+    """Wait until an attempt has done some steps; return False if the attempt ends before."""
 
     def steps_or_over() -> bool:
         return len(survival.steps_of(run, attempt)) >= 5 or is_over()
@@ -188,7 +193,7 @@ def host_death(table: Table) -> None:
     for kind in KINDS:
         (run,) = table.submit("host", *settings("resources.spare_nodes=1"), kinds=[kind])
         wait_for_steps(run, 1, 25)
-        # The second host of this run, since a host that died before is excluded from the job.
+        # The host is the second host of this run, because the job excludes a host that died before.
         cluster = table.login.cluster
         victim = cluster.hosts.index(read_json(run.attempt(1).rendezvous_file)["hosts"][1]) + 1
         cluster.kill_host(victim)
@@ -219,7 +224,7 @@ def bugs(table: Table) -> None:
 
 
 def sizes(table: Table) -> None:
-    """Runs that get another number of nodes at each start, asked for in one of many ways."""
+    """Check runs that get another number of nodes at each start, requested in one of many ways."""
     folder = table.login.folder
     config = survival.range_config(folder)
     expected = survival.losses_on_one(Path(tempfile.mkdtemp(dir=folder)), config)
