@@ -81,7 +81,7 @@ class Flight:
     login: Login = field(init=False)
     run: RunDir = field(init=False)
     done: list[tuple[str, int | None, str | None]] = field(default_factory=list)
-    """For each attempt, the expected signature, and the rank and host of a killed rank."""
+    """Expected signature of each attempt, with the rank and host of a killed rank."""
 
     def submit(self, ears: str) -> None:
         """Submit the run, with ranks that handle or ignore signals."""

@@ -47,8 +47,7 @@ class Fault:
     gap_s: float
     """Minimum time since the previous fault."""
     waits: bool
-    """Whether the fault waits until its run computes, or happens in any state of the run, such as starting.
-    """
+    """True if the fault waits until its run computes; other faults happen in any state of the run."""
     who: float
     where: float
     length: float

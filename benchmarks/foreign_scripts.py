@@ -71,7 +71,7 @@ class Kind:
     command: tuple[str, ...]
     num_ranks: int = 2
     has_exact_resume: bool = True
-    """Whether the framework reads the same data after a resume."""
+    """True if the framework reads the same data after a resume."""
     num_steps: int = NUM_STEPS
 
 

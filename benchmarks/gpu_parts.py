@@ -118,7 +118,7 @@ class Case:
     vocab_size: int
     accumulation: int = 1
     has_float32_averages: bool = True
-    """Whether trainkit has running averages in float32; otherwise the hand-written loop has all values in
+    """True if trainkit has running averages in float32; otherwise the hand-written loop has all values in
     bf16."""
     steps: int = 12
 
@@ -171,7 +171,7 @@ class Choice(NamedTuple):
     case: Case
     recompute: Recompute
     has_hand_written: bool
-    """Whether the hand-written loop fits too."""
+    """True if the hand-written loop fits too."""
 
 
 def choose(part: str, bench: Bench) -> Choice | None:

@@ -98,7 +98,7 @@ class Kind:
     smallest: int = 2
     """Minimum number of ranks with which some ranks can be at fault."""
     is_known: bool = True
-    """Whether the records can reveal the ranks at fault."""
+    """True if the records can reveal the ranks at fault."""
     num_wrong: int = 1
 
 

@@ -48,7 +48,7 @@ WITH_SUBMITIT = LIBRARIES.replace("jinja2", "submitit")
 """Import of a backend's libraries alone, as a measure of the machine's speed; submitit renders no template.
 """
 LIBRARIES_FACTOR = 2.5
-"""From submit to job id, trainkit may take the time of sbatch plus this multiple of the libraries' import."""
+"""Allowed multiple of the libraries' import, in addition to sbatch, from submit to job id."""
 
 
 def call(argv: list[str], cwd: Path) -> str:

@@ -206,7 +206,7 @@ class Cluster:
         daemons.stop(self.state, "slurmctld", force)
 
     def start_slurmctld(self) -> None:
-        """Start slurmctld again; returns once it responds."""
+        """Start slurmctld again, and return once it responds."""
         daemons.start_slurmctld(self.state)
 
     def restart_slurmctld(self) -> None:
@@ -219,7 +219,7 @@ class Cluster:
         daemons.stop(self.state, "slurmdbd")
 
     def start_accounting(self) -> None:
-        """Start slurmdbd again; returns once it responds."""
+        """Start slurmdbd again, and return once it responds."""
         daemons.start_slurmdbd(self.state)
 
     def cancel_all(self, timeout_s: float = 60) -> None:
