@@ -109,7 +109,7 @@ def main() -> int:
         f"| {args.megabytes} | {plain:.3f} | {ours:.4f} | {ours / plain:.3f} | {stalls['trainkit'][0]:.3f} "
         f"| {during / alone:.2f} |"
     )
-    print(f"{unchanged} of {args.rounds} checkpoints hold the values of the call")
+    print(f"{unchanged} of {args.rounds} checkpoints contain the values at the time of the call")
     return 0 if unchanged == args.rounds else 1
 
 

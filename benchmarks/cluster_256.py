@@ -384,8 +384,8 @@ def main() -> int:
     )
     parser.add_argument("--hosts", type=int, default=256)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--seed", type=int, default=0, help="of the hosts that are powered off")
-    parser.add_argument("--seconds", type=float, default=60, help="of the idle run")
+    parser.add_argument("--seed", type=int, default=0, help="seed that draws the hosts to power off")
+    parser.add_argument("--seconds", type=float, default=60, help="duration of the idle run in seconds")
     args = parser.parse_args()
     before_gb = available_gb()
     # 256 hosts share two cores. With the test cluster's MessageTimeout of 5 s (Slurm's default is 10), Slurm

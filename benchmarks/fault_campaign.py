@@ -232,7 +232,7 @@ def main() -> int:
     )
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--keep", type=Path, help="an empty folder; what went wrong is left in it")
+    parser.add_argument("--keep", type=Path, help="an empty folder; it keeps the files of failed checks")
     args = parser.parse_args()
     folder = (args.keep or Path(tempfile.mkdtemp(prefix="fault-campaign-"))).absolute()
     folder.mkdir(parents=True, exist_ok=True)

@@ -241,7 +241,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--python", required=True, help="the Python of the scripts")
+    parser.add_argument("--python", required=True, help="Python interpreter that runs the scripts")
     parser.add_argument("--nanogpt", type=Path, help="a clone of nanoGPT")
     parser.add_argument("--only", nargs="+", help="parts of the names of scripts")
     parser.add_argument("--cases", nargs="+", default=CASES, choices=CASES)

@@ -242,9 +242,9 @@ def main() -> int:
     )
     parser.add_argument("--only", nargs="+", choices=list(PARTS), metavar="PART")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--memory-gib", type=float, help="use no more of the GPU's memory (cpu: 80)")
+    parser.add_argument("--memory-gib", type=float, help="upper limit of the GPU's memory (cpu: 80)")
     parser.add_argument("--minutes", type=float, default=9.0, help="limit of all parts together (default: 9)")
-    parser.add_argument("--wheels", type=Path, help="folder of wheels for what the interpreter lacks")
+    parser.add_argument("--wheels", type=Path, help="folder of wheels for missing packages")
     parser.add_argument(
         "--out", type=Path, help="folder of the record (default: benchmarks/gpu; none for cpu)"
     )
@@ -263,15 +263,16 @@ def main() -> int:
         if args.device == "cuda" and not found["gpus"]:
             seen = f"torch {found['torch']} of {sys.executable} sees none"
             return error(
-                f"there is no NVIDIA GPU here: {seen}", "run it on a GPU node: srun --gpus 1 make gpu"
+                f"this machine has no NVIDIA GPU: {seen}", "run it on a GPU node: srun --gpus 1 make gpu"
             )
         if found["missing"] and args.wheels is None:
             packages = " ".join(NEEDS[module] for module in found["missing"])
             version = ".".join(found["python"].split(".")[:2])
             target = f"--only-binary=:all: --python-version {version} --platform manylinux_2_28_x86_64"
             hint = (
-                f"{sys.executable} -m pip install {packages}; without an index here, elsewhere:"
-                f" pip download {target} --dest wheels {packages}, then: make gpu WHEELS=wheels"
+                f"{sys.executable} -m pip install {packages}; if this machine has no index, run on"
+                f" another machine: pip download {target} --dest wheels {packages}, copy wheels/ to this"
+                " machine, then: make gpu WHEELS=wheels"
             )
             return error(f"{sys.executable} lacks {packages}", hint)
         if found["missing"]:

@@ -564,7 +564,7 @@ def save_state(bench: Bench) -> None:
 
     ways = {"trainkit": with_trainkit, "torch.save and fsync": with_torch, "DCP async_save": with_dcp}
     compute_s = statistics.median(timed(compute, device) for _ in range(20))
-    for number in (1, 2):  # the first save allocates
+    for number in (1, 2):  # the first save allocates its buffers
         for way, save in ways.items():
             started = time.perf_counter()
             is_saved = save(number)

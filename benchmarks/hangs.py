@@ -146,7 +146,7 @@ if os.environ.get("RANK") and "trainkit.trainer" in sys.orig_argv:
 
 @dataclass(frozen=True)
 class Case:
-    """One run."""
+    """A run in which some ranks hang, and its judgement."""
 
     kind: str
     door: str

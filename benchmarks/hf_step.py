@@ -207,7 +207,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=30, help="steps of each (a fifth is warm-up)")
+    parser.add_argument(
+        "--steps", type=int, default=30, help="steps of each loop; the first fifth is warm-up"
+    )
     parser.add_argument("--dtype", choices=DTYPES, nargs="*", default=list(DTYPES))
     args = parser.parse_args()
     print("| type | loop | median ms | min | max | speed of trainkit with transformers | 95 % of resamples |")

@@ -69,7 +69,7 @@ FILES = (
     *(f"extends: {text}\n" for text in ("config.yaml", "[quickstart, quickstart]", "{a: 1}", "~nobody/x")),
     *(f"extends: {text}\n" for text in ("s3://a/b.yaml", '"\\0"', "/dev/zero", "null")),
 )
-"""Whole files."""
+"""Complete texts of hostile files."""
 
 
 def _misspelt(draw: random.Random, key: str) -> str:

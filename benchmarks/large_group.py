@@ -57,7 +57,7 @@ def main() -> int:
     )
     parser.add_argument("--points", type=int, default=300)
     parser.add_argument("--array-size", type=int, default=100, help="MaxArraySize of the cluster")
-    parser.add_argument("--jobs", type=int, default=20, help="jobs that the QOS takes of a user at once")
+    parser.add_argument("--jobs", type=int, default=20, help="jobs that the QOS allows per user")
     args = parser.parse_args()
     cluster = up(owner=Pid.of(os.getpid()), options={"MaxArraySize": f"{args.array_size}"})
     try:
@@ -67,7 +67,8 @@ def main() -> int:
             all_run(login, args.trials)
             began_s = time.monotonic()
             cancelled_as_one(login, args.trials, args.jobs)
-            print(f"another was submitted, and cancelled as one, in {time.monotonic() - began_s:.0f} s")
+            seconds = time.monotonic() - began_s
+            print(f"a second group was submitted and cancelled with one command in {seconds:.0f} s")
     except AssertionError as error:
         print(error, file=sys.stderr)
         return 1

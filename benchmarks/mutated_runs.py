@@ -297,7 +297,7 @@ def within(limit_s: int) -> Iterator[None]:
 
 
 class Typed(NamedTuple):
-    """How a command ended."""
+    """The end of a typed command."""
 
     wrong: str
     """Description of the fault; empty without a fault."""

@@ -235,7 +235,9 @@ def options(doc: str | None, cases: Iterable[str], asks: Sequence[str]) -> argpa
     """Add the options of a table of cases, and of the ways to stop them."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--slurm", help="a version such as 24.11; default: the installed one")
-    parser.add_argument("--cgroups", action="store_true", help="confine jobs, which Slurm finds by cgroup")
+    parser.add_argument(
+        "--cgroups", action="store_true", help="confine jobs, and let Slurm find their processes by cgroup"
+    )
     parser.add_argument("--cases", nargs="+", choices=cases, default=[*cases])
     parser.add_argument("--asks", nargs="+", choices=asks, default=[*asks])
     parser.add_argument("--keep", action="store_true", help="keep the folder of the runs")

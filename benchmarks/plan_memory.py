@@ -90,7 +90,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="*", metavar="MODEL", help="models of which the pairs are tried")
+    parser.add_argument("--only", nargs="*", metavar="MODEL", help="models whose pairs are tried")
     only = parser.parse_args().only
     pairs = [pair for pair in PAIRS if not only or pair.model in only]
     print("| model | GPUs | layout | type | recompute | samples | plan GiB | tracker GiB | difference |")

@@ -132,10 +132,16 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--slurm", help="a version such as 24.11; default: the installed one")
-    parser.add_argument("--ends", type=int, default=60, help="preemptions; the other ways get a fourth")
+    parser.add_argument(
+        "--ends", type=int, default=60, help="number of preemptions; each other way gets a fourth of it"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--calm", action="store_true", help="leave to chance who hears the signal first")
+    parser.add_argument(
+        "--calm",
+        action="store_true",
+        help="keep the normal priorities, so that the order of the signals is random",
+    )
     args = parser.parse_args()
     folder, began_s = Path(tempfile.mkdtemp(prefix="preemptions-")), time.monotonic()
     cluster = up(accounting=False, owner=Pid.of(os.getpid()), slurm=args.slurm)

@@ -41,7 +41,9 @@ def main() -> int:
     )
     parser.add_argument("--lines", type=int, default=1_000_000, metavar="N")
     parser.add_argument("--repeats", type=int, default=3, metavar="N")
-    parser.add_argument("--runs", type=int, default=0, metavar="N", help="measure a sweep of this many runs")
+    parser.add_argument(
+        "--runs", type=int, default=0, metavar="N", help="number of runs; measures the report of a sweep"
+    )
     args = parser.parse_args()
     if args.runs:
         return measure_group(args.runs, args.lines, args.repeats)

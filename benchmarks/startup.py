@@ -60,7 +60,7 @@ def main() -> None:
     scale = statistics.median(times_ms["python -c pass"][1:]) / PASS_MS
     for name, budget_ms in BUDGETS_MS.items():
         took_ms = statistics.median(times_ms[name][1:])
-        print(f"`{name}`: {took_ms:.0f} ms of {budget_ms * scale:.0f} ms, plus the slowest answer of Slurm")
+        print(f"`{name}`: {took_ms:.0f} ms of {budget_ms * scale:.0f} ms plus the slowest answer of Slurm")
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ class Store:
         return b"sealed go"
 
     def set_timeout(self, timeout: timedelta) -> None:
-        pass  # a setting of the connection
+        pass  # a setting of the connection, not a request
 
     def compare_set(self, key: str, expected: str, value: str) -> None:
         self.counts["store requests"] += 1

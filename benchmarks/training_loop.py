@@ -186,7 +186,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=60, help="steps of each loop (a fifth is warm-up)")
+    parser.add_argument(
+        "--steps", type=int, default=60, help="steps of each loop; the first fifth is warm-up"
+    )
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:

@@ -106,7 +106,7 @@ def bench(*args: str) -> subprocess.CompletedProcess[str]:
 def test_without_a_gpu() -> None:
     done = bench()
     assert done.returncode == 2
-    assert done.stderr.startswith("error: there is no NVIDIA GPU here: torch ")
+    assert done.stderr.startswith("error: this machine has no NVIDIA GPU: torch ")
     assert "hint: " in done.stderr
 
 

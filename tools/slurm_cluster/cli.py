@@ -1,4 +1,4 @@
-"""The command line: up, down, status, env, run, host, daemon, shell and install."""
+"""Command line with up, down, status, env, run, host, daemon, shell and install."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def _parser() -> argparse.ArgumentParser:
     version, which, make = (argparse.ArgumentParser(add_help=False) for _ in range(3))
     which_version = f"{', '.join(releases.RELEASES)}; default: the one installed on this machine"
     version.add_argument("--slurm", metavar="VERSION", choices=releases.RELEASES, help=which_version)
-    which.add_argument("--folder", type=Path, help="the cluster's folder; needed when there are several")
+    which.add_argument("--folder", type=Path, help="folder of the cluster; required if several clusters run")
     make.add_argument("--no-accounting", action="store_true", help="a cluster without slurmdbd")
     line = {"action": "append", "default": [], "type": _assignment, "metavar": "NAME=VALUE"}
     make.add_argument("--set", **line, help="a line of slurm.conf")
@@ -180,7 +180,7 @@ def _parser() -> argparse.ArgumentParser:
 
     up = command(_up, "start a cluster and print its folder", make, version)
     up.add_argument("folder", nargs="?", type=Path, help="an empty folder; default: a new one below /tmp")
-    down = command(_down, "remove a cluster, if there is one", which)
+    down = command(_down, "remove a cluster if it exists", which)
     down.add_argument("--all", action="store_true", help="all clusters on this machine")
     command(_status, "list the clusters on this machine")
     command(_env, "print the export statements for a shell", which)

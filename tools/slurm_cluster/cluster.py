@@ -202,7 +202,7 @@ class Cluster:
         network.set_cable(self.state, index, up=True)
 
     def stop_slurmctld(self, force: bool = False) -> None:
-        """Stop slurmctld, with `force` by SIGKILL; jobs keep running."""
+        """Stop slurmctld, with SIGKILL if `force`; jobs keep running."""
         daemons.stop(self.state, "slurmctld", force)
 
     def start_slurmctld(self) -> None:

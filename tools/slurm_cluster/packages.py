@@ -70,7 +70,7 @@ def install_missing(with_slurm: bool = True) -> None:
         return
     print(f"installing {' '.join(packages)}, for the tests on a Slurm cluster", file=sys.stderr)
     with no_daemons_started():
-        # The package lists of a fresh image are empty, and those of an old image are outdated.
+        # The package lists of a fresh image are empty, and the lists of an old image are outdated.
         for args in (("install", *packages), ("update",), ("install", *packages)):
             failure = _apt_get(*args)
             if args[0] == "install" and not failure:

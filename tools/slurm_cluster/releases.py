@@ -24,7 +24,7 @@ RELEASES = {"22.05": "bookworm", "24.11": "trixie", "26.05": "forky"}
 """Maps a Slurm version to the Debian release that has it."""
 PACKAGES = ("slurmctld", "slurmd", "slurmdbd", "slurm-client")
 KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
-MIRROR = "it takes apt-get and a Debian mirror among the package sources; run `apt-get update`"
+MIRROR = "this needs apt-get with a Debian mirror in its package sources; run `apt-get update`"
 TIMEOUT_S = 300.0
 """Limit of each of the two downloads: the package lists, and the packages of together about 40 MB."""
 
@@ -142,7 +142,7 @@ def _mirror() -> str:
         origin, _, uri = line.partition(" ")
         if origin == "Debian":
             return uri
-    raise NotPossible("this machine knows no Debian mirror", MIRROR)
+    raise NotPossible("the package sources of this machine have no Debian mirror", MIRROR)
 
 
 def _run(argv: list[str]) -> str:
