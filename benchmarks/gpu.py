@@ -271,7 +271,8 @@ def main() -> int:
             target = f"--only-binary=:all: --python-version {version} --platform manylinux_2_28_x86_64"
             hint = (
                 f"{sys.executable} -m pip install {packages}; if this machine has no index, run on"
-                f" another machine: pip download {target} --dest wheels {packages}, then: make gpu WHEELS=wheels"
+                f" another machine: pip download {target} --dest wheels {packages}, then: make gpu"
+                " WHEELS=wheels"
             )
             return error(f"{sys.executable} lacks {packages}", hint)
         if found["missing"]:
