@@ -97,7 +97,7 @@ def main() -> int:
             stalls["trainkit"].append(stall_s)
             speeds["during"].append(speed)
             saver.finish()
-            unchanged += holds(Checkpoint(run.checkpoint_dir(step), step), expected)
+            unchanged += is_intact(Checkpoint(run.checkpoint_dir(step), step), expected)
         saver.close()
     plain, ours = (statistics.median(stalls[name][1:]) for name in stalls)
     alone, during = (statistics.median(speeds[name][1:]) for name in speeds)
@@ -113,7 +113,7 @@ def main() -> int:
     return 0 if unchanged == args.rounds else 1
 
 
-def holds(checkpoint: Checkpoint, expected: dict[str, torch.Tensor]) -> bool:
+def is_intact(checkpoint: Checkpoint, expected: dict[str, torch.Tensor]) -> bool:
     """Return whether a checkpoint is intact and contains exactly these values."""
     found = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
     load_tensors(checkpoint, found, WORLD)

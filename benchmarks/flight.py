@@ -129,8 +129,8 @@ class Flight:
     def judge_stop(self, end: dict[str, Any]) -> str | None:
         """Return why a stop is wrong; None if the faults explain the stop and the run can be resumed."""
         reason = str(end["reason"])
-        told = f"{reason} {json.dumps(end.get('verdict'))}"
-        if any(text in told for text in NO_SPACE) and self.disk_was_full:
+        said = f"{reason} {json.dumps(end.get('verdict'))}"
+        if any(text in said for text in NO_SPACE) and self.disk_was_full:
             return None
         if end["state"] in ("died", "cancelled") and self.disk_was_full:
             return None  # the run could not write its end

@@ -183,7 +183,7 @@ class Case:
         """Return ``right``, ``unknown`` or ``wrong``, and the answer of the run."""
         end = read_end(run.attempt(1))
         if end is None or end.verdict is None:
-            return "wrong", f"no verdict: {end and end.reason}"
+            return "wrong", f"no root cause: {end and end.reason}"
         verdict, found = end.verdict, diagnose(run.attempt(1), read_job(run))
         text = f"{verdict.type}: {verdict.message} | {found.cause}"
         if verdict.rank is None or found.rank is None:

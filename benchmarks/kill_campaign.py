@@ -96,12 +96,12 @@ def resume(run: RunDir) -> None:
 
 def play_round(folder: Path, text: Path, chance: random.Random) -> tuple[RunDir, list[str]]:
     run = submit(folder, text)
-    told = []
+    kills = []
     for _ in range(chance.randint(1, 3)):
         delay_s = chance.uniform(0.2, 9.0)
         time.sleep(delay_s)
         victim = strike(run, chance)
-        told.append(f"{victim} after {delay_s:.1f} s")
+        kills.append(f"{victim} after {delay_s:.1f} s")
         if victim in ("agent", "rank"):
             continue  # the run restarts automatically
         wait_until_ended(run)
@@ -112,7 +112,7 @@ def play_round(folder: Path, text: Path, chance: random.Random) -> tuple[RunDir,
     if state(run) != "finished":
         resume(run)
         wait_until_ended(run)
-    return run, told
+    return run, kills
 
 
 def check(run: RunDir, reference: list[StepRecord]) -> list[str]:
@@ -140,11 +140,11 @@ def campaign(rounds: int, seed: int, folder: Path) -> int:
     print(f"uninterrupted: {len(expected)} steps, state {state(reference)}", flush=True)
     failed = 0
     for number in range(1, rounds + 1):
-        run, told = play_round(folder / f"round-{number:02d}", text, chance)
+        run, kills = play_round(folder / f"round-{number:02d}", text, chance)
         wrong = check(run, expected)
         failed += bool(wrong)
         verdict = "; ".join(wrong) or f"equal ({len(run.attempt_numbers())} attempts)"
-        print(f"round {number}: killed {', '.join(told)}: {verdict}", flush=True)
+        print(f"round {number}: killed {', '.join(kills)}: {verdict}", flush=True)
     print(f"{rounds - failed} of {rounds} equal")
     return failed
 

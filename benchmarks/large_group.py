@@ -40,7 +40,7 @@ def all_run(login: Login, num_trials: int) -> None:
     def is_over() -> bool:
         return not RunGroup(group.path).left and not login.jobs()
 
-    wait_for(is_over, f"{num_trials} points", PATIENCE_S, poll_s=5.0)
+    wait_for(is_over, f"{num_trials} trials", PATIENCE_S, poll_s=5.0)
     took_s = time.monotonic() - began_s
     parts = RunGroup(group.path).parts
     print(f"all have run after {took_s:.0f} s, as {len(parts)} arrays of one group")
@@ -55,7 +55,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--points", type=int, default=300)
+    parser.add_argument("--trials", type=int, default=300, help="trials of the first group")
     parser.add_argument("--array-size", type=int, default=100, help="MaxArraySize of the cluster")
     parser.add_argument("--jobs", type=int, default=20, help="jobs that the QOS allows per user")
     args = parser.parse_args()

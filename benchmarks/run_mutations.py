@@ -331,7 +331,7 @@ def _of_another_run(draw: random.Random, run: Path, others: list[Path]) -> str:
     name = draw.choice(names)
     (run / name).parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(other / name, run / name)
-    return f"{name} is that of {other.name}"
+    return f"{name} is replaced by the one of {other.name}"
 
 
 def _attempt_folder(draw: random.Random, run: Path, others: list[Path]) -> str:

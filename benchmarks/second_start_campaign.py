@@ -290,7 +290,7 @@ def main() -> int:
             for case, run, wrong in pool.map(fly, cases):
                 counts.update(event for event, _, _ in case.events)
                 num_wrong += bool(wrong)
-                print(f"{case.number:3d} {'WRONG' if wrong else 'holds'}  {case}", flush=True)
+                print(f"{case.number:3d} {'WRONG' if wrong else 'passes'}  {case}", flush=True)
                 print(f"           {json.dumps(run.notes)}", flush=True)
                 for text in wrong:
                     print(f"           WRONG: {text}", flush=True)

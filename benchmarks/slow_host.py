@@ -80,7 +80,7 @@ class Seen:
         times = f"{self.step_ms_before or 0:.0f} ms a step"
         if self.step_ms_after is not None:
             times += f", then {self.step_ms_after:.0f}"
-        verdict = self.problem or "as it must be"
+        verdict = self.problem or "right"
         return f"{slowed}, {times}, load {self.load:.1f}: {seen or 'no event'}: {verdict}"
 
 
@@ -195,7 +195,7 @@ def main() -> int:
     if args.out is not None:
         args.out.write_text(json.dumps([asdict(seen) for seen in found], indent=2) + "\n")
     wrong = [seen for seen in found if seen.problem]
-    print(f"{len(found) - len(wrong)} of {len(found)} runs as they must be")
+    print(f"{len(found) - len(wrong)} of {len(found)} runs are right")
     return 1 if wrong else 0
 
 

@@ -44,7 +44,7 @@ NUM_LIMITS = 4
 NUM_VARIANTS = 20
 END_S = 300.0
 MOST_COLD_STARTS = 1.2
-COLUMNS = ("what", "backend", "per", "came back", "steps twice", "curve", "seconds", "holds")
+COLUMNS = ("what", "backend", "per", "restarts", "steps twice", "curve", "seconds", "passes")
 
 
 class Table:
@@ -53,7 +53,7 @@ class Table:
     def __init__(self, login: Login, expected: Curve) -> None:
         self.login = login
         self.expected = expected
-        self.all_hold = True
+        self.all_pass = True
         print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}", flush=True)
 
     def submit(self, what: str, *options: str, kinds: Iterable[tuple[str, str]] = KINDS) -> list[RunDir]:
@@ -67,17 +67,17 @@ class Table:
             for backend, per in kinds
         ]
 
-    def row(self, what: str, run: RunDir, seconds: str, holds: bool, curve: str | None = None) -> None:
+    def row(self, what: str, run: RunDir, seconds: str, passes: bool, curve: str | None = None) -> None:
         """Print the result of a run."""
         backend, per = run.name.split("-")[-2:]
         if curve is None:
             curve = "equal" if survival.curve(run) == self.expected else "OTHER"
-        holds &= curve != "OTHER"
-        self.all_hold &= holds
+        passes &= curve != "OTHER"
+        self.all_pass &= passes
         actions = [event["action"] for event in survival.events_of(run, "requeue_decision")]
-        came_back = ", ".join(f"{actions.count(one)} {one}" for one in dict.fromkeys(actions)) or "-"
+        restarts = ", ".join(f"{actions.count(one)} {one}" for one in dict.fromkeys(actions)) or "-"
         twice = str(len(survival.computed_twice(run)))
-        words = (what, backend, per, came_back, twice, curve, seconds, "yes" if holds else "NO")
+        words = (what, backend, per, restarts, twice, curve, seconds, "yes" if passes else "NO")
         print(f"| {' | '.join(words)} |", flush=True)
 
     def finish(self, run: RunDir) -> bool:
@@ -115,8 +115,8 @@ def preempted(table: Table) -> None:
             for run in runs:
                 finished = table.finish(run)
                 none_twice = grace_s == 0 or not survival.computed_twice(run)
-                came_back = len(run.attempt_numbers()) == NUM_PREEMPTIONS + 1
-                table.row(what, run, comeback_s(run), finished and none_twice and came_back)
+                all_restarted = len(run.attempt_numbers()) == NUM_PREEMPTIONS + 1
+                table.row(what, run, comeback_s(run), finished and none_twice and all_restarted)
 
 
 def time_limit(table: Table) -> None:
@@ -218,8 +218,8 @@ def bugs(table: Table) -> None:
         for run in table.submit(bug, *options):
             end = wait_until_over(table.login, run, END_S)
             count = len(run.attempt_numbers())
-            holds = end["state"] == "failed" and end["verdict"]["type"] == kind and count <= 2
-            table.row(f"{kind} every time", run, f"{count} attempts", holds, curve="failed")
+            passes = end["state"] == "failed" and end["verdict"]["type"] == kind and count <= 2
+            table.row(f"{kind} every time", run, f"{count} attempts", passes, curve="failed")
     (table.login.folder / "sitecustomize.py").unlink()
 
 
@@ -235,7 +235,7 @@ def sizes(table: Table) -> None:
             run = variant.run(table.login, config, f"sizes{seed}-{backend}-{per}")
         except AssertionError as error:
             print(f"variant {seed}, {variant}: {error}", file=sys.stderr)
-            table.all_hold = False
+            table.all_pass = False
             continue
         losses = [record["loss"] for record in read_metrics(run)]
         pairs = zip(losses, expected, strict=False)
@@ -243,8 +243,8 @@ def sizes(table: Table) -> None:
         curve = "within 1e-5" if is_equal else "OTHER"
         got = "-".join(str(len(survival.hosts_of(run, number))) for number in run.attempt_numbers())
         what = f"{got} of {'-'.join(map(str, variant.free))} hosts, {' '.join(variant.options[:2])}"
-        holds = not survival.computed_twice(run)
-        table.row(what, run, f"{time.monotonic() - begin_s:.0f}", holds, curve)
+        passes = not survival.computed_twice(run)
+        table.row(what, run, f"{time.monotonic() - begin_s:.0f}", passes, curve)
     (folder / "sitecustomize.py").unlink()
 
 
@@ -277,9 +277,9 @@ def main() -> int:
             SCENARIOS[name](table)
     finally:
         cluster.down()
-    if table.all_hold:
+    if table.all_pass:
         shutil.rmtree(folder)
-    return 0 if table.all_hold else 1
+    return 0 if table.all_pass else 1
 
 
 if __name__ == "__main__":
