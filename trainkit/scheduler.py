@@ -229,7 +229,7 @@ def expand_hosts(text: str) -> list[str]:
     `scontrol show hostnames` does the same, but needs a process and may be missing in a container.
     """
     text = text.strip()
-    # names, with the bracketed ranges between them
+    # Each item is split into names, with the bracketed ranges between them.
     items = [_BRACKETS.split(item) for item in _ITEM.findall(text)]
     ranges = [[_ranges(bracket) for bracket in item[1::2]] for item in items]
     counts = [math.prod(sum(len(numbers) for numbers, _ in one) for one in item) for item in ranges]

@@ -49,8 +49,7 @@ class LocalAttemptWatch(AttemptWatch):
         self._nonce = new_nonce()
 
     def pause(self) -> signal.Signals | None:
-        """Stop all descendants until SIGCONT or a stop signal arrives; the grace period is extended by the
-        pause."""
+        """Suspend all descendants until SIGCONT or a stop signal arrives; a deadline moves by this time."""
         paused_s, received = time.monotonic(), None
         for event, sent in (("paused", signal.SIGSTOP), ("continued", signal.SIGCONT)):
             processes.signal_all(processes.descendants(os.getpid()), sent)
@@ -93,8 +92,7 @@ class LocalAttemptWatch(AttemptWatch):
         self.on_signal(received)
 
     def _poll_processes(self) -> None:
-        """Carry out a request whose command was killed after it wrote the request and before it sent the
-        signal."""
+        """Carry out a recorded request if the command was killed before it could send the signal."""
         self.live.update()
         entry = self.live.entry
         asked_s = seconds_between(
@@ -215,7 +213,7 @@ class LocalAllocation(Allocation):
                 with contextlib.suppress(OSError):  # the supervisor's log has the reason too
                     log_event(self.run, attempt.number, "waiting", reason=reason)
             received = processes.wait_for_notice(QUEUE_POLL_S)
-            # a command that was killed may have recorded its request without sending a signal
+            # A command that was killed may have recorded its request without sending a signal.
             attempt.update()
             if received is not None or attempt.entry.is_cancelled:
                 self._place.leave()

@@ -31,7 +31,7 @@ POLL_S = 0.5
 
 
 def run_trials(group: RunGroup) -> None:
-    """Start the runs of a group in order, and wait until all have ended; a failed run does not end the group."""
+    """Start the runs of a group in order, and wait until all have ended, also if some fail."""
     began, running = utc_now(), list[RunDir]()
     for index in sorted(group.trials):
         while len(running := [run for run in running if _is_active(run)]) >= group.limit:
@@ -68,7 +68,7 @@ def _start(group: RunGroup, index: int, began: str) -> None:
         job, is_active = _read_active(run)
         if is_active:
             return
-        # read after the liveness check, because a supervisor writes its end and then exits
+        # Read the end after the liveness check, because a supervisor writes the end and then exits.
         end = read_newest_end(run.path)
         # A user may also have ended the run on purpose since this process began.
         if end is not None and (end.state == "finished" or (end.time or "") >= began):
@@ -90,7 +90,7 @@ def main() -> int:
     except LockBusy as busy:
         print(f"error: {busy}", flush=True)
         return EXIT_FAILED
-    # the command that started this process waits for the update
+    # The command that started this process waits for the update.
     group.update(process=ProcessId.of(os.getpid()))
     run_trials(group)
     return EXIT_OK

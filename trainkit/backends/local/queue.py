@@ -160,7 +160,7 @@ def _process(pid: int) -> str:
 
 
 def _unfinished(plan: LaunchPlan) -> str | None:
-    """Return a message about the first unfinished run or group that a plan waits for; None if all finished."""
+    """Return a message about the first unfinished run that a plan waits for; None if all have finished."""
     for folder in plan.after:
         for run in _runs(Path(folder)):
             end = read_newest_end(run.path)
