@@ -89,7 +89,7 @@ class JobStatus(NamedTuple):
     """The state of a run's newest job, as this host sees the job."""
 
     alive: bool | None
-    """Whether the job is pending or running; None if this host cannot tell."""
+    """True if the job is pending or running, False if it has ended; None if this host cannot tell."""
     job: JobInfo | None = None
     """Slurm's information; None for a local run, and when Slurm cannot be queried."""
 

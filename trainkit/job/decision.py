@@ -79,7 +79,7 @@ class Observed:
     stop_signal: str | None = None
     """The signal that asked the job to stop; None without one."""
     supervisor_was_signalled: bool = False
-    """Whether the supervisor got the signal too (never for SIGUSR2). During a preemption Slurm signals only
+    """True if the supervisor got the signal too (never for SIGUSR2). During a preemption Slurm signals only
     the steps."""
     planned_stop: PlannedStop | None = None
     """The stop that the supervisor planned; None otherwise."""
@@ -93,7 +93,7 @@ class Observed:
     moved_to: str | None = None
     """The new path of a run folder that was moved, which ends the run; None if it was not moved."""
     out_of_time: bool = False
-    """Whether some processes were still running at the end of the grace time."""
+    """True if some processes were still running at the end of the grace time."""
     exits: list[tuple[int, int]] = field(default_factory=list)
     """(node rank, exit code) in the order in which the agents ended."""
 
@@ -118,9 +118,9 @@ class Outcome:
     planned_stop: PlannedStop | None = None
     """The stop that the supervisor planned, or the stop for a drained host; None otherwise."""
     had_failed: bool = False
-    """Whether the ranks had failed before the signal arrived, while the run waited to restart."""
+    """True if the ranks had failed before the signal arrived, while the run waited to restart."""
     out_of_time: bool = False
-    """Whether some processes were still running at the end of the grace time."""
+    """True if some processes were still running at the end of the grace time."""
     moved_to: str | None = None
     """The new path of a run folder that was moved, which ends the run; None if it was not moved."""
     launch_error: str | None = None
@@ -128,11 +128,11 @@ class Outcome:
     lost_nodes: tuple[str, ...] = ()
     """Hosts that no longer respond."""
     hung: bool = False
-    """Whether ranks have reported a hang."""
+    """True if ranks have reported a hang."""
     failure: RankFailure | None = None
     """The first failure; None if there is none or it is unknown."""
     failed_after_signal: bool = False
-    """Whether the first failure came after the stop signal, which may have interrupted the worker."""
+    """True if the first failure came after the stop signal, which may have interrupted the worker."""
 
     @property
     def exit_codes(self) -> list[int]:
@@ -165,13 +165,13 @@ class Standing:
     ran_s: float = 0.0
     """Seconds that the attempt ran."""
     is_total_used: bool = False
-    """Whether the run's attempts have used up the total time of all time slices."""
+    """True if the run's attempts have used up the total time of all time slices."""
     workload: Workload = TRAINER
     """The kind of program that the workers ran."""
     attended_in: str | None = None
     """The capability, such as a debugger, in which a person may have controlled a rank; None without one."""
     is_done: bool = False
-    """Whether a command has reported that it is done. If so, exit code 0 after a stop signal means finished.
+    """True if a command has reported that it is done. If so, exit code 0 after a stop signal means finished.
     """
 
 

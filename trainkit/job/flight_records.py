@@ -63,7 +63,7 @@ class Call:
     is_done: bool = False
     is_p2p: bool = False
     has_started: bool = False
-    """Whether the device has started the call. Only NCCL knows this, and only if it measures times."""
+    """True if the device has started the call. Only NCCL knows this, and only if it measures times."""
     place: str = ""
     """The line of user code that made the call."""
 
@@ -103,9 +103,9 @@ class Flight:
     calls: tuple[Call, ...]
     """The calls in order; the oldest may be missing."""
     is_whole: bool = False
-    """Whether the record begins with the first call of the rank."""
+    """True if the record begins with the first call of the rank."""
     is_idle: bool = False
-    """Whether all calls of the rank have ended."""
+    """True if all calls of the rank have ended."""
 
 
 class _PlainUnpickler(pickle.Unpickler):

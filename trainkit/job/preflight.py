@@ -54,7 +54,7 @@ class PreflightFailed(TrainkitError):
     ) -> None:
         super().__init__(message, hint, exit_code)
         self.is_node = is_node
-        """Whether the problem belongs to this node, so that another node could pass the check."""
+        """True if the problem belongs to this node, so that another node could pass the check."""
 
 
 def _require(subject: str, finding: Finding) -> None:

@@ -246,7 +246,7 @@ class JobDetails:
     slurm_state: str
     """Slurm's name for the state."""
     is_preempted: bool
-    """Whether the job is being preempted or was preempted."""
+    """True if the job is being preempted or was preempted."""
     restarts: int
     """The number of requeues."""
     may_requeue: bool

@@ -60,7 +60,7 @@ class Answer:
     remark: str = ""
     """Slurm's explanation if it gives no time."""
     refused: bool = False
-    """Whether Slurm would reject the job."""
+    """True if Slurm would reject the job."""
 
 
 def submit_script(

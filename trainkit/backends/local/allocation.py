@@ -166,7 +166,7 @@ NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 
 
 class LocalAllocation(Allocation):
-    """This machine, where all nodes of the plan run."""
+    """The allocation of a local run, whose nodes are all this machine."""
 
     lock_timeout_s = 10.0
 

@@ -27,7 +27,7 @@ class Wait:
 
     partition: str
     is_asked: bool
-    """Whether the config requests this partition, or gets it by default."""
+    """True if the config requests this partition, or gets it by default."""
     answer: Answer = field(metadata=LEFT_OUT)
 
     def to_dict(self) -> dict[str, object]:

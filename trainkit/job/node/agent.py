@@ -242,7 +242,7 @@ class Agent(ProcessGroup):
         return {rank: pid for pid, rank in ranks.items() if rank is not None}
 
     def _dump_silent_ranks(self, has_hangs: bool) -> None:
-        """In a hang, have local ranks without a report dump their stacks; faulthandler handles SIGQUIT."""
+        """Have ranks without a hang report dump their stacks; faulthandler handles SIGQUIT."""
         if not has_hangs:
             self._hang_s, self.poll_interval_s = None, POLL_S
         elif self._hang_s is None:

@@ -87,7 +87,7 @@ class StopSignalReceived(Exception):
 
 
 class NotATask(TrainkitError):
-    """This process is not a task of a scheduler's step."""
+    """Raised if this process is not a task of a scheduler's step."""
 
 
 class Listener(Protocol):
