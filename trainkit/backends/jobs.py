@@ -125,9 +125,9 @@ def _is_copy(folder: RunFolder, original: RunFolder, job_id: str, command: str) 
 
 def _is_elsewhere(folder: RunFolder, home: str, job_id: str, ends: str, command: str) -> UsageError:
     return UsageError(
-        f"{folder.shown} is not the folder that {job_id} writes to: that is {home}, and was not moved here",
-        hint=f"`trainkit {command} {quote(home)}` acts on the run where that folder is; "
-        f"if it is gone for good, `{ends}` ends the job",
+        f"{folder.shown} is not the folder that {job_id} writes to, which is {home}",
+        hint=f"`trainkit {command} {quote(home)}`, on a host with this folder, acts on the run; "
+        f"if the folder is gone for good, `{ends}` ends the job",
     )
 
 

@@ -96,7 +96,7 @@ def find_launched_rank(environ: Mapping[str, str] = os.environ) -> LaunchedRank 
             if not rank < size or local_size < 1 or size % local_size or rank % local_size != local_rank:
                 raise UsageError(
                     " ".join(f"{name}={environ[name]}" for name in names)
-                    + ": the ranks are not numbered host by host, or not as many on each",
+                    + ": ranks must be numbered host by host, with equal numbers of ranks on all hosts",
                     hint="torchrun needs the same --nproc-per-node on every host, mpirun --map-by ppr:N:node",
                 )
             tasks = (local_size,) * (size // local_size)
@@ -129,11 +129,11 @@ def _own_address(task: LaunchedRank) -> str:
     if own is None:
         raise UsageError(
             f"{here} has no IPv4 address or route on {socket.gethostname()}",
-            hint=f"`getent ahostsv4 {task.master_addr}` there must give an address",
+            hint=f"`getent ahostsv4 {task.master_addr}` must print an address there",
         )
     if own.startswith("127.") and task.master_addr not in ("localhost", LOCAL_ADDR):
         raise UsageError(
-            f"{here} is {own} on {socket.gethostname()}, where other hosts cannot reach rank 0",
+            f"{here} is {own} on {socket.gethostname()}, an address that other hosts cannot reach",
             hint="name the host by its address in the network, or 127.0.0.1 if all ranks are on this host",
         )
     return own

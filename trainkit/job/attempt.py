@@ -73,7 +73,7 @@ def _polled(watch: Watch) -> PlannedStop | None:
     found: object = watch.poll()
     if found is None or isinstance(found, PlannedStop):
         return found
-    raise TypeError(f"poll of {type(watch).__name__} has returned {found!r}, which is no PlannedStop")
+    raise TypeError(f"{type(watch).__name__}.poll returned {found!r}, which is not a PlannedStop")
 
 
 class AttemptCapabilities:

@@ -84,8 +84,8 @@ def find_blame(
             texts.append(_describe_absent(waits, others, silent, stacks))
     elif stalled:
         culprits, wait = stalled, next(wait for wait in waits if stalled & {*wait.waiting})
-        whose = f"the device of {rank_list(sorted(stalled))} has not come"
-        texts.append(f"the others wait in {wait.call.shown_in_group}, to which {whose}")
+        whose = f"the device of {rank_list(sorted(stalled))} has not reached"
+        texts.append(f"the others wait in {wait.call.shown_in_group}, which {whose}")
     elif mismatch is None:
         left, left_text = _out_of_step(calls) if not elsewhere else (set[int](), "")
         culprits = left or (_out_of_order(waits) if not elsewhere else set())

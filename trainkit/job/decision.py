@@ -265,7 +265,7 @@ def decide_no_start(
 
 def decide_requested(end: Decision, previous: Sequence[AttemptEnd], options: RestartOptions) -> Decision:
     """Replace the decision `end` by another attempt that a person requested; no limit applies."""
-    summary = f"{end.summary}, and `trainkit requeue` asked for another attempt"
+    summary = f"{end.summary}, and `trainkit requeue` requested another attempt"
     found = _resume(summary, "asked", end.exit_code, previous, options, in_place=not options.requeue)
     return replace(found, hint=end.hint)
 
@@ -447,7 +447,9 @@ def _total_limit(run: Standing, policy: RequeuePolicy) -> str | None:
     if not run.is_total_used or policy.total_s is None:
         return None
     total = time_text(int(policy.total_s))
-    return f"its jobs have taken the {total} of resources.time; `trainkit resume` allows as much again"
+    return (
+        f"its jobs have used up the {total} of resources.time; `trainkit resume` grants the same time again"
+    )
 
 
 def restarts_limit(previous: Sequence[AttemptEnd], policy: RequeuePolicy) -> str | None:

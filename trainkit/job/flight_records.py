@@ -154,7 +154,7 @@ def read_flights(attempt: AttemptDir, world_size: int) -> dict[int, Flight]:
             except FileNotFoundError:
                 continue
             except (OSError, ValueError) as error:
-                log_line(f"the flight record {path} is not read ({error})")
+                log_line(f"cannot read the flight record {path} ({error})")
     return found
 
 
@@ -173,7 +173,7 @@ def flight_environ(attempt: AttemptDir, plan: LaunchPlan) -> dict[str, str]:
         os.mkfifo(probe)
         probe.unlink()
     except OSError as error:
-        log_line(f"no flight records on request: {attempt.flight_dir} cannot have pipes ({error})")
+        log_line(f"flight records on request are disabled: no pipe in {attempt.flight_dir} ({error})")
         return {DUMP_VARIABLES[0]: prefix}
     return {DUMP_VARIABLES[0]: prefix, FLIGHT_VARIABLE: prefix}
 

@@ -73,8 +73,8 @@ def silent_hosts(attempt: AttemptDir, plan: LaunchPlan, records: Sequence[HangRe
 SILENT = "a command without output"
 """The start of the phase in a report about a command that prints nothing."""
 CONNECT_HINT = (
-    "the ranks have met, and cannot exchange tensors: `trainkit doctor --nodes N` measures the links between "
-    "hosts, `launch.network` names the interface, and `launch.network: debug` sets NCCL_DEBUG=INFO"
+    "the ranks found each other but cannot exchange tensors: `trainkit doctor --nodes N` measures the links "
+    "between hosts, `launch.network` names the interface, and `launch.network: debug` sets NCCL_DEBUG=INFO"
 )
 
 

@@ -109,13 +109,15 @@ def _missing_gpu(
         limits["SLURM_GPUS_ON_NODE"] = granted  # a container may have removed the other variable
     limit = next((f"{key}={value}" for key, value in limits.items() if value is not None), None)
     if limit is not None and name is None:
-        message = f"local rank {rank} has no GPU: its processes on {host} have {limit}"
+        message = f"local rank {rank} has no GPU: its process on {host} has {limit}"
         return PreflightFailed(message, GPU_BINDING_HINT, is_node=False, exit_code=EXIT_NO_RESTART)
     chosen = "" if visible is None else f" and CUDA_VISIBLE_DEVICES={visible}"
     message = f"local rank {rank} has no GPU: {host} has {count}{chosen}"
     if is_task and count == 1 and visible is not None:
         # The node may be fine, because a task that a cgroup confines to one GPU sees this GPU as number 0.
-        hint = "check `nvidia-smi` there, and what sets CUDA_VISIBLE_DEVICES: a single GPU is number 0"
+        hint = (
+            "check `nvidia-smi` there, and which program sets CUDA_VISIBLE_DEVICES: a single GPU has index 0"
+        )
         return PreflightFailed(message, hint, is_node=False)
     hint = "a GPU may have fallen off the bus: check `nvidia-smi` and the kernel log there"
     return PreflightFailed(message, hint)
@@ -132,7 +134,9 @@ def check_gpu(nvml: Any, name: str) -> Finding:
         problem = f"does not respond: {error}"
     if problem is None:
         return Finding(f"GPU {name}", "ok", "no errors")
-    hint = "`nvidia-smi -q -d ECC,ROW_REMAPPER` there shows more; administrators can reset or replace it"
+    hint = (
+        "`nvidia-smi -q -d ECC,ROW_REMAPPER` there shows details; administrators can reset or replace the GPU"
+    )
     return Finding(f"GPU {name}", "failure", problem, hint)
 
 

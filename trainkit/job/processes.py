@@ -250,7 +250,7 @@ def _signal(kill: Callable[[int, int], None], pid: int, number: signal.Signals) 
     except ProcessLookupError:
         return
     except PermissionError:  # a process below sudo
-        log_line(f"process {pid} does not get {number.name}: it is another user's")
+        log_line(f"cannot send {number.name} to process {pid}: it belongs to another user")
 
 
 def end_descendants() -> None:

@@ -149,10 +149,10 @@ def refuse_foreign_ranks(environ: Mapping[str, str] = os.environ) -> None:
         if size.isdigit() and int(size) > 1:
             raise UsageError(
                 f"this process is one of {size} ranks of another launcher ({name}={size}), and each of them "
-                "would train a run of its own",
-                hint="start `trainkit run --gpus-per-node N` once on a machine, `srun … trainkit run` on "
-                "several nodes of Slurm, or without Slurm with torchrun, or mpirun -x MASTER_ADDR=HOST "
-                f"-x MASTER_PORT=PORT, on all hosts; if there is no launcher, `unset {name}`",
+                "would train a separate run",
+                hint="on one machine, start `trainkit run --gpus-per-node N` once; on several hosts, start "
+                "`srun … trainkit run`, or without Slurm use torchrun or mpirun -x MASTER_ADDR=HOST "
+                f"-x MASTER_PORT=PORT; if there is no launcher, `unset {name}`",
             )
 
 

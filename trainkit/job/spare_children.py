@@ -187,7 +187,7 @@ class Filter:
 
         machine = os.uname().machine if sys.platform == "linux" and sys.maxsize > 2**32 else sys.platform
         if machine not in MACHINES:
-            raise OSError(f"there is no filter of signals for {machine}")
+            raise OSError(f"no signal filter exists for {machine}")
         self._libc, self._senders, self._code = CDLL(None), senders, MACHINES[machine]
         self._libc.mmap.restype = c_void_p
         self._calls = [cast(self._libc[name], c_void_p).value or 0 for name in ("signal", "raise")]
@@ -245,10 +245,10 @@ class Filter:
             # The memory is never unmapped, because the filter is called until the process ends.
             address = self._libc.mmap(None, PAGE, READ_WRITE, PRIVATE_ANONYMOUS, -1, c_long(0))
             if address in (None, c_void_p(-1).value):
-                raise OSError("no memory for a filter of signals")
+                raise OSError("no memory for a signal filter")
             memmove(address, code, len(code))
             if self._libc.mprotect(c_void_p(address), PAGE, READ_EXECUTE) != 0:
-                raise OSError("this system lets no process add code, which a filter of signals is")
+                raise OSError("this system does not let a process add code, which a signal filter needs")
             self._addresses[handler] = address
         return self._addresses[handler]
 

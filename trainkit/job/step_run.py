@@ -91,12 +91,12 @@ def await_announcement(folder: Path, task: Task, timeout_s: float = RENDEZVOUS_T
     except TimeoutError:
         raise TrainkitError(
             f"{task.first} has not announced its run within {timeout_s:g} s",
-            hint=f"all must start in the same folder, shared by all nodes; {file} has no run",
+            hint=f"start all processes in the same folder, shared by all nodes; {file} does not name a run",
         ) from None
     except OSError as error:
         raise TrainkitError(
             f"cannot wait for {task.first} at {folder}: {error.strerror or error}",
-            hint="all must start in the same folder, shared by all nodes and writable",
+            hint="start all processes in the same folder, writable and shared by all nodes",
         ) from error
     if "exit_code" in value:
         return int(value["exit_code"])

@@ -303,7 +303,7 @@ class Supervisor:
         try:
             self._capabilities_of(attempt).end(end)
         except (OSError, TrainkitError) as error:
-            log_line(f"warning: the end of attempt {attempt.number} is reported nowhere: {error}")
+            log_line(f"warning: cannot report the end of attempt {attempt.number}: {error}")
 
     def close(self) -> None:
         """Wait until the capabilities have sent everything."""

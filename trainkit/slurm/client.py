@@ -230,7 +230,7 @@ UNREACHABLE_HINT = "`scontrol ping` shows whether Slurm's controller is up; try 
 UNREACHABLE_HINTS = (
     (
         r"invalid entry for --cluster",
-        "it is down, or not one of those that `sacctmgr show clusters` lists: then log in to it",
+        "the cluster is down, or missing in `sacctmgr show clusters`: if missing, log in to that cluster",
     ),
     (
         r"configuration source",
@@ -265,7 +265,7 @@ REFUSAL_HINTS = (
     (
         r"node configuration is not available|More processors requested|CPU count"
         r"|Memory (?:specification|required)|Insufficient GRES",
-        "no node has all of that: `sinfo -o '%P %D %c %m %G %f'` lists their CPUs, memory, GPUs and features",
+        "no node has all of this: `sinfo -o '%P %D %c %m %G %f'` lists CPUs, memory, GPUs and features",
     ),
     (r"partition configuration not available|Node count", "request less --nodes or --time"),
     (r"Invalid (?:generic resource|GRES|Trackable)", "`sinfo -o '%P %G'` lists the GPUs"),
@@ -280,9 +280,12 @@ REFUSAL_HINTS = (
         "this version of Slurm does not support the option: see `sbatch --help`",
     ),
     (r"group not permitted|[Pp]ermission denied", "you may not use this partition, or the job is not yours"),
-    (r"[Ii]nvalid job id", "Slurm does not know this job, or no longer does: `squeue --me` lists yours"),
+    (
+        r"[Ii]nvalid job id",
+        "Slurm does not know this job, or has forgotten it: `squeue --me` lists your jobs",
+    ),
     (r"already (?:completing|finished|done)|already completing or completed", "the job has already ended"),
-    (r"Only one cluster", "name several with --clusters, and not by the variable SLURM_CLUSTERS"),
+    (r"Only one cluster", "name several clusters with --clusters, not with the variable SLURM_CLUSTERS"),
     (r"presently disabled", "the job has --no-requeue, or its current state does not allow this"),
 )
 

@@ -61,7 +61,7 @@ def unknown_sentence(word: str, source: str) -> str:
     if word.partition(" ")[0] == "REVOKED":
         return "another cluster of its federation has taken it: `squeue --federation` shows which"
     if _state(word) is JobState.UNKNOWN:
-        return f"{source} reports the state {word}, whose meaning is not known"
+        return f"{source} reports the unknown state {word}"
     return f"squeue no longer lists it, but {source} still reports {word}"
 
 
@@ -83,8 +83,8 @@ _SENTENCES = {
     "for jobs in higher priority partitions": (
         "nodes that it needs are down, drained, rebooting or reserved for jobs of higher priority"
     ),
-    "MaxPoweredUpNodes": "its cluster already has as many nodes powered up as it may have",
-    "PowerNotAvail": "its cluster has no power left to start it",
+    "MaxPoweredUpNodes": "its cluster already has its maximum number of nodes powered up",
+    "PowerNotAvail": "its cluster has too little power to start it",
     "PowerReserved": "the power that it needs is reserved for other jobs",
     "PartitionDown": "its partition is not starting jobs at the moment",
     "PartitionInactive": "its partition accepts no jobs and starts none at the moment",
@@ -113,7 +113,7 @@ _SENTENCES = {
     "Licenses": "waiting for a license that other jobs use",
     "NodeDown": "a node that it needs is down",
     "FrontEndDown": "no front-end node is up to start it",
-    "BlockMaxError": "its hardware has failed too often to be prepared: an administrator has to look at it",
+    "BlockMaxError": "its hardware has failed too often to be prepared: an administrator must check it",
     "BlockFreeAction": "its hardware is being released by another job",
     "FedJobLock": "waiting for the clusters of its federation to agree which one starts it",
     "MpiPortsBusy": "waiting for ports that MPI needs on its nodes",
@@ -125,8 +125,8 @@ _SENTENCES = {
     "DeadLine": "can no longer end before its deadline",
     "BurstBufferResources": "waiting for space in a burst buffer",
     "BurstBufferStageIn": "its data is being copied into a burst buffer",
-    "BurstBufferOperation": "its burst buffer failed: an administrator has to look at it",
-    "Burst buffer pre run error": "its burst buffer failed: an administrator has to look at it",
+    "BurstBufferOperation": "its burst buffer failed: an administrator must check it",
+    "Burst buffer pre run error": "its burst buffer failed: an administrator must check it",
     "QOSNotAllowed": "its QOS is not allowed in its partition or account",
     "AccountNotAllowed": "its account is not allowed in its partition",
     "AccountingPolicy": "its account or QOS has reached a limit",

@@ -56,7 +56,7 @@ class LocalAttemptWatch(AttemptWatch):
             try:
                 log_event(self.attempt.run, self.attempt.number, event)
             except OSError as error:  # `status` then still shows the run as running
-                log_line(f"{event}, which cannot be recorded ({error})")
+                log_line(f"{event}, but the event cannot be recorded ({error})")
             while received in (None, signal.SIGCHLD, signal.SIGTSTP):
                 received = processes.wait_for_signal(self.poll_interval_s, *processes.PAUSE_SIGNALS)
         if self.deadline_s is not None:

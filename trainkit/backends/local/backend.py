@@ -181,7 +181,7 @@ class LocalBackend(Backend):
         except OSError as error:
             raise TrainkitError(
                 f"{entry.job_id} was killed, but that could not be recorded ({error})",
-                hint="free space on its disk; `trainkit status` calls the run died until it is resumed",
+                hint="free space on its disk; `trainkit status` shows the run as died until it is resumed",
             ) from None
 
 

@@ -144,7 +144,7 @@ class SlurmAllocation(Allocation):
                 require_submitted_group(group[0])
                 submit_parts(group[0], log_line, size=1, patience_s=ROOM_PATIENCE_S)
         except (TrainkitError, OSError) as error:
-            log_line(f"cannot submit more of {run.path.parent}: {error}")
+            log_line(f"cannot submit further trials of {run.path.parent}: {error}")
 
     def claim(self) -> AttemptDir | Decision:
         # Without this, a resume from another host may be missing from the list.
@@ -456,7 +456,7 @@ class SlurmAllocation(Allocation):
                 log_line(f"not requeued: requeue.max is {plan.requeue.max}")
                 return replace(unclaimed, exit_code=EXIT_FAILED)
             if not self.is_being_requeued:
-                log_line(f"requeues job {self.job_id}, to try again later")
+                log_line(f"requeuing job {self.job_id} to try again later")
                 requeue(self.job_id, patience_s=REQUEUE_PATIENCE_S)
             self._leave_requeued(plan)
         except (OSError, ValueError, TrainkitError) as error:
@@ -504,7 +504,7 @@ class SlurmAllocation(Allocation):
         if newest is not None and newest.job_id != self.job_id:
             raise TrainkitError(f"job {newest.job_id} has taken the run over")
         if (newest is not None and newest.is_cancelled) or self.was_cancelled_meanwhile():
-            raise TrainkitError("it was cancelled meanwhile")
+            raise TrainkitError("the run was cancelled in the meantime")
 
     def _leave_requeued(self, plan: LaunchPlan) -> None:
         """Exclude bad hosts from the job's next start, and wait until Slurm ends this start."""

@@ -167,7 +167,7 @@ class SlurmAttemptWatch(AttemptWatch):
         """Have the ranks save and exit once the jobs of the run have used up their total time."""
         is_running = self.observed.stop_signal is None and SRUN in self.running
         if is_running and time.monotonic() >= self._until_s:
-            self.leave(PlannedStop("timeout", "the jobs of the run have taken their total time"))
+            self.leave(PlannedStop("timeout", "the jobs of the run have used up their total time"))
 
     def leave(self, planned_stop: PlannedStop) -> None:
         if signal_of_ranks(self.attempt) is None:

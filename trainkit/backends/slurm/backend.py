@@ -98,7 +98,9 @@ class SlurmBackend(Backend):
         if not hosts or plan.slurm is None:
             return plan
         if plan.clusters:
-            notify(f"{', '.join(hosts)} not left out: a job that may go to another cluster cannot name hosts")
+            notify(
+                f"cannot exclude {', '.join(hosts)}: a job that may run on another cluster cannot name hosts"
+            )
             return plan
         return replace(plan, slurm=with_excluded(plan.slurm, excludable(hosts, plan.slurm, notify)))
 
@@ -293,8 +295,8 @@ def cancel_follow_ups(run: RunDir, record: JobRecord, keep: str = "") -> None:
             raise
         ids = " ".join(split_job(job)[0] for job in waiting)
         print_note(
-            f"{error.message}: `scancel --clusters={newest.elsewhere} {ids}` cancels the follow-up jobs "
-            "that may still be pending there"
+            f"{error.message}: `scancel --clusters={newest.elsewhere} {ids}` cancels the chained jobs "
+            "that may still be pending on it"
         )
     set_follow_ups(run, [])
 
@@ -377,7 +379,7 @@ def submit_follow_ups(attempt: AttemptDir, job: str, request: SlurmRequest, coun
                 notify=print_note,
             )
         except TrainkitError as error:
-            print_note(f"only {len(ids)} of {count} follow-up jobs are in the queue: {error.message}")
+            print_note(f"only {len(ids)} of {count} chained jobs are in the queue: {error.message}")
             break
         new_id = split_job(answer)[0]
         copy_submitit_pickle(run, job_id, new_id)

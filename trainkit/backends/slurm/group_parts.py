@@ -135,7 +135,9 @@ def _sbatch(group: RunGroup, part: Part, indices: Sequence[int], notify: Callabl
     if part.offset:
         if TASK not in text:
             hint = f"use {TASK} in your submit.sbatch.j2, as the template of trainkit does"
-            raise UsageError(f"{group.script_file} does not name the folder of a run by {TASK}", hint=hint)
+            raise UsageError(
+                f"{group.script_file} does not contain {TASK}, which names the folder of a trial", hint=hint
+            )
         write_atomic(script, text.replace(TASK, f"$(({TASK} + {part.offset}))"))
         logs = log_path(str(group.logs_dir))
         options.append(f"--output={logs}/{group.log_file('%a', part.offset).name}")

@@ -71,7 +71,7 @@ def resubmit(
         if entry.job_id not in ("", job_id):
             raise TrainkitError(f"job {entry.job_id} has taken the run over")
         if entry.is_cancelled:
-            raise TrainkitError("it was cancelled meanwhile")
+            raise TrainkitError("the run was cancelled in the meantime")
         if not run.script_file.is_file():
             raise TrainkitError(f"{run.script_file}, the script of job {job_id}, is missing")
         text = read_trusted(run.script_file)
@@ -92,7 +92,7 @@ def resubmit(
         for moved in move_dependents(job_id, new_id):
             log_line(f"job {moved} now waits for {new_id}")
     except TrainkitError as error:
-        log_line(f"jobs that wait for {job_id} do not wait for {new_id}: {error.message}")
+        log_line(f"cannot make jobs that wait for {job_id} wait for {new_id}: {error.message}")
     return new_id
 
 

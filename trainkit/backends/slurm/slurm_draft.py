@@ -239,12 +239,12 @@ class SlurmDraft(LaunchDraft):
             seen = f"is {value}: a task would see {plural(num_gpus, 'GPU')}"
             if per == "node" and num_gpus < workers_per_node:
                 hint = "remove it, or set launch.per: gpu" if launch.per == "node" else "remove it"
-                self.problem(key, f"{seen}, but it starts all {workers_per_node} ranks of its node", hint)
+                self.problem(key, f"{seen}, but starts all {workers_per_node} ranks of its node", hint)
             elif per == "gpu" and sharing > 1:
                 message = f"is {value}: ranks would share a GPU"
                 self.problem(key, message, "bind a different GPU to every task")
             elif per == "gpu" and num_gpus > 1:
-                self.problem(key, f"{seen}, but it is one rank", "bind one GPU to every task, or remove it")
+                self.problem(key, f"{seen}, but is only one rank", "bind one GPU to every task, or remove it")
             elif per == "gpu" and not is_unbound:
                 self.warnings.append(f"{key} is {value}: {BOUND_GPU_WARNING}")
 
@@ -264,7 +264,7 @@ class SlurmDraft(LaunchDraft):
             if key not in reported:
                 self.problem(key, message, hint)
         if asked.gpu_types and asked.gpus_per_node and not self.cluster.partitions:
-            message = "names several types, but the partitions of this cluster, which decide it, are unknown"
+            message = "names several types, but the partitions, which determine the type, are unknown"
             self._unknown("resources.gpu_type", message, "name one type")
         sbatch = self._sbatch(asked, tasks, threads, notice)
         srun: Options = {
@@ -295,7 +295,7 @@ class SlurmDraft(LaunchDraft):
             self.reasons["clusters"] = listed(request.clusters, "or") + choice * (len(request.clusters) > 1)
         for item in self.partitions:
             if not item.is_up:
-                waits = "Slurm rejects its jobs, or lets them wait until it is"
+                waits = "Slurm rejects its jobs, or leaves them pending until it is up"
                 self.warnings.append(f"partition {item.name} is not up: {waits}")
         spare = config.resources.spare_nodes
         if spare:

@@ -71,7 +71,7 @@ def step_argv(
     the step does not use srun.
     """
     if len(hosts) < plan.num_nodes:
-        good = f"{len(hosts)} of the job's are good: {','.join(hosts) or 'none'}"
+        good = f"{len(hosts)} of the job's hosts are good: {','.join(hosts) or 'none'}"
         raise TrainkitError(f"the step needs {plan.num_nodes} nodes, but only {good}")
     options = ["--overlap", "--mem=0"] if overlap else []
     if plan.may_lose_nodes:
@@ -327,7 +327,7 @@ def master_address(task: SlurmTask, published: str | None = None) -> str:
         if time.monotonic() >= deadline_s:
             raise TrainkitError(
                 f"the node name {name} does not resolve on {socket.gethostname()}{problem}",
-                hint=f"`getent hosts {name}` and `scontrol show node {name}` there must give an address",
+                hint=f"`getent hosts {name}` and `scontrol show node {name}` must print an address there",
             )
         pause(RESOLVE_RETRY_S)
 

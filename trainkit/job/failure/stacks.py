@@ -169,7 +169,7 @@ def explain_silence(replies: Sequence[Reply], blame: Blame | None = None) -> Sil
         subject = f"rank {blame.ranks[0]} " if len(blame.ranks) == 1 else ""
         return Silence(f"{subject}{blame.text}", blame.ranks[0] if blame.ranks else None, host)
     if not replies:
-        return Silence("none of its ranks could be looked at in time")
+        return Silence("none of its ranks could be inspected in time")
     groups = group_replies(replies)
     first = groups[0][0] if groups else replies[0]
     where = f" is in {first.main_stack[0]}" if first.main_stack else f": {first.problem}"
