@@ -77,7 +77,7 @@ class NewAttempt(NamedTuple):
     num_follow_ups: int = 0
     """The number of chained jobs to submit along with the attempt, which continue the run."""
     now: bool = False
-    """True starts the attempt on this machine at once, even if other processes use the GPUs."""
+    """True if the attempt starts on this machine at once, even while other processes use the GPUs."""
 
     @property
     def foreground(self) -> bool:
@@ -301,14 +301,14 @@ def backend_named(name: str) -> Backend:
 
 
 def step_task() -> Task:
-    """Return the scheduler step's task that this process runs as; raise NotATask if there is none."""
+    """Return the task of a scheduler's step that this process runs as; raise NotATask if it is none."""
     # This import avoids the backend's class, whose imports would delay the start of every agent.
     found: Task = import_module("trainkit.backends.slurm.step").step_task()
     return found
 
 
 def is_known(entry: AttemptRecord) -> bool:
-    """Return whether this version has the backend of an attempt; an attempt without Slurm records none."""
+    """Return whether this version has the backend of an attempt; local attempts record no backend."""
     return entry.backend is None or entry.backend in _CLASSES
 
 

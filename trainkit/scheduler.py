@@ -41,7 +41,7 @@ class JobState(Enum):
 
     PENDING = "pending"
     REQUEUED = "requeued"
-    """Pending again after a preemption, a node failure or a requested requeue."""
+    """The job is pending again after a preemption, a node failure or a requested requeue."""
     HELD = "held"
     STARTING = "starting"
     RUNNING = "running"
@@ -56,7 +56,7 @@ class JobState(Enum):
     NODE_FAIL = "node_fail"
     OUT_OF_MEMORY = "out_of_memory"
     UNKNOWN = "unknown"
-    """Slurm does not know the job any more, or does not say how it ended. Never treated as finished."""
+    """Slurm has forgotten the job, or does not say how it ended. Such a job never counts as finished."""
 
     @property
     def is_terminal(self) -> bool:
@@ -92,10 +92,10 @@ class JobInfo:
     """One job or one array task, as its scheduler reports it. Times are in UTC."""
 
     job_id: str
-    """`123`, or `123_4` for a task of an array."""
+    """The id, such as `123`, or `123_4` for a task of an array."""
     state: JobState
     slurm_state: str = ""
-    """The scheduler's name of the state, for example NODE_FAIL."""
+    """The scheduler's name for the state, for example NODE_FAIL."""
     reason: str = ""
     """The scheduler's reason why a job is pending, or the reason why a job's state is unknown."""
     nodes: str = ""

@@ -112,7 +112,7 @@ def refuse_copied_group(group: RunGroup, command: str) -> None:
 
 
 def _was_copied(folder: RunFolder, inode: int | None) -> bool:
-    """Return whether a folder was copied, because its inode differs; a move keeps the inode on every host."""
+    """Return whether a folder is a copy, whose inode differs from the original; a move keeps the inode."""
     return inode not in (None, folder.path.stat().st_ino)
 
 

@@ -64,7 +64,7 @@ def judge(live: Attempt, options: RestartOptions) -> Decision:
 
 
 def is_requeue_requested(live: Attempt) -> bool:
-    """Return whether `trainkit requeue` requested another attempt of a run that is still this attempt's."""
+    """Return whether another attempt was requested, unless this one was cancelled or superseded."""
     is_asked = live.entry.requeue_requested_at is not None and not live.entry.is_cancelled
     return is_asked and live.superseding is None
 

@@ -20,7 +20,7 @@ from trainkit.job.flight_records import Call, Flight, Group, short_frame, users_
 COMMUNICATES = re.compile(
     r"/torch/distributed/(?:distributed_c10d|_functional_collectives|pipelining/\w+)\.py:"
 )
-"""Matches a frame in which a rank waits for others, for calls without a record such as gloo's receive."""
+"""Matches frames that wait for other ranks, because calls such as gloo's receive leave no record."""
 UNKNOWN = "the records do not tell which rank is at fault"
 _ANSWER = {"send": "recv", "recv": "send"}
 MAX_SHOWN = 3

@@ -95,7 +95,7 @@ class Observed:
     out_of_time: bool = False
     """True if some processes were still running at the end of the grace time."""
     exits: list[tuple[int, int]] = field(default_factory=list)
-    """(node rank, exit code) in the order in which the agents ended."""
+    """Pairs of node rank and exit code, in the order in which the agents ended."""
 
     @property
     def exit_codes(self) -> list[int]:
@@ -110,7 +110,7 @@ class Outcome:
     """
 
     exits: tuple[tuple[int, int], ...] = ()
-    """(node rank, exit code) in the order in which the agents ended."""
+    """Pairs of node rank and exit code, in the order in which the agents ended."""
     stop_signal: str | None = None
     """The signal that asked the job to stop; None without one."""
     cause: str | None = None

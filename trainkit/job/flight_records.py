@@ -260,7 +260,7 @@ def _ranks(ranks: Any) -> tuple[int, ...]:
 def _parse_call(entry: JsonObject, group: Group, label: str, words: str) -> Call:
     """Convert one entry.
 
-    NCCL marks a call that timed out as retired, but gloo marks a completed call so.
+    NCCL marks a call that timed out as retired, but gloo marks a completed call as retired.
     """
     op, *peers = words.split()
     is_p2p = bool(entry.get("is_p2p")) or op in ("send", "recv")
@@ -310,7 +310,7 @@ def short_frame(frame: str) -> str:
 
 
 def _whole_batches(calls: Sequence[Call]) -> tuple[Call, ...]:
-    """Return the calls with the end of their batch, which NCCL records only at its last call."""
+    """Return the calls with the state of their batch, which NCCL records only at the last call."""
     last = {(call.group, call.is_p2p, call.number): call for call in calls}
     found = []
     for call in calls:

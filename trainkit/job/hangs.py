@@ -206,7 +206,7 @@ class HangWatch:
         self._first_s: float | None = None
 
     def poll(self) -> list[HangRecord]:
-        """Return the reports of a hang after every rank had time to write one, before that an empty list."""
+        """Return the reports of a hang, or an empty list until every rank has had time to write one."""
         records = read_hangs(self._attempt)
         if not records:
             self._first_s = None  # the rank made progress after all

@@ -179,7 +179,7 @@ def _recovery_action(nvml: Any, handle: Any) -> int:
 
 
 SUPERVISOR_VIEW_VARIABLE = "TRAINKIT_JOB_SUPERVISOR_VIEW"
-"""The variable with the run folder as the supervisor sees it, which the agents compare with their own view.
+"""The variable with the supervisor's view of the run folder, which the agents compare with their own view.
 """
 PROBE_BYTES = 65_536
 """The number of bytes to write as a test, because only a write reveals an exhausted quota."""
@@ -191,7 +191,7 @@ CLOCK_HINT = "ask the administrators to synchronize it; `chronyc tracking` shows
 
 
 def supervisor_view(attempt: AttemptDir) -> str:
-    """Return the run folder as the supervisor sees it, for `SUPERVISOR_VIEW_VARIABLE`.
+    """Return the supervisor's view of the run folder, for `SUPERVISOR_VIEW_VARIABLE`.
 
     The value consists of the plan's digest and the clock offset. Raises PreflightFailed if the folder cannot
     be written.

@@ -249,7 +249,7 @@ def _signal(kill: Callable[[int, int], None], pid: int, number: signal.Signals) 
         kill(pid, number)
     except ProcessLookupError:
         return
-    except PermissionError:  # a process below sudo
+    except PermissionError:  # the process runs below sudo
         log_line(f"cannot send {number.name} to process {pid}: it belongs to another user")
 
 
@@ -320,7 +320,7 @@ def exit_code_of(handle: int, pid: int) -> int | None:
         return code
     info = bytearray(64)
     struct.pack_into("Q", info, 0, PIDFD_INFO_EXIT)
-    with contextlib.suppress(OSError):  # a kernel before Linux 6.15
+    with contextlib.suppress(OSError):  # the kernel is older than Linux 6.15
         fcntl.ioctl(handle, PIDFD_GET_INFO, info)
         mask, status = struct.unpack_from("Q52xi", info)
         if mask & PIDFD_INFO_EXIT:
@@ -350,7 +350,7 @@ def parent_pid(pid: int) -> int | None:
     try:
         stat = process_stat(pid)
     except OSError:
-        return None  # a process of another user, if /proc is mounted with hidepid
+        return None  # the process is another user's, and /proc is mounted with hidepid
     return None if stat is None else stat.parent_pid
 
 
@@ -513,7 +513,7 @@ class ProcessGroup:
     def _reap(self) -> None:
         for rank, member in list(self.running.items()):
             if ended(member) and not self.keeps(rank, member):
-                kill_group(member)  # remaining children, for example a worker's data loaders
+                kill_group(member)  # this kills remaining children, such as a worker's data loaders
                 self._record_exit(rank, member, killed=False)
 
     def _record_exit(self, rank: int, member: subprocess.Popen[bytes], killed: bool) -> None:

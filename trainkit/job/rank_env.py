@@ -142,7 +142,7 @@ _SIZE_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_W
 def refuse_foreign_ranks(environ: Mapping[str, str] = os.environ) -> None:
     """Raise UsageError if another launcher, such as torchrun or mpirun, started this process as a rank.
 
-    Otherwise each of the launcher's ranks would train a separate copy.
+    Otherwise each of the launcher's ranks would train a separate run.
     """
     for name in _SIZE_VARIABLES:
         size = environ.get(name, "")

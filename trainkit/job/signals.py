@@ -20,8 +20,10 @@ from trainkit.job.spare_children import spare_children
 from trainkit.run.process import ENDING_SIGNALS
 
 NOTICE_SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
-"""The signals that ask a job to stop. SIGTERM: preempted, cancelled or out of time. SIGUSR2: warning signal
-or requested restart. SIGINT: Ctrl-C.
+"""The signals that ask a job to stop.
+
+SIGTERM means that the job is preempted, cancelled or out of time. SIGUSR2 is the warning signal before the
+time limit, or requests a restart. SIGINT means Ctrl-C.
 
 SIGUSR1 is not used, because NCCL has been observed to catch it.
 """

@@ -29,7 +29,7 @@ NUM_THREADS = 8
 
 def enter_work_folder(run: RunDir, job: JobRecord, plan: LaunchPlan) -> None:
     """Pass to the agents the folder in which they start a command. Raises OSError."""
-    os.environ.pop(WORK_DIR_VARIABLE, None)  # set by a job that submitted this one
+    os.environ.pop(WORK_DIR_VARIABLE, None)  # a job that submitted this one may have set it
     folder = retry_on_disk_error(lambda: prepare_work_folder(run, job)) if plan.workload.is_command else None
     if folder is not None:
         os.environ[WORK_DIR_VARIABLE] = str(folder)

@@ -16,8 +16,8 @@ from typing import TypeVar
 from trainkit.errors import SlurmError, UsageError
 
 QUERY_TIMEOUT_S = 12.0
-"""Slightly longer than Slurm's commands try to reach a controller by default, so that they can report why
-they failed. A command of trainkit ends within 15 s when Slurm does not answer."""
+"""Timeout of a query. Slurm's commands give up a bit earlier by default, so that they can report the reason.
+A command of trainkit ends within 15 s when Slurm does not answer."""
 JOB_TIMEOUT_S = 30.0
 """Timeout of requests from inside a job, where no person waits and a busy controller may answer late."""
 QUERY_PATIENCE_S = 5.0

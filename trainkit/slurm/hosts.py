@@ -63,7 +63,7 @@ def is_drained(state: str) -> bool:
 def is_down(state: str) -> bool:
     """Return whether Slurm considers a host down.
 
-    A host that only does not respond may be busy or being upgraded.
+    A host that merely does not respond may be busy or being upgraded.
     """
     return _DOWN.search(state) is not None
 

@@ -79,7 +79,7 @@ class SlurmJob(JobInfo):
 
 
 def query_jobs(ids: Iterable[str]) -> dict[str, JobInfo]:
-    """Return the jobs with these ids like `query_clusters`; raise the first error of a cluster."""
+    """Return the jobs with these ids as `query_clusters` does, but raise the first cluster's error."""
     known, problems = query_clusters(ids)
     if problems:
         raise next(iter(problems.values()))

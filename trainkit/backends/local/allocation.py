@@ -49,7 +49,7 @@ class LocalAttemptWatch(AttemptWatch):
         self._nonce = new_nonce()
 
     def pause(self) -> signal.Signals | None:
-        """Suspend all descendants until SIGCONT or a stop signal arrives; a deadline moves by this time."""
+        """Suspend all descendants until SIGCONT or a stop signal arrives, and extend the deadline."""
         paused_s, received = time.monotonic(), None
         for event, sent in (("paused", signal.SIGSTOP), ("continued", signal.SIGCONT)):
             processes.signal_all(processes.descendants(os.getpid()), sent)

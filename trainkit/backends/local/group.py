@@ -86,7 +86,9 @@ def main() -> int:
     replace_unencodable()
     group = RunGroup(sys.argv[1])
     try:
-        acquire_lock(group.supervisor_lock_file, SUPERVISOR_EXIT_S)  # held until this process exits
+        acquire_lock(
+            group.supervisor_lock_file, SUPERVISOR_EXIT_S
+        )  # the lock is held until this process exits
     except LockBusy as busy:
         print(f"error: {busy}", flush=True)
         return EXIT_FAILED

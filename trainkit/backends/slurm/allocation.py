@@ -306,10 +306,10 @@ class SlurmAllocation(Allocation):
     def _find_notice(
         self, attempt: AttemptDir, plan: LaunchPlan, observed: Observed, sent: str | None
     ) -> tuple[str | None, bool]:
-        """Find the stop signal of ranks that ended before its record, and whether the supervisor got it.
+        """Find the stop signal of ranks that ended before the signal was recorded.
 
-        Returns no signal if the ranks crashed. `sent` is the signal that killed a rank; the supervisor's
-        signal may still follow.
+        Also returns whether the supervisor got the signal. Returns no signal if the ranks crashed. `sent` is
+        the signal that killed a rank; the supervisor may receive the same signal later.
         """
         # A command's signal handler may exit with any code.
         is_any_code = plan.workload.is_command and all(code < SIGNALLED for code in observed.exit_codes)

@@ -67,7 +67,7 @@ class SlurmAttemptWatch(AttemptWatch):
         """
         self.step = step
         self.supervisor_view = supervisor_view
-        """The run folder as the supervisor sees it, which the agents compare with their own view."""
+        """The supervisor's view of the run folder, which the agents compare with their own view."""
         self._is_ending = False
         self._failed_s: float | None = None
         self._srun_exit: tuple[int, bool, bool, datetime] | None = None
@@ -91,7 +91,7 @@ class SlurmAttemptWatch(AttemptWatch):
             # The variable that srun reads depends on its version. srun warns if an option exceeds the job's
             # value.
             environ |= dict.fromkeys(("SRUN_CPUS_PER_TASK", "SLURM_CPUS_PER_TASK"), of_task)
-            if given := environ.get("SLURM_TRES_PER_TASK"):  # cpu=8 or cpu:8, next to GPUs
+            if given := environ.get("SLURM_TRES_PER_TASK"):  # for example cpu=8 or cpu:8
                 environ["SLURM_TRES_PER_TASK"] = re.sub(r"\b(cpu[=:])\d+", rf"\g<1>{of_task}", given)
         # If an NFS client looks for the file before it exists, it caches for a minute that the file is
         # missing.
@@ -230,13 +230,13 @@ class SlurmAttemptWatch(AttemptWatch):
         code, was_killed, was_terminated, ended_at = self._srun_exit
         if code == EXIT_OK and was_aborted(self.attempt):
             code = signal_exit_code(signal.SIGTERM)
-        # srun returns the exit code of the task that was killed last. The failure records have the first
-        # one's code.
+        # srun returns the exit code of the task that was killed last. The failure records contain the code of
+        # the first task.
         if not was_terminated and not was_killed:
             self.observed.killed_node = node_of_killed_task(self.attempt)
         first_code = first_exit_code(self.attempt) if code not in (EXIT_OK, EXIT_STOPPED) else None
         if first_code is None and ran_out_of_memory(self.attempt):
-            first_code = signal_exit_code(signal.SIGKILL)  # of a killed agent, for which srun returns 1
+            first_code = signal_exit_code(signal.SIGKILL)  # the kernel killed an agent, and srun returned 1
         self.observed.exits = [(SRUN, code if first_code is None else first_code)]
         if self.observed.stop_signal is None:
             self.observed.stop_signal = signal_of_ranks(self.attempt)

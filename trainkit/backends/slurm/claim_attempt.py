@@ -48,7 +48,7 @@ def claim_attempt(run: RunDir, job_id: str, lock_timeout_s: float | None = None)
     """Claim the attempt that this start of the job runs.
 
     Returns NothingToDo if the job was cancelled while pending, if it is a chained job of an ended run, or if
-    another job runs this run. The latter happens if the script was submitted twice or an old job was
+    another job executes this run. Another job executes it if the script was submitted twice or an old job was
     requeued. Raises RunLocked as `run_lock` does, UsageError if the run is gone or cannot be locked, and
     OSError.
     """
@@ -110,7 +110,7 @@ def _carrier(run: RunDir, job: JobRecord, newest: AttemptRecord, job_id: str) ->
 
 
 def _claim(run: RunDir, job: JobRecord, job_id: str) -> AttemptDir | NothingToDo:
-    """Carry out `claim_attempt` with the lock held, if no other job runs the run."""
+    """Carry out `claim_attempt` with the lock held, if no other job executes the run."""
     refresh_listing(run.attempts_dir)
     own, newest = job.of_job(job_id, cluster_name()), run.attempt(run.attempt_numbers()[-1])
     follows, has_ended = not own and job_id in (job.follow_ups or []), is_over(newest)

@@ -105,7 +105,7 @@ def _read(folder: Path) -> Iterator[FailedStart]:
             if is_job_id(job_id):
                 yield FailedStart(job_id, host, code if isinstance(code, int) else None, int(restarts), file)
         except (OSError, ValueError, LookupError, TypeError):
-            continue  # cut off by a full disk, or removed by the supervisor
+            continue  # a full disk cut the record off, or the supervisor removed it
 
 
 def batch_log(run: RunDir, record: JobRecord, job_id: str) -> Path:

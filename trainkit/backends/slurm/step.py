@@ -137,7 +137,7 @@ class SlurmTask(Task):
     """One task of a step."""
 
     job_id: str
-    """``123``, or ``123_4`` for a task of an array."""
+    """The id of the job, such as ``123``, or ``123_4`` for a task of an array."""
     step_id: str
     restart_count: int
     task: int

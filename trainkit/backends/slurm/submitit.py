@@ -66,7 +66,7 @@ class SubmititBackend(SbatchBackend):
 
         for name, value in script.directives.items():
             if value is not True:
-                directive(value)  # raises for values that an #SBATCH line cannot contain
+                directive(value)  # this raises for values that an #SBATCH line cannot contain
             if "\\" in str(value):
                 raise UsageError(
                     f"submitit cannot pass --{name}={value!r}, which contains a backslash",

@@ -79,10 +79,11 @@ def record_silent_death(
     killed: RankExit | None = None,
     is_job: bool = True,
 ) -> None:
-    """Write the failure record of a worker that wrote none: it was killed, out of memory, or a COMMAND.
+    """Write the failure record of a worker that wrote none itself.
 
-    `worker` is the rank of the worker; for a launcher, the first rank of its node. `killed` is the rank whose
-    death ended a launcher. If it is given, `exit_code` is the exit code of this rank.
+    The worker was killed, ran out of memory, or is a COMMAND. `worker` is the rank of the worker; for a
+    launcher, the first rank of its node. `killed` is the rank whose death ended a launcher. If it is given,
+    `exit_code` is the exit code of this rank.
     """
     if attempt.rank_error(worker).exists():
         return
@@ -310,7 +311,7 @@ def _killed_agent_failure(attempt: AttemptDir, plan: LaunchPlan, node_rank: int 
     number = signal.SIGTERM if was_terminated(attempt) else signal.SIGKILL
     failure = agent_failure(node_rank, "its agent was killed", signal_exit_code(number))
     if ran_out_of_memory(attempt):
-        # Srun reports this only for a job.
+        # The report of srun exists only for a job.
         oom = _out_of_memory(signal_exit_code(signal.SIGKILL), is_job=True)
         failure = replace(failure, type=oom.type, message=oom.message, hint=oom.hint)
     hosts = read_rendezvous(attempt).hosts

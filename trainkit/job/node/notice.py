@@ -138,7 +138,7 @@ class _Relay:
 
 
 class CommandNotice:
-    """The stop signal to the members of an agent that run a command, and to the processes below that save."""
+    """The stop signal to the members of an agent that run a command, and to saving processes below them."""
 
     def __init__(self, plan: LaunchPlan) -> None:
         self.configured, self.has_launcher = plan.workload.signal, plan.workload.has_launcher

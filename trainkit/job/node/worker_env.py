@@ -88,7 +88,7 @@ def worker_environ(
     """Return a worker's environment: inherited variables, `launch.env`, trainkit's defaults, its rank.
 
     `defaults` are the defaults of this host and attempt, such as the network interface. If there is a copy of
-    the code, Python imports packages that the user installed from the original folder from the copy.
+    the code, Python imports packages of the original folder from the copy instead.
     """
     environ = configured_environ(plan, inherited)
     environ.setdefault(
@@ -287,7 +287,7 @@ def address_towards(host: str) -> str | None:
     try:
         found = socket.getaddrinfo(host, DISCARD_PORT, socket.AF_INET, socket.SOCK_DGRAM)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(found[0][4])  # selects a route but sends nothing
+            probe.connect(found[0][4])  # this selects a route but sends nothing
             return str(probe.getsockname()[0])
     except OSError:
         return None
