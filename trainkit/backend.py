@@ -175,10 +175,10 @@ class Backend(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def allocation(self, run: RunDir, words: Sequence[str]) -> Allocation:
+    def allocation(self, run: RunDir, arguments: Sequence[str]) -> Allocation:
         """Return the allocation in which this process supervises a run.
 
-        `words` are the arguments of `python -m trainkit.job.supervisor` after its first option. Raises
+        `arguments` are the arguments of `python -m trainkit.job.supervisor` after its first option. Raises
         TrainkitError if this process cannot supervise the run.
         """
 

@@ -53,7 +53,7 @@ def judge(live: Attempt, options: RestartOptions) -> Decision:
         is_done=attempt.done_file.exists(),
         ran_s=_duration_s(attempt, entry),
         # If only the time for a save remains, another attempt is not worthwhile.
-        is_total_used=left_s(live) <= plan.grace_s,
+        is_total_used=remaining_s(live) <= plan.grace_s,
     )
     decision = decide(outcome, standing, plan.requeue, options)
     if decision.action != "failed" or failure is None or not failure.code or failure.final:
@@ -206,7 +206,7 @@ def reached_its_stop(attempt: AttemptDir) -> bool:
     return read_effective(attempt.config_file).train.stop_at_step == checkpoints[-1].step
 
 
-def left_s(live: Attempt) -> float:
+def remaining_s(live: Attempt) -> float:
     """Return the seconds until the ranks must save so that the run keeps to its total time.
 
     Infinite without a total time.

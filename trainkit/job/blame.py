@@ -87,10 +87,10 @@ def find_blame(
         whose = f"the device of {rank_list(sorted(stalled))} has not reached"
         texts.append(f"the others wait in {wait.call.shown_in_group}, which {whose}")
     elif mismatch is None:
-        left, left_text = _out_of_step(calls) if not elsewhere else (set[int](), "")
-        culprits = left or (_out_of_order(waits) if not elsewhere else set())
+        outliers, outlier_text = _out_of_step(calls) if not elsewhere else (set[int](), "")
+        culprits = outliers or (_out_of_order(waits) if not elsewhere else set())
         differs = bool(culprits)
-        texts += [*filter(None, [left_text]), *(_describe(wait) for wait in waits[:MAX_SHOWN])]
+        texts += [*filter(None, [outlier_text]), *(_describe(wait) for wait in waits[:MAX_SHOWN])]
     culprits |= {*(() if mismatch is None else mismatch.ranks)}
     text = "; ".join([*texts, *([] if culprits else [UNKNOWN])])
     return Blame(tuple(sorted(culprits)), text, differs)
@@ -407,10 +407,10 @@ def _describe_absent(
 ) -> str:
     """Describe what the culprits have not called, which ranks wait for it, and where the culprits are."""
     texts = []
-    left = {*culprits}
+    remaining = {*culprits}
     for wait in waits:
-        if here := sorted(left & {*wait.absent}):
-            left -= {*here}
+        if here := sorted(remaining & {*wait.absent}):
+            remaining -= {*here}
             subject = f"{rank_list(here)} " if len(culprits) > 1 else ""
             ended = [rank for rank in here if rank in silent]
             done = "answered" if wait.call.is_p2p else "called"

@@ -458,8 +458,8 @@ def restarts_limit(previous: Sequence[AttemptEnd], policy: RequeuePolicy) -> str
     Returns None if the run may restart.
     """
     # The end of a time slice that has saved something does not count as a restart.
-    marks = [0, *(end.mark or 0 for end in previous)]
-    ends = zip(previous, pairwise(marks), strict=True)
+    progress = [0, *(end.mark or 0 for end in previous)]
+    ends = zip(previous, pairwise(progress), strict=True)
     count = sum(policy.total_s is None or end.cause != "timeout" or now <= was for end, (was, now) in ends)
     if count < policy.max:
         return None

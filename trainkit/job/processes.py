@@ -482,11 +482,11 @@ class ProcessGroup:
 
     def _wait(self) -> None:
         self._poll()
-        left_s = float("inf") if self.deadline_s is None else self.deadline_s - time.monotonic()
-        if left_s <= 0:
+        remaining_s = float("inf") if self.deadline_s is None else self.deadline_s - time.monotonic()
+        if remaining_s <= 0:
             self._kill_running()
             return
-        received = wait_for_signal(min(left_s, self.poll_interval_s), *self.pauses_by)
+        received = wait_for_signal(min(remaining_s, self.poll_interval_s), *self.pauses_by)
         if received in self.pauses_by:
             received = self.pause()
         if received not in (None, signal.SIGCHLD, signal.SIGCONT):

@@ -47,14 +47,14 @@ from trainkit.run.rundir import RunDir, RunLocked, become_sole_supervisor, run_l
 from trainkit.run.submitted import NotSubmitted, read_submitted
 
 
-def supervise_job(run: RunDir, words: Sequence[str], backend: str = "sbatch") -> int:
+def supervise_job(run: RunDir, arguments: Sequence[str], backend: str = "sbatch") -> int:
     """Supervise this start of a job or of a local process; return its exit code.
 
-    `words` are the arguments of the start for the backend named `backend`.
+    `arguments` are the arguments of the start for the backend named `backend`.
     """
     _prepare_process()
     try:
-        allocation = backend_named(backend).allocation(run, words)
+        allocation = backend_named(backend).allocation(run, arguments)
     except TrainkitError as error:
         log_line(error.render())
         return EXIT_FAILED

@@ -64,10 +64,10 @@ class LocalBackend(Backend):
     def waiting_for(self, plan: LaunchPlan, names: Sequence[str], reason: str) -> LaunchPlan:
         return replace(plan, after=tuple(names), reasons={**plan.reasons, "after": reason})
 
-    def allocation(self, run: RunDir, words: Sequence[str]) -> Allocation:
+    def allocation(self, run: RunDir, arguments: Sequence[str]) -> Allocation:
         from trainkit.backends.local.allocation import LocalAllocation  # only the supervisor needs it
 
-        number, *options = words
+        number, *options = arguments
         return LocalAllocation(run, int(number), now="--now" in options)
 
     def start(self, run: RunDir, new: NewAttempt) -> AttemptRecord:

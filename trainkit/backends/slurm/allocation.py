@@ -41,9 +41,9 @@ from trainkit.job.attempt import Attempt
 from trainkit.job.attempt_end import (
     close_dead_attempts,
     judge,
-    left_s,
     previous_ends,
     reached_its_stop,
+    remaining_s,
     write_end,
 )
 from trainkit.job.decision import (
@@ -223,7 +223,7 @@ class SlurmAllocation(Allocation):
         if plan.may_lose_nodes and others and not is_watched:
             self._host_watch = start_host_watch(own, others[-1], folder.batch_host_log)
         argv = step_argv(self.step, plan, self.good_hosts, overlap=self.step_may_still_run)
-        until_total_s = retry_on_disk_error(lambda: left_s(attempt))
+        until_total_s = retry_on_disk_error(lambda: remaining_s(attempt))
         return SlurmAttemptWatch(attempt, argv, view, until_total_s)
 
     @property
@@ -325,8 +325,10 @@ class SlurmAllocation(Allocation):
     def _await_notice(self, attempt: AttemptDir) -> tuple[str | None, bool]:
         """Wait up to `NOTICE_S` for a stop signal; return its name, and whether this process got it."""
         deadline_s = time.monotonic() + NOTICE_S
-        while (found := signal_of_ranks(attempt)) is None and (left_s := deadline_s - time.monotonic()) > 0:
-            received = processes.wait_for_signal(min(left_s, NOTICE_POLL_S))
+        while (found := signal_of_ranks(attempt)) is None and (
+            remaining_s := deadline_s - time.monotonic()
+        ) > 0:
+            received = processes.wait_for_signal(min(remaining_s, NOTICE_POLL_S))
             if received not in (None, signal.SIGCHLD):
                 return received.name, received != signal.SIGUSR2
         return found, False
@@ -381,8 +383,8 @@ class SlurmAllocation(Allocation):
         """
         before = len(self.bad)
         hosts, guard = self.job_hosts, Guard(attempt.plan.parts, log_line)
-        for _, left in guard.each(lambda one: one.hosts_to_leave(attempt.folder, attempt.plan, hosts)):
-            self.bad |= {*left}
+        for _, avoided in guard.each(lambda one: one.hosts_to_leave(attempt.folder, attempt.plan, hosts)):
+            self.bad |= {*avoided}
         suspect = None if failure is None else suspect_host(failure)
         # Slurm could not exclude a host by any other name
         if suspect is not None and suspect[0] in self.hosts:
@@ -390,8 +392,8 @@ class SlurmAllocation(Allocation):
         return len(self.bad) > before
 
     def _note(self, attempt: Attempt, host: str, kind: Kind, reason: str) -> None:
-        verdicts = (end.verdict for end in previous_ends(attempt.folder, attempt.job).values())
-        previous = [suspect_host(verdict) for verdict in verdicts if verdict is not None]
+        failures = (end.verdict for end in previous_ends(attempt.folder, attempt.job).values())
+        previous = [suspect_host(failure) for failure in failures if failure is not None]
         if kind != "culprit" or (host, kind) in previous:
             self.bad.add(host)
         try:

@@ -59,10 +59,10 @@ class SlurmAttemptWatch(AttemptWatch):
         live: Attempt,
         step: Sequence[str],
         supervisor_view: str,
-        left_s: float = math.inf,
+        remaining_s: float = math.inf,
     ) -> None:
         super().__init__(live)
-        self._until_s = time.monotonic() + left_s
+        self._until_s = time.monotonic() + remaining_s
         """Monotonic time at which the ranks must save because the run's jobs have used up their total time.
         """
         self.step = step

@@ -116,13 +116,13 @@ class SlurmBackend(Backend):
     def expected_start(self, plan: LaunchPlan, script: str) -> str:
         return query_start(script, clusters=plan.clusters)[1]
 
-    def allocation(self, run: RunDir, words: Sequence[str]) -> Allocation:
+    def allocation(self, run: RunDir, arguments: Sequence[str]) -> Allocation:
         from trainkit.backends.slurm.allocation import SlurmAllocation  # only the supervisor needs it
 
         job_id = slurm_job_id()
         if job_id is None:
             raise TrainkitError("this is not a Slurm job", hint="`trainkit submit` starts one")
-        return SlurmAllocation(run, job_id, words)
+        return SlurmAllocation(run, job_id, arguments)
 
     def job(self, entry: AttemptRecord) -> JobInfo | None:
         return query_jobs([entry.job]).get(entry.job)

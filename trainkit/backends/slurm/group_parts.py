@@ -39,13 +39,13 @@ _NO_ROOM = re.compile(r"(?:QOS|Assoc)\w*Submit\w*Limit|MaxJobCount|job submit li
 """Matches sbatch's messages that a user, an account or the cluster has reached its maximum number of jobs."""
 
 
-def next_part(left: Sequence[int], size: int, max_size: int) -> tuple[int, list[int]]:
+def next_chunk(unsubmitted: Sequence[int], size: int, max_size: int) -> tuple[int, list[int]]:
     """Return the index offset and the trials of the next chunk, at most `size` of the unsubmitted trials.
 
     The number of a task must be below `max_size`, Slurm's MaxArraySize.
     """
-    offset = 0 if left[0] < max_size else left[0]
-    return offset, [index for index in left[:size] if index - offset < max_size]
+    offset = 0 if unsubmitted[0] < max_size else unsubmitted[0]
+    return offset, [index for index in unsubmitted[:size] if index - offset < max_size]
 
 
 def submit_parts(
@@ -83,8 +83,8 @@ def _submit(group: RunGroup, notify: Callable[[str], None], size: int | None, un
     found = _MAX_TASKS.search(config.get("SchedulerParameters", ""))
     most = min(max_size, int(found["count"])) if found else max_size
     size, count = min(size or most, most), 0
-    while size and (left := group.left) and group.record.cancelled_at is None:
-        parts, (offset, indices) = group.record.parts, next_part(left, size, max_size)
+    while size and (unsubmitted := group.left) and group.record.cancelled_at is None:
+        parts, (offset, indices) = group.record.parts, next_chunk(unsubmitted, size, max_size)
         part = Part(indices[-1], offset)
         try:
             # The chunk is recorded before its job may start, because the folder names depend on it.
@@ -103,7 +103,7 @@ def _submit(group: RunGroup, notify: Callable[[str], None], size: int | None, un
             if not size and not parts:
                 raise
             if has_room:
-                notify(f"{plural(len(left), 'run')} of {group.path} not submitted yet: {error}")
+                notify(f"{plural(len(unsubmitted), 'run')} of {group.path} not submitted yet: {error}")
         else:
             try:
                 _note_job(group, parts, part, job)

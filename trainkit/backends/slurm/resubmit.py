@@ -50,8 +50,8 @@ def await_eviction() -> None:
     Returns immediately on SIGTERM, because the next start of the job waits for this process's lock.
     """
     deadline_s = time.monotonic() + EVICTION_S
-    while (left_s := deadline_s - time.monotonic()) > 0:
-        if processes.wait_for_signal(left_s) == signal.SIGTERM:
+    while (remaining_s := deadline_s - time.monotonic()) > 0:
+        if processes.wait_for_signal(remaining_s) == signal.SIGTERM:
             return
 
 

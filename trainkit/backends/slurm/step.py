@@ -123,8 +123,8 @@ class StepListener:
 
     def has_heard(self, number: signal.Signals) -> bool:
         deadline_s = time.monotonic() + PATIENCE_S
-        while number not in self._heard and (left_s := deadline_s - time.monotonic()) > 0:
-            if select.select([self._reader], [], [], left_s)[0]:
+        while number not in self._heard and (remaining_s := deadline_s - time.monotonic()) > 0:
+            if select.select([self._reader], [], [], remaining_s)[0]:
                 received = os.read(self._reader, 64)
                 if not received:
                     return False  # the listener was killed
