@@ -169,7 +169,7 @@ class Standing:
     workload: Workload = TRAINER
     """The kind of program that the workers ran."""
     attended_in: str | None = None
-    """The capability, such as a debugger, in which a person may have controlled a rank; None without one."""
+    """The capability with which a person may have controlled a rank in a terminal; None without one."""
     is_done: bool = False
     """True if a command has reported that it is done. If so, exit code 0 after a stop signal means finished.
     """

@@ -431,8 +431,7 @@ class ProcessGroup:
         """The time of the newest stop signal, taken before the signal was forwarded and ended any member."""
         self._poll_error = ""
         self.attended: int | None = None
-        """The member that a person controls, for example in a debugger. While it runs, other failures do not
-        end it."""
+        """The member that a person controls in a terminal. While it runs, other failures do not end it."""
 
     def start(self) -> None:
         """Start every member and add it to `running`."""

@@ -24,8 +24,7 @@ NONCE_VARIABLE = "TRAINKIT_JOB_NONCE"
 """The variable with an attempt's nonce, with which ranks recognize their rank 0 if another job uses the same
 address."""
 ATTENDED_VARIABLE = "TRAINKIT_JOB_ATTENDED"
-"""The variable that is set if a person controls a rank, for example in a debugger. Ranks may then wait for
-hours."""
+"""The variable that is set if a person controls a rank in a terminal. Ranks may then wait for hours."""
 TERMINAL_VARIABLE = "TRAINKIT_JOB_TERMINAL"
 """The variable with the terminal of `trainkit run`."""
 RANK_VARIABLES = (
