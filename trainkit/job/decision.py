@@ -142,7 +142,7 @@ class Outcome:
     def has_saved(self) -> bool:
         """Return whether the exit codes of all workers mean success or a save.
 
-        For a command, no more is known.
+        For a command, the exit codes are the only evidence of a save.
         """
         return bool(self.exits) and all(code in (EXIT_OK, EXIT_STOPPED) for code in self.exit_codes)
 
