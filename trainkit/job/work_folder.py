@@ -38,8 +38,8 @@ def enter_work_folder(run: RunDir, job: JobRecord, plan: LaunchPlan) -> None:
 def prepare_work_folder(run: RunDir, job: JobRecord) -> Path | None:
     """Return the folder in which a run's command starts; None without a code snapshot.
 
-    The folder is created at the first start. If the run has received new code since then, files that the run has
-    not changed are replaced, and its outputs remain. Raises OSError.
+    The folder is created at the first start. If the run has received new code since then, files that the run
+    has not changed are replaced, and its outputs remain. Raises OSError.
     """
     if job.cwd is None and run.work_dir.exists():
         # If job.json was lost, continue in the folder with the outputs.
