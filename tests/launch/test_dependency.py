@@ -65,7 +65,7 @@ RESUME = "resume it first: `trainkit resume 'runs/my first'`"
         (
             [run("runs/1", "unknown", "12")],
             "1 is unknown",
-            "`trainkit status runs/1` says why; without",
+            "`trainkit status runs/1` shows",
         ),
         (
             [run("runs/1", "running", "local-12")],

@@ -91,10 +91,9 @@ def start_again(run: RunDir, job: JobRecord, reason: str) -> AttemptRecord:
 
 
 def note_dead_job(run: RunDir, record: JobRecord, warn: Callable[[str], None]) -> list[str]:
-    """Return the hosts on which the newest job ended before the supervisor began, so that the run avoids
-    them.
+    """Make the run avoid the hosts on which its newest job ended before the supervisor began.
 
-    Raises SlurmUnreachable.
+    Returns these hosts. Raises SlurmUnreachable.
     """
     entry = record.newest
     if entry is None or is_over(run.attempt(entry.attempt)):

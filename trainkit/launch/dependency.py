@@ -1,4 +1,4 @@
-"""What ``--after RUN`` waits for: jobs of Slurm, or run folders on this machine."""
+"""Find the dependencies of ``--after RUN``: Slurm jobs, or run folders on this machine."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from trainkit.slurm.environment import other_cluster
 from trainkit.slurm.jobs import query_jobs
 
 Dependency = RunStatus | TrialStatus
-"""A run that a job waits for; its job id is None if it was never submitted."""
+"""A run that another job waits for; its job id is None if it was never submitted."""
 
 
 def open_runs(text: str, runs: Sequence[Dependency]) -> list[Dependency]:
-    """The runs that `text` names that have not finished; raises UsageError if one will not."""
+    """Return the unfinished ones of the runs that `text` names; raise UsageError if one will not finish."""
     found = [run for run in runs if run.state != "finished"]
     wrong = [run for run in found if run.state not in UNFINISHED_STATES or run.job_id is None]
     if wrong:
@@ -43,7 +43,7 @@ def open_runs(text: str, runs: Sequence[Dependency]) -> list[Dependency]:
         again = quote(shown_path(named.parent if whole else named))
         hint = f"resume it first: `trainkit resume {again}`"
         if first.state == "unknown":
-            hint = f"`trainkit status {quote(place)}` says why; without --after the run starts now"
+            hint = f"`trainkit status {quote(place)}` shows the reason; without --after the run starts now"
         if first.state in UNFINISHED_STATES:
             hint = "try again when all of its runs are submitted"
         raise UsageError(f"--after {text}: {place} is {first.state}{more}", hint=hint)
@@ -51,10 +51,11 @@ def open_runs(text: str, runs: Sequence[Dependency]) -> list[Dependency]:
 
 
 def dependency_ids(text: str, runs: Sequence[Dependency], arrays: Sequence[str] = ()) -> list[str]:
-    """The Slurm jobs that must succeed before the runs that `text` names have finished.
+    """Return the Slurm jobs that must succeed before the runs that `text` names have finished.
 
-    Empty if all have finished. Every job is named as by `on_cluster`, also in `job_id` of the runs; `arrays`
-    are those of a group. Raises UsageError as `open_runs`, and if a run is on this machine.
+    The result is empty if all runs have finished. All job ids, also in `job_id` of the runs, are named as by
+    `on_cluster`; `arrays` are the array jobs of a group. Raises UsageError as `open_runs` does, and if a run
+    is on this machine.
     """
     found = open_runs(text, runs)
     local = next((run for run in found if str(run.job_id).startswith("local-")), None)
@@ -70,12 +71,15 @@ def dependency_ids(text: str, runs: Sequence[Dependency], arrays: Sequence[str] 
 
 
 def with_dependency(plan: LaunchPlan, texts: Sequence[str], waits_for: Sequence[str]) -> LaunchPlan:
-    """The plan with a dependency on the `dependencies` of the runs of --after, which are `texts` as typed."""
+    """Return the plan with a dependency on the runs of --after.
+
+    `texts` are the runs as typed, and `waits_for` is the result of `dependencies` for them.
+    """
     names, verb = ", ".join(texts), "has" if len(texts) == 1 else "have"
     if not waits_for:
         reasons = {**plan.reasons, "after": f"starts immediately: {names} {verb} already finished"}
         return replace(plan, reasons=reasons)
-    # What waits for a run that has failed stays pending, here as on Slurm, and `status` reports it.
+    # A job whose dependency has failed stays pending, here as on Slurm, and `status` reports it.
     reason = f"starts once {names} {verb} finished successfully"
     backend = backend_named(plan.backend)
     if not plan.is_job:
@@ -92,9 +96,10 @@ def with_dependency(plan: LaunchPlan, texts: Sequence[str], waits_for: Sequence[
 
 
 def dependencies(names: Sequence[str], warn: Callable[[str], None], *, on_slurm: bool) -> list[str]:
-    """What must finish for these runs and groups to have finished: jobs of Slurm, or else their folders.
+    """Return the jobs, or run folders, that must finish before these runs and groups have finished.
 
-    Raises UsageError for a run that has failed or is unknown, and on Slurm for one on this machine.
+    On Slurm these are jobs, otherwise folders on this machine. Raises UsageError for a run that has failed or
+    is unknown, and on Slurm for a run on this machine.
     """
     waits_for: list[str] = []
     for name in names:

@@ -67,8 +67,7 @@ class CodeLine:
 
 
 def is_of_user(file: str) -> bool:
-    """Return whether the file of a frame is neither in an installed package nor part of Python or
-    trainkit."""
+    """Return whether the file of a frame belongs to the user, not to Python, trainkit or a package."""
     return not _INSTALLED.search(file) and not file.startswith(_PACKAGE)
 
 
