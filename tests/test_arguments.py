@@ -109,7 +109,7 @@ CASES: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
     (Callables.of_class, (), {"seed": 3}, "seed: is a parameter of"),
     (Callables.static, (), {"seed": 3}, "seed: is a parameter of"),
     (lambda train: None, (), {"train": {"steps": 3}}, "`functools.partial(function, train={'steps': 3})`"),
-    (without_gradients, (1,), {"lr": 2}, "`functools.partial(without_gradients, lr=2)` gives it"),
+    (without_gradients, (1,), {"lr": 2}, "`functools.partial(without_gradients, lr=2)` passes it"),
     (injected, (), {"seed": 3}, "seed: is a parameter of injected"),
     (torch.nn.Linear(1, 1), (1,), {"seed": 3}, "seed: has no effect on the run of a function"),
     # The name of a run is one of a parameter too, until that has a value.
@@ -126,7 +126,7 @@ CASES: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
     (configured, (), {"run_dir": "x"}, ""),
     # What takes any name gets none that has an effect on the run.
     (any_name, (), {"seed": 3}, "seed: has no effect on the run of a function"),
-    (any_name, (), {"lr": 3}, "lr: unknown argument\n\nhint: `functools.partial(any_name, lr=3)` gives it"),
+    (any_name, (), {"lr": 3}, "lr: unknown argument\n\nhint: `functools.partial(any_name, lr=3)` passes it"),
     (any_name, (), {"nodes": 1, "name": "x", "tags": ["a"], "launch": {"env": {"A": "1"}}}, ""),
     (any_name, (), {"timeout_min": 60}, 'hint: write time="01:00:00"'),
     (time.sleep, (1,), {"seed": 3}, "`functools.partial(sleep, seed=3)`"),
@@ -268,7 +268,7 @@ OTHERS: list[tuple[Callable[[], object], str]] = [
     ),
     (
         sweeps("quickstart", {"name": ["a", "b"]}),
-        "name cannot be swept: every point has the name of its group",
+        "name cannot be swept: every trial has the name of its group",
     ),
     (sweeps("quickstart", {"seed": [1, 2, 1]}), "1 appears twice"),
     (sweeps("quickstart", {"seed": [object]}), "seed cannot be <class 'object'>"),

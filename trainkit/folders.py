@@ -41,7 +41,7 @@ def ensure_folder(path: Path, mode: int = 0o777, *, parents: bool = False) -> No
 _typed_in: Path | None = None
 """The folder in which the command was typed, while the command works in another folder."""
 _is_recorded = False
-"""Whether messages are recorded, so that somebody may read them in any folder."""
+"""True if messages are recorded, so that somebody may read them in any folder."""
 
 
 @contextmanager

@@ -46,7 +46,7 @@ class ConfigRequest:
     argv: tuple[str, ...] = ()
     """The command after ``--``; its name is the default name of the run."""
     chooses_nodes: bool = False
-    """Whether ``--nodes auto`` was typed."""
+    """True if ``--nodes auto`` was typed."""
     repeats: RepeatedRun | None = None
     """The run whose config is loaded instead of a file with its layers."""
 

@@ -294,7 +294,7 @@ class JobEnvironment:
     python_path: tuple[str, ...] = ()
     setup: tuple[str, ...] = ()
     sets_cpus_per_task: bool = True
-    """Whether the script must repeat --cpus-per-task for srun."""
+    """True if the script must repeat --cpus-per-task for srun."""
     rank_names: ClassVar[tuple[str, ...]] = RANK_VARIABLES
 
 

@@ -28,7 +28,7 @@ MAX_LINKS = 10_000
 MAX_SEARCHED = 200_000
 """Maximum number of files that are searched without git; a folder with more files is not a project."""
 MAX_FILE_BYTES = 50_000_000
-"""Without git, a larger file counts as data."""
+"""A larger file counts as data if there is no Git repository."""
 
 
 def _matcher(patterns: str) -> re.Pattern[str]:

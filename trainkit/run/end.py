@@ -59,9 +59,9 @@ class RankFailure:
     exit_code: int | None = None
     hint: str | None = field(default=None, metadata=OPTIONAL)
     final: bool | None = field(default=None, metadata=OPTIONAL)
-    """Whether a restart cannot fix the failure."""
+    """True if a restart cannot fix the failure."""
     node: bool | None = field(default=None, metadata=OPTIONAL)
-    """Whether the run may work on another node."""
+    """True if the run may work on another node."""
     code: CodeLine | None = field(default=None, metadata=OPTIONAL)
     """The innermost line of the user's code in the traceback of an exception."""
     log_tail: list[str] = field(default_factory=list, metadata=OPTIONAL)
@@ -179,11 +179,11 @@ class AttemptEnd:
     best: Best | None = None
     """The best result of the run."""
     guessed: bool = field(default=False, metadata=OPTIONAL)
-    """Whether a later start of the job wrote the file, because the attempt left no record of its end."""
+    """True if a later start of the job wrote the file, because the attempt left no record of its end."""
     summary: str | None = field(default=None, metadata=OPTIONAL)
     """The reason without the next action, if `reason` also names that action."""
     saved: bool = field(default=False, metadata=OPTIONAL)
-    """Whether the attempt did not finish and all workers exited as they do after a save."""
+    """True if the attempt did not finish and all workers exited as they do after a save."""
     time: str | None = None
     more: dict[str, object] = field(default_factory=dict)
     """Values that another version recorded."""

@@ -27,7 +27,7 @@ GIT_LOCATIONS = {
 }
 """Variables that make Git use another repository than the folder's; Git sets them for its hooks."""
 OF_SHA256 = b"\n\tobjectformat = sha256\n"
-"""This text is in the config of a repository with SHA-256 hashes."""
+"""The text in the config of a repository that marks SHA-256 hashes."""
 _STAT = struct.Struct(">10I")
 """The stat values of an index entry: ctime and mtime in seconds and nanoseconds, device, inode, mode, user,
 group and size, each modulo 2**32."""

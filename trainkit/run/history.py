@@ -108,9 +108,9 @@ class Attempt:
     cause: str | None = field(default=None, metadata=LEFT_OUT)
     """The cause of the restart that followed."""
     is_paused: bool = field(default=False, metadata=LEFT_OUT)
-    """Whether Ctrl-Z has stopped the ranks."""
+    """True if Ctrl-Z has stopped the ranks."""
     waits_for: str | None = field(default=None, metadata=LEFT_OUT)
-    """What the attempt waits for before it starts on this machine."""
+    """The reason why the attempt waits before it starts on this machine."""
     saved: float | None = field(default=None, metadata=LEFT_OUT)
     """Time at which the last checkpoint was published."""
     failure: Event | None = field(default=None, metadata=LEFT_OUT)
@@ -381,7 +381,7 @@ class EventHistory:
         self.first_val_loss: float | None = None
         self.val_loss: float | None = None
         self.has_lost_val_loss = False
-        """Whether the newest validation loss is not finite."""
+        """True if the newest validation loss is not finite."""
         self.total_steps: int | None = None
         """The number of steps that the trainer logged last."""
         self.saved: Event | None = None

@@ -85,7 +85,7 @@ class AttemptRecord(HasCluster):
     started_at: str | None = field(default=None, metadata=OPTIONAL)
     cancelled_at: str | None = field(default=None, metadata=OPTIONAL)
     cancelled_now: bool = field(default=False, metadata=OPTIONAL)
-    """Whether the attempt was cancelled without a save."""
+    """True if the attempt was cancelled without a save."""
     requeue_requested_at: str | None = field(default=None, metadata=OPTIONAL)
     folder: str | None = field(default=None, metadata=OPTIONAL)
     """Together with `inode`, the run's folder when this record was written; the folder may have been moved or
@@ -160,7 +160,7 @@ class CodeCopy:
     workdir: str = ""
     """The working directory in the copy."""
     has_repository: bool | None = None
-    """Whether the copy contains a Git repository; None for a copy of an earlier version."""
+    """True if the copy contains a Git repository; None for a copy of an earlier version."""
     more: dict[str, object] = field(default_factory=dict)
     """Values that another version recorded."""
 

@@ -59,7 +59,7 @@ class Start:
     time: str
     """Time of the start, in ISO 8601, UTC."""
     is_over: bool = False
-    """Whether the run was over when `record_over` was called."""
+    """True if the run was over when `record_over` was called."""
 
     @property
     def config_name(self) -> str:

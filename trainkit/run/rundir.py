@@ -139,7 +139,7 @@ class RunDir(RunFolder):
     _inode = 0
     _made: tuple[int, ...] = ()
     was_replaced = False
-    """Whether the held folder was deleted and another folder has taken its place."""
+    """True if the held folder was deleted and another folder has taken its place."""
 
     @property
     def shown(self) -> str:
