@@ -162,7 +162,7 @@ CASES: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
         {"seed": 3},
         "missing a required argument: 'seed'\n\nhint: its signature is placed(seed, /)",
     ),
-    (coroutine, (), {}, "coroutine is a coroutine function: a rank would call it without running it"),
+    (coroutine, (), {}, "coroutine is a coroutine function: a rank would call it without running its body"),
     (generator, (), {}, "hint: submit a function that runs it: `lambda: list(generator(…))`"),
     (AsyncCallable(), (), {}, "AsyncCallable is a coroutine function"),
     (AsyncCallable, (), {}, ""),  # makes one
@@ -433,7 +433,7 @@ def test_a_parameter_by_position_alone_has_no_name() -> None:
         ("slurm_exclusive", True, 'write resources={"extra": {"exclusive": True}}'),
         ("visible_gpus", (0, 2), 'write launch={"env": {"CUDA_VISIBLE_DEVICES": "0,2"}}'),
         ("folder", "logs", 'write run_dir="logs"'),
-        ("stderr_to_stdout", True, "leave out stderr_to_stdout: the log of a rank has both"),
+        ("stderr_to_stdout", True, "leave out stderr_to_stdout: the log of a rank contains both streams"),
         ("slurm_use_srun", False, "leave out slurm_use_srun: each rank is a separate process"),
         ("slurm_setup", None, "write setup=None"),
         ("steps", 3, None),

@@ -135,7 +135,7 @@ class Arguments:
         function = self.call.function
         for is_one, kind, runs in _DEFERRED:
             if is_one(function) or is_one(type(function).__call__):
-                message = f"{self.name} is a {kind}: a rank would call it without running it"
+                message = f"{self.name} is a {kind}: a rank would call it without running its body"
                 raise UsageError(
                     message, hint=f"submit a function that runs it: `lambda: {runs}({self.name}(…))`"
                 )
@@ -279,7 +279,7 @@ _WRITE: dict[str, Callable[[Any], str]] = {
 }
 _LEAVE_OUT = {
     "gpus_per_task": "a rank has one GPU",
-    "stderr_to_stdout": "the log of a rank has both",
+    "stderr_to_stdout": "the log of a rank contains both streams",
     "use_srun": "each rank is a separate process",
     "teardown": "a function can do that with `try` and `finally`",
     "map_count": "`trainkit.map_array` counts its items",

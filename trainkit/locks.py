@@ -45,7 +45,7 @@ _LOCAL_LOCKS = {
     "nfs4": ("nolock", "local_lock=flock", "local_lock=all"),
 }
 """Maps a file system to the mount options with which only the same host sees a flock."""
-NEEDS_FLOCK = "runs need a file system with flock: Lustre has it with the mount option flock, NFS with lockd"
+NEEDS_FLOCK = "runs require flock, which Lustre supports with the mount option flock and NFS with lockd"
 
 
 class LockUnsupported(OSError):
@@ -200,7 +200,7 @@ def local_locks(folder: Path, mounts: Path = MOUNTS) -> str | None:
         return None
     return (
         f"{point} is mounted with {option} ({name}): locks in the run folder work only within one host, so "
-        "commands and jobs on different hosts can disturb each other there; do not control this run from two "
+        "commands and jobs on different hosts can interfere; do not control this run from two "
         "hosts at once, or choose another file system with --run-dir"
     )
 
@@ -229,7 +229,7 @@ def _open(path: Path, mode: int) -> int:
 
 
 def _not_a_lock(path: Path) -> NotALock:
-    return NotALock(errno.EINVAL, "a lock must be a separate file, and this is a link or no file", str(path))
+    return NotALock(errno.EINVAL, "a lock must be a separate file, but this is a link or no file", str(path))
 
 
 def _is_current(descriptor: int, path: Path) -> bool:

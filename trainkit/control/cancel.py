@@ -91,7 +91,7 @@ def cancel_run(run: RunDir, *, now: bool, wait: bool, warn: Callable[[str], None
     if backend_of(entry).wait_until_gone(run, entry, grace_s + WAIT_MARGIN_S):
         newest = read_job(run).newest or entry
         if newest.attempt > entry.attempt and not newest.is_cancelled:
-            again = f"{job_id} has ended, and attempt {newest.attempt} was started since, as {newest.job_id}"
+            again = f"{job_id} has ended, but attempt {newest.attempt} has been started as {newest.job_id}"
             return _run_result(run, newest.job_id, "restarted", again)
         return _run_result(run, job_id, "cancelled", f"{job_id} has ended")
     message = f"{job_id} is still running; `trainkit cancel {run.word} --now` kills it"

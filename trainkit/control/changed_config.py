@@ -116,11 +116,11 @@ def missing_save(so_far: RunSoFar) -> str | None:
     if so_far.saved:
         return None
     if not so_far.plan.workload.is_command:
-        return "none yet: training starts at step 0 again"
+        return "none yet, so training starts again at step 0"
     ends = (read_end(so_far.run.attempt(number)) for number in so_far.run.attempt_numbers())
     if any(end is not None and end.saved for end in ends):
         return None
-    return "no save was seen: it starts at the beginning, unless it finds one of its own"
+    return "no save was seen, so the command starts from the beginning unless it finds its own checkpoint"
 
 
 def share_left(so_far: RunSoFar, steps: int | None) -> float:
@@ -193,7 +193,7 @@ def _problems(
             trained = ModelConfig.model_validate(manifest.model)
         except ValidationError as error:
             key = ".".join(map(str, error.errors()[0]["loc"]))
-            message = f"cannot be compared with the model of {name}: its {key} is not one of this version"
+            message = f"cannot be compared with the model of {name}: its {key} is not valid in this version"
             yield loaded.problem("model", message, "resume with the version of trainkit that saved it")
             return
         if _shape(trained, data.vocab_size) != _shape(config.model, data.vocab_size):

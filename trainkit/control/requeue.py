@@ -84,7 +84,7 @@ def start_again(run: RunDir, job: JobRecord, reason: str) -> AttemptRecord:
     if not plan.has_supervisor or plan.attended_in is not None:
         step = "step that srun started, or under another launcher"
         where = f"a {plan.attended_in if plan.has_supervisor else step}"
-        raise UsageError(f"{run.shown} ran in {where}", hint=f"`trainkit resume {run.word}` plans it anew")
+        raise UsageError(f"{run.shown} ran in {where}", hint=f"`trainkit resume {run.word}` plans it again")
     hosts = note_dead_job(run, job, print_note)
     plan = backend_of(newest).without_hosts(plan, hosts, print_note)
     return start_attempt(run, job, config, plan, reason)

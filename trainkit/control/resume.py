@@ -168,8 +168,8 @@ def _submit_left(group: RunGroup) -> str:
     group.update(cancelled_at=None)
     if not submit_parts(group, print_note):
         raise UsageError(
-            f"Slurm takes none of the {plural(len(group.left), 'run')} that are left of {group.shown} now",
-            hint="the jobs of the group submit them as they end",
+            f"Slurm accepts none of the {plural(len(group.left), 'unsubmitted run')} of {group.shown} now",
+            hint="each job of the group submits further runs when it ends",
         )
     return group.job_ids[-1]
 

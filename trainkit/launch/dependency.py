@@ -88,8 +88,8 @@ def with_dependency(plan: LaunchPlan, texts: Sequence[str], waits_for: Sequence[
     if list(found) != [other_cluster(name) or "" for name in plan.clusters or [None]]:
         where = listed([f"{job} on {name or 'this one'}" for name, jobs in found.items() for job in jobs])
         raise UsageError(
-            f"--after {names}: a job can wait only for jobs of its own cluster, and waits here for {where}",
-            hint="name that one cluster with --clusters",
+            f"--after {names}: a job can wait only for jobs of its own cluster, but these are {where}",
+            hint="choose their cluster with --clusters, if all are on one",
         )
     [jobs] = found.values()
     return backend.waiting_for(plan, jobs, reason)
@@ -127,7 +127,7 @@ def _run(run: RunDir, warn: Callable[[str], None], on_slurm: bool) -> RunStatus:
         num_follow_ups = read_effective(run.config_file, executes=False).requeue.follow_ups
         if num_follow_ups:
             raise UsageError(
-                f"--after {run.shown}: its {num_follow_ups} follow-up jobs (requeue.follow_ups) continue it "
+                f"--after {run.shown}: its {num_follow_ups} chained jobs (requeue.follow_ups) continue it "
                 "under other job ids, and Slurm would start this job when the first of them ends",
                 hint=f"`trainkit logs {run.word} -f` returns when the run has ended",
             )

@@ -148,7 +148,7 @@ def package_problem(packages: Packages, program: str) -> tuple[str, str] | None:
         return message, "install trainkit there too, or remove the key to use this interpreter"
     version = packages.versions["trainkit"]
     if version != __version__:
-        message = f"has trainkit {version}, and this is trainkit {__version__}"
+        message = f"has trainkit {version}, but this is trainkit {__version__}"
         return message, "install the same version there, or use the `trainkit` of that environment"
     return torch_problem(packages, program)
 

@@ -208,7 +208,7 @@ def refuse_missing(command: Sequence[str], launch: LaunchConfig, launcher: str, 
     folder_is_known = launch.container is None and not launch.setup
     if script is not None and folder_is_known and not (cwd / script).exists():
         raise UsageError(
-            f"there is no {shown_path(cwd / script)}", hint="commands are started in this folder"
+            f"there is no {shown_path(cwd / script)}", hint="commands start in the current folder"
         )
 
 

@@ -234,7 +234,7 @@ def submission_warnings(
         yield forecast
     if found := dict.fromkeys(secret_options(workload.argv)):
         yield (
-            f"warning: {', '.join(found)} of the command looks secret: it is stored in plan.json, and "
+            f"warning: {', '.join(found)} of the command looks like a secret: it is stored in plan.json, and "
             "other users see it in the process list of a node; use an environment variable that "
             "launch.secrets names"
         )
@@ -311,7 +311,7 @@ def checked(
     if array is not None and first.config.requeue.follow_ups:
         raise UsageError(
             f"requeue.follow_ups is {first.config.requeue.follow_ups}, which a group of runs cannot have",
-            hint="set it to 0: follow-up jobs wait for a job, not for a task of an array",
+            hint="set it to 0, because chained jobs wait for a job, not for a task of an array",
         )
     job_of_first = _job_of(first)
     for trial in planned[1:]:
@@ -327,8 +327,8 @@ def checked(
             raise UsageError(
                 f"trial {trial.index} ({shown(trial.values)}) needs a different job than trial "
                 f"{first.index}: {differing}",
-                hint="all tasks of an array have one script and size: "
-                "submit a run or a sweep for each of these",
+                hint="all tasks of an array share one script and size: "
+                "submit a separate run or sweep for each",
             )
     return Submission(planned, array)
 
@@ -370,7 +370,7 @@ def describe_trials(submission: Submission, is_sweep: bool) -> str:
         differs = "SLURM_ARRAY_TASK_ID is the index"
     limit = "" if array is None or array.limit is None else f"; at most {array.limit:,} at once"
     if not limit and not trials[0].plan.is_job:
-        limit = "; one after another, --array %N runs N at once"
+        limit = "; one at a time, unless --array %N allows N"
     return f"{plural(len(trials), 'run')}: {differs}{limit}"
 
 

@@ -195,7 +195,7 @@ def wait_for_json(
             value = read_json(path) if not creates else _read_or_create(path)
             if accept(value):
                 return value
-            reason = "it is from another start"
+            reason = "another start of the job wrote it"
         except (OSError, ValueError, KeyError, TypeError) as error:
             reason = str(error)
         if time.monotonic() > deadline_s:

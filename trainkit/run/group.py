@@ -39,7 +39,7 @@ from trainkit.scheduler import on_cluster
 from trainkit.trust import read_trusted
 
 GROUP_VERSION = 1
-WAITS_FOR_ROOM = "Slurm takes no more jobs of this user at once; those of the group submit it as they end"
+WAITS_FOR_ROOM = "Slurm accepts no more jobs of this user now; a job of the group submits it when a job ends"
 """The reason why a trial is still unsubmitted, see `RunGroup.left`."""
 
 
@@ -190,7 +190,8 @@ class RunGroup(RunFolder):
         record = replace(record, parts=sorted(record.parts, key=lambda part: part.last))
         if record.version > GROUP_VERSION:
             raise UsageError(
-                f"{self.shown}/sweep.json has version {record.version}; this trainkit knows {GROUP_VERSION}",
+                f"{self.shown}/sweep.json has version {record.version}, "
+                f"but this trainkit supports version {GROUP_VERSION}",
                 hint="use the trainkit that submitted it, or a newer one",
             )
         return record, {trial.index: trial for trial in trials}

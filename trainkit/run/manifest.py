@@ -161,7 +161,7 @@ def plain_damage(checkpoint: Checkpoint) -> str:
     """
     try:
         if checkpoint.manifest_file.exists() and not checkpoint.manifest_file.is_file():
-            return f"{MANIFEST_NAME} is no regular file"
+            return f"{MANIFEST_NAME} is not a regular file"
         manifest = checkpoint.content()
         files = manifest["files"]
         assert isinstance(files, dict)
@@ -209,7 +209,7 @@ def _size_damage(checkpoint: Checkpoint, files: Mapping[str, dict[str, object]])
     for name, expected in files.items():
         found, wanted = (checkpoint.path / name).stat(), expected.get("bytes")
         if not S_ISREG(found.st_mode):
-            return f"{name} is no regular file"
+            return f"{name} is not a regular file"
         size = found.st_size
         if size != wanted:
             shown = f"{wanted:,}" if isinstance(wanted, int) else wanted

@@ -115,7 +115,9 @@ def refuse_place(name: str, run_dir: Path | None, option: str = "--run-dir") -> 
         shown = path.decode(errors="backslashreplace")
         if shown.encode() != path:
             message = f"the name of {shown} is not UTF-8"
-            raise UsageError(message, hint="rename it: the files of a run name it, and are UTF-8")
+            raise UsageError(
+                message, hint="rename it, because the files of a run contain its name and must be UTF-8"
+            )
     place = run_dir or Path(RUNS_FOLDER)
     try:
         if run_dir is not None:

@@ -145,7 +145,7 @@ def one_run(found: RunDir | RunGroup, text: str) -> RunDir:
         return found
     indices = sorted(found.trials)
     first = next(iter(indices), None)
-    hint = "its sweep.json has none: restore that file"
+    hint = "its sweep.json lists no runs, so restore that file"
     if first is not None:
         hint = f"choose one of them, for example {found.run(first).word}"
     raise UsageError(f"{text} is a group of {len(indices):,} runs", hint=hint)
@@ -324,7 +324,7 @@ def _newest(text: str, matches: Sequence[Known], to_change: bool) -> Known:
         if folder.is_dir() and text not in (".", ".."):
             raise UnknownRun(
                 f"{folder} does not contain a run: the command that made the folder has not started it",
-                hint=f"if that was interrupted, remove {folder} and type it again",
+                hint=f"if that command was interrupted, remove {folder} and run the command again",
             )
         known = [item.path.name for item in iter_known_runs()]
         hint = "no runs yet: `trainkit submit` starts one"

@@ -367,7 +367,7 @@ def refuse_missing(run: RunDir) -> None:
     """
     if not run.exists():
         raise UsageError(
-            f"{run.path} is not the folder of a run any more: it was moved or deleted before this start",
+            f"{run.path} is no longer a run folder: it was moved or deleted before this start",
             hint="`trainkit resume DIR` continues the run where it is now",
         )
 
