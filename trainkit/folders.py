@@ -39,14 +39,14 @@ def ensure_folder(path: Path, mode: int = 0o777, *, parents: bool = False) -> No
 
 
 _typed_in: Path | None = None
-"""The folder in which the command was typed, while the command works in another folder."""
+"""The folder where the user typed the command, while the command works in another folder."""
 _is_recorded = False
 """True if messages are recorded, so that somebody may read them in any folder."""
 
 
 @contextmanager
 def working_in(folder: Path) -> Iterator[None]:
-    """Change to a folder; `shown_path` stays relative to the folder in which the command was typed."""
+    """Change to a folder; `shown_path` stays relative to the folder where the command was typed."""
     global _typed_in
     here, outer = Path.cwd(), _typed_in
     os.chdir(folder)
@@ -70,7 +70,7 @@ def whole_paths() -> Iterator[None]:
 
 
 def shown_path(path: str | PurePath) -> str:
-    """Return a path for a message: relative if it is below the folder in which the command was typed."""
+    """Return a path for a message: relative if it is below the folder where the command was typed."""
     if not _is_recorded:
         with suppress(FileNotFoundError):  # the current folder may have been deleted
             return relative_path(str(path), _typed_in or Path.cwd())
@@ -110,7 +110,7 @@ def home(environ: Mapping[str, str] = os.environ) -> Path:
     """
     try:
         return Path(environ.get("HOME") or "~").expanduser()
-    except RuntimeError:  # neither HOME nor an entry in the password database
+    except RuntimeError:  # there is neither HOME nor an entry in the password database
         folder = Path(tempfile.gettempdir(), f"trainkit-{os.getuid()}")
     if not make_private(folder):
         raise PermissionError(errno.EPERM, "is not a private folder of this user; set HOME", str(folder))

@@ -400,7 +400,7 @@ def slurm_memory(text: str) -> str:
 
 
 def memory_text(mib: float) -> str:
-    """Format an amount of memory in the largest of M, G and T in which it is a whole number."""
+    """Format an amount of memory as a whole number of M, G or T, in the largest unit possible."""
     number = int(mib)
     for unit in ("M", "G"):
         if number % 1024 or not number:

@@ -53,7 +53,7 @@ _BY_CHANCE = re.compile(
 
 
 class Requeue:
-    """The return value of a callable's method `checkpoint`: the call with which the next attempt continues.
+    """The return value of a callable's method `checkpoint`: the call that the next attempt makes.
 
     It has the attributes of submitit's ``DelayedSubmission``, which may be returned instead.
     """
@@ -182,10 +182,10 @@ def stop_when_asked(call: Call, run: RunDir, attempt: AttemptDir, rank: int) -> 
 
 
 def appear_as_submitit(attempt: AttemptDir) -> None:
-    """Set the variables with which ``submitit.JobEnvironment`` works in a function.
+    """Set the variables that ``submitit.JobEnvironment`` needs in a function.
 
-    The ids are those of Slurm. Without Slurm they are derived from the run and stay the same in each attempt.
-    The `paths` lead to the log.
+    The ids are Slurm's. Without Slurm they are derived from the run and stay the same in each attempt. The
+    `paths` lead to the log.
     """
     job = read_job(attempt.run)
     is_local = job.of_attempt(attempt.number).backend is None

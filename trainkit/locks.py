@@ -30,8 +30,7 @@ SLOW_POLL_S = 0.25
 NOTICE_S = 5.0
 """Seconds before a waiting process prints what it waits for."""
 STOP_S = 2.0
-"""Seconds for which a process keeps waiting after a stop signal, because most locks are held only for a
-moment."""
+"""A process keeps waiting this long after a stop signal, because most locks are held only for a moment."""
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT}
 MAX_HOLDER_BYTES = 4096
 HOLDER_START = b'{"host": '
@@ -44,7 +43,7 @@ _LOCAL_LOCKS = {
     "nfs": ("nolock", "local_lock=flock", "local_lock=all"),
     "nfs4": ("nolock", "local_lock=flock", "local_lock=all"),
 }
-"""Maps a file system to the mount options with which only the same host sees a flock."""
+"""Maps a file system to the mount options that make a flock visible only on the same host."""
 NEEDS_FLOCK = "runs require flock, which Lustre supports with the mount option flock and NFS with lockd"
 
 
@@ -154,7 +153,7 @@ def is_locked(path: Path) -> bool:
 
 @contextmanager
 def file_lock(path: Path, timeout_s: float | None = None, mode: int = 0o600) -> Iterator[None]:
-    """Hold the lock of a file during the block; parameters and errors are those of `acquire_lock`."""
+    """Hold the lock of a file during the block; parameters and errors are as in `acquire_lock`."""
     descriptor = acquire_lock(path, timeout_s, mode)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Decide whether files may decide what is executed: files of this user, of root, or of the user's project."""
+"""Decide whose files and folders may be executed: files of this user, of root, or of the user's project."""
 
 from __future__ import annotations
 
@@ -42,17 +42,18 @@ def is_own(found: os.stat_result) -> bool:
 
 
 def is_shared(found: os.stat_result) -> bool:
-    """Return whether a group to which this user does not belong can write to a file or folder.
+    """Return whether a foreign group can write to a file or folder, and root does not own it.
 
-    The members of a project trust each other, so its folders may be writable to their group. A folder of root
-    does not count as shared, because an administrator has made it for a group.
+    A group is foreign if this user does not belong to it. The members of a project trust each other, so its
+    folders may be writable to their group. A folder of root does not count as shared, because an
+    administrator has made it for a group.
     """
     groups = (os.getegid(), *os.getgroups())
     return bool(found.st_mode & stat.S_IWGRP) and found.st_uid != 0 and found.st_gid not in groups
 
 
 def is_project(found: os.stat_result) -> bool:
-    """Return whether a group to which this user belongs can write to another user's folder."""
+    """Return whether a group of this user can write to another user's folder."""
     return bool(found.st_mode & stat.S_IWGRP) and found.st_gid in (os.getegid(), *os.getgroups())
 
 
@@ -72,8 +73,8 @@ def unknown_owner() -> int | None:
 def open_trusted(path: str | Path) -> BinaryIO:
     """Open a file whose content decides what is executed.
 
-    The opened file is judged instead of its name, which could be changed meanwhile. Raises UsageError if
-    another user could have written the file, and OSError if it is not a regular file.
+    The opened file is checked instead of its name, because another file could take that name later. Raises
+    UsageError if another user could have written the file, and OSError if it is not a regular file.
     """
     accepted = is_trusted(Path(path))
     try:

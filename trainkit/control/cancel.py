@@ -64,7 +64,7 @@ def cancel_run(run: RunDir, *, now: bool, wait: bool, warn: Callable[[str], None
         job = read_whole_job(run)
         entry = live_entry(run, job, "cancel")
         if entry is not None:
-            is_notified = not now and entry.is_cancelled and _got_notice(run, entry)
+            is_signalled = not now and entry.is_cancelled and _got_stop_signal(run, entry)
             try:
                 # Keep the job of the entry, because it may be a job that continues the recorded attempt.
                 entry = replace(entry, cancelled_at=mark_cancelled(run, now=now).cancelled_at)
@@ -75,7 +75,7 @@ def cancel_run(run: RunDir, *, now: bool, wait: bool, warn: Callable[[str], None
             cancel_follow_ups(run, job, keep=entry.job)
             if now:
                 backend_of(entry).kill(run, entry)
-            elif not is_notified:  # a second signal makes many scripts exit without a save
+            elif not is_signalled:  # a second signal makes many scripts exit without a save
                 outcome = backend_of(entry).signal(run, entry, signal.SIGTERM)
     if entry is None:
         return _end_lingering(run, job, now)
@@ -98,7 +98,7 @@ def cancel_run(run: RunDir, *, now: bool, wait: bool, warn: Callable[[str], None
     return _run_result(run, job_id, "cancelling", message)
 
 
-def _got_notice(run: RunDir, entry: AttemptRecord) -> bool:
+def _got_stop_signal(run: RunDir, entry: AttemptRecord) -> bool:
     """Return whether the processes of an attempt have got the stop signal of an earlier cancellation."""
     found = read_events(run, "signal", attempt=entry.attempt)
     return any(event.text("signal") == signal.SIGTERM.name for event in found)

@@ -91,7 +91,7 @@ def start_again(run: RunDir, job: JobRecord, reason: str) -> AttemptRecord:
 
 
 def note_dead_job(run: RunDir, record: JobRecord, warn: Callable[[str], None]) -> list[str]:
-    """Make the run avoid the hosts on which its newest job ended before the supervisor began.
+    """Make the run avoid the hosts where its newest job ended before the supervisor began.
 
     Returns these hosts. Raises SlurmUnreachable.
     """

@@ -138,7 +138,7 @@ def resume_group(group: RunGroup) -> str:
     """
     path, process = group.word, group.record.process
     if process is None:
-        return _submit_left(group)
+        return _submit_remaining(group)
     alive = process.alive()
     if alive is None:
         raise UsageError(
@@ -158,7 +158,7 @@ def resume_group(group: RunGroup) -> str:
     return start_group(group)
 
 
-def _submit_left(group: RunGroup) -> str:
+def _submit_remaining(group: RunGroup) -> str:
     path = group.word
     refuse_copied_group(group, "resume")
     recover_parts(group)

@@ -272,7 +272,7 @@ def container_problems(launch: LaunchConfig, cwd: str, available: Sequence[str] 
 
 
 SRUN_DROPS_CPUS_PER_TASK = ((22, 5), (23, 11))
-"""The range of Slurm versions, without its end, in which srun ignores sbatch's --cpus-per-task."""
+"""srun ignores sbatch's --cpus-per-task from the first of these versions until before the second."""
 
 
 @dataclass(frozen=True)

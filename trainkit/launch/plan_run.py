@@ -121,7 +121,7 @@ def _missing(config: RunConfig, resumes: bool, code_dir: Path) -> Iterator[KeyPr
     # A run is accepted without a checkpoint, because --after may wait for it to save one.
     if source and not (Path(source, MANIFEST_NAME).is_file() or RunDir(Path(source)).exists()):
         message = f"is {source}, which is neither a run folder nor a checkpoint"
-        yield "model.init_from", message, "`trainkit ckpt ls RUN` lists those of a run"
+        yield "model.init_from", message, "`trainkit ckpt ls RUN` lists the checkpoints of a run"
     key, name = config.model_source
     file, _, _ = name.rpartition(":")
     # A task may also be in a module; an architecture is always in a file.

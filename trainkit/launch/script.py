@@ -194,7 +194,7 @@ def _folders(project: Path) -> list[Path]:
 
 
 def _environment(folders: list[Path]) -> Environment:
-    """Return a sandboxed jinja2 environment, in which a template can only produce text."""
+    """Return a sandboxed jinja2 environment, where a template can only produce text."""
     from jinja2 import FileSystemLoader, StrictUndefined
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 

@@ -187,6 +187,6 @@ def _spellings(value: str) -> Iterator[str]:
     yield value
     yield json.dumps(value)[1:-1]
     yield json.dumps(value, ensure_ascii=False)[1:-1]
-    yield value.replace("'", "'\"'\"'")  # in single quotes of bash
-    yield quote(value + "\n").removeprefix("$'").removesuffix("\\n'")  # in $'…' quotes of bash
+    yield value.replace("'", "'\"'\"'")  # the spelling in single quotes of bash
+    yield quote(value + "\n").removeprefix("$'").removesuffix("\\n'")  # the spelling in $'…' quotes of bash
     yield url_quote(value, safe="")

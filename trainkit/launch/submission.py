@@ -122,7 +122,7 @@ class Submission:
     @cached_property
     def group_trials(self) -> list[Trial]:
         """Return the trials as the record of a group contains them."""
-        from trainkit.run.group import Trial  # what reads runs is slow to import
+        from trainkit.run.group import Trial  # modules that read runs are slow to import
 
         first = self.trials[0]
         plan = first.plan.to_dict()
@@ -211,7 +211,7 @@ def plan_submission(
     submission = replace(checked(planned, refused, array), choice=choice, code_from=code_from)
     runs = submission.trials
     if after:
-        from trainkit.launch.dependency import dependencies, with_dependency  # what reads runs is slow
+        from trainkit.launch.dependency import dependencies, with_dependency  # slow to import
 
         waits_for = dependencies(after, warn, on_slurm=submission.plan.is_job)
         runs = [replace(item, plan=with_dependency(item.plan, after, waits_for)) for item in runs]

@@ -121,7 +121,7 @@ AWAITED_S = 3.0
 """Extra seconds for a death by one of `ENDING_SIGNALS`. The agent records such a death later, because its own
 stop signal may follow."""
 NOTICED_S = 2.5
-"""Seconds for which peers of a killed rank may record their errors before the agent records the kill."""
+"""Peers of a killed rank may record their errors this many seconds before the agent records the kill."""
 
 
 def first_of(records: Sequence[tuple[T, RankFailure]]) -> tuple[T, RankFailure] | None:
@@ -175,7 +175,7 @@ class AttemptEnd:
     """The run's progress: the step of its newest checkpoint, or the number of long attempts for a run without
     checkpoints."""
     step: int | None = None
-    """The step at which the attempt ended."""
+    """The last step of the attempt."""
     best: Best | None = None
     """The best result of the run."""
     guessed: bool = field(default=False, metadata=OPTIONAL)

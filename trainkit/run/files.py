@@ -463,7 +463,7 @@ class Record:
 
 
 def numbers(records: Iterable[Record], key: str) -> list[float]:
-    """Return the values of a key from those records in which the value is a number."""
+    """Return the numbers under a key; skip records without a number there."""
     return [value for record in records if (value := record.number(key)) is not None]
 
 
@@ -644,7 +644,7 @@ def read_each(kind: type[T], folder: Path) -> list[T]:
 def difference(base: Mapping[str, object], other: Mapping[str, object]) -> dict[str, object]:
     """Return the changes that turn JSON object `base` into `other`, by dotted path.
 
-    A mapping that lost a key, or in which a name contains a dot, is replaced as a whole.
+    A mapping that lost a key, or that has a key with a dot, is replaced as a whole.
     """
     return dict(_differences(base, other, ()))
 

@@ -50,11 +50,10 @@ class IndexEntry:
     def is_unchanged(self, found: os.stat_result, written_s: int) -> bool:
         """Return whether a file with the stat `found` is unchanged since the index was written.
 
-        `written_s` is the time at which the index was written.
+        `written_s` is the modification time of the index.
         """
         own = (*self.stat[:1], *self.stat[2:3], self.stat[5], *self.stat[7:])
-        # A file that changed in the second in which the index was written may have changed again in that
-        # second.
+        # A file that changed in the same second as the index may have changed again later in that second.
         return own == _compared(found) and self.stat[6] == _mode(found) and self.stat[2] < written_s
 
 

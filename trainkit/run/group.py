@@ -88,7 +88,7 @@ class GroupRecord(HasCluster):
     array: str = ""
     """The value of sbatch's `--array` option."""
     keys: list[str] = field(default_factory=list)
-    """The config keys in which the trials differ."""
+    """The config keys that differ between the trials."""
     code: CodeCopy | None = None
     """The copy of the code that all runs share; None if they use the files in place."""
     config: dict[str, object] = field(default_factory=dict)
@@ -406,7 +406,7 @@ def _fill(stage: RunDir, group: RunGroup, trial: Trial, job_id: str | None) -> N
 
 
 def trial_texts(group: RunGroup, trial: Trial) -> tuple[str, str]:
-    """Return the config.yaml and plan.json with which the run of a trial starts."""
+    """Return the initial config.yaml and plan.json of a trial's run."""
     from trainkit.config.yamlfile import dump  # imported here because it is slow to import
 
     config, plan = changed(group.record.config, trial.config), changed(group.record.plan, trial.plan)

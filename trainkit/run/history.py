@@ -85,16 +85,16 @@ class Attempt:
     submitted: float | None = None
     started: float | None = None
     training: float | None = None
-    """Time at which the training loop began."""
+    """The start time of the training loop."""
     first_step: float | None = None
     ended: float | None = None
-    """Time of the end; for an attempt that still runs, the time of the report."""
+    """The end time; for an attempt that still runs, the time of the report."""
     state: str | None = None
     reason: str | None = None
     action: str | None = None
     """The action of the last decision; an earlier decision may have turned out to be impossible."""
     start_step: int = 0
-    """The step from which the attempt resumed."""
+    """The step that the attempt resumed from."""
     kept_step: float = field(default=math.inf, metadata=UNLIMITED)
     """The last step that is part of the run's result; a later attempt computed later steps again."""
     num_nodes: int | None = None
@@ -112,7 +112,7 @@ class Attempt:
     waits_for: str | None = field(default=None, metadata=LEFT_OUT)
     """The reason why the attempt waits before it starts on this machine."""
     saved: float | None = field(default=None, metadata=LEFT_OUT)
-    """Time at which the last checkpoint was published."""
+    """The time when the last checkpoint was published."""
     failure: Event | None = field(default=None, metadata=LEFT_OUT)
     """The first ``rank_failed`` event."""
     open_save: Event | None = field(default=None, metadata=LEFT_OUT)
@@ -460,7 +460,7 @@ class MetricsHistory:
         """Evenly spaced records with only their numbers, by step."""
         self._names = dict.fromkeys(CURVES)
         self._every = 1
-        """Interval, in records, at which new records are added to `points`."""
+        """The interval, in records, between two new records that are added to `points`."""
         self._count = 0
 
     def update(self) -> None:

@@ -312,7 +312,7 @@ class ListedCheckpoint:
     reading tensors."""
     step: int | None
     time: str
-    """Time at which the checkpoint was written, in ISO 8601, UTC."""
+    """The time of the newest file of the checkpoint, in ISO 8601, UTC."""
     bytes: int
     layout: dict[str, int] | None
     world_size: int | None
@@ -320,7 +320,7 @@ class ListedCheckpoint:
     reason: str | None
     """The reason of the save, or the damage."""
     best_metric: str | None = None
-    """The metric by which the checkpoint is the best, if its manifest contains the metric; `best_value` is
+    """The metric that the checkpoint is the best for, if its manifest contains the metric; `best_value` is
     its value."""
     best_value: float | None = None
 

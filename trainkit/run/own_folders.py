@@ -1,4 +1,4 @@
-"""Choose folders for temporary and compiled files in which no other user can plant a file.
+"""Choose folders for temporary and compiled files where no other user can plant a file.
 
 torch and other libraries execute or unpickle files below ``$TMPDIR`` whose names anybody can guess:
 ``torchinductor_USER``, ``USER/torch_vendor_quack_cache``, ``quack_generated_epilogues``. TensorBoard

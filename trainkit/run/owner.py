@@ -1,4 +1,4 @@
-"""Refuse run folders in which another user could plant files that a start or resume would execute."""
+"""Refuse run folders where another user could plant files that a start or resume would execute."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DECIDING = (
     "submitit",
     "calls",
 )
-"""Files and folders of a run or group that decide what is executed. Other files are judged when they are
+"""Files and folders of a run or group that decide what is executed. Other files are checked when they are
 read."""
 MAX_LINKS = 40
 """The maximum number of links that Linux follows in one path."""
@@ -109,7 +109,7 @@ def refuse_place(name: str, run_dir: Path | None, option: str = "--run-dir") -> 
     """Raise UsageError if no folder can be created for a run or a group; write nothing.
 
     The reasons are: `run_dir` is not empty, the folder cannot be written, another user could replace it, or
-    its name or that of the current folder is not UTF-8.
+    its name or the name of the current folder is not UTF-8.
     """
     for path in map(os.fsencode, (Path.cwd(), run_dir or "")):
         shown = path.decode(errors="backslashreplace")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals with which Slurm and people end a process. A death by one of them says nothing about the host."""
+"""Signals that Slurm and people send to end a process. A death by one of them says nothing about the host."""
 
 
 class ProcessStat(NamedTuple):

@@ -111,7 +111,7 @@ class AttemptRecord(HasCluster):
 
     @property
     def takeover(self) -> str:
-        """Return the reason for which an earlier attempt ends once this one runs."""
+        """Return the reason why an earlier attempt ends once this one runs."""
         return f"superseded: attempt {self.attempt} in job {self.job_id} has taken the run over"
 
     @property
@@ -224,7 +224,7 @@ class JobRecord:
 def create_job(
     run: RunDir, *attempts: AttemptRecord, backend: str, name: str, cwd: str, code: CodeCopy | None
 ) -> JobRecord:
-    """Write the job.json of a new run, of which no supervisor has begun an attempt."""
+    """Write the job.json of a new run before any supervisor has begun one of its attempts."""
     job = JobRecord(backend, name, cwd, code, list(attempts))
     write_json(run.job_file, to_json(job))
     return job
@@ -232,7 +232,7 @@ def create_job(
 
 @dataclass(frozen=True)
 class RendezvousRecord:
-    """The content of ``rendezvous.json``, the address at which the ranks of an attempt meet.
+    """The content of ``rendezvous.json``: the address where the ranks of an attempt meet.
 
     The values are None or empty until the first host has written the file.
     """
@@ -352,7 +352,7 @@ def claim_entry(run: RunDir, attempt: int, pid: int) -> None:
 
 
 def claimed_by(pid: int) -> dict[str, Any]:
-    """Return the values with which an `AttemptRecord` identifies the process that starts it now."""
+    """Return the values of an `AttemptRecord` that identify the process that starts the attempt now."""
     return {**asdict(ProcessId.of(pid)), "node": own_host(), "started_at": utc_now()}
 
 

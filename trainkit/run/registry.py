@@ -189,13 +189,13 @@ def find_to_read(text: str, *, to_change: bool = False, acts: bool = False) -> R
             return group
         if run.exists():
             return run
-        point = group_of(run)
+        trial = group_of(run)
     except OSError as error:
         raise UsageError(
             f"{text} cannot be read: {error.strerror}", hint="only the owner of a run can read it"
         ) from None
-    if point is not None:
-        return _run_of(*point)
+    if trial is not None:
+        return _run_of(*trial)
     head, separator, tail = text.rpartition(os.sep)
     if separator:
         typed_path(text, Path())
@@ -213,7 +213,7 @@ def find_to_read(text: str, *, to_change: bool = False, acts: bool = False) -> R
     else:
         matches = _matching_name(text, acts)
     if acts and not matches:
-        _refuse_elsewhere(text)
+        _refuse_other_folder(text)
     newest = _newest(text, matches, to_change)
     if len(matches) == 1 and not to_change and not is_job_id(job_id) and not _is_of_this_folder(newest):
         print_note(f"note: {text} is a run of another folder: {newest.shown}")
@@ -272,7 +272,7 @@ def _is_of_this_folder(known: RunDir | RunGroup) -> bool:
     return False
 
 
-def _refuse_elsewhere(text: str) -> None:
+def _refuse_other_folder(text: str) -> None:
     """Raise RunElsewhere if a name, or `last`, refers to a run of another folder.
 
     Otherwise a slip could end that run.
@@ -312,9 +312,9 @@ def _name_hint(text: str, known: Sequence[str]) -> str:
 
     ``sweep_1`` and ``sweep[1]`` mean a trial of a group.
     """
-    point = re.fullmatch(r"(.+?)[_:.\[](\d+)\]?", text)
-    if point is not None and point[1] in known:
-        return f"did you mean {point[1]}/{point[2]}? {LIST_HINT}"
+    trial = re.fullmatch(r"(.+?)[_:.\[](\d+)\]?", text)
+    if trial is not None and trial[1] in known:
+        return f"did you mean {trial[1]}/{trial[2]}? {LIST_HINT}"
     return f"{did_you_mean(text.lower(), ['last', *known])}{LIST_HINT}"
 
 
@@ -343,7 +343,7 @@ def _newest(text: str, matches: Sequence[Known], to_change: bool) -> Known:
 
 
 def _clusters_of_job(known: RunDir | RunGroup, job_id: str, cluster: str) -> set[str | None]:
-    """Return the clusters on which a run or group has this job.
+    """Return the clusters where a run or group has this job.
 
     None stands for the cluster of this host and for an unknown cluster.
     """

@@ -111,7 +111,7 @@ class RunDir(RunFolder):
     code_dir = Child("code")
     """The snapshot of the code at submission."""
     work_dir = Child("work")
-    """The folder in which a command runs; its first start creates the folder from the snapshot."""
+    """The working folder of a command; the first start creates it from the snapshot."""
     work_file = Child("work.json")
     """Records which snapshot the files in `work_dir` come from."""
     values_file = Child("values.json")
@@ -187,12 +187,12 @@ class RunDir(RunFolder):
             # The folder may still be the same: a file system that was mounted again has another device
             # number, and all handles may become stale when a server restarts.
             if self._when_made() != self._made:
-                # The path now leads to another run, in which this run must write nothing.
+                # The path now leads to another run, and this run must not write into its folder.
                 self.path, self.was_replaced = self.path.with_name(f"{self.name}{DELETED}"), True
         return False
 
     def _places(self) -> Iterator[Path]:
-        """Yield the paths at which the held folder may be now."""
+        """Yield the paths where the held folder may be now."""
         with contextlib.suppress(OSError):
             yield Path(f"/proc/self/fd/{self._held}").readlink()
         with contextlib.suppress(OSError):
@@ -258,7 +258,7 @@ class AttemptDir:
     """A command creates this file when it has finished. After a stop signal, exit code 0 then means finished
     instead of interrupted."""
     rendezvous_file = Child("rendezvous.json")
-    """The address at which the ranks of several hosts connect; empty until the first host writes it."""
+    """The address where the ranks of several hosts connect; empty until the first host writes it."""
     store_file = Child("store")
     """The file through which the ranks of a single machine find each other."""
     script_file = Child("submit.sbatch")
@@ -289,7 +289,7 @@ class AttemptDir:
 
     @property
     def waits_in(self) -> str | None:
-        """Return the capability in which a rank waits for a person now; None if no rank waits.
+        """Return the capability that makes a rank wait for a person now; None if no rank waits.
 
         The other ranks then wait for that rank and do not hang.
         """
@@ -297,7 +297,7 @@ class AttemptDir:
 
     @property
     def attended_in(self) -> str | None:
-        """Return the capability in which a person has attended to a rank of this attempt; else None."""
+        """Return the capability that a person has used to attend to a rank of this attempt; else None."""
         return next((name for name in ATTENDING if (self.path / name / "rank").exists()), None)
 
     def create(self) -> None:

@@ -1,4 +1,4 @@
-"""Find exceptions in the output of programs, in which torch adds rank prefixes and Python indents groups."""
+"""Find exceptions in the output of programs, with torch's rank prefixes and Python's exception groups."""
 
 from __future__ import annotations
 
