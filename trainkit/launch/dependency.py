@@ -53,9 +53,9 @@ def open_runs(text: str, runs: Sequence[Dependency]) -> list[Dependency]:
 def dependency_ids(text: str, runs: Sequence[Dependency], arrays: Sequence[str] = ()) -> list[str]:
     """Return the Slurm jobs that must succeed before the runs that `text` names have finished.
 
-    The result is empty if all runs have finished. All job ids, also in `job_id` of the runs, are named as by
-    `on_cluster`; `arrays` are the array jobs of a group. Raises UsageError as `open_runs` does, and if a run
-    is on this machine.
+    The result is empty if all runs have finished. All job ids, including the `job_id` of each run, have the
+    form that `on_cluster` returns; `arrays` are the array jobs of a group. Raises UsageError as `open_runs`
+    does, and if a run is on this machine.
     """
     found = open_runs(text, runs)
     local = next((run for run in found if str(run.job_id).startswith("local-")), None)

@@ -129,7 +129,7 @@ def find_packages(
     cwd: Path | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> Packages:
-    """Return which packages in `names` an interpreter with these options imports. Raises NoAnswer."""
+    """Return the packages in `names` that an interpreter with these options imports. Raises NoAnswer."""
     return Packages(**ask(argv, _PACKAGES, names, env, cwd, timeout_s))
 
 

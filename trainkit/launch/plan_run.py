@@ -32,7 +32,7 @@ from trainkit.run.rundir import MANIFEST_NAME, RunDir
 _BATCH_ONLY = ("modules", "conda", "container", "setup")
 """Settings that only a batch script uses."""
 _EXPERIMENTAL = {"conda": "conda", "container": "Apptainer or pyxis"}
-"""Maps settings that were tested only with a stand-in to the programs that it replaced."""
+"""Maps each setting that was tested only with a stand-in program to the real program."""
 
 
 class Gatherer:

@@ -81,7 +81,7 @@ class SourceTree:
 
     root: str
     kind: str
-    """One of ``git`` and ``pattern``."""
+    """The method that found the files: ``git`` or ``pattern``."""
     subfolder: str = ""
     """The working directory, relative to the root."""
     files: dict[str, os.stat_result] = field(default_factory=dict)

@@ -30,8 +30,8 @@ def kept_input(workload: Workload, *, streams: bool) -> tuple[bytes | None, str 
     """Return the standard input to store for rank 0 of a command, and a message about it; None for each.
 
     If rank 0 inherits the stream (`streams`), the content is stored only if it is complete and the command
-    reads its program from it, so that the run can be resumed. Raises UsageError if the content is too large
-    or does not end.
+    line says that the command reads it. The stored content allows the run to be resumed. Raises UsageError if
+    the content is too large or does not end.
     """
     if not workload.is_command:
         return None, None

@@ -121,7 +121,7 @@ class Submission:
 
     @cached_property
     def group_trials(self) -> list[Trial]:
-        """Return the trials as the record of a group contains them."""
+        """Return the trials in the form that the record of a group contains."""
         from trainkit.run.group import Trial  # modules that read runs are slow to import
 
         first = self.trials[0]

@@ -35,7 +35,7 @@ FAILED_SAVES = 2
 
 
 class Entry(Record):
-    """A line of a file of a run that grows."""
+    """A line of events.jsonl or metrics.jsonl."""
 
     __slots__ = ()
 
@@ -153,9 +153,9 @@ def _start_of_last(stream: BinaryIO, begin: int, end: int) -> int:
 
 
 def _attempt_edges(stream: BinaryIO, begin: int, end: int) -> list[int]:
-    """Find by bisection about where the events of each attempt begin.
+    """Return the approximate positions where the events of each attempt begin.
 
-    Bisection works because the attempt numbers grow along the file.
+    The positions are found by bisection, which works because the attempt numbers grow along the file.
     """
     found, todo = list[int](), [(begin, _attempt_at(stream, begin), end, _attempt_at(stream, end))]
     while todo and len(found) < MAX_EDGES:
@@ -290,7 +290,7 @@ def with_divergence(reason: str | None, since: int | None) -> str | None:
 
 
 def by_step(records: Iterable[Entry], metric: str) -> dict[int, float | None]:
-    """Map each step to the value of a metric; to None if the value is not finite.
+    """Map each step to the value of a metric, or to None if the value is not finite.
 
     The last value counts for a step that was computed twice.
     """

@@ -590,7 +590,7 @@ def to_json(value: Any) -> Any:
     """Convert a value for a file or ``--json``: dataclasses and records to objects, times to ISO 8601.
 
     The metadata of a field may be `LEFT_OUT`, `OPTIONAL` or `UNLIMITED`. The field `more` contains unknown
-    and damaged values; each is written unless a field has a value under its name.
+    and damaged values, which are written unless a field of the same name has a value.
     """
     if value is None or type(value) in (str, int, float, bool):
         return value

@@ -132,7 +132,7 @@ class RunGroup(RunFolder):
     process_log = Child("logs/group.log")
 
     def log_file(self, index: int | str, offset: int = 0) -> Path:
-        """Return the log of an array task; Slurm replaces an index ``%a`` by the task's.
+        """Return the log of an array task; for the index ``%a``, Slurm inserts the id of the task.
 
         `offset` is the offset of the task's array.
         """

@@ -88,7 +88,7 @@ class Attempt:
     """The start time of the training loop."""
     first_step: float | None = None
     ended: float | None = None
-    """The end time; for an attempt that still runs, the time of the report."""
+    """The end time, or the time of the report if the attempt still runs."""
     state: str | None = None
     reason: str | None = None
     action: str | None = None
@@ -337,7 +337,8 @@ def timestamp(text: object) -> float | None:
 
 
 class OwnedEvents:
-    """Collects the events of capabilities, and which of them still last in their attempt; see `owner_of`."""
+    """Collects the events of capabilities, and tracks those that still last in their attempt; see
+    `owner_of`."""
 
     def __init__(self, events: Iterable[Event] = ()) -> None:
         self.all: list[Event] = []
@@ -582,7 +583,7 @@ R = TypeVar("R", bound=Reader)
 
 
 class RunHistory:
-    """Gives all commands that show a run access to the files that the run writes."""
+    """Reads the files that a run writes, for all commands that show the run."""
 
     def __init__(self, run: RunDir) -> None:
         self.run = run

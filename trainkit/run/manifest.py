@@ -59,7 +59,7 @@ class Manifest:
     """Maps each file to its ``bytes`` and ``sha256``."""
     task: str | None = None
     optimizer: str = "adamw"
-    """Manifests of older versions lack this value."""
+    """The name of the optimizer, which manifests of older versions lack."""
     data: dict[str, object] = field(default_factory=dict)
     """Values that determine which samples a position in the data stands for."""
     val_fingerprint: str | None = None
@@ -83,7 +83,8 @@ class Checkpoint:
         return self.path / MANIFEST_NAME
 
     def content(self) -> dict[str, object]:
-        """Return the JSON of the manifest; raise OSError or ValueError if it is unreadable or invalid."""
+        """Return the JSON of the manifest; raise OSError or ValueError if the file is unreadable or
+        invalid."""
         value = read_json(self.manifest_file)
         if not isinstance(value, dict) or not isinstance(value.get("files"), dict):
             raise ValueError("not a manifest")

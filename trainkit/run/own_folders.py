@@ -43,9 +43,9 @@ class OwnFolders(NamedTuple):
 def own_folders(environ: Mapping[str, str], fallback: Path, *, keeps: bool = False) -> OwnFolders:
     """Create the folders below ``$TMPDIR`` or ``/tmp``, or in `fallback`, which must be private.
 
-    TMPDIR stays unchanged if only this user can create files in it. With `keeps`, TMPDIR also stays unchanged
-    otherwise, unless other users have made the folder that torch uses whatever its variables are set to.
-    Raises OSError.
+    TMPDIR stays unchanged if only this user can create files in it. With `keeps`, TMPDIR stays unchanged even
+    if other users can create files in it. In both cases TMPDIR is replaced if another user has made the
+    folder that torch uses by default. Raises OSError.
     """
     temporary = _without_outer(environ).get("TMPDIR") or "/tmp"
     private = Path(temporary, _name())

@@ -146,7 +146,7 @@ class CodeCopy:
     subfolder: str = ""
     """The working directory relative to both roots; empty if it is the root."""
     kind: str = ""
-    """One of ``git`` and ``pattern``."""
+    """The method that found the files: ``git`` or ``pattern``."""
     num_files: int = 0
     num_bytes: int = 0
     left_out: list[dict[str, str]] = field(default_factory=list)

@@ -175,10 +175,12 @@ def find_to_read(text: str, *, to_change: bool = False, acts: bool = False) -> R
     """Return the run or group that RUN refers to; a name means the run in ./runs, or else the newest run.
 
     The folder of a run of a group may not exist before the run starts. Raises UsageError if there is no such
-    run. With `to_change`, also raises UsageError if several runs have that name, or jobs on several clusters
-    that id. With `acts`, for a command that acts on the run, a name or `last` must refer to a run in ./runs
-    or a run submitted from this folder; the error names a run of another folder, which the user then has to
-    type.
+    run. With `to_change`, also raises UsageError if several runs have that name, or if jobs on several
+    clusters have that id.
+
+    `acts` is for a command that acts on the run. A name or `last` must then refer to a run in ./runs or a run
+    submitted from this folder. For a run of another folder, the error names the folder, which the user has to
+    type instead.
     """
     if not text.strip():
         raise UsageError("RUN is empty", hint="name a run, its folder or job, or `last`")
@@ -363,7 +365,7 @@ STATE_VARIABLE = "XDG_STATE_HOME"
 
 @contextmanager
 def isolated_state(folder: Path) -> Iterator[None]:
-    """Redirect the user's trainkit state to `folder`, so that the user's index omits runs started meanwhile.
+    """Redirect the user's trainkit state to `folder`, so that the index omits runs started in the block.
 
     So `last` keeps its meaning, and a node that a drill kills is not recorded as bad. The current records of
     bad nodes still apply.

@@ -92,7 +92,7 @@ class RunFolder:
 
 
 DELETED = " (deleted)"
-"""Suffix of the path of a deleted folder whose place another folder has taken."""
+"""Suffix for the path of a deleted folder that another folder has replaced."""
 
 
 class RunDir(RunFolder):
@@ -121,7 +121,7 @@ class RunDir(RunFolder):
     events_file = Child("events.jsonl")
     metrics_file = Child("metrics.jsonl")
     compiled_file = Child("compiled.bin")
-    """The results of torch.compile for all ranks, in torch's format."""
+    """The compile cache of torch for the ranks, in torch's format."""
     caches_dir = Child("caches")
     """The compile caches of each host that has no private folder for temporary files."""
     heartbeat_file = Child("heartbeat")
@@ -205,7 +205,7 @@ class RunDir(RunFolder):
 
     @property
     def was_started_by_hand(self) -> bool:
-        """Return whether `trainkit.loop` made the folder in a program that trainkit has not started."""
+        """Return whether `trainkit.loop` created the run in a program that trainkit had not started."""
         return self.job_file.exists() and not self.config_file.exists()
 
     def attempt(self, number: int) -> AttemptDir:
