@@ -116,7 +116,7 @@ def test_nothing_runs_of_a_folder_that_was_changed(
     file = change(run)
     code, end = step(run, "open('executed', 'w')")
     assert (code, end["state"], end["action"]) == (EXIT_NO_RESTART, "failed", "failed")
-    assert end["reason"].startswith(f"{file} is not what this job was submitted with, so it runs nothing")
+    assert end["reason"].startswith(f"{file} is not the file that this job was submitted with")
     assert f"error: {end['reason']}\n\nhint: look at the folder and whose it is" in capfd.readouterr().out
     assert (slurm.requeued, Path("executed").exists(), run.attempt_numbers()) == (0, False, [1])
 

@@ -41,7 +41,7 @@ def test_nothing_runs_of_a_folder_that_is_not_what_was_submitted(login: Login) -
     for run in (config, *plans.values()):
         end = login.wait_for_end(run)
         assert (end["state"], end["exit_code"]) == ("failed", EXIT_NO_RESTART)
-        assert "is not what this job was submitted with, so it runs nothing" in end["reason"]
+        assert "is not the file that this job was submitted with" in end["reason"]
         assert login.status(run)["reason"] == end["reason"]
     file = config.attempt(1).config_file
     assert str(file) in login.wait_for_end(config)["reason"]

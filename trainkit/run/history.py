@@ -337,8 +337,7 @@ def timestamp(text: object) -> float | None:
 
 
 class OwnedEvents:
-    """Collects the events of capabilities, and tracks those that still last in their attempt; see
-    `owner_of`."""
+    """Collects the events of capabilities, and tracks which still last in their attempt; see `owner_of`."""
 
     def __init__(self, events: Iterable[Event] = ()) -> None:
         self.all: list[Event] = []

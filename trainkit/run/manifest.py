@@ -83,8 +83,7 @@ class Checkpoint:
         return self.path / MANIFEST_NAME
 
     def content(self) -> dict[str, object]:
-        """Return the JSON of the manifest; raise OSError or ValueError if the file is unreadable or
-        invalid."""
+        """Return the JSON of the manifest; raise OSError or ValueError if it cannot be read or is invalid."""
         value = read_json(self.manifest_file)
         if not isinstance(value, dict) or not isinstance(value.get("files"), dict):
             raise ValueError("not a manifest")
