@@ -46,11 +46,11 @@ def test_nothing_runs_of_a_folder_that_is_not_what_was_submitted(login: Login) -
     file = config.attempt(1).config_file
     assert str(file) in login.wait_for_end(config)["reason"]
     log = swapped.attempt(1).supervisor_log
-    error = f"error: {swapped.attempt(1).config_file} is not what"
+    error = f"error: {swapped.attempt(1).config_file} is not the file"
     wait_for(lambda: error in log.read_text(), "the log")
     logs = [group.log_file(index) for index in (0, 1)]
     wait_for(
-        lambda: all("sweep.json is not what" in one.read_text() for one in logs), "the logs of the array"
+        lambda: all("sweep.json is not the file" in one.read_text() for one in logs), "the logs of the array"
     )
     login.run(["scancel", "--user=root"], check=True)  # `other` waits for its own start
     login.wait_until_idle()
