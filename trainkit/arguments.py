@@ -83,8 +83,8 @@ class Arguments:
     def means(self, name: str, *, is_used: bool) -> bool:
         """Return whether an option is meant for the function; `is_used` is True if it affects the run.
 
-        A name such as `name` can be both an option of the run and a parameter. It means the option once the
-        parameter has a value.
+        A name such as `name` can be both an option of the run and a parameter. Such a name means the option
+        once the parameter has a value.
         """
         if name in self.names:
             return not is_used or name not in self._bound

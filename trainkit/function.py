@@ -55,7 +55,7 @@ _BY_CHANCE = re.compile(
 class Requeue:
     """The return value of a callable's method `checkpoint`: the call that the next attempt makes.
 
-    It has the attributes of submitit's ``DelayedSubmission``, which may be returned instead.
+    A `Requeue` has the attributes of submitit's ``DelayedSubmission``, which may be returned instead.
     """
 
     def __init__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
@@ -216,8 +216,8 @@ def appear_as_submitit(attempt: AttemptDir) -> None:
 def would_fail_again(error: BaseException, run: RunDir) -> bool:
     """Return whether a second call would raise the same exception.
 
-    It would not if a peer or the machine is the cause, or if the function has saved checkpoints with
-    `trainkit.loop`, because it then continues from them.
+    A second call may succeed if a peer or the machine is the cause, or if the function has saved checkpoints
+    with `trainkit.loop` and continues from them.
     """
     is_of_system = isinstance(error, OSError | MemoryError) and not isinstance(error, FOUND)
     is_by_chance = _BY_CHANCE.search(f"{type(error).__name__}: {error}") is not None

@@ -16,7 +16,7 @@ from trainkit.errors import UsageError
 from trainkit.folders import open_regular, shown_path
 
 TRUSTED_VARIABLE = "TRAINKIT_JOB_TRUSTED"
-"""Contains the folders that ``--trust`` accepts, for child processes of a command; no job inherits it."""
+"""The variable that passes the folders accepted by ``--trust`` to child processes; no job inherits it."""
 
 
 def trust(folder: Path) -> None:

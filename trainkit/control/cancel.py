@@ -1,4 +1,4 @@
-"""Cancel a run, or all runs of a group: they save and exit, or are killed immediately."""
+"""Cancel a run, or all runs of a group, so that the ranks save and exit or are killed immediately."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ _CONFIG = re.compile(
     r"|remote\..+\.(?:url|pushurl|fetch)|branch\..+\.(?:remote|merge)|submodule\..+\.(?:url|active|ignore)",
     re.DOTALL,
 )
-"""The keys of a repository's config that are copied. They affect Git's answers, but never make Git start a
-program."""
+"""The keys of a repository's config that are copied. These keys affect Git's answers, but never make Git
+start a program."""
 _URL = re.compile(r"(?P<scheme>[a-zA-Z][\w+.-]*)://(?:(?P<user>[^/]*)@)?(?P<rest>.*)", re.DOTALL)
 _PATHS = ("index", "objects", "shallow", "info/attributes", "info/exclude")
 

@@ -176,10 +176,7 @@ def plan_run(
 
 
 def planning_error(invalid: InvalidConfig, workload: Workload, *, target: Target | None) -> ConfigError:
-    """Return the error with all problems of an invalid config.
-
-    These include the problems of planning a run with the config's valid keys.
-    """
+    """Return the error with all problems of an invalid config, also those of planning with its valid keys."""
     try:
         facts = gather(invalid.rest, workload, target=target)
         return invalid.with_problems_of_rest(problems(invalid.rest, facts, workload))

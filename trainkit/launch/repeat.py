@@ -132,8 +132,8 @@ def load_again(
 def submission_folder(job: JobRecord, takes_new_code: bool = False) -> Iterator[Path]:
     """Change to the folder that a run was submitted from, because paths in its config are relative to it.
 
-    Yields the working directory of the run's command. It is inside the code snapshot if the run has one and
-    `takes_new_code` is not set.
+    Yields the working directory of the run's command, which is inside the code snapshot if the run has one
+    and `takes_new_code` is not set.
     """
     here = Path.cwd()
     submitted = Path(job.cwd or here)

@@ -160,8 +160,8 @@ def repository_tree(cwd: str, run_dir: str) -> SourceTree | None:
 
     The code is every file that is tracked, or neither tracked nor ignored, including submodules and nested
     clones. Run folders are omitted. Untracked files that look like keys or passwords are omitted too; tracked
-    ones are not, because they are in the repository anyway and the code may need them. Both paths must be
-    real paths. Raises UsageError if git fails.
+    ones are not, because they are in the repository anyway and the code may need them. `cwd` and `run_dir`
+    must be real paths. Raises UsageError if git fails.
     """
     if not any((parent / ".git").exists() for parent in (Path(cwd), *Path(cwd).parents)):
         return None
@@ -234,8 +234,8 @@ def pattern_tree(cwd: str, run_dir: str) -> SourceTree:
     """Return the code below a folder: files named like sources, and all symlinks.
 
     Hidden folders, environments, runs and caches are skipped. Files that look like keys or passwords, and
-    very large files, are omitted. Both paths must be real paths. Raises UsageError if the folder is too large
-    to be a project.
+    very large files, are omitted. `cwd` and `run_dir` must be real paths. Raises UsageError if the folder is
+    too large to be a project.
     """
     tree, waiting, num_searched = SourceTree(cwd, "pattern"), [cwd], 0
     while waiting:

@@ -1,8 +1,8 @@
 """Decide which standard input a COMMAND gets, and store its content in the run folder where needed.
 
 Rank 0 of ``trainkit run`` inherits standard input, like a program that a shell starts. A job starts later and
-may start again, so ``trainkit submit`` stores the content in the run folder. It must not consume input that
-another process reads from the same stream, such as the shell that executes a script or a loop.
+may start again, so ``trainkit submit`` stores the content in the run folder. trainkit must not consume input
+that another process reads from the same stream, such as the shell that executes a script or a loop.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ Action = Literal["finished", "stopped", "failed", "restart", "requeue", "resubmi
 job, and `follow_up` lets a job that is already in the queue continue the run."""
 Cause = Literal["preempted", "timeout", "node_fail", "crash", "hang", "asked", "not_started"]
 """The cause of a restart: a value of `requeue.on`, ``asked`` when a person requested the restart, or
-``not_started`` when Slurm could not start the step. The last does not count as a failure of the run.
+``not_started`` when Slurm could not start the step. ``not_started`` does not count as a failure of the run.
 Capabilities define further causes."""
 RESUME_ACTIONS: tuple[Action, ...] = ("restart", "requeue", "follow_up", "resubmit")
 """The actions after which the run resumes without a command, the cheapest first."""
@@ -89,7 +89,7 @@ class RankFailure:
 
     @property
     def line(self) -> str:
-        """Format the failure as the first failure, on one line: rank, host, step and cause."""
+        """Format the first failure of an attempt on one line: rank, host, step and cause."""
         if self.type == "HostLost":
             return f"host {self.host} failed first: {self.message}"
         subject = "the job" if self.rank is None else f"rank {self.rank}"
@@ -102,7 +102,7 @@ class RankFailure:
 def rank_failures(attempt: AttemptDir, job: JobRecord | None = None) -> list[tuple[Path, RankFailure]]:
     """Return the failures that ranks have recorded, each with its file, ordered by time.
 
-    `job` is the content of job.json; it is read when needed if the caller does not pass it.
+    `job` is the content of job.json, which is read when needed if the caller does not pass it.
     """
     records = []
     for path in sorted(attempt.errors_dir.glob("rank-*.json")):
@@ -118,8 +118,8 @@ def rank_failures(attempt: AttemptDir, job: JobRecord | None = None) -> list[tup
 
 T = TypeVar("T")
 AWAITED_S = 3.0
-"""Extra seconds for a death by one of `ENDING_SIGNALS`. The agent records such a death later, because its own
-stop signal may follow."""
+"""Extra seconds for a death by one of `ENDING_SIGNALS`. The agent records such a death later, because a stop
+signal for the agent may follow."""
 NOTICED_S = 2.5
 """Peers of a killed rank may record their errors this many seconds before the agent records the kill."""
 

@@ -255,7 +255,8 @@ def set_aside(checkpoint: Checkpoint) -> Path:
 def remove(path: Path) -> None:
     """Delete a checkpoint's folder; an interrupted deletion never leaves a folder that looks published.
 
-    It leaves a folder that looks like an unfinished save, which the next attempt deletes.
+    An interrupted deletion leaves a folder that looks like an unfinished save, which the next attempt
+    deletes.
     """
     if not path.name.endswith(PARTIAL_SUFFIX):
         doomed = path.with_name(f"{path.name}.deleted-{os.getpid()}{PARTIAL_SUFFIX}")

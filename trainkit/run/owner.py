@@ -35,8 +35,8 @@ MAX_LINKS = 40
 def refuse_foreign(folder: Path, hint: str) -> None:
     """Raise UsageError if another user could replace files of a run in this folder.
 
-    The check covers every folder on the path, including folders that links lead to. It also covers the files
-    in `DECIDING`, which may have been planted while the folder was open to all. The folder may be missing.
+    The check covers every folder on the path, including folders that links lead to, and the files in
+    `DECIDING`, which may have been planted while the folder was open to all. The folder may be missing.
     `hint` says what the user can do instead. A folder that `trust` has accepted is not checked.
     """
     if is_trusted(folder):

@@ -34,7 +34,7 @@ AUTO_RESTART = "restart"
 
 
 def submitit_pickle(run: RunDir, job_id: str) -> Path:
-    """Return the path of the file that submitit looks for, by job id; it exists only for submitit's jobs."""
+    """Return the path of the file that submitit looks for; only submitit's jobs have such a file."""
     return run.path / "submitit" / f"{job_id}_submitted.pkl"
 
 
@@ -45,7 +45,7 @@ def copy_submitit_pickle(run: RunDir, job_id: str, new_id: str) -> None:
 
 
 class HasCluster:
-    """A record of a submission to a cluster."""
+    """Base class of records that describe a submission to a cluster."""
 
     cluster: str | None
 
@@ -189,7 +189,7 @@ class JobRecord:
     def waiting(self) -> list[str]:
         """Return the chained jobs that have not started an attempt, in order, named like `AttemptRecord.job`.
 
-        They are on the cluster of the newest attempt. Some of them may have left the queue.
+        All chained jobs are on the cluster of the newest attempt. Some of them may have left the queue.
         """
         if self.newest is None or not self.follow_ups:
             return []

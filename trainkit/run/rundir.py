@@ -49,7 +49,7 @@ def is_same_folder(one: Path, other: Path) -> bool:
 
 
 class Child:
-    """A path below the `path` of the object that defines it."""
+    """A descriptor that returns a path below the `path` of its owner."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -59,7 +59,10 @@ class Child:
 
 
 class Numbered:
-    """A family of paths of ranks, nodes or steps, which maps a number or name to its path."""
+    """A descriptor for the paths of ranks, nodes or steps.
+
+    The descriptor returns a function that maps a number or name to a path below the `path` of its owner.
+    """
 
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern
@@ -81,7 +84,7 @@ class RunFolder:
 
     @property
     def shown(self) -> str:
-        """Return the path for a sentence."""
+        """Return the path as messages show it."""
         return shown_path(self.path)
 
     @property
@@ -92,7 +95,7 @@ class RunFolder:
 
 
 DELETED = " (deleted)"
-"""Suffix for the path of a deleted folder that another folder has replaced."""
+"""Suffix that marks the path of a deleted folder after another folder has replaced it."""
 
 
 class RunDir(RunFolder):
@@ -143,7 +146,7 @@ class RunDir(RunFolder):
 
     @property
     def shown(self) -> str:
-        """Return the path for a sentence; for a replaced folder, the path that it had before."""
+        """Return the path as messages show it; for a replaced folder, the path that it had before."""
         return super().shown.removesuffix(DELETED * self.was_replaced)
 
     def hold(self) -> None:
@@ -244,7 +247,7 @@ class AttemptDir:
     logs_dir = Child("logs")
     supervisor_log = Child("logs/supervisor.log")
     batch_host_log = Child("logs/batch-host.log")
-    """The log of the batch host. It is separate from the supervisor's log, because in that log srun's
+    """The log of the batch host. This log is separate from the supervisor's log, because there srun's
     messages about tasks refer to the ranks."""
     errors_dir = Child("errors")
     hangs_dir = Child("hangs")

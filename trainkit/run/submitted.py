@@ -21,7 +21,7 @@ from trainkit.shipped import files_of, take_parts
 from trainkit.trust import read_trusted
 
 SUBMITTED_VARIABLE = "TRAINKIT_JOB_SUBMITTED"
-"""The variable that contains the `submitted_hash`. It is set by the batch script, or by the command that
+"""The variable that contains the `submitted_hash`. The batch script sets the variable, or the command that
 starts a supervisor on this machine."""
 HASH_DIGITS = 32
 

@@ -21,7 +21,7 @@ _FIRST_LINE = re.compile(r"\[rank(?P<rank>\d+)\]: (?:Traceback \(|  \+ Exception
 _GROUP = "+ Exception Group Traceback ("
 _MARGIN = re.compile(r" +(?:\| ?|\+(?=-))")
 LAUNCHER_ERROR = "ChildFailedError"
-"""The exception that torchrun raises if a rank fails; it does not name the cause."""
+"""The exception that torchrun raises if a rank fails, which does not name the cause."""
 MAX_LINES_AFTER = 20
 """An exception that is followed by more lines of output counts as handled by the program."""
 
