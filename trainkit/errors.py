@@ -109,7 +109,7 @@ class Problem:
 
 
 KeyProblem = tuple[str, str, str]
-"""The dotted key, message and hint of a problem whose origin is not known here."""
+"""The dotted key, message and hint of a problem; the origin of the value is added later."""
 
 
 class ConfigError(UsageError):

@@ -258,7 +258,8 @@ def _idle_s(attempt: Attempt, following: Attempt) -> float:
 def worker_hours(attempts: Sequence[Attempt], world_size: int | None) -> float | None:
     """Return the allocated hours of all ranks; None if the number of ranks is unknown.
 
-    `world_size` is used for attempts that did not record their own. The number may differ between attempts.
+    `world_size` is the number of ranks of attempts that did not record this number, which may differ between
+    attempts.
     """
     total_s = 0.0
     for attempt, following in zip_longest(attempts, attempts[1:]):
