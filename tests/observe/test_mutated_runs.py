@@ -108,7 +108,7 @@ def test_a_checkpoint_of_another_version(project: Path, capsys: pytest.CaptureFi
     replace_value(project / "runs/finished", change, 0)
     assert main(["resume", "runs/finished", "--set", "train.steps=9"]) == 2
     shown = capsys.readouterr().err
-    assert "cannot be compared with the model of step-00000006: its vocab_size is not one of this" in shown
+    assert "cannot be compared with the model of step-00000006: its vocab_size is not valid in this" in shown
     assert "hint: resume with the version of trainkit that saved it" in shown
 
 
@@ -133,7 +133,7 @@ def test_the_status_says_what_cannot_be_read(project: Path, capsys: pytest.Captu
     os.mkfifo(file)
     assert main(["status", "runs/finished"]) == 0
     shown = capsys.readouterr().out
-    assert "warning: metrics.jsonl cannot be read: it is no regular file" in shown
+    assert "warning: metrics.jsonl cannot be read: it is not a regular file" in shown
     assert "state       finished" in shown
     log = project / "runs/finished/attempts/001/logs/rank-0000.log"
     log.unlink()

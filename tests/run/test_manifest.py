@@ -241,4 +241,4 @@ def test_what_is_no_file_is_damage(checkpoint: Checkpoint, make_it: Callable[[Pa
             change(checkpoint, files={**files, SHARDS[0]: {**files[SHARDS[0]], "bytes": 0}})
         file.unlink()
         make_it(file)
-        assert find_damage(checkpoint) == f"{file.name} is no regular file"
+        assert find_damage(checkpoint) == f"{file.name} is not a regular file"

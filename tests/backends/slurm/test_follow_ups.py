@@ -138,7 +138,7 @@ def test_what_slurm_does_not_take_is_said(run: RunDir, sbatch: Sbatch, capsys: A
     sbatch.last = 8
     assert submit_follow_ups(run.attempt(1), "7", REQUEST, 3) == ["8"]
     said = capsys.readouterr().err.splitlines()
-    assert said[0].startswith("only 1 of 3 follow-up jobs are in the queue: sbatch: Job violates")
+    assert said[0].startswith("only 1 of 3 chained jobs are in the queue: sbatch: Job violates")
     assert said[1:] == ["8 waits in the queue to continue 7"]
     assert read_job(run).waiting == ["8"]
 
@@ -183,7 +183,7 @@ def test_another_cluster_that_is_away_keeps_no_run_that_is_over(
         assert read_job(run).follow_ups == ["8", "9"]
         return
     cancel_follow_ups(run, read_job(run))
-    assert "it is away: `scancel --clusters=east 8 9` cancels the follow-up jobs" in capsys.readouterr().err
+    assert "it is away: `scancel --clusters=east 8 9` cancels the chained jobs" in capsys.readouterr().err
     assert read_job(run).follow_ups == [], "the next attempt may be on a cluster where these are other jobs"
 
 

@@ -275,4 +275,4 @@ def test_a_process_of_another_user_is_named_and_the_others_are_signalled(
     monkeypatch.setattr(os, "kill", kill)
     signal_all([1, 2], TERM)
     assert signalled == [(2, TERM)]
-    assert capfd.readouterr().out == "process 1 does not get SIGTERM: it is another user's\n"
+    assert capfd.readouterr().out == "cannot send SIGTERM to process 1: it belongs to another user\n"
