@@ -153,7 +153,7 @@ class SlurmRequest:
     clusters: tuple[str, ...] = field(default=(), metadata=OPTIONAL)
     """The clusters that may take the job; empty for the cluster of this host."""
     gpu_types: dict[str, str] = field(default_factory=dict, metadata=OPTIONAL)
-    """Maps each partition that may start the job to its GPU type, if several partitions or types were named."""
+    """Maps each partition that may start the job to its GPU type, if the config names several of either."""
     fills_nodes: bool = field(default=False, metadata=OPTIONAL)
     """True if the ranks use all CPUs of an exclusive job, which may have more CPUs than it requested."""
 
