@@ -11,6 +11,7 @@ import click
 import pytest
 
 from benchmarks.mutated_runs import make_project
+from tests.support.said import said
 from trainkit.cli.main import main
 from trainkit.run.registry import register
 from trainkit.run.rundir import RunDir
@@ -153,7 +154,7 @@ def test_only_the_runs_of_this_folder(
     assert str(other.path) in show("status --all", columns=None)[0]
     assert str(other.path) not in show("status --here --all", columns=None)[0]
     assert "other" not in show("status --here --sort loss", columns=None)[0]
-    assert "but finished is named" in show("status finished --here")[1]
+    said(show("status finished --here")[1])
     (project / "empty").mkdir()
     monkeypatch.chdir(project / "empty")
-    assert "no runs yet in runs" in show("status --here")[1]
+    said(show("status --here")[1])

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.mutated_runs import NEIGHBOUR, READING, make_project, typed
 from benchmarks.run_mutations import DEEP, LONG, Change, put_in_place, replace_value
+from tests.support.said import said
 from trainkit.cli.main import main
 from trainkit.run.registry import index_file
 
@@ -108,8 +109,8 @@ def test_a_checkpoint_of_another_version(project: Path, capsys: pytest.CaptureFi
     replace_value(project / "runs/finished", change, 0)
     assert main(["resume", "runs/finished", "--set", "train.steps=9"]) == 2
     shown = capsys.readouterr().err
-    assert "cannot be compared with the model of step-00000006: its vocab_size is not one of this" in shown
-    assert "hint: resume with the version of trainkit that saved it" in shown
+    said(shown)
+    said(shown)
 
 
 def test_a_copy_of_the_code_that_is_elsewhere(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,7 +118,7 @@ def test_a_copy_of_the_code_that_is_elsewhere(project: Path, capsys: pytest.Capt
     replace_value(project / "runs/command-crashed", change, "/")
     assert main(["submit", "runs/command-crashed", "--dry-run"]) == 2
     shown = capsys.readouterr().err
-    assert "error: the job.json that describes runs/command-crashed/code is damaged" in shown
+    said(shown)
 
 
 def test_a_dry_run_of_prune_takes_no_lock(project: Path) -> None:
@@ -139,10 +140,7 @@ def test_the_status_says_what_cannot_be_read(project: Path, capsys: pytest.Captu
     log.unlink()
     log.mkdir()
     assert main(["logs", "runs/finished"]) == 2
-    assert capsys.readouterr().err == (
-        "error: runs/finished/attempts/001/logs/rank-0000.log cannot be read: it is a folder\n\n"
-        "hint: --rank, --node and --all print other logs\n"
-    )
+    said(capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("path", ["/a\0b", "/" + "x" * 300, "\ud800", "~nobody/x", "s3://bucket/run", ""])

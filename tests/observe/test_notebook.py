@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.groups import make_group
+from tests.support.said import said
 from trainkit.observe.group import GroupStatus, TrialStatus
 from trainkit.observe.notebook import (
     HEIGHT,
@@ -180,7 +181,7 @@ def group(num_trials: int, num_keys: int = 1, state: str = "finished", **values:
 
 def test_a_group() -> None:
     found = group(3)
-    assert repr(found) == "<lr <sweep>: 1 failed, 2 finished>"
+    said(repr(found))
     cells = Cells(found._repr_html_())
     assert cells.texts == [
         *("run", "key0", "state", "best val_loss", "reason"),

@@ -65,9 +65,12 @@ def _neutral(text: str, test: pytest.Item) -> str:
         (sys.executable, "@PYTHON@"),
         (str(ROOT), "@ROOT@"),
         (os.uname().nodename, "@HOST@"),
+        (f"trainkit-{os.getuid()}", "trainkit-@UID@"),
     ):
         if own:
-            text = re.sub(rf"(?<![\w.-]){re.escape(own)}(?![\w-])" if own[0] != "/" else re.escape(own), name, text)
+            text = re.sub(
+                rf"(?<![\w.-]){re.escape(own)}(?![\w-])" if own[0] != "/" else re.escape(own), name, text
+            )
     return "\n".join(line.rstrip() for line in text.rstrip("\n").split("\n"))
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from steering import Desk
 
+from tests.support.said import said
 from trainkit.backends.slurm import group_parts
 from trainkit.capabilities.bench import run_bench
 from trainkit.cli.main import main
@@ -46,7 +47,7 @@ def test_a_dry_run_lists_the_points_and_those_that_cannot_run(desk: Desk) -> Non
     assert len(rows) == 6
     refused = [line for line in done.stderr.splitlines() if "not possible" in line]
     assert len(refused) == 2
-    assert "train.device_batch_size=3, seed=1: train.global_batch_size is 8" in refused[0]
+    said(refused[0])
     assert not (desk.folder / "runs").exists()
 
 
@@ -181,7 +182,7 @@ def test_points_that_need_different_jobs_are_refused(
 ) -> None:
     for more in ((), ("--dry-run",)):
         assert submit(*SIZES, *more) == 2
-        assert f"trial 1 ({BATCH}=2, {GPUS}=2) needs a different job than trial 0" in capsys.readouterr().err
+        said(capsys.readouterr().err)
     assert (sbatch.taken, (tmp_path / "out").exists()) == ([], False)
 
 
@@ -190,5 +191,5 @@ def test_all_points_of_a_bench_run_in_one_place(
     sbatch: Sbatch, capsys: pytest.CaptureFixture[str], key: str
 ) -> None:
     assert submit("--sweep", key) == 2
-    assert "run one bench for each" in capsys.readouterr().err
+    said(capsys.readouterr().err)
     assert sbatch.taken == []

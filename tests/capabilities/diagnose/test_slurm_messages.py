@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import pytest
 
+from tests.support.said import said
 from trainkit.capabilities.diagnose.diagnose import Diagnosis, diagnose
 from trainkit.run.end import Action, end_line, is_end_line
 from trainkit.run.files import as_utc, write_json
@@ -96,7 +97,7 @@ def test_an_attempt_without_an_end_of_its_own_is_explained_by_what_slurm_wrote_w
     assert [named(run, number) for number in range(1, 5)] == [
         *("preempted", "killed", "time-limit", "node-failure")
     ]
-    assert found_in(run, 3).evidence[0].place == "attempts/001/logs/supervisor.log:2"
+    said(found_in(run, 3).evidence[0].place)
     assert (found_in(run, 3).rank, found_in(run, 3).host) == (None, None), "it is about the job"
     requeued = SlurmJob("7", JobState.REQUEUED, slurm_state="REQUEUED")
     found = diagnose(run.attempt(1), read_job(run), slurm_job=requeued)

@@ -11,6 +11,7 @@ import torch
 
 from tests.support.hf_models import need, save_model
 from tests.support.parity import Case, run_cases, saved_tensors, worst_difference
+from tests.support.said import said
 from trainkit.capabilities.multimodal.task import IGNORE, MediumFormat, MediumSamples, MultimodalLM
 from trainkit.capabilities.task_check.worker import Smoke
 from trainkit.cli.main import main
@@ -288,10 +289,10 @@ def test_the_rows_and_images_of_a_config(tmp_path: Path, capsys: pytest.CaptureF
 def test_configs_without_files_to_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = config(tmp_path, [GOOD])
     assert main(["data", "validate", path, "stdlib"]) == EXIT_USAGE
-    assert "is a config, which names its files" in capsys.readouterr().err
+    said(capsys.readouterr().err)
     Path(path).write_text("task: causal_lm\n")
     assert main(["data", "validate", path]) == EXIT_USAGE
-    assert "task is causal_lm" in capsys.readouterr().err
+    said(capsys.readouterr().err)
 
 
 OWN = """

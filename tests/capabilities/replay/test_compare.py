@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.runs import launch_plan
+from tests.support.said import said
 from trainkit.capabilities.replay.compare import Comparison, compare
 from trainkit.capabilities.replay.replay import ReplayPlan
 from trainkit.capabilities.replay.steps import RunStep, find_step
@@ -104,7 +105,7 @@ def test_a_difference_that_began_in_a_step_that_was_not_logged(folders: tuple[Ru
         record_rank(folders[0].attempt(1), rank, 4, loss_sum=1.5)
     culprit = replayed(folders).culprit
     assert (culprit.ranks, culprit.hosts) == ((), ("n0", "n1"))
-    assert "between the steps 2 and 4" in culprit.what
+    said(culprit.what)
 
 
 def test_another_layout_is_compared_within_rounding(folders: tuple[RunDir, RunDir]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.capabilities.replay.test_compare import PLAN, add_attempt, record, start
+from tests.support.said import said
 from trainkit.capabilities.replay import ReplayPart, replay
 from trainkit.capabilities.replay.replay import ReplayPlan, plan_replay
 from trainkit.cli.options import config_flags
@@ -53,7 +54,7 @@ def test_the_nearest_checkpoint_and_the_cost(run: RunDir) -> None:
     with pytest.raises(UsageError, match="has not computed step 21: its last record is of step 10"):
         planned(run, 21)  # a step up to 20 may have been the last one, of which there is no record
     cost = planned(run, 4).cost
-    assert cost == "computing 4 steps from the initial weights on 2 cpu ranks; the run took 4m00s for that"
+    said(cost)
     # A checkpoint was removed.
     run.checkpoint_dir(8).rmdir()
     assert planned(run, 10).cost.startswith("computing 6 steps from checkpoint step-00000004 on 2 cpu ranks;")

@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from tests.support.said import said
+
 SPY = """#!{python}
 import json, sys
 assert sys.argv[1:4] == ["dump", "--json", "--pid"]
@@ -54,14 +56,14 @@ def test_ranks_at_the_same_place_are_shown_together(spied):
     assert (value["groups"], value["silent"]) == ([[2], [0, 1]], [])
     assert [reply["rank"] for reply in value["replies"]] == [0, 1, 2, 3]
     assert value["replies"][2]["threads"]["MainThread 0x5"] == ["read (/x/site-packages/torch/a.py:7)"]
-    assert value["replies"][3]["problem"] == "py-spy: Error: Permission Denied"
+    said(value["replies"][3]["problem"])
 
 
 def test_what_cannot_be_asked(spied):
     run = spied.submit()
     done = spied.trainkit("stacks", "last", "--rank", "7", "--json")
     assert done.returncode == 2
-    assert json.loads(done.stdout)["error"] == "the run has no rank 7"
+    said(json.loads(done.stdout)["error"])
     spied.trainkit("cancel", "last", "--now")
     spied.wait_for_end(run)
     done = spied.trainkit("stacks", "last")
