@@ -1,13 +1,14 @@
-"""Measures how long a save blocks training, compared with `torch.save` plus fsync of the same state.
+"""Measure how long a save blocks training, compared with `torch.save` plus fsync of the same state.
 
     python benchmarks/checkpoint_stall.py
 
-The state is 500 MB of float32 in one process. For each save the script measures how long the training thread
-is blocked: the call itself, plus the wait before the optimizer may change the state. Between the two, matrix
-products stand for the forward and backward pass of the next step. They are also timed without a save, to show
-what the background copy costs. After the wait every tensor is changed in place; the published checkpoint must
-contain the values at the time of the call. Both kinds of save alternate; the first round is a warm-up and
-reported separately.
+The state is 500 MB of float32 in one process. For each save, the script measures how long the training thread
+is blocked: the duration of the call plus the wait before the optimizer may change the state. Between the call
+and the wait, matrix products represent the forward and backward pass of the next step. The script also times
+the products without a save, to show the cost of the background copy.
+
+After the wait, the script changes every tensor in place. The published checkpoint must contain the values at
+the time of the call. Both kinds of save alternate. The first round is a warm-up and is reported separately.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ WORLD = World(rank=0, size=1, device=torch.device("cpu"), mesh=None, checkpoint_
 
 
 def make_state(num_megabytes: int) -> dict[str, torch.Tensor]:
-    """Tensors of 4 MB each, of the requested total size."""
+    """Return tensors of 4 MB each with the requested total size."""
     return {f"model.layer{index}": torch.randn(1000, 1000) for index in range(num_megabytes // 4)}
 
 
 def compute(weights: torch.Tensor, seconds: float) -> float:
-    """Run matrix products for about this long; returns the products per second."""
+    """Run matrix products for `seconds`; return the products per second."""
     started = time.perf_counter()
     count = 0
     while time.perf_counter() - started < seconds:
@@ -47,7 +48,7 @@ def compute(weights: torch.Tensor, seconds: float) -> float:
 
 
 def save_with_torch(state: dict[str, torch.Tensor], path: Path) -> float:
-    """Seconds for which `torch.save` plus fsync blocks the caller."""
+    """Return the seconds for which `torch.save` plus fsync blocks the caller."""
     started = time.perf_counter()
     with path.open("wb") as stream:
         torch.save(state, stream)
@@ -57,7 +58,8 @@ def save_with_torch(state: dict[str, torch.Tensor], path: Path) -> float:
 
 
 def save_with_trainkit(saver: CheckpointSaver, step: int, weights: torch.Tensor) -> tuple[float, float]:
-    """(seconds for which an asynchronous save blocks the caller, products per second during the save)."""
+    """Return the seconds for which an asynchronous save blocks the caller, and the products per second
+    meanwhile."""
     started = time.perf_counter()
     saver.save(SaveRequest(step, {}, is_best=False, reason="bench"), blocking=False)
     stall_s = time.perf_counter() - started
@@ -83,7 +85,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         run = RunDir(folder)
         saver = CheckpointSaver(run.attempt(1), WORLD, state, keep_last=1)
-        saver.allocate_buffers()  # the training loop does so after its first step
+        saver.allocate_buffers()  # the training loop calls this after its first step
         time.sleep(5.0)
         for step in range(1, args.rounds + 1):
             stalls["torch.save"].append(save_with_torch(state, Path(folder) / "plain.pt"))
@@ -95,7 +97,7 @@ def main() -> int:
             stalls["trainkit"].append(stall_s)
             speeds["during"].append(speed)
             saver.finish()
-            unchanged += holds(Checkpoint(run.checkpoint_dir(step), step), expected)
+            unchanged += is_intact(Checkpoint(run.checkpoint_dir(step), step), expected)
         saver.close()
     plain, ours = (statistics.median(stalls[name][1:]) for name in stalls)
     alone, during = (statistics.median(speeds[name][1:]) for name in speeds)
@@ -107,12 +109,12 @@ def main() -> int:
         f"| {args.megabytes} | {plain:.3f} | {ours:.4f} | {ours / plain:.3f} | {stalls['trainkit'][0]:.3f} "
         f"| {during / alone:.2f} |"
     )
-    print(f"{unchanged} of {args.rounds} checkpoints hold the values of the call")
+    print(f"{unchanged} of {args.rounds} checkpoints contain the values at the time of the call")
     return 0 if unchanged == args.rounds else 1
 
 
-def holds(checkpoint: Checkpoint, expected: dict[str, torch.Tensor]) -> bool:
-    """Whether a checkpoint is intact and contains exactly these values."""
+def is_intact(checkpoint: Checkpoint, expected: dict[str, torch.Tensor]) -> bool:
+    """Return whether a checkpoint is intact and contains exactly these values."""
     found = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
     load_tensors(checkpoint, found, WORLD)
     return not find_damage(checkpoint) and all(torch.equal(found[name], expected[name]) for name in expected)

@@ -1,12 +1,12 @@
-"""Whether the children of a rank end of a notice as they would without trainkit, and workers survive it.
+"""Check that a stop signal ends the children of a rank as without trainkit, and that workers survive it.
 
     python -m benchmarks.children [--count 200] [--seed 1] [--kinds sigwait ...] [--slurm 24.11]
 
 Starts a rank with `--count` children of each kind (`notice_cases/children.py`), with trainkit and without,
-and signals every process of the step at a seeded moment after all are ready. Without `--slurm`, this process
-plays Slurm, one kind at a time; with it, two jobs with children of all kinds are preempted in a cluster on
-this machine (as root; `installed` is the installed version). pyenv provides the old Pythons. The exit code is
-0 if each kind ends as without trainkit, and the workers survive.
+and signals every process of the step at a seeded moment after all children are ready. Without `--slurm`, this
+process plays the role of Slurm, one kind at a time. With `--slurm`, two jobs with children of all kinds are
+preempted in a cluster on this machine (as root; `installed` is the installed version). pyenv provides the old
+Pythons. The exit code is 0 if each kind ends as without trainkit and the workers survive.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LONGEST_DELAY_S = 1.0
 
 
 def played(count: int, kinds: Sequence[str], delay_s: float, *, with_trainkit: bool) -> str:
-    """Signal a rank and all processes below it; returns what the rank prints."""
+    """Signal a rank and all processes below it; return the output of the rank."""
     path = os.environ.get("PYTHONPATH", "")
     environ = {**os.environ, "RANK": "0"} | (
         {"PYTHONPATH": f"{STARTUP_FOLDER}:{path}"} if with_trainkit else {}
@@ -55,14 +55,15 @@ def played(count: int, kinds: Sequence[str], delay_s: float, *, with_trainkit: b
             printed += line + "\n"
         return printed
     finally:
-        os.killpg(agent.pid, signal.SIGKILL)  # a Pool has started other workers for those that have ended
+        # Kill the whole group, because a Pool has started new workers in place of workers that have ended.
+        os.killpg(agent.pid, signal.SIGKILL)
         agent.communicate()
 
 
 def preempted(
     login: Login, count: int, kinds: Sequence[str], spared: Sequence[str], delay_s: float
 ) -> list[str]:
-    """Preempt a job without trainkit and a job with it at once; returns what each rank prints."""
+    """Preempt a job without trainkit and a job with trainkit at once; return the output of each rank."""
     output = login.folder / "bare.log"
     command = [sys.executable, str(PROGRAM), str(count)]
     bare = ["srun", *command, *kinds]
@@ -91,7 +92,7 @@ def preempted(
 
 
 def outcomes(printed: str, kind: str) -> str:
-    """How the children of a kind have ended, and what they have printed."""
+    """Return how the children of a kind have ended, and their output."""
     return "; ".join(line[len(kind) + 2 :] for line in printed.splitlines() if line.startswith(f"{kind}: "))
 
 
@@ -131,7 +132,7 @@ def main() -> int:
 
 
 def is_right(found: dict[str, tuple[str, str]], kind: str, count: int) -> bool:
-    """Whether all children of a kind have ended as without trainkit, or as workers should."""
+    """Return whether all children of a kind have ended as without trainkit, or as workers should."""
     bare, with_trainkit = (outcomes(text, kind) for text in found[kind])
     return with_trainkit == (f"{count} x {SPARED[kind]}" if kind in SPARED else bare) != ""
 

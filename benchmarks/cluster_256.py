@@ -1,13 +1,19 @@
-"""What a run on 256 hosts does to the controller and to the file system, and how fast it is.
+"""Measure the load of a run on 256 hosts on the controller and the file system, and its speed.
 
     python -m benchmarks.cluster_256               # 256 hosts, about 8 minutes and 8 GB of memory
     python -m benchmarks.cluster_256 --hosts 8
 
-Starts a Slurm cluster of 256 hosts on this machine (as root; see tools/slurm_cluster), one rank on each,
-which waits for a signal or a file. Measures the start, an idle minute, `status` and `watch`, the end, a host
-that is powered off, with a requeue and with the others going on, and a cancellation. The RPCs are those that
-the controller counts (`sdiag`), without those of Slurm's own daemons. Every open of a file or folder in the
-run folder, by any process of any host, is counted by fanotify. Exits with 1 if a goal is missed.
+Starts a Slurm cluster of 256 hosts on this machine (as root; see tools/slurm_cluster) with one rank on each
+host. The rank waits for a signal or a file. The benchmark measures:
+
+- the start, an idle minute, and the end;
+- `status` and `watch`;
+- a host that is powered off, with a requeue and with the other hosts continuing;
+- a cancellation.
+
+The RPCs are the RPCs that the controller counts (`sdiag`), without the RPCs of Slurm's own daemons. fanotify
+counts every open of a file or folder in the run folder, by any process of any host. Exits with 1 if a goal is
+missed.
 """
 
 from __future__ import annotations
@@ -47,7 +53,7 @@ while not asked and not os.path.exists(sys.argv[1]):
     time.sleep(1)
 sys.exit(75 if asked else 0)
 """
-"""A rank that does nothing: it says when it runs, until it is asked to save or there is a file."""
+"""A rank that does nothing: it prints its start time, and waits for a stop signal or a file."""
 AT_FDCWD = -100
 END = "end"
 CONFIG = """\
@@ -69,7 +75,7 @@ DAEMONS = frozenset(
         "REQUEST_STATS_INFO",
     }
 )
-"""What slurmd, slurmstepd and slurmdbd send of themselves, and the question of this program."""
+"""RPCs that slurmd, slurmstepd and slurmdbd send on their own, and the query of this program."""
 RANK = [sys.executable, "-I", "-S", "joins.py"]
 JOINED_S, FOUND_S = 25.0, 30.0
 RPCS_PER_MINUTE = LISTINGS_PER_S = SUPERVISOR_PERCENT = 2.0
@@ -79,11 +85,11 @@ PATIENCE_S = 300.0
 
 @dataclass
 class Table:
-    """The rows, printed as they are added."""
+    """The rows of the table, which are printed as they are added."""
 
     num_hosts: int
     missed: list[str] = field(default_factory=list)
-    """The goals that were missed."""
+    """Goals that were missed."""
 
     def __post_init__(self) -> None:
         print("| what | value | goal | |\n|---|---|---|---|", flush=True)
@@ -96,9 +102,9 @@ class Table:
 
 
 class Opens:
-    """Counts what all processes but this one, on all hosts, open below a folder of the cluster's.
+    """Counts the files that all processes but this one, on all hosts, open below a folder of the cluster.
 
-    That has a file system of its own, so that nothing else of the machine is looked at.
+    The folder has a separate file system, so that fanotify sees nothing else of the machine.
     """
 
     CLOEXEC, UNLIMITED_QUEUE = 0x1, 0x10
@@ -142,7 +148,7 @@ class Opens:
                         return
                     if pid == os.getpid() or not path.startswith(runs):
                         continue
-                    # Numbers of hosts and ranks make a kind.
+                    # Paths that differ only in the numbers of hosts and ranks are one kind.
                     kind = re.sub(r"\d+", "N", path)
                     (self.listed if is_folder else self.opened)[kind] += 1
 
@@ -151,7 +157,7 @@ class Opens:
 
     @staticmethod
     def kinds(run: RunDir, counts: Counter[str]) -> str:
-        """The most frequent paths, relative to the run folder."""
+        """Return the most frequent paths, relative to the run folder."""
         prefix = re.sub(r"\d+", "N", f"{run.path}/")
         return words(Counter({f"`{path.removeprefix(prefix)}`": count for path, count in counts.items()}))
 
@@ -165,7 +171,7 @@ class Job:
     num_hosts: int
 
     def joined_s(self, attempt: int) -> list[float]:
-        """When each rank of an attempt ran, in seconds since the epoch, once all of them do."""
+        """Return when each rank of an attempt started, in seconds since the epoch, once all ranks run."""
         found: dict[int, float] = {}
 
         def all_have() -> bool:
@@ -175,7 +181,8 @@ class Job:
                     found[rank] = float(text.split()[0])
             if (ended := self.run.attempt(attempt)).end_file.exists():
                 lines = ended.supervisor_log.read_text().splitlines()
-                kept = "\n".join(line for line in lines if not line.endswith(": Killed"))  # by the end of all
+                # srun prints such a line for each rank that is killed at the end of the attempt.
+                kept = "\n".join(line for line in lines if not line.endswith(": Killed"))
                 raise AssertionError(
                     f"{len(found)} ranks, then\n{kept[-4000:]}\n{ended.end_file.read_text()}"
                 )
@@ -185,17 +192,17 @@ class Job:
         return sorted(found.values())
 
     def started_s(self) -> float:
-        """When Slurm started its job, in seconds since the epoch."""
+        """Return when Slurm started the job of the run, in seconds since the epoch."""
         started = rf"^\[(\S+)\] .*(?:Started|Allocate) JobId={self.login.job_id(self.run)} "
         found = re.search(started, self.login.cluster.log("slurmctld"), re.MULTILINE)
         assert found is not None
         return datetime.fromisoformat(found[1]).timestamp()
 
     def processes(self, module: str) -> list[int]:
-        """The pids, on this machine, of its processes that run a module."""
+        """Return the pids, on this machine, of the run's processes that execute a module."""
         found = []
         for entry in Path("/proc").iterdir():
-            with suppress(OSError):  # it has ended
+            with suppress(OSError):  # the process has ended
                 words = (entry / "cmdline").read_bytes().decode().split("\0") if entry.name.isdigit() else []
                 if (
                     "-m" in words[:6]
@@ -206,19 +213,19 @@ class Job:
         return found
 
     def end_s(self, attempt: int) -> float:
-        """When an attempt's end was recorded, in seconds since the epoch, once it is."""
+        """Return when the end of an attempt was recorded, in seconds since the epoch, once it is recorded."""
         file = self.run.attempt(attempt).end_file
         wait_for(file.exists, f"the end of attempt {attempt}", PATIENCE_S)
         return file.stat().st_mtime
 
 
 def rss_mb(pid: int) -> float:
-    """The resident memory of a process, with what it shares."""
+    """Return the resident memory of a process, including shared memory."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 def new_login(cluster: Cluster, folder: Path) -> Login:
-    """A folder on the login node with the rank's script."""
+    """Return a folder on the login node with the rank's script."""
     login = Login(cluster, folder)
     login.config.write_text(CONFIG)
     login.script(JOINS, "joins.py")
@@ -226,14 +233,14 @@ def new_login(cluster: Cluster, folder: Path) -> Login:
 
 
 def available_gb() -> float:
-    """The memory of this machine that is free."""
+    """Return the free memory of this machine."""
     found = re.search(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text())
     assert found is not None
     return int(found[1]) / 1e6
 
 
 def rpcs(cluster: Cluster) -> Counter[str]:
-    """What the controller was asked since it was last asked this, by anything but Slurm's own daemons."""
+    """Return the RPCs since the previous call, without the RPCs of Slurm's own daemons."""
     shown = cluster.run(["sdiag"], check=True).stdout
     cluster.run(["sdiag", "--reset"], check=True)
     by_type = shown.partition("by message type")[2].partition("by user")[0]
@@ -261,7 +268,7 @@ def start(login: Login, table: Table, opens: Opens, what: str, nodes: str) -> Jo
 
 
 def count(job: Job, table: Table, opens: Opens) -> None:
-    """Show what the controller and the file system were asked so far."""
+    """Print the RPCs and the opens so far."""
     asked = rpcs(job.login.cluster)
     table.row("until then: RPCs", asked.total(), "", more=words(asked))
     table.row("until then: listings", opens.listed.total(), "", more=opens.kinds(job.run, opens.listed))
@@ -269,7 +276,7 @@ def count(job: Job, table: Table, opens: Opens) -> None:
 
 
 def idle(job: Job, table: Table, opens: Opens, seconds: float) -> None:
-    """Measure what a run costs in which nothing happens."""
+    """Measure the cost of an idle run."""
     [supervisor], agents = job.processes("trainkit.job.supervisor"), job.processes("trainkit.job.node.agent")
     before = {pid: cpu_s(pid) for pid in (supervisor, *agents)}
     opens.reset()
@@ -288,7 +295,7 @@ def idle(job: Job, table: Table, opens: Opens, seconds: float) -> None:
 
 
 def count_rpcs(job: Job, table: Table, what: str, seconds: float) -> None:
-    """Count what the controller is asked while nothing happens."""
+    """Count the RPCs of an idle period."""
     rpcs(job.login.cluster)
     time.sleep(seconds)
     asked = rpcs(job.login.cluster)
@@ -310,7 +317,7 @@ def look(job: Job, table: Table, seconds: float) -> None:
 
 
 def finish(job: Job, table: Table) -> None:
-    """Let all ranks end, and measure how long that takes to be recorded."""
+    """Let all ranks end, and measure the time until the end is recorded."""
     began = time.time()
     (job.login.folder / "go").touch()
     table.row("end recorded after the ranks may end", job.end_s(1) - began, "s")
@@ -319,13 +326,13 @@ def finish(job: Job, table: Table) -> None:
 
 
 def lose_host(job: Job, table: Table, what: str, index: int) -> None:
-    """Power a host off, and wait until the run has found it and is requeued, or continues without it."""
+    """Power a host off, and wait until the run has detected it and is requeued or continues without it."""
     began_s = time.time()
     job.login.cluster.kill_host(index)
     found_s = job.end_s(1)
     table.row(f"{what}: killed host found", found_s - began_s, "s", FOUND_S)
     if what == "requeue":
-        # A host of Slurm's tree waits a minute for the killed one.
+        # srun's fan-out tree waits a minute for the killed host.
         job.login.wait_for_job(job.run, "PENDING", "CONFIGURING", "RUNNING", timeout_s=PATIENCE_S)
         table.row(f"{what}: found until the job is in the queue", time.time() - found_s, "s")
     else:
@@ -344,9 +351,9 @@ def cancel(job: Job, table: Table, attempt: int) -> None:
 
 
 def measure(cluster: Cluster, args: argparse.Namespace, before_gb: float) -> list[str]:
-    """Print the table; returns the goals that were missed."""
+    """Print the table; return the missed goals."""
     num_hosts = len(cluster.hosts)
-    chance = partial(random.Random(args.seed).randint, 2, num_hosts)  # the supervisor is on the first
+    chance = partial(random.Random(args.seed).randint, 2, num_hosts)  # the supervisor runs on the first host
     with Opens(cluster.folder / "home") as opens:
         table, login = Table(num_hosts), new_login(cluster, opens.folder)
         if "start" in args.parts:
@@ -358,7 +365,8 @@ def measure(cluster: Cluster, args: argparse.Namespace, before_gb: float) -> lis
             finish(job, table)
         if "shrink" in args.parts:
             job, killed = start(login, table, opens, "shrink", f"{num_hosts * 3 // 4}-{num_hosts}"), chance()
-            count_rpcs(job, table, "shrink: RPCs a minute", seconds=60)  # a host asks once a minute
+            # A host of a run with a range of nodes queries the controller once a minute.
+            count_rpcs(job, table, "shrink: RPCs a minute", seconds=60)
             lose_host(job, table, "shrink", killed)
             cancel(job, table, attempt=2)
             cluster.revive_host(killed)
@@ -370,18 +378,18 @@ def measure(cluster: Cluster, args: argparse.Namespace, before_gb: float) -> lis
 
 
 def main() -> int:
-    """Run the benchmark; returns the exit code."""
+    """Run the benchmark; return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--hosts", type=int, default=256)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--seed", type=int, default=0, help="of the hosts that are powered off")
-    parser.add_argument("--seconds", type=float, default=60, help="of the idle run")
+    parser.add_argument("--seed", type=int, default=0, help="seed that draws the hosts to power off")
+    parser.add_argument("--seconds", type=float, default=60, help="duration of the idle run in seconds")
     args = parser.parse_args()
     before_gb = available_gb()
-    # 256 hosts on two cores: after the test cluster's 5 s (Slurm's default is 10), Slurm gives up a start in
-    # which one of them answers late.
+    # 256 hosts share two cores. With the test cluster's MessageTimeout of 5 s (Slurm's default is 10), Slurm
+    # gives up a start if one host answers late.
     options = {"MessageTimeout": "30"}
     cluster = up(owner=Pid.of(os.getpid()), num_hosts=args.hosts, options=options)
     try:

@@ -1,12 +1,13 @@
-"""Kills a command before each of its writes, and checks what the next one finds.
+"""Kill a command before each of its writes, and check the state that the next command finds.
 
     python -m benchmarks.command_crashes
     python -m benchmarks.command_crashes --only cancel --every 3 --seed 1
 
-The commands are those that change a run, and the supervisor that waits in the queue of this machine. Before
-each file that they open to write, each rename, fsync, lock, folder, link, signal and process that they start,
-one is killed by SIGKILL. After it: no file of the run is cut off, what was there is there, `status` has a
-state for it, at most one supervisor runs, and the next commands work. Commands are forks of this process.
+The commands are all commands that change a run, and the supervisor that waits in the queue of this machine.
+The benchmark kills them with SIGKILL before each file that they open to write, and before each rename, fsync,
+lock, folder, link, signal and process that they start. After the kill, no file of the run is truncated or
+missing, `status` shows a state, at most one supervisor runs, and the next commands work. Commands are forks
+of this process.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ STATES = (
 
 
 def crash_at(number: int, root: str, counted: Path) -> None:
-    """Kill this process before its write number `number`; else leave the number of writes in a file."""
+    """Kill this process before its write `number`; with number 0, record all writes in a file instead."""
     own, count = os.getpid(), 0
 
     def step(what: str) -> None:
@@ -99,7 +100,7 @@ def crash_at(number: int, root: str, counted: Path) -> None:
 
 
 class Case:
-    """One command that is killed at one of its writes."""
+    """A command that is killed at one of its writes."""
 
     def __init__(self, folder: Path, kind: str, number: int) -> None:
         self.place, self.kind, self.number = Place(folder), kind, number
@@ -107,7 +108,7 @@ class Case:
         self.counted = folder / "counted"
 
     def play(self) -> int:
-        """Play it; returns the number of writes, if none of them was to be the last."""
+        """Run the case; return the number of writes if the command was not killed."""
         if self.kind not in (NEW_RUN, "queue"):
             self._must("submit", "--now", "--name", "run", *OPTIONS)
             wait_for(lambda: has_started(self.run))
@@ -129,7 +130,7 @@ class Case:
         return len(self.counted.read_text().splitlines()) if self.counted.exists() else 0
 
     def _queue(self, argv: Sequence[str], kill: Callable[[], None]) -> None:
-        """Kill the supervisor of a run that takes its turn in the queue of this machine."""
+        """Kill the supervisor of a run that waits for its turn in the queue of this machine."""
 
         def before(module: str) -> None:
             if module == "trainkit.job.supervisor":
@@ -174,7 +175,7 @@ class Case:
         return not asked and (is_settled(self.run) or not entry.attempt)
 
     def _next(self) -> None:
-        """The commands that a person types next: to end the run, and to start it again."""
+        """Run the next commands of a user: end the run, and start it again."""
         self._must("cancel", str(self.run.path), "--wait")
         if is_alive(self.run):
             self.wrong.append(f"it is alive after `cancel --wait`: {newest(self.run)}")
@@ -206,7 +207,7 @@ class Case:
 
 
 def play_kind(folder: Path, kind: str, every: int, seed: int) -> int:
-    """Kill one command at all of its writes, or one in `every`; returns how many were wrong."""
+    """Kill one command at all of its writes, or at one in `every`; return the number of wrong cases."""
     whole = Case(folder / f"{kind.replace(' ', '-')}-0", kind, 0)
     num_writes, wrong = whole.play(), 0
     if whole.wrong:

@@ -1,13 +1,18 @@
-"""Types two commands at the same run at seeded moments, and checks that what they said is what happened.
+"""Type two commands at the same run at seeded moments, and compare their output with what happens.
 
     python -m benchmarks.control_races --rounds 200 --seed 0
     python -m benchmarks.control_races --rounds 20 --pair cancel-wait requeue
 
-The pairs are all of `OPERATIONS`, on this machine. Of each round: the exit codes and messages agree with what
-follows, no two attempts run at once, no attempt of before runs after a cancellation that was waited for, the
-layout is that of the resume that was accepted, and the next commands (`status`, then `requeue`, `resume` or
-`cancel`) work. Commands, supervisors and agents are forks of this process (`benchmarks/forked.py`), a rank is
-a shell script. The same seed repeats the same moments, not the same schedule of the machine.
+The pairs are all pairs of `OPERATIONS`, on this machine. Each round checks:
+
+- The exit codes and messages agree with what follows.
+- No two attempts run at once.
+- No earlier attempt runs after `cancel --wait` has returned.
+- The layout belongs to the accepted resume.
+- The next commands work (`status`, then `requeue`, `resume` or `cancel`).
+
+Commands, supervisors and agents are forks of this process (`benchmarks/forked.py`), and a rank is a shell
+script. The same seed repeats the same moments, but not the same schedule of the machine.
 """
 
 from __future__ import annotations
@@ -46,14 +51,14 @@ OPERATIONS: dict[str, tuple[str, ...]] = {
     "crash": (),
 }
 STATES = ("running", "running", "running", "starting", "ended")
-"""The states of a run when a round begins."""
+"""States of the run at the beginning of a round."""
 ROUNDS_OF_A_RUN = 12
 TIMEOUT_S = 120.0
 REFUSED = (
     *("is running as", "is being cancelled", "cannot be locked", "is not running"),
     *("has ended, but Slurm still has its job", "is already pending"),
 )
-"""The messages of a command that is refused because it came second."""
+"""Messages of a command that is refused because the other command came first."""
 WORKER = """
 echo "$TRAINKIT_JOB_ATTEMPT $$" >> "$TRAINKIT_JOB_RUN_DIR/ranks.txt"
 while read attempt pid; do
@@ -80,7 +85,7 @@ class Place:
     folder: Path
     number: int = 0
     cwd: Path | None = None
-    """The working directory of the commands; the default is `folder`."""
+    """Working directory of the commands; the default is `folder`."""
     environ: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -105,7 +110,7 @@ class Place:
 
 
 def wait_for(condition: Callable[[], object], timeout_s: float = TIMEOUT_S) -> bool:
-    """Wait for a condition; whether it came true."""
+    """Wait for a condition; return whether it became true."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline_s:
@@ -123,7 +128,7 @@ def is_alive(run: RunDir) -> bool:
 
 
 def has_started(run: RunDir) -> bool:
-    """Whether the ranks of the newest attempt are alive and have installed their handlers."""
+    """Return whether the ranks of the newest attempt are alive and have installed their handlers."""
     entry = newest(run)
     lines = (run.path / "ranks.txt").read_text().split("\n") if (run.path / "ranks.txt").exists() else []
     if not all(
@@ -138,7 +143,7 @@ def has_started(run: RunDir) -> bool:
 
 
 def is_settled(run: RunDir) -> bool:
-    """Whether the run has ended, or runs and nobody has asked it to end."""
+    """Return whether the run has ended, or runs without a request to end."""
     entry = newest(run)
     if not entry.alive():
         return True
@@ -153,14 +158,14 @@ class Round:
         self.place, self.run, self.pair, self.chance = place, run, pair, chance
         self.wrong: list[str] = []
         self.outcome = ""
-        """The exit codes, in the order of the pair, and what the run is then."""
+        """Exit codes in the order of the pair, and the state of the run after them."""
         self.state = chance.choice(STATES)
         self.delay_s = chance.choice((0.0, chance.uniform(0.0, 0.12), chance.uniform(0.0, 0.6)))
         self.order = chance.sample(range(2), 2)
         self.commands: dict[int, Command] = {}
 
     def prepare(self) -> None:
-        """Bring the run into the state with which the round begins; its commands have to succeed."""
+        """Bring the run into the state in which the round begins; its commands must succeed."""
         if self.state == "ended" and is_alive(self.run):
             self._require("cancel", str(self.run.path), "--now")
         elif self.state != "ended" and not is_alive(self.run):
@@ -257,7 +262,7 @@ class Round:
             if folder == str(self.run.path) or not wait_for(lambda: is_alive(RunDir(folder))):
                 self.wrong.append(f"submit took {folder}")
             self._require("cancel", folder, "--now")
-            # A rank that was just started may still write its line.
+            # A rank that has just started may still write its line.
             wait_for(lambda: shutil.rmtree(folder, ignore_errors=True) or not Path(folder).exists())
         elif code == 0 and "will be requeued" in said:
             is_last = newest(self.run).attempt == self.before
@@ -288,12 +293,13 @@ class Round:
         entry, returned = newest(self.run), command.printed_at
         submitted = parse_time(entry.submitted_at)
         assert submitted is not None
-        if is_alive(self.run) and submitted.timestamp() < returned - 0.25:  # it looks, then it prints
+        # The command reads the state before it prints, so a run that started just before is allowed.
+        if is_alive(self.run) and submitted.timestamp() < returned - 0.25:
             self.wrong.append(f"{name} returned 0 at {returned:.2f}, and attempt {entry} is alive")
 
 
 def play_pair(folder: Path, pair: Sequence[str], rounds: int, seed: int) -> int:
-    """Play the rounds of a pair; prints what is wrong, and returns how many rounds are."""
+    """Run the rounds of a pair and print what is wrong; return the number of wrong rounds."""
     chance = random.Random(f"{seed} {pair}")
     # The delay before a restart doubles with every crash of a run, up to minutes.
     rounds_of_a_run = 5 if "crash" in pair else ROUNDS_OF_A_RUN
@@ -326,13 +332,13 @@ def play_pair(folder: Path, pair: Sequence[str], rounds: int, seed: int) -> int:
 
 
 def pairs_of(names: Sequence[str]) -> list[tuple[str, str]]:
-    """All pairs of operations, each with itself too, but for two crashes."""
+    """Return all pairs of operations, each operation also with itself, except two crashes."""
     found = itertools.combinations_with_replacement(names, 2)
     return [pair for pair in found if pair != ("crash", "crash")]
 
 
 def play(pairs: Sequence[tuple[str, str]], rounds: int, seed: int, folder: Path, num_workers: int) -> int:
-    """Play all pairs in processes of their own; returns how many of them had a wrong round."""
+    """Run all pairs in separate processes; return the number of pairs with a wrong round."""
     preload()
     waiting, running, wrong = list(pairs), dict[int, tuple[str, str]](), list[tuple[str, str]]()
     with forked_modules():

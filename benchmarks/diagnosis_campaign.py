@@ -1,15 +1,15 @@
-"""Ends attempts in several ways, one after the other, and compares each diagnosis with what was done.
+"""End attempts in several ways, and compare each diagnosis with the true cause.
 
     python -m benchmarks.diagnosis_campaign --runs 60 --seed 0
 
 Starts a cluster of four hosts on this machine (as root; see tools/slurm_cluster), on which up to six runs of
-two ranks wait at a time. Of each run one or two ranks are killed, each in an attempt of its own, and the run
-restarts, as a rule inside its allocation. Then Slurm ends all six jobs: by a preemption with or without grace
-time, at the time limit, with a lost host, or by scancel; half of the rounds without accounting. The requeued
-job loses another rank in every other run, and is cancelled. `trainkit diagnose --attempt` must name for every
-attempt what was done to it, and of a killed rank its number and host.
+two ranks wait at a time. In each run, one or two ranks are killed, each in a separate attempt, and the run
+restarts, usually inside its allocation. Then Slurm ends all six jobs: by a preemption with or without grace
+time, at the time limit, with a lost host, or by scancel. Half of the rounds have no accounting. In every
+other run, the requeued job loses another rank; then the run is cancelled. `trainkit diagnose --attempt` must
+name the cause of every attempt, and the number and host of each killed rank.
 
-Prints one line per run; the same seed draws the same runs. The exit code is 0 if all are right.
+Prints one line per run; the same seed draws the same runs. The exit code is 0 if all diagnoses are right.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Kill:
 
 @dataclass
 class Flight:
-    """One run: the kills before and after Slurm ends its job, and what was done to its attempts."""
+    """One run: the kills before and after Slurm ends its job, and the true cause of each attempt's end."""
 
     number: int
     before: Sequence[Kill]
@@ -81,15 +81,16 @@ class Flight:
     login: Login = field(init=False)
     run: RunDir = field(init=False)
     done: list[tuple[str, int | None, str | None]] = field(default_factory=list)
-    """For each attempt the signature, and the rank and host if one was hit."""
+    """Expected signature of each attempt, with the rank and host of a killed rank."""
 
     def submit(self, ears: str) -> None:
-        """Submit the run, with ranks that listen or are deaf."""
+        """Submit the run, with ranks that handle or ignore signals."""
         limits = settings("resources.time='10'", "requeue.grace_s=10", "requeue.max_crashes=10")
         self.run = self.login.submit(*OPTIONS, *limits, "--", "python", "waits.py", ears)
 
     def kill(self, kills: Sequence[Kill]) -> None:
-        """Kill a rank of one attempt after the other, when all its ranks have started; wait for the last."""
+        """Kill a rank in one attempt after the other, each time after all ranks have started; await the last
+        end."""
         self._wait_for_ranks()
         for kill in kills:
             time.sleep(kill.after_s)
@@ -99,13 +100,13 @@ class Flight:
             self._wait_for_ranks()
 
     def cancel(self) -> None:
-        """Cancel the run, which has to be right behind `kill`."""
+        """Cancel the run; call this directly after `kill`."""
         done = self.login.trainkit("cancel", str(self.run.path), "--now")
         assert done.returncode == 0, done.stderr
         self.done.append(("cancelled", None, None))
 
     def wrong(self) -> list[str]:
-        """The attempts of which a diagnosis says something else than what was done to them."""
+        """Return the attempts whose diagnosis differs from the true cause."""
         wrong = []
         for attempt, (name, rank, host) in enumerate(self.done, 1):
             done = self.login.trainkit("diagnose", str(self.run.path), "--attempt", str(attempt), "--json")
@@ -117,7 +118,7 @@ class Flight:
         return wrong
 
     def hosts(self) -> list[str]:
-        """The hosts of the ranks of the newest attempt, in the order of the ranks."""
+        """Return the hosts of the ranks of the newest attempt, in the order of the ranks."""
         return survival.hosts_of(self.run, len(self.done) + 1)
 
     def _wait_for_ranks(self) -> None:
@@ -126,14 +127,14 @@ class Flight:
         wait_for(lambda: all("started" in log_of(self.run, rank, attempt) for rank in range(NUM_RANKS)), what)
 
     def _pid(self, rank: int) -> int:
-        """The process of a rank of the newest attempt; the machine sees those of all hosts."""
+        """Return the process of a rank of the newest attempt; the machine sees the processes of all hosts."""
         wanted = {
             "TRAINKIT_JOB_RUN_DIR": str(self.run.path),
             "TRAINKIT_JOB_ATTEMPT": str(len(self.done) + 1),
             "RANK": str(rank),
         }
         for entry in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):  # no process, or one that ends right now
+            with contextlib.suppress(OSError):  # no process, or a process that is ending
                 lines = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
                 is_rank = wanted.items() <= dict(line.partition("=")[::2] for line in lines).items()
                 if is_rank and b"waits.py" in (entry / "cmdline").read_bytes():
@@ -142,7 +143,7 @@ class Flight:
 
 
 def draw(num_runs: int, seed: int) -> list[tuple[str, bool, list[Flight]]]:
-    """How Slurm ends the jobs of a round, whether there is accounting, and the runs of the round."""
+    """Draw the way in which Slurm ends the jobs of a round, whether accounting exists, and the runs."""
     chance = random.Random(seed)
 
     def kills(count: int) -> list[Kill]:
@@ -166,7 +167,7 @@ class Campaign:
         self.num_wrong = 0
 
     def fly(self, end: str, has_accounting: bool, flights: Sequence[Flight]) -> None:
-        """One round of runs that Slurm ends in this way."""
+        """Run one round of runs that Slurm ends in this way."""
         is_deaf = end == "preemption without notice"
         with survival.preemption(self.cluster):
             survival.set_preemption(self.cluster, "REQUEUE", 0 if is_deaf else 10)
@@ -191,7 +192,7 @@ class Campaign:
                 print(f"           {text}", flush=True)
 
     def _end(self, end: str, flights: Sequence[Flight]) -> None:
-        """Have Slurm end all jobs, and wait until it has."""
+        """Let Slurm end all jobs, and wait until they have ended."""
         jobs = [flight.login.job_id(flight.run) for flight in flights]
         index = len(self.cluster.hosts)
         lost, cause = None, CAUSES[end]
@@ -237,7 +238,8 @@ def main() -> int:
         campaign = Campaign(cluster)
         for end, has_accounting, flights in draw(options.runs, options.seed):
             for flight in flights:
-                # A home of its own: the hosts that one run excludes are not excluded by the next.
+                # A separate home folder keeps the hosts that one run excludes from being excluded by the next
+                # run.
                 home = folder / f"run-{flight.number:03d}"
                 home.mkdir(parents=True)
                 flight.login = Login(cluster, home)

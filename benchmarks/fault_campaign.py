@@ -1,14 +1,20 @@
-"""Injects random faults into several concurrent runs and checks that each still has the correct loss curve.
+"""Inject random faults into several concurrent runs, and check that each has the correct loss curve.
 
     python -m benchmarks.fault_campaign --faults 200 --seed 0
 
 Starts a Slurm cluster of four hosts on this machine (as root; see tools/slurm_cluster), on which two runs of
-two hosts train at any time, with every backend, with and without spare hosts. The faults: SIGKILL of a rank,
-a killed slurmd, the network of a host cut for 5 to 60 s, a stopped slurmctld, a full disk, a damaged newest
-checkpoint, a host that sees an outdated folder. Each run must finish with losses that equal, as strings,
-those of an undisturbed run. A full disk, or failures that come faster than checkpoints, may stop a run, with
-a reason that says so; it is then resumed. No intact checkpoint may be lost, no job or process may be left, no
-port may clash. Prints one line per fault; the same seed draws the same faults.
+two hosts train at any time, with every backend, with and without spare hosts. The faults are:
+
+- SIGKILL of a rank, and a killed slurmd;
+- the network of a host cut for 5 to 60 s;
+- a stopped slurmctld;
+- a full disk, and a damaged newest checkpoint;
+- a host that sees an outdated folder.
+
+Each run must finish with losses that equal the losses of an undisturbed run as strings. A full disk, or
+failures that come faster than checkpoints, may stop a run with a matching reason; the benchmark then resumes
+the run. No intact checkpoint may be lost, no job or process may remain, and no port may clash. Prints one
+line per fault; the same seed draws the same faults.
 """
 
 from __future__ import annotations
@@ -35,15 +41,15 @@ from tools.slurm_cluster.processes import Pid
 RUNS_AT_ONCE = 2
 NUM_STEPS = 300
 PATIENCE_S = 90.0
-"""A fault that waits for a run to compute strikes after so long in any case."""
+"""Seconds after which a fault that waits for a computing run happens in any case."""
 LOOK_EVERY_S = 1.0
 HELP_EVERY_S = 5.0
 LEFT_S = 90.0
-"""What a host that is back still has to end must be gone after so long."""
+"""Seconds after which a reconnected host must have ended its remaining processes."""
 RETRY_S = 60.0
-"""slurmstepd repeats what the controller did not hear, such as the end of a step, after so long."""
+"""Seconds after which slurmstepd repeats a message that the controller missed, such as the end of a step."""
 SLURM_OPTIONS = {"UnkillableStepTimeout": "600", "MinJobAge": "60"}
-"""A host that was cut off is not drained for what it could not report meanwhile."""
+"""Options that keep Slurm from draining a host for messages that it could not send while it was cut off."""
 
 
 class Campaign:
@@ -96,7 +102,7 @@ class Campaign:
         return "slurmctld" not in self.striker.active
 
     def _victims(self, fault: Fault, since_s: float) -> list[Flight]:
-        """The runs that a fault can hit now."""
+        """Return the runs that a fault can hit now."""
         if since_s < fault.gap_s:
             return []
         found = [one for one in self.flights if self.striker.can_strike(fault, one)]
@@ -153,7 +159,7 @@ class Campaign:
             self._conclude(flight, [*flight.wrong, wrong])
             return
         if "disk" in self.striker.active or self.login.job_id(flight.run) in self.login.jobs():
-            return  # it cannot be resumed without disk space, nor while its job is ending
+            return  # the run cannot be resumed without disk space, nor while its job is ending
         flight.stops.append(str(end["reason"]))
         self.counts["resumed"] += 1
         self.say(f"     {flight.where()} stopped: {end['reason']}; resumed")
@@ -173,12 +179,12 @@ class Campaign:
         if wrong:
             self.login.trainkit("cancel", str(flight.run.path), "--now", timeout_s=300)
             shutil.copytree(flight.run.path, self.login.folder / "wrong" / flight.name, symlinks=True)
-        # The disk is small; other files are kept, so that processes still running in the folder are found.
+        # The disk is small. Other files are kept, so that processes that still run in the folder are found.
         shutil.rmtree(flight.run.checkpoints_dir, ignore_errors=True)
 
 
 def left_behind(login: Login, disk: Path) -> list[str]:
-    """The jobs and processes left when all runs have ended and all faults are undone."""
+    """Return the jobs and processes that remain after all runs have ended and all faults are undone."""
     deadline_s = time.monotonic() + LEFT_S
     while (jobs := login.jobs()) + (processes := processes_of(disk)) and time.monotonic() < deadline_s:
         time.sleep(0.5)
@@ -186,7 +192,7 @@ def left_behind(login: Login, disk: Path) -> list[str]:
 
 
 def reference(login: Login) -> Curve:
-    """The loss curve of an undisturbed run."""
+    """Return the loss curve of an undisturbed run."""
     config = survival.survivor_config(login.folder, num_steps=NUM_STEPS)
     run = login.submit("--backend", "local", "--run-dir", str(login.folder / "reference"), config=config)
     end = survival.wait_until_over(login, run, 600)
@@ -196,7 +202,7 @@ def reference(login: Login) -> Curve:
 
 
 def campaign(cluster: Cluster, folder: Path, num_faults: int, seed: int) -> int:
-    """Run one campaign; returns its exit code."""
+    """Run one campaign; return its exit code."""
     login = Login(cluster, folder)
     (folder / "old").mkdir()
     expected = reference(login)
@@ -226,7 +232,7 @@ def main() -> int:
     )
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--keep", type=Path, help="an empty folder; what went wrong is left in it")
+    parser.add_argument("--keep", type=Path, help="an empty folder; it keeps the files of failed checks")
     args = parser.parse_args()
     folder = (args.keep or Path(tempfile.mkdtemp(prefix="fault-campaign-"))).absolute()
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The faults of `fault_campaign.py`: how each is injected and undone."""
+"""Faults of `fault_campaign.py`: their injection and their removal."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ KINDS = {
     "stale checkpoints": 2,
     "stale attempts": 1,
 }
-"""Kind -> how often it strikes, relative to the others."""
+"""Maps a kind to its relative frequency."""
 MOST_HOSTS_AWAY = 2
 STUCK_S = 90.0
-"""A host that completes for longer than any cut lasts has lost a message of its controller."""
+"""Seconds after which a completing host has lost a message of its controller; longer than any cut."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One drawn fault; its numbers from 0 to 1 select the target among those that exist at injection."""
+    """One drawn fault; its numbers from 0 to 1 select the target among the targets at injection."""
 
     number: int
     kind: str
     gap_s: float
-    """Time since the fault before, at the least."""
+    """Minimum time since the previous fault."""
     waits: bool
-    """Whether it waits until its run computes, or strikes whatever that does, such as starting."""
+    """True if the fault waits until its run computes; other faults happen in any state of the run."""
     who: float
     where: float
     length: float
@@ -72,7 +72,7 @@ def draw(count: int, seed: int) -> list[Fault]:
 
 
 def one_of(things: Sequence[T], chosen: float) -> T:
-    """The item of a sequence that a number from 0 to 1 selects."""
+    """Return the item of a sequence that a number from 0 to 1 selects."""
     return things[int(chosen * len(things))]
 
 
@@ -83,25 +83,25 @@ class Striker:
         self.cluster = cluster
         self.disk = disk
         self.away: set[int] = set()
-        """Hosts whose cable is cut or whose slurmd is dead."""
+        """Hosts with a cut cable or a dead slurmd."""
         self.active: set[str] = set()
-        """Kinds of faults that have not been mended yet."""
+        """Kinds of faults that are still active."""
         self._due: list[tuple[float, int, str, Callable[[], None]]] = []
 
     def can_strike(self, fault: Fault, flight: Flight) -> bool:
-        """Whether a fault has a target now."""
+        """Return whether a fault has a target now."""
         if fault.kind in ("slurmd", "cut"):
             return len(self.away) < MOST_HOSTS_AWAY
         if fault.kind in ("slurmctld", "disk"):
             return fault.kind not in self.active
         if fault.kind == "damage":
-            return len(flight.intact()) > 1  # without any it would rightly end
+            return len(flight.intact()) > 1  # without a checkpoint, the run would correctly end
         if fault.kind == "rank":
             return bool(survival.ranks_of(flight.run))
         return self._old(fault, flight) is not None and bool(self._readers(fault, flight))
 
     def strike(self, fault: Fault, flight: Flight) -> str:
-        """Inject a fault into one run or all; returns a description."""
+        """Inject a fault into one run or all runs; return a description."""
         strikes: dict[str, Callable[[Fault, Flight], str]] = {
             "rank": self._kill_rank,
             "slurmd": self._kill_slurmd,
@@ -115,7 +115,7 @@ class Striker:
         return strikes[fault.kind](fault, flight)
 
     def mend(self, everything: bool = False) -> None:
-        """Undo the faults whose time is over, or all."""
+        """Undo the faults whose time is over, or all faults."""
         while self._due and (everything or self._due[0][0] <= time.monotonic()):
             _, _, kind, undo = heapq.heappop(self._due)
             undo()
@@ -191,16 +191,17 @@ class Striker:
         return f"newest checkpoint (step {found[-1].step}) {how}"
 
     def _old(self, fault: Fault, flight: Flight) -> Path | None:
-        """The kept copy of the folder that a host is to see in an outdated state."""
+        """Return the stored copy of the folder that a host sees in an outdated state."""
         return flight.old_checkpoints if fault.kind == "stale checkpoints" else flight.old_attempts
 
     def _readers(self, fault: Fault, flight: Flight) -> list[str]:
-        """The hosts that only read a folder: on any file system, a host sees its own writes."""
+        """Return the hosts that only read a folder, because on any file system a host sees its own writes."""
         placed = survival.hosts_of(flight.run, survival.newest_attempt(flight.run))
         return placed if fault.kind == "stale checkpoints" else placed[1:]
 
     def _make_stale(self, fault: Fault, flight: Flight) -> str:
-        """Show one host an outdated folder of the run for seconds, and kill a rank so that it is read."""
+        """Show one host an outdated folder of the run for seconds, and kill a rank so that the folder is
+        read."""
         old = self._old(fault, flight)
         assert old is not None
         folder = flight.run.path / fault.kind.removeprefix("stale ")
@@ -209,7 +210,8 @@ class Striker:
         shown = old.with_name(f"{old.name}-shown-{fault.number}")
         shutil.copytree(old, shown, symlinks=True)
         killed = self._kill_rank(fault, flight)
-        # Made read-only before it is shown: a mount with files open for writing cannot be made read-only.
+        # The copy becomes read-only before it is shown, because a mount with open files cannot become
+        # read-only.
         read_only = f"mount --bind {shown} {shown} && mount -o remount,bind,ro {shown}"
         show = f"{read_only} && mount --bind {shown} {folder} && umount {shown}"
         self.cluster.run(["sh", "-c", show], host=index, check=True)
@@ -224,7 +226,7 @@ class Striker:
 
 
 def damage(checkpoint: Checkpoint, how: float) -> str:
-    """Damage a checkpoint in the way that a number from 0 to 1 selects; returns a description."""
+    """Damage a checkpoint in the way that a number from 0 to 1 selects; return a description."""
     shard = max((file for file in checkpoint.path.iterdir()), key=lambda file: file.stat().st_size)
     if how < 0.4:
         place = int(how / 0.4 * (shard.stat().st_size - 8))
@@ -256,9 +258,9 @@ class Administrator:
     def __init__(self, cluster: Cluster, away: set[int]) -> None:
         self._cluster = cluster
         self._away = away
-        """Hosts that a fault has taken away; what is wrong with the others is for the administrator."""
+        """Hosts that a fault has disabled; the administrator repairs only other hosts."""
         self._completing_s: dict[str, float] = {}
-        """Since when a host has been completing."""
+        """Maps a completing host to the time since when it completes."""
 
     def help(self) -> list[str]:
         """Restart dead slurmds, resume drained hosts, release held jobs, reconcile Slurm's node state."""
@@ -269,7 +271,7 @@ class Administrator:
         self._completing_s = {name: self._completing_s.get(name, now) for name in stuck}
         if any(now > since_s + STUCK_S for since_s in self._completing_s.values()):
             # Slurm 22.05 requeues a finished job whose host was lost, and then waits forever for the other
-            # hosts to confirm that it has ended.
+            # hosts to confirm the end.
             self._cluster.run(["scontrol", "reconfigure"], timeout_s=30)
             self._completing_s = {}
             done.append(f"reconfigured, for {', '.join(stuck)} did not stop completing")

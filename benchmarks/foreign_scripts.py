@@ -1,15 +1,15 @@
-"""Scripts of other frameworks on a Slurm cluster: killed, preempted, requeued, cancelled and resumed.
+"""Run scripts of other frameworks on a Slurm cluster, and kill, preempt, requeue, cancel and resume them.
 
     python -m benchmarks.foreign_scripts --python VENV/bin/python [--nanogpt FOLDER] [--only KIND ...]
 
-Starts a cluster of four hosts on this machine (as root; see tools/slurm_cluster) and runs on two of them each
-script of `benchmarks/foreign/`, none of which knows anything of trainkit, and those of `examples/` that get
-their tool's configuration from trainkit. VENV has torch, accelerate, transformers, lightning and deepspeed;
-FOLDER is a clone of nanoGPT, whose lines for CUDA are replaced in a copy. Every script runs undisturbed
-first; then a rank is killed, the job preempted, requeued with `trainkit requeue`, and cancelled and resumed.
-A case holds if the script reaches its last step on the same ranks, with the weights of the undisturbed run.
+Starts a cluster of four hosts on this machine (as root; see tools/slurm_cluster). On two hosts it runs each
+script of `benchmarks/foreign/`, which do not import trainkit, and the scripts of `examples/` that get their
+tool's configuration from trainkit. VENV contains torch, accelerate, transformers, lightning and deepspeed.
+FOLDER is a clone of nanoGPT; the benchmark replaces the lines for CUDA in a copy.
 
-Prints one line of a table per case. The exit code is 0 if all hold.
+Every script first runs undisturbed. Then a rank is killed, and the job is preempted, requeued with `trainkit
+requeue`, and cancelled and resumed. A case passes if the script reaches its last step on the same ranks, with
+the weights of the undisturbed run. Prints one line of a table per case. The exit code is 0 if all cases pass.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ SCRIPTS = Path(__file__).parent / "foreign"
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NUM_STEPS = 100
 MANY_STEPS = 4000
-"""Of the examples, which do not sleep between two steps."""
+"""Steps of the examples, which do not sleep between two steps."""
 LOG_EVERY = 20
-"""The examples print every tenth or twentieth step."""
+"""Maximum distance of printed steps; the examples print every tenth or twentieth step."""
 DISTURBED_AT = 25
 TIMEOUT_S = 400.0
 TOLERANCE = 1e-6
-"""Relative difference of the sums of all weights."""
+"""Allowed relative difference of the sums of all weights."""
 CASES = ("undisturbed", "killed", "preempted", "requeued", "resumed")
 RETURNS = ("requeue", "restart", "resubmit")
 
@@ -65,18 +65,18 @@ def _set(*pairs: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Kind:
-    """A script and how it is submitted."""
+    """A script and the options of its submission."""
 
     options: tuple[str, ...]
     command: tuple[str, ...]
     num_ranks: int = 2
     has_exact_resume: bool = True
-    """Whether the framework reads the same data after a resume."""
+    """True if the framework reads the same data after a resume."""
     num_steps: int = NUM_STEPS
 
 
 def kinds(python: str, nanogpt: Path | None) -> dict[str, Kind]:
-    """The scripts by name; `python` runs them."""
+    """Return the scripts by name; `python` runs them."""
     one, two = ("--gpus-per-node", "1"), ("--gpus-per-node", "2")
     steps, many = str(NUM_STEPS), str(MANY_STEPS)
     found = {
@@ -97,7 +97,7 @@ def kinds(python: str, nanogpt: Path | None) -> dict[str, Kind]:
         "example, accelerate launcher": Kind(
             (*one, "--launcher", "accelerate", *_set("precision.dtype=bf16")),
             (python, "accelerate_train.py", "--steps", many),
-            has_exact_resume=False,  # it prints no weights
+            has_exact_resume=False,  # this script prints no weights
             num_steps=int(many),
         ),
         "example, DeepSpeed ZeRO-2": Kind(
@@ -119,7 +119,7 @@ def kinds(python: str, nanogpt: Path | None) -> dict[str, Kind]:
     }
     if nanogpt is not None:
         script = NANOGPT.format(steps=steps)
-        # Its batches are drawn anew after a resume.
+        # nanoGPT draws new batches after a resume.
         found["nanoGPT"] = Kind(one, ("sh", "-c", script, python), has_exact_resume=False)
     return found
 
@@ -145,7 +145,7 @@ def copy_nanogpt(source: Path, folder: Path) -> None:
 
 
 def logs(run: RunDir, attempt: int) -> str:
-    """What all ranks of an attempt have printed."""
+    """Return the output of all ranks of an attempt."""
     files = sorted(run.attempt(attempt).logs_dir.glob("rank-*.log"))
     return "\n".join(file.read_text(errors="replace") for file in files)
 
@@ -161,14 +161,14 @@ def last_attempt(run: RunDir) -> int:
 
 
 def has_ended(run: RunDir, after: int = 0) -> bool:
-    """Whether a run is over, in an attempt later than `after`."""
+    """Return whether a run is over in an attempt later than `after`."""
     attempt = last_attempt(run)
     file = run.attempt(attempt).end_file
     return attempt > after and file.exists() and read_json(file)["action"] not in RETURNS
 
 
 def disturb(login: Login, run: RunDir, case: str, command: Sequence[str]) -> None:
-    """Let happen to a run what its case says, and wait until it is over."""
+    """Disturb a run as its case requires, and wait until the run is over."""
     done = 0
     if case == "killed":
         os.kill(process_of_rank(run, 1, command), signal.SIGKILL)
@@ -189,7 +189,7 @@ def disturb(login: Login, run: RunDir, case: str, command: Sequence[str]) -> Non
 
 
 def process_of_rank(run: RunDir, rank: int, command: Sequence[str]) -> int:
-    """The process of a rank that runs the script."""
+    """Return the process of a rank that runs the script."""
     script = next(word for word in (*command, "train.py") if word.endswith(".py") and word in str(command))
     wanted = {f"TRAINKIT_JOB_RUN_DIR={run.path}".encode(), f"RANK={rank}".encode()}
     for folder in Path("/proc").iterdir():
@@ -204,14 +204,14 @@ def process_of_rank(run: RunDir, rank: int, command: Sequence[str]) -> int:
 
 
 def weights_of(run: RunDir, kind: Kind) -> set[float]:
-    """The sums of all weights that the ranks of the last attempt printed at the last step."""
-    # The ranks of a launcher share a log, where two lines may be printed into one.
+    """Return the sums of all weights that the ranks of the last attempt printed at the last step."""
+    # The ranks of a launcher share a log, so two lines may be merged into one line.
     found = re.findall(rf"done at {kind.num_steps} weights (-?\d+\.\d{{9}})", logs(run, last_attempt(run)))
     return {float(text) for text in found}
 
 
 def judge(run: RunDir, case: str, kind: Kind, reference: set[float] | None) -> list[str]:
-    """What is wrong with a run that is over."""
+    """Return everything that is wrong with a run that is over."""
     wrong = []
     end = read_json(run.attempt(last_attempt(run)).end_file)
     if end["state"] != "finished":
@@ -233,7 +233,7 @@ def judge(run: RunDir, case: str, kind: Kind, reference: set[float] | None) -> l
 
 
 def first_steps(run: RunDir) -> list[int | None]:
-    """The first step that each attempt printed."""
+    """Return the first step that each attempt printed."""
     return [min(steps(run, attempt), default=None) for attempt in run.attempt_numbers()]
 
 
@@ -241,7 +241,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--python", required=True, help="the Python of the scripts")
+    parser.add_argument("--python", required=True, help="Python interpreter that runs the scripts")
     parser.add_argument("--nanogpt", type=Path, help="a clone of nanoGPT")
     parser.add_argument("--only", nargs="+", help="parts of the names of scripts")
     parser.add_argument("--cases", nargs="+", default=CASES, choices=CASES)

@@ -1,6 +1,6 @@
-"""Processes of trainkit as forks of this one: a command, supervisor or agent begins in milliseconds.
+"""Run processes of trainkit as forks of this process, so that a command or agent starts in milliseconds.
 
-`forked_modules` replaces the start of ``python -m trainkit.…``; what else is started is started as usual.
+`forked_modules` replaces the start of ``python -m trainkit.…``. Other programs start as usual.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _signature = inspect.signature(_execute)
 
 
 def preload() -> None:
-    """Import what the forks need."""
+    """Import the modules that the forks need."""
     for name in MODULES:
         importlib.import_module(name)
 
@@ -43,7 +43,8 @@ def fork(
     prepare: Callable[[], None] | None = None,
     own_session: bool = False,
 ) -> int:
-    """The pid of a fork that calls `action` and exits with its code; `streams` become its 0, 1 and 2."""
+    """Return the pid of a fork that calls `action` and exits with its code; `streams` become its files 0, 1
+    and 2."""
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -86,7 +87,7 @@ def fork(
 
 @contextlib.contextmanager
 def forked_modules(before: Callable[[str], None] = lambda module: None) -> Iterator[None]:
-    """Within the block, ``python -m trainkit.…`` is a fork of this process, which calls `before` first."""
+    """Run ``python -m trainkit.…`` as a fork of this process in the block; the fork first calls `before`."""
 
     def execute(child: subprocess.Popen[bytes], *args: Any) -> None:
         given = _signature.bind(child, *args).arguments
@@ -124,7 +125,7 @@ PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 
 
 class Command:
-    """A `trainkit` command in a fork, with what it printed and its exit code."""
+    """A `trainkit` command in a fork, with its output and its exit code."""
 
     def __init__(
         self,
@@ -151,7 +152,7 @@ class Command:
         os.close(null)
 
     def poll(self) -> int | None:
-        """Its exit code, -N for signal N; None while it runs."""
+        """Return the exit code, -N for signal N; None while the command runs."""
         if self.code is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             self.code = os.waitstatus_to_exitcode(status) if pid else None
@@ -159,10 +160,10 @@ class Command:
 
     @property
     def printed_at(self) -> float:
-        """When it printed last, in seconds of Unix time."""
+        """Time of the last output, in seconds of Unix time."""
         return self._log.stat().st_mtime
 
     @property
     def said(self) -> str:
-        """What it has printed."""
+        """Output of the command."""
         return self._log.read_text(errors="replace")

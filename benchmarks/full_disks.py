@@ -1,11 +1,11 @@
-"""Types commands on disks with 0 to 64 KiB of free space: each returns, says why, and the next one works.
+"""Type commands on disks with 0 to 64 KiB of free space; each must return with a reason.
 
     python -m benchmarks.full_disks
 
-`submit` and `run` make a run on such a disk, also with the folder in which they are typed and the user's
-state on it; `cancel`, `requeue`, `resume` and `status` find one that runs, or that has ended. No command may
-take longer than `TIMEOUT_S`, end as an unexpected error, or keep the next one from working once there is
-space. Needs root, for the disks.
+`submit` and `run` create a run on such a disk. In further cases the disk also contains their working
+directory and the user's state. `cancel`, `requeue`, `resume` and `status` are typed at a run that runs or has
+ended. No command may take longer than `TIMEOUT_S`, end with an unexpected error, or break the next command
+after space is available again. The benchmark needs root to mount the disks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OPTIONS = ("--gpus-per-node", "1", "--set", "device=cpu", "--set", "launch.snaps
 
 
 class Disk:
-    """One small disk, with the commands that are typed at a run on it."""
+    """A small disk, with the commands that are typed at a run on the disk."""
 
     def __init__(self, place: Place, disk: Path) -> None:
         self.place, self.disk, self.wrong = place, disk, list[str]()
@@ -56,9 +56,9 @@ class Disk:
         return command
 
     def make(self, kind: str, free: int, whole: bool) -> str:
-        """`submit` or `run` on a disk with so many free bytes; its exit code.
+        """Type `submit` or `run` on a disk with this number of free bytes; return its exit code.
 
-        With `whole` the folder in which it is typed and the state of the user are there too.
+        With `whole`, the disk also contains the working directory and the state of the user.
         """
         if whole:
             self.place.cwd = self.disk
@@ -80,7 +80,7 @@ class Disk:
         return str(command.code)
 
     def act(self, words: str, free: int, ended: bool) -> str:
-        """A command for a run whose disk is full up to so many bytes; its exit code."""
+        """Type a command at a run whose disk has this number of free bytes; return its exit code."""
         script = ("--", "sh", "-c", "trap 'exit 75' TERM USR2; echo started; sleep 600 & wait $!")
         done = self.place.run("submit", "--now", "--run-dir", str(self.run.path), *OPTIONS, *script)
         assert done.code == 0, done.said
@@ -98,7 +98,7 @@ class Disk:
         return str(command.code)
 
     def _next(self) -> None:
-        """The next command, when there is space again."""
+        """Type the next command after space is available again."""
         words = ("cancel", "--wait") if is_alive(self.run) else ("requeue",)
         if not newest(self.run).attempt:
             words = ("resume", "--now")

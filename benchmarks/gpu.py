@@ -1,33 +1,34 @@
-"""Checks trainkit on one NVIDIA GPU and measures it, within nine minutes.
+"""Test trainkit on one NVIDIA GPU and measure its speed, within nine minutes.
 
     make gpu                        or: python -m benchmarks.gpu [--only PART …] [--wheels FOLDER]
 
-Runs the tests of tests/gpu, then the benches, those first that say most. Each part is a process with its own
-time limit, so a failure costs only that part. The record, a table per part, is written to
-OUT/DEVICE-torch-VERSION, as .md and as .json, again with every row: what is cut off keeps what it reached.
-`--only` replaces parts of that record and keeps the others. The exit code is 1 if a test fails or a part does
-not end, and 2 without a GPU.
+Runs the tests of tests/gpu, then the benchmarks, the most informative ones first. Each part is a process with
+a separate time limit, so a failure costs only that part. The record has one table per part, and is written to
+OUT/DEVICE-torch-VERSION, as .md and as .json. It is rewritten after every row, so a part that is cut off
+keeps its finished rows. `--only` replaces parts of that record and keeps the other parts. The exit code is 1
+if a test fails or a part does not end, and 2 without a GPU.
 
 The parts:
 
     tests          tests/gpu on the device: exact resume after SIGKILL, asynchronous saves, nccl, compile,
                    memory; with two GPUs also sharding, replicas, tensor, context and pipeline parallelism
     1b             Llama 3.2 1B: trainkit and a hand-written loop, one after the other
-    profile        where the GPU's time goes in three steps of 1b
+    profile        the use of the GPU's time in three steps of 1b
     large          Llama 3 8B or, on a GPU with 80 GB, Llama 3.2 3B, with 8 microbatches a step
     save           how long saving a state of 2.7 GB blocks training, and how it slows the next steps
-    hugging-face   the Trainer of transformers, where that is installed, on the model of 1b
+    hugging-face   the Trainer of transformers, if installed, on the model of 1b
     350m           trainkit, compiled and not, and the hand-written loop, with alternating steps; then in
                    float32 and TF32
     options        1b with a mask of documents, computed or read, and in float8
     context        attention of 8b under context parallelism, by two kernels
 
-The hand-written loop has what a careful user writes: bf16 autocast, fused AdamW, SDPA, compiled blocks and
-loss, clipping. Where its float32 state would not fit, it has all weights and averages in bf16. What the
-planner says will not fit is not tried: its row says how much it needs.
+The hand-written loop has the usual optimizations of a careful user: bf16 autocast, fused AdamW, SDPA,
+compiled blocks and loss, clipping. If its float32 state does not fit, the loop has all weights and averages
+in bf16. The benchmark does not run a model that does not fit according to the planner; its row shows the
+required memory.
 
-The interpreter needs torch for CUDA and the packages of NEEDS; --wheels names a folder from which those that
-it lacks are taken. `--device cpu` runs every part at tiny sizes, chosen as for a GPU with `--memory-gib`.
+The interpreter needs torch for CUDA and the packages of NEEDS. --wheels names a folder from which missing
+packages are installed. `--device cpu` runs every part at tiny sizes, chosen as for a GPU with `--memory-gib`.
 """
 
 from __future__ import annotations
@@ -59,25 +60,25 @@ NEEDS = {
     "xdist": "pytest-xdist",
     "hypothesis": "hypothesis",
 }
-"""Module -> package."""
+"""Maps a module to its package."""
 USABLE = 0.92
-"""Fraction of a GPU's memory for tensors, as `trainkit.plan.gpus` has it, which may not be importable yet."""
+"""Usable fraction of a GPU's memory, a copy of `trainkit.plan.gpus`, which may not be importable yet."""
 MFU_GOAL = 0.55
-"""For models of 3 and 8 billion parameters in bf16."""
+"""Goal of the MFU of models with 3 and 8 billion parameters in bf16."""
 STALL_GOAL = 0.1
-"""How long a save blocks, in times of torch.save."""
+"""Goal of the time for which a save blocks, relative to torch.save."""
 Record = dict[str, Any]
 
 
 def error(message: str, hint: str) -> int:
-    """Print what is missing; returns the exit code."""
+    """Print the missing requirement; return the exit code."""
     print(f"error: {message}\nhint: {hint}", file=sys.stderr)
     return EXIT_NO_GPU
 
 
 @dataclass(frozen=True)
 class Part:
-    """One part of the record, in a process of its own."""
+    """One part of the record, which runs in a separate process."""
 
     title: str
     limit_s: float
@@ -127,7 +128,7 @@ print(json.dumps(found))
 
 
 def inspect(environ: dict[str, str]) -> Record:
-    """What this interpreter has: versions, the GPU, missing modules."""
+    """Return the versions, the GPU and the missing modules of this interpreter."""
     done = subprocess.run(
         [sys.executable, "-c", INSPECT, *NEEDS], env=environ, capture_output=True, text=True, timeout=120
     )
@@ -140,7 +141,7 @@ def inspect(environ: dict[str, str]) -> Record:
 def run_part(
     argv: list[str], limit_s: float, environ: dict[str, str], save: Callable[[Record], None]
 ) -> None:
-    """Run one part in a process group of its own; `save` gets what is known of it, again with every row."""
+    """Run one part in a separate process group; `save` gets the known rows again after every new row."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="trainkit-gpu-") as folder:
         file = Path(folder) / "rows.jsonl"
@@ -171,12 +172,12 @@ def run_part(
 
 
 def is_good(part: Record) -> bool:
-    """Whether a part came to its end, with rows and without a failed test."""
+    """Return whether a part has ended, with rows and without a failed test."""
     return "problem" not in part and all(row.get("result") != "failed" for row in part["rows"])
 
 
 def goals(parts: dict[str, Record]) -> Iterator[str]:
-    """One sentence for each goal: reached, or by how much not."""
+    """Return one sentence per goal: reached, or missed by how much."""
     for name in ("1b", "large", "350m"):
         speeds = {row["loop"]: row for row in parts.get(name, {}).get("rows", []) if "tokens/s" in row}
         if "trainkit" not in speeds:
@@ -202,7 +203,7 @@ def goals(parts: dict[str, Record]) -> Iterator[str]:
 
 
 def markdown(record: Record) -> str:
-    """The record as text."""
+    """Return the record as text."""
     env = record["environment"]
     where = (
         f"{env['device']}, driver {env['driver']}"
@@ -241,15 +242,15 @@ def main() -> int:
     )
     parser.add_argument("--only", nargs="+", choices=list(PARTS), metavar="PART")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--memory-gib", type=float, help="use no more of the GPU's memory (cpu: 80)")
+    parser.add_argument("--memory-gib", type=float, help="upper limit of the GPU's memory (cpu: 80)")
     parser.add_argument("--minutes", type=float, default=9.0, help="limit of all parts together (default: 9)")
-    parser.add_argument("--wheels", type=Path, help="folder of wheels for what the interpreter lacks")
+    parser.add_argument("--wheels", type=Path, help="folder of wheels for missing packages")
     parser.add_argument(
         "--out", type=Path, help="folder of the record (default: benchmarks/gpu; none for cpu)"
     )
     args = parser.parse_args()
     deadline_s = time.monotonic() + 60 * args.minutes
-    # Also what is asked to end stops its part and removes its folders.
+    # A stop signal also stops the running part and removes its folders.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory(prefix="trainkit-gpu-site-") as site:
         paths = [str(ROOT), site, *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -262,15 +263,16 @@ def main() -> int:
         if args.device == "cuda" and not found["gpus"]:
             seen = f"torch {found['torch']} of {sys.executable} sees none"
             return error(
-                f"there is no NVIDIA GPU here: {seen}", "run it on a GPU node: srun --gpus 1 make gpu"
+                f"this machine has no NVIDIA GPU: {seen}", "run it on a GPU node: srun --gpus 1 make gpu"
             )
         if found["missing"] and args.wheels is None:
             packages = " ".join(NEEDS[module] for module in found["missing"])
             version = ".".join(found["python"].split(".")[:2])
             target = f"--only-binary=:all: --python-version {version} --platform manylinux_2_28_x86_64"
             hint = (
-                f"{sys.executable} -m pip install {packages}; without an index here, elsewhere:"
-                f" pip download {target} --dest wheels {packages}, then: make gpu WHEELS=wheels"
+                f"{sys.executable} -m pip install {packages}; if this machine has no index, run on"
+                f" another machine: pip download {target} --dest wheels {packages}, then: make gpu"
+                " WHEELS=wheels"
             )
             return error(f"{sys.executable} lacks {packages}", hint)
         if found["missing"]:
@@ -302,18 +304,18 @@ def main() -> int:
 
 
 def memory_bytes(found: int | None, wanted_gib: float | None) -> float:
-    """Memory of the GPU or, without one, of that to choose for; at most what is wanted."""
+    """Return the memory of the GPU or, without a GPU, the memory of the option; at most the wanted size."""
     return min(found or math.inf, (wanted_gib or (math.inf if found else 80)) * 2**30)
 
 
 def stem_of(found: Record) -> str:
-    """The name of the record of a GPU and a version of torch."""
+    """Return the name of the record of a GPU and a version of torch."""
     device = re.sub(r"[^A-Za-z0-9]+", "-", found.get("device") or "CPU").strip("-")
     return f"{device}-torch-{found['torch'].partition('+')[0]}"
 
 
 def write(record: Record, stem: Path) -> None:
-    """Write the record, whole or not at all, in both forms."""
+    """Write the record atomically in both forms."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     for suffix, text in ((".json", json.dumps(record, indent=1) + "\n"), (".md", markdown(record))):
         new = Path(f"{stem}{suffix}.new")

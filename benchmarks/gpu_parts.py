@@ -1,8 +1,9 @@
-"""The parts of `benchmarks.gpu`, each of which runs in a process of its own.
+"""Parts of `benchmarks.gpu`, each of which runs in a separate process.
 
     python -m benchmarks.gpu_parts PART DEVICE FOLDER USABLE_BYTES
 
-appends each row to FOLDER/rows.jsonl as soon as it is known, so that a part that is cut off keeps the others.
+A part appends each row to FOLDER/rows.jsonl as soon as the row is known, so a part that is cut off keeps its
+finished rows.
 """
 
 from __future__ import annotations
@@ -64,12 +65,12 @@ MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 @dataclass(frozen=True)
 class Bench:
-    """Where a part runs, and where its rows go."""
+    """The device of a part, and the file of its rows."""
 
     device: str
     folder: Path
     usable_bytes: int
-    """What a plan may use of the GPU's memory."""
+    """Memory of the GPU that a plan may use."""
 
     @property
     def has_gpu(self) -> bool:
@@ -81,13 +82,13 @@ class Bench:
             stream.write(json.dumps(row) + "\n")
 
     def skip(self, model: str, loop: str, needed_bytes: int) -> None:
-        """Append a row that says why a loop was not measured."""
+        """Append a row with the reason for which a loop was not measured."""
         needs, usable = (f"{number / 2**30:.1f} GiB" for number in (needed_bytes, self.usable_bytes))
         self.emit({"model": model, "loop": loop, "skipped": f"needs {needs}, usable are {usable}"})
 
 
 class TestRows:
-    """A plugin of pytest that appends a row for each test as it ends."""
+    """Plugin of pytest that appends a row for each test as it ends."""
 
     __test__ = False
 
@@ -101,7 +102,7 @@ class TestRows:
 
 
 def run_tests(bench: Bench) -> None:
-    """The tests of tests/gpu, one row each."""
+    """Run the tests of tests/gpu and write a row for each."""
     os.environ["TEST_DEVICE"] = bench.device
     argv = ["-q", "-p", "no:cacheprovider", "--tb=short", str(ROOT / "tests" / "gpu")]
     pytest.main([*argv, *(("--numprocesses", "4") if bench.has_gpu else ())], plugins=[TestRows(bench)])
@@ -117,7 +118,8 @@ class Case:
     vocab_size: int
     accumulation: int = 1
     has_float32_averages: bool = True
-    """Whether trainkit has running averages in float32. Without, the hand-written loop has all in bf16."""
+    """True if trainkit has running averages in float32; otherwise the hand-written loop has all values in
+    bf16."""
     steps: int = 12
 
     @property
@@ -125,22 +127,22 @@ class Case:
         return resolve_model_shape(ModelConfig(preset=self.preset, vocab_size=self.vocab_size), 1)  # type: ignore[arg-type]
 
     def work(self, recompute: Recompute) -> StepWork:
-        """What the planner needs to know of a step."""
+        """Return the properties of a step that the planner needs."""
         parallel = ParallelConfig(activation_checkpointing=recompute)
         sizes = self.seq_len, self.batch_size, self.accumulation
         averages = 8 if self.has_float32_averages else 4
         return StepWork(self.shape, ONE_PROCESS, parallel, *sizes, optimizer_bytes=averages)
 
     def mode(self, usable_bytes: int) -> Recompute | None:
-        """The least recomputation with which trainkit fits; None if it never does."""
+        """Return the least recomputation with which trainkit fits; None if trainkit never fits."""
         fits = (mode for mode in MODES if memory_of(self.work(mode)).peak <= usable_bytes)
         return next(fits, None)
 
     def hand_written_bytes(self) -> int:
-        """Peak memory of the hand-written loop, which recomputes nothing and has all logits at once.
+        """Return the peak memory of the hand-written loop, which recomputes nothing and keeps all logits.
 
-        Weights, gradients and averages, with those that autocast casts; activations; logits, these in
-        float32, their log-probabilities and gradients.
+        The sum includes weights, gradients and averages with the copies of autocast, the activations, and the
+        logits in float32 with their log-probabilities and gradients.
         """
         work = self.work("none")
         a_param = 4 + 4 + 8 + 2 if self.has_float32_averages else 2 + 2 + 4
@@ -157,7 +159,7 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case("3b", 4096, 1, 128256, accumulation=8, has_float32_averages=False, steps=6),
     ),
 }
-"""By part, the largest first: the first one that fits is measured."""
+"""Maps a part to its cases, largest first; the first case that fits is measured."""
 TINY = Case("nano", 32, 2, 320, steps=4)
 TINY_SUMMED = replace(TINY, accumulation=2, has_float32_averages=False)
 WARM_UP = 2
@@ -169,13 +171,14 @@ class Choice(NamedTuple):
     case: Case
     recompute: Recompute
     has_hand_written: bool
-    """Whether the hand-written loop fits too."""
+    """True if the hand-written loop fits too."""
 
 
 def choose(part: str, bench: Bench) -> Choice | None:
-    """The first case of a part in which both loops fit, or else trainkit's alone.
+    """Return the first case of a part in which both loops fit, or else a case in which trainkit fits.
 
-    Without a GPU it is tiny, once it is chosen as on a GPU. None, and a row that says why, if none fits.
+    Without a GPU, the chosen case becomes tiny. Returns None, and writes a row with the reason, if no case
+    fits.
     """
     modes = [(case, case.mode(bench.usable_bytes)) for case in CASES[part]]
     found = [
@@ -196,7 +199,7 @@ def choose(part: str, bench: Bench) -> Choice | None:
 
 
 class Loop(NamedTuple):
-    """A training loop: one step, and what updates the weights in it."""
+    """A training loop: a step, and the update of the weights within it."""
 
     step: Callable[[], object]
     optimizer: Any
@@ -207,16 +210,16 @@ MakeLoop = Callable[[], Iterator[Loop]]
 
 @dataclass
 class Times:
-    """What was measured of a loop."""
+    """Measurements of a loop."""
 
     steps_s: list[float]
     updates_s: list[float]
-    """Of further steps, in which the device is waited for around the update."""
+    """Durations of the update in further steps, in which the host waits for the device around the update."""
     peak_gb: float | None = None
 
 
 def measure(make: MakeLoop, num_steps: int, device: str) -> Times:
-    """Measure a loop, alone; when this returns, its model is freed."""
+    """Measure a loop alone; its model is freed when this function returns."""
     reset_peak(device)
     with contextmanager(make)() as loop:
         found = Times([timed(loop.step, device) for _ in range(num_steps)], time_updates(loop, device))
@@ -225,7 +228,7 @@ def measure(make: MakeLoop, num_steps: int, device: str) -> Times:
 
 
 def measure_in_turns(loops: dict[str, MakeLoop], num_steps: int, device: str) -> dict[str, Times]:
-    """Measure loops that fit in memory together, a step of one after a step of another."""
+    """Measure loops that fit in memory together, in alternating steps."""
     contexts = [contextmanager(make)() for make in loops.values()]
     made = dict(zip(loops, [context.__enter__() for context in contexts], strict=True))
     found = {name: Times([], []) for name in loops}
@@ -240,7 +243,7 @@ def measure_in_turns(loops: dict[str, MakeLoop], num_steps: int, device: str) ->
 
 
 def time_updates(loop: Loop, device: str, num_steps: int = 2) -> list[float]:
-    """Seconds of the updates of further steps."""
+    """Return the seconds of the updates of further steps."""
     times_s: list[float] = []
     update = loop.optimizer.step
 
@@ -255,7 +258,7 @@ def time_updates(loop: Loop, device: str, num_steps: int = 2) -> list[float]:
 
 
 def train_model(part: str, bench: Bench) -> None:
-    """Steps of trainkit and of the hand-written loop on one model, one row per loop."""
+    """Measure steps of trainkit and of the hand-written loop on one model, one row per loop."""
     choice = choose(part, bench)
     if choice is None:
         return
@@ -280,17 +283,17 @@ def train_model(part: str, bench: Bench) -> None:
 
 
 def measure_float32(case: Case, bench: Bench, mode: Recompute) -> None:
-    """Steps of trainkit in float32, whose matrices are multiplied in float32 or in TF32."""
+    """Measure steps of trainkit in float32, with matrix products in float32 or in TF32."""
     for name, has_tf32 in (("float32", False), ("TF32", True)):
-        torch.set_float32_matmul_precision("high" if has_tf32 else "highest")  # as a rank does
+        torch.set_float32_matmul_precision("high" if has_tf32 else "highest")  # ranks of a run set this too
         options = "precision.dtype=fp32", f"precision.tf32={json.dumps(has_tf32)}"
         make = partial(trainkit_loop, case, bench.device, bench.folder / name, mode, options=options)
         row = speed_row(case, bench, f"trainkit, {name}", mode, measure(make, case.steps, bench.device))
-        bench.emit({**row, "MFU": None})  # of bf16
+        bench.emit({**row, "MFU": None})  # the peak for the MFU is the peak in bf16
 
 
 def measure_options(bench: Bench) -> None:
-    """Steps of trainkit on 1b with other kernels of attention, on short texts, and with float8."""
+    """Measure steps of trainkit on 1b with other attention kernels, on short texts, and with float8."""
     choice = choose("1b", bench)
     if choice is None:
         return
@@ -316,7 +319,8 @@ def measure_options(bench: Bench) -> None:
 
 
 def context_attention(bench: Bench) -> None:
-    """Attention, forward and backward, to more keys than queries, as in ranks of 8b with `parallel.cp`."""
+    """Measure attention, forward and backward, to more keys than queries, as in ranks of 8b with
+    `parallel.cp`."""
     shape = resolve_model_shape(ModelConfig(preset="8b"), 0)
     dtype = torch.bfloat16 if bench.has_gpu else torch.float32
     on_gpu = {"flash": flash_attention_to_last, "cuDNN, merged": cudnn_attention_to_last}
@@ -341,14 +345,14 @@ def context_attention(bench: Bench) -> None:
 
 
 def attention_passes(attend: Attend, inputs: list[Tensor]) -> None:
-    """Attention, forward and backward."""
+    """Run attention forward and backward."""
     leaves = [item.detach().requires_grad_() for item in inputs]
     out = attend(*leaves)
     torch.autograd.grad(out, leaves, leaves[0].detach())
 
 
 def speed_row(case: Case, bench: Bench, loop: str, mode: Recompute, times: Times) -> Row:
-    """The median speed of a loop after its first steps, which compile."""
+    """Return the median speed of a loop after its first steps, which compile."""
     step_s = statistics.median(times.steps_s[WARM_UP:])
     tokens_per_s = case.accumulation * case.batch_size * case.seq_len / step_s
     peak_rate = peak_flops(torch.cuda.get_device_name(), "bf16") if bench.has_gpu else None
@@ -376,7 +380,7 @@ def trainkit_loop(
     compiled: bool = True,
     options: tuple[str, ...] = (),
 ) -> Iterator[Loop]:
-    """trainkit's trainer, without validation and saves; on a GPU in bf16, unless `options` say otherwise."""
+    """Return trainkit's trainer without validation and saves; on a GPU in bf16, unless `options` differ."""
     folder.mkdir()
     compiles = json.dumps(compiled and device == "cuda")
     overrides = [
@@ -395,17 +399,18 @@ def trainkit_loop(
     plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
     world = World(0, 1, torch.device(device), None, None)
     trainer = OwnTrainer(attempt, plan, world, build_task(config), StopRequest(), Progress())
-    fixed = torch._inductor.config.patch(deterministic=True)  # as in the ranks of a run, unlike by hand
+    # Ranks of a run set this too, unlike the hand-written loop.
+    fixed = torch._inductor.config.patch(deterministic=True)
     yield Loop(fixed(trainer.step), trainer.optimizer)
     trainer.batches.close()
     trainer.saver.close()
 
 
 def hand_written_loop(case: Case, device: str) -> Iterator[Loop]:
-    """A careful hand-written loop with the same model and batch."""
+    """Return a careful hand-written loop with the same model and batch."""
     uses_gpu = device == "cuda"
     with torch.device(device):
-        model = Decoder(case.shape, case.seq_len).to(device)  # a table of angles is made on the host
+        model = Decoder(case.shape, case.seq_len).to(device)  # the host makes a table of angles
     for param in model.parameters():
         nn.init.normal_(param, std=INIT_STD)
     if not case.has_float32_averages:
@@ -439,7 +444,7 @@ def hand_written_loop(case: Case, device: str) -> Iterator[Loop]:
 
 
 def hugging_face(bench: Bench) -> None:
-    """A Llama of transformers, which its Trainer compiles and trains."""
+    """Measure a Llama of transformers, which its Trainer compiles and trains."""
     if importlib.util.find_spec("transformers") is None:
         bench.emit({"model": "1b", "loop": "Hugging Face Trainer", "skipped": "no transformers"})
         return
@@ -447,7 +452,7 @@ def hugging_face(bench: Bench) -> None:
 
     choice = choose("1b", bench)
     if choice is None or not choice.has_hand_written:
-        return  # its row says why: this loop needs no less
+        return  # the row gives the reason: this loop needs at least as much memory
     case, shape = choice.case, choice.case.shape
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -490,21 +495,21 @@ def hugging_face(bench: Bench) -> None:
 
 
 def synchronized_s(device: str) -> float:
-    """The time, once the device has finished what it was given."""
+    """Return the time after the device has finished its work."""
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def timed(step: Callable[[], object], device: str) -> float:
-    """Seconds of a step until the device has finished it."""
+    """Return the seconds of a step until the device has finished it."""
     started_s = synchronized_s(device)
     step()
     return synchronized_s(device) - started_s
 
 
 def reset_peak(device: str) -> None:
-    """Return what earlier loops had to the device."""
+    """Return the memory of earlier loops to the device."""
     torch._dynamo.reset()  # compiled code keeps tensors of the model that it was compiled for
     gc.collect()
     if device == "cuda":
@@ -513,17 +518,17 @@ def reset_peak(device: str) -> None:
 
 
 def peak_gb(device: str) -> float | None:
-    """The most memory of tensors since the last reset."""
+    """Return the peak memory of tensors since the last reset."""
     return round(torch.cuda.max_memory_allocated() / 1e9, 1) if device == "cuda" else None
 
 
 def save_state(bench: Bench) -> None:
-    """How long saves of a large state block training, one row per way to save."""
+    """Measure how long saves of a large state block training, one row per way to save."""
     device, folder = bench.device, bench.folder
     num_tensors, elements = (40, 1 << 24) if bench.has_gpu else (4, 1 << 16)
     size = 4 * elements * num_tensors
     free = shutil.disk_usage(folder).free
-    if free < 4 * size:  # two saves of each way but for the last, whose first is deleted by the second
+    if free < 4 * size:  # each way makes two saves, and the second deletes the first, except for the last way
         gb = f"{4 * size / 1e9:.1f} GB, {folder} has {free / 1e9:.1f} GB"
         bench.emit({"way": "all", "skipped": f"needs {gb}"})
         return
@@ -559,7 +564,7 @@ def save_state(bench: Bench) -> None:
 
     ways = {"trainkit": with_trainkit, "torch.save and fsync": with_torch, "DCP async_save": with_dcp}
     compute_s = statistics.median(timed(compute, device) for _ in range(20))
-    for number in (1, 2):  # the first save allocates
+    for number in (1, 2):  # the first save allocates its buffers
         for way, save in ways.items():
             started = time.perf_counter()
             is_saved = save(number)
@@ -582,7 +587,7 @@ def save_state(bench: Bench) -> None:
 
 
 def profile_steps(bench: Bench) -> None:
-    """Where the time of three steps of 1b goes, by kind of kernel, and the kernels that take most of it."""
+    """Report the time of three steps of 1b by kind of kernel, and the kernels that take the most time."""
     choice = choose("1b", bench)
     if choice is None:
         return

@@ -1,14 +1,14 @@
-"""Hangs of real ranks on this machine: does the run name those that are at fault?
+"""Make real ranks hang on this machine, and check whether the run names the ranks at fault.
 
     python -m benchmarks.hangs [--seed N] [--only KIND ...] [--door loop plain trainer] [--rounds N]
 
-Each case is a run of 2 to 8 ranks with gloo on CPUs, of which one or two, drawn by the seed, do something
-wrong in the third step: a script with `trainkit.loop`, a plain script of torch.distributed, or the built-in
-trainer. What end.json and `trainkit diagnose` say of it is `right` if it names exactly those ranks, `unknown`
-if it names nobody, else `wrong`. gloo has no records of a plain script, of which only stacks are known: put
-py-spy on PATH for them.
+Each case is a run of 2 to 8 ranks with gloo on CPUs. One or two ranks, drawn by the seed, do something wrong
+in the third step. The run is a script with `trainkit.loop`, a plain script of torch.distributed, or the
+built-in trainer. The answer of end.json and `trainkit diagnose` is `right` if it names exactly those ranks,
+`unknown` if it names nobody, and `wrong` otherwise. gloo has no records of a plain script, so only stacks are
+known: put py-spy on PATH for plain scripts.
 
-Prints a line for each case and a table by kind. The exit code is 0 if none is wrong and 90 % of the cases
+Prints a line for each case and a table by kind. The exit code is 0 if no case is wrong and 90 % of the cases
 with records are right.
 """
 
@@ -92,13 +92,13 @@ for step in run.steps(1000000):
 
 @dataclass(frozen=True)
 class Kind:
-    """A way to hang: what the ranks do in the step in which it happens."""
+    """A way to hang: the code of the ranks in the step of the hang."""
 
     code: str
     smallest: int = 2
-    """Ranks that it takes at least for somebody to be at fault."""
+    """Minimum number of ranks with which some ranks can be at fault."""
     is_known: bool = True
-    """Whether the records can tell who is at fault."""
+    """True if the records can reveal the ranks at fault."""
     num_wrong: int = 1
 
 
@@ -146,7 +146,7 @@ if os.environ.get("RANK") and "trainkit.trainer" in sys.orig_argv:
 
 @dataclass(frozen=True)
 class Case:
-    """One run."""
+    """A run in which some ranks hang, and its judgement."""
 
     kind: str
     door: str
@@ -180,10 +180,10 @@ class Case:
             return subprocess.Popen(argv, cwd=folder, env=env, stdout=log, stderr=subprocess.STDOUT)
 
     def judge(self, run: RunDir) -> tuple[str, str]:
-        """``right``, ``unknown`` or ``wrong``, and what the run says."""
+        """Return ``right``, ``unknown`` or ``wrong``, and the answer of the run."""
         end = read_end(run.attempt(1))
         if end is None or end.verdict is None:
-            return "wrong", f"no verdict: {end and end.reason}"
+            return "wrong", f"no root cause: {end and end.reason}"
         verdict, found = end.verdict, diagnose(run.attempt(1), read_job(run))
         text = f"{verdict.type}: {verdict.message} | {found.cause}"
         if verdict.rank is None or found.rank is None:
@@ -196,7 +196,7 @@ class Case:
 
 
 def draw(kind: str, door: str, chance: random.Random) -> Case:
-    """A case with a drawn number of ranks, of which some are at fault."""
+    """Draw a case: a number of ranks, and the ranks at fault."""
     world = chance.randint(KINDS[kind].smallest, 8 if KINDS[kind].smallest > 4 else 5)
     return Case(kind, door, world, tuple(sorted(chance.sample(range(world), KINDS[kind].num_wrong))))
 

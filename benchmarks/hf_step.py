@@ -1,12 +1,12 @@
-"""Measures a step of a Hugging Face model against the Trainer of transformers, accelerate and Fabric.
+"""Measure a step of a Hugging Face model against the Trainer of transformers, accelerate and Fabric.
 
     pip install -e '.[hf]' accelerate lightning
     python -m benchmarks.hf_step
 
 All four train a Llama with the same weights, batch size and data in one process: the tokens of Python's
-standard library, through a shuffling DataLoader with two workers. They take turns step by step, in random
+standard library, through a shuffling DataLoader with two workers. They alternate step by step in random
 order, so that changes in machine speed affect all alike. AdamW is fused and the gradient is clipped
-everywhere; nothing is logged or saved. The first fifth of the steps is warm-up.
+everywhere. No loop logs or saves. The first fifth of the steps is warm-up.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from benchmarks.training_loop import make_attempt
 
 SEQ_LEN = 256
 NUM_WORKERS = 2
-"""Those of trainkit's default."""
+"""Number of data workers, as in trainkit's default."""
 NUM_RESAMPLES = 2000
 BATCH_SIZE = 8
 SIZES = {
@@ -59,7 +59,7 @@ def new_optimizer(model: nn.Module) -> torch.optim.AdamW:
 
 
 def trainkit_step(folder: Path, dtype: str, architecture: str) -> Step:
-    """A step of trainkit's trainer."""
+    """Return a function that runs a step of trainkit's trainer."""
     from trainkit.config import read_effective
     from trainkit.job.signals import StopRequest
     from trainkit.plan.launch import LaunchPlan
@@ -106,7 +106,7 @@ def new_loader() -> DataLoader[dict[str, Tensor]]:
 
 
 def accelerate_step(folder: Path, dtype: str) -> Step:
-    """A step of a loop with accelerate."""
+    """Return a function that runs a step of a loop with accelerate."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(mixed_precision="no" if dtype == "fp32" else dtype, cpu=True)
@@ -125,7 +125,7 @@ def accelerate_step(folder: Path, dtype: str) -> Step:
 
 
 def fabric_step(folder: Path, dtype: str) -> Step:
-    """A step of a loop with Lightning Fabric."""
+    """Return a function that runs a step of a loop with Lightning Fabric."""
     from lightning.fabric import Fabric
 
     fabric = Fabric(accelerator="cpu", devices=1, precision="32-true" if dtype == "fp32" else "bf16-mixed")
@@ -144,7 +144,7 @@ def fabric_step(folder: Path, dtype: str) -> Step:
 
 
 def trainer_step(folder: Path, dtype: str, num_steps: int) -> Step:
-    """A step of the Trainer of transformers, whose own loop runs in a thread and waits for its turn."""
+    """Return a function that runs a step of transformers' Trainer, whose loop waits in a thread."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     begin, done = threading.Semaphore(0), threading.Semaphore(0)
@@ -183,7 +183,7 @@ def trainer_step(folder: Path, dtype: str, num_steps: int) -> Step:
 
 
 def measure(folder: Path, dtype: str, num_steps: int) -> dict[str, list[float]]:
-    """Seconds of the steps of each, after the warm-up."""
+    """Return the seconds of the steps of each loop after the warm-up."""
     steps: dict[str, Step] = {
         "trainkit, transformers": trainkit_step(folder, dtype, "transformers"),
         "trainkit, its own decoder": trainkit_step(folder, dtype, "llama"),
@@ -194,7 +194,7 @@ def measure(folder: Path, dtype: str, num_steps: int) -> dict[str, list[float]]:
     times_s: dict[str, list[float]] = {name: [] for name in steps}
     names = list(steps)
     for _ in range(num_steps):
-        # At random, since threads of one can still be busy when the next one starts.
+        # The order is random, because threads of one loop can still be busy when the next loop starts.
         random.shuffle(names)
         for name in names:
             started = time.perf_counter()
@@ -207,13 +207,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=30, help="steps of each (a fifth is warm-up)")
+    parser.add_argument(
+        "--steps", type=int, default=30, help="steps of each loop; the first fifth is warm-up"
+    )
     parser.add_argument("--dtype", choices=DTYPES, nargs="*", default=list(DTYPES))
     args = parser.parse_args()
     print("| type | loop | median ms | min | max | speed of trainkit with transformers | 95 % of resamples |")
     print("|---|---|---|---|---|---|---|", flush=True)
     for dtype in args.dtype:
-        # In a process of its own, since accelerate keeps its precision as long as the process lives.
+        # The measurement runs in a separate process, because accelerate keeps its precision as long as the
+        # process lives.
         process = multiprocessing.get_context("spawn").Process(target=report, args=(dtype, args.steps))
         process.start()
         process.join()
@@ -240,7 +243,7 @@ def report(dtype: str, num_steps: int) -> None:
 
 
 def ratio_interval(ours: list[float], theirs: list[float]) -> tuple[float, float]:
-    """The middle 95 % of the ratio of the medians, over resamples of the rounds."""
+    """Return the middle 95 % of the ratio of the medians, over resamples of the rounds."""
     rounds, draw = list(zip(ours, theirs, strict=True)), random.Random(0)
     ratios = []
     for _ in range(NUM_RESAMPLES):

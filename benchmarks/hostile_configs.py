@@ -1,11 +1,16 @@
-"""Loads seeded hostile configs: each is accepted, or refused with the file, its line and a hint.
+"""Load seeded hostile configs; each must be accepted, or refused with the file, its line and a hint.
 
     python -m benchmarks.hostile_configs [--configs 2100] [--seed 0]
 
-What YAML has besides plain values (tags, anchors, aliases of aliases, merge keys, documents, numbers and
-booleans of other versions) and what it must not have, at every key, in a file or after `--set`; misspelt
-keys; files with other bytes; `extends` of anything. What is accepted must be the same config after it was
-written and read again, and `trainkit check` of it must end with a documented exit code.
+The hostile contents are:
+
+- YAML features besides plain values: tags, anchors, aliases of aliases, merge keys, documents, numbers and
+  booleans of other versions;
+- invalid YAML at every key, in a file or after `--set`;
+- misspelt keys, files with other bytes, and `extends` of anything.
+
+An accepted config must be the same after it was written and read again, and `trainkit check` of the config
+must end with a documented exit code.
 """
 
 from __future__ import annotations
@@ -48,7 +53,7 @@ SCALARS = (
     *("!!timestamp 2026-01-01", "!!python/name:os.system x", "!!python/object/apply:os.system [echo]"),
     *("|\n  a\n  b", ">\n  a", "x" * 100_000, "9" * 5000, "[" * 5000, "[" * 900 + "]" * 900, "{a: " * 2000),
 )
-"""Values as they are typed in YAML."""
+"""Values as a user types them in YAML."""
 FILES = (
     *("", " ", "\n\n", "---\n", "---\n...\n", "a", "- a", "1", "null", "# nothing\n", "{seed: 1}", "seed"),
     *("%YAML 1.1\n---\nseed: 1\n", "seed: 1\n---\nseed: 2\n", "%TAG ! tag:x,2000:\n---\nseed: !y 1\n"),
@@ -64,7 +69,7 @@ FILES = (
     *(f"extends: {text}\n" for text in ("config.yaml", "[quickstart, quickstart]", "{a: 1}", "~nobody/x")),
     *(f"extends: {text}\n" for text in ("s3://a/b.yaml", '"\\0"', "/dev/zero", "null")),
 )
-"""Whole files."""
+"""Complete texts of hostile files."""
 
 
 def _misspelt(draw: random.Random, key: str) -> str:
@@ -81,7 +86,7 @@ def _in_file(key: str, value: str) -> str:
 
 
 def hostile(draw: random.Random) -> tuple[bytes, tuple[str, ...], str]:
-    """The bytes of a config file, what is typed after ``--set``, and what of it is hostile."""
+    """Return the bytes of a config file, the argument of ``--set``, and the hostile part of both."""
     key, value = draw.choice(all_keys()), draw.choice(SCALARS)
     kind = draw.choice(("value", "value", "set", "key", "file", "bytes", "several"))
     if kind == "value":
@@ -125,7 +130,7 @@ def wrong(content: bytes, sets: tuple[str, ...]) -> tuple[str, bool]:
         return "", False
     except TooLong:
         return f"longer than {LIMIT_S} s", False
-    except BaseException as error:  # an exception of any kind is what is looked for
+    except BaseException as error:  # the benchmark looks for exceptions of any kind
         return f"{type(error).__name__}: {str(error)[:200]}", False
     try:
         Path("effective.yaml").write_text(dump_effective(config), encoding="utf-8", newline="")

@@ -1,12 +1,12 @@
-"""Kills a run at random moments and checks that its losses equal those of an uninterrupted run.
+"""Kill a run at random moments, and check that its losses equal the losses of an uninterrupted run.
 
     python -m benchmarks.kill_campaign --rounds 20 --seed 0
 
 Each round submits a run of two nodes and, one to three times at random moments, sends SIGKILL to a random
-victim: a rank, an agent, the supervisor, or all of them. A run that does not restart automatically is
-resumed. Then the losses in metrics.jsonl must equal, as strings, those of an undisturbed run, the samples
-must be counted without a gap, every published checkpoint must be intact, and no process may be left. Dropout
-is on, and the text is short, so that kills hit every part of an epoch. The same seed repeats the same
+victim: a rank, an agent, the supervisor, or all of them. The benchmark resumes a run that does not restart
+automatically. Then the losses in metrics.jsonl must equal the losses of an undisturbed run as strings, the
+samples must be counted without a gap, every published checkpoint must be intact, and no process may remain.
+Dropout is on, and the text is short, so that kills hit every part of an epoch. The same seed repeats the same
 campaign.
 """
 
@@ -68,7 +68,7 @@ def state(run: RunDir) -> str:
 
 
 def strike(run: RunDir, chance: random.Random) -> str:
-    """Send SIGKILL to a random victim; returns its description."""
+    """Send SIGKILL to a random victim; return its description."""
     found = RunProcesses.of(run)
     kinds = {"supervisor": found.supervisors, "agent": found.agents.values(), "rank": found.ranks.values()}
     alive = {kind: sorted(pids) for kind, pids in kinds.items() if pids}
@@ -96,14 +96,14 @@ def resume(run: RunDir) -> None:
 
 def play_round(folder: Path, text: Path, chance: random.Random) -> tuple[RunDir, list[str]]:
     run = submit(folder, text)
-    told = []
+    kills = []
     for _ in range(chance.randint(1, 3)):
         delay_s = chance.uniform(0.2, 9.0)
         time.sleep(delay_s)
         victim = strike(run, chance)
-        told.append(f"{victim} after {delay_s:.1f} s")
+        kills.append(f"{victim} after {delay_s:.1f} s")
         if victim in ("agent", "rank"):
-            continue  # it restarts automatically
+            continue  # the run restarts automatically
         wait_until_ended(run)
         if state(run) == "finished":
             break
@@ -112,11 +112,11 @@ def play_round(folder: Path, text: Path, chance: random.Random) -> tuple[RunDir,
     if state(run) != "finished":
         resume(run)
         wait_until_ended(run)
-    return run, told
+    return run, kills
 
 
 def check(run: RunDir, reference: list[StepRecord]) -> list[str]:
-    """Everything that is wrong after a round; empty if nothing is."""
+    """Return everything that is wrong after a round; an empty list if nothing is wrong."""
     wrong = []
     if state(run) != "finished":
         wrong.append(f"state {state(run)}")
@@ -130,7 +130,7 @@ def check(run: RunDir, reference: list[StepRecord]) -> list[str]:
 
 
 def campaign(rounds: int, seed: int, folder: Path) -> int:
-    """Run all rounds; returns the number of failed ones."""
+    """Run all rounds; return the number of failed rounds."""
     chance = random.Random(seed)
     text = folder / "text.txt"
     text.write_text("".join(f"line {number} says {number * number}\n" for number in range(1000)))
@@ -140,11 +140,11 @@ def campaign(rounds: int, seed: int, folder: Path) -> int:
     print(f"uninterrupted: {len(expected)} steps, state {state(reference)}", flush=True)
     failed = 0
     for number in range(1, rounds + 1):
-        run, told = play_round(folder / f"round-{number:02d}", text, chance)
+        run, kills = play_round(folder / f"round-{number:02d}", text, chance)
         wrong = check(run, expected)
         failed += bool(wrong)
         verdict = "; ".join(wrong) or f"equal ({len(run.attempt_numbers())} attempts)"
-        print(f"round {number}: killed {', '.join(told)}: {verdict}", flush=True)
+        print(f"round {number}: killed {', '.join(kills)}: {verdict}", flush=True)
     print(f"{rounds - failed} of {rounds} equal")
     return failed
 

@@ -1,10 +1,12 @@
-"""Measures the commands that read a run whose files are very large.
+"""Measure the commands that read a run whose files are very large.
 
     python -m benchmarks.large_files [--gib 2] [--only line|events|metrics] [--folder FOLDER]
 
-`line`: the log of each rank ends with one line of `--gib` GiB without an end. `events`: events.jsonl has
-512 MiB of two attempts, which log each step. `metrics`: metrics.jsonl has `--gib` GiB. Prints the seconds,
-those of the processor, and the peak of the memory of each command.
+- `line`: the log of each rank ends with one line of `--gib` GiB without a line end.
+- `events`: events.jsonl has 512 MiB of two attempts, which log each step.
+- `metrics`: metrics.jsonl has `--gib` GiB.
+
+Prints the wall time, the CPU time and the peak memory of each command.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ WRITTEN_BYTES = 2**24
 
 
 def grow(file: Path, lines: list[str], num_bytes: int) -> None:
-    """Append lines to a file, again and again."""
+    """Append lines to a file repeatedly."""
     block = "".join(f"{line}\n" for line in lines).encode()
     block *= max(1, WRITTEN_BYTES // len(block))
     with file.open("ab") as stream:
@@ -72,7 +74,7 @@ def make_metrics(run: Path, num_bytes: int) -> None:
 
 
 def measured(project: Path, line: str) -> tuple[float, float, float, int]:
-    """The seconds, those of the processor, the peak of the memory in MiB, and the exit code of a command."""
+    """Return the wall time, the CPU time, the peak memory in MiB, and the exit code of a command."""
     started = time.monotonic()
     child = subprocess.Popen(
         [sys.executable, "-m", "trainkit", *line.split()],

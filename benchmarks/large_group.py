@@ -1,11 +1,11 @@
-"""Runs a group of more trials than the cluster takes in one array and of one user, and cancels another.
+"""Run a group of more trials than the cluster allows per array and per user, and cancel another group.
 
     python -m benchmarks.large_group               # 300 trials, MaxArraySize 100, 20 jobs at once
     python -m benchmarks.large_group --trials 30 --array-size 12 --jobs 8
 
 Starts a Slurm cluster of four hosts on this machine (as root; see tools/slurm_cluster). Each trial of the
-first group writes its number; all must have run once, in one group. The second group is cancelled while two
-of it run. Exits with 1 if something was not as it must be.
+first group writes its number. All trials must have run once, in one group. The second group is cancelled
+while two of its trials run. Exits with 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def all_run(login: Login, num_trials: int) -> None:
     def is_over() -> bool:
         return not RunGroup(group.path).left and not login.jobs()
 
-    wait_for(is_over, f"{num_trials} points", PATIENCE_S, poll_s=5.0)
+    wait_for(is_over, f"{num_trials} trials", PATIENCE_S, poll_s=5.0)
     took_s = time.monotonic() - began_s
     parts = RunGroup(group.path).parts
     print(f"all have run after {took_s:.0f} s, as {len(parts)} arrays of one group")
@@ -51,13 +51,13 @@ def all_run(login: Login, num_trials: int) -> None:
 
 
 def main() -> int:
-    """Run the benchmark; returns the exit code."""
+    """Run the benchmark; return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--points", type=int, default=300)
+    parser.add_argument("--trials", type=int, default=300, help="trials of the first group")
     parser.add_argument("--array-size", type=int, default=100, help="MaxArraySize of the cluster")
-    parser.add_argument("--jobs", type=int, default=20, help="jobs that the QOS takes of a user at once")
+    parser.add_argument("--jobs", type=int, default=20, help="jobs that the QOS allows per user")
     args = parser.parse_args()
     cluster = up(owner=Pid.of(os.getpid()), options={"MaxArraySize": f"{args.array_size}"})
     try:
@@ -67,7 +67,8 @@ def main() -> int:
             all_run(login, args.trials)
             began_s = time.monotonic()
             cancelled_as_one(login, args.trials, args.jobs)
-            print(f"another was submitted, and cancelled as one, in {time.monotonic() - began_s:.0f} s")
+            seconds = time.monotonic() - began_s
+            print(f"a second group was submitted and cancelled with one command in {seconds:.0f} s")
     except AssertionError as error:
         print(error, file=sys.stderr)
         return 1

@@ -1,9 +1,9 @@
-"""Breaks eleven lines on which runs depend, one at a time, and shows whether the tests notice.
+"""Break eleven important lines, one at a time, and show whether the tests detect it.
 
     python -m benchmarks.mutants [NAME ...]
 
-For use after tests were merged or removed. It changes files of the checkout, which must have no uncommitted
-changes, and restores each. Exit code 1 if a mutant survives.
+Run it after tests were merged or removed. The benchmark changes files of the checkout, which must have no
+uncommitted changes, and restores each file. The exit code is 1 if the tests miss a mutant.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TIMEOUT_S = 1200
 
 @dataclass(frozen=True)
 class Mutant:
-    """One line of a file that is replaced, and the tests that must fail then."""
+    """A replaced line of a file, and the tests that must fail because of it."""
 
     file: str
     line: str
@@ -83,7 +83,7 @@ MUTANTS = {
 
 
 def main() -> int:
-    """Try the mutants; returns the exit code."""
+    """Try the mutants; return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: {', '.join(MUTANTS)}")
     names = parser.parse_args().names or MUTANTS
@@ -95,7 +95,7 @@ def main() -> int:
 
 
 def is_caught(name: str, mutant: Mutant) -> bool:
-    """Whether a test fails with a mutant; prints the first one."""
+    """Return whether a test fails with a mutant; print the first failing test."""
     file = ROOT / "trainkit" / mutant.file
     text = file.read_text()
     assert text.count(mutant.line) == 1, f"{name}: {mutant.line!r} stands {text.count(mutant.line)} times"

@@ -1,14 +1,19 @@
-"""Mutates run folders at random, and types the commands that read runs and those that act on them.
+"""Mutate run folders at random, and type commands that read runs and commands that act on runs.
 
     python -m benchmarks.mutated_runs [--changes 20000] [--seed 0] [--run finished] [--only NUMBER]
 
-It uses the runs of `tests/golden`, a run of a function, and a run whose supervisor is alive.
-`run_mutations.py` says what happens to them. After each change a command that reads and another one, which
-often acts, are typed in a fork of this process. None may end with an unexpected exception, take longer than
-`LIMIT_S`, exit with a code that is not documented, print a traceback of its own, or send a signal to a
-process that is not of the run. What only reads changes no file, and nothing touches what is outside of the
-run. The same seed and number are the same change and commands: `--only` repeats one, with its traceback.
-Supervisors that would start end.
+The benchmark uses the runs of `tests/golden`, a run of a function, and a run whose supervisor is alive.
+`run_mutations.py` defines the mutations. After each change, forks of this process run a command that reads
+and another command, which often acts. These are faults:
+
+- an unexpected exception, or a traceback of trainkit;
+- more than `LIMIT_S`;
+- an undocumented exit code;
+- a signal to a process that is not part of the run;
+- a file changed by a command that only reads, or a change outside of the run.
+
+The same seed and number repeat the same change and commands. `--only` repeats one change, with its traceback.
+A supervisor that would start ends immediately.
 """
 
 from __future__ import annotations
@@ -53,12 +58,12 @@ from trainkit.run.process import ProcessId
 
 RUNS = (*sorted(RECORDED), "function", "live")
 NEIGHBOUR = "command"
-"""The name of another run in the same folder, which no mutation changes."""
+"""Name of another run in the same folder, which no mutation changes."""
 LIMIT_S = 30
 AT_A_TIME = 50
 """Changes of one run between two lines of progress."""
 COMMANDS_AT_ONCE = 2
-"""Commands typed after a change."""
+"""Number of commands after a change."""
 MEMORY_BYTES = 6 * 2**30
 READING = (
     *("status", "status --json", "status {run}", "status {run} --json", "logs {run} --all --lines 3"),
@@ -78,7 +83,7 @@ READING = (
     *("diagnose {run} --attempt 1", "report {run} --out page.html", "status {run}/attempts/001"),
     *("debug {run} --rank 0", "attach {run}", "ckpt verify {run} --step 3"),
 )
-"""The commands that write nothing, but for the page of a report."""
+"""Commands that write nothing except the page of a report."""
 ACTING = (
     *("cancel {run}", "cancel {run} --json", "requeue {run}", "resume {run}", "resume {run} --now --json"),
     *(
@@ -99,15 +104,15 @@ ACTING = (
     ),
     "stacks {run}",
 )
-"""The commands that change a run or start something."""
+"""Commands that change a run or start something."""
 WRITES = re.compile(r"page\.html|runs/\w[\w-]*/(\d/)?report\.html|runs(/\w[\w-]*(/\d)?)?")
-"""What commands that read may write; a folder changes with what is in it."""
+"""Paths that reading commands may write; a folder changes with its content."""
 STREAMS = ("strict", "backslashreplace")
-"""What Python does on its standard output and standard error with text that cannot be encoded."""
+"""Error handlers of Python's standard output and standard error for text that cannot be encoded."""
 
 
 def make_project(project: Path, names: Iterable[str]) -> None:
-    """A folder with recorded runs, in which commands are typed, on a machine without Slurm."""
+    """Make a folder with recorded runs for the commands, on a machine without Slurm."""
     project.mkdir(parents=True)
     write_text_file(project)
     for name in {*names, NEIGHBOUR}:
@@ -116,7 +121,7 @@ def make_project(project: Path, names: Iterable[str]) -> None:
 
 
 def make_function_run(project: Path) -> None:
-    """Run a function, whose call and value are pickles in the folder of its run."""
+    """Run a function, whose call and return value are pickles in the folder of its run."""
     import trainkit as package
 
     with forked_modules():
@@ -125,7 +130,7 @@ def make_function_run(project: Path) -> None:
 
 
 def make_live_run(project: Path, pid: int) -> None:
-    """A run whose supervisor is a process."""
+    """Make a run whose supervisor is a process."""
     unpacked = unpack_run(HERE / "folders" / "cancelled", project / "other", os.uname().nodename)
     shutil.rmtree(project / "runs" / "live", ignore_errors=True)
     live = unpacked.rename(project / "runs" / "live")
@@ -140,14 +145,14 @@ def make_live_run(project: Path, pid: int) -> None:
 
 
 class Stranger(BaseException):
-    """A signal to a process that is not of the run."""
+    """A signal to a process that is not part of the run."""
 
 
 Entries = dict[str, tuple[int, ...]]
 
 
 def entries(folder: Path, inside: str = "") -> Entries:
-    """Everything below a folder, with what tells whether it was changed."""
+    """Return everything below a folder, with properties that reveal a change."""
     found: Entries = {}
     for entry in os.scandir(folder / inside):
         name = f"{inside}{entry.name}"
@@ -159,12 +164,12 @@ def entries(folder: Path, inside: str = "") -> Entries:
 
 
 def differing(before: Entries, after: Entries) -> list[str]:
-    """The names of what is new, gone or changed."""
+    """Return the names of entries that are new, missing or changed."""
     return sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
 
 
 class Place:
-    """A project in which one process types commands, and a copy of it from which it is restored."""
+    """A project in which one process types commands, and a copy to restore the project from."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.project, self.kept = folder, folder / "project", folder / "kept"
@@ -181,11 +186,11 @@ class Place:
             program.write_text(f"#!/bin/sh\n{body}\n")
             program.chmod(0o755)
         shutil.copytree(HERE / "slurm", self.folder / "slurm", dirs_exist_ok=True)
-        for line in READING:  # imports what the forks need, and compiles the page of a report
+        for line in READING:  # import the modules that the forks need, and compile the page of a report
             ended = typed(line.format(run="runs/finished", other=f"runs/{NEIGHBOUR}"))
             assert not ended.wrong, ended
         (self.project / "page.html").unlink()
-        gc.freeze()  # else each fork copies every page of memory that a collection touches
+        gc.freeze()  # otherwise each fork copies every page of memory that a collection touches
         make_function_run(self.project)
         self.sleeper = subprocess.Popen(
             ["/bin/sleep", "inf"],
@@ -199,7 +204,7 @@ class Place:
         self.known: Entries = {}
 
     def use(self, name: str) -> None:
-        """Have one run and its neighbour in the project."""
+        """Put one run and its neighbour into the project."""
         shutil.rmtree(self.project / "runs", ignore_errors=True)
         for each in {name, NEIGHBOUR}:
             shutil.copytree(self.folder / "runs" / each, self.project / "runs" / each, symlinks=True)
@@ -238,7 +243,7 @@ class Place:
         shutil.rmtree(self.folder / "state", ignore_errors=True)
 
     def is_wrong(self, name: str, found: Entries) -> bool:
-        """Whether a changed place has to be made again; a folder in which something was changed has not."""
+        """Return whether a changed entry must be restored; a folder with changed content need not be."""
         old, new = self.known.get(name), found.get(name)
         return old is None or new is None or old[:2] != new[:2] or not (self.kept / name).is_dir()
 
@@ -255,7 +260,7 @@ def without_privileges() -> None:
 
 
 def guard_signals(allowed: int) -> None:
-    """Have `os.kill` refuse all signals but those to one process, to this one and to its children."""
+    """Refuse signals of `os.kill` to any process but this process, its children and one other process."""
     own, fork_, kill = {allowed, os.getpid()}, os.fork, os.kill
 
     def recorded() -> int:
@@ -272,7 +277,7 @@ def guard_signals(allowed: int) -> None:
 
 
 class TooLong(BaseException):
-    """Something took longer than it may."""
+    """A block took longer than its limit."""
 
 
 @contextlib.contextmanager
@@ -292,10 +297,10 @@ def within(limit_s: int) -> Iterator[None]:
 
 
 class Typed(NamedTuple):
-    """How a command ended."""
+    """The end of a typed command."""
 
     wrong: str
-    """Empty if nothing is."""
+    """Description of the fault; empty without a fault."""
     output: str
     errors: str
 
@@ -313,11 +318,11 @@ def typed(line: str) -> Typed:
         streams[1].write(f"error: {error.message}\nhint: {getattr(error, 'hint', '')}")
         if not str(error.message).strip():
             wrong = "an error without a message"
-    except OSError as error:  # without --debug, a message that names the file, and a hint
+    except OSError as error:  # without --debug, the output is a message that names the file, and a hint
         if not error.filename or line.startswith("status"):
             wrong = described(error)
         code = 1
-    except BaseException as error:  # a traceback of any kind is what is looked for
+    except BaseException as error:  # the benchmark looks for tracebacks of any kind
         wrong, code = described(error), 1
     printed = []
     for stream in streams:
@@ -336,7 +341,7 @@ VERBOSE = False
 
 
 def described(error: BaseException) -> str:
-    """An exception, and where it was raised."""
+    """Return an exception with the place that raised it."""
     if VERBOSE:
         traceback.print_exception(error)
     steps = traceback.extract_tb(error.__traceback__)
@@ -346,7 +351,7 @@ def described(error: BaseException) -> str:
 
 
 def type_all(place: Place, name: str, lines: Sequence[tuple[str, bool]], slurm: bool) -> None:
-    """Type commands, each with whether it only reads; prints a JSON line before each and for each fault."""
+    """Type commands, each with whether it only reads; print a JSON line before each and for each fault."""
     gc.disable()
     without_privileges()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
@@ -358,7 +363,7 @@ def type_all(place: Place, name: str, lines: Sequence[tuple[str, bool]], slurm: 
     def end(module: str) -> None:
         if module not in ("trainkit.job.supervisor", "trainkit.backends.local.group"):
             raise SystemExit(1)
-        time.sleep(0.5)  # its command asks the kernel who it is
+        time.sleep(0.5)  # the command of the run asks the kernel for its user
         raise SystemExit(0)
 
     with forked_modules(before=end):
@@ -374,7 +379,8 @@ def type_all(place: Place, name: str, lines: Sequence[tuple[str, bool]], slurm: 
                 else re.compile(rf"(?!runs/{NEIGHBOUR}/|.*mine\.txt)(runs|again|exported)\b.*")
             )
             touched = [each for each in changed if not allowed.fullmatch(each)]
-            # The task of an array that has not started gets its folder from the first who asks for it.
+            # A task of an array that has not started gets its folder from the first command that reads the
+            # task.
             touched = [each for each in touched if not made_of_task(each, before[0])]
             touched += [
                 f"outside/{each}"
@@ -388,13 +394,13 @@ def type_all(place: Place, name: str, lines: Sequence[tuple[str, bool]], slurm: 
 
 
 def made_of_task(path: str, before: Entries) -> bool:
-    """Whether a path is in the folder of a task of a group that was not there before."""
+    """Return whether a path is in the folder of a group's task that did not exist before."""
     found = re.match(r"runs/[\w-]+/\d+(?=/|$)", path)
     return found is not None and found[0] not in before
 
 
 def tried(place: Place, name: str, lines: Sequence[tuple[str, bool]], *, slurm: bool = False) -> list[str]:
-    """What is wrong with how commands end that are typed in a fork."""
+    """Return the faults of commands that are typed in a fork."""
     reader, writer = os.pipe()
     null = os.open(os.devnull, os.O_RDWR)
     errors = 2 if VERBOSE else null
@@ -426,7 +432,7 @@ def tried(place: Place, name: str, lines: Sequence[tuple[str, bool]], *, slurm: 
 
 
 def try_change(place: Place, name: str, number: int, seed: int) -> tuple[str, list[str]]:
-    """Apply the mutations of a number, type commands, and undo both; returns what was done and is wrong."""
+    """Apply the mutations of a number, type commands, and undo both; return the mutations and the faults."""
     draw = random.Random(f"{seed} {number}")
     others = [place.folder / "runs" / each for each in RUNS if each != name]
     done = mutate(draw, place.project / "runs" / name, others)
@@ -439,7 +445,7 @@ def try_change(place: Place, name: str, number: int, seed: int) -> tuple[str, li
 
 
 class Done(NamedTuple):
-    """The changes of one piece."""
+    """The finished changes of one chunk of work."""
 
     name: str
     num_changes: int
@@ -451,7 +457,7 @@ _place: Place | None = None
 
 
 def try_piece(folder: Path, numbers: range, names: Sequence[str], seed: int) -> Done:
-    """Try some changes of one run, in a folder that only this process has."""
+    """Try some changes of one run, in a folder of this process only."""
     global _place
     if _place is None:
         prepare()
@@ -466,7 +472,7 @@ def try_piece(folder: Path, numbers: range, names: Sequence[str], seed: int) -> 
 
 
 def prepare() -> None:
-    """Import what the forks need, once."""
+    """Import the modules that the forks need, once."""
     jinja2.Environment.compile = functools.cache(jinja2.Environment.compile)  # type: ignore[method-assign]
     preload()
     for name in (*COMMANDS, "data show"):

@@ -1,16 +1,16 @@
-"""What each kind of workload loses when Slurm or trainkit asks it to stop, and how often its ranks hear it.
+"""Count the lost steps and the signals of each workload when Slurm or trainkit stops it.
 
     python -m benchmarks.notices [--slurm 24.11] [--cgroups] [--cases bash ...] [--asks cancel ...] [--keep]
 
 Starts a cluster of four hosts on this machine (as root; see tools/slurm_cluster) and submits each workload on
-two of them, up to eight at once; with cgroups, as many as there are CPUs for. The Python that runs this has
-torch, transformers, lightning, accelerate and deepspeed. Every ask comes when all have passed step 20 of
-their attempt, for all at once; the next ask disturbs the attempt that follows. A library that is preloaded
-(`notice_cases/heard.c`, so it takes gcc) notes each signal that a handler of a rank is called for, with the
-name of its sender.
+two hosts, up to eight at once. With cgroups, the number of workloads depends on the CPUs. The Python of the
+benchmark needs torch, transformers, lightning, accelerate and deepspeed. Each stop request comes when all
+runs have passed step 20 of their attempt, for all runs at once. The next request disturbs the following
+attempt. A preloaded library (`notice_cases/heard.c`, compiled with gcc) records each signal that calls a
+handler of a rank, with the name of its sender.
 
-Prints what `status` and `diagnose` said of each attempt, and a table of "signals of a rank / steps lost". A
-step is lost if the next attempt computes it again. The exit code is 0 if none is lost.
+Prints the answers of `status` and `diagnose` for each attempt, and a table of "signals of a rank / steps
+lost". A step is lost if the next attempt computes it again. The exit code is 0 if no step is lost.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PARTS = Path(__file__).parent / "notice_cases"
 LIGHTNING_EXAMPLE = Path(__file__).parents[1] / "examples/lightning_train.py"
 NUM_RANKS = 2
 AT_ONCE = 8
-"""Runs on the GPUs of the cluster."""
+"""Runs that fit on the GPUs of the cluster at once."""
 MIN_STEPS = 20
 TIMEOUT_S = 240.0
 RETURNS = ("requeue", "restart", "resubmit")
@@ -95,16 +95,16 @@ CASES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "Lightning": ("", ("--launcher", "lightning"), (PYTHON, "lightning_fit.py", *LIGHTNING)),
     "DeepSpeed": ("", ("--launcher", "deepspeed"), (PYTHON, "deepspeed_loop.py")),
 }
-"""Workload -> its config, its options, its command."""
+"""Maps a workload to its config, its options and its command."""
 
 
 @dataclass
 class Cell:
-    """What one ask did to a run."""
+    """The effect of one stop request on a run."""
 
     signals: str
     lost: int | None
-    """None if no later attempt has begun."""
+    """Number of lost steps; None if no later attempt has begun."""
     lines: list[str] = field(default_factory=list)
 
     @property
@@ -127,7 +127,7 @@ def submit(login: Login, name: str, more: Iterable[str]) -> RunDir:
 
 
 def steps(name: str, run: RunDir, attempt: int) -> list[int]:
-    """The steps that an attempt has computed so far."""
+    """Return the steps that an attempt has computed so far."""
     if name in SAVED_BY_TRAINKIT:
         return steps_of(run, attempt)
     log = run.attempt(attempt).rank_log(0)
@@ -140,12 +140,12 @@ def has_ended(run: RunDir, attempt: int) -> bool:
 
 
 def has_steps(name: str, run: RunDir, attempt: int) -> bool:
-    """Whether an attempt can be asked; True as well if it has ended before."""
+    """Return whether an attempt has enough steps for a stop request; True as well if it has already ended."""
     return len(steps(name, run, attempt)) >= MIN_STEPS or has_ended(run, attempt)
 
 
 def heard(run: RunDir, attempt: int) -> tuple[str, str]:
-    """(signals of each rank, what they were and who sent them) in an attempt."""
+    """Return the signals of each rank in an attempt, and their names and senders."""
     counts, seen = [], []
     for who in (*map(str, range(NUM_RANKS)), "launcher"):
         file = run.path / f"heard-{attempt}-{who}"
@@ -157,7 +157,7 @@ def heard(run: RunDir, attempt: int) -> tuple[str, str]:
 
 
 def ask(login: Login, what: str, runs: Iterable[RunDir]) -> None:
-    """Ask all runs to stop."""
+    """Request all runs to stop."""
     if what == "preempted":
         preempt(login.cluster)
     for run in runs:
@@ -168,7 +168,7 @@ def ask(login: Login, what: str, runs: Iterable[RunDir]) -> None:
 
 
 def wait_or_note(condition: Callable[[], bool], what: str) -> bool:
-    """Whether a condition became true in time; the table continues without the run."""
+    """Return whether a condition became true in time; without it, the table continues without the run."""
     try:
         wait_for(condition, what, TIMEOUT_S, 0.2)
     except AssertionError as error:
@@ -178,7 +178,7 @@ def wait_or_note(condition: Callable[[], bool], what: str) -> bool:
 
 
 def judge(login: Login, name: str, run: RunDir, attempt: int) -> Cell:
-    """Let a run that was asked in an attempt continue, and return what it lost."""
+    """Let a run continue after a stop request in an attempt, and return its losses."""
     if not wait_or_note(lambda: has_ended(run, attempt), f"the end of attempt {attempt} of {name}"):
         return Cell("?", None, ["never ended"])
     wait_or_note(run.attempt(attempt).end_file.exists, f"end.json of attempt {attempt} of {name}")
@@ -204,7 +204,7 @@ def judge(login: Login, name: str, run: RunDir, attempt: int) -> Cell:
 
 
 def disturb(login: Login, names: list[str], asks: list[str]) -> dict[tuple[str, str], Cell]:
-    """Submit workloads and ask them, one way after another."""
+    """Submit workloads and stop them in one way after another."""
     found: dict[tuple[str, str], Cell] = {}
     for series, more in (([a for a in asks if a != "limit"], ()), (asks, LIMIT)):
         if not series or (more and "limit" not in asks):
@@ -232,10 +232,12 @@ ASKS = ("preempted", "requeue", "USR2", "TERM", "cancel", "limit")
 
 
 def options(doc: str | None, cases: Iterable[str], asks: Sequence[str]) -> argparse.ArgumentParser:
-    """The options of a table of cases and of the ways to ask them to stop."""
+    """Add the options of a table of cases, and of the ways to stop them."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--slurm", help="a version such as 24.11; default: the installed one")
-    parser.add_argument("--cgroups", action="store_true", help="confine jobs, which Slurm finds by cgroup")
+    parser.add_argument(
+        "--cgroups", action="store_true", help="confine jobs, and let Slurm find their processes by cgroup"
+    )
     parser.add_argument("--cases", nargs="+", choices=cases, default=[*cases])
     parser.add_argument("--asks", nargs="+", choices=asks, default=[*asks])
     parser.add_argument("--keep", action="store_true", help="keep the folder of the runs")
@@ -244,7 +246,7 @@ def options(doc: str | None, cases: Iterable[str], asks: Sequence[str]) -> argpa
 
 @contextmanager
 def on_cluster(args: argparse.Namespace, folder: Path) -> Iterator[tuple[Login, int]]:
-    """A login node, and how many runs of two ranks it can start at once; prints how long that took."""
+    """Yield a login node, and how many runs of two ranks it can start at once; print how long that took."""
     began_s = time.monotonic()
     cluster = up(accounting=False, owner=Pid.of(os.getpid()), slurm=args.slurm, with_cgroups=args.cgroups)
     try:
@@ -259,7 +261,7 @@ def on_cluster(args: argparse.Namespace, folder: Path) -> Iterator[tuple[Login, 
 def print_cells(
     what: str, columns: Sequence[str], rows: Mapping[str, Sequence[Cell | None]], folder: Path | None
 ) -> None:
-    """Print a table of cells, and the folder of the runs, which is kept."""
+    """Print a table of cells, and the folder of the runs if it is kept."""
     print(f"\n| {what} | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")
     for name, cells in rows.items():
         print(f"| {name} | {' | '.join(cell.text if cell else '-' for cell in cells)} |")
@@ -268,7 +270,7 @@ def print_cells(
 
 
 def prepare(folder: Path) -> None:
-    """The scripts, the program and the library in a folder."""
+    """Write the scripts, the program and the library into a folder."""
     for part in (*PARTS.glob("*.py"), *PARTS.glob("*.sh"), LIGHTNING_EXAMPLE):
         shutil.copy(part, folder)
     for source, target in (("heard.c", ("-shared", "-fPIC", "-o", "heard.so")), ("steps.c", ("-o", "steps"))):

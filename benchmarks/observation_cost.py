@@ -1,15 +1,19 @@
-"""Measures what watching a run costs a step: health sampler, progress and watchdog, and times of slow ranks.
+"""Measure how much observation costs a step: health sampler, progress and watchdog, times of slow ranks.
 
     python -m benchmarks.observation_cost --pairs 2000
 
-Two ranks train on this machine in pairs of steps, one with the parts of its kind and one with none, in random
-order. Heartbeats are the calls that record the progress of a step, and the watchdog's check once per second.
-A usual step also takes the times of its rank; a step that reports, as every tenth does, adds those of all
-ranks to the all-reduce and compares them (here each of two steps, not of ten). Prints the median ratio of a
-pair with a bootstrap interval of 95 %, in wall time and in processor time of rank 0, for each kind and for
-pairs with nothing in either step, which show what the machine can tell apart. Then each part alone, and the
-share of a step that the parts make up at the pace of a real run; among them is the sampler of a node's
-health, a process of its own that no step waits for.
+Two ranks train on this machine in pairs of steps in random order. One step of a pair runs the observers of
+its kind, the other none. The kinds are:
+
+- heartbeats: the calls that record the progress of a step, and the watchdog's check once per second;
+- a usual step: also the times of its rank;
+- a step that reports, as every tenth step does: also adds the times of all ranks to the all-reduce and
+  compares them. In this benchmark, each step of such a pair reports;
+- control: no observers in either step, which shows the smallest difference that the machine can resolve.
+
+Prints the median ratio of a pair with a bootstrap interval of 95 % for each kind, in wall time and in
+processor time of rank 0. Then it prints the duration of each observer alone, and its share of a step at the
+pace of a real run. The sampler of a node's health is a separate process that no step waits for.
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ CASES = {
     "small": ("model.num_layers=2", "data.seq_len=64"),
     "50 ms": ("model.num_layers=6", "model.dim=192", "data.seq_len=128"),
 }
-"""Overrides of each model; the second one's steps take 50 ms or more on a core."""
+"""Maps a model to its overrides; steps of the second model take 50 ms or more on a core."""
 HEALTH_EVERY_S = 10.0
 WATCHDOG_EVERY_S = 1.0
 ROUNDS = 2000
@@ -80,7 +84,7 @@ class NoClock:
 
 
 class NoObservers:
-    """RankObservers without any."""
+    """RankObservers without any observer."""
 
     values: ClassVar[dict[str, float]] = {}
 
@@ -89,7 +93,7 @@ class NoObservers:
 
 
 class Switch:
-    """Turns all that watches a trainer on and off."""
+    """Turns all observers of a trainer on and off."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
@@ -97,7 +101,7 @@ class Switch:
         self.is_on = True
 
     def set(self, kind: str) -> None:
-        """Turn on what a kind of step has; all ranks must do so before the same step."""
+        """Turn on the observers of a kind of step; all ranks must do so before the same step."""
         from trainkit.trainer import loop
 
         trainer, self.is_on = self.trainer, kind != OFF
@@ -121,7 +125,7 @@ class Switch:
 
 
 def order(kinds: Sequence[str], num_pairs: int) -> list[tuple[str, bool]]:
-    """For each step the kind of its pair, and whether it is the one of that kind; the same on every rank."""
+    """Return each step's kind of pair, and whether it runs the observers; the same on every rank."""
     chance = random.Random(0)
     steps = []
     for kind in [*kinds] * num_pairs:
@@ -132,7 +136,7 @@ def order(kinds: Sequence[str], num_pairs: int) -> list[tuple[str, bool]]:
 
 
 def run_rank(path: str, environ: dict[str, str], kinds: Sequence[str], num_pairs: int) -> None:
-    """Train as one rank; rank 0 writes its times, as ``[kind, is_compared, wall_s, processor_s]`` a step."""
+    """Train as one rank; rank 0 writes ``[kind, is_compared, wall_s, processor_s]`` for each step."""
     os.environ.update(environ)
     import torch
     import torch.distributed as dist
@@ -168,7 +172,7 @@ def run_rank(path: str, environ: dict[str, str], kinds: Sequence[str], num_pairs
 
 
 def typical_s(call: Callable[[], object]) -> float:
-    """Median seconds of a call."""
+    """Return the median seconds of a call."""
     times = []
     for _ in range(ROUNDS):
         began_s = time.perf_counter()
@@ -178,7 +182,7 @@ def typical_s(call: Callable[[], object]) -> float:
 
 
 def parts(switch: Switch) -> dict[str, float]:
-    """Seconds of each part of the watching alone."""
+    """Return the seconds of each observer alone."""
     from trainkit.capabilities.slow_ranks.compare import SlowRanks
     from trainkit.capability import TimedRanks
     from trainkit.job.signals import StopRequest
@@ -216,7 +220,7 @@ def parts(switch: Switch) -> dict[str, float]:
 
 
 def sampler_s(path: str, rounds: int = 50) -> float:
-    """Median processor seconds of one sample of the health of a node."""
+    """Return the median processor seconds of one sample of a node's health."""
     sampler, times = HealthSampler(RunDir(path).attempt(1), "this", HEALTH_EVERY_S), []
     sampler.file.parent.mkdir()
     for _ in range(rounds):
@@ -227,14 +231,14 @@ def sampler_s(path: str, rounds: int = 50) -> float:
 
 
 def interval(ratios: Sequence[float], seed: int = 0, rounds: int = 2000) -> tuple[float, float]:
-    """The interval of 95 % of the median, by bootstrap."""
+    """Return the 95 % interval of the median, by bootstrap."""
     chance = random.Random(seed)
     found = sorted(median(chance.choices(ratios, k=len(ratios))) for _ in range(rounds))
     return found[round(0.025 * rounds)], found[round(0.975 * rounds) - 1]
 
 
 def measure(overrides: Sequence[str], kinds: Sequence[str], num_pairs: int) -> dict[str, Any]:
-    """The times of the steps of a model, and of the parts."""
+    """Return the times of the steps of a model, and of the observers."""
     total = 100 * num_pairs
     options = [*overrides, f"train.steps={total}", "parallel.dp_replicate=2", "train.log_every=1000000"]
     spawn = multiprocessing.get_context("spawn")
@@ -287,7 +291,7 @@ def show(name: str, kinds: Sequence[str], found: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    """Measure every model; returns the exit code."""
+    """Measure every model; return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

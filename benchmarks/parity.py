@@ -1,10 +1,10 @@
-"""Trains one small model on every kind of layout and compares the curves with that of a single process.
+"""Train one small model on every kind of layout, and compare the curves with a single process.
 
     make parity                     or: python -m benchmarks.parity [--steps 20] [--only NAME …]
 
-All layouts start from one checkpoint written by a single process: 20 AdamW steps in float32, samples of
+All layouts start from one checkpoint that a single process wrote: 20 AdamW steps in float32, samples of
 uneven length, two accumulated microbatches. The table shows the largest difference in loss, gradient norm or
-validation loss of any step, relative for values above 1; more than 1e-5 is a failure. The backend is gloo.
+validation loss of any step, relative for values above 1. More than 1e-5 is a failure. The backend is gloo.
 """
 
 from __future__ import annotations
@@ -62,10 +62,13 @@ CASES = [
 ]
 TIED = ("model.tie_embeddings=true",)
 UNEVEN = ("model.vocab_size=323",)
-"""No number of shards divides it."""
+"""Overrides of a model whose vocabulary no number of shards divides."""
 WIDE = ("model.dim=512", "model.num_layers=6", "optimizer.lr=0.00003")
-"""Several units of shards: the next is gathered while one computes. AdamW's first updates are as large where
-a gradient is nothing but rounding as elsewhere, which with a higher rate shows in the gradient norm."""
+"""Overrides of a model with several units of shards, so that one unit is gathered while another computes.
+
+The learning rate is low, because AdamW's first updates are as large for rounding errors as for real
+gradients, and a higher rate would show this in the gradient norm.
+"""
 OTHER_MODELS = [
     (
         "tied",
@@ -112,7 +115,7 @@ def main() -> int:
 
 
 def compare(folder: Path, cases: list[Case], steps: int) -> list[str]:
-    """Print one line per layout; returns the names of those that fail."""
+    """Print one line per layout; return the names of the layouts that fail."""
     first = (f"train.steps={SEED_STEPS + steps}", f"train.eval_every={steps // 2}")
     failed = []
     for kind in dict.fromkeys(case.overrides for case in cases):

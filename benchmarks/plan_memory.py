@@ -1,12 +1,12 @@
-"""Compares the memory that `trainkit plan` predicts with the peak that torch's MemTracker measures.
+"""Compare the memory that `trainkit plan` predicts with the peak that torch's MemTracker measures.
 
     python -m benchmarks.plan_memory [--only MODEL …]
 
-Full-size models, each on its own layout of 1 to 512 GPUs. One rank at a time runs two steps of the
-trainer on tensors that have shapes but no values (`trainkit check --simulate-world`), under MemTracker; the
-peak of the second step is compared. With a pipeline, the ranks that `plan` considers are simulated, and on
-both sides the one with the highest peak counts. Both sides assume the CPU kernels, which keep more than those
-of GPUs. A difference of more than 10 % is a failure.
+The models have full size, each on its own layout of 1 to 512 GPUs. One rank at a time runs two steps of the
+trainer under MemTracker, on tensors that have shapes but no values (`trainkit check --simulate-world`). The
+benchmark compares the peak of the second step. With a pipeline, it simulates the ranks that `plan` considers,
+and compares the highest peaks of both sides. Both sides assume the CPU kernels, which keep more memory than
+GPU kernels. A difference of more than 10 % is a failure.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Pair:
     parallel: dict[str, object]
     """Values of the section `parallel`."""
     samples: int = 1
-    """Of a device batch."""
+    """Samples of a device batch."""
     passes: int = 1
     """Device batches of a step."""
     seq_len: int = 4096
@@ -46,7 +46,7 @@ class Pair:
     options: tuple[str, ...] = ()
 
     def load(self) -> LoadedConfig:
-        """The loaded config of this pair."""
+        """Return the loaded config of this pair."""
         parallel = {"activation_checkpointing": "none", **self.parallel}
         degrees = [int(str(parallel.get(name, 1))) for name in ("tp", "pp", "cp")]
         ranks = self.gpus // (degrees[0] * degrees[1] * degrees[2])
@@ -86,11 +86,11 @@ PAIRS = [
 
 
 def main() -> int:
-    """Print one row per pair; returns 1 if a difference is too large."""
+    """Print one row per pair; return 1 if a difference is too large."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="*", metavar="MODEL", help="models of which the pairs are tried")
+    parser.add_argument("--only", nargs="*", metavar="MODEL", help="models whose pairs are tried")
     only = parser.parse_args().only
     pairs = [pair for pair in PAIRS if not only or pair.model in only]
     print("| model | GPUs | layout | type | recompute | samples | plan GiB | tracker GiB | difference |")
@@ -119,7 +119,7 @@ def _work(loaded: LoadedConfig, plan: LaunchPlan) -> StepWork:
 
 
 def _peaks(loaded: LoadedConfig, plan: LaunchPlan, work: StepWork) -> Iterator[int]:
-    """The peak bytes of each simulated rank, as measured by MemTracker."""
+    """Return the peak bytes of each simulated rank, as measured by MemTracker."""
     layout = plan.layout
     for pp_rank in extreme_ranks(work):
         yield simulate(loaded, plan, pp_rank * layout.world_size // layout.pp).peak_bytes["total"]
@@ -133,7 +133,7 @@ def _layout(work: StepWork) -> str:
 
 
 def _samples(work: StepWork) -> str:
-    """Samples at once x passes per step, and tokens per sample."""
+    """Return samples per pass x passes per step, and tokens per sample."""
     return f"{work.samples_per_pass} x {work.passes_per_step} of {work.seq_len}"
 
 

@@ -1,12 +1,12 @@
-"""Repeatedly starts several sets of ranks on the same hosts at the same time, and counts port clashes.
+"""Start several process groups repeatedly on the same hosts at the same time, and count port clashes.
 
-    make cluster                            # or any cluster of your own
+    make cluster                            # or your own cluster
     python benchmarks/port_clashes.py --starts 50 --seed 0
 
 Each start is two jobs and two steps of a third job, all at the same time on the same two hosts. Rank 0 of
-each set listens on its assigned port, the other rank connects, and all stay until the last of the four sets
-has met. Half of the ports that ranks may use are taken, chosen by the seed, so that a port used without a
-probe clashes every second time. Exits with 1 if anything clashed.
+each process group listens on its assigned port, the other rank connects, and all ranks stay until the last of
+the four groups has met. The seed chooses half of the ports that ranks may use, and the benchmark occupies
+them, so that a port used without a probe clashes every second time. Exits with 1 if a port clashed.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def call(argv: list[str], cwd: Path) -> str:
 
 
 def take_ports(seed: int) -> None:
-    """As a task on each host: bind a share of the ports that ranks may use, and keep them."""
+    """Bind a share of the ports that ranks may use and keep them, as a task on each host."""
     low, high = ephemeral_range()
     ports = [port for port in range(LOWEST_PORT, HIGHEST_PORT) if not low <= port <= high]
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -86,13 +86,13 @@ def take_ports(seed: int) -> None:
         try:
             taken.append(socket.create_server(("", port)))
         except OSError:
-            continue  # taken by another process
+            continue  # another process has taken the port
     print(f"{socket.gethostname()}: {len(taken)} of {len(ports)} ports are taken", flush=True)
     time.sleep(86_400)
 
 
 def run_as_rank(meet: str, go: str, arguments: list[str]) -> int:
-    """Run `trainkit` with the rendezvous test as the trainer, since `trainkit run` takes no COMMAND."""
+    """Run `trainkit` with the rendezvous test as the trainer, since `trainkit run` accepts no COMMAND."""
     real = plan_run.plan_run
 
     def plan_with_meeting(*args: object, **options: object) -> object:
@@ -104,7 +104,7 @@ def run_as_rank(meet: str, go: str, arguments: list[str]) -> int:
 
 
 def start(folder: Path, number: int, hosts: list[str]) -> list[RunDir]:
-    """Start two jobs, and two steps of one job, on the same hosts; returns the four run folders."""
+    """Start two jobs, and two steps of one job, on the same hosts; return the four run folders."""
     go = str(folder / f"go-{number}")
     names = [f"{kind}-{number}-{index}" for kind in ("job", "step") for index in (1, 2)]
     runs = [RunDir(folder / "runs" / name) for name in names]
@@ -146,7 +146,7 @@ def end_of(run: RunDir) -> str | None:
 
 
 def wait_for(runs: list[RunDir], folder: Path, number: int) -> list[RunDir]:
-    """Wait until all sets have met, release them and wait for their end; returns those that did not meet."""
+    """Wait until all groups have met, release them and await their end; return the groups that failed."""
     give_up_s = time.monotonic() + LIMIT_S
     while time.monotonic() < give_up_s and not all(has_met(run) or end_of(run) for run in runs):
         time.sleep(0.1)

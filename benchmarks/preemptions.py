@@ -1,15 +1,17 @@
-"""How ends are booked of a script without a handler, whose ranks die before their agents hear the signal.
+"""Check the recorded end of scripts without a handler whose ranks die before their agents are signalled.
 
     python -m benchmarks.preemptions [--slurm 24.11] [--ends 60] [--seed 0] [--ways preempted ...] [--calm]
 
 Starts a cluster of four hosts on this machine (as root; see tools/slurm_cluster) and submits the script in
-seeded shapes: one or two hosts, 1 to 4 ranks on each, a task per GPU or node, both backends, as many runs as
-fit. Each run may crash once (`requeue.max_crashes: 1`). What slurmstepd signals first runs first, so that a
-rank is dead, and its agent has seen that, before the agent is signalled; `--calm` leaves that to chance.
-The ways: preemption (requeued with a grace time of 10 s and of none, and cancelled), scancel of a job and of
-a step, the time limit, a host that is drained, and SIGTERM by somebody who tells Slurm nothing, which alone
-is a crash. Prints what was booked otherwise and a table; the exit code is 0 if all ends are as they must be
-and no run has noted anything about a node.
+seeded shapes: one or two hosts with 1 to 4 ranks each, a task per GPU or node, both backends, as many runs as
+fit. Each run may crash once (`requeue.max_crashes: 1`). Ranks and agents have a higher priority than
+slurmstepd, so that a rank is dead, and its agent has reaped it, before slurmstepd signals the agent. `--calm`
+keeps the normal priorities.
+
+The ways are preemption (requeued with a grace time of 10 s and of none, and cancelled), scancel of a job and
+of a step, the time limit, a drained host, and SIGTERM by a person without Slurm's knowledge. Only the last
+one is a crash. Prints each wrong record and a table. The exit code is 0 if all ends are right and no run has
+written a note about a node.
 """
 
 from __future__ import annotations
@@ -36,23 +38,23 @@ from tools.slurm_cluster.processes import Pid
 from trainkit.run.rundir import RunDir
 
 AGAIN = 4
-"""How often a run is preempted before others take its place."""
+"""How often a run is preempted before other runs take its place."""
 END_S = 400.0
 Runs = Sequence[tuple[Shape, RunDir]]
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way in which runs end."""
+    """A way in which runs end."""
 
     end: Callable[[Login, Runs], None]
     expected: tuple[str, str | None]
-    """The action and the cause of end.json."""
+    """The action and the cause in end.json."""
     again: int = 1
-    """How often a run can end so."""
+    """How often a run can end in this way."""
     options: tuple[str, ...] = ()
     share: int = 4
-    """One of so many of the demanded ends."""
+    """Divisor of the requested number of ends for this way."""
 
 
 def _preempted(mode: str, grace_s: int) -> Callable[[Login, Runs], None]:
@@ -71,11 +73,11 @@ def _scancel(*options: str, step: str = "") -> Callable[[Login, Runs], None]:
 
 
 def _wait(login: Login, runs: Runs) -> None:
-    """Until the time limit, of which the notice comes by itself."""
+    """Wait for the time limit, whose warning signal comes by itself."""
 
 
 def _drained(login: Login, runs: Runs) -> None:
-    """As when an administrator has a host reboot, which ends the processes there."""
+    """Drain a host as for a reboot by an administrator, which ends the processes on the host."""
     hosts = ",".join(login.cluster.hosts)
     login.run(["scontrol", "update", f"nodename={hosts}", "state=drain", "reason=reboot"], check=True)
     _kill(login, runs)
@@ -102,7 +104,7 @@ WAYS = {
 
 
 def book(login: Login, way: Way, rng: random.Random, count: int, *, calm: bool) -> Counter[str]:
-    """End runs in one way until there are `count` ends; returns how often each was booked."""
+    """End runs in one way until there are `count` ends; return how often each end was recorded."""
     found = Counter[str]()
     while found.total() < count:
         runs = [(shape, shape.submit(login, *way.options)) for shape in draw_shapes(rng)]
@@ -130,10 +132,16 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--slurm", help="a version such as 24.11; default: the installed one")
-    parser.add_argument("--ends", type=int, default=60, help="preemptions; the other ways get a fourth")
+    parser.add_argument(
+        "--ends", type=int, default=60, help="number of preemptions; each other way gets a fourth of it"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--calm", action="store_true", help="leave to chance who hears the signal first")
+    parser.add_argument(
+        "--calm",
+        action="store_true",
+        help="keep the normal priorities, so that the order of the signals is random",
+    )
     args = parser.parse_args()
     folder, began_s = Path(tempfile.mkdtemp(prefix="preemptions-")), time.monotonic()
     cluster = up(accounting=False, owner=Pid.of(os.getpid()), slurm=args.slurm)

@@ -1,13 +1,13 @@
-"""Time to result on a busy cluster: a fixed number of nodes against a range, slices of time and growth.
+"""Simulate the time to result on a busy cluster: a fixed number of nodes, a range, slices and growth.
 
     python -m benchmarks.queue_replay
     python -m benchmarks.queue_replay --submissions 2 --seeds 1      # in a few seconds
 
 Simulates a month of a cluster under FIFO with EASY backfill, which starts a job before its turn if that does
-not delay the first in the queue. Other jobs have the sizes and durations of Microsoft's Philly trace as Gavel
-(OSDI '20, arXiv 2008.09213; `scheduler/utils.py`) draws them, and Poisson arrivals. Into each month, one run
-at a time is submitted at several moments, in each of several ways; the other jobs are the same for all of
-them. Whether a run grows is decided by trainkit's own function.
+not delay the first job in the queue. Other jobs have Poisson arrivals, and the sizes and durations of
+Microsoft's Philly trace as Gavel (OSDI '20, arXiv 2008.09213; `scheduler/utils.py`) draws them. One run at a
+time is submitted to each month at several moments, in each of several ways. The other jobs are the same for
+all ways. trainkit's own function decides whether a run grows.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from dataclasses import dataclass, field
 from trainkit.capabilities.growth.growth_watch import ASK_EVERY_S, decide_growth
 
 SIZES = ((1, 0.70), (2, 0.10), (4, 0.15), (8, 0.05))
-"""Nodes of a job and their share, as the GPUs of a job there."""
+"""Number of nodes of a job and its share, from the GPUs of a job in the trace."""
 MINUTES = (((1.5, 3.0), 0.8), ((3.0, 4.0), 0.2))
-"""Ranges of the exponent of ten, uniform, and their share."""
+"""Ranges of the exponent of ten of the minutes, uniform, and their shares."""
 MEAN_H = sum(share * (10**b - 10**a) / (b - a) / math.log(10) / 60 for (a, b), share in MINUTES)
 MEAN_NODE_HOURS = MEAN_H * sum(size * share for size, share in SIZES)
 OVERESTIMATE = (1.0, 3.0)
-"""Time limit of a job over its duration, uniform."""
+"""Range of the time limit of a job over its duration, uniform."""
 LONGEST_H, MONTH_H, WARM_UP_H = 168.0, 720.0, 168.0
 WORK_H = 48.0
-"""Of the run on all of its nodes."""
+"""Hours of the run on all of its nodes."""
 MOST, FEWEST = 8, 2
 SPEEDUP = 1.9
-"""Of twice as many nodes."""
+"""Speedup by twice the number of nodes."""
 RESTART_H, REQUEUE_H = 5 / 60, 2 / 60
-"""For the start and the save in each job, and from its end until it is in the queue again."""
+"""Hours of the start and the save in each job, and hours from the end of a job until it is queued again."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """How the run asks for nodes."""
+    """How the run requests nodes."""
 
     name: str
     fewest: int
     limit_h: float
     least_h: float | None = None
-    """To which the limit may be lowered for a gap."""
+    """Hours to which Slurm may lower the limit for a gap."""
     grows: bool = False
 
 
@@ -65,20 +65,20 @@ REQUESTS = (
 
 
 def speed(num_nodes: int) -> float:
-    """Steps per time, relative to all nodes."""
+    """Return the steps per time, relative to all nodes."""
     return float((num_nodes / MOST) ** (SPEEDUP - 1))
 
 
 @dataclass(eq=False)
 class Job:
-    """A job in the queue or running."""
+    """A job in the queue, or a running job."""
 
     submit_h: float
     fewest: int
     most: int
     limit_h: float
     duration_h: float = 0.0
-    """Of the jobs of others."""
+    """Duration of a job of others."""
     is_run: bool = False
     least_h: float | None = None
     start_h: float = 0.0
@@ -87,20 +87,20 @@ class Job:
 
 @dataclass
 class Result:
-    """What became of the run."""
+    """The result of the run."""
 
     wait_h: float = 0.0
-    """For its first nodes."""
+    """Hours of waiting for the first nodes."""
     result_h: float = 0.0
-    """From its submission to its end."""
+    """Hours from the submission to the end."""
     node_hours: float = 0.0
     num_jobs: int = 0
     others_wait_h: list[float] = field(default_factory=list)
-    """Of those submitted while it was there."""
+    """Mean wait of jobs of others that were submitted during the run."""
 
 
 def others(num_busy: float, rng: random.Random) -> list[Job]:
-    """The jobs of two months, which keep that many nodes busy on average."""
+    """Return the jobs of two months, which keep this number of nodes busy on average."""
     found, now_h = list[Job](), 0.0
     while now_h < 2 * MONTH_H:
         [size] = rng.choices(*zip(*SIZES, strict=True))
@@ -113,7 +113,7 @@ def others(num_busy: float, rng: random.Random) -> list[Job]:
 
 
 class Replay:
-    """The cluster from its start until the run has ended."""
+    """The cluster from its start until the end of the run."""
 
     def __init__(self, num_nodes: int, jobs: Sequence[Job], request: Request, submit_h: float) -> None:
         self.request, self.submit_h, self.left_h, self.result = request, submit_h, WORK_H, Result()
@@ -132,13 +132,13 @@ class Replay:
         heapq.heappush(self._events, (time_h, next(self._count), name, job))
 
     def play(self) -> Result:
-        """Until the run has ended."""
+        """Simulate until the run has ended."""
         while self.left_h > 1e-9:
             now_h, _, name, job = heapq.heappop(self._events)
             if name == "submit":
                 self.queue.append(job)
             elif job not in self.running:
-                continue  # it has ended to grow
+                continue  # the run has ended to grow
             elif name == "end" or self._grows(now_h, job):
                 self._end(now_h, job)
             elif name == "ask":
@@ -186,7 +186,7 @@ class Replay:
                 spare -= 0 if is_short else num_nodes
 
     def _reservation(self, now_h: float) -> tuple[float, int]:
-        """When the first in the queue starts at the latest, and the nodes that it leaves then."""
+        """Return the latest start of the first job in the queue, and the nodes that remain free then."""
         if not self.queue:
             return float("inf"), self.free
         free, until_h = self.free, now_h
@@ -197,7 +197,7 @@ class Replay:
         return until_h, free - self.queue[0].fewest
 
     def _grows(self, now_h: float, job: Job) -> bool:
-        """What trainkit decides when Slurm says whether a job of the nodes that the run lacks would start."""
+        """Return whether trainkit would requeue the run to grow, given which larger jobs would start now."""
         until_h, spare = self._reservation(now_h)
         least_h = self.request.least_h or self.request.limit_h
         fits = self.free if now_h + least_h <= until_h else min(self.free, spare)
@@ -210,7 +210,7 @@ class Replay:
 
 
 def table(num_nodes: int, load: float, seeds: int, submissions: int) -> Iterator[str]:
-    """The rows of one cluster and load."""
+    """Return the rows of one cluster and load."""
     for request in REQUESTS:
         found = list[Result]()
         for seed in range(seeds):

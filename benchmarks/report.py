@@ -1,12 +1,12 @@
-"""Measures how long `trainkit report` takes for a long run or a group of them, and how large its page is.
+"""Measure the duration of `trainkit report` for a long run or a group of runs, and the size of its page.
 
     python -m benchmarks.report [--lines 1000000] [--repeats 3]
     python -m benchmarks.report --runs 12 --lines 100000
 
-The run is made up: a record a step, an evaluation every 500 steps and a resume in the middle. For comparison,
-the time to parse the same lines as JSON in one process, which does nothing with them.
-With `--runs`, each run of a sweep has `--lines`, and a headless Chromium opens the page: until it is loaded,
-and until the script has drawn every line again.
+The run is generated: a record per step, an evaluation every 500 steps and a resume in the middle. For
+comparison, the benchmark measures the time to parse the same lines as JSON in one process. With `--runs`,
+each run of a sweep has `--lines`, and a headless Chromium opens the page. The benchmark then measures the
+time until the page is loaded, and until the script has drawn every line again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def main() -> int:
     )
     parser.add_argument("--lines", type=int, default=1_000_000, metavar="N")
     parser.add_argument("--repeats", type=int, default=3, metavar="N")
-    parser.add_argument("--runs", type=int, default=0, metavar="N", help="measure a sweep of this many runs")
+    parser.add_argument(
+        "--runs", type=int, default=0, metavar="N", help="number of runs; measures the report of a sweep"
+    )
     args = parser.parse_args()
     if args.runs:
         return measure_group(args.runs, args.lines, args.repeats)
@@ -60,7 +62,7 @@ def main() -> int:
 
 
 def measure_group(num_runs: int, num_lines: int, repeats: int) -> int:
-    """Print how long a sweep's report takes to make and to open, and its size; 1 if a goal is missed."""
+    """Print the time to make and to open a sweep's report, and its size; return 1 if a goal is missed."""
     with tempfile.TemporaryDirectory(prefix="trainkit-report-") as folder:
         group = Path(folder) / "sweep"
         write_group(group, num_runs, num_lines)
@@ -75,7 +77,7 @@ def measure_group(num_runs: int, num_lines: int, repeats: int) -> int:
         page = group / "report.html"
         page_mb = page.stat().st_size / 1e6
         with browser(Path(folder) / "profile") as chromium:
-            chromium.open(page, 1400)  # the first page of a browser waits for its start
+            chromium.open(page, 1400)  # the first page of a browser waits for the browser's start
             opened = [open_s(chromium, page) for _ in range(repeats)]
         open_median_s, draw_s = (statistics.median(times) for times in zip(*opened, strict=True))
         print(f"trainkit report: {seconds:.2f} s, median of {repeats} (goal: {GOAL_S:.0f} s)")
@@ -88,7 +90,7 @@ def measure_group(num_runs: int, num_lines: int, repeats: int) -> int:
 
 
 def write_group(folder: Path, num_runs: int, num_lines: int) -> None:
-    """Write a sweep over the learning rate whose runs are copies of one, each with losses of its own."""
+    """Write a sweep over the learning rate whose runs are copies of one run, each with different losses."""
     group = made_up_sweep(
         folder, {"optimizer.lr": [1e-4 * 2**index for index in range(num_runs)]}, num_steps=2
     )
@@ -103,7 +105,7 @@ def write_group(folder: Path, num_runs: int, num_lines: int) -> None:
 
 
 def open_s(chromium: Browser, page: Path) -> tuple[float, float]:
-    """The seconds until a page is loaded, and then to draw each of its charts anew."""
+    """Return the seconds until a page is loaded, and the seconds to draw all of its charts again."""
     begin = time.perf_counter()
     chromium.open(page, 1400)
     loaded = time.perf_counter()
@@ -112,7 +114,7 @@ def open_s(chromium: Browser, page: Path) -> tuple[float, float]:
 
 
 def write_run(run: RunDir, num_lines: int) -> None:
-    """Write the folder of a run of two attempts that has finished."""
+    """Write the folder of a finished run of two attempts."""
     run.path.mkdir()
     for number in (1, 2):
         run.attempt(number).create()
@@ -149,7 +151,7 @@ def write_run(run: RunDir, num_lines: int) -> None:
 
 
 def place(step: int, half: int) -> tuple[int, float]:
-    """The attempt of a step, and when it ended in seconds since the run began."""
+    """Return the attempt of a step, and when the step ended in seconds since the run began."""
     time_s = STARTUP_S + STEP_S * step
     return (1, time_s) if step <= half else (2, time_s + STARTUP_S + 1)
 

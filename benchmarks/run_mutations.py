@@ -1,8 +1,12 @@
-"""What can happen to the files of a run: a seeded generator of damage, for `benchmarks.mutated_runs`.
+"""Generate seeded damage to the files of a run, for `benchmarks.mutated_runs`.
 
-Each mutation of `MUTATIONS` changes one place of a run folder and says what it did. They are of four kinds:
-the bytes of a file, a value in a JSON or YAML file, a file or folder that becomes something else, and
-attempts and files of another run.
+Each mutation of `MUTATIONS` changes one entry of a run folder and returns a description. There are four
+kinds:
+
+- other bytes of a file;
+- another value in a JSON or YAML file;
+- a file or folder that becomes something else;
+- attempts and files of another run.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from trainkit.run.manifest import SEAL, seal
 from trainkit.run.rundir import MANIFEST_NAME
 
 DEEP, LONG = "@DEEP@", "@LONG@"
-"""Written as 100,000 brackets, and as a number of 5,000 digits."""
+"""Placeholders for a value of 100,000 brackets, and for a number of 5,000 digits."""
 VALUES: tuple[Any, ...] = (
     *(None, True, False, -1, 0, 1e308, 2**63, 1.5, "", "x", "\0", "../../x", "\x1b[31m", "\ud800", "1e9"),
     *([], [[]], {}, {"a": [1]}, [None], ["x", 1], {"": None}, DEEP, LONG, float("nan"), float("-inf")),
@@ -33,7 +37,7 @@ VALUES: tuple[Any, ...] = (
     *("2026-01-01T12:00:00", "2026-13-45", "x" * 100_000, "~nobody/x", "s3://a/b", "/", ".", "-rf", "a\nb"),
 )
 Place = tuple[str | int, ...]
-"""The keys and indices of a value in its document, which is replaced as a whole if it is empty."""
+"""The keys and indices of a value in its document; an empty place is the whole document."""
 JSON_FILES = (".json", ".jsonl", ".yaml")
 
 
@@ -42,9 +46,9 @@ class Change:
     """A value of a file to replace."""
 
     file: Path
-    """Relative to the run."""
+    """Path of the file, relative to the run."""
     line: int | None
-    """Of a .jsonl file, counted from 0."""
+    """Line in a .jsonl file, counted from 0."""
     place: Place
 
     def __str__(self) -> str:
@@ -53,18 +57,18 @@ class Change:
 
 
 def own_places(run: Path) -> list[Path]:
-    """The files and folders of a run, but for the user's own."""
+    """Return the files and folders of a run, except the user's files."""
     found = (path for path in run.rglob("*") if not {"code", "work"} & set(path.relative_to(run).parts))
     return sorted(path for path in found if path.name != "mine.txt")
 
 
 def own_files(run: Path) -> list[Path]:
-    """The regular files of a run, but for the user's own."""
+    """Return the regular files of a run, except the user's files."""
     return [path for path in own_places(run) if path.is_file() and not path.is_symlink()]
 
 
 def places(value: Any, place: Place = ()) -> Iterator[Place]:
-    """Every value of a document."""
+    """Return the place of every value of a document."""
     yield place
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
@@ -72,19 +76,19 @@ def places(value: Any, place: Place = ()) -> Iterator[Place]:
 
 
 def document_of(name: str, text: str) -> Any:
-    """What is in a JSON or YAML file."""
+    """Return the content of a JSON or YAML file."""
     return yaml.load(text, yaml.CSafeLoader) if name.endswith(".yaml") else json.loads(text)
 
 
 def value_at(document: Any, place: Place) -> Any:
-    """The value at a place of a document."""
+    """Return the value at a place of a document."""
     for key in place:
         document = document[key]
     return document
 
 
 def changed(text: str, change: Change, new: Callable[[Any, str | int], None]) -> str:
-    """The text of a file after `new` has changed the parent of a place, which it gets with the key."""
+    """Return the text of a file after `new`, which gets the key, has changed the parent of a place."""
     if change.line is not None:
         lines = text.splitlines(keepends=True)
         own = Change(change.file.with_suffix(".json"), None, change.place)
@@ -106,7 +110,7 @@ def replace_value(run: Path, change: Change, value: object) -> None:
 
 def _rewrite(file: Path, change: Change, new: Callable[[Any, str | int], None]) -> None:
     text = changed(file.read_text(), change, new)
-    if file.name == MANIFEST_NAME:  # else everything in it would be called damaged
+    if file.name == MANIFEST_NAME:  # otherwise the seal of the manifest would not match
         with contextlib.suppress(ValueError, AttributeError, RecursionError):
             sealed = json.loads(text)
             text = json.dumps({**sealed, SEAL: seal(sealed)})
@@ -136,11 +140,11 @@ IN_PLACE: dict[str, Callable[[Path], object]] = {
     "a file": lambda path: path.write_text("x\n"),
     "an empty file": Path.touch,
 }
-"""What stands in the place of a file or folder."""
+"""Replacements of a file or folder."""
 
 
 def outside(path: Path) -> Path:
-    """A folder of the user that is in no run, and in which nothing may change."""
+    """Return a folder of the user outside of any run, in which nothing may change."""
     return next(parent for parent in path.parents if parent.name == "project").parent / "outside"
 
 
@@ -184,7 +188,7 @@ def _of_lines(
 
 
 def _scale(draw: random.Random, content: bytes) -> bytes:
-    """Another size or sign of some numbers, wherever they are."""
+    """Change the size or sign of some numbers in a text."""
     factor = draw.choice((b"-", b"9" * 30, b"0", b"1e", b"0x", b"-0."))
     return re.sub(rb"(?<![\w.-])(?=\d)", lambda match: factor if draw.random() < 0.05 else b"", content)
 
@@ -228,7 +232,7 @@ def _is_place(draw: random.Random, run: Path, others: list[Path]) -> str:
 
 
 def drawn_change(draw: random.Random, run: Path) -> Change:
-    """A value of a JSON or YAML file of a run."""
+    """Return a random value of a JSON or YAML file of a run."""
     file = draw.choice([path for path in own_files(run) if path.suffix in JSON_FILES])
     text, line = file.read_text(), None
     if file.suffix == ".jsonl":
@@ -263,7 +267,7 @@ def _other_key(draw: random.Random, run: Path, others: list[Path]) -> str:
 
 
 def _text_of_number(draw: random.Random, run: Path, others: list[Path]) -> str:
-    """A value of the same content and another type."""
+    """Return a value with the same content and another type."""
     change = drawn_change(draw, run)
 
     def convert(parent: Any, key: str | int) -> None:
@@ -300,7 +304,7 @@ OTHER_NAMES = (
     *("1", "999", "0001", "-1", "000", "002", "003", "4", "1" * 30, "latest", "x", "001 ", "٣"),
     *("step-00000099", "step--1", "step-x", "step-3", "\udcff", "1e3", ".hidden", "9" * 200),
 )
-"""Names of attempts, checkpoints and points."""
+"""Other names of attempts, checkpoints and trials."""
 DATES = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+Z")
 
 
@@ -327,11 +331,11 @@ def _of_another_run(draw: random.Random, run: Path, others: list[Path]) -> str:
     name = draw.choice(names)
     (run / name).parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(other / name, run / name)
-    return f"{name} is that of {other.name}"
+    return f"{name} is replaced by the one of {other.name}"
 
 
 def _attempt_folder(draw: random.Random, run: Path, others: list[Path]) -> str:
-    """An attempt, checkpoint or point that is gone, renamed or there twice."""
+    """Remove, rename or duplicate an attempt, checkpoint or trial."""
     numbered = [path for path in own_places(run) if path.is_dir() and re.search(r"\d$", path.name)]
     path = draw.choice(numbered)
     name = draw.choice(OTHER_NAMES)
@@ -354,15 +358,15 @@ MUTATIONS: tuple[Callable[[random.Random, Path, list[Path]], str], ...] = (
     *(_other_bytes, _other_bytes, _is_place, _other_value, _other_value, _other_value, _no_key, _other_key),
     *(_text_of_number, _text_of_number, _key_twice, _other_dates, _swapped, _of_another_run, _attempt_folder),
 )
-"""The mutations, those that have the most variants more than once."""
+"""All mutations; mutations with many variants occur more than once."""
 
 
 def mutate(draw: random.Random, run: Path, others: list[Path]) -> str:
-    """Apply one to three mutations to a run folder, and say which; `others` are folders of other runs."""
+    """Apply one to three mutations to a run folder and describe them; `others` are folders of other runs."""
     done: list[str] = []
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         try:
             done.append(draw.choice(MUTATIONS)(draw, run, others))
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, yaml.YAMLError):
-            continue  # a mutation of before, or the drawn file, has nothing that this one could change
+            continue  # an earlier mutation, or the drawn file, leaves nothing for this mutation to change
     return "; ".join(done)

@@ -1,18 +1,24 @@
-"""Starts, stops and copies runs at random moments on a Slurm cluster, two of everything at a time.
+"""Start, stop and copy runs at random moments on a Slurm cluster.
 
     python -m benchmarks.second_start_campaign --cases 60 --seed 0
 
-Starts a cluster of four hosts on this machine (as root; see tools/slurm_cluster). Each case is one run of
-ranks that count steps and save when they are asked to, and two or three events at random moments, 0 to 3 s
-after the start, after the first step, or after the event before: a second `sbatch` of its script, `scontrol
-requeue` of its first job, `trainkit requeue`, `trainkit cancel`, `scancel` of its newest job, a process that
-holds the run's lock for up to 8 s, a copied run folder whose script is submitted. In every case
+Starts a cluster of four hosts on this machine (as root; see tools/slurm_cluster). Each case is one run whose
+ranks count steps and save on the stop signal. Two or three events happen at random moments, 0 to 3 s after
+the start, after the first step, or after the previous event. The events are:
 
-- never two attempts of the run train at the same time;
-- no rank that was asked to save is killed before it has saved, and each continues from what it had saved;
-- a cancelled run does not come back, and any other finishes.
+- a second `sbatch` of the run's script;
+- `scontrol requeue` of the run's first job, and `scancel` of its newest job;
+- `trainkit requeue` and `trainkit cancel`;
+- a process that holds the run's lock for up to 8 s;
+- a copied run folder whose script is submitted.
 
-Prints one line per case; the same seed draws the same cases. The exit code is 0 if all hold.
+Every case checks:
+
+- Two attempts of the run never train at the same time.
+- No rank is killed between the stop signal and its save, and each rank continues from its saved state.
+- A cancelled run does not restart, and any other run finishes.
+
+Prints one line per case; the same seed draws the same cases. The exit code is 0 if all cases pass.
 """
 
 from __future__ import annotations
@@ -44,7 +50,7 @@ STEP_S = 0.1
 AT_ONCE = 2
 OVER_S = 300.0
 QUIET_S = 5.0
-"""Nothing may start this long after a run is over."""
+"""Nothing may start within this time after a run is over."""
 EVENTS = ("sbatch", "scontrol requeue", "requeue", "cancel", "scancel", "lock", "copy")
 WEIGHTS = (4, 3, 4, 2, 1, 2, 1)
 ENDS_RUN = ("cancel", "scancel")
@@ -99,14 +105,14 @@ time.sleep(float(sys.argv[2]))
 
 @dataclass(frozen=True)
 class Case:
-    """One run and what happens to it."""
+    """One run and its events."""
 
     number: int
     backend: str
     per: str
     nodes: int
     events: tuple[tuple[str, str, float], ...]
-    """(event, what it comes after, seconds)."""
+    """The event, the moment that it follows, and the delay in seconds."""
 
     def __str__(self) -> str:
         shown = ", ".join(f"{event} {seconds:.1f} s after {anchor}" for event, anchor, seconds in self.events)
@@ -114,7 +120,7 @@ class Case:
 
 
 def draw(num_cases: int, seed: int) -> list[Case]:
-    """The cases of a seed."""
+    """Draw the cases of a seed."""
     chance = random.Random(seed)
     cases = []
     for number in range(1, num_cases + 1):
@@ -138,7 +144,7 @@ class Run:
         self.is_cancelled = False
 
     def fly(self) -> list[str]:
-        """Run the case; returns what is wrong."""
+        """Run the case; return everything that is wrong."""
         case, name = self.case, f"case-{self.case.number:03d}"
         self.run = self.login.submit(
             *("--name", name, "--backend", case.backend, "--per", case.per, "--nodes", str(case.nodes)),
@@ -208,7 +214,7 @@ class Run:
         return str(self.login.status(self.run)["state"])
 
     def _lines(self, *events: str) -> Iterator[dict[str, Any]]:
-        """The log lines of all ranks with one of these events, rank by rank."""
+        """Return the log lines of all ranks with one of these events, rank by rank."""
         for rank in range(self.case.nodes):
             for line in read_jsonl(self.run.path / "ranks" / f"{rank}.jsonl"):
                 if not events or line["event"] in events:
@@ -284,7 +290,7 @@ def main() -> int:
             for case, run, wrong in pool.map(fly, cases):
                 counts.update(event for event, _, _ in case.events)
                 num_wrong += bool(wrong)
-                print(f"{case.number:3d} {'WRONG' if wrong else 'holds'}  {case}", flush=True)
+                print(f"{case.number:3d} {'WRONG' if wrong else 'passes'}  {case}", flush=True)
                 print(f"           {json.dumps(run.notes)}", flush=True)
                 for text in wrong:
                     print(f"           WRONG: {text}", flush=True)

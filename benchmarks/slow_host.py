@@ -1,12 +1,12 @@
-"""Slows one of four hosts during a run and checks that it is named, and that undisturbed runs name none.
+"""Slow one of four hosts during a run, and check that the run names this host.
 
     python -m benchmarks.slow_host --runs 10 --slowed 4
 
-Starts a Slurm cluster of four hosts on this machine (as root; see tools/slurm_cluster) and trains on all of
-them, one rank a host. In `--slowed` runs, a host that `--seed` draws is limited to `--cpus` CPUs after
-`--before` steps (cgroup v1), and the event ``slow_rank`` must name its host and rank no more than 30 steps
-later. `--runs` runs of `--steps` steps are left alone and must have no event. Other work on the machine is a
-disturbance too: it prints the load of each run. Exits with 1 if a run was not as it must.
+Starts a Slurm cluster of four hosts on this machine (as root; see tools/slurm_cluster) and trains on all
+hosts, one rank per host. In `--slowed` runs, a host that `--seed` draws is limited to `--cpus` CPUs after
+`--before` steps (cgroup v1). The event ``slow_rank`` must then name its host and rank at most 30 steps later.
+`--runs` runs of `--steps` steps are undisturbed and must have no event. Other work on the machine disturbs
+the runs too, so the benchmark prints the load of each run. Exits with 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ PATIENCE_S = 600.0
 
 @dataclass
 class Seen:
-    """What a run has shown."""
+    """Observations of a run."""
 
     slowed_host: str | None = None
     slowed_at_step: int | None = None
-    """The newest step when the host was slowed down."""
+    """Newest step when the host was slowed down."""
     step_ms_before: float | None = None
     step_ms_after: float | None = None
     load: float = 0.0
@@ -80,12 +80,12 @@ class Seen:
         times = f"{self.step_ms_before or 0:.0f} ms a step"
         if self.step_ms_after is not None:
             times += f", then {self.step_ms_after:.0f}"
-        verdict = self.problem or "as it must be"
+        verdict = self.problem or "right"
         return f"{slowed}, {times}, load {self.load:.1f}: {seen or 'no event'}: {verdict}"
 
 
 def start(login: Login, num_steps: int, num_layers: int = 4) -> RunDir:
-    """A run on all four hosts."""
+    """Start a run on all four hosts."""
     text = login.folder / "text.txt"
     text.write_text("".join(f"line {number} says {number * number}\n" for number in range(4000)))
     config = login.folder / "slow-host.yaml"
@@ -94,23 +94,23 @@ def start(login: Login, num_steps: int, num_layers: int = 4) -> RunDir:
 
 
 def steps(run: RunDir) -> list[dict[str, Any]]:
-    """The records of the steps so far."""
+    """Return the records of the steps so far."""
     return list(read_jsonl(run.metrics_file))
 
 
 def last_step(run: RunDir) -> int:
-    """The newest step; 0 before the first."""
+    """Return the newest step; 0 before the first."""
     records = steps(run)
     return int(records[-1]["step"]) if records else 0
 
 
 def slowdowns(run: RunDir) -> list[dict[str, Any]]:
-    """The events of slow ranks."""
+    """Return the events of slow ranks."""
     return list(read_jsonl(run.events_file, SLOWDOWN_EVENTS))
 
 
 def slow_one(login: Login, index: int, *, cpus: float, before: int, num_layers: int = 4) -> Seen:
-    """Slow a host of a run down after some steps, wait for the event, and say whether it is right."""
+    """Slow a host of a run down after some steps, await the event, and return whether it is right."""
     seen = Seen(slowed_host=login.cluster.hosts[index - 1], load=os.getloadavg()[0])
     run = start(login, 100_000, num_layers)
     try:
@@ -135,7 +135,7 @@ def slow_one(login: Login, index: int, *, cpus: float, before: int, num_layers: 
 
 
 def _problem(seen: Seen, rank: int) -> str:
-    """Why the events of a slowed run are not those that it must have; "" if they are."""
+    """Return why the events of a slowed run are wrong; an empty string if they are right."""
     if not seen.events:
         return "no event"
     if any((event.get("rank"), event.get("host")) != (rank, seen.slowed_host) for event in seen.events):
@@ -146,7 +146,7 @@ def _problem(seen: Seen, rank: int) -> str:
 
 
 def leave_alone(login: Login, num_steps: int, num_layers: int = 4) -> Seen:
-    """A run that nothing disturbs, to its end."""
+    """Run to the end without a disturbance."""
     seen = Seen(load=os.getloadavg()[0])
     run = login.finish(start(login, num_steps, num_layers), timeout_s=PATIENCE_S + num_steps)
     seen.step_ms_before = median(1e3 * record["step_s"] for record in steps(run))
@@ -156,7 +156,7 @@ def leave_alone(login: Login, num_steps: int, num_layers: int = 4) -> Seen:
 
 
 def campaign(cluster: Cluster, folder: Path, args: argparse.Namespace) -> list[Seen]:
-    """All runs, with a line for each."""
+    """Run all runs, with a line for each."""
     chance, found = random.Random(args.seed), []
     for number in range(args.slowed + args.runs):
         home = folder / str(number)
@@ -173,7 +173,7 @@ def campaign(cluster: Cluster, folder: Path, args: argparse.Namespace) -> list[S
 
 
 def main() -> int:
-    """Run the campaign; returns the exit code."""
+    """Run the campaign; return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -195,7 +195,7 @@ def main() -> int:
     if args.out is not None:
         args.out.write_text(json.dumps([asdict(seen) for seen in found], indent=2) + "\n")
     wrong = [seen for seen in found if seen.problem]
-    print(f"{len(found) - len(wrong)} of {len(found)} runs as they must be")
+    print(f"{len(found) - len(wrong)} of {len(found)} runs are right")
     return 1 if wrong else 0
 
 

@@ -1,10 +1,10 @@
-"""Measures what trainkit adds to plain Slurm: from submit to job id, and from job start to the first step.
+"""Measure what trainkit adds to plain Slurm: from submit to job id, and from job start to the first step.
 
-    make cluster                            # or any cluster of your own
+    make cluster                            # or your own cluster
     python benchmarks/slurm_start.py
 
 Both variants alternate. The hand-written script starts the same worker with srun and sets the rank
-environment itself, with a fixed port and no supervisor; each job runs alone, on the same nodes.
+environment itself, with a fixed port and no supervisor. Each job runs alone, on the same nodes.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ srun bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTA
 
 LIBRARIES = "python -c 'import click, jinja2, pydantic, yaml; pydantic.BaseModel'"
 WITH_SUBMITIT = LIBRARIES.replace("jinja2", "submitit")
-"""What the libraries of a backend alone take, as a measure of the machine; submitit renders no template."""
+"""Import of a backend's libraries alone, as a measure of the machine's speed; submitit renders no template.
+"""
 LIBRARIES_FACTOR = 2.5
-"""From submit to job id, trainkit may take what sbatch takes and this many times what its libraries take."""
+"""Allowed multiple of the libraries' import, in addition to sbatch, from submit to job id."""
 
 
 def call(argv: list[str], cwd: Path) -> str:
@@ -69,7 +70,7 @@ def wait_until_over(job_id: str, cwd: Path) -> None:
 
 
 def first_step(run: Path) -> float:
-    """The time at which rank 0 completed its first step."""
+    """Return the time at which rank 0 completed its first step."""
     for line in (run / "events.jsonl").read_text().splitlines():
         event = json.loads(line)
         if event["event"] == "first_step":
@@ -78,7 +79,7 @@ def first_step(run: Path) -> float:
 
 
 def submissions(folder: Path, rounds: int) -> None:
-    """Seconds from the command to the job id, for held jobs."""
+    """Return the seconds from the command to the job id, for held jobs."""
     (folder / "mine.yaml").write_text(CONFIG)
     script = folder / "plain.sbatch"
     script.write_text("#!/bin/bash\n#SBATCH --hold\n#SBATCH --output=/dev/null\ntrue\n")
@@ -116,13 +117,13 @@ def submissions(folder: Path, rounds: int) -> None:
 
 
 def starts(folder: Path, rounds: int, nodes: int, per_node: int, interface: str) -> None:
-    """Seconds from the start of the batch script to the first step."""
+    """Return the seconds from the start of the batch script to the first step."""
     times_s: dict[str, list[float]] = {"by hand": [], "trainkit": []}
     shape = ["--nodes", str(nodes), "--gpus-per-node", str(per_node)]
     for number in range(rounds):
         ours, theirs = folder / f"ours-{number}", folder / f"theirs-{number}"
         for run in (ours, theirs):
-            # Both scripts get a line that records when they begin.
+            # Both scripts get a line that records their start.
             mark = f"launch.setup=['date +%s.%N > {run}/began']"
             answer = call(
                 trainkit(
@@ -154,7 +155,7 @@ def starts(folder: Path, rounds: int, nodes: int, per_node: int, interface: str)
 
 
 def main() -> None:
-    # With this variable a checkout would be compiled at each start, unlike an installed package.
+    # With this variable, Python would compile a checkout at each start, unlike an installed package.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -164,7 +165,7 @@ def main() -> None:
     parser.add_argument("--per-node", type=int, default=2)
     parser.add_argument("--interface", default="eth0", help="of the nodes, for the hand-written script")
     args = parser.parse_args()
-    # Below the working directory: all nodes must see it.
+    # The folder is below the working directory, because all nodes must see it.
     with tempfile.TemporaryDirectory(dir=".", prefix="bench-") as name:
         folder = Path(name).absolute()
         submissions(folder, 2 * args.rounds)

@@ -1,10 +1,10 @@
-"""Measures the start-up time of frequently used commands, as whole processes.
+"""Measure the start-up time of frequently used commands, as whole processes.
 
     python benchmarks/startup.py
 
-Medians of 20 runs; the commands alternate. `torchrun --help` from the same environment is included as a
-reference for the current speed of this machine. Modules are compiled once, as after an installation, even
-where `PYTHONDONTWRITEBYTECODE` is set.
+Prints medians of 20 runs; the commands alternate. `torchrun --help` from the same environment is a reference
+for the current speed of this machine. Modules are compiled once, as after an installation, even if
+`PYTHONDONTWRITEBYTECODE` is set.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CONFIG = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
 
 
 def command(name: str) -> str:
-    """The path of a console script of this environment."""
+    """Return the path of a console script of this environment."""
     return shutil.which(name, path=str(Path(sys.executable).parent)) or name
 
 
@@ -36,7 +36,7 @@ COMMANDS = {
 
 PASS_MS = 35
 BUDGETS_MS = {"trainkit --help": 100, "trainkit submit --dry-run": 300}
-"""Where `python -c pass` takes `PASS_MS`; scaled by what it takes here."""
+"""Budgets on a machine where `python -c pass` takes `PASS_MS`, scaled by its duration on this machine."""
 
 
 def main() -> None:
@@ -60,7 +60,7 @@ def main() -> None:
     scale = statistics.median(times_ms["python -c pass"][1:]) / PASS_MS
     for name, budget_ms in BUDGETS_MS.items():
         took_ms = statistics.median(times_ms[name][1:])
-        print(f"`{name}`: {took_ms:.0f} ms of {budget_ms * scale:.0f} ms, plus the slowest answer of Slurm")
+        print(f"`{name}`: {took_ms:.0f} ms of {budget_ms * scale:.0f} ms plus the slowest answer of Slurm")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""Counts what the tasks of a starting job ask of the file server and of the rendezvous store.
+"""Count the requests of a starting job's tasks to the file server and to the rendezvous store.
 
     python -m benchmarks.startup_scale --tasks 8 --tasks 8000
     python -m benchmarks.startup_scale --gloo 64
 
-Runs trainkit's own waiting loops for every task on a simulated clock: the tasks start within 10 s, task 0
-publishes the port 2 s after its start, and rank 0 listens 20 s after that, when torch is imported and the
-data is found; the other ranks need up to 10 s longer. Nothing else of a job runs, so the counts are exact for
+Runs trainkit's own waiting loops for every task on a simulated clock. The tasks start within 10 s, and task 0
+publishes the port 2 s after its start. Rank 0 listens 20 s later, after it has imported torch and found the
+data, and the other ranks need up to 10 s longer. Nothing else of a job runs, so the counts are exact for
 these assumptions, and no times are measured.
 
-With `--gloo`, that many real processes make the groups of the trainer and gather once, connecting at once and
-when they first talk to each other: the sockets that they then have, and their processor time.
+With `--gloo N`, N real processes form the groups of the trainer and gather once. They connect either
+immediately or at their first exchange. The benchmark counts their sockets and their processor time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TASKS_PER_NODE = 8
 
 
 class Clock:
-    """Simulated seconds; sleeping advances them."""
+    """Simulated seconds, which sleeping advances."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -49,7 +49,7 @@ class Clock:
 
 
 class Store:
-    """Stands for the connection of one rank to the store; `verdict_s` is when all ranks have arrived."""
+    """The connection of one rank to the store; `verdict_s` is the time when all ranks have arrived."""
 
     def __init__(
         self, clock: Clock, counts: Counter[str], verdict_s: float, is_last: bool, size: int
@@ -73,7 +73,7 @@ class Store:
         return b"sealed go"
 
     def set_timeout(self, timeout: timedelta) -> None:
-        pass  # a setting of the connection
+        pass  # a setting of the connection, not a request
 
     def compare_set(self, key: str, expected: str, value: str) -> None:
         self.counts["store requests"] += 1
@@ -112,7 +112,7 @@ def simulated(clock: Clock, counts: Counter[str], published_s: float, listens_s:
 
 
 def count(num_tasks: int, seed: int) -> Counter[str]:
-    """The operations of all tasks together."""
+    """Return the operations of all tasks together."""
     from trainkit.job.rank_env import RankEnv
     from trainkit.job.signals import StopRequest
     from trainkit.run.files import wait_for_json
@@ -129,7 +129,7 @@ def count(num_tasks: int, seed: int) -> Counter[str]:
     last_s = max(ready_s)
     probes = 0
     for task in range(num_tasks):
-        if task % TASKS_PER_NODE == 0:  # one task of a node checks the disk
+        if task % TASKS_PER_NODE == 0:  # one task per node checks the disk
             probes += 1
         env = RankEnv(task, task % 8, num_tasks, 8, task // 8, num_tasks // 8, "host0", 1, "agent")
         store = Store(clock, counts, last_s, ready_s[task] == last_s, num_tasks)
@@ -152,7 +152,8 @@ def count(num_tasks: int, seed: int) -> Counter[str]:
 
 
 def connect_ranks(num_ranks: int, *, lazy: bool) -> tuple[int, float, float]:
-    """(sockets and processor seconds of all ranks, seconds until the slowest has its groups)."""
+    """Return sockets and processor seconds of all ranks, and the seconds until the slowest rank has its
+    groups."""
     from trainkit.job.node.rendezvous import choose_port
     from trainkit.trainer.distributed import dist
 
@@ -166,7 +167,7 @@ def connect_ranks(num_ranks: int, *, lazy: bool) -> tuple[int, float, float]:
     ]
     for rank in ranks:
         rank.start()
-    # After the forks, since it has threads.
+    # The import follows the forks, because the module starts threads.
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     found = [results.get() for _ in ranks]
     done.set()

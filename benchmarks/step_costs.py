@@ -1,16 +1,16 @@
-"""Counts what a step costs, without a GPU: bytes and kernels of its parts, collectives of each layout.
+"""Count the cost of a step without a GPU: bytes and kernels of its operations, collectives of each layout.
 
     python -m benchmarks.step_costs [--only block | masks | parts | collectives]
 
-The block is one of Llama 3 8B with 4,096 tokens, forward and backward, on tensors that have shapes but no
+The block is a block of Llama 3 8B with 4,096 tokens, forward and backward, on tensors that have shapes but no
 values. Every operation that is not a view counts as one kernel, which reads its inputs and writes its outputs
-once, as in a block that is not compiled; RMSNorm counts with the several kernels that a CPU has for it.
+once, as in a block that is not compiled. RMSNorm counts with the several kernels that a CPU has for it.
 ``autocast`` computes in bf16 from float32 weights, as `torch.autocast` does; ``cast weights`` is trainkit.
-The other parts are counted the same way; a compiled update reads and writes each of its tensors once, and its
-kernels are those that the compiler makes for a CPU.
+The benchmark counts the update and the loss in the same way. A compiled update reads and writes each of its
+tensors once, and its kernels are the kernels that the compiler makes for a CPU.
 
-Collectives are those of one rank in a step of two passes, by torch's fake process group. For blocks in float8
-(emulated) also the bytes that are gathered are counted.
+The collectives are the collectives of one rank in a step of two passes, counted with torch's fake process
+group. For blocks in float8 (emulated), the benchmark also counts the gathered bytes.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
 
 
 NO_KERNEL = ("aten::_unsafe_view", "aten::detach", "aten::empty")
-"""Operations that are no views by name, and still move no bytes."""
+"""Operations that are not views by name, but move no bytes."""
 
 
 class CountKernels(TorchDispatchMode):
@@ -96,7 +96,7 @@ def _is_written(argument: Any) -> bool:
 
 
 def count_block(*, casts: bool) -> CountKernels:
-    """One forward and backward pass of a block whose weights are bf16, or float32 under autocast."""
+    """Count a forward and backward pass of a block whose weights are bf16, or float32 under autocast."""
     shape = resolve_model_shape(ModelConfig(preset="8b"), 1)
     stream = torch.bfloat16 if casts else torch.float32
     with torch.device("meta"):
@@ -124,18 +124,18 @@ def show_block() -> None:
 
 
 PARAM = (4096, 4096)
-"""The matrix whose update is counted, in one piece."""
+"""The matrix whose update is counted."""
 
 
 def weight_of() -> Weight:
-    """The matrix with its gradient, cast to bf16."""
+    """Return the matrix with its gradient, cast to bf16."""
     param = nn.Parameter(torch.zeros(PARAM))
     param.grad = torch.zeros(PARAM)
     return Weight("matrix", param, cast=nn.Parameter(param.detach().bfloat16()))
 
 
 def count_update(optimizer: OptimizerConfig) -> tuple[CountKernels, int, float]:
-    """An update that is not compiled, and the kernels and bytes per parameter of one that is."""
+    """Return the kernels and bytes per parameter of an update without and with compilation."""
     numbers = torch.ones(()), torch.zeros(())
     with FakeTensorMode():
         sharded = ShardedAdamW([weight_of()], optimizer)
@@ -149,13 +149,13 @@ def count_update(optimizer: OptimizerConfig) -> tuple[CountKernels, int, float]:
     state = [item for name, item in sharded.state_tensors() if not name.endswith("step")]
     tensors = [torch.empty(PARAM), *state]
     read_and_written = 2 * sum(item.numel() * item.element_size() for item in tensors)
-    moved = read_and_written / tensors[0].numel() + 4 + 2  # the gradient is read, the cast written
+    moved = read_and_written / tensors[0].numel() + 4 + 2  # the update reads the gradient and writes the cast
     return count, code.count("async_compile.cpp_pybinding("), moved
 
 
 @torch.library.custom_op("benchmarks::add_product", mutates_args=("total",))
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """The multiplication of a GPU that adds to `total`; only its shapes are needed."""
+    """Represent a GPU's multiplication that adds to `total`; only its shapes are needed."""
 
 
 @add_product.register_fake
@@ -163,7 +163,7 @@ def _(total: Tensor, left: Tensor, right: Tensor) -> None: ...
 
 
 def count_loss() -> CountKernels:
-    """The loss in parts of 16,384 tokens of 1b, and its gradients."""
+    """Count the loss of 16,384 tokens of 1b in chunks, and its gradients."""
     shape, tokens = resolve_model_shape(ModelConfig(preset="1b"), 1), 4 * TOKENS
     with FakeTensorMode():
         x, head = (torch.empty(size, shape.dim, dtype=torch.bfloat16) for size in (tokens, shape.vocab_size))
@@ -176,7 +176,7 @@ def count_loss() -> CountKernels:
 
 
 def show_masks() -> None:
-    """Print what the mask of documents costs a sample, in memory or computed by attention."""
+    """Print the cost of a sample's mask of documents, in memory or computed by attention."""
     end = 0
     print("| mask of 4,096 tokens | documents of | MB in memory | blocks of scores | partly masked |")
     print("|---|---|---|---|---|")
@@ -208,7 +208,7 @@ def show_parts() -> None:
 
 
 def collectives() -> Iterator[tuple[str, str, dict[str, int]]]:
-    """(layout, recomputation, collectives of a step) of every layout."""
+    """Yield the layout, recomputation and collectives of a step for every layout."""
     for name, degrees in LAYOUTS.items():
         for mode in MODES if degrees.get("tp", 1) * degrees.get("cp", 1) > 1 else MODES[:1]:
             loaded, plan = planned(degrees, {"parallel.activation_checkpointing": mode})
@@ -216,7 +216,7 @@ def collectives() -> Iterator[tuple[str, str, dict[str, int]]]:
 
 
 def planned(degrees: dict[str, int], options: dict[str, object]) -> tuple[LoadedConfig, LaunchPlan]:
-    """The config and the plan of some blocks of 8b on a layout, with two passes a step."""
+    """Return the config and the plan of some blocks of 8b on a layout, with two passes per step."""
     values = {
         "model.preset": "8b",
         "model.vocab_size": 128_256,
@@ -250,7 +250,7 @@ class CountTalk(TorchDispatchMode):
 
 
 def count_float8(float8: str) -> CountTalk:
-    """The collectives of a step whose blocks multiply in an emulated float8."""
+    """Count the collectives of a step whose blocks multiply in an emulated float8."""
     loaded, plan = planned(LAYOUTS["shard 8"], {"precision.float8": float8})
     config, task = loaded.config, build.build_task(loaded.config)
     emulated = partial(build.apply_float8, emulate=True)
@@ -275,7 +275,7 @@ def count_float8(float8: str) -> CountTalk:
 
 
 def show_float8() -> None:
-    """Print what is gathered where blocks multiply in float8."""
+    """Print the gathered bytes of blocks that multiply in float8."""
     print(f"| shard 8, {LAYERS} blocks of 8b, 2 passes | GB gathered | all_gather | all_reduce |")
     print("|---|---|---|---|")
     for float8 in ("true", "gather"):

@@ -1,13 +1,18 @@
-"""Checks what a run survives on a Slurm cluster, for every way in which it can be started.
+"""Check which disturbances a run survives on a Slurm cluster, for every way to start a run.
 
     python -m benchmarks.survival
     python -m benchmarks.survival --only preempted crash
 
 Starts a cluster of four hosts on this machine (as root; see tools/slurm_cluster) and disturbs runs of two
-hosts, with both backends, with one task per GPU and one task per node: five preemptions (with a grace time of
-10 s and of none, requeued and cancelled by Slurm), four time limits, scancel, a killed rank, a dead host, a
-bug at step 37, a loss that is not finite, a failing import; and twenty seeded runs that get 1 to 4 nodes of a
-range at each start. Prints one row per case; the exit code is 0 if all pass.
+hosts, with both backends, with one task per GPU and one task per node. The disturbances are:
+
+- five preemptions (with a grace time of 10 s and of none, requeued and cancelled by Slurm);
+- four time limits, and scancel;
+- a killed rank, and a dead host;
+- a bug at step 37, a loss that is not finite, and a failing import;
+- twenty seeded runs that get 1 to 4 nodes of a range at each start.
+
+Prints one row per case. The exit code is 0 if all cases pass.
 """
 
 from __future__ import annotations
@@ -39,16 +44,16 @@ NUM_LIMITS = 4
 NUM_VARIANTS = 20
 END_S = 300.0
 MOST_COLD_STARTS = 1.2
-COLUMNS = ("what", "backend", "per", "came back", "steps twice", "curve", "seconds", "holds")
+COLUMNS = ("what", "backend", "per", "restarts", "steps twice", "curve", "seconds", "passes")
 
 
 class Table:
-    """The rows, printed as they are added."""
+    """The rows of the table, which are printed as they are added."""
 
     def __init__(self, login: Login, expected: Curve) -> None:
         self.login = login
         self.expected = expected
-        self.all_hold = True
+        self.all_pass = True
         print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}", flush=True)
 
     def submit(self, what: str, *options: str, kinds: Iterable[tuple[str, str]] = KINDS) -> list[RunDir]:
@@ -62,38 +67,38 @@ class Table:
             for backend, per in kinds
         ]
 
-    def row(self, what: str, run: RunDir, seconds: str, holds: bool, curve: str | None = None) -> None:
+    def row(self, what: str, run: RunDir, seconds: str, passes: bool, curve: str | None = None) -> None:
         """Print the result of a run."""
         backend, per = run.name.split("-")[-2:]
         if curve is None:
             curve = "equal" if survival.curve(run) == self.expected else "OTHER"
-        holds &= curve != "OTHER"
-        self.all_hold &= holds
+        passes &= curve != "OTHER"
+        self.all_pass &= passes
         actions = [event["action"] for event in survival.events_of(run, "requeue_decision")]
-        came_back = ", ".join(f"{actions.count(one)} {one}" for one in dict.fromkeys(actions)) or "-"
+        restarts = ", ".join(f"{actions.count(one)} {one}" for one in dict.fromkeys(actions)) or "-"
         twice = str(len(survival.computed_twice(run)))
-        words = (what, backend, per, came_back, twice, curve, seconds, "yes" if holds else "NO")
+        words = (what, backend, per, restarts, twice, curve, seconds, "yes" if passes else "NO")
         print(f"| {' | '.join(words)} |", flush=True)
 
     def finish(self, run: RunDir) -> bool:
-        """Whether a run finishes without help."""
+        """Return whether a run finishes without help."""
         return bool(wait_until_over(self.login, run, END_S)["state"] == "finished")
 
 
 def first_steps(run: RunDir) -> list[float]:
-    """The times at which each attempt completed its first step."""
+    """Return the times at which each attempt completed its first step."""
     return [survival.time_of(event) for event in survival.events_of(run, "first_step")]
 
 
 def comeback_s(run: RunDir) -> str:
-    """Median seconds from the end of an attempt to the first step of the next."""
+    """Return the median seconds from the end of an attempt to the first step of the next attempt."""
     ends = [survival.time_of(event) for event in survival.events_of(run, "stopped")]
     waits = [first - end for end, first in zip(ends, first_steps(run)[1:], strict=False)]
     return f"back in {statistics.median(waits):.1f}" if waits else "-"
 
 
 def cold_start_s(run: RunDir) -> float:
-    """Seconds from the start of the step in the batch script to the first training step."""
+    """Return the seconds from the start of the step in the batch script to the first training step."""
     return first_steps(run)[0] - survival.time_of(survival.events_of(run, "started")[0])
 
 
@@ -110,12 +115,12 @@ def preempted(table: Table) -> None:
             for run in runs:
                 finished = table.finish(run)
                 none_twice = grace_s == 0 or not survival.computed_twice(run)
-                came_back = len(run.attempt_numbers()) == NUM_PREEMPTIONS + 1
-                table.row(what, run, comeback_s(run), finished and none_twice and came_back)
+                all_restarted = len(run.attempt_numbers()) == NUM_PREEMPTIONS + 1
+                table.row(what, run, comeback_s(run), finished and none_twice and all_restarted)
 
 
 def time_limit(table: Table) -> None:
-    # Two at a time: if all start together, the one-minute limit is too short for some of them.
+    # Run two at a time, because the one-minute limit is too short for some of them if all start together.
     for backend in BACKENDS:
         runs = table.submit(
             "limit",
@@ -123,7 +128,7 @@ def time_limit(table: Table) -> None:
             kinds=[kind for kind in KINDS if kind[0] == backend],
         )
         for number in range(1, NUM_LIMITS + 1):
-            # After a slow start the time limit is reached anyway, without waiting for steps.
+            # After a slow start, the run reaches its time limit anyway, without waiting for steps.
             paused = [run for run in runs if has_begun(run, number)]
             for run in paused:
                 survival.pause(survival.ranks_of(run).values())
@@ -135,14 +140,14 @@ def time_limit(table: Table) -> None:
 
 
 def survived_limits(table: Table, run: RunDir) -> bool:
-    """Whether a run finishes after its time limits without computing a step twice."""
+    """Return whether a run finishes after its time limits without computing a step twice."""
     finished = table.finish(run)
     causes = [event["cause"] for event in survival.events_of(run, "requeue_decision")]
     return finished and not survival.computed_twice(run) and causes[:NUM_LIMITS] == ["timeout"] * NUM_LIMITS
 
 
 def has_begun(run: RunDir, attempt: int) -> bool:
-    """Wait until an attempt has done some steps; False if it ends before that."""
+    """Wait until an attempt has done some steps; return False if the attempt ends before."""
 
     def steps_or_over() -> bool:
         return len(survival.steps_of(run, attempt)) >= 5 or is_over()
@@ -188,7 +193,7 @@ def host_death(table: Table) -> None:
     for kind in KINDS:
         (run,) = table.submit("host", *settings("resources.spare_nodes=1"), kinds=[kind])
         wait_for_steps(run, 1, 25)
-        # The second host of this run, since a host that died before is excluded from the job.
+        # The host is the second host of this run, because the job excludes a host that died before.
         cluster = table.login.cluster
         victim = cluster.hosts.index(read_json(run.attempt(1).rendezvous_file)["hosts"][1]) + 1
         cluster.kill_host(victim)
@@ -213,13 +218,13 @@ def bugs(table: Table) -> None:
         for run in table.submit(bug, *options):
             end = wait_until_over(table.login, run, END_S)
             count = len(run.attempt_numbers())
-            holds = end["state"] == "failed" and end["verdict"]["type"] == kind and count <= 2
-            table.row(f"{kind} every time", run, f"{count} attempts", holds, curve="failed")
+            passes = end["state"] == "failed" and end["verdict"]["type"] == kind and count <= 2
+            table.row(f"{kind} every time", run, f"{count} attempts", passes, curve="failed")
     (table.login.folder / "sitecustomize.py").unlink()
 
 
 def sizes(table: Table) -> None:
-    """Runs that get another number of nodes at each start, asked for in one of many ways."""
+    """Check runs that get another number of nodes at each start, requested in one of many ways."""
     folder = table.login.folder
     config = survival.range_config(folder)
     expected = survival.losses_on_one(Path(tempfile.mkdtemp(dir=folder)), config)
@@ -230,7 +235,7 @@ def sizes(table: Table) -> None:
             run = variant.run(table.login, config, f"sizes{seed}-{backend}-{per}")
         except AssertionError as error:
             print(f"variant {seed}, {variant}: {error}", file=sys.stderr)
-            table.all_hold = False
+            table.all_pass = False
             continue
         losses = [record["loss"] for record in read_metrics(run)]
         pairs = zip(losses, expected, strict=False)
@@ -238,8 +243,8 @@ def sizes(table: Table) -> None:
         curve = "within 1e-5" if is_equal else "OTHER"
         got = "-".join(str(len(survival.hosts_of(run, number))) for number in run.attempt_numbers())
         what = f"{got} of {'-'.join(map(str, variant.free))} hosts, {' '.join(variant.options[:2])}"
-        holds = not survival.computed_twice(run)
-        table.row(what, run, f"{time.monotonic() - begin_s:.0f}", holds, curve)
+        passes = not survival.computed_twice(run)
+        table.row(what, run, f"{time.monotonic() - begin_s:.0f}", passes, curve)
     (folder / "sitecustomize.py").unlink()
 
 
@@ -272,9 +277,9 @@ def main() -> int:
             SCENARIOS[name](table)
     finally:
         cluster.down()
-    if table.all_hold:
+    if table.all_pass:
         shutil.rmtree(folder)
-    return 0 if table.all_hold else 1
+    return 0 if table.all_pass else 1
 
 
 if __name__ == "__main__":

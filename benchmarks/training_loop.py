@@ -1,13 +1,15 @@
-"""Measures the speed of the trainer against a hand-written loop with the same model and batch.
+"""Measure the speed of the trainer against a hand-written loop with the same model and batch.
 
     python benchmarks/training_loop.py
 
 Both loops run in the same processes, with alternating steps, so that changes in machine speed affect both
-alike. The hand-written loop keeps its batch in memory and has no logging, schedule or signal handling; with
-several processes it uses DistributedDataParallel, and the trainer `replicate`. Prints the median step times
-and their ratio, for the model `tiny` (32 samples per step), for a step with 4 samples
-per process, in which communication weighs more, and for a tiny model, whose `fixed cost`, the difference of
-the medians, is what counts.
+alike. The hand-written loop keeps its batch in memory and has no logging, schedule or signal handling. With
+several processes it uses DistributedDataParallel, and the trainer uses `replicate`. Prints the median step
+times and their ratio for three cases:
+
+- the model `tiny` with 32 samples per step;
+- a step with 4 samples per process, in which communication matters more;
+- a tiny model, for which the `fixed cost`, the difference of the medians, is the relevant number.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ CASES = {
 
 
 def make_attempt(folder: Path, overrides: list[str], num_procs: int):
-    """A run folder with one attempt, as `trainkit submit` would write it."""
+    """Return a run folder with one attempt, as `trainkit submit` would write it."""
     from trainkit.cluster.machine import detect_machine
     from trainkit.config import dump_effective, load_config
     from trainkit.plan.facts import Facts
@@ -71,7 +73,7 @@ def make_attempt(folder: Path, overrides: list[str], num_procs: int):
 
 
 def hand_written_step(trainer, task, num_procs: int, dtype_name: str):
-    """One step of a careful hand-written loop: forward, backward, clip, step."""
+    """Run one step of a careful hand-written loop: forward, backward, clip, step."""
     import torch
     import torch.nn.functional as F
     from torch.nn.parallel import DistributedDataParallel
@@ -143,7 +145,7 @@ def worker(folder: str, num_procs: int, dtype_name: str, num_steps: int) -> None
 
 
 def measure(case: str, num_procs: int, dtype: str, num_steps: int) -> tuple[float, float]:
-    """Median seconds per step: (trainer, hand-written loop)."""
+    """Return the median seconds per step of the trainer and of the hand-written loop."""
     overrides = [
         *CASES[case],
         f"train.steps={num_steps * 10}",
@@ -184,7 +186,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=60, help="steps of each loop (a fifth is warm-up)")
+    parser.add_argument(
+        "--steps", type=int, default=60, help="steps of each loop; the first fifth is warm-up"
+    )
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:

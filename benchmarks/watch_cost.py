@@ -1,10 +1,10 @@
-"""What `trainkit watch` costs: its share of one core while a large run writes metrics and samples.
+"""Measure the share of one core that `trainkit watch` uses while a large run writes metrics and samples.
 
     python -m benchmarks.watch_cost                                   # 1,024 ranks on 128 nodes, and on 256
     python -m benchmarks.watch_cost --nodes 16 --seconds 10 --records 1000
 
-Starts the command in a terminal of 200 x 50 characters and reads its CPU time from /proc, after the first
-screen. Exits with 1 if it takes more than 5 % of a core.
+Starts the command in a terminal of 200 x 50 characters and reads its CPU time from /proc after the first
+screen. Exits with 1 if the command uses more than 5 % of a core.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def make_run(folder: Path, nodes: int, num_records: int) -> RunDir:
-    """A run folder of `NUM_RANKS` ranks that seems to run: this process is its supervisor."""
+    """Make a folder of a run of `NUM_RANKS` ranks that seems to run: this process is its supervisor."""
     run = RunDir(folder)
     folder.mkdir()
     run.attempt(1).create()
@@ -102,7 +102,7 @@ def host(node: int) -> str:
 
 
 def record(step: int, time_of: datetime) -> dict[str, Any]:
-    """A record of metrics.jsonl."""
+    """Return a record of metrics.jsonl."""
     noise = random.random()
     return {
         "step": step,
@@ -123,7 +123,7 @@ def record(step: int, time_of: datetime) -> dict[str, Any]:
 
 
 def sample(node: int, nodes: int, time_of: datetime) -> dict[str, Any]:
-    """A sample of a node with its GPUs."""
+    """Return a sample of a node with its GPUs."""
     gpus = [
         {
             "index": index,
@@ -145,7 +145,7 @@ def sample(node: int, nodes: int, time_of: datetime) -> dict[str, Any]:
 
 
 def write(run: RunDir, nodes: int, step: int, ended: threading.Event) -> None:
-    """Append a record each step, and each node's sample in its turn."""
+    """Append a record for each step, and the sample of each node in turn."""
     samples_per_step = nodes * STEP_S / SAMPLE_EVERY_S
     due, node = 0.0, 0
     while not ended.wait(STEP_S):
@@ -159,7 +159,7 @@ def write(run: RunDir, nodes: int, step: int, ended: threading.Event) -> None:
 
 
 def measure(run: RunDir, nodes: int, step: int, seconds: float) -> tuple[float, float]:
-    """What `watched` returns, for a run that grows meanwhile."""
+    """Return the result of `watched` for a run that grows meanwhile."""
     ended = threading.Event()
     writer = threading.Thread(target=write, args=(run, nodes, step, ended))
     writer.start()
@@ -171,7 +171,7 @@ def measure(run: RunDir, nodes: int, step: int, seconds: float) -> tuple[float, 
 
 
 def watched(run: RunDir, environ: Mapping[str, str], seconds: float) -> tuple[float, float]:
-    """Seconds until the first screen, and the CPU seconds that `watch` takes in the `seconds` after it."""
+    """Return the seconds until the first screen, and the CPU seconds of `watch` in the `seconds` after it."""
     outer, inner = pty.openpty()
     fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", HEIGHT, WIDTH, 0, 0))
     argv = [sys.executable, "-m", "trainkit", "watch", str(run.path)]
@@ -200,17 +200,17 @@ def watched(run: RunDir, environ: Mapping[str, str], seconds: float) -> tuple[fl
 
 
 def read(terminal: int, timeout_s: float) -> bytes:
-    """What the program has written to its terminal."""
+    """Return the output of the program in its terminal."""
     if not select.select([terminal], [], [], timeout_s)[0]:
         return b""
     try:
         return os.read(terminal, 65_536)
     except OSError:
-        return b""  # it has ended
+        return b""  # the program has ended
 
 
 def cpu_s(pid: int) -> float:
-    """CPU seconds of a process so far."""
+    """Return the CPU seconds of a process so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     ticks: int = os.sysconf("SC_CLK_TCK")
     return (int(fields[11]) + int(fields[12])) / ticks

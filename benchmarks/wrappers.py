@@ -1,16 +1,16 @@
-"""What a training loses below a shell, a pipe, a launcher or another wrapper, and how often it is signalled.
+"""Count the lost steps and the signals of a training below a shell, a pipe, a launcher or another wrapper.
 
     python -m benchmarks.wrappers [--slurm 24.11] [--nodes 1] [--cases tee ...] [--asks cancel ...] [--keep]
 
-Starts a cluster of four hosts on this machine (as root; see tools/slurm_cluster), submits each wrapper with
-two ranks, on one host or on two, up to eight runs at once. Every ask comes when all ranks have passed step 20
-of their attempt, for all runs at once; the next ask disturbs the attempt that follows. The script below the
-wrapper (`wrapper_cases/train.py`) notes its steps, its signals and its saves itself.
+Starts a cluster of four hosts on this machine (as root; see tools/slurm_cluster), and submits each wrapper
+with two ranks on one host or two, up to eight runs at once. Each stop request comes when all ranks have
+passed step 20 of their attempt, for all runs at once. The next request disturbs the following attempt. The
+script below the wrapper (`wrapper_cases/train.py`) records its steps, its signals and its saves.
 
 Prints a table of "signals of a rank / steps lost". A step is lost if the next attempt computes it again. The
-exit code is 0 if no rank has lost one or got a second signal. `conda run` and `apptainer exec` are stand-ins
-(`wrapper_cases/starts.py`); `poetry run` replaces itself by the command, as `env` does. What is not installed
-is left out: numactl, GNU time, uv (or `--uv PATH`).
+exit code is 0 if no rank has lost a step or received a second signal. `conda run` and `apptainer exec` are
+stand-ins (`wrapper_cases/starts.py`). `poetry run` replaces itself by the command, as `env` does. The
+benchmark omits programs that are not installed: numactl, GNU time, uv (or `--uv PATH`).
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ CASES: dict[str, tuple[str, ...]] = {
         "train.py"
     ),
 }
-"""Wrapper -> the command that is typed."""
+"""Maps a wrapper to the typed command."""
 
 
 def submit(login: Login, name: str, nodes: int, more: Sequence[str]) -> RunDir:
@@ -100,7 +100,7 @@ def submit(login: Login, name: str, nodes: int, more: Sequence[str]) -> RunDir:
 
 
 def notes(run: RunDir, rank: int, attempt: int, what: str) -> list[str]:
-    """What a rank has noted in an attempt."""
+    """Return the records of a rank in an attempt."""
     file = run.path / f"notes.{rank}"
     lines = [line.split() for line in file.read_text().splitlines()] if file.exists() else []
     return [value for number, kind, value in lines if (int(number), kind) == (attempt, what)]
@@ -112,7 +112,7 @@ def are_training(run: RunDir, attempt: int, num_steps: int = MIN_STEPS) -> bool:
 
 
 def judge(login: Login, name: str, run: RunDir, attempt: int) -> Cell:
-    """Let a run that was asked in an attempt continue, and return what its ranks have lost."""
+    """Let a run continue after a stop request in an attempt, and return the losses of its ranks."""
     if not wait_or_note(run.attempt(attempt).end_file.exists, f"the end of attempt {attempt} of {name}"):
         return Cell("?", None, ["never ended"])
     end = read_json(run.attempt(attempt).end_file)
@@ -132,7 +132,7 @@ def judge(login: Login, name: str, run: RunDir, attempt: int) -> Cell:
 
 
 def disturb(login: Login, names: list[str], asks: Sequence[str], nodes: int) -> dict[tuple[str, str], Cell]:
-    """Submit wrappers and ask them, one way after another; a time limit in runs of its own."""
+    """Submit wrappers and stop them in one way after another; a time limit uses separate runs."""
     found: dict[tuple[str, str], Cell] = {}
     others = [what for what in asks if what != "limit"]
     for series, more in ((others, ()), (["limit"] if "limit" in asks else [], LIMIT)):
@@ -157,7 +157,7 @@ def disturb(login: Login, names: list[str], asks: Sequence[str], nodes: int) -> 
 
 
 def prepare(folder: Path, uv: str | None) -> list[str]:
-    """Write the scripts into a folder; returns the wrappers that this machine has."""
+    """Write the scripts into a folder; return the wrappers that this machine has."""
     for part in PARTS.glob("*.py"):
         shutil.copy(part, folder)
     (folder / "run.sh").write_text(

@@ -1,11 +1,11 @@
-"""A Hugging Face accelerate script that resumes after any interruption, on one host or many.
+"""Train with Hugging Face accelerate, on one host or several, and resume after any interruption.
 
     trainkit submit --nodes 2 --gpus-per-node 4 --launcher accelerate -- accelerate_train.py --steps 200
     trainkit submit --nodes 2 --launcher accelerate --set precision.dtype=bf16 -- accelerate_train.py
 
-trainkit passes hosts, ranks, address and port to `accelerate launch`, and in a file what the config sets,
-such as the precision; no `accelerate config` is needed. The script saves every 20 steps, and when it is asked
-to stop: all ranks then save the same step and exit with code 75.
+trainkit passes hosts, ranks, address and port to `accelerate launch`, and writes the values that the config
+sets, such as the precision, into a file. `accelerate config` is not needed. The script saves every 20 steps
+and on the stop signal. On the signal, all ranks save the same step and exit with code 75.
 """
 
 import argparse
@@ -27,13 +27,13 @@ asked_to_stop = False
 
 
 def note_signal(number, frame) -> None:
-    """Set a flag and nothing else: in the middle of a step there is no state to save."""
+    """Set only a flag, because in the middle of a step there is no consistent state to save."""
     global asked_to_stop
     asked_to_stop = True
 
 
 def save(accelerator: Accelerator, folder: Path, step: int) -> None:
-    """Save under another name first: a rename is atomic, whenever the process is killed."""
+    """Save under another name first, because a rename is atomic even if the process is killed."""
     part, done = folder / "part", folder / f"step-{step:08d}"
     if accelerator.is_main_process:
         shutil.rmtree(part, ignore_errors=True)
@@ -79,7 +79,8 @@ def main() -> int:
             accelerator.backward(loss)
             optimizer.step()
             step += 1
-            # Summed over the ranks: a signal may reach one of them a step later than another.
+            # The sum over the ranks makes all ranks stop together, although the signal may reach one rank a
+            # step later.
             stop = (
                 accelerator.reduce(torch.tensor(float(asked_to_stop), device=accelerator.device)).item() > 0
             )
@@ -100,6 +101,6 @@ def main() -> int:
 
 if __name__ == "__main__":
     code = main()
-    # A gloo process group that is still referenced when Python exits can end it with SIGABRT.
+    # If a gloo process group is still referenced when Python exits, it can end Python with SIGABRT.
     gc.collect()
     sys.exit(code)

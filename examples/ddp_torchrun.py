@@ -1,10 +1,10 @@
-"""A plain DistributedDataParallel script for torchrun that resumes after any interruption.
+"""Train with plain DistributedDataParallel under torchrun, and resume after any interruption.
 
     trainkit submit --nodes 2 --gpus-per-node 4 --launcher torchrun -- examples/ddp_torchrun.py --steps 200
 
 `-- python examples/ddp_torchrun.py` without --launcher sets the same variables without torchrun. The script
-imports nothing of trainkit. It saves every 20 steps, and when it is asked to stop: all ranks then agree on a
-step and exit with code 75.
+imports nothing from trainkit. The script saves every 20 steps and on the stop signal. On the signal, all
+ranks agree on a step and exit with code 75.
 """
 
 import argparse
@@ -27,13 +27,13 @@ asked_to_stop = False
 
 
 def note_signal(number, frame) -> None:
-    """Set a flag and nothing else: in the middle of a step there is no state to save."""
+    """Set only a flag, because in the middle of a step there is no consistent state to save."""
     global asked_to_stop
     asked_to_stop = True
 
 
 def save(path: Path, state: dict) -> None:
-    """Write under another name first: a rename is atomic, whenever the process is killed."""
+    """Write under another name first, because a rename is atomic even if the process is killed."""
     part = path.with_suffix(".part")
     torch.save(state, part)
     part.replace(path)
@@ -72,19 +72,20 @@ def main() -> int:
     if rank == 0:
         print(f"from step {first} to {args.steps}", flush=True)
 
-    step = (first - 1) // len(loader) * len(loader)  # where the epoch of the first step begins
+    step = (first - 1) // len(loader) * len(loader)  # the start of the epoch of the first step
     while step < args.steps:
         sampler.set_epoch(step // len(loader))
         for x, y in loader:
             step += 1
             if step < first:
-                continue  # done before
+                continue  # computed by an earlier attempt
             loss = nn.functional.mse_loss(model(x.to(device)), y.to(device))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
 
-            # The signal may not have reached every rank yet: they agree in a collective of every step.
+            # The ranks agree in a collective of every step, because the signal may not have reached every
+            # rank yet.
             sums = torch.stack([loss.detach(), torch.tensor(float(asked_to_stop), device=device)])
             dist.all_reduce(sums)
             stops = sums[1].item() > 0 and step < args.steps
@@ -109,6 +110,6 @@ def main() -> int:
 
 if __name__ == "__main__":
     code = main()
-    # A gloo process group that is still referenced when Python exits can end it with SIGABRT.
+    # If a gloo process group is still referenced when Python exits, it can end Python with SIGABRT.
     gc.collect()
     sys.exit(code)

@@ -25,7 +25,7 @@ asked_to_stop = False
 
 
 def note_signal(number, frame) -> None:
-    """Set a flag and nothing else: in the middle of a step there is no state to save."""
+    """Set only a flag, because in the middle of a step there is no consistent state to save."""
     global asked_to_stop
     asked_to_stop = True
 
@@ -35,7 +35,7 @@ def main() -> int:
         signal.signal(number, note_signal)
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--local_rank", type=int, default=0)  # DeepSpeed's launcher adds it
+    parser.add_argument("--local_rank", type=int, default=0)  # DeepSpeed's launcher adds this option
     deepspeed.add_config_arguments(parser)
     args = parser.parse_args()
 
@@ -55,14 +55,14 @@ def main() -> int:
         print(f"rank {rank} resumes at step {first}", flush=True)
     for step in range(first, args.steps + 1):
         stop = torch.tensor(float(asked_to_stop), device=device)
-        # The data depend on the step and the rank only, so that a resumed run reads the same.
+        # The data depend only on the step and the rank, so that a resumed run reads the same data.
         generator = torch.Generator().manual_seed(step * engine.world_size + rank)
         for _ in range(engine.gradient_accumulation_steps()):
             x = torch.randn(engine.train_micro_batch_size_per_gpu(), 64, generator=generator).to(device)
             loss = nn.functional.mse_loss(engine(x), x @ truth.to(device))
             engine.backward(loss)
             engine.step()
-        dist.all_reduce(stop, op=dist.ReduceOp.MAX)  # a signal may reach one rank a step later than another
+        dist.all_reduce(stop, op=dist.ReduceOp.MAX)  # the signal may reach one rank a step later
         must_stop = bool(stop.item()) and step < args.steps
         if rank == 0 and (step % 10 == 0 or step == args.steps):
             print(f"step {step} loss {loss.item():.6f}", flush=True)
@@ -78,6 +78,6 @@ def main() -> int:
 
 if __name__ == "__main__":
     code = main()
-    # A gloo process group that is still referenced when Python exits can end it with SIGABRT.
+    # If a gloo process group is still referenced when Python exits, it can end Python with SIGABRT.
     gc.collect()
     sys.exit(code)

@@ -24,10 +24,10 @@ EXIT_SAVED = 75
 
 
 class SaveOnSignal(Callback):
-    """Saves after the step in which a rank was asked to stop.
+    """Save after the step in which a rank received the stop signal.
 
-    Lightning's own handler takes part in a broadcast at once, in the middle of a step: ranks that are not at
-    the same point of it then wait for each other for ever, and nothing is saved.
+    Lightning's handler joins a broadcast immediately, in the middle of a step. Ranks at different points of
+    the step then wait for each other forever, and nothing is saved.
     """
 
     def __init__(self, path: Path) -> None:
@@ -39,17 +39,17 @@ class SaveOnSignal(Callback):
         self.asked_to_stop = True
 
     def on_train_start(self, trainer, model) -> None:
-        signal.signal(signal.SIGTERM, self.note_signal)  # instead of Lightning's
+        signal.signal(signal.SIGTERM, self.note_signal)  # replaces Lightning's handler
 
     def on_train_batch_end(self, trainer, model, outputs, batch, index) -> None:
-        # The signal may not have reached every rank yet: they agree.
+        # The ranks agree, because the signal may not have reached every rank yet.
         if trainer.strategy.reduce_boolean_decision(self.asked_to_stop, all=False):
             trainer.save_checkpoint(self.path)
             trainer.should_stop = self.has_saved = True
 
 
 class Model(lightning.LightningModule):
-    """Learns a random linear map."""
+    """A model that learns a random linear map."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,8 @@ class Model(lightning.LightningModule):
         self.net = nn.Sequential(nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 1))
 
     def training_step(self, batch, index):
-        # Lightning starts the epoch's data again after a resume within it, so these depend on the step.
+        # The data depend on the step, because Lightning restarts the epoch's data after a resume within the
+        # epoch.
         seed = self.global_step * self.trainer.world_size + self.global_rank
         x = torch.randn(BATCH_SIZE, 64, generator=torch.Generator().manual_seed(seed)).to(self.device)
         loss = nn.functional.mse_loss(self.net(x), x @ self.truth)
@@ -94,7 +95,8 @@ def main() -> int:
         enable_progress_bar=False,
         callbacks=[
             stopper,
-            # Without versions, the newest checkpoint is always last.ckpt, whoever wrote the one before.
+            # Without versions, the newest checkpoint is always last.ckpt, whichever attempt wrote the
+            # previous one.
             ModelCheckpoint(
                 dirpath=saved, save_last=True, every_n_train_steps=20, enable_version_counter=False
             ),

@@ -1,9 +1,9 @@
-"""Writes the built-in rows of the task ``multimodal_lm`` as files, as your own would be.
+"""Write the built-in rows of the task ``multimodal_lm`` as files, in the format of your own data.
 
     python examples/make_questions.py DATA
 
-DATA/images/train.jsonl and val.jsonl have a picture, a question and an answer in every line, DATA/curves/ has
-a curve instead of the picture. Needs Pillow.
+DATA/images/train.jsonl and val.jsonl contain a picture, a question and an answer in every line. The files in
+DATA/curves/ contain a curve instead of the picture. The script needs Pillow.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""An Optuna study whose trials are runs, some at once; killed and started again, it continues with them.
+"""Run an Optuna study whose trials are runs, several at once.
 
-python optuna_study.py --trials 20 --at-once 4
+If the study is killed and started again, it continues with its running trials.
+
+    python optuna_study.py --trials 20 --at-once 4
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ STUDY = "examples-lr"
 
 
 def objective(lr: float, width: int) -> float:
-    """The loss of a small model after a few steps; in a run, so it may import torch and use its GPUs."""
+    """Return the loss of a small model after a few steps; the function runs in a run and may use its GPUs."""
     import torch
 
     torch.manual_seed(0)
@@ -49,12 +51,12 @@ def main() -> None:
     study = optuna.create_study(storage="sqlite:///study.db", study_name=STUDY, load_if_exists=True)
     live: dict[int, trainkit.Run] = {}
     for trial in study.get_trials(states=[TrialState.RUNNING]):
-        if "run" not in trial.user_attrs:  # killed before its run was known
+        if "run" not in trial.user_attrs:  # the study was killed before it stored the run
             study.tell(trial.number, state=TrialState.FAIL)
             continue
         live[trial.number] = trainkit.Run(trial.user_attrs["run"])
         if live[trial.number].status.state in ("died", "stopped", "cancelled"):
-            live[trial.number].resume()  # the machine was restarted, or somebody cancelled it
+            live[trial.number].resume()  # the machine was restarted, or a person cancelled the run
     while True:
         done = len(study.get_trials(states=[TrialState.COMPLETE]))
         while len(live) < args.at_once and done + len(live) < args.trials:

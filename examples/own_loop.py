@@ -1,4 +1,4 @@
-"""A DDP training loop of one's own that resumes after any interruption, with `trainkit.loop`.
+"""Train your own DDP loop with `trainkit.loop`, and resume after any interruption.
 
 trainkit submit --nodes 2 -- python examples/own_loop.py --steps 2000
 trainkit drill --nodes 2 -- python examples/own_loop.py --steps 200

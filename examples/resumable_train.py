@@ -1,13 +1,16 @@
-"""A plain DDP training loop that resumes after any interruption. It does two things for that:
+"""Train a plain DDP loop that resumes after any interruption.
 
-1. On SIGTERM or SIGUSR2 it saves, and exits with code 75.
-2. When it is started again, it resumes from what it saved.
+The script does two things for that:
+
+1. On SIGTERM or SIGUSR2, the script saves and exits with code 75.
+
+2. At the next start, the script resumes from the saved state.
 
     trainkit submit --nodes 2 -- python examples/resumable_train.py --steps 2000
     trainkit drill --nodes 2 -- python examples/resumable_train.py --steps 200
 
-It also appends to metrics.jsonl. That is optional: with it, `trainkit drill` compares every loss and
-`trainkit status` shows progress.
+The script also appends to metrics.jsonl. The file is optional: `trainkit drill` uses it to compare every
+loss, and `trainkit status` to show progress.
 """
 
 import argparse
@@ -30,13 +33,13 @@ asked_to_stop = False
 
 
 def note_signal(number: int, frame: FrameType | None) -> None:
-    """Set a flag and nothing else: in the middle of a step there is no state to save."""
+    """Set only a flag, because in the middle of a step there is no consistent state to save."""
     global asked_to_stop
     asked_to_stop = True
 
 
 def save(path: Path, state: dict[str, object]) -> None:
-    """Write under another name first: a rename is atomic, whenever the process is killed."""
+    """Write under another name first, because a rename is atomic even if the process is killed."""
     part = path.with_suffix(".part")
     torch.save(state, part)
     part.replace(path)
@@ -71,14 +74,15 @@ def main() -> int:
         print(f"from step {first} to {args.steps}", flush=True)
 
     for step in range(first, args.steps + 1):
-        # The data of a step is a function of its number, so no data position has to be saved.
+        # The data of a step is a function of the step's number, so a checkpoint needs no data position.
         x = torch.randn(256, 64, generator=torch.Generator().manual_seed(step * num_ranks + rank))
         loss = nn.functional.mse_loss(model(x.to(device)), (x @ truth).to(device))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
 
-        # The signal may not have reached every rank yet: they agree in a collective of every step.
+        # The ranks agree in a collective of every step, because the signal may not have reached every rank
+        # yet.
         sums = torch.stack([loss.detach(), torch.tensor(float(asked_to_stop), device=device)])
         dist.all_reduce(sums)
         stops = sums[1].item() > 0 and step < args.steps
@@ -86,7 +90,7 @@ def main() -> int:
             mean = sums[0].item() / num_ranks
             with (run / "metrics.jsonl").open("a") as stream:
                 stream.write(json.dumps({"step": step, "loss": mean}) + "\n")
-            # Save after logging: a step that is saved but not logged would never be logged.
+            # Save after logging, because a later attempt would never log a step that is already saved.
             if step % SAVE_EVERY == 0 or stops:
                 state = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
                 save(saved, state)
@@ -103,6 +107,6 @@ def main() -> int:
 
 if __name__ == "__main__":
     code = main()
-    # A gloo process group that is still referenced when Python exits can end it with SIGABRT.
+    # If a gloo process group is still referenced when Python exits, it can end Python with SIGABRT.
     gc.collect()
     sys.exit(code)

@@ -25,8 +25,8 @@ from trainkit.run.history import Attempt
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 SIZES = {
-    "trainkit": (21, 5_773),
-    "trainkit/backends": (20, 4_245),
+    "trainkit": (21, 5_876),
+    "trainkit/backends": (20, 4_338),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_328),
     "trainkit/capabilities/curves": (4, 1_025),
@@ -45,7 +45,7 @@ SIZES = {
     "trainkit/capabilities/multimodal": (2, 541),
     "trainkit/capabilities/notifications": (5, 509),
     "trainkit/capabilities/replay": (7, 1_538),
-    "trainkit/capabilities/report": (12, 2_775),
+    "trainkit/capabilities/report": (12, 2_780),
     "trainkit/capabilities/shell": (3, 190),
     "trainkit/capabilities/simulation": (4, 311),
     "trainkit/capabilities/slow_ranks": (8, 698),
@@ -58,16 +58,16 @@ SIZES = {
     "trainkit/cli": (16, 3_640),
     "trainkit/cluster": (8, 1_848),
     "trainkit/config": (12, 3_048),
-    "trainkit/control": (5, 783),
+    "trainkit/control": (5, 796),
     "trainkit/data": (6, 891),
-    "trainkit/job": (30, 6_732),
-    "trainkit/launch": (17, 3_668),
+    "trainkit/job": (30, 6_908),
+    "trainkit/launch": (17, 3_784),
     "trainkit/observe": (8, 1_734),
     "trainkit/plan": (16, 3_215),
-    "trainkit/run": (17, 4_800),
-    "trainkit/slurm": (8, 1_574),
+    "trainkit/run": (17, 4_985),
+    "trainkit/slurm": (8, 1_606),
     "trainkit/trainer": (38, 9_478),
-    "tests": (421, 70_666),
+    "tests": (422, 70_787),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)

@@ -222,7 +222,7 @@ def test_a_watch_that_answers_with_anything_else_ends_nothing(tmp_path: Path, si
     done = submit(tmp_path, site, "toy.ticks=5")
     assert done.returncode == 0, done.stdout + done.stderr
     log = RunDir(tmp_path / "run").attempt(1).supervisor_log.read_text()
-    assert log.count("TypeError: poll of Careless has returned 'soon', which is no PlannedStop") == 1
+    assert log.count("TypeError: Careless.poll returned 'soon', which is not a PlannedStop") == 1
 
 
 @pytest.mark.parametrize(

@@ -206,16 +206,16 @@ def test_what_another_user_has_put_in_its_place(tmp_path: Path, kind: str) -> No
     {"symlink": lock.symlink_to, "hard link": lock.hardlink_to, "pipe": lambda _: os.mkfifo(lock)}[kind](
         victim
     )
-    with pytest.raises(OSError, match="a lock is a file of its own") as caught:
+    with pytest.raises(OSError, match="a lock must be a separate file") as caught:
         acquire_lock(lock, 0.0)
     assert caught.value.filename == str(lock)
     for hold in (exclusive(lock), run_lock(run)):
         with (
-            pytest.raises(UsageError, match="cannot be locked: a lock is a file of its own") as refused,
+            pytest.raises(UsageError, match="cannot be locked: a lock must be a separate file") as refused,
             hold,
         ):
             pass
-        assert refused.value.hint.startswith(f"`ls -l {lock}` shows whose it is; remove it")
+        assert refused.value.hint.startswith(f"`ls -l {lock}` shows its owner; remove it")
     assert victim.read_text() == "chapter one"
 
 

@@ -1,10 +1,12 @@
-"""Runs the unit tests that import what changed: ``python -m tools.changed_tests [BASE] [-- PYTEST_ARGS]``.
+"""Run the unit tests that import changed files: ``python -m tools.changed_tests [BASE] [-- PYTEST_ARGS]``.
 
-Changed is what differs from the last commit that the branch shares with BASE, by default its upstream, else
-``main``; uncommitted and untracked files too. A test imports a file directly, through other files of tests/
-and tools/, or through files of the same package of trainkit: a change of plan/batch.py selects the tests of
-plan/make_plan.py, not those of every command. A file that is no module selects the tests whose text has its
-name or that of its top folder in quotes. `make test` runs all unit tests.
+A file counts as changed if it differs from the last commit that the branch shares with BASE, including
+uncommitted and untracked files. BASE is by default the upstream of the branch, else ``main``.
+
+A test imports a file directly, through other files of tests/ and tools/, or through files of the same package
+of trainkit. For example, a change of plan/batch.py selects the tests of plan/make_plan.py, but not the tests
+of every command. A file that is no Python module selects the tests whose text quotes the file's name or the
+name of its top folder. `make test` runs all unit tests.
 """
 
 from __future__ import annotations
@@ -19,11 +21,12 @@ from pathlib import Path, PurePath
 ROOT = Path(__file__).resolve().parents[1]
 PYTEST = ("-m", "pytest", "--dist", "loadgroup", "--numprocesses", "2", "-m", "not slow")
 NO_TESTS = 5
-"""The exit code of pytest if all tests are deselected."""
+"""Exit code of pytest if all tests are deselected."""
 
 
 def imports_of(source: str) -> set[str]:
-    """The dotted names that a module imports, inside functions too; with ``from a import b`` also a.b."""
+    """Return the dotted names that a module imports, also inside functions; ``from a import b`` also gives
+    a.b."""
     names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -34,7 +37,7 @@ def imports_of(source: str) -> set[str]:
 
 
 def select_tests(changed: Iterable[str], sources: dict[str, str], python_path: Sequence[str]) -> list[str]:
-    """The test files that a change of some files can break; `sources` are all texts of the tree by path."""
+    """Return the test files that a change of some files can break; `sources` maps every path to its text."""
     modules = {}
     for path in sources:
         for folder in python_path:
@@ -64,28 +67,29 @@ def select_tests(changed: Iterable[str], sources: dict[str, str], python_path: S
 
 
 def is_test(path: str) -> bool:
-    """Whether pytest collects the file."""
+    """Return whether pytest collects the file."""
     return path.startswith("tests/") and PurePath(path).name.startswith("test_") and path.endswith(".py")
 
 
 def _conftests(test: str) -> list[str]:
-    # That of all tests is left out: it would make each of them depend on what its plugins import.
+    # The conftest.py of all tests is omitted, because every test would then depend on the imports of its
+    # plugins.
     return [f"{folder}/conftest.py" for folder in PurePath(test).parents if str(folder) not in (".", "tests")]
 
 
 def _follows(path: str, other: str) -> bool:
-    """Whether what a file imports counts as imported by the tests that import the file."""
+    """Return whether the imports of a file also count as imports of the tests that import the file."""
     return not path.startswith("trainkit/") or path.split("/")[:2] == other.split("/")[:2]
 
 
 def _git(*args: str) -> list[str]:
-    """The entries that a command of git prints separated by NUL or lines; none if it fails."""
+    """Return the entries that a git command prints, separated by NUL or lines; none if the command fails."""
     done = subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True)
     return [line for line in re.split("[\0\n]", done.stdout) if line] if done.returncode == 0 else []
 
 
 def main(args: Sequence[str]) -> int:
-    """Print what is selected and run it; returns the exit code of pytest, 0 if there is nothing to run."""
+    """Print and run the selected tests; return the exit code of pytest, or 0 if no test is selected."""
     split = args.index("--") if "--" in args else len(args)
     refs = args[:split] or ("@{upstream}", "main")
     base = next((found[0] for ref in refs if (found := _git("merge-base", "HEAD", ref))), None)

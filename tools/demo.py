@@ -30,7 +30,7 @@ Next steps:
 
 
 def main() -> None:
-    """Run the demo; exits with 1 if the losses differ."""
+    """Run the demo; exit with 1 if the losses differ."""
     print_heading("Train a small model as two processes on this machine.")
     uninterrupted = submit("--follow")
 
@@ -62,13 +62,13 @@ def print_heading(text: str) -> None:
 
 
 def submit(*options: str) -> Path:
-    """Submit the quickstart; returns the run folder."""
+    """Submit the quickstart; return the run folder."""
     done = trainkit(*SUBMIT, *options)
     return Path(done.splitlines()[0])
 
 
 def trainkit(*args: str) -> str:
-    """Print and run a command; returns its output. Exits the demo if the command fails."""
+    """Print and run a command; return its output, or exit the demo if the command fails."""
     print(f"$ {shlex.join(['trainkit', *args])}", flush=True)
     process = subprocess.Popen([TRAINKIT, *args], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -93,12 +93,12 @@ def wait_for_checkpoint(run: Path) -> None:
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    """The metrics records of a run so far, in the order in which they were written."""
+    """Return the metrics records of a run so far, in the order of the file."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def losses(run: Path) -> dict[int, str]:
-    """The loss of each step as JSON text; the last one for a step that was computed twice."""
+    """Return the loss of each step as JSON text; a step that was computed twice has its last loss."""
     return {record["step"]: json.dumps(record["loss"]) for record in metrics(run)}
 
 

@@ -1,7 +1,7 @@
-"""Writes requirements-lock.txt: every package of the environment that the tests run in, with its hash.
+"""Write requirements-lock.txt, which lists every package of the tests' environment with its hash.
 
-``python -m tools.lock``, or `make lock`. The hashes are those of the files that pip would install here: for
-this platform and this version of Python. Of the extras, it has `tensorboard` and `watch`.
+Start it with ``python -m tools.lock`` or `make lock`. The hashes belong to the files that pip would install
+for this platform and this version of Python. The list includes the extras `tensorboard` and `watch`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HEAD = """\
 
 
 def main() -> int:
-    """Resolve the requirements of setup.cfg to what is installed here, and write their hashes."""
+    """Resolve the requirements of setup.cfg to the installed packages, and write their hashes."""
     installed = {item.metadata["Name"]: item.version for item in distributions()}
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
         constraints.writelines(f"{name}=={version}\n" for name, version in sorted(installed.items()))

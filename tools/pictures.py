@@ -1,10 +1,10 @@
-"""Makes the pictures of the docs from a run: its screen of `trainkit watch`, and its report.
+"""Make the pictures of the docs from a run: the screen of `trainkit watch` and the report.
 
 python -m tools.pictures watch RUN      # docs/images/watch.svg
 python -m tools.pictures report RUN     # docs/images/report.png, drawn by Chromium
 python -m tools.pictures figure GROUP   # docs/images/figure.png, of `trainkit compare GROUP --plot`
-python -m tools.pictures metrics RUN    # docs/images/metrics.png, the curves of its report and what follows
-python -m tools.pictures optimizers RUN # docs/images/optimizers.png, the same of another run
+python -m tools.pictures metrics RUN    # docs/images/metrics.png, the curves of its report and below
+python -m tools.pictures optimizers RUN # docs/images/optimizers.png, the same part of another report
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ TRIM = """(() => {
     }
     return document.body.offsetHeight
 })()"""
-"""Leaves the curves and images of a report, without the charts that every run has."""
+"""Leaves only the curves and images of a report, without the charts that every run has."""
 CHARTS_WIDTH = 1240
 DRAWN = "--virtual-time-budget=5000"
-"""Chromium takes the picture when everything is drawn."""
+"""Tells Chromium to take the picture after the page is completely drawn."""
 
 
 def main() -> None:
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 async def watch_screen(name: str) -> str:
-    """The screen of a run as SVG, which refers to nothing outside it."""
+    """Return the screen of a run as SVG without references to outside files."""
     app = WatchApp(find_run(name), 0.5)
     async with app.run_test(size=SCREEN_SIZE) as pilot:
 

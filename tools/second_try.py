@@ -1,7 +1,7 @@
-"""Pytest plugin: with ``--second-try``, a slow test that fails runs once more, alone, after all others.
+"""Pytest plugin for ``--second-try``: run a failed slow test once more, alone, after all other tests.
 
-A test that passes then is flaky: a slow moment of the machine neither fails the run nor stays hidden. Names
-and first tracebacks are printed, and more than MAX_FLAKY flaky tests fail the run.
+A test that passes the second time is flaky, so a slow moment of the machine neither fails the run nor stays
+hidden. The plugin prints names and first tracebacks. More than MAX_FLAKY flaky tests fail the run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 
 MAX_FLAKY = 2
 MAX_TRIES = 10
-"""More failures than this are not of a slow moment, and trying them again would take long."""
+"""If more tests fail, a slow moment is not the reason, and a second try would take long."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -25,9 +25,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.hookimpl(trylast=True)  # when the worker processes and their clusters are gone
+@pytest.hookimpl(trylast=True)  # after the worker processes and their clusters have ended
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Run the slow tests that failed once more, and count those that pass as flaky instead of failed."""
+    """Run the failed slow tests once more, and count tests that pass as flaky instead of failed."""
     config = session.config
     is_asked = config.getoption("--second-try") and not hasattr(config, "workerinput")
     if not is_asked or exitstatus != pytest.ExitCode.TESTS_FAILED:
@@ -52,7 +52,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the flaky tests, each with its first traceback."""
+    """Print the flaky tests with their first tracebacks."""
     flaky = terminalreporter.stats.get("flaky", [])
     if not flaky:
         return
@@ -71,7 +71,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def _passes_alone(config: pytest.Config, nodeid: str) -> bool:
-    """Whether a test passes in a process of its own, with no others at the same time."""
+    """Return whether a test passes in a separate process while no other test runs."""
     options = [f"--slurm={version}"] if (version := config.getoption("--slurm", None)) else []
     argv = [sys.executable, "-m", "pytest", "--no-header", *options, _without_group(nodeid)]
     print(f"\n\nsecond try: {_without_group(nodeid)}", flush=True)
@@ -79,5 +79,5 @@ def _passes_alone(config: pytest.Config, nodeid: str) -> bool:
 
 
 def _without_group(nodeid: str) -> str:
-    """The name of a test without the ``@group`` that pytest-xdist appends."""
+    """Return the name of a test without the ``@group`` that pytest-xdist appends."""
     return re.sub(r"@[^\]]+$", "", nodeid)

@@ -1,4 +1,4 @@
-"""trainkit: one YAML config from a laptop to a thousand GPUs, and back after every interruption."""
+"""trainkit takes one YAML config from a laptop to a thousand GPUs, and back after every interruption."""
 
 __version__ = "0.1.0"
 
@@ -30,7 +30,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """A name of the Python API, whose module is imported when it is first used."""
+    """Import a name of the Python API when it is first used."""
     from importlib import import_module
 
     for module, names in _MODULES.items():

@@ -1,4 +1,4 @@
-"""The `trainkit` program, and ``python -m trainkit``."""
+"""Run the `trainkit` program; also ``python -m trainkit``."""
 
 import gc
 import os
@@ -6,25 +6,29 @@ import sys
 
 
 def program() -> int:
-    """Run the command of the command line; returns its exit code."""
+    """Run the command on the command line; return its exit code."""
     try:
-        # Loading libraries allocates much and frees little: garbage collections would take 7 % of a dry run.
-        # A command that runs for hours still collects.
+        # Importing libraries allocates much and frees little, so garbage collections would take 7 % of a dry
+        # run. A command that runs for hours still collects.
         gc.set_threshold(100_000)
         _open_closed_streams()
         from trainkit.cli.main import main
 
         code = main()
-        # Python's last garbage collection takes a tenth of a short command, and the memory is freed anyway.
+        # Skip Python's last garbage collection, which takes a tenth of a short command, because the process
+        # ends anyway.
         gc.freeze()
         return code
-    except KeyboardInterrupt:  # outside of the command itself, which may have more to say
+    except KeyboardInterrupt:  # raised outside of the command, which handles its own interrupts
         print("\ninterrupted", file=sys.stderr)
         return 130
 
 
 def _open_closed_streams() -> None:
-    """Put /dev/null where the shell has closed a stream (`>&-`), or the next file would be in its place."""
+    """Open /dev/null for a stream that the shell has closed (`>&-`).
+
+    Otherwise the next opened file would take the descriptor of the stream.
+    """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             opened = os.open(os.devnull, os.O_RDWR)
@@ -32,7 +36,7 @@ def _open_closed_streams() -> None:
                 os.dup2(opened, number)
                 os.close(opened)
             os.set_inheritable(number, True)
-            # A path that is not UTF-8 may be printed there too.
+            # A printed path may contain bytes that are not UTF-8.
             stream = open(number, "w" if number else "r", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
             setattr(sys, name, stream)
 

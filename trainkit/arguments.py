@@ -1,4 +1,4 @@
-"""The keyword arguments of `trainkit.submit` that are not config keys: the function's own, and submitit's."""
+"""Check arguments of `trainkit.submit` that are not config keys: the function's, and submitit's."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ _DEFERRED = (
 
 @dataclass(frozen=True)
 class Arguments:
-    """A function with the arguments that a run gives it, compared with the parameters that it has."""
+    """A function and the arguments that a run passes to it, compared with the function's parameters."""
 
     call: Call
 
     @property
     def name(self) -> str:
-        """The function as messages name it."""
+        """Return the name of the function for messages."""
         function = self.call.function
         return str(getattr(function, "__qualname__", None) or type(function).__qualname__)
 
     @cached_property
     def _named(self) -> inspect.Signature | None:
-        """The parameters that the function documents: below decorators; None of a builtin without any."""
+        """Return the documented signature, below decorators; None for a builtin without one."""
         return _signature(self.call.function, follow_wrapped=True)
 
     @property
     def given(self) -> dict[str, object]:
-        """The arguments by parameter; further positional ones by the name of theirs and a number."""
+        """Return the arguments by parameter name; extra positional ones as ``NAME.INDEX``."""
         signature = self._named or _ANY
         try:
             bound = signature.bind_partial(*self.call.args, **self.call.kwargs).arguments
-        except TypeError:  # of a decorator that gives the function arguments of its own
+        except TypeError:  # a decorator may change the parameters
             signature = _ANY
             bound = {"args": self.call.args, "kwargs": self.call.kwargs}
         found: dict[str, object] = {}
@@ -61,46 +61,50 @@ class Arguments:
 
     @property
     def names(self) -> list[str]:
-        """The parameters that can be given by name."""
+        """Return the parameters that can be passed by name."""
         found = () if self._named is None else self._named.parameters.values()
         return [one.name for one in found if one.kind in _BY_NAME]
 
     @property
     def takes_any(self) -> bool:
-        """Whether it may take a keyword argument of any name."""
+        """Return whether the function may accept a keyword argument of any name."""
         kinds = () if self._named is None else [one.kind for one in self._named.parameters.values()]
         return self._named is None or inspect.Parameter.VAR_KEYWORD in kinds
 
     @cached_property
     def _bound(self) -> set[str]:
-        """The parameters that have a value."""
+        """Return the parameters that have a value."""
         try:
             signature = self._named or inspect.Signature()
             return {*signature.bind_partial(*self.call.args, **self.call.kwargs).arguments}
-        except TypeError:  # of a decorator that gives the function arguments of its own
+        except TypeError:  # a decorator may change the parameters
             return {*self.call.kwargs}
 
     def means(self, name: str, *, is_used: bool) -> bool:
-        """Whether an option is meant for the function; `is_used` is whether it has an effect on the run.
+        """Return whether an option is meant for the function; `is_used` is True if it affects the run.
 
-        The name of a run, for example, is one of a parameter too once that parameter has a value.
+        A name such as `name` can be both an option of the run and a parameter. Such a name means the option
+        once the parameter has a value.
         """
         if name in self.names:
             return not is_used or name not in self._bound
         return self.takes_any and not is_used
 
     def problem(self, options: Mapping[str, object], name: str, *, is_used: bool, is_known: bool) -> Problem:
-        """The problem of an option that is meant for the function, by what it is to the run."""
-        hint = f"`{self.bound(options)}` gives it to the function"
+        """Return the problem of an option that is meant for the function.
+
+        `is_used` is True if the option affects the run, and `is_known` if it is an option of any run.
+        """
+        hint = f"`{self.bound(options)}` passes it to the function"
         if is_used:
-            hint += f"; once it has a value there, {name}= is that of the run"
+            hint += f"; after that, {name}= is the option of the run"
         what = "has no effect on the run of a function" if is_known else "unknown argument"
         if name in self.names:
             what = f"is a parameter of {self.name}"
         return Problem(name, what, shown_argument(name, options[name]), hint)
 
     def bound(self, options: Mapping[str, object]) -> str:
-        """The call of functools.partial that gives the function keyword arguments."""
+        """Return the call of functools.partial that passes keyword arguments to the function."""
         return self._partial(shown_argument(key, value) for key, value in options.items())
 
     def _partial(self, given: Iterable[str]) -> str:
@@ -108,12 +112,12 @@ class Arguments:
         return f"functools.partial({name if name.isidentifier() else 'function'}, {', '.join(given)})"
 
     def near(self, name: str) -> str | None:
-        """The parameter whose name is like another one."""
+        """Return the parameter whose name is most similar to `name`; None if none is similar."""
         return near(name, self.names)
 
     @property
     def signature(self) -> str:
-        """The function with its parameters and their defaults, as in ``train(lr, *, seed=0)``."""
+        """Return the function with its parameters and their defaults, as in ``train(lr, *, seed=0)``."""
         documented = () if self._named is None else self._named.parameters.values()
         shown = [
             one.replace(annotation=inspect.Parameter.empty)
@@ -124,15 +128,19 @@ class Arguments:
         return f"{self.name}{inspect.Signature(shown)}"
 
     def refuse(self) -> None:
-        """Raise UsageError if the function cannot be called so, or would return before its body has run."""
+        """Raise UsageError if the function cannot be called with its arguments.
+
+        Also raise it for a coroutine function or generator, which would return before its body has run.
+        """
         function = self.call.function
         for is_one, kind, runs in _DEFERRED:
             if is_one(function) or is_one(type(function).__call__):
-                message = f"{self.name} is a {kind}: a rank would call it without running it"
+                message = f"{self.name} is a {kind}: a rank would call it without running its body"
                 raise UsageError(
-                    message, hint=f"submit a function that does: `lambda: {runs}({self.name}(…))`"
+                    message, hint=f"submit a function that runs it: `lambda: {runs}({self.name}(…))`"
                 )
-        # A decorator may give arguments itself: what is called is its function, not the one below.
+        # A decorator may pass arguments itself, so check the outermost function, which is the one that is
+        # called.
         signature = _signature(function, follow_wrapped=False)
         if signature is None:
             return
@@ -145,7 +153,7 @@ class Arguments:
             raise UsageError(message, hint=self._hint(signature)) from None
 
     def _hint(self, signature: inspect.Signature) -> str:
-        """How the function is called instead, by what its arguments lack or have too much."""
+        """Return a hint about a call that fits the signature, for missing or unexpected arguments."""
         hint = f"its signature is {self.signature}"
         ordered = [one for one in signature.parameters.values() if one.kind in _BY_POSITION]
         given = {one.name for one in ordered[: len(self.call.args)]} | self.call.kwargs.keys()
@@ -158,7 +166,7 @@ class Arguments:
 
 
 class _Text:
-    """A default as it is shown."""
+    """A default value that is shown as a given text."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -170,17 +178,17 @@ class _Text:
 def _signature(function: Callable[..., Any], *, follow_wrapped: bool) -> inspect.Signature | None:
     try:
         return inspect.signature(function, follow_wrapped=follow_wrapped)
-    except (TypeError, ValueError):  # a builtin, or no function at all
+    except (TypeError, ValueError):  # the object is a builtin or no function
         return None
 
 
 def shown_value(value: object) -> str:
-    """A value in a message: masked if it looks secret, and shortened."""
+    """Return a value for a message: masked if it looks like a secret, and shortened."""
     return _shortened(mask_secrets(repr(value)))
 
 
 def shown_argument(name: str, value: object) -> str:
-    """A keyword argument in a message, masked also by its name."""
+    """Return a keyword argument for a message, masked if its name or value looks like a secret."""
     return f"{name}={_shortened(mask_secrets(f'{name}={value!r}').removeprefix(f'{name}='))}"
 
 
@@ -188,17 +196,17 @@ def _shortened(text: str) -> str:
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"
 
 
-# What submitit calls them
+# The remaining functions translate parameters of submitit.
 
 
 def _shown(value: object) -> str:
-    """A value as it is written in Python, in double quotes if that needs no escapes."""
+    """Return a value as Python source, in double quotes if that needs no escapes."""
     text = repr(value)
     return text if '"' in text or "\\" in text else text.replace("'", '"')
 
 
 def _as(name: str, *keys: str) -> Callable[[Any], str]:
-    """How a value is written as an argument, below the keys of a mapping."""
+    """Return a function that writes a value as an argument, nested below the keys of a mapping."""
 
     def written(value: object) -> str:
         for key in reversed(keys):
@@ -222,7 +230,10 @@ def _mem(value: object) -> str:
 
 
 def _options(words: Sequence[str]) -> Iterator[tuple[str, object]]:
-    """The options of a program by their long names, True where one has no value; short ones are left out."""
+    """Yield the long options of a program with their values; True for an option without a value.
+
+    Short options are skipped.
+    """
     for word, after in zip(words, [*words[1:], "--"], strict=True):
         name, equals, value = word.removeprefix("--").partition("=")
         if word.startswith("--"):
@@ -268,8 +279,8 @@ _WRITE: dict[str, Callable[[Any], str]] = {
 }
 _LEAVE_OUT = {
     "gpus_per_task": "a rank has one GPU",
-    "stderr_to_stdout": "the log of a rank has both",
-    "use_srun": "each rank is a process of its own",
+    "stderr_to_stdout": "the log of a rank contains both streams",
+    "use_srun": "each rank is a separate process",
     "teardown": "a function can do that with `try` and `finally`",
     "map_count": "`trainkit.map_array` counts its items",
     "max_pickle_size_gb": "a pickle may have any size",
@@ -278,7 +289,7 @@ _LEAVE_OUT = {
 
 
 def meant_of_submitit(name: str, value: object) -> str | None:
-    """What to write for a parameter of submitit's executors; None for any other name."""
+    """Return the replacement for a parameter of submitit's executors; None for any other name."""
     base = next(
         (name.removeprefix(one) for one in ("slurm_", "local_", "debug_") if name.startswith(one)), name
     )

@@ -1,7 +1,8 @@
-"""Where runs execute, on Slurm or this machine: the interface of a backend; its classes are imported late.
+"""The interface of a backend, which executes runs on Slurm or on this machine.
 
-Another scheduler is another folder of `trainkit/backends/`, with a class in `_CLASSES`: it plans, starts and
-watches jobs, and gives the supervisor an `Allocation` and its watch. `step_task` finds tasks of its steps.
+Support for another scheduler is another folder of `trainkit/backends/`, with a class in `_CLASSES`. The class
+plans, starts and watches jobs. It also gives the supervisor an `Allocation` and its watch. The classes are
+imported when they are needed, so that commands start fast. `step_task` finds the task of a scheduler's step.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from trainkit.errors import UsageError
 from trainkit.run.files import utc_now
 from trainkit.run.rundir import RunDir
 
-if TYPE_CHECKING:  # the nouns of the floors above, for type checkers alone
+if TYPE_CHECKING:  # types of higher layers, which only type checkers need
     from trainkit.cluster.machine import Machine
     from trainkit.cluster.model import Cluster
     from trainkit.cluster.target import Target
@@ -33,18 +34,18 @@ if TYPE_CHECKING:  # the nouns of the floors above, for type checkers alone
     from trainkit.scheduler import JobInfo
 
 SUPERVISOR_EXIT_S = 10.0
-"""How long a supervisor may take to exit after it has recorded the end of its job."""
+"""Seconds that a supervisor may take to exit after it has recorded the end of its job."""
 
 
 class ScriptParts(NamedTuple):
     """The parts of a batch script that depend on the backend."""
 
     directives: Options
-    """The options of its first lines by name; True for an option without a value."""
+    """The options at the top of the script by name; True for an option without a value."""
     step: tuple[str, ...]
     """The argv of the step that starts the ranks."""
     restarts: int
-    """How often in a row the script requeues a job that ended before its supervisor began."""
+    """How many times in a row the script requeues a job that ended before its supervisor began."""
 
 
 class JobScript(NamedTuple):
@@ -54,7 +55,7 @@ class JobScript(NamedTuple):
     directives: Options
     """The options of the `#SBATCH` lines by name; True for an option without a value."""
     setup: str
-    """The rendered template of the backend: the whole script, or the lines before the step."""
+    """The rendered template of the backend: either the whole script or the lines before the step."""
     step: tuple[str, ...]
     """The argv of the step that starts the ranks."""
     host_python: tuple[str, ...]
@@ -62,177 +63,190 @@ class JobScript(NamedTuple):
 
 
 class NewAttempt(NamedTuple):
-    """The next attempt of a run, which `Backend.start` opens and starts."""
+    """The next attempt of a run. `Backend.start` writes its files and starts it."""
 
     config_text: str
     plan_text: str
     plan: LaunchPlan
     reason: str
-    """The command that starts it: ``submit run requeue resume``."""
+    """The command that starts the attempt: ``submit``, ``run``, ``requeue`` or ``resume``."""
     job: JobRecord
-    """What job.json says before it."""
+    """The content of job.json before the attempt."""
     script: JobScript | None = None
-    """The batch script; None for a backend without one."""
+    """The batch script; None for a backend that uses none."""
     num_follow_ups: int = 0
-    """The number of jobs to submit with it that continue the run."""
+    """The number of chained jobs to submit along with the attempt, which continue the run."""
     now: bool = False
-    """Whether it starts on this machine while others use its GPUs, as one in the foreground does."""
+    """True if the attempt starts on this machine at once, even while other processes use the GPUs."""
 
     @property
     def foreground(self) -> bool:
-        """Whether it saves and ends when this process dies."""
+        """Return whether the attempt saves and ends when this process dies."""
         return self.reason == "run"
 
 
 class JobStatus(NamedTuple):
-    """The newest job of a run, as far as this host can see it."""
+    """The state of a run's newest job, as this host sees the job."""
 
     alive: bool | None
-    """None when this host cannot tell."""
+    """True if the job is pending or running, False if it has ended; None if this host cannot tell."""
     job: JobInfo | None = None
     """Slurm's information; None for a local run, and when Slurm cannot be queried."""
 
 
 class StartEstimates(ABC):
-    """When a job would start, by the place in which it would run."""
+    """Estimates of when a job would start in each place where it could run."""
 
     @abstractmethod
     def to_list(self) -> list[dict[str, object]]:
-        """The estimates as JSON."""
+        """Return the estimates as JSON."""
 
     @abstractmethod
     def lines(self, fit: int | None = None) -> Iterable[str]:
-        """The lines of a table of at most `fit` characters, if that is possible."""
+        """Yield the lines of a table, at most `fit` characters wide if possible."""
 
     @property
     @abstractmethod
     def refusal(self) -> str | None:
-        """Why the scheduler would reject the job; None if it would not."""
+        """Return why the scheduler would reject the job; None if it would accept the job."""
 
 
 class Backend(ABC):
-    """A way to execute attempts: it starts them, says how their jobs are, and signals or kills them."""
+    """A way to execute attempts: it starts, queries, signals and kills their jobs."""
 
     template: ClassVar[str | None] = None
-    """The template of its batch script; None if it has no script."""
+    """The file name of the batch script's template; None if the backend uses no script."""
     poll_s: ClassVar[float]
-    """Seconds between two looks at a job that is about to end."""
+    """Seconds between two queries of a job that is about to end."""
     ask_every_s: ClassVar[float]
-    """Seconds between two looks at runs that continue: Slurm's controller serves the whole cluster."""
+    """Seconds between two queries of runs that continue. Slurm's controller serves the whole cluster."""
 
     @abstractmethod
     def draft(self, loaded: LoadedConfig, machine: Machine, target: Target) -> LaunchDraft:
-        """The draft of the plan of a run that starts here."""
+        """Return the draft of the launch plan for a run that is started from this machine."""
 
     def in_one_job(self, plans: Sequence[LaunchPlan], cluster: Cluster) -> list[LaunchPlan]:
-        """The plans for several numbers of nodes, the most first, as one job has them."""
+        """Return the plans for several node counts, largest first, adapted to a single job."""
         raise NotImplementedError
 
     def job_options(self, plan: LaunchPlan) -> Options:
-        """The options of its job by name; empty for a run without one."""
+        """Return the options of the plan's job by name; empty for a run without a job."""
         return {}
 
     @abstractmethod
     def waiting_for(self, plan: LaunchPlan, names: Sequence[str], reason: str) -> LaunchPlan:
-        """The plan of a run that starts once others have finished successfully, for this `reason`.
+        """Return the plan of a run that starts only after others have finished successfully.
 
-        `names` are the ids of their jobs, or for a run without a job their folders.
+        `names` are the ids of the other runs' jobs, or the folders of runs without a job. `reason` is shown
+        to users.
         """
 
     def without_hosts(
         self, plan: LaunchPlan, hosts: Sequence[str], notify: Callable[[str], None]
     ) -> LaunchPlan:
-        """The plan of a job that avoids these hosts; `notify` gets why it cannot avoid some."""
+        """Return the plan of a job that avoids these hosts.
+
+        `notify` gets a message about hosts that the job cannot avoid.
+        """
         return plan
 
     def note_bad_hosts(
         self, run: RunDir, record: JobRecord, entry: AttemptRecord, warn: Callable[[str], None]
     ) -> list[str]:
-        """Have the next starts of a run avoid hosts on which a job ended too early; returns these.
+        """Record the hosts on which a job ended too early, and return them; later starts avoid these hosts.
 
-        `entry` is the newest attempt. Raises SlurmUnreachable.
+        `entry` is the newest attempt of the run. Raises SlurmUnreachable.
         """
         return []
 
     def require_reachable(self, plan: LaunchPlan) -> None:
-        """Raise SlurmError if the scheduler that a job would be submitted to does not answer."""
+        """Raise SlurmError if the scheduler that would get the job does not answer."""
         return
 
     def expected_start(self, plan: LaunchPlan, script: str) -> str:
-        """The scheduler's sentence about when a job with this script would start."""
+        """Return the scheduler's sentence about when a job with this script would start."""
         raise NotImplementedError
 
     def start_estimates(self, plan: LaunchPlan, config: RunConfig, cluster: Cluster) -> StartEstimates:
-        """When a job of this plan would start, in what it asks for and elsewhere. Raises SlurmError."""
+        """Estimate when a job of this plan would start, as requested and in other places.
+
+        Raises SlurmError.
+        """
         raise NotImplementedError
 
     @abstractmethod
-    def allocation(self, run: RunDir, words: Sequence[str]) -> Allocation:
-        """The place in which this process supervises a run; raises TrainkitError where it cannot.
+    def allocation(self, run: RunDir, arguments: Sequence[str]) -> Allocation:
+        """Return the allocation in which this process supervises a run.
 
-        `words` are those that `python -m trainkit.job.supervisor` has got, without its first option.
+        `arguments` are the arguments of `python -m trainkit.job.supervisor` after its first option. Raises
+        TrainkitError if this process cannot supervise the run.
         """
 
     @abstractmethod
     def start(self, run: RunDir, new: NewAttempt) -> AttemptRecord:
-        """Open and start a run's next attempt; returns its record. Call with the run's lock held."""
+        """Start the next attempt of a run and return its record; the caller has the run's lock."""
 
     def start_group(self, group: RunGroup) -> str:
-        """Start a group that `array_problem` allows; returns its job id.
+        """Start a group that `array_problem` allows, and return its job id.
 
-        A group that certainly was not started is removed.
+        If the group certainly did not start, its folder is removed.
         """
         raise NotImplementedError
 
     def script_parts(
         self, run: RunDir, attempt: int, plan: LaunchPlan, agent: Sequence[str], array: str | None
     ) -> ScriptParts:
-        """What the script of an attempt has of its scheduler; `agent` is the argv of the tasks of the step.
+        """Return the parts of an attempt's script that depend on the scheduler.
 
-        With an `array`, such as ``0-9%4``, `run` is the folder of a group.
+        `agent` is the argv of the step's tasks. With an `array`, such as ``0-9%4``, `run` is the folder of a
+        group.
         """
         raise NotImplementedError
 
     def finish_script(self, run: RunDir, script: JobScript) -> JobScript:
-        """The script as it is submitted, from the text of `template`."""
+        """Complete a script that was rendered from `template`, so that it can be submitted."""
         return script
 
     def array_problem(self) -> tuple[str, str] | None:
-        """(message, hint) if it cannot run a group."""
+        """Return (message, hint) if the backend cannot run a group, else None."""
         return None
 
     def stays_here(self, entry: AttemptRecord) -> str | None:
-        """Why a run whose newest attempt this is resumes on this machine; None if nothing keeps it here."""
+        """Return why a run must resume on this machine; None if nothing binds the run to it.
+
+        `entry` is the newest attempt of the run.
+        """
         return None
 
     def job(self, entry: AttemptRecord) -> JobInfo | None:
-        """Slurm's information about the job of an attempt; None when Slurm does not know it."""
+        """Query Slurm about the job of an attempt; returns None if Slurm does not know the job."""
         return None
 
     @abstractmethod
     def alive(self, run: RunDir, entry: AttemptRecord) -> bool | None:
-        """Whether the job of an attempt is running or pending; None when this host cannot tell."""
+        """Return whether the job of an attempt is running or pending; None if this host cannot tell."""
 
     @abstractmethod
     def status(
         self, run: RunDir, entry: AttemptRecord, waiting: Sequence[str], jobs: Mapping[str, JobInfo] | None
     ) -> JobStatus:
-        """The status of a run with this newest attempt and these `waiting` follow-ups.
+        """Return the status of a run, given its newest attempt and the ids of its chained jobs (`waiting`).
 
-        `jobs` is Slurm's answer, None without one; jobs of a cluster that does not answer are missing.
+        `jobs` is Slurm's answer, or None without an answer. Jobs of a cluster that does not answer are
+        missing from it.
         """
 
     @abstractmethod
     def live_entry(self, run: RunDir, job: JobRecord, command: str) -> AttemptRecord | None:
-        """The newest attempt with its live job; None if that has ended or is about to exit.
+        """Return the newest attempt with its live job; None if the job has ended or is about to exit.
 
-        `job` has an attempt. `command` is the subcommand to suggest in the UsageError that is raised when
-        this host cannot tell.
+        `job` has at least one attempt. Raises UsageError if this host cannot tell; its hint suggests the
+        subcommand `command`.
         """
 
     @abstractmethod
     def signal(self, run: RunDir, entry: AttemptRecord, number: signal.Signals) -> str:
-        """Ask a job to save and exit (SIGTERM) or to save and requeue (SIGUSR2).
+        """Ask a job to save and exit (SIGTERM), or to save and requeue (SIGUSR2).
 
         Returns ``signalled``, or for a pending job ``cancelled`` or ``waiting``.
         """
@@ -245,7 +259,7 @@ class Backend(ABC):
         return not self.alive(run, entry)
 
     def wait_until_gone(self, run: RunDir, entry: AttemptRecord, timeout_s: float) -> bool:
-        """Wait until the job has ended; False if it is still alive after `timeout_s`."""
+        """Wait until the job has ended; return False if it is still alive after `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
         while not self.is_gone(run, entry):
             if time.monotonic() > deadline_s:
@@ -256,7 +270,7 @@ class Backend(ABC):
 
 def write_cancelled(run: RunDir, entry: AttemptRecord, reason: str) -> None:
     """Record the end of an attempt whose supervisor cannot do so itself."""
-    from trainkit.run.end import AttemptEnd  # which a dry run does not need
+    from trainkit.run.end import AttemptEnd  # a dry run does not need these modules
     from trainkit.run.events import log_event
 
     attempt = run.attempt(entry.attempt)
@@ -272,13 +286,13 @@ _CLASSES = {
     "srun": "slurm.backend.StepBackend",
 }
 STARTED_WITH = {"--attempt": "local", "--step": "sbatch"}
-"""The first option of ``python -m trainkit.job.supervisor`` -> the backend that has started it so."""
+"""Maps the first option of ``python -m trainkit.job.supervisor`` to the backend that passes it."""
 NEWER = "a newer trainkit made it: use that version"
 
 
 @cache
 def backend_named(name: str) -> Backend:
-    """The backend of a plan; raises UsageError for one that this version does not have."""
+    """Return the backend with this name in a plan; raise UsageError if this version has no such backend."""
     if name not in _CLASSES:
         raise UsageError(f"unknown backend {name!r}", hint=NEWER)
     module, _, kind = _CLASSES[name].rpartition(".")
@@ -287,19 +301,19 @@ def backend_named(name: str) -> Backend:
 
 
 def step_task() -> Task:
-    """The task of a scheduler's step that this process is; raises NotATask if it is none."""
-    # Not by the class of a backend, whose imports every agent would wait for.
+    """Return the task of a scheduler's step that this process runs as; raise NotATask if it is none."""
+    # This import avoids the backend's class, whose imports would delay the start of every agent.
     found: Task = import_module("trainkit.backends.slurm.step").step_task()
     return found
 
 
 def is_known(entry: AttemptRecord) -> bool:
-    """Whether this version has the backend of an attempt: without Slurm none is recorded."""
+    """Return whether this version has the backend of an attempt; local attempts record no backend."""
     return entry.backend is None or entry.backend in _CLASSES
 
 
 def backend_of(entry: AttemptRecord) -> Backend:
-    """The backend that runs an attempt; raises UsageError for one that this version does not have."""
+    """Return the backend that runs an attempt; raise UsageError if this version does not have it."""
     if not is_known(entry):
         where = "" if entry.folder is None else f" of {entry.folder}"
         raise UsageError(

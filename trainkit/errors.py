@@ -1,4 +1,4 @@
-"""The exceptions of trainkit, its exit codes, and notes, which end nothing.
+"""Define the exceptions of trainkit and its exit codes, and print notes.
 
 ::
 
@@ -7,7 +7,7 @@
     │   └── ConfigError      exit 2   one or more `Problem`s of a config
     ├── SlurmError           exit 3   Slurm cannot be reached: try again
     ├── CheckpointError      exit 1   no intact checkpoint
-    └── FatalError           exit 78  what a restart of a worker would not change
+    └── FatalError           exit 78  an error that a restart of a worker cannot fix
         └── DivergedError    exit 78  non-finite loss or gradients
 
 Workers use further exit codes: see `EXIT_*` below.
@@ -30,14 +30,15 @@ EXIT_STUCK = 70
 EXIT_STOPPED = 75
 """The state is saved and the run can be resumed."""
 EXIT_NO_RESTART = 78
-"""A restart cannot help: the config is wrong or the run diverged."""
+"""A restart cannot help, because the config is wrong or the run diverged."""
 EXIT_INTERRUPTED = 130
 
 
 class TrainkitError(Exception):
-    """The base class: `message`, also ``str(error)``, says what happened, `hint` what to do about it.
+    """The base class of all errors: `message` says what happened, and `hint` what the user can do.
 
-    A traceback ends with both, except in Python 3.10, which prints no notes.
+    ``str(error)`` is the message. A traceback ends with both texts, except in Python 3.10, which prints no
+    notes.
     """
 
     exit_code = EXIT_FAILED
@@ -45,20 +46,20 @@ class TrainkitError(Exception):
     def __init__(self, message: str, hint: str = "", exit_code: int | None = None) -> None:
         super().__init__(message)
         self.message = message
-        self.hint = hint = hint.rstrip()  # `did_you_mean` ends with a blank
+        self.hint = hint = hint.rstrip()  # `did_you_mean` ends with a space
         if hint:
             self.__notes__ = [f"hint: {hint}"]
         if exit_code is not None:
             self.exit_code = exit_code
 
     def render(self) -> str:
-        """The error as text: ``error: …``, a blank line, ``hint: …``."""
+        """Return the error as text: ``error: …``, a blank line, ``hint: …``."""
         text = f"error: {self.message}"
         return f"{text}\n\nhint: {self.hint}" if self.hint else text
 
 
 class UsageError(TrainkitError):
-    """The command cannot be carried out: a wrong flag, a wrong file or a wrong state of a run."""
+    """Raised if a command cannot be carried out: a wrong flag, file or state of a run."""
 
     exit_code = EXIT_USAGE
 
@@ -68,36 +69,36 @@ class Problem:
     """One problem of a config."""
 
     key: str
-    """Dotted key, for example ``train.steps``; empty when the problem is not about one key."""
+    """The dotted key, for example ``train.steps``; empty if the problem is not about a single key."""
     message: str
-    """What is wrong, with the value."""
+    """A description of the problem, with the value."""
     origin: str = ""
     """The source of the value: ``configs/x.yaml:12``, ``--set train.steps=0``, ``TRAINKIT_SEED``."""
     hint: str = ""
 
     @property
     def sentence(self) -> str:
-        """The key and what is wrong, in one line."""
+        """Return the key and the message in one line."""
         return f"{self.key} {self.message}".strip()
 
     @property
     def statement(self) -> str:
-        """What is wrong and where, without the hint."""
+        """Return the origin, the key and the message, without the hint."""
         return "".join(f"{part}: " for part in (self.origin, self.key) if part) + self.message
 
     def render(self) -> str:
-        """The problem as one of several: its hint is indented below it."""
+        """Return the problem as an item of a list, with its hint indented below."""
         return f"{self.statement}\n  hint: {self.hint}" if self.hint else self.statement
 
     @property
     def line(self) -> int | None:
-        """The line of the file that the value is from; None if it is from elsewhere."""
+        """Return the line of the file that contains the value; None if the value is not from a file."""
         file, _, line = self.origin.rpartition(":")
-        # A flag may end in :00 too.
+        # A flag may end in :00 too, so an origin that begins with a flag is not a file.
         return int(line) if line.isdigit() and not file.startswith("--") else None
 
     def to_dict(self) -> dict[str, str | int | None]:
-        """The problem for ``--json``; `line` is that of a file, which is then the origin."""
+        """Return the problem for ``--json``; with a `line`, `origin` is the file alone."""
         return {
             "key": self.key,
             "origin": self.origin if self.line is None else self.origin.rpartition(":")[0],
@@ -108,11 +109,14 @@ class Problem:
 
 
 KeyProblem = tuple[str, str, str]
-"""A problem of a value whose origin is not known here: dotted key, message, hint."""
+"""The dotted key, message and hint of a problem; the origin of the value is added later."""
 
 
 class ConfigError(UsageError):
-    """All problems of a config: its message lists them with their hints, `hint` has the hints alone."""
+    """Raised with all problems of a config.
+
+    `message` lists the problems with their hints, while `hint` has the hints alone.
+    """
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = list(problems)
@@ -129,34 +133,34 @@ class ConfigError(UsageError):
         return UsageError(self.problems[0].statement, self.hint).render()
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[list[Problem]]]:
-        return type(self), (self.problems,)  # by default an exception is pickled with its message only
+        return type(self), (self.problems,)  # by default, only the message of an exception is pickled
 
 
 class SlurmError(TrainkitError):
-    """Slurm cannot be reached; the request itself may be valid."""
+    """Raised if Slurm cannot be reached; the request itself may be valid."""
 
     exit_code = EXIT_TRY_AGAIN
 
 
 class CheckpointError(TrainkitError):
-    """There is no intact checkpoint."""
+    """Raised if there is no intact checkpoint."""
 
 
 class FatalError(TrainkitError):
-    """An error of a worker that a restart would not change."""
+    """Raised by a worker for an error that a restart cannot fix."""
 
     exit_code = EXIT_NO_RESTART
 
 
 class DivergedError(FatalError):
-    """Loss or gradients are not finite."""
+    """Raised if loss or gradients are not finite."""
 
 
 PACKAGE = __name__.partition(".")[0]
 
 
 def warn_caller(text: str) -> None:
-    """Warn of a text at the line of the program that called trainkit."""
+    """Issue a warning at the line of the program that called trainkit."""
     import warnings
 
     level, frame = 1, sys._getframe()
@@ -166,16 +170,17 @@ def warn_caller(text: str) -> None:
 
 
 def replace_unencodable() -> None:
-    """Have stdout and stderr replace what the locale lacks, where printing it would raise.
+    """Make stdout and stderr replace characters that the locale cannot encode.
 
-    For a process of a run: what it prints is in a log, and must not end the run.
+    For a process of a run, whose output is in a log: an encoding error must not end the run.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper) and stream.errors != "backslashreplace":
-            with suppress(OSError):  # a terminal that is read and written stays as it is
+            # a terminal that is opened for reading and writing cannot be reconfigured
+            with suppress(OSError):
                 stream.reconfigure(errors="replace")
 
 
 def print_note(text: str) -> None:
-    """Print a sentence to stderr at once."""
+    """Print a sentence to stderr and flush."""
     print(text, file=sys.stderr, flush=True)

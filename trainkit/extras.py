@@ -1,7 +1,7 @@
-"""The packages that trainkit uses where they are installed, and the line that installs them.
+"""List the optional packages of trainkit, and format the command that installs them.
 
-The names are the extras of setup.cfg. A message names packages, never an extra: the distribution called
-`trainkit` on PyPI is another project.
+The names are the extras of setup.cfg. A message names packages instead of extras, because the distribution
+called `trainkit` on PyPI is another project.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
 
 
 def install_line(*names: str, python: str | None = None) -> str:
-    """The command that installs the packages of some extras, with the pip of an interpreter if given.
+    """Return the command that installs the packages of extras; `python` selects the interpreter's pip.
 
-    A name that is no extra is a package, which a capability of another package needs.
+    A name that is not an extra is the name of a package that an external capability needs.
     """
     pip = "pip install" if python is None else f"{quote(python)} -m pip install"
     packages = dict.fromkeys(package for name in names for package in PACKAGES.get(name, (name,)))

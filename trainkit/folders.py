@@ -1,4 +1,4 @@
-"""Makes folders, also where file systems show changes late, finds and names them, and opens files."""
+"""Create, find and name folders, also where file systems show changes late, and open regular files."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from trainkit.errors import UsageError
 
 
 def ensure_folder(path: Path, mode: int = 0o777, *, parents: bool = False) -> None:
-    """Create a folder unless there is one; missing parents too, with the default mode, if `parents`.
+    """Create a folder unless it exists; with `parents`, also missing parents, with the default mode.
 
-    Raises OSError. On a parallel file system `mkdir` can say that a folder exists that another host has just
-    made, while this host still remembers that it is missing: `Path.mkdir(exist_ok=True)` fails then.
+    Raises OSError. On a parallel file system, `mkdir` can report that a folder exists that another host has
+    just created, while this host still caches that it is missing. `Path.mkdir(exist_ok=True)` fails in that
+    case.
     """
     try:
         path.mkdir(mode)
@@ -32,20 +33,20 @@ def ensure_folder(path: Path, mode: int = 0o777, *, parents: bool = False) -> No
         ensure_folder(path.parent, parents=True)
         ensure_folder(path, mode)
     except OSError:
-        # A folder that exists on a read-only disk.
+        # On a read-only disk, `mkdir` fails even if the folder exists.
         if not path.is_dir():
             raise
 
 
 _typed_in: Path | None = None
-"""The folder in which the command was typed, while it works in another one."""
+"""The folder where the user typed the command, while the command works in another folder."""
 _is_recorded = False
-"""Whether what is said is recorded, and read in any folder."""
+"""True if messages are recorded, so that somebody may read them in any folder."""
 
 
 @contextmanager
 def working_in(folder: Path) -> Iterator[None]:
-    """Change to a folder; a `shown_path` is still relative to the one in which the command was typed."""
+    """Change to a folder; `shown_path` stays relative to the folder where the command was typed."""
     global _typed_in
     here, outer = Path.cwd(), _typed_in
     os.chdir(folder)
@@ -59,7 +60,7 @@ def working_in(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def whole_paths() -> Iterator[None]:
-    """Within the block, as in the processes of a job, a `shown_path` is the whole path."""
+    """Make `shown_path` return whole paths within the block, as in the processes of a job."""
     global _is_recorded
     before, _is_recorded = _is_recorded, True
     try:
@@ -69,23 +70,23 @@ def whole_paths() -> Iterator[None]:
 
 
 def shown_path(path: str | PurePath) -> str:
-    """A path in a message: relative if it is below the folder in which the command was typed."""
+    """Return a path for a message: relative if it is below the folder where the command was typed."""
     if not _is_recorded:
-        with suppress(FileNotFoundError):  # this folder was deleted
+        with suppress(FileNotFoundError):  # the current folder may have been deleted
             return relative_path(str(path), _typed_in or Path.cwd())
     return str(path)
 
 
 def relative_path(path: str, cwd: Path) -> str:
-    """A path relative to `cwd` if it is below `cwd`, else unchanged; both are valid as RUN."""
+    """Return a path relative to `cwd` if it is below `cwd`, else unchanged; both are valid as RUN."""
     if not Path(path).is_relative_to(cwd) or Path(path) == cwd:
         return path
     below = str(Path(path).relative_to(cwd))
-    return f"./{below}" if below.startswith("-") else below  # not an option
+    return f"./{below}" if below.startswith("-") else below  # so that it is not read as an option
 
 
 def is_full(folder: Path) -> bool:
-    """Whether the disk of a folder has no space or no inode left for this user; False if that is unknown."""
+    """Return whether the disk of a folder has no space or inode left for this user; False if unknown."""
     with suppress(OSError):
         disk = os.statvfs(folder)
         return disk.f_bavail == 0 or (disk.f_files > 0 and disk.f_favail == 0)
@@ -93,23 +94,23 @@ def is_full(folder: Path) -> bool:
 
 
 def state_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """``$XDG_STATE_HOME/trainkit``; it may not exist yet."""
+    """Return ``$XDG_STATE_HOME/trainkit``, which may not exist yet."""
     return Path(environ.get("XDG_STATE_HOME") or home(environ) / ".local/state") / "trainkit"
 
 
 def config_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """``$XDG_CONFIG_HOME/trainkit``; it may not exist."""
+    """Return ``$XDG_CONFIG_HOME/trainkit``, which may not exist."""
     return Path(environ.get("XDG_CONFIG_HOME") or home(environ) / ".config") / "trainkit"
 
 
 def home(environ: Mapping[str, str] = os.environ) -> Path:
-    """The home of this user; for one that has none, as in a container, a private folder for temporary files.
+    """Return the home of this user; without a home, as in a container, a private temporary folder.
 
-    Raises PermissionError if that folder is another user's.
+    Raises PermissionError if that folder belongs to another user.
     """
     try:
         return Path(environ.get("HOME") or "~").expanduser()
-    except RuntimeError:  # neither HOME nor an entry in the password database
+    except RuntimeError:  # there is neither HOME nor an entry in the password database
         folder = Path(tempfile.gettempdir(), f"trainkit-{os.getuid()}")
     if not make_private(folder):
         raise PermissionError(errno.EPERM, "is not a private folder of this user; set HOME", str(folder))
@@ -119,8 +120,8 @@ def home(environ: Mapping[str, str] = os.environ) -> Path:
 def make_private(folder: Path, others: int = 0o077) -> bool:
     """Create a folder for this user alone; return False if others can write to it or replace it.
 
-    Others can replace a folder below one that they may write to, unless that has the sticky bit as /tmp has.
-    A folder that exists may have none of the permissions in `others`. Raises OSError.
+    Others can replace a folder if they may write to its parent, unless the parent has the sticky bit as /tmp
+    has. An existing folder must have none of the permissions in `others`. Raises OSError.
     """
     ensure_folder(folder, 0o700)
     found, own = folder.lstat(), (os.getuid(), 0)
@@ -136,14 +137,14 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 
 
 def typed_path(text: str, cwd: Path) -> Path:
-    """A path that a user has typed, relative to `cwd` or with `~`; raises UsageError for what can be none."""
+    """Resolve a path that a user has typed, relative to `cwd` or with `~`; raise UsageError if invalid."""
     if url := _URL.match(text):
-        hint = "name a path on a disk that the nodes of the job mount, and copy there what is elsewhere"
+        hint = "name a path on a disk that the nodes of the job mount, and copy the files there"
         if url[1] in ("hf", "https", "http"):
             hint += "; `hf download` fetches models and data sets of the hub"
         raise UsageError(f"{text} is a URL, not a path", hint=hint)
     if "\0" in text:
-        raise UsageError(f"{text!r} has a NUL character, which no path has", hint="check the path")
+        raise UsageError(f"{text!r} has a NUL character, which a path cannot contain", hint="check the path")
     try:
         return cwd / Path(text).expanduser()
     except RuntimeError:
@@ -153,7 +154,7 @@ def typed_path(text: str, cwd: Path) -> Path:
 
 
 def user_name() -> str:
-    """The name of this user, or the number of one without a name."""
+    """Return the name of this user, or the uid of a user without a name."""
     import getpass
 
     try:
@@ -163,14 +164,14 @@ def user_name() -> str:
 
 
 def user_groups() -> tuple[str, ...] | None:
-    """The names of the groups of this user; None for root, whom no list of groups restricts."""
+    """Return the names of this user's groups; None for root, whom no list of groups restricts."""
     import grp
 
     if os.getuid() == 0:
         return None
     found = []
     for number in dict.fromkeys((os.getgid(), *os.getgroups())):
-        with suppress(KeyError):  # a group without a name can be in no list
+        with suppress(KeyError):  # a group without a name cannot be in a list
             found.append(grp.getgrgid(number).gr_name)
     return tuple(found)
 
@@ -185,12 +186,12 @@ NOT_RUNS = ("clusters", "profiles")
 
 
 def shipped_configs() -> Path:
-    """The folder of shipped configs: inside the package when installed, next to it in a checkout."""
+    """Return the folder of shipped configs: inside an installed package, next to it in a checkout."""
     return _shipped("configs")
 
 
 def shipped_templates() -> Path:
-    """The folder of shipped templates: inside the package when installed, next to it in a checkout."""
+    """Return the folder of shipped templates: inside an installed package, next to it in a checkout."""
     return _shipped("templates")
 
 
@@ -200,7 +201,7 @@ def _shipped(name: str) -> Path:
 
 
 def default_config(cwd: Path) -> tuple[str, str]:
-    """The default config, a file in `cwd` or else the quickstart, and a text that says where it is from."""
+    """Return the default config, a file in `cwd` or else the quickstart, and a text about its origin."""
     if (cwd / PROJECT_CONFIG).is_file():
         return PROJECT_CONFIG, "in this folder"
     if (cwd / FIRST_RUN).is_file():
@@ -209,9 +210,9 @@ def default_config(cwd: Path) -> tuple[str, str]:
 
 
 def find_shipped_config(name: str) -> Path | None:
-    """The file of a shipped config such as ``quickstart``, ``models/8b.yaml`` or ``configs/models/8b.yaml``.
+    """Return the file of a shipped config; None if no such config ships.
 
-    None if no such config ships.
+    The name is for example ``quickstart``, ``models/8b.yaml`` or ``configs/models/8b.yaml``.
     """
     path = PurePath(name)
     if path.is_absolute() or ".." in path.parts or path.suffix not in ("", ".yaml"):
@@ -223,21 +224,22 @@ def find_shipped_config(name: str) -> Path | None:
 
 
 def shipped_config_names() -> list[str]:
-    """The names of the shipped run configs, such as ``quickstart`` and ``models/8b``."""
+    """Return the names of the shipped run configs, such as ``quickstart`` and ``models/8b``."""
     folder = shipped_configs()
     others = [
         file
         for file in sorted(folder.glob("*/*.yaml"))
-        if file.parent.name not in NOT_RUNS and "." not in file.stem  # those are profiles of one config
+        # a name with a dot is a profile of another config
+        if file.parent.name not in NOT_RUNS and "." not in file.stem
     ]
     files = [folder / f"{QUICKSTART}.yaml", *others]
     return [str(file.relative_to(folder).with_suffix("")) for file in files]
 
 
 def open_regular(path: str | Path, flags: int = 0) -> BinaryIO:
-    """Open a regular file to read it; raises OSError for a pipe or device, which may never end.
+    """Open a regular file for reading; raise OSError for a pipe or device, which may never end.
 
-    `flags` are added to those of ``os.open``.
+    `flags` are added to the flags of ``os.open``.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags)
     kind = os.fstat(descriptor).st_mode
@@ -246,4 +248,4 @@ def open_regular(path: str | Path, flags: int = 0) -> BinaryIO:
     os.close(descriptor)
     if stat.S_ISDIR(kind):
         raise IsADirectoryError(errno.EISDIR, "it is a folder", str(path))
-    raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    raise OSError(errno.EINVAL, "it is not a regular file", str(path))

@@ -1,4 +1,7 @@
-"""How tables, times, amounts of memory, versions and suggestions are written, for people and Slurm. Pure."""
+"""Format tables, times, amounts of memory, versions and suggestions for people and for Slurm.
+
+All functions are pure.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,15 @@ from typing import Any
 from trainkit.terminal import Styled, cut, cut_in_the_middle, painted, plain, text_width, wrapped
 
 JsonObject = dict[str, Any]
-"""An object of a document that others define: a config.json, a JSON schema, a user's YAML or row of data.
-
-What trainkit itself defines is a dataclass.
-"""
+"""A JSON object whose schema another project or the user defines: a config.json, a JSON schema, a YAML file
+or a row of data. Dataclasses represent the objects that trainkit itself defines."""
 GAP = "  "
 RESERVED_NAME = re.compile(r"last|local-\d+|\d+(_\d+)?")
-"""What commands take for something else than the name of a run."""
+"""Matches names that commands take for something other than the name of a run."""
 
 
 MIN_COLUMN = 12
-"""A column that is wider may be narrowed to this to fit a table to a terminal."""
+"""A wider column may be narrowed to this width to fit a table to a terminal."""
 
 
 def table(
@@ -37,10 +38,13 @@ def table(
     """Format rows as aligned columns, one line per row; the first row can be a heading.
 
     Columns whose indices are in `right` are right-aligned. A cell longer than `max_width` characters
-    overflows instead of widening its column. In a table that would be wider than `fit` characters, the widest
-    columns are narrowed, and their cells wrapped, or with `cuts` shortened: those of the first `num_keys`
-    columns in the middle. If that is not enough, the last columns follow in a table below, which repeats the
-    first `num_keys` columns. The styles of cells are escape sequences, which `click.echo` leaves out.
+    overflows instead of widening its column.
+
+    If the table would be wider than `fit` characters, the widest columns are narrowed and their cells
+    wrapped. With `cuts`, the cells are shortened instead, in the first `num_keys` columns in the middle. If
+    that is not enough, the last columns follow in a table below, which repeats the first `num_keys` columns.
+
+    The styles of cells are escape sequences, which `click.echo` removes where needed.
     """
     widths = [max(text_width(plain(cell)) for cell in column) for column in zip(*rows, strict=True)]
     if fit is None:
@@ -69,7 +73,7 @@ def table(
 
 
 def _fitted(cell: str, width: int, shorten: Callable[[str, int], str] | None) -> list[str]:
-    """The lines of a cell in a column, of its style: one that is shortened, or all of its text."""
+    """Return the lines of a cell in a column, in the cell's style: all wrapped lines or one short line."""
     text = plain(cell)
     lines = wrapped(text, width) if shorten is None else [shorten(text, width)]
     return [Styled(line, cell.style) for line in lines] if isinstance(cell, Styled) else lines
@@ -94,12 +98,12 @@ KEY_FORMATS = (
     r"|pypi-[\w-]{50,}|AIza[\w-]{35}|ya29\.[\w-]{20,}|GOCSPX-[\w-]{20,}|hvs\.[\w-]{20,}|dapi[0-9a-f]{32}"
     r"|eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*){1,3})"
 )
-"""Well-known kinds of keys, and JSON Web Tokens."""
+"""Matches well-known formats of API keys, and JSON Web Tokens."""
 _TOKENIZER = ("eos", "bos", "pad", "unk", "sep", "cls", "mask", "image", "audio", "video")
 NO_TOKENIZER = "".join(rf"(?<!{name}[_-])" for name in _TOKENIZER)
-"""Before ``token`` in a pattern: it is not one of a tokenizer, such as ``eos_token``."""
+"""Precedes ``token`` in a pattern to exclude tokens of a tokenizer, such as ``eos_token``."""
 _QUOTE = r"""(?:\\?["']|&#3[49];|&quot;)?"""
-"""Also as in JSON within JSON and as in HTML."""
+"""Matches a quote, also one in JSON within JSON and in HTML."""
 _VALUE = r"""(?:(?<=["'])(?:(?!&#3|&quot;)[^"'\n<>\\])+|[^\s"'`<>;,|&\\]+)"""
 _NO_NUMBER = r"(?![\d.,]+(?![\w.,]))"
 _KEY = (
@@ -126,7 +130,7 @@ _BY_PROGRAM = (
     ("smbclient rpcclient", r"smbclient|rpcclient", r"-U\s*[^\s%]{1,100}%"),
     ("openssl", r"openssl", r"(?:-\w+\s+)?pass:"),
 )
-"""Programs, and the options before a password that mean something else elsewhere."""
+"""Programs with options that precede a password; for other programs these options mean something else."""
 _SECRETS = (
     ("", KEY_FORMATS),
     (
@@ -134,7 +138,7 @@ _SECRETS = (
         r"(-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?-----)"
         r"(?:[\w+/=\\:,.()\s-]+?(?=-----END )|[\w+/=\\:,.()\s-]+)",
     ),
-    # The password of a URL, or a key in place of a user; Oracle's has a slash.
+    # The password of a URL, or a key in place of the user. The URL of Oracle has a slash before the password.
     ("@", r"(?i)(\b[a-z][a-z0-9+.-]{1,20}://[^\s/:@<>\"]{0,100}:)[^\s/<>\"]{1,200}(?=@)"),
     ("@", r"(\b[a-z][a-z0-9+.-]{1,20}://)(?=[\w-]*\d)[\w-]{20,}(?=@)"),
     ("jdbc:oracle", r"(?i)(\bjdbc:oracle:\w+:[^\s/@]{1,100}/)[^\s/@]{1,100}(?=@)"),
@@ -184,34 +188,38 @@ _SECRETS = (
         )
         for words, program, option in _BY_PROGRAM
     ),
-    # What is no word, as -pix_fmt and -partition, nor a number or the name of a partition.
+    # A value that is neither a word, as in -pix_fmt and -partition, nor a number or a partition's name.
     ("-p", rf"((?<![\w-])-p)(?![/.~])(?=[^\s\d]*\d)(?=[^\sA-Z]*[A-Z])(?=[^\sa-z]*[a-z])(?=\S{{8}}){_VALUE}"),
 )
-"""Words in lower case, of which a text has one before its pattern is searched for, and the pattern."""
+"""Pairs of lowercase words and a pattern. The pattern is searched for only if the text contains one of the
+words."""
 
 
 def mask_secrets(text: str) -> str:
-    """A text for others, or for a file, with `***` for what looks like a key or a password."""
+    """Replace what looks like a key or a password in a text with `***`.
+
+    The result can be shown to others or stored in a file.
+    """
     lowered = text.lower()
-    for words, pattern in _SECRETS:  # compiled by the first use: most processes mask nothing
+    for words, pattern in _SECRETS:  # compiled at the first use, because most processes mask nothing
         if not words or any(word in lowered for word in words.split()):
             text = re.sub(pattern, rf"\1{MASK}", text)
     return text
 
 
 def masked_value(value: object, key: str) -> str:
-    """One value of a key as a user would type it, with `***` for what looks like a secret under that name."""
+    """Return the value of a key as a user would type it, with `***` for what looks like a secret."""
     before = f"{key}: "
     return mask_secrets(before + shown_value(value)).removeprefix(before)
 
 
 def cell(value: object, spec: str = "") -> str:
-    """A value in a table; ``-`` for None."""
+    """Format a value for a table; ``-`` for None."""
     return "-" if value is None else format(value, spec)
 
 
 def duration(seconds: float | None) -> str:
-    """A duration in at most two units: ``42s``, ``3m10s``, ``5h02m``, ``2d03h``; ``-`` for None."""
+    """Format a duration in at most two units: ``42s``, ``3m10s``, ``5h02m``, ``2d03h``; ``-`` for None."""
     if seconds is None:
         return "-"
     whole = max(0, int(seconds))
@@ -225,7 +233,7 @@ def duration(seconds: float | None) -> str:
 
 
 def _time_of_workers(hours: float) -> tuple[str, str]:
-    """The time of all workers, in hours, minutes or seconds: an amount, and its unit."""
+    """Return the time of all workers as an amount and its unit: hour, minute or second."""
     for unit, amount in (("hour", hours), ("minute", 60 * hours)):
         if amount >= (0.1 if unit == "hour" else 1):
             return (number(round(amount, 2)) if unit == "hour" else f"{amount:.1f}"), unit
@@ -233,7 +241,7 @@ def _time_of_workers(hours: float) -> tuple[str, str]:
 
 
 def hours_text(hours: float | None) -> str:
-    """Hours in a table that names them: ``12.5``, or ``4.2 min`` and ``1.7 s`` of less than 0.1 hours."""
+    """Format hours for a table column in hours: ``12.5``, but ``4.2 min`` or ``1.7 s`` below 0.1 hours."""
     if hours is None:
         return "-"
     amount, unit = _time_of_workers(hours)
@@ -241,13 +249,13 @@ def hours_text(hours: float | None) -> str:
 
 
 def worker_time(hours: float, worker: str) -> str:
-    """The time of all workers: ``12.5 GPU-hours``, ``4.2 GPU-minutes``, ``1.7 GPU-seconds``."""
+    """Format the time of all workers: ``12.5 GPU-hours``, ``4.2 GPU-minutes``, ``1.7 GPU-seconds``."""
     amount, unit = _time_of_workers(hours)
     return f"{amount} {worker}-{unit}s"
 
 
 def plural(count: int | None, noun: str) -> str:
-    """``1 node``, ``2 nodes``, ``1,200 processes``."""
+    """Format a count with its noun: ``1 node``, ``2 nodes``, ``1,200 processes``."""
     ending = "" if count == 1 else "es" if noun.endswith("s") else "s"
     return f"{cell(count, ',')} {noun}{ending}"
 
@@ -258,12 +266,12 @@ def shown(values: Mapping[str, object]) -> str:
 
 
 def shown_value(value: object) -> str:
-    """Format one value as a user would type it."""
+    """Format a value as a user would type it."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def short_keys(keys: Sequence[str]) -> list[str]:
-    """The last part of every key, or the full key if another has the same last part."""
+    """Return the last part of every key, or the full key if another key has the same last part."""
     last = [key.rpartition(".")[2] for key in keys]
     return [key if last.count(part) > 1 else part for key, part in zip(keys, last, strict=True)]
 
@@ -272,12 +280,15 @@ MAX_SPANS = 8
 
 
 def rank_list(ranks: Sequence[int]) -> str:
-    """Ranks as compact text: ``rank 3``, ``ranks 0-2,4``, after `MAX_SPANS` ``and 504 more``."""
+    """Format ranks as compact text, such as ``rank 3`` or ``ranks 0-2,4``; see `spans`."""
     return f"rank{'' if len(ranks) == 1 else 's'} {spans(sorted(ranks))}"
 
 
 def spans(numbers: Sequence[int]) -> str:
-    """Increasing numbers as compact text, such as ``0-2,4``, after `MAX_SPANS` ``and 504 more``."""
+    """Format increasing numbers as compact text, such as ``0-2,4``.
+
+    After `MAX_SPANS` spans, the text ends with ``and 504 more``.
+    """
     found: list[list[int]] = []
     for number in numbers:
         if found and number == found[-1][-1] + 1:
@@ -290,7 +301,7 @@ def spans(numbers: Sequence[int]) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """An amount of data with its unit: ``512 bytes``, ``1.5 MiB``."""
+    """Format an amount of data with its unit: ``512 bytes``, ``1.5 MiB``."""
     if num_bytes < 1024:
         return f"{num_bytes:.0f} bytes"
     for unit in ("KiB", "MiB", "GiB"):
@@ -301,32 +312,38 @@ def size(num_bytes: float) -> str:
 
 
 def number(value: float | None) -> str:
-    """A number with four digits that matter, and all of one up to 1e12; ``-`` for None and for no number."""
+    """Format a number with four significant digits; ``-`` for None and for a value that is not finite.
+
+    A number from 10,000 up to 1e12 keeps all digits of its integer part.
+    """
     if value is None or not math.isfinite(value):
         return "-"
     return f"{value:,.0f}" if 10_000 <= abs(float(f"{value:.4g}")) < 1e12 else f"{value:.4g}"
 
 
 def result_text(value: float | None) -> str:
-    """A result with four decimals, and a smaller one with the digits that matter; ``-`` for None."""
+    """Format a result with four decimals, or with significant digits if it is below 0.001; ``-`` for None."""
     return number(value) if value and abs(value) < 0.001 else cell(value, ".4f")
 
 
 def near(word: str, words: Iterable[str], similar: float = 0.6) -> str | None:
-    """The word closest to the given one, or None if none is `similar`, from 0 to 1 for equal words."""
+    """Return the word closest to the given word; None if no word is similar enough.
+
+    `similar` is the required similarity, from 0 to 1 for equal words.
+    """
     from difflib import get_close_matches
 
     return next(iter(get_close_matches(word, list(words), n=1, cutoff=similar)), None)
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:
-    """The start of a hint; empty if no word is similar."""
+    """Return the start of a hint with the most similar word; an empty string if no word is similar."""
     match = near(word, words)
     return f"did you mean {match}? " if match else ""
 
 
 def there_are(numbers: Sequence[int]) -> str:
-    """Consecutive numbers in a hint: ``there is only 1``, or ``there are 1 to 4``."""
+    """Describe consecutive numbers for a hint: ``there is only 1``, or ``there are 1 to 4``."""
     return f"there is only {numbers[0]}" if len(numbers) == 1 else f"there are {numbers[0]} to {numbers[-1]}"
 
 
@@ -334,12 +351,12 @@ MIB = 2**20
 GIB = 2**30
 _DAY_S = 86_400
 MEMORY = r"^(\d+(?:\.\d+)?) *(?:([KMGTPkmgtp])(?:[iI]?[bB])?n?|([bB]|bytes))?$"
-"""An amount of memory: the number, and a unit or bytes; sacct writes an amount per node as `28Gn`."""
+"""Matches an amount of memory: the number, and a unit or bytes. sacct writes an amount per node as `28Gn`."""
 _SLURM_MEMORY = re.compile(r"\d+[KMGT]?", re.ASCII)
 
 
 def time_limit_s(text: str) -> int | None:
-    """A time limit in seconds; None for no limit, which Slurm writes as 0.
+    """Return a time limit in seconds; None for no limit, which Slurm writes as 0.
 
     Accepts Slurm's formats: ``M``, ``M:S``, ``H:M:S``, ``D-H``, ``D-H:M`` and ``D-H:M:S``.
     """
@@ -362,10 +379,10 @@ def time_text(seconds: int) -> str:
 
 
 def memory_mib(text: str) -> int | None:
-    """An amount such as ``64G``, ``3.5 GiB`` or ``28gb`` in MiB, rounded up. None for ``0``: all memory.
+    """Convert an amount such as ``64G``, ``3.5 GiB`` or ``28gb`` to MiB, rounded up.
 
-    Every unit is a power of 1024 as in Slurm, and a bare number is MiB. Raises ValueError if the text is not
-    an amount of memory.
+    Return None for ``0``, which means all memory. Every unit is a power of 1024 as in Slurm, and a bare
+    number is MiB. Raises ValueError if the text is not an amount of memory.
     """
     match = re.fullmatch(MEMORY, text, re.ASCII)
     if match is None or ("." in match[1] and match[2] == match[3] is None):
@@ -375,12 +392,15 @@ def memory_mib(text: str) -> int | None:
 
 
 def slurm_memory(text: str) -> str:
-    """An amount of memory as sbatch takes it, unchanged if it does; raises ValueError if it is not one."""
+    """Convert an amount of memory to a form that sbatch accepts; raise ValueError if it is not an amount.
+
+    An amount that sbatch accepts is returned unchanged.
+    """
     return text if _SLURM_MEMORY.fullmatch(text) else memory_text(memory_mib(text) or 0)
 
 
 def memory_text(mib: float) -> str:
-    """Format an amount of memory in the largest of M, G and T in which it is a whole number."""
+    """Format an amount of memory as a whole number of M, G or T, in the largest unit possible."""
     number = int(mib)
     for unit in ("M", "G"):
         if number % 1024 or not number:

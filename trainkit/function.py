@@ -1,6 +1,7 @@
-"""Calls a Python function as a rank of a run: ``python -m trainkit.function``, in a run of `trainkit.submit`.
+"""Call a Python function as a rank of a run of `trainkit.submit`: ``python -m trainkit.function``.
 
-Call and results are cloudpickles that only their owner can read, and that nobody else's process loads.
+The call and the results are cloudpickles that only their owner can read, and trainkit loads none that another
+user could have written.
 """
 
 from __future__ import annotations
@@ -35,26 +36,26 @@ from trainkit.run.tracebacks import users_line
 ARGV = (sys.executable, "-m", "trainkit.function")
 CALL_FILE = "call.pkl"
 CALLS_FOLDER = "calls"
-"""In the folder of a group: the call of each run."""
+"""The folder in a group that contains the call of each run."""
 POLL_S = 0.1
 SUBMITIT_NAMES = {"LOCALID": "LOCAL_RANK", "NODEID": "NODE_RANK", "NTASKS": "WORLD_SIZE"}
-"""Variables by which ``submitit.JobEnvironment`` knows a rank, and those with their values."""
+"""Maps variables that ``submitit.JobEnvironment`` reads to the variables that contain their values."""
 SUBMITIT_FOLDER = "submitit"
-"""In the run folder: `JobEnvironment.paths`."""
+"""The folder in a run folder for `JobEnvironment.paths`."""
 FOUND = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
-"""The errors of the system that the call meets again."""
+"""The operating system errors that would occur again if the function were called again."""
 _BY_CHANCE = re.compile(
     r"Dist\w*Error|connect|timed? ?out|temporar|unavailable|unreachable|network|socket|http|broken pipe"
     r"|NCCL|gloo|CUDA|cuDNN|cuBLAS|\bECC\b|DataLoader worker|shared memory",
     re.IGNORECASE,
 )
-"""Errors of peers, the network and the hardware."""
+"""Matches errors of peers, the network and the hardware."""
 
 
 class Requeue:
-    """What a callable's method `checkpoint` returns: the call with which the next attempt continues.
+    """The return value of a callable's method `checkpoint`: the call that the next attempt makes.
 
-    It has the attributes of submitit's ``DelayedSubmission``, which may be returned too.
+    A `Requeue` has the attributes of submitit's ``DelayedSubmission``, which may be returned instead.
     """
 
     def __init__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
@@ -75,17 +76,17 @@ class Call:
 
 @dataclass(frozen=True)
 class Result:
-    """What the function of a rank returned or raised."""
+    """The return value of a rank's function, or the exception that it raised."""
 
     value: Any = None
     error: Exception | None = None
-    """None too if it cannot be pickled."""
+    """The exception; None if there was none or it cannot be pickled."""
     traceback: str = ""
-    """Empty if it returned."""
+    """The traceback; empty if the function returned."""
 
 
 def dumps(value: Any) -> bytes:
-    """The pickle of a value; functions that it contains keep the names of their files for tracebacks."""
+    """Pickle a value; functions in it keep the names of their files for tracebacks."""
     import cloudpickle
 
     def reduce(code: CodeType) -> tuple[Any, tuple[Any, ...]]:
@@ -101,30 +102,34 @@ def dumps(value: Any) -> bytes:
 
 
 def read_pickle(path: Path) -> Any:
-    """The value in a file of `dumps`; raises UsageError if another user could have written it."""
+    """Load a value from a file of `dumps`; raise UsageError if another user could have written the file."""
     with open_private(path) as stream:
         return pickle.load(stream)
 
 
 def call_file(run: RunDir) -> Path:
-    """The call of the next attempt of a run; it is in the group's folder until the run has saved another."""
+    """Return the file with the call of a run's next attempt.
+
+    The file is in the folder of the group until the run has saved another call.
+    """
     own = run.path / CALL_FILE
     return own if own.exists() else run.path.parent / CALLS_FOLDER / f"{run.path.name}.pkl"
 
 
 @contextlib.contextmanager
 def by_value(function: Callable[..., Any]) -> Iterator[None]:
-    """Pickle the module of a function with it within the block, unless the job can import the same module.
+    """Pickle the module of a function by value within the block, unless the job can import the module.
 
-    It can where the module is in the current folder, of which the run has a copy, or is installed.
+    A job can import a module that is installed, or that is in the current folder, because the run has a copy
+    of that folder.
     """
     import cloudpickle
 
-    named = getattr(function, "func", function)  # of a functools.partial
+    named = getattr(function, "func", function)  # a functools.partial has this attribute
     module = sys.modules.get(getattr(named, "__module__", None) or type(named).__module__)
     file = getattr(module, "__file__", None)
     if module is None or file is None or module.__name__ == "__main__":
-        yield  # cloudpickle does so by itself, or it is built in
+        yield  # cloudpickle pickles __main__ by value, and a builtin can be imported
         return
     parts = module.__name__.split(".")
     here = Path(*parts)
@@ -142,7 +147,7 @@ def by_value(function: Callable[..., Any]) -> Iterator[None]:
 
 
 def stop_when_asked(call: Call, run: RunDir, attempt: AttemptDir, rank: int) -> None:
-    """Exit with `EXIT_STOPPED` when the run is asked to stop; rank 0 first calls the method `checkpoint`."""
+    """Exit with `EXIT_STOPPED` after a stop signal; rank 0 first calls the callable's method `checkpoint`."""
     checkpoint = getattr(call.function, "checkpoint", None)
     checkpoint = getattr(call.function, "__submitit_checkpoint__", checkpoint)
     saved = attempt.path / "results" / "saved"
@@ -153,14 +158,15 @@ def stop_when_asked(call: Call, run: RunDir, attempt: AttemptDir, rank: int) -> 
         if checkpoint is None:
             raise SystemExit(EXIT_STOPPED)
         if rank:
-            threading.Thread(target=leave, daemon=True).start()  # rank 0 may need this one to save
+            # stay alive, because rank 0 may need this rank for its save
+            threading.Thread(target=leave, daemon=True).start()
             return
         try:
             again = checkpoint(*call.args, **call.kwargs)
             if again is not None:
                 call_again = Call(again.function, tuple(again.args), dict(again.kwargs))
                 write_atomic(run.path / CALL_FILE, dumps(call_again))
-        finally:  # the other ranks wait for no more
+        finally:  # the other ranks wait for this file
             saved.touch()
         raise SystemExit(EXIT_STOPPED)
 
@@ -176,9 +182,10 @@ def stop_when_asked(call: Call, run: RunDir, attempt: AttemptDir, rank: int) -> 
 
 
 def appear_as_submitit(attempt: AttemptDir) -> None:
-    """Let ``submitit.JobEnvironment`` work in a function that was written for it.
+    """Set the variables that ``submitit.JobEnvironment`` needs in a function.
 
-    Its ids are those of Slurm, else of the run, the same in each attempt; its `paths` lead to the log.
+    The ids are Slurm's. Without Slurm they are derived from the run and stay the same in each attempt. The
+    `paths` lead to the log.
     """
     job = read_job(attempt.run)
     is_local = job.of_attempt(attempt.number).backend is None
@@ -201,15 +208,16 @@ def appear_as_submitit(attempt: AttemptDir) -> None:
     log = attempt.rank_log(int(os.environ["RANK"]))
     for stream in ("out", "err"):
         link = folder / f"{job_id}_{os.environ['RANK']}_log.{stream}"
-        link.unlink(missing_ok=True)  # of an earlier attempt
-        with contextlib.suppress(FileExistsError):  # of one that still ends
+        link.unlink(missing_ok=True)  # an earlier attempt may have made the link
+        with contextlib.suppress(FileExistsError):  # an attempt that is still ending may make the link too
             link.symlink_to(os.path.relpath(log, folder))
 
 
 def would_fail_again(error: BaseException, run: RunDir) -> bool:
-    """Whether the call raises an exception again: neither others nor the machine are to blame for it.
+    """Return whether a second call would raise the same exception.
 
-    A function that has saved checkpoints with `trainkit.loop` continues from them.
+    A second call may succeed if a peer or the machine is the cause, or if the function has saved checkpoints
+    with `trainkit.loop` and continues from them.
     """
     is_of_system = isinstance(error, OSError | MemoryError) and not isinstance(error, FOUND)
     is_by_chance = _BY_CHANCE.search(f"{type(error).__name__}: {error}") is not None
@@ -217,13 +225,13 @@ def would_fail_again(error: BaseException, run: RunDir) -> bool:
 
 
 def record_failure(attempt: AttemptDir, rank: int, error: BaseException, text: str) -> None:
-    """Write what the function of a rank raised: its result, and the record that `diagnose` reads."""
+    """Write the exception of a rank's function: as its result, and as the record that `diagnose` reads."""
     file, raised = attempt.rank_result(rank), error if isinstance(error, Exception) else None
     code = error.code if isinstance(error, SystemExit) else EXIT_FAILED
     try:
         write_atomic(file, dumps(Result(error=raised, traceback=text)))
         pickle.loads(file.read_bytes())
-    except Exception:  # of an exception that cannot be pickled, its text is what can be shown
+    except Exception:  # an exception that cannot be pickled is stored as text
         write_atomic(file, dumps(Result(traceback=text)))
     failure = RankFailure(
         rank=rank,
@@ -240,7 +248,7 @@ def record_failure(attempt: AttemptDir, rank: int, error: BaseException, text: s
 
 
 def main() -> None:
-    """Call the function of a run as one of its ranks, and write what it returns or raises."""
+    """Call the function of a run as one of its ranks; write the return value or the exception."""
     run, rank = RunDir(os.environ["TRAINKIT_JOB_RUN_DIR"]), int(os.environ["RANK"])
     attempt = run.attempt(int(os.environ["TRAINKIT_JOB_ATTEMPT"]))
     file = attempt.rank_result(rank)
@@ -254,16 +262,16 @@ def main() -> None:
         except SystemExit as left:
             if left.code:
                 raise
-            value = None  # as if it had returned
+            value = None  # treat exit code 0 like a return
         write_atomic(file, _pickled(value))
     except BaseException as error:
         if isinstance(error, SystemExit) and error.code in (EXIT_STUCK, EXIT_STOPPED, EXIT_NO_RESTART):
-            raise  # what these codes say is decided without a record
+            raise  # the supervisor needs no record for these exit codes
         record_failure(attempt, rank, error, traceback.format_exc())
         if isinstance(error, Exception | SystemExit):
             raise
         sys.excepthook(type(error), error, error.__traceback__)
-        raise SystemExit(EXIT_FAILED) from None  # of a KeyboardInterrupt, Python dies by SIGINT
+        raise SystemExit(EXIT_FAILED) from None  # otherwise a KeyboardInterrupt would end Python by SIGINT
     if rank == 0:
         Path(os.environ["TRAINKIT_JOB_DONE_FILE"]).touch()
 
@@ -277,7 +285,7 @@ def _pickled(value: Any) -> bytes:
 
 
 if __name__ == "__main__":
-    # The classes above are pickled by the name of this module, not as those of __main__.
+    # Import this module under its own name, so that the classes above are not pickled as classes of __main__.
     from trainkit import function
 
     function.main()

@@ -1,7 +1,8 @@
-"""Locks between processes, on one host or on several that share a file system.
+"""Lock files between processes, on one host or on several hosts that share a file system.
 
-They are flocks, which the kernel releases when the process dies, and with it those that it has forked: a fork
-lets go of its locks here. The file contains its holder, so that a process that waits can name it.
+The locks are flocks. The kernel releases a flock when the process and all its forks have closed the file, so
+a fork closes its copies of the locks here. The file names the process that holds the lock, so that waiting
+processes can report it.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from shlex import quote
 
 POLL_S = 0.05
 SLOW_POLL_S = 0.25
-"""The interval after the first second: over NFS each try is a request to the server."""
+"""Polling interval after the first second, because each try over NFS is a request to the server."""
 NOTICE_S = 5.0
-"""How long to wait before printing what is waited for."""
+"""Seconds before a waiting process prints what it waits for."""
 STOP_S = 2.0
-"""How long to keep waiting after a stop signal: most locks are held for a moment."""
+"""A process keeps waiting this long after a stop signal, because most locks are held only for a moment."""
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT}
 MAX_HOLDER_BYTES = 4096
 HOLDER_START = b'{"host": '
 _held: set[int] = set()
-"""The descriptors of the locks of this process, from their opening to `release_lock`."""
+"""The descriptors of this process's locks, from their opening to `release_lock`."""
 MOUNTS = Path("/proc/self/mounts")
 _OCTAL = re.compile(r"\\([0-7]{3})")
 _LOCAL_LOCKS = {
@@ -42,39 +43,44 @@ _LOCAL_LOCKS = {
     "nfs": ("nolock", "local_lock=flock", "local_lock=all"),
     "nfs4": ("nolock", "local_lock=flock", "local_lock=all"),
 }
-"""File system -> mount options with which a flock is seen only by its own host."""
-NEEDS_FLOCK = "runs need a file system with flock: Lustre has it with the mount option flock, NFS with lockd"
+"""Maps a file system to the mount options that make a flock visible only on the same host."""
+NEEDS_FLOCK = "runs require flock, which Lustre supports with the mount option flock and NFS with lockd"
 
 
 class LockUnsupported(OSError):
-    """The filesystem has no flock."""
+    """Raised if the filesystem does not support flock."""
 
     hint = NEEDS_FLOCK
 
 
 class NotALock(OSError):
-    """A link, or no file, is at the path of a lock: another user may have put it there."""
+    """Raised if the path of a lock is a link or no regular file.
+
+    Another user may have planted it.
+    """
 
     @property
     def hint(self) -> str:
         path = quote(str(self.filename))
-        return f"`ls -l {path}` shows whose it is; remove it: what a link points to was not changed"
+        return f"`ls -l {path}` shows its owner; remove it: the target of a link was not changed"
 
 
 class LockBusy(BlockingIOError):
-    """Another process still holds the lock; the text names it."""
+    """Raised if another process still holds the lock; the message names the process."""
 
 
 class LockStopped(LockBusy):
-    """A stop signal ended the wait for a lock; the signal is still pending."""
+    """Raised if a stop signal ended the wait for a lock; the signal is still pending."""
 
 
 def acquire_lock(path: Path, timeout_s: float | None = None, mode: int = 0o600, owner: str = "") -> int:
-    """Lock a file with flock and return its descriptor, for `release_lock`; `owner` is for `owner_of`.
+    """Lock a file with flock and return its descriptor for `release_lock`.
 
-    Waits indefinitely for another process, or raises LockBusy after `timeout_s`; prints once to stderr what
-    it waits for. In a process that blocks SIGTERM or SIGINT, such a signal ends the wait: raises LockStopped
-    and leaves the signal pending. Raises LockUnsupported, and OSError when the file cannot be created.
+    `owner` is a text that `owner_of` returns. Waits indefinitely for another process, or raises LockBusy
+    after `timeout_s`; prints once to stderr what it waits for.
+
+    In a process that blocks SIGTERM or SIGINT, such a signal ends the wait: LockStopped is raised, and the
+    signal stays pending. Raises LockUnsupported, and OSError if the file cannot be created.
     """
     started_s = time.monotonic()
     give_up_s = float("inf") if timeout_s is None else started_s + timeout_s
@@ -84,7 +90,7 @@ def acquire_lock(path: Path, timeout_s: float | None = None, mode: int = 0o600, 
     try:
         while True:
             if not _is_current(descriptor, path):
-                # A person has removed the file of a host that is down: the new file is the lock now.
+                # A person has removed the lock file of a host that is down. The new file is the lock now.
                 replaced, descriptor = descriptor, _open(path, mode)
                 release_lock(replaced)
             if _try_lock(descriptor, path) and _is_current(descriptor, path):
@@ -115,9 +121,10 @@ def release_lock(descriptor: int) -> None:
 
 
 def _let_go_in_fork() -> None:
-    """Leave the locks of the parent to it: a fork that outlives it would hold them, and say so nowhere.
+    """Replace the descriptors of the parent's locks in a fork by /dev/null.
 
-    The descriptors stay valid, for `release_lock` on the way out of the fork.
+    Otherwise a fork that outlives its parent would hold the locks, while the files name the parent. The
+    descriptors stay valid, so that the fork can call `release_lock` when it leaves the block of a lock.
     """
     if _held:
         nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
@@ -130,7 +137,10 @@ os.register_at_fork(after_in_child=_let_go_in_fork)
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process holds the lock of a file; several can ask at once. Raises OSError."""
+    """Return whether a process holds the lock of a file. Raises OSError.
+
+    Several processes can call this at the same time.
+    """
     try:
         with path.open("rb") as stream:
             fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -143,7 +153,7 @@ def is_locked(path: Path) -> bool:
 
 @contextmanager
 def file_lock(path: Path, timeout_s: float | None = None, mode: int = 0o600) -> Iterator[None]:
-    """Hold the lock of a file; parameters and errors are those of `acquire_lock`."""
+    """Hold the lock of a file during the block; parameters and errors are as in `acquire_lock`."""
     descriptor = acquire_lock(path, timeout_s, mode)
     try:
         yield
@@ -152,7 +162,7 @@ def file_lock(path: Path, timeout_s: float | None = None, mode: int = 0o600) -> 
 
 
 def unsupported(folder: Path) -> str | None:
-    """Why files in a folder cannot be locked; None if they can, and where nothing can be written."""
+    """Return why files in a folder cannot be locked; None if they can be, or if it is not writable."""
     try:
         descriptor, name = tempfile.mkstemp(prefix=".trainkit-", dir=folder)
     except OSError:
@@ -168,9 +178,9 @@ def unsupported(folder: Path) -> str | None:
 
 
 def local_locks(folder: Path, mounts: Path = MOUNTS) -> str | None:
-    """Why locks in a folder, which may not exist yet, would be local to each host; None if they are not.
+    """Return why locks in a folder would be local to each host; None if they are not.
 
-    Says nothing where the mounts cannot be read.
+    The folder may not exist yet. Return None too if the mounts cannot be read.
     """
     try:
         lines = [line.split(" ") for line in mounts.read_text(errors="surrogateescape").splitlines()]
@@ -182,25 +192,28 @@ def local_locks(folder: Path, mounts: Path = MOUNTS) -> str | None:
         for number, (_, mount, kind, options, *_) in enumerate(lines)
         if place.is_relative_to(point := Path(_OCTAL.sub(lambda match: chr(int(match[1], 8)), mount)))
     ]
-    # The last of several mounts at one place is the visible one.
+    # If several file systems are mounted at one place, the last one is visible.
     _, _, point, name, options = max(around, default=(0, 0, Path(), "", []))
     option = next((option for option in _LOCAL_LOCKS.get(name, ()) if option in options), None)
     if option is None:
         return None
     return (
         f"{point} is mounted with {option} ({name}): locks in the run folder work only within one host, so "
-        "commands and jobs on different hosts can disturb each other there; do not control this run from two "
+        "commands and jobs on different hosts can interfere; do not control this run from two "
         "hosts at once, or choose another file system with --run-dir"
     )
 
 
 def _open(path: Path, mode: int) -> int:
-    """Open a lock file, but nothing that another user has put in its place: its holder is written into it."""
+    """Open a lock file, but refuse a link or another kind of file.
+
+    The holder will be written into the file, so it must not be a file of another purpose.
+    """
     flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         descriptor = os.open(path, flags | os.O_RDWR | os.O_CREAT, mode)
     except PermissionError:
-        # A colleague's file: it can be locked, its holder stays unknown.
+        # Another user's file can be locked, but the holder cannot be written into it.
         descriptor = os.open(path, flags | os.O_RDONLY)
     except OSError as error:
         if error.errno == errno.ELOOP:
@@ -215,11 +228,11 @@ def _open(path: Path, mode: int) -> int:
 
 
 def _not_a_lock(path: Path) -> NotALock:
-    return NotALock(errno.EINVAL, "a lock is a file of its own, and this is a link or no file", str(path))
+    return NotALock(errno.EINVAL, "a lock must be a separate file, but this is a link or no file", str(path))
 
 
 def _is_current(descriptor: int, path: Path) -> bool:
-    """Whether an open file is still the one at `path`."""
+    """Return whether an open file is still the file at `path`."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
@@ -244,15 +257,15 @@ def _write_holder(descriptor: int, owner: str) -> None:
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z"),
         **({"owner": owner} if owner else {}),
     }
-    with contextlib.suppress(OSError):  # on a full disk the lock still works; its holder is then unknown
+    with contextlib.suppress(OSError):  # on a full disk the lock works, but its holder is unknown
         if os.pread(descriptor, len(HOLDER_START), 0) not in (b"", HOLDER_START):
-            return  # somebody's file
+            return  # the file has other content and is not a lock file
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(holder).encode(), 0)
 
 
 def owner_of(path: Path) -> str:
-    """The `owner` that the holder of a lock named, as far as its file says."""
+    """Return the `owner` that the holder of a lock has written into the file."""
     return str(_read_holder(path).get("owner") or "another process")
 
 
@@ -266,7 +279,7 @@ def _read_holder(path: Path) -> dict[str, object]:
 
 
 def describe_holder(path: Path) -> str:
-    """The holder of a lock, as far as its file says: ``held by process 7 on node1 since …``."""
+    """Describe the holder of a lock from the file's content: ``held by process 7 on node1 since …``."""
     holder = _read_holder(path)
     try:
         host, pid, job_id, since = (holder[key] for key in ("host", "pid", "job_id", "time"))

@@ -1,6 +1,6 @@
-"""Quotes values for a batch script: as a word of bash, in an #SBATCH line, in a comment.
+"""Quote values for a batch script: as bash arguments, in #SBATCH lines and in comments.
 
-The quoting rules differ, since sbatch parses its directives itself.
+The quoting rules differ, because sbatch parses its directives itself.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from trainkit.errors import UsageError
 
 _PLAIN_DIRECTIVE = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 _NO_DIRECTIVE = re.compile("[\n\r\udc80-\udcff]")
-"""Line breaks, and the surrogate escapes of bytes that are not UTF-8."""
+"""Matches line breaks, and the surrogate escapes of bytes that are not UTF-8."""
 _SHORT_ESCAPES = {"\\": "\\\\", "'": "\\'", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
 
 def quote(value: object) -> str:
-    """One word of bash that expands to this value, on one line.
+    """Quote a value as one bash argument on one line.
 
-    Control characters, and bytes of file names that are not UTF-8, become escapes in ``$'…'``: a newline in
+    Control characters, and bytes of file names that are not UTF-8, become escapes in ``$'…'``. A newline in
     plain quotes would be correct too, but hard to read. Raises UsageError for NUL, which no argument can
     contain.
     """
@@ -32,16 +32,16 @@ def quote(value: object) -> str:
 
 
 def words(values: Iterable[object]) -> str:
-    """The values, for example an argv, as words of bash."""
+    """Quote values, for example an argv, as bash arguments."""
     return " ".join(map(quote, values))
 
 
 def directive(value: object) -> str:
-    """The value of a long option in an ``#SBATCH --option=VALUE`` line.
+    """Quote the value of a long option in an ``#SBATCH --option=VALUE`` line.
 
     sbatch splits such a line itself: quotes group, a backslash escapes the next character even within single
-    quotes, ``#`` starts a comment, and nothing is expanded.
-    Raises UsageError for characters that such a line cannot contain.
+    quotes, ``#`` starts a comment, and nothing is expanded. Raises UsageError for characters that such a line
+    cannot contain.
     """
     text = _text(value)
     if (broken := _NO_DIRECTIVE.search(text)) is not None:
@@ -54,7 +54,7 @@ def directive(value: object) -> str:
 
 
 def log_path(path: str) -> str:
-    """A path for --output and similar options, escaped so that Slurm expands no ``%j`` in it.
+    """Escape a path for --output and similar options, so that Slurm expands no ``%j`` in it.
 
     If the path has a backslash, Slurm expands nothing and removes one level of backslashes.
     """
@@ -62,7 +62,7 @@ def log_path(path: str) -> str:
 
 
 def comment(value: object) -> str:
-    """A value for a comment after ``#``: unprintable characters become escapes."""
+    """Escape unprintable characters of a value for a comment after ``#``."""
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode() for char in str(value)
     )

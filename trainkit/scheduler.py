@@ -1,6 +1,7 @@
-"""The ids, states, hosts and variables by which schedulers describe jobs, and launchers ranks. Pure.
+"""Ids, states, hosts and variables with which schedulers describe jobs, and launchers describe ranks.
 
-An id is `123`, a task of an array `123_4`, or its pending tasks `123_[5-9%2]`; hosts are `node[18-19,1-2]`.
+This module reads no files and runs no commands. A job id is `123`, a task of an array is `123_4`, and the
+pending tasks of an array are `123_[5-9%2]`. A host list looks like `node[18-19,1-2]`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from typing import TypeGuard
 from trainkit.errors import UsageError
 
 OWN_PREFIX = "TRAINKIT_JOB_"
-"""The variables that trainkit sets in a job. A run that a rank submits must not inherit them."""
+"""The prefix of the variables that trainkit sets in a job. A run that a rank submits must not inherit them.
+"""
 RANK_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
@@ -35,17 +37,17 @@ RANK_VARIABLES = (
 
 
 class JobState(Enum):
-    """State of a job; the value is shown to users."""
+    """The state of a job; users see the value."""
 
     PENDING = "pending"
     REQUEUED = "requeued"
-    """Pending again after a preemption, a node failure or a requested requeue."""
+    """The job is pending again after a preemption, a node failure or a requested requeue."""
     HELD = "held"
     STARTING = "starting"
     RUNNING = "running"
     SUSPENDED = "suspended"
     COMPLETING = "completing"
-    """Its processes are being terminated. It may still be requeued."""
+    """The processes of the job are being terminated. The job may still be requeued."""
     COMPLETED = "completed"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -54,21 +56,21 @@ class JobState(Enum):
     NODE_FAIL = "node_fail"
     OUT_OF_MEMORY = "out_of_memory"
     UNKNOWN = "unknown"
-    """Slurm no longer knows the job, or how it ended. Never treated as finished."""
+    """Slurm has forgotten the job, or does not say how it ended. Such a job never counts as finished."""
 
     @property
     def is_terminal(self) -> bool:
-        """Whether a job in this state has ended and will not restart."""
+        """Return whether a job in this state has ended and will not restart."""
         return self in _TERMINAL
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a job in this state is pending."""
+        """Return whether a job in this state is pending."""
         return self in (JobState.PENDING, JobState.REQUEUED, JobState.HELD)
 
     @property
     def is_active(self) -> bool:
-        """Whether a job in this state has nodes allocated."""
+        """Return whether a job in this state has nodes allocated."""
         return self in (JobState.STARTING, JobState.RUNNING, JobState.SUSPENDED, JobState.COMPLETING)
 
 
@@ -87,15 +89,15 @@ _TERMINAL = frozenset(
 
 @dataclass(frozen=True)
 class JobInfo:
-    """One job, or one array task, as its scheduler reports it. Times are in UTC."""
+    """One job or one array task, as its scheduler reports it. Times are in UTC."""
 
     job_id: str
-    """`123`, or `123_4` for a task of an array."""
+    """The id, such as `123`, or `123_4` for a task of an array."""
     state: JobState
     slurm_state: str = ""
-    """The scheduler's name of the state, for example NODE_FAIL."""
+    """The scheduler's name for the state, for example NODE_FAIL."""
     reason: str = ""
-    """The scheduler's reason for the state of a pending job; for an unknown job, why it is unknown."""
+    """The scheduler's reason why a job is pending, or the reason why a job's state is unknown."""
     nodes: str = ""
     """The host list; empty before the job starts."""
     num_nodes: int = 0
@@ -104,7 +106,7 @@ class JobInfo:
     end_time: datetime | None = None
     """The time at which a running job reaches its time limit."""
     restarts: int | None = None
-    """Number of requeues; None when unknown."""
+    """The number of requeues; None if unknown."""
     exit_code: int | None = None
     """Exit code of the batch script; None before the job ends."""
     exit_signal: int | None = None
@@ -115,59 +117,59 @@ class JobInfo:
 
     @property
     def log_not_opened(self) -> bool:
-        """Whether the job failed before its batch script began, because a node could not open its log."""
+        """Return whether the job failed because a node could not open the log of its batch script."""
         return False
 
     @property
     def hosts(self) -> list[str]:
-        """The hosts of `nodes`."""
+        """Return the hosts of `nodes`."""
         return expand_hosts(self.nodes) if self.nodes else []
 
     @property
     def explanation(self) -> str:
-        """The reason as a sentence about the job without its subject."""
+        """Return the reason as a sentence about the job, without the subject."""
         return self.reason
 
     @property
     def sentence(self) -> str:
-        """Why the job is pending or unknown; empty for a running or ended job."""
+        """Return why the job is pending or unknown; empty for a running or ended job."""
         if self.state.is_waiting:
             return self.explanation
         return self.reason if self.state is JobState.UNKNOWN else ""
 
 
 def in_queue(job: JobInfo | None) -> TypeGuard[JobInfo]:
-    """Whether the job is in the queue, pending or running."""
+    """Return whether the job is in the queue, either pending or running."""
     return job is not None and not job.state.is_terminal and job.state is not JobState.UNKNOWN
 
 
 LARGEST_INDEX = 4_000_000
-"""Slurm's own limit; MaxArraySize is far lower at most sites."""
+"""The highest array index that Slurm supports; MaxArraySize is far lower at most sites."""
 
 JOB_ID = re.compile(r"\d+(?:_\d+)?", re.ASCII)
 _OTHER_SPAN = re.compile(r"(\d+)\s*(?:\.{2,3}|:|to|\N{EN DASH})\s*(\d+)", re.ASCII)
-"""A span as other programs write it."""
+"""Matches a range of numbers in the notation of other programs, such as `0..15` or `0:15`."""
 _SPAN = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+)(?::(?P<stride>[1-9]\d*))?)?", re.ASCII)
 
 
 def is_job_id(text: str) -> bool:
-    """Whether a string is the id of a job or of one array task."""
+    """Return whether a string is the id of a job or of one array task."""
     return bool(JOB_ID.fullmatch(text))
 
 
 def on_cluster(job_id: str, cluster: str | None) -> str:
-    """The name of a job: its id, on another cluster `1234;east`, as `sbatch --parsable` prints it."""
+    """Return the full name of a job: its id, or `1234;east` on another cluster as in `sbatch --parsable`."""
     return f"{job_id};{cluster}" if cluster else job_id
 
 
 def split_job(job: str) -> tuple[str, str]:
-    """The id of a job that `on_cluster` names, and its cluster: empty for an id alone."""
+    """Split a full job name of `on_cluster` into the id and the cluster, which is empty for a plain id."""
     job_id, _, cluster = job.partition(";")
     return job_id, cluster
 
 
 def by_cluster(jobs: Iterable[str]) -> dict[str, list[str]]:
-    """The ids of jobs by cluster; an id without one is under the empty text."""
+    """Group the ids of jobs by cluster; ids without a cluster have the key ""."""
     found: dict[str, list[str]] = {}
     for job in dict.fromkeys(jobs):
         job_id, cluster = split_job(job)
@@ -176,13 +178,13 @@ def by_cluster(jobs: Iterable[str]) -> dict[str, list[str]]:
 
 
 def base_id(job_id: str) -> str:
-    """`123` of `123`, `123_4`, `123_[5-9]` and `123+1`; the name of a cluster is kept."""
+    """Return `123` for `123`, `123_4`, `123_[5-9]` and `123+1`; keeps the name of a cluster."""
     number, cluster = split_job(job_id)
     return on_cluster(re.sub(r"[_+].*", "", number), cluster)
 
 
 def expand_tasks(job_id: str) -> list[str]:
-    """The tasks of `123_[5-7,9%2]`, in order; any other id as a list of itself."""
+    """Expand `123_[5-7,9%2]` into its tasks, in order; return any other id in a list."""
     base, bracket, spec = job_id.partition("_[")
     if not bracket or not spec.endswith("]"):
         return [job_id]
@@ -190,7 +192,7 @@ def expand_tasks(job_id: str) -> list[str]:
 
 
 def array_indices(spec: str) -> list[int]:
-    """The indices of an array spec such as `0-15:4,20%2`; raises UsageError for any other form."""
+    """Expand an array spec such as `0-15:4,20%2` into indices; raise UsageError for any other form."""
     indices: list[int] = []
     for item in spec.partition("%")[0].split(","):
         match = _SPAN.fullmatch(item)
@@ -207,8 +209,8 @@ def array_indices(spec: str) -> list[int]:
 
 
 def array_spec(indices: Sequence[int], limit: int | None = None) -> str:
-    """Indices in ascending order as `--array` of sbatch takes them: `0-15,20`, with a limit `0-15,20%4`."""
-    # Indices that follow one another differ from their positions by the same number.
+    """Format ascending indices for `--array` of sbatch: `0-15,20`, or with a limit `0-15,20%4`."""
+    # Consecutive indices all differ from their positions in the list by the same number.
     spans = [list(span) for _, span in groupby(enumerate(indices), lambda item: item[1] - item[0])]
     texts = [f"{span[0][1]}-{span[-1][1]}" if len(span) > 1 else str(span[0][1]) for span in spans]
     return ",".join(texts) + ("" if limit is None else f"%{limit}")
@@ -218,16 +220,17 @@ _ITEM = re.compile(r"(?:[^\s\[\],]|\[[^\[\]]*\])+")
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
 _RANGE = re.compile(r"(?P<first>\d{1,18})(?:-(?P<last>\d{1,18}))?", re.ASCII)
 MAX_HOSTS = 1_000_000
-"""More than any cluster has; prevents a typo from exhausting memory."""
+"""The maximum number of hosts in a host list, so that a typo cannot exhaust memory."""
 
 
 def expand_hosts(text: str) -> list[str]:
-    """Every host of a host list, in Slurm's order; raises UsageError if the text is not a host list.
+    """Return every host of a host list in Slurm's order; raise UsageError if the text is no host list.
 
-    Slurm's own command would cost a process, and a container may lack it.
+    `scontrol show hostnames` does the same, but needs a process and may be missing in a container.
     """
     text = text.strip()
-    items = [_BRACKETS.split(item) for item in _ITEM.findall(text)]  # names, and brackets between them
+    # Each item is split into names, with the bracketed ranges between them.
+    items = [_BRACKETS.split(item) for item in _ITEM.findall(text)]
     ranges = [[_ranges(bracket) for bracket in item[1::2]] for item in items]
     counts = [math.prod(sum(len(numbers) for numbers, _ in one) for one in item) for item in ranges]
     is_whole = items and ",".join(_ITEM.findall(text)) == text and text.isprintable()
@@ -236,7 +239,7 @@ def expand_hosts(text: str) -> list[str]:
     hosts = []
     for item, brackets in zip(items, ranges, strict=True):
         numbers = [[f"{n:0{width}d}" for span, width in one for n in span] for one in brackets]
-        # Slurm's order: the last bracket varies fastest, then the first, the second, …
+        # In Slurm's order the last bracket varies fastest, then the first, the second and so on.
         for picked in product(*reversed(numbers[:-1]), *numbers[-1:]):
             chosen = [*reversed(picked[:-1]), *picked[-1:], ""]
             hosts.append("".join(chain.from_iterable(zip(item[::2], chosen, strict=True))))
@@ -244,7 +247,7 @@ def expand_hosts(text: str) -> list[str]:
 
 
 def _ranges(bracket: str) -> list[tuple[range, int]]:
-    """The numbers and the width of each range in a bracket; empty if one of them is no range."""
+    """Return the numbers and the width of each range in a bracket; empty if any range is malformed."""
     found = [_RANGE.fullmatch(one) for one in bracket.split(",")]
     spans = [
         (range(int(one["first"]), int(one["last"] or one["first"]) + 1), len(one["first"]))

@@ -1,4 +1,7 @@
-"""What a terminal shows of a text: its style, its width, and nothing that controls the terminal. Pure."""
+"""Prepare a text for a terminal: its style, its width, and no characters that control the terminal.
+
+All functions are pure.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,13 @@ from itertools import accumulate
 
 COLOUR = r"\x1b\[[0-9;]*m"
 CONTROL = r"[\x00-\x07\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]"
-"""C0 but for what moves within a line, C1 and bidirectional marks."""
+"""Matches C1 controls, bidirectional marks, and C0 controls except for those that move within a line."""
 _SGR = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33"}
-"""Word of a style -> its code in an escape sequence."""
+"""Maps the word of a style to its code in an escape sequence."""
 
 
 class Styled(str):
-    """A text that a terminal shows in a style, such as ``bold red``; everywhere else it is that text."""
+    """A text that a terminal shows in a style, such as ``bold red``; everywhere else it is plain text."""
 
     style: str
 
@@ -25,7 +28,7 @@ class Styled(str):
 
 
 def plain(text: str) -> str:
-    """A text as one line that does not control a terminal: with a sign for each control character."""
+    """Convert a text to one line that cannot control a terminal; replace each control character."""
     if text.isprintable():
         return text
     line = re.sub(r"[\x08-\x0a\x0d]", " ", re.sub(COLOUR, "", text))
@@ -33,24 +36,24 @@ def plain(text: str) -> str:
 
 
 def painted(text: str) -> str:
-    """A line with the escape sequences of its style if it is `Styled`, and without any of its own."""
+    """Add the escape sequences of its style to a `Styled` line; remove any other escape sequence."""
     codes = ";".join(_SGR[word] for word in text.style.split()) if isinstance(text, Styled) else ""
     return f"\x1b[{codes}m{plain(text)}\x1b[0m" if codes else plain(text)
 
 
 def text_width(text: str) -> int:
-    """The columns of a terminal that a text takes: two for a wide character, none for a combining one."""
+    """Return the width of a text in terminal columns: two for a wide character, none for a combining one."""
     return len(text) if text.isascii() else sum(map(_columns, text))
 
 
 def _columns(char: str) -> int:
-    from unicodedata import category, east_asian_width  # most texts are in ASCII
+    from unicodedata import category, east_asian_width  # imported here because most texts are ASCII
 
     return 0 if category(char) in ("Mn", "Me", "Cf") else 2 if east_asian_width(char) in "WF" else 1
 
 
 def _beginning(text: str, room: int) -> str:
-    """As many characters from the start of a text as fit `room` columns."""
+    """Return the longest start of a text that fits `room` columns."""
     if text.isascii():
         return text[: max(0, room)]
     used = list(accumulate(map(_columns, text)))
@@ -58,14 +61,14 @@ def _beginning(text: str, room: int) -> str:
 
 
 def cut(text: str, room: int) -> str:
-    """A text that fits `room` columns, with ``…`` at its end if not all of it does."""
+    """Shorten a text to `room` columns, with ``…`` at its end if it does not fit."""
     return text if text_width(text) <= room else f"{_beginning(text, room - 1)}…"
 
 
 def cut_in_the_middle(text: str, room: int) -> str:
-    """A text that fits `room` columns, if necessary with ``…`` in it; the last part of a path stays whole.
+    """Shorten a text to `room` columns with ``…`` in it, but keep the last part of a path whole.
 
-    A last part that does not fit itself is shortened too.
+    If the last part alone does not fit, it is shortened too.
     """
     if text_width(text) <= room:
         return text
@@ -79,7 +82,7 @@ def cut_in_the_middle(text: str, room: int) -> str:
 
 
 def wrapped(text: str, room: int) -> list[str]:
-    """The lines of a text, each of which fits; words are broken only if they do not."""
+    """Wrap a text into lines that fit `room` columns; break only words that are longer than a line."""
     if text.isascii():
         from textwrap import wrap
 
@@ -99,9 +102,10 @@ def wrapped(text: str, room: int) -> list[str]:
 
 GOOD, BAD, WATCH, DIM, TITLE = "green", "bold red", "yellow", "dim", "bold"
 STATE_STYLES = {"running": GOOD, "finished": GOOD, "failed": BAD, "died": BAD, "unknown": BAD}
-"""State of a run -> style; the others are in `WATCH`. The state is always named too."""
+"""Maps the state of a run to its style; other states use `WATCH`. The name of the state is always shown
+too."""
 
 
 def state_style(state: str) -> str:
-    """The style of a state."""
+    """Return the style of a state."""
     return STATE_STYLES.get(state, WATCH)

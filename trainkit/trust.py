@@ -1,4 +1,4 @@
-"""Whose files and folders decide what this user executes: the user's own, root's, and those of a project."""
+"""Decide whose files and folders may be executed: files of this user, of root, or of the user's project."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from trainkit.errors import UsageError
 from trainkit.folders import open_regular, shown_path
 
 TRUSTED_VARIABLE = "TRAINKIT_JOB_TRUSTED"
-"""The folders that ``--trust`` accepts, for the processes that a command starts; no job inherits it."""
+"""The variable that passes the folders accepted by ``--trust`` to child processes; no job inherits it."""
 
 
 def trust(folder: Path) -> None:
-    """Accept a folder and all that is in it, whoever could have written it, here and in child processes."""
+    """Accept a folder and its whole content, whoever may have written it, here and in child processes."""
     os.environ[TRUSTED_VARIABLE] = json.dumps([*_trusted(), os.path.realpath(folder)])
 
 
@@ -30,37 +30,38 @@ def _trusted() -> list[str]:
 
 
 def is_trusted(path: Path) -> bool:
-    """Whether `trust` has accepted a path, or a folder around it."""
-    # A link in the folder is in it, wherever it leads.
+    """Return whether `trust` has accepted a path or a folder above it."""
+    # A link in the folder belongs to the folder, wherever the link leads.
     places = (Path(os.path.realpath(path)), Path(os.path.realpath(path.parent), path.name))
     return any(place.is_relative_to(folder) for folder in _trusted() for place in places)
 
 
 def is_own(found: os.stat_result) -> bool:
-    """Whether this user or root owns a file or folder."""
+    """Return whether this user or root owns a file or folder."""
     return found.st_uid in (os.geteuid(), 0)
 
 
 def is_shared(found: os.stat_result) -> bool:
-    """Whether a group can write there to which this user does not belong, and which root has not chosen.
+    """Return whether a foreign group can write to a file or folder, and root does not own it.
 
-    The members of a project trust each other: its folders are writable to their group, and a folder of root's
-    is so because an administrator has made it for one.
+    A group is foreign if this user does not belong to it. The members of a project trust each other, so its
+    folders may be writable to their group. A folder of root does not count as shared, because an
+    administrator has made it for a group.
     """
     groups = (os.getegid(), *os.getgroups())
     return bool(found.st_mode & stat.S_IWGRP) and found.st_uid != 0 and found.st_gid not in groups
 
 
 def is_project(found: os.stat_result) -> bool:
-    """Whether another user's folder is that of a project: a group of this user's can write there."""
+    """Return whether a group of this user can write to another user's folder."""
     return bool(found.st_mode & stat.S_IWGRP) and found.st_gid in (os.getegid(), *os.getgroups())
 
 
 @cache
 def unknown_owner() -> int | None:
-    """The number that stands for every user whom this namespace does not know; None where it knows all.
+    """Return the uid that stands for all users that this namespace does not know; None if it knows all.
 
-    In a container without root's rights that is the owner of ``/`` too.
+    In a container without root privileges, ``/`` belongs to this uid too.
     """
     with suppress(OSError, ValueError):
         lines = Path("/proc/self/uid_map").read_text().splitlines()
@@ -70,9 +71,10 @@ def unknown_owner() -> int | None:
 
 
 def open_trusted(path: str | Path) -> BinaryIO:
-    """Open a file whose content decides what is executed; the opened file is judged, not its name.
+    """Open a file whose content decides what is executed.
 
-    Raises UsageError if another user could have written it, and OSError if it is no regular file.
+    The opened file is checked instead of its name, because another file could take that name later. Raises
+    UsageError if another user could have written the file, and OSError if it is not a regular file.
     """
     accepted = is_trusted(Path(path))
     try:
@@ -80,7 +82,7 @@ def open_trusted(path: str | Path) -> BinaryIO:
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        hint = "put the file itself there, if you know what is in it"
+        hint = "if you trust its content, replace the link with a copy of the file"
         raise UsageError(f"{shown_path(path)} is a link, which can lead to any file", hint=hint) from None
     if not accepted:
         try:
@@ -92,16 +94,16 @@ def open_trusted(path: str | Path) -> BinaryIO:
 
 
 def read_trusted(path: str | Path) -> str:
-    """The text of a file that `open_trusted` opens; raises likewise."""
+    """Return the text of a file; raise the errors of `open_trusted`."""
     with open_trusted(path) as stream:
         return stream.read().decode()
 
 
 def require_own(path: str | Path, found: os.stat_result) -> None:
-    """Raise UsageError if another user could have written a file, or a folder that says what is executed."""
+    """Raise UsageError if another user could have written a file or folder that decides what is executed."""
     who = "every user" if found.st_mode & stat.S_IWOTH else None
     who = who or (f"group {found.st_gid}, which is none of yours," if is_shared(found) else None)
-    # Only its owner can change a link.
+    # Only the owner of a link can change it, whatever its mode is.
     if is_own(found) and (who is None or stat.S_ISLNK(found.st_mode)):
         return
     shown = shown_path(path)
@@ -109,9 +111,9 @@ def require_own(path: str | Path, found: os.stat_result) -> None:
     if not is_own(found):
         raise UsageError(
             f"{shown} belongs to user {found.st_uid}, who could change what the run executes",
-            hint=f"if you know what is in it, put a copy of your own in its place: `cp -r {word} COPY`",
+            hint=f"if you trust its content, replace it with a copy that you own: `cp -r {word} COPY`",
         )
     raise UsageError(
         f"{who} can write to {shown}, and could change what the run executes",
-        hint=f"if you know what is in it, `chmod go-w {word}`",
+        hint=f"if you trust its content, `chmod go-w {word}`",
     )

@@ -1,4 +1,4 @@
-"""A loop with Hugging Face accelerate that saves its state every 10 steps."""
+"""Train a loop with Hugging Face accelerate that saves its state every 10 steps."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""DistributedDataParallel as its tutorials show it: a snapshot every 10 steps, resumed when there is one."""
+"""Train with DistributedDataParallel as in its tutorials: save every 10 steps, and resume from a snapshot."""
 
 import os
 import sys

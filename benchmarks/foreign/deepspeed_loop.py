@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO stage 1 on CPUs, which saves every 10 steps."""
+"""Train with DeepSpeed ZeRO stage 1 on CPUs, and save every 10 steps."""
 
 import argparse
 import time

@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer with its just-in-time checkpoints, resumed from the last one."""
+"""Train with the Hugging Face Trainer and its just-in-time checkpoints, and resume from the newest one."""
 
 import sys
 import time

@@ -1,4 +1,4 @@
-"""Lightning's Trainer with a ModelCheckpoint, which saves every 10 steps and when it is stopped."""
+"""Train with Lightning's Trainer and a ModelCheckpoint, which saves every 10 steps and at a stop."""
 
 import sys
 import time
@@ -17,7 +17,8 @@ class Model(lightning.LightningModule):
         self.linear = nn.Linear(8, 1)
 
     def training_step(self, batch, index):
-        # Lightning starts the epoch's data again after a resume in the middle, so they depend on the step.
+        # The data depend on the step, because Lightning restarts the epoch's data after a resume within the
+        # epoch.
         generator = torch.Generator().manual_seed(self.global_step * 1000 + self.global_rank)
         x = torch.randn(16, 8, generator=generator)
         loss = nn.functional.mse_loss(self.linear(x), x.sum(1, keepdim=True))

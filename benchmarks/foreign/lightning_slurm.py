@@ -1,4 +1,4 @@
-"""Lightning's Trainer with its own SLURMEnvironment, which also requeues jobs on its signal."""
+"""Train with Lightning's Trainer and SLURMEnvironment, which also requeues jobs on its signal."""
 
 import sys
 import time

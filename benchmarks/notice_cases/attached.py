@@ -1,4 +1,4 @@
-"""A loop of its own with `trainkit.loop`, and a DataLoader with workers."""
+"""Train a custom loop with `trainkit.loop` and a DataLoader with workers."""
 
 import time
 

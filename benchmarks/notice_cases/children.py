@@ -1,9 +1,9 @@
-"""A rank with children of several kinds, which says how they end after a notice to the whole step.
+"""Start children of several kinds in a rank, and print how they end after a stop signal to the whole step.
 
     python children.py COUNT KIND...
 
-Prints `all are ready`, and after SIGTERM a line for each outcome of a kind. A child that hears the notice
-ends by itself, and the rank ends the workers of `SPARED` when no more signals come.
+Prints `all are ready`, and after SIGTERM a line for each outcome of a kind. A child that handles the stop
+signal ends by itself. The rank ends the workers of `SPARED` after the last signal.
 """
 
 import multiprocessing
@@ -82,7 +82,8 @@ HEARS = {
     + READY
     + "time.sleep(300)",
 }
-"""Kinds of Pythons that end with 15 of a notice, or of the end of the program that they have started."""
+"""Kinds of Python children that exit with 15 after a stop signal, or after the end of the program that they
+started."""
 QUIET_S = 2.0
 PYENV = Path.home() / ".pyenv/versions"
 OLD_PYTHONS = {
@@ -90,7 +91,7 @@ OLD_PYTHONS = {
     for version in ("2.7", "3.6", "3.7", "3.13")
     if (found := sorted(PYENV.glob(f"{version}.*/bin/python")))
 }
-"""Other Pythons than this one, as far as pyenv has installed them."""
+"""Python versions other than this one that pyenv has installed."""
 SPARED = {
     "DataLoader, fork": "lived, 0",
     "DataLoader, spawn": "lived, 0",
@@ -102,7 +103,7 @@ SPARED = {
     "Process with sigwait, fork": "ended, 15",
     "Process with sigwait, spawn": "ended, 15",
 }
-"""Workers, and how they end in a job of trainkit; those of torch return 0 if their parent signals them."""
+"""Workers, and how they end in a job of trainkit; workers of torch return 0 if their parent signals them."""
 OLD = "import signal, time, os; signal.signal(15, lambda n, _: os._exit(n)); " + READY + "time.sleep(300)"
 
 
@@ -123,7 +124,7 @@ def sigwaits(ready: Any) -> None:
 
 
 class Endless:
-    """A dataset."""
+    """A dataset without an end."""
 
     def __len__(self) -> int:
         return 10**9
@@ -154,7 +155,7 @@ def programs(kind: str, count: int) -> list[Any]:
 
 
 def workers(kind: str, count: int) -> tuple[list[Any], Any]:
-    """Workers of a kind, and what must be kept for them to live."""
+    """Start workers of a kind; return the workers, and the objects that keep them alive."""
     name, method = kind.split(", ")
     context: Any = multiprocessing.get_context(method)
     if name == "DataLoader":
@@ -179,7 +180,7 @@ def workers(kind: str, count: int) -> tuple[list[Any], Any]:
 
 
 def end_of_programs(started: list[Any]) -> list[str]:
-    """How Pythons have ended by themselves, with all that they have printed after `ready`."""
+    """Return how Python children have ended by themselves, with their output after `ready`."""
     deadline_s = time.monotonic() + 30
     while any(one.poll() is None for one in started) and time.monotonic() < deadline_s:
         time.sleep(0.05)
@@ -190,7 +191,7 @@ def end_of_programs(started: list[Any]) -> list[str]:
 
 
 def end_of_workers(started: list[Any], *, is_pool: bool) -> list[str]:
-    """Whether workers live, and their exit codes after `terminate`."""
+    """Return whether workers live, and their exit codes after `terminate`."""
     alive = [one.is_alive() for one in started]
     for one in started:
         one.terminate()
@@ -198,7 +199,8 @@ def end_of_workers(started: list[Any], *, is_pool: bool) -> list[str]:
     codes: list[int | None] = [None]
     while None in codes and time.monotonic() < deadline_s:
         time.sleep(0.05)
-        # A thread of a Pool waits for its workers: of two that do, one gets no exit code, or a wrong one.
+        # A thread of a Pool waits for its workers. If two threads wait for one worker, one of them gets no
+        # exit code or a wrong one.
         codes = [one._popen.returncode if is_pool else one.exitcode for one in started]
     return [f"{'lived' if lived else 'ended'}, {code}" for lived, code in zip(alive, codes, strict=True)]
 
@@ -216,7 +218,7 @@ def main(count: int, kinds: list[str]) -> None:
     while not asked:
         time.sleep(0.01)
     heard = 0
-    while heard < len(asked):  # the kernel merges a signal of a parent with one of Slurm that is pending
+    while heard < len(asked):  # the kernel merges a signal of a parent with a pending signal of Slurm
         heard = len(asked)
         time.sleep(QUIET_S)
     found = {

@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO stage 1 on CPUs with data workers: its ranks agree after the step, save and exit with 75."""
+"""Train with DeepSpeed ZeRO stage 1 and data workers; ranks agree after the step, save and exit with 75."""
 
 import argparse
 import os
@@ -24,7 +24,7 @@ def main():
     for number in (signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, lambda number, frame: heard.append(number))
     parser = argparse.ArgumentParser()
-    parser.add_argument("--local_rank", type=int)  # DeepSpeed's launcher adds it
+    parser.add_argument("--local_rank", type=int)  # DeepSpeed's launcher adds this option
     parser.parse_args()
     deepspeed.init_distributed("gloo")
     engine, *_ = deepspeed.initialize(model=nn.Linear(8, 1), config=CONFIG)
@@ -43,7 +43,7 @@ def main():
         flag = torch.tensor(float(bool(heard)))
         torch.distributed.all_reduce(flag)
         if flag.item() > 0:
-            time.sleep(0.5)  # a save takes its time
+            time.sleep(0.5)  # simulates the duration of a save
             engine.save_checkpoint(str(OUT), tag=f"step-{step}", client_state={"step": step})
             print("saved", step, "after", len(heard), "signals", flush=True)
             os._exit(75)

@@ -1,7 +1,12 @@
-"""A script that sets a flag on the signal, saves after the step and exits with 75: flag.py KIND.
+"""Set a flag on the signal, save after the step and exit with 75: flag.py KIND.
 
-KIND: plain; default, which restores the default action in its handler; counter, which counts signals until it
-has saved; pool and loader, with workers; ddp, with workers and a process group, whose ranks agree.
+The values of KIND:
+
+- plain;
+- default, which restores the default action in its handler;
+- counter, which counts signals until it has saved;
+- pool and loader, which have workers;
+- ddp, which has workers and a process group whose ranks agree.
 """
 
 import multiprocessing
@@ -27,7 +32,7 @@ def identity(number):
 
 
 def batches():
-    """Something of the workers for each step."""
+    """Yield a value from the workers for each step."""
     if kind == "pool":
         with multiprocessing.Pool(2) as pool:
             while True:
@@ -66,7 +71,7 @@ def main():
         print("step", step, flush=True)
         time.sleep(0.1)
         if must_stop():
-            time.sleep(0.5)  # a save takes its time
+            time.sleep(0.5)  # simulates the duration of a save
             state.write_text(str(step))
             print("saved", step, "after", len(heard), "signals", flush=True)
             os._exit(75) if kind == "ddp" else sys.exit(75)

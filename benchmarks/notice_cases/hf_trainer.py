@@ -1,6 +1,7 @@
-"""The Hugging Face Trainer with data workers: hf_trainer.py jit|callback.
+"""Train with the Hugging Face Trainer and data workers: hf_trainer.py jit|callback.
 
-jit: its just-in-time checkpoint. callback: its ranks agree after the step, as docs/own-script.md shows.
+With `jit`, the Trainer saves its just-in-time checkpoint. With `callback`, its ranks agree after the step, as
+docs/own-script.md shows.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""examples/lightning_train.py with data workers; it prints every step."""
+"""Run examples/lightning_train.py with data workers, and print every step."""
 
 import sys
 import time

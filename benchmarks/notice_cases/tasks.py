@@ -1,4 +1,4 @@
-"""Tasks with data workers: samples that trainkit's workers read, and a stream with workers of its own."""
+"""Tasks with data workers: samples that trainkit's workers read, and a stream with separate workers."""
 
 import time
 
@@ -18,7 +18,7 @@ class Samples(torch.utils.data.Dataset):
 
 
 class Stream:
-    """Numbers that two workers of a DataLoader of its own read."""
+    """Numbers that two workers of a separate DataLoader read."""
 
     def __iter__(self):
         numbers = range(100_000)

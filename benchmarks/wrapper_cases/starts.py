@@ -1,7 +1,9 @@
-"""Starts a command as programs do that stand above a training: starts.py HOW COMMAND...
+"""Start a command as the programs above a training do: starts.py HOW COMMAND...
 
-run and check: `subprocess.run` and `check_call`. wait: Popen, polled. conda: `conda run`, a shell whose
-output is printed at its end. apptainer: `apptainer exec` without a terminal, which passes every signal on.
+- run and check: `subprocess.run` and `check_call`.
+- wait: a Popen that is polled.
+- conda: `conda run`, a shell whose output is printed at its end.
+- apptainer: `apptainer exec` without a terminal, which forwards every signal.
 """
 
 import os

@@ -1,6 +1,6 @@
-"""A script as docs/own-script.md has it: it saves on the signal, prints while it does, and exits with 75.
+"""Save on the signal and exit with 75, as docs/own-script.md shows, and print during the save.
 
-It notes each step, each signal and each save in a file of its rank.
+The script writes each step, each signal and each save to a file of its rank.
 """
 
 import os
@@ -34,7 +34,7 @@ while not asked:
     note("step", step)
     print("step", step, flush=True)
     time.sleep(0.1)
-for _ in range(20):  # a save takes its time
+for _ in range(20):  # simulates the duration of a save
     print("saves", step, flush=True)
     time.sleep(0.1)
 part = folder / f"part.{rank}"

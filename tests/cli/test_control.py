@@ -100,7 +100,7 @@ def test_a_job_file_that_came_from_another_run_signals_nobody(desk):
     write_json(other / "job.json", {**job, "attempts": [{**entry, "folder": str(home)}]})
     for words in (["cancel", "--now"], ["cancel"], ["requeue"]):
         done = desk.trainkit(*words, str(other))
-        assert (done.returncode, f"that is {home}, and was not moved here" in done.stderr) == (2, True)
+        assert (done.returncode, f"writes to, which is {home}" in done.stderr) == (2, True)
     assert desk.status(run)["state"] in ("starting", "running")
 
 

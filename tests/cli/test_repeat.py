@@ -133,7 +133,7 @@ def test_what_is_refused(
         assert main(["submit", "train", "--dry-run", "--trust"]) == 0
         os.chown(first.path, os.getuid(), os.getgid())
     first.code_dir.rename(first.path / "moved")
-    lost = "runs/train has lost the copy of its code: there is no runs/train/code"
+    lost = "the copy of the code of runs/train is missing: there is no runs/train/code"
     assert refused("train").startswith(f"error: {lost}\n\nhint: --no-snapshot runs the code in {Path.cwd()}")
     assert sorted(item.name for item in Path("runs").iterdir()) == ["sweep", "train"]
 

@@ -383,11 +383,11 @@ def test_slices_end_with_their_total_and_are_no_restarts():
     decision = after(replace(end, is_total_used=True), policy=policy)
     assert (decision.action, decision.exit_code) == ("stopped", 75)
     assert decision.reason == (
-        "saved after SIGUSR2 before the time limit; not started again: its jobs have taken the 02:00:00 of"
-        " resources.time; `trainkit resume` allows as much again"
+        "saved after SIGUSR2 before the time limit; not started again: its jobs have used up the 02:00:00 of"
+        " resources.time; `trainkit resume` grants the same time again"
     )
     crash = after(ended([1], is_total_used=True), policy=policy)
-    assert (crash.action, "have taken the 02:00:00" in crash.reason) == ("failed", True)
+    assert (crash.action, "have used up the 02:00:00" in crash.reason) == ("failed", True)
 
 
 @pytest.mark.parametrize(
@@ -487,5 +487,5 @@ def test_a_person_who_asks_for_another_attempt_gets_it_whatever_the_limits(optio
     decision = decide_requested(end, past, options)
     assert (decision.action, decision.cause) == (action, "asked")
     if decision.resumes:
-        said = "a worker ended with exit code 1, and `trainkit requeue` asked for another attempt"
+        said = "a worker ended with exit code 1, and `trainkit requeue` requested another attempt"
         assert decision.reason == f"{said}; resumes (restart 11)"

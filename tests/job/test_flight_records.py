@@ -116,7 +116,7 @@ def test_records_of_the_trainer_and_of_torch_and_damaged_ones(
     write_json(attempt.rank_collectives(1), DUMP)
     (attempt.flight_dir / "rank-2").write_bytes(b"\x80")
     assert sorted(read_flights(attempt, 3)) == [0, 1]
-    assert "rank-2 is not read" in "".join(capfd.readouterr())
+    assert f"cannot read the flight record {attempt.flight_dir / 'rank-2'}" in "".join(capfd.readouterr())
 
 
 def test_torch_writes_a_record_on_request(attempt: AttemptDir) -> None:

@@ -219,7 +219,7 @@ def test_ranks_that_may_use_too_few_gpus_are_not_the_fault_of_the_node(
     visible: str, local_ranks: tuple[int, ...]
 ) -> None:
     """Among them an agent with four ranks that Slurm has bound to one GPU: it would fail anywhere."""
-    with failing(f"have CUDA_VISIBLE_DEVICES={visible}$", is_node=False) as caught:
+    with failing(f"has CUDA_VISIBLE_DEVICES={visible}$", is_node=False) as caught:
         check_gpus(FakeNvml(*[WELL] * 4), local_ranks, visible)
     assert caught.value.exit_code == EXIT_NO_RESTART
     assert "gpu-bind: none" in caught.value.hint
@@ -227,7 +227,7 @@ def test_ranks_that_may_use_too_few_gpus_are_not_the_fault_of_the_node(
 
 def test_fewer_gpus_than_ranks_because_slurm_has_given_no_more() -> None:
     """In a container without CUDA_VISIBLE_DEVICES, only Slurm's own count tells it from a broken node."""
-    with failing("have SLURM_GPUS_ON_NODE=1$", is_node=False) as caught:
+    with failing("has SLURM_GPUS_ON_NODE=1$", is_node=False) as caught:
         check_gpus(FakeNvml(WELL), range(4), None, granted="1")
     assert caught.value.exit_code == EXIT_NO_RESTART
     for granted in ("4", "", None):

@@ -117,8 +117,8 @@ def test_nothing_runs_of_a_folder_that_was_changed(
     file = change(run)
     code, end = step(run, "open('executed', 'w')")
     assert (code, end["state"], end["action"]) == (EXIT_NO_RESTART, "failed", "failed")
-    assert end["reason"].startswith(f"{file} is not what this job was submitted with, so it runs nothing")
-    assert f"error: {end['reason']}\n\nhint: look at the folder and whose it is" in capfd.readouterr().out
+    assert end["reason"].startswith(f"{file} is not the file that this job was submitted with")
+    assert f"error: {end['reason']}\n\nhint: check the folder and its owner" in capfd.readouterr().out
     assert (slurm.requeued, Path("executed").exists(), run.attempt_numbers()) == (0, False, [1])
 
 
@@ -130,7 +130,7 @@ def test_of_another_run_in_its_place_no_record_is_believed(
     monkeypatch.setenv(SUBMITTED_VARIABLE, "0:1")
     record = run.job_file.read_bytes()
     assert supervise_job(run, [sys.executable, "-c", ""]) == EXIT_NO_RESTART
-    assert "config.yaml is not what this job was submitted with" in capfd.readouterr().out
+    assert "config.yaml is not the file that this job was submitted with" in capfd.readouterr().out
     assert (run.job_file.read_bytes(), run.attempt(1).end_file.exists()) == (record, False)
 
 
@@ -157,7 +157,7 @@ def test_of_a_folder_that_changed_while_the_run_waited_for_its_turn_nothing_runs
     attempt = Attempt(run.attempt(1))
     decision = Supervisor(LocalAllocation(run, 1))._run_attempt(attempt)
     assert (decision.action, decision.exit_code, attempt.outcome.exits) == ("failed", EXIT_NO_RESTART, ())
-    assert "plan.json is not what this job was submitted with" in decision.reason
+    assert "plan.json is not the file that this job was submitted with" in decision.reason
 
 
 def test_a_task_of_an_array_runs_what_its_group_was_submitted_with(
@@ -173,13 +173,13 @@ def test_a_task_of_an_array_runs_what_its_group_was_submitted_with(
     assert read_submitted(group.run(1))["num_nodes"] == record.plan["num_nodes"]
     plan_file = group.run(1).plan_file
     plan_file.write_text(json.dumps({**read_json(plan_file), "command": ["planted"]}))
-    with pytest.raises(NotSubmitted, match=r"1/plan.json is not what"):
+    with pytest.raises(NotSubmitted, match=r"1/plan.json is not the file"):
         read_submitted(group.run(1))
     trial = replace(group.trial(1), plan={"command": ["planted"]})
     content = read_json(group.sweep_file)
     content["points"][1] |= {"plan": trial.plan}
     group.sweep_file.write_text(json.dumps(content))
-    with pytest.raises(NotSubmitted, match=r"sweep.json is not what"):
+    with pytest.raises(NotSubmitted, match=r"sweep.json is not the file"):
         require_submitted_group(RunGroup(group.path))
     # Resumed by itself, a trial has a script of its own.
     own = group.run(1)

@@ -305,7 +305,7 @@ def test_the_run_saves_when_its_slices_have_taken_their_total(run: RunDir, slurm
     assert supervise_job(run, [sys.executable, "-c", code]) == 75
     end = read_json(run.attempt(1).end_file)
     assert (end["action"], end["cause"]) == ("stopped", "timeout")
-    assert "not started again: its jobs have taken the 00:0" in end["reason"]
+    assert "not started again: its jobs have used up the 00:0" in end["reason"]
 
 
 def test_a_start_waits_for_room_on_the_disk(

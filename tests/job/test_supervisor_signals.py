@@ -257,7 +257,7 @@ def test_a_job_that_a_person_ends_after_it_was_judged_does_not_come_back(
     end = step(run, "raise SystemExit(75)", record_signal(run, "SIGUSR2"))[1]
     assert slurm.requeued == requeued
     assert end["action"] == ("requeue" if requeued else "stopped")
-    assert end["reason"].endswith("it was cancelled meanwhile") != bool(requeued)
+    assert end["reason"].endswith("the run was cancelled in the meantime") != bool(requeued)
 
 
 @pytest.mark.parametrize(

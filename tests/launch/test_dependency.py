@@ -65,7 +65,7 @@ RESUME = "resume it first: `trainkit resume 'runs/my first'`"
         (
             [run("runs/1", "unknown", "12")],
             "1 is unknown",
-            "`trainkit status runs/1` says why; without",
+            "`trainkit status runs/1` shows",
         ),
         (
             [run("runs/1", "running", "local-12")],
@@ -132,7 +132,7 @@ def test_a_point_on_another_cluster_may_have_the_id_of_its_array(
     if len(open_points) > 1:
         with pytest.raises(UsageError, match="a job can wait only for jobs of its own cluster") as caught:
             with_dependency(plan(SlurmRequest({}, clusters=("east",))), ["g"], waits_for)
-        assert caught.value.message.endswith("waits here for 12_0 on east and 12 on this one")
+        assert caught.value.message.endswith("but these are 12_0 on east and 12 on this one")
 
 
 def test_a_run_on_this_machine_waits_for_folders() -> None:

@@ -97,7 +97,7 @@ def test_a_filter_that_git_cannot_leave_out(received: Path, program: Path) -> No
     state = git_state(received)
     assert state is not None
     assert (state["dirty"], state["diff"]) == (None, None), "unknown, not unchanged"
-    with pytest.raises(UsageError, match="has the filter 'a=b', which git cannot leave out"):
+    with pytest.raises(UsageError, match="has the filter 'a=b', which git cannot disable"):
         run_git(str(received), "status")
     assert ran(program) == ""
 

@@ -203,7 +203,7 @@ def test_packages_that_the_trainer_needs(tmp_path: Path) -> None:
 
     assert problem("") == "has no torch and no trainkit"
     with_both = str(packages)
-    assert problem(with_both) == f"has trainkit 0.0.1, and this is trainkit {__version__}"
+    assert problem(with_both) == f"has trainkit 0.0.1, but this is trainkit {__version__}"
     (packages / "trainkit.py").write_text(f"__version__ = {__version__!r}  # another size")
     assert problem(with_both) is None
     (packages / "torch.py").unlink()

@@ -423,6 +423,6 @@ def test_one_of_two_commands_gets_an_empty_folder(tmp_path: Path) -> None:
     folder.mkdir()
     with new_folder("x", folder), pytest.MonkeyPatch.context() as patch:
         patch.setattr("trainkit.launch.create.refuse_place", Mock())  # it looked before
-        with pytest.raises(UsageError, match="another command is making a run there"):
+        with pytest.raises(UsageError, match="another command is creating a run there"):
             new_folder("x", folder).__enter__()
     assert [path.name for path in folder.iterdir()] == [".lock"]

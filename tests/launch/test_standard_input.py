@@ -35,7 +35,7 @@ def shell(tmp_path: Path):
     return run
 
 
-SHARED = "standard input is left to the programs around this one: train gets none"
+SHARED = "note: train gets no standard input"
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ SHARED = "standard input is left to the programs around this one: train gets non
         ("echo abc > f; $ask train < f", r"b'abc\n'"),
         ("echo abc > f; { read -n 1; $ask cat; } < f", r"b'bc\n'"),
         ("head -c 2000 /dev/zero | $ask train 2>&1 | tail -2 | head -1", "standard input has more than"),
-        ("sleep 9 | $ask train & wait -n; true", "a pipe without data: train gets none"),
+        ("sleep 9 | $ask train & wait -n; true", "a pipe without data, so train gets no input"),
         # What a shell has, its programs share: only a COMMAND that says so reads it.
         ("printf 'a\\nb\\n' | while read word; do $ask train; done", SHARED),
         ("echo '$ask train\necho next' > s; bash < s", SHARED),
@@ -90,7 +90,7 @@ def test_a_terminal_stays_with_the_command(tmp_path: Path) -> None:
     primary, secondary = os.openpty()
     (tmp_path / "ask.py").write_text(ASK)
     try:
-        for words, said in (("train", "None None"), ("python3", "which is a terminal here")):
+        for words, said in (("train", "None None"), ("python3", "standard input is a terminal")):
             done = run_program(
                 sys.executable, tmp_path / "ask.py", "keeps", words, cwd=tmp_path, stdin=secondary
             )

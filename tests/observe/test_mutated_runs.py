@@ -110,7 +110,6 @@ def test_a_checkpoint_of_another_version(project: Path, capsys: pytest.CaptureFi
     assert main(["resume", "runs/finished", "--set", "train.steps=9"]) == 2
     shown = capsys.readouterr().err
     said(shown)
-    said(shown)
 
 
 def test_a_copy_of_the_code_that_is_elsewhere(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,7 +133,7 @@ def test_the_status_says_what_cannot_be_read(project: Path, capsys: pytest.Captu
     os.mkfifo(file)
     assert main(["status", "runs/finished"]) == 0
     shown = capsys.readouterr().out
-    assert "warning: metrics.jsonl cannot be read: it is no regular file" in shown
+    assert "warning: metrics.jsonl cannot be read: it is not a regular file" in shown
     assert "state       finished" in shown
     log = project / "runs/finished/attempts/001/logs/rank-0000.log"
     log.unlink()

@@ -41,7 +41,7 @@ def test_all_run_and_each_once(login: Login) -> None:
     group = submit(login, "--array", "0-12", "--", "sh", "-c", waits, str(login.folder))
     assert 1 <= len(group.trials) - len(group.left) <= MAX_JOBS
     shown = login.trainkit("status", str(group.path))
-    assert "Slurm takes no more jobs of this user at once" in shown.stdout
+    assert "Slurm accepts no more jobs of this user" in shown.stdout
     (login.folder / "go").touch()
     wait_for_states(login, group, finished=13)
     ran = (login.folder / "ran").read_text().split()
@@ -81,7 +81,7 @@ def test_what_is_left_is_submitted_by_hand(login: Login, cluster: Cluster, tmp_p
     group = submit(login, "--array", "0-14", *HOLD, "--", "true")
     left = len(group.left)
     refused = login.trainkit("resume", str(group.path))
-    assert (refused.returncode, f"takes none of the {left} runs" in refused.stderr) == (2, True)
+    assert (refused.returncode, f"accepts none of the {left} unsubmitted runs" in refused.stderr) == (2, True)
     limit(cluster, -1)
     try:
         done = login.trainkit("resume", str(group.path))

@@ -41,16 +41,16 @@ def test_nothing_runs_of_a_folder_that_is_not_what_was_submitted(login: Login) -
     for run in (config, *plans.values()):
         end = login.wait_for_end(run)
         assert (end["state"], end["exit_code"]) == ("failed", EXIT_NO_RESTART)
-        assert "is not what this job was submitted with, so it runs nothing" in end["reason"]
+        assert "is not the file that this job was submitted with" in end["reason"]
         assert login.status(run)["reason"] == end["reason"]
     file = config.attempt(1).config_file
     assert str(file) in login.wait_for_end(config)["reason"]
     log = swapped.attempt(1).supervisor_log
-    error = f"error: {swapped.attempt(1).config_file} is not what"
+    error = f"error: {swapped.attempt(1).config_file} is not the file"
     wait_for(lambda: error in log.read_text(), "the log")
     logs = [group.log_file(index) for index in (0, 1)]
     wait_for(
-        lambda: all("sweep.json is not what" in one.read_text() for one in logs), "the logs of the array"
+        lambda: all("sweep.json is not the file" in one.read_text() for one in logs), "the logs of the array"
     )
     login.run(["scancel", "--user=root"], check=True)  # `other` waits for its own start
     login.wait_until_idle()

@@ -176,7 +176,7 @@ def test_a_record_tells_a_copy_from_a_moved_folder(tmp_path):
     link.path.symlink_to(moved.path)
     for one in (moved, link):
         refuse_copy(one, read_job(one), "cancel")
-    with pytest.raises(UsageError, match=r"is not the folder that 7 writes to: that is .*run") as caught:
+    with pytest.raises(UsageError, match=r"is not the folder that 7 writes to, which is .*run") as caught:
         refuse_copy(copy, read_job(copy), "cancel")
     assert caught.value.hint.endswith("`scancel 7` ends the job")
     # A later run may be in the place of one that was moved.

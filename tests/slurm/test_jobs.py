@@ -156,7 +156,7 @@ def test_a_cluster_that_cannot_be_reached(fake: FakeSlurm) -> None:
     fake.add("squeue", "/bin/cat $here/said >&2; exit 1")
     with pytest.raises(SlurmUnreachable, match="No cluster 'east' known by database") as caught:
         query_jobs(["7;east"])
-    assert caught.value.hint.startswith("it is down, or not one of those that `sacctmgr show clusters` lists")
+    assert caught.value.hint.startswith("the cluster is down, or missing in `sacctmgr show clusters`")
     assert not caught.value.may_have_arrived
     assert fake.programs == ["squeue"]
 
@@ -227,7 +227,7 @@ def test_jobs_in_a_state_that_says_nothing(fake: FakeSlurm) -> None:
     assert {job.state for job in jobs.values()} == {JobState.UNKNOWN}
     assert [job.sentence for job in jobs.values()] == [
         moved,
-        "squeue reports the state NEW_IN_2030, whose meaning is not known",
+        "squeue reports the unknown state NEW_IN_2030",
         moved,
         "squeue no longer lists it, but accounting still reports RUNNING",
     ]

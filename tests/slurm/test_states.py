@@ -100,7 +100,7 @@ SENTENCES = {
     },
     "QOSMinCpuNotSatisfied": "is below a limit of its QOS: QOSMinCpuNotSatisfied",
     "QOSMinGRES": "is below a limit of its QOS: QOSMinGRES",
-    "MaxPoweredUpNodes": "its cluster already has as many nodes powered up as it may have",
+    "MaxPoweredUpNodes": "its cluster already has its maximum number of nodes powered up",
     "Nodes_required_for_job_are_DOWN,_DRAINED_or_reserved_for_jobs_in_higher_priority_partitions": (
         f"{DOWN} or reserved for jobs of higher priority"
     ),

@@ -66,7 +66,7 @@ def test_what_prevents_it_is_said(machine: Path, monkeypatch: pytest.MonkeyPatch
         releases.find("21.08")
     assert error.value.hint == "choose one of 22.05, 24.11, 26.05"
     (machine / "targets").write_text("Other http://other.example/\n")
-    with pytest.raises(NotPossible, match="this machine knows no Debian mirror"):
+    with pytest.raises(NotPossible, match="no Debian mirror"):
         releases.find("24.11")
     monkeypatch.setenv("PATH", str(machine))
     (machine / "apt-get").unlink()

@@ -1,4 +1,4 @@
-"""`python -m tools.slurm_cluster`: a Slurm cluster of four hosts on this machine."""
+"""Start and manage a Slurm cluster of four hosts on this machine: `python -m tools.slurm_cluster`."""
 
 import sys
 

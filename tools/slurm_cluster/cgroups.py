@@ -1,6 +1,7 @@
 """Control groups of hosts, for clusters whose Slurm confines jobs with proctrack/cgroup and task/cgroup.
 
-Each host gets a group below that of the process that starts it, and sees it as the root of the hierarchy.
+Each host has a group below the group of the process that starts the host, and sees it as the root of the
+hierarchy.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from tools.slurm_cluster.state import State
 
 ROOT = Path("/sys/fs/cgroup")
 CONTROLLERS = ("cpuset", "memory", "freezer")
-"""What Slurm needs to confine the CPUs and the memory of a job and to find its processes."""
+"""Controllers that Slurm needs to confine a job's CPUs and memory, and to find the job's processes."""
 ENTER = 'while [ "$1" != -- ]; do echo $$ > "$1/cgroup.procs" || exit; shift; done; shift; exec "$@"'
 REMOVE_TIMEOUT_S = 10.0
 CPU_PERIOD_US = 50_000
-"""Short against a step, so that a limited process is slow rather than interrupted."""
+"""Shorter than a training step, so that a limited process is slow rather than interrupted."""
 
 
 def require() -> None:
@@ -35,7 +36,7 @@ def require() -> None:
 
 
 def create(state: State, index: int) -> list[Path]:
-    """Create the groups of a host, one for each controller."""
+    """Create the groups of a host, one per controller."""
     groups = [_own_group(controller) / state.host(index) for controller in CONTROLLERS]
     for group in groups:
         group.mkdir(exist_ok=True)
@@ -46,7 +47,7 @@ def create(state: State, index: int) -> list[Path]:
 
 
 def inside(groups: list[Path], argv: list[str]) -> list[str]:
-    """The argv that runs a command in these groups."""
+    """Return the argv that runs a command in these groups."""
     return ["sh", "-c", ENTER, "sh", *map(str, groups), "--", *argv]
 
 
@@ -64,7 +65,7 @@ def _remove_folder(group: Path, deadline_s: float) -> None:
         try:
             group.rmdir()
         except OSError:
-            # A group is busy until the last of its killed processes has been reaped.
+            # A group stays busy until the last of its killed processes has been reaped.
             if time.monotonic() > deadline_s:
                 raise
             time.sleep(0.02)
@@ -72,9 +73,9 @@ def _remove_folder(group: Path, deadline_s: float) -> None:
 
 @contextmanager
 def cpu_limited(host: str, pids: Callable[[], list[int]], cpus: float) -> Iterator[None]:
-    """Give all processes of a host together the time of `cpus` CPUs until the block ends.
+    """Limit all processes of a host together to the time of `cpus` CPUs until the block ends.
 
-    `pids` lists them. Raises NotPossible without the controller ``cpu`` of cgroup v1.
+    `pids` lists the processes. Raises NotPossible without the controller ``cpu`` of cgroup v1.
     """
     own = _own_group("cpu") if (ROOT / "cpu/cgroup.procs").exists() else None
     if own is None or not (own / "cpu.cfs_quota_us").exists():
@@ -85,7 +86,7 @@ def cpu_limited(host: str, pids: Callable[[], list[int]], cpus: float) -> Iterat
         (group / "cpu.cfs_period_us").write_text(f"{CPU_PERIOD_US}")
         (group / "cpu.cfs_quota_us").write_text(f"{round(cpus * CPU_PERIOD_US)}")
         while outside := set(pids()) - set(map(int, (group / "cgroup.procs").read_text().split())):
-            _move(outside, group)  # what was started meanwhile is moved next time
+            _move(outside, group)  # processes started in the meantime are moved in the next round
         yield
     finally:
         while inside := (group / "cgroup.procs").read_text().split():
@@ -100,7 +101,7 @@ def _move(pids: Iterable[int], group: Path) -> None:
 
 
 def _own_group(controller: str) -> Path:
-    """The group of this process in the hierarchy of a controller."""
+    """Return the group of this process in the hierarchy of a controller."""
     text = Path("/proc/self/cgroup").read_text()
     found = re.search(rf"^\d+:(?:[^:\n]*,)?{controller}(?:,[^:\n]*)?:(.*)$", text, re.MULTILINE)
     assert found is not None, text

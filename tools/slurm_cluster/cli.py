@@ -1,4 +1,4 @@
-"""The command line: up, down, status, env, run, host, daemon, shell and install."""
+"""Command line with up, down, status, env, run, host, daemon, shell and install."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ DAEMON_ACTIONS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; returns its exit code."""
+    """Run one subcommand; return its exit code."""
     options = _parser().parse_args(argv)
     try:
         code: int = options.call(options)
@@ -123,7 +123,8 @@ def _shell(options: argparse.Namespace) -> int:
 
 
 def _install(options: argparse.Namespace) -> int:
-    """Install missing packages; on failure returns 1 only in CI, since the tests themselves report a skip."""
+    """Install missing packages; return 1 after a failure in CI only, because the tests otherwise report a
+    skip."""
     try:
         releases.install(options.slurm)
     except packages.NotPossible as error:
@@ -134,7 +135,7 @@ def _install(options: argparse.Namespace) -> int:
 
 
 def _choose(folder: Path | None, must_exist: bool = True) -> Any:
-    """The cluster in the folder, the one of this shell, or the only one; None if there may be none."""
+    """Return the cluster in the folder, the cluster of this shell, or the only cluster; None if optional."""
     named = folder or (Path(os.environ["TEST_CLUSTER"]) if "TEST_CLUSTER" in os.environ else None)
     states = [state for state in all_states() if named is None or state.path == named.absolute()]
     if len(states) > 1:
@@ -163,7 +164,7 @@ def _parser() -> argparse.ArgumentParser:
     version, which, make = (argparse.ArgumentParser(add_help=False) for _ in range(3))
     which_version = f"{', '.join(releases.RELEASES)}; default: the one installed on this machine"
     version.add_argument("--slurm", metavar="VERSION", choices=releases.RELEASES, help=which_version)
-    which.add_argument("--folder", type=Path, help="the cluster's folder; needed when there are several")
+    which.add_argument("--folder", type=Path, help="folder of the cluster; required if several clusters run")
     make.add_argument("--no-accounting", action="store_true", help="a cluster without slurmdbd")
     line = {"action": "append", "default": [], "type": _assignment, "metavar": "NAME=VALUE"}
     make.add_argument("--set", **line, help="a line of slurm.conf")
@@ -179,7 +180,7 @@ def _parser() -> argparse.ArgumentParser:
 
     up = command(_up, "start a cluster and print its folder", make, version)
     up.add_argument("folder", nargs="?", type=Path, help="an empty folder; default: a new one below /tmp")
-    down = command(_down, "remove a cluster, if there is one", which)
+    down = command(_down, "remove a cluster if it exists", which)
     down.add_argument("--all", action="store_true", help="all clusters on this machine")
     command(_status, "list the clusters on this machine")
     command(_env, "print the export statements for a shell", which)

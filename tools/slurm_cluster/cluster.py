@@ -19,7 +19,7 @@ from tools.slurm_cluster.state import STATE_LINK, State
 
 NUM_HOSTS = 4
 COMPLETING_S = 15.0
-"""Longer than KillWait: a job that is still completing after this was on a host that was powered off.
+"""Longer than KillWait: a job that is still completing after this time was on a host without power.
 
 slurmctld would query that host again only after a minute.
 """
@@ -38,7 +38,7 @@ class Cluster:
 
     @property
     def state(self) -> State:
-        """The current state; the last known state once the cluster is removed."""
+        """Current state of the cluster; the last known state after the cluster is removed."""
         if self._last.file.exists():
             current = State.load(self._last.file)
             if current.folder == self._last.folder:
@@ -55,30 +55,31 @@ class Cluster:
 
     @property
     def hosts(self) -> list[str]:
-        """The names of the hosts, in order."""
+        """Names of the hosts, in order."""
         return [self.state.host(index) for index in self.state.hosts()]
 
     @property
     def variables(self) -> dict[str, str]:
-        """The environment variables that a shell needs to use this cluster."""
+        """Environment variables that a shell needs to use this cluster."""
         variables = daemons.environ(self.state)
         return {**variables, "PATH": f"{BIN}:{variables['PATH']}", "TEST_CLUSTER": str(self.folder)}
 
     @property
     def environ(self) -> dict[str, str]:
-        """The complete environment of a command on the login node."""
+        """Complete environment of a command on the login node."""
         return {**os.environ, **self.variables}
 
     def address(self, index: int) -> str:
-        """The IP address of a host."""
+        """Return the IP address of a host."""
         return self.state.address(index)
 
     def local_disk(self, index: int) -> Path:
-        """The folder on this machine that a host mounts as /var/tmp."""
+        """Return the folder on this machine that a host mounts as /var/tmp."""
         return hosts.folder(self.state, index) / "var-tmp"
 
     def log(self, name: str) -> str:
-        """The content of a log: that of slurmctld or slurmdbd, or for a host's name that of its slurmd."""
+        """Return the content of a log: `slurmctld`, `slurmdbd`, or the name of a host for the log of its
+        slurmd."""
         return (self.folder / "log" / f"{name}.log").read_text(errors="replace")
 
     def run(
@@ -91,7 +92,7 @@ class Cluster:
         stdin: str = "",
         check: bool = False,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command on the login node, or on a host; `env` is added to the cluster's environment.
+        """Run a command on the login node or on a host; `env` extends the cluster's environment.
 
         Raises subprocess.TimeoutExpired, and with `check` RuntimeError with the output if the command fails.
         """
@@ -110,16 +111,17 @@ class Cluster:
         return done
 
     def command_line(self, argv: Sequence[str], host: int | None, cwd: str) -> list[str]:
-        """The argv that runs a command in folder `cwd` on a host; run it with `environ`."""
+        """Return the argv that runs a command in folder `cwd` on a host; run the argv with `environ`."""
         return list(argv) if host is None else hosts.inside(self.state, host, argv, cwd)
 
     def job(self, job_id: str) -> dict[str, str]:
-        """The fields of `scontrol show job` for a job or array task; RuntimeError if it is unknown."""
+        """Return the fields of `scontrol show job` for a job or array task; raise RuntimeError for an unknown
+        job."""
         shown = self.run(["scontrol", "--oneliner", "show", "job", job_id], timeout_s=30, check=True).stdout
         return dict(re.findall(r"(\S+?)=(\S*)", shown.splitlines()[0]))
 
     def batch_script(self, job_id: str) -> bytes:
-        """The batch script of a job, as Slurm keeps it."""
+        """Return the batch script of a job, as Slurm stores it."""
         file = self.state.path / f"batch-script-{job_id}"
         self.run(["scontrol", "write", "batch_script", job_id, str(file)], timeout_s=30, check=True)
         return file.read_bytes()
@@ -147,7 +149,7 @@ class Cluster:
             time.sleep(0.1)
 
     def node_states(self) -> dict[str, str]:
-        """Slurm's state of every host: ``idle``, ``mixed``, ``allocated``, ``down*``, …"""
+        """Return Slurm's state of every host: ``idle``, ``mixed``, ``allocated``, ``down*``, …"""
         shown = self.run(["sinfo", "--noheader", "--Node", "--format=%N %T"], timeout_s=30, check=True).stdout
         return dict(line.split() for line in shown.splitlines())
 
@@ -156,7 +158,7 @@ class Cluster:
         return self.wait_for_nodes([index], state, timeout_s)[self.state.host(index)]
 
     def wait_for_nodes(self, indices: Sequence[int], state: str, timeout_s: float = 60) -> dict[str, str]:
-        """Wait until the states of these hosts match a regex; returns the states of all hosts.
+        """Wait until the states of these hosts match a regex; return the states of all hosts.
 
         Raises TimeoutError.
         """
@@ -170,7 +172,7 @@ class Cluster:
             time.sleep(0.05)
 
     def kill_host(self, index: int) -> None:
-        """Power off a host without notice."""
+        """Power off a host without a signal to its processes."""
         hosts.power_off(self.state, index)
 
     def revive_host(self, index: int) -> None:
@@ -200,11 +202,11 @@ class Cluster:
         network.set_cable(self.state, index, up=True)
 
     def stop_slurmctld(self, force: bool = False) -> None:
-        """Stop slurmctld, with `force` by SIGKILL; jobs keep running."""
+        """Stop slurmctld, with SIGKILL if `force`; jobs keep running."""
         daemons.stop(self.state, "slurmctld", force)
 
     def start_slurmctld(self) -> None:
-        """Start slurmctld again; returns once it responds."""
+        """Start slurmctld again, and return once it responds."""
         daemons.start_slurmctld(self.state)
 
     def restart_slurmctld(self) -> None:
@@ -217,11 +219,11 @@ class Cluster:
         daemons.stop(self.state, "slurmdbd")
 
     def start_accounting(self) -> None:
-        """Start slurmdbd again; returns once it responds."""
+        """Start slurmdbd again, and return once it responds."""
         daemons.start_slurmdbd(self.state)
 
     def cancel_all(self, timeout_s: float = 60) -> None:
-        """Cancel every job and wait until all hosts are idle, as between two tests."""
+        """Cancel every job and wait until all hosts are idle."""
         self.run(["scancel", "--user=root"], timeout_s=30)
         began = time.monotonic()
         while queue := self.run(["squeue", "--noheader"], timeout_s=30, check=True).stdout:
@@ -278,11 +280,15 @@ def up(
 ) -> Cluster:
     """Start a cluster and wait until its hosts are idle, after removing abandoned clusters.
 
-    `options` are lines of slurm.conf, for example ``{"MinJobAge": "5"}``. With an `owner`, the cluster counts
-    as abandoned once that process is dead. `slurm` is a version such as ``24.11``; None is the installed one.
-    `with_cgroups` confines jobs to the CPUs and the memory that they ask for, with the CPUs of this machine.
-    With `accounting_of`, the slurmdbd of another cluster knows this one too: ``--clusters`` reaches both.
-    Raises RuntimeError when a daemon does not start, and NotPossible for a version that cannot be had.
+    - `options` are lines of slurm.conf, for example ``{"MinJobAge": "5"}``.
+    - `owner` is a process; the cluster counts as abandoned after this process has died.
+    - `slurm` is a version such as ``24.11``; None is the installed version.
+    - `with_cgroups` confines jobs to the CPUs and the memory that they request, with the CPUs of this
+      machine.
+    - `accounting_of` is a cluster whose slurmdbd also serves this cluster, so that ``--clusters`` reaches
+      both.
+
+    Raises RuntimeError if a daemon does not start, and NotPossible for an unavailable version.
     """
     release = releases.find(slurm)
     if with_cgroups:
@@ -305,7 +311,7 @@ def up(
 
 @contextmanager
 def running(slurm: str | None = None, **options: Any) -> Iterator[Cluster]:
-    """A cluster of this process, removed after the block; options as those of `up`."""
+    """Start a cluster of this process and remove it after the block; the options are the options of `up`."""
     made = up(owner=Pid.of(os.getpid()), slurm=slurm, **options)
     try:
         yield made
@@ -314,5 +320,6 @@ def running(slurm: str | None = None, **options: Any) -> Iterator[Cluster]:
 
 
 def attach(folder: Path) -> Cluster:
-    """The cluster in a folder, started by another process; raises FileNotFoundError without one."""
+    """Return the cluster in a folder, which another process started; raise FileNotFoundError without a
+    cluster."""
     return Cluster(State.load(folder / STATE_LINK))

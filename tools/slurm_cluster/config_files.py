@@ -1,4 +1,4 @@
-"""The configuration files of a cluster, as text: pure functions of its state."""
+"""Texts of a cluster's configuration files, as pure functions of the cluster's state."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tools.slurm_cluster.network import MACHINE_INDEX
 from tools.slurm_cluster.state import STATE_LINK, State
 
 NUM_CPUS = 8
-"""Of each host, unless its jobs are confined to real ones."""
+"""CPUs of each host, unless jobs are confined to the real CPUs of this machine."""
 NUM_GPUS = 4
 MEM_MB = 64_000
 CONFINED = {"ProctrackType": "proctrack/cgroup", "TaskPlugin": "task/affinity,task/cgroup"}
-"""With these, jobs are confined to the CPUs and the memory that they asked for."""
+"""Settings that confine jobs to the CPUs and the memory that they request."""
 CGROUP_CONF = "ConstrainCores=yes\nConstrainRAMSpace=yes\nAllowedRAMSpace=100\nConstrainSwapSpace=no\n"
 ACCOUNT = "research"
 """The default account of root; its default QOS is `normal`, and jobs can request `short`."""
@@ -26,11 +26,11 @@ PARTITIONS = {
     "high": "Default=NO MaxTime=12:00:00 DefaultTime=10 PriorityTier=10 PreemptMode=OFF",
     "debug": "Default=NO MaxTime=5 DefaultTime=2 PriorityTier=1 PreemptMode=OFF MaxNodes=1",
 }
-"""Jobs in `high` preempt and requeue those in `low`; `debug` has one node and a limit of five minutes."""
+"""Jobs in `high` preempt and requeue jobs in `low`; `debug` has one node and a limit of five minutes."""
 
 
 def slurm_conf(state: State) -> str:
-    """The text of slurm.conf; `state.options` override the values here."""
+    """Return the text of slurm.conf; `state.options` override its values."""
     folder = state.path
     values = {
         "ClusterName": state.name,
@@ -54,7 +54,8 @@ def slurm_conf(state: State) -> str:
         # Use the configured CPUs and memory instead of the machine's.
         "SlurmdParameters": "config_overrides",
         "ReturnToService": "2",
-        # A dead host is marked down after 12 to 18 s, and commands fail 5 s after slurmctld has stopped.
+        # slurmctld marks a dead host down after 12 to 18 s, and commands fail 5 s after slurmctld has
+        # stopped.
         "MessageTimeout": "5",
         "SlurmdTimeout": "10",
         "SlurmctldTimeout": "10",
@@ -90,12 +91,12 @@ def slurm_conf(state: State) -> str:
 
 
 def gres_conf(state: State) -> str:
-    """The text of gres.conf; the GPUs are character devices because Slurm refuses a mere count."""
+    """Return the text of gres.conf; the GPUs are character devices because Slurm refuses a mere count."""
     return f"Name=gpu Type=h100 File={state.path}/dev/gpu[0-{NUM_GPUS - 1}]\n"
 
 
 def slurmdbd_conf(state: State) -> str:
-    """The text of slurmdbd.conf, which slurmdbd refuses unless only its owner can read it."""
+    """Return the text of slurmdbd.conf; slurmdbd accepts the file only if its owner alone can read it."""
     folder = state.path
     values = {
         "AuthType": "auth/munge",
@@ -147,7 +148,7 @@ def _accounting(state: State) -> dict[str, str]:
         "AccountingStorageType": "accounting_storage/slurmdbd",
         "AccountingStorageHost": state.address(MACHINE_INDEX),
         "AccountingStoragePort": str(dbd.port + 1),
-        # Not a password: with munge this is the path of its socket.
+        # With munge, this value is the path of a socket, not a password.
         "AccountingStoragePass": f"{state.path}/munge/socket",
         "AccountingStorageTRES": "gres/gpu",
         "AccountingStorageEnforce": "associations,limits,qos",

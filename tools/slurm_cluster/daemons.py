@@ -1,4 +1,4 @@
-"""Starts and stops the daemons of a cluster; the start functions return once the daemon responds."""
+"""Start and stop the daemons of a cluster; the start functions return once the daemon responds."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ SBIN = ("/usr/local/sbin", "/usr/sbin", "/sbin")
 START_TIMEOUT_S = 150.0
 STOP_TIMEOUT_S = 60.0
 NAMES = ("slurmctld", "slurmdbd", "mariadb", "munge")
-"""In the order in which they are stopped."""
+"""Daemons in the order in which they are stopped."""
 
 
 def path_with_sbin() -> str:
-    """PATH, extended by the sbin folders, which contain the daemons."""
+    """Return PATH extended by the sbin folders, which contain the daemons."""
     folders = os.environ.get("PATH", os.defpath).split(":")
     return ":".join([*folders, *(sbin for sbin in SBIN if sbin not in folders)])
 
 
 def environ(state: State) -> dict[str, str]:
-    """The environment variables that select this cluster for Slurm's daemons and commands."""
+    """Return the environment variables that select this cluster for Slurm's daemons and commands."""
     path = f"{state.slurm}/programs:{path_with_sbin()}" if state.slurm else path_with_sbin()
     return {"SLURM_CONF": str(state.path / "etc/slurm.conf"), "PATH": path}
 
 
 def slurmd(state: State, index: int) -> list[str]:
-    """The argv of a host's slurmd."""
+    """Return the argv of a host's slurmd."""
     stepd = ["-d", f"{state.slurm}/programs/slurmstepd"] if state.slurm else []
     return ["slurmd", "-N", state.host(index), "-f", environ(state)["SLURM_CONF"], *stepd]
 
 
 def call(state: State, *argv: str, timeout_s: float = START_TIMEOUT_S) -> str:
-    """Run a command on this machine; returns its stdout, raises RuntimeError with its stderr if it fails."""
+    """Run a command on this machine and return its stdout; raise RuntimeError with its stderr if it fails."""
     env = {**os.environ, **environ(state)}
     done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=timeout_s)
     if done.returncode:
@@ -48,14 +48,14 @@ def call(state: State, *argv: str, timeout_s: float = START_TIMEOUT_S) -> str:
 
 
 def start_munge(state: State) -> None:
-    """Start munged, which authenticates Slurm's messages; a single one serves all hosts."""
+    """Start munged, which authenticates Slurm's messages; a single munged serves all hosts."""
     folder = state.path / "munge"
     folder.mkdir(mode=0o755)
     key = folder / "key"
     key.touch(mode=0o600)
     key.write_bytes(secrets.token_bytes(128))
     files = (f"--{name}-file={folder / name}" for name in ("key", "pid", "seed", "log"))
-    # Without --force it insists that all users can reach the socket, but the folder may be private.
+    # Without --force, munged requires that all users can reach the socket, but the folder may be private.
     argv = ["munged", "--foreground", "--force", f"--socket={folder}/socket", *files]
     _start(state, "munge", argv, lambda: succeeds(state, "munge", f"--socket={folder}/socket", "--no-input"))
 
@@ -72,7 +72,7 @@ def start_database(state: State) -> None:
     folders = [f"--datadir={folder}/data", f"--tmpdir={folder}"]
     common = ["--no-defaults", "--user=root", *folders, *fast]
     folder.mkdir(mode=0o700)
-    # --force: the names of this machine need not be looked up, as while another cluster writes /etc/hosts.
+    # --force skips name lookups of this machine, which fail while another cluster writes /etc/hosts.
     new = ["--force", "--skip-test-db", "--auth-root-authentication-method=normal"]
     call(state, "mariadb-install-db", *common, *new)
     server = ["--skip-networking", "--skip-log-bin", "--innodb-lock-wait-timeout=900"]
@@ -89,7 +89,7 @@ def start_slurmdbd(state: State) -> None:
 
 
 def add_accounts(state: State) -> None:
-    """Add two accounts for root, one of them the default, and a second QOS."""
+    """Add two accounts for root, one of them as the default, and a second QOS."""
     for change in (
         f"add cluster {state.name}",
         f"add account {ACCOUNT} {OTHER_ACCOUNT} Organization=trainkit",
@@ -107,7 +107,7 @@ def start_slurmctld(state: State) -> None:
 
 
 def stop(state: State, name: str, force: bool = False) -> None:
-    """Stop a daemon, with `force` by SIGKILL, and wait for its exit; does nothing if it is not running."""
+    """Stop a daemon, with SIGKILL if `force`, and wait for its exit; do nothing if it is not running."""
     pid = state.processes.get(name)
     if pid is not None:
         if force:
@@ -118,13 +118,13 @@ def stop(state: State, name: str, force: bool = False) -> None:
 
 
 def record(state: State, name: str, pid: Pid) -> None:
-    """Record a process in the state file, so that any later process can end it."""
+    """Record a process in the state file, so that any later process can end the recorded process."""
     state.processes[name] = pid
     state.save()
 
 
 def succeeds(state: State, *argv: str) -> bool:
-    """Whether a command exits with 0 within five seconds."""
+    """Return whether a command exits with 0 within five seconds."""
     env = {**os.environ, **environ(state)}
     try:
         done = subprocess.run(argv, env=env, capture_output=True, timeout=5, stdin=subprocess.DEVNULL)
@@ -134,13 +134,13 @@ def succeeds(state: State, *argv: str) -> bool:
 
 
 def is_running(state: State, name: str) -> bool:
-    """Whether a daemon is running."""
+    """Return whether a daemon is running."""
     pid = state.processes.get(name)
     return pid is not None and pid.alive()
 
 
 def tail(log: Path, num_lines: int = 15) -> str:
-    """The last lines of a log, for an error message."""
+    """Return the last lines of a log for an error message."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     return "\n".join(f"  {line}" for line in lines[-num_lines:])
 

@@ -1,7 +1,8 @@
-"""The init process of a host: sets the host up, starts slurmd, and reaps orphaned processes.
+"""Init process of a host: set up the host, start slurmd, and reap orphaned processes.
 
-Runs in new network, UTS, IPC, mount and PID namespaces and uses only the standard library; its only argument
-is a JSON object. Killing this process powers the host off: the kernel then kills the rest of the namespace.
+The process runs in new network, UTS, IPC, mount and PID namespaces and uses only the standard library. Its
+only argument is a JSON object. Killing the process powers the host off, because the kernel then kills the
+rest of the namespace.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def make_host(host: dict[str, Any]) -> None:
     """Set up hostname, /sys, boot id, node-local disks and name resolution, as on a separate machine."""
     socket.sethostname(host["name"])
     folder = Path(host["folder"])
-    # A new /sys shows the host's own network; slurmd also needs the machine's cgroups in it.
+    # A new /sys shows the host's network; slurmd also needs the machine's cgroups in /sys.
     cgroup = folder / "cgroup"
     if host["cgroups"]:
         run("mount", "-t", "sysfs", "sysfs", "/sys")
@@ -42,7 +43,7 @@ def make_host(host: dict[str, Any]) -> None:
     run("mount", "-t", "tmpfs", "tmpfs", "/dev/shm")
     run("mount", "--bind", host["hosts_file"], "/etc/hosts")
     if Path("/etc/resolv.conf").exists():
-        # No name server is reachable from here; without one configured, lookups fail immediately.
+        # No name server is reachable from the host; without a configured one, lookups fail immediately.
         run("mount", "--bind", "/dev/null", "/etc/resolv.conf")
 
 

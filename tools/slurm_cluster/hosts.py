@@ -1,4 +1,4 @@
-"""Powers hosts on and off: each is a process in its own namespaces, with slurmd as its child."""
+"""Power hosts on and off; each host is a process in separate namespaces, with slurmd as its child."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INIT = Path(__file__).with_name("host_init.py")
 
 
 def folder(state: State, index: int) -> Path:
-    """The folder with a host's node-local disks."""
+    """Return the folder with a host's node-local disks."""
     return state.path / "hosts" / state.host(index)
 
 
@@ -43,7 +43,7 @@ def power_on(state: State, index: int) -> None:
     argv = ["unshare", *NAMESPACES, "--fork", "--kill-child", "--mount-proc", "--propagation", "private"]
     argv += [sys.executable, "-I", "-S", str(INIT), json.dumps(host)]
     if state.cgroups:
-        # A namespace of cgroups begins at the groups that its first process is in.
+        # A cgroup namespace begins at the groups of its first process.
         argv = cgroups.inside(cgroups.create(state, index), ["unshare", "--cgroup", *argv[1:]])
     log = state.path / "log" / f"{state.host(index)}.out"
     outer = start_daemon(argv, log, environ(state))
@@ -54,7 +54,7 @@ def power_on(state: State, index: int) -> None:
 
 
 def power_off(state: State, index: int) -> None:
-    """Power a host off without notice to its processes or the network; does nothing if it is off."""
+    """Power a host off without a signal to its processes or the network; do nothing if the host is off."""
     network.unplug(state, index)
     for name in (_inner(index), _outer(index)):
         pid = state.processes.pop(name, None)
@@ -67,25 +67,25 @@ def power_off(state: State, index: int) -> None:
 
 
 def is_on(state: State, index: int) -> bool:
-    """Whether the host is powered on."""
+    """Return whether the host is powered on."""
     pid = state.processes.get(_inner(index))
     return pid is not None and pid.alive()
 
 
 def processes(state: State, index: int) -> list[int]:
-    """The pids, on this machine, of all processes of a host that is on."""
+    """Return the pids, on this machine, of all processes of a host that is on."""
     namespace = Path(f"/proc/{state.processes[_inner(index)].pid}/ns/pid").readlink()
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            with suppress(OSError):  # it has ended
+            with suppress(OSError):  # the process has ended
                 if (entry / "ns/pid").readlink() == namespace:
                     found.append(int(entry.name))
     return found
 
 
 def inside(state: State, index: int, argv: Sequence[str], cwd: str) -> list[str]:
-    """The argv that runs a command on a host, in folder `cwd`; raises RuntimeError if the host is off."""
+    """Return the argv that runs a command on a host in `cwd`; raise RuntimeError if the host is off."""
     if not is_on(state, index):
         raise RuntimeError(f"{state.host(index)} is off")
     enter = ["nsenter", f"--target={state.processes[_inner(index)].pid}", *NAMESPACES]
@@ -93,9 +93,9 @@ def inside(state: State, index: int, argv: Sequence[str], cwd: str) -> list[str]
 
 
 def signal_slurmd(state: State, index: int, number: int) -> bool:
-    """Send a signal to the slurmd of a host, but not to its jobs; returns whether slurmd was running.
+    """Send a signal to the slurmd of a host, but not to its jobs; return whether slurmd was running.
 
-    Signal 0 only checks that.
+    Signal 0 only checks whether slurmd is running.
     """
     pid = (folder(state, index) / "slurmd.pid").read_text().strip()
     argv = inside(state, index, ["kill", f"-{number}", pid], "/")

@@ -1,4 +1,4 @@
-"""Creates and removes a cluster, based only on its state file."""
+"""Create and remove a cluster, based only on its state file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tools.slurm_cluster.state import (
 
 FIRST_PORT = 21_000
 MARK = ".trainkit-cluster"
-"""A file that marks a folder as a cluster's, to be deleted with the cluster."""
+"""Name of a file that marks a folder as a cluster's; such a folder is deleted with the cluster."""
 
 
 def claim(
@@ -40,7 +40,7 @@ def claim(
 ) -> State:
     """Reserve the first free cluster number, and create the folder, the bridge and the host names.
 
-    Raises RuntimeError when all numbers are taken or the folder is not empty.
+    Raises RuntimeError if all numbers are taken or the folder is not empty.
     """
     path = _make_folder(folder)
     with registry_lock():
@@ -73,9 +73,9 @@ def claim(
 
 
 def start(state: State) -> None:
-    """Start all daemons and hosts; returns before the hosts have registered with slurmctld.
+    """Start all daemons and hosts; return before the hosts have registered with slurmctld.
 
-    Raises RuntimeError when a daemon does not start.
+    Raises RuntimeError if a daemon does not start.
     """
     config_files.write(state)
     (state.path / "etc/hosts").write_text(network.hosts_file_inside(state))
@@ -96,7 +96,7 @@ def start(state: State) -> None:
 
 
 def take_down(state: State) -> None:
-    """End all processes of a cluster and remove its network, host names, folder and state, if they exist."""
+    """End all processes of a cluster, and remove its network, host names, folder and state if they exist."""
     if state.boot_id != boot_id():
         state.processes = {}
     for index in state.hosts():
@@ -112,7 +112,7 @@ def take_down(state: State) -> None:
 
 
 def clean_up() -> None:
-    """Remove abandoned clusters: those whose owner is dead and those from before a reboot."""
+    """Remove abandoned clusters: clusters with a dead owner and clusters from before a reboot."""
     with registry_lock("cleaning"):
         for state in all_states():
             if state.abandoned:
@@ -125,7 +125,8 @@ def _make_folder(folder: Path | None) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     if any(path.iterdir()):
         raise RuntimeError(f"{path} is not empty: a cluster needs an empty folder")
-    # In memory: the database and slurmctld wait for the disk at every change, on a busy machine for seconds.
+    # The folder is in memory, because the database and slurmctld wait for the disk at every change, which
+    # takes seconds on a busy machine.
     subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=755", "tmpfs", str(path)], check=True)
     (path / MARK).touch()
     for name in ("log", "etc", "hosts", "slurmctld", "dev"):

@@ -1,4 +1,4 @@
-"""The network of a cluster: a bridge, a veth pair per host, and lines in /etc/hosts."""
+"""Network of a cluster: a bridge, a veth pair per host, and lines in /etc/hosts."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from tools.slurm_cluster.state import State, network_of
 
 HOSTS_FILE = Path("/etc/hosts")
 MACHINE_INDEX = 1022
-"""The last address of the network of a cluster."""
+"""Index of this machine's address, which is the last address of the cluster's network."""
 NEIGHBOURS = Path("/proc/sys/net/ipv4/neigh/default")
 NEIGHBOURS_PER_HOST = 32
-"""Other hosts that a host talks to: the machine has one table for all of them, by default of 1,024 lines."""
+"""Number of other hosts that a host talks to; the kernel keeps one neighbour table for all hosts, by default
+with 1,024 entries."""
 INSIDE = "eth0"
-"""The name of the interface inside a host."""
+"""Name of the interface inside a host."""
 
 
 def ip(*args: str, check: bool = True) -> str:
-    """Run `ip` and return its stdout; with `check`, raises RuntimeError if it fails."""
+    """Run `ip` and return its stdout; raise RuntimeError if it fails and `check` is set."""
     done = subprocess.run(["ip", *args], capture_output=True, text=True, timeout=60)
     if check and done.returncode:
         raise RuntimeError(f"`ip {' '.join(args)}` failed: {done.stderr.strip()}")
@@ -29,7 +30,7 @@ def ip(*args: str, check: bool = True) -> str:
 
 
 def is_free(number: int, port: int) -> bool:
-    """Whether the interface names, addresses and ports of a cluster with this number are unused."""
+    """Return whether the interface names, addresses and ports of a cluster with this number are unused."""
     used = re.findall(r"\d+\.\d+\.\d+\.\d+", ip("-o", "address") + ip("route"))
     if any(ipaddress.ip_address(address) in network_of(number) for address in used):
         return False
@@ -47,7 +48,7 @@ def is_free(number: int, port: int) -> bool:
 def make_bridge(state: State) -> None:
     """Create the bridge that connects all hosts and this machine."""
     prefix = network_of(state.number).prefixlen
-    for name in ("gc_thresh3", "gc_thresh2", "gc_thresh1"):  # stays until the machine is restarted
+    for name in ("gc_thresh3", "gc_thresh2", "gc_thresh1"):  # remains until the machine is restarted
         limit, needed = NEIGHBOURS / name, NEIGHBOURS_PER_HOST * state.num_hosts
         if int(limit.read_text()) < needed:
             limit.write_text(f"{needed}")
@@ -60,7 +61,7 @@ def make_bridge(state: State) -> None:
         state.name,
     )
     ip("link", "set", state.name, "up")
-    # slurmdbd sends each message in two parts, and without this waits 40 ms for the answer to the first one.
+    # slurmdbd sends each message in two packets, and would otherwise wait 40 ms for the answer to the first.
     route = ("local", state.address(MACHINE_INDEX), "dev", state.name, "table", "local", "proto", "kernel")
     ip("route", "change", *route, "scope", "host", "src", state.address(MACHINE_INDEX), "quickack", "1")
 
@@ -73,7 +74,7 @@ def remove_bridge(state: State) -> None:
 
 
 def cable(state: State, index: int) -> str:
-    """The name of a host's interface on the machine's side."""
+    """Return the name of a host's interface on the machine's side."""
     return state.host(index).replace("-node", "h")
 
 
@@ -91,29 +92,29 @@ def unplug(state: State, index: int) -> None:
 
 
 def set_cable(state: State, index: int, up: bool) -> None:
-    """Take the link of a host up or down."""
+    """Set the link of a host up or down."""
     ip("link", "set", cable(state, index), "up" if up else "down")
 
 
 def names(state: State) -> str:
-    """The lines of /etc/hosts for the hosts."""
+    """Return the lines of /etc/hosts for the hosts."""
     return "".join(f"{state.address(index)} {state.host(index)}\n" for index in state.hosts())
 
 
 def hosts_file_inside(state: State) -> str:
-    """The complete /etc/hosts of a host, in which the machine has the address of the bridge.
+    """Return the complete /etc/hosts of a host, in which the machine has the address of the bridge.
 
     A failed lookup takes seconds, after which Slurm reports "credential expired".
     """
     known = f"{state.address(MACHINE_INDEX)} {state.machine}\n{names(state)}"
-    # Dual-stack sockets look up IPv4-mapped addresses; lookups by name must not return those.
+    # Dual-stack sockets look up IPv4-mapped addresses, but lookups by name must not return these addresses.
     mapped = "".join(f"::ffff:{line}.mapped\n" for line in known.splitlines())
     return f"127.0.0.1 localhost\n::1 localhost ip6-localhost\n{known}{mapped}"
 
 
 def add_names(state: State) -> None:
-    """Add the names of the hosts, and one for this machine as the login node, to the machine's /etc/hosts."""
-    # Newer versions of slurmctld look up the name of every client, and a name server can take seconds.
+    """Add the names of the hosts, and of this machine as the login node, to the machine's /etc/hosts."""
+    # Newer versions of slurmctld look up the name of every client, which takes seconds with a name server.
     new = f"{names(state)}{state.address(MACHINE_INDEX)} {state.name}-login\n"
     try:
         socket.gethostbyname(state.machine)

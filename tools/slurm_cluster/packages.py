@@ -1,4 +1,4 @@
-"""The Debian packages that a cluster needs: finds and installs the missing ones."""
+"""Find and install the Debian packages that a cluster needs."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ PROGRAMS = {
     "iproute2": ("ip",),
     "util-linux": ("unshare", "nsenter", "mount"),
 }
-"""Package -> the programs needed from it; programs installed in another way are fine too."""
+"""Maps a package to the programs that a cluster needs from it; programs from another source also count."""
 POLICY = Path("/usr/sbin/policy-rc.d")
 INSTALL_TIMEOUT_S = 600
 
 
 class NotPossible(Exception):
-    """A cluster cannot run on this machine; `hint` says how to fix that."""
+    """Raised if a cluster cannot run on this machine; `hint` names a remedy."""
 
     def __init__(self, what: str, hint: str) -> None:
         super().__init__(what)
@@ -36,7 +36,7 @@ class NotPossible(Exception):
 
 
 def missing(with_slurm: bool = True) -> list[str]:
-    """The packages with missing programs, in the order of PROGRAMS; those of Slurm only `with_slurm`."""
+    """Return the packages with missing programs, in the order of PROGRAMS; Slurm's only `with_slurm`."""
     path = path_with_sbin()
     return [
         package
@@ -62,7 +62,7 @@ def require(with_slurm: bool = True) -> None:
 
 
 def install_missing(with_slurm: bool = True) -> None:
-    """Install missing packages without starting their daemons. Raises NotPossible."""
+    """Install missing packages without starting their daemons; raise NotPossible if that fails."""
     packages = missing(with_slurm)
     if os.geteuid() != 0 or (packages and shutil.which("apt-get") is None):
         require(with_slurm)
@@ -70,7 +70,7 @@ def install_missing(with_slurm: bool = True) -> None:
         return
     print(f"installing {' '.join(packages)}, for the tests on a Slurm cluster", file=sys.stderr)
     with no_daemons_started():
-        # The package lists of a fresh image are empty, and those of an old image are outdated.
+        # The package lists of a fresh image are empty, and the lists of an old image are outdated.
         for args in (("install", *packages), ("update",), ("install", *packages)):
             failure = _apt_get(*args)
             if args[0] == "install" and not failure:
@@ -85,7 +85,7 @@ def install_missing(with_slurm: bool = True) -> None:
 
 @contextlib.contextmanager
 def no_daemons_started(policy: Path = POLICY) -> Iterator[None]:
-    """Prevent Debian from starting daemons on package installation, with a policy-rc.d file."""
+    """Prevent Debian from starting daemons at package installation, with a policy-rc.d file."""
     if policy.exists():
         yield
         return
@@ -98,7 +98,8 @@ def no_daemons_started(policy: Path = POLICY) -> Iterator[None]:
 
 
 def _namespaces_denied() -> str:
-    """The error message if this machine does not allow namespaces, mounts or bridges; else empty."""
+    """Return an error message if this machine does not allow namespaces, mounts or bridges, else an empty
+    one."""
     bridge = f"tk-{os.getpid()}"
     for command in (
         ["unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--mount-proc", "true"],
@@ -113,7 +114,7 @@ def _namespaces_denied() -> str:
 
 
 def _apt_get(*args: str) -> str:
-    """Run apt-get; returns its output if it failed, else an empty string."""
+    """Run apt-get; return its output if it failed, else an empty string."""
     options = (
         "--yes",
         "--quiet",

@@ -1,4 +1,4 @@
-"""Pytest plugin: the fixture `cluster`, and a prominent report if no cluster can run."""
+"""Pytest plugin with the fixture `cluster`, and a prominent report if no cluster can run."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def slurm_version(pytestconfig: pytest.Config) -> str | None:
-    """The version of Slurm that the clusters run; None is the installed one."""
+    """Return the version of Slurm that the clusters run; None is the installed version."""
     version: str | None = pytestconfig.getoption("--slurm")
     return version
 
 
 @pytest.fixture(scope="session")
 def clusters_possible(slurm_version: str | None) -> None:
-    """Skip the test if no cluster can run here; fail it instead if CI=true."""
+    """Skip the test if no cluster can run on this machine; fail it instead if CI=true."""
     require_cluster(slurm_version)
 
 
 def require_cluster(version: str | None) -> None:
-    """Skip the current test if no cluster with this version can run here; fail it instead if CI=true."""
+    """Skip the current test if no cluster with this version can run; fail it instead if CI=true."""
     try:
         releases.require(version)
     except packages.NotPossible as error:
@@ -48,7 +48,7 @@ def require_cluster(version: str | None) -> None:
 
 @pytest.fixture(scope="session")
 def cluster(clusters_possible: None, slurm_version: str | None) -> Iterator[Cluster]:
-    """A Slurm cluster of four hosts.
+    """Provide a Slurm cluster of four hosts.
 
     After each test, everything that was stopped or broken is restored and all jobs are cancelled.
     """
@@ -58,7 +58,7 @@ def cluster(clusters_possible: None, slurm_version: str | None) -> Iterator[Clus
 
 @pytest.fixture(scope="session")
 def cluster_without_accounting(clusters_possible: None, slurm_version: str | None) -> Iterator[Cluster]:
-    """A second cluster, without slurmdbd; also restored after each test."""
+    """Provide a second cluster without slurmdbd; this cluster is also restored after each test."""
     with running(slurm_version, accounting=False) as made:
         yield made
 

@@ -1,4 +1,4 @@
-"""Starts daemons that outlive their parent, and ends them by pid and start time only."""
+"""Start daemons that outlive their parent, and end daemons only by pid and start time."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ PROC = Path("/proc")
 
 @dataclass(frozen=True)
 class Pid:
-    """A unique process: its pid, and its start time in clock ticks since boot."""
+    """A unique process, identified by its pid and its start time in clock ticks since boot."""
 
     pid: int
     start_ticks: int
 
     @classmethod
     def of(cls, pid: int) -> Pid:
-        """The process that currently has this pid; raises ProcessLookupError."""
+        """Return the process that currently has this pid; raise ProcessLookupError without one."""
         fields = _stat(pid)
         if fields is None:
             raise ProcessLookupError(f"no process {pid}")
         return cls(pid, int(fields[19]))
 
     def alive(self) -> bool:
-        """Whether the process is still running; zombies do not count."""
+        """Return whether the process is still running; zombies do not count."""
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, os.WNOHANG)
         fields = _stat(self.pid)
@@ -43,14 +43,14 @@ class Pid:
                 os.kill(self.pid, number)
 
     def stop(self, timeout_s: float, number: signal.Signals = signal.SIGTERM) -> None:
-        """Send a signal and wait for the process to end; SIGKILL if it takes longer than `timeout_s`."""
+        """Send a signal and wait for the process to end; send SIGKILL after `timeout_s`."""
         self.kill(number)
         if not self.wait(timeout_s):
             self.kill()
             self.wait(10)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the process to end; returns whether it has."""
+        """Wait for the process to end; return whether it has ended."""
         deadline = time.monotonic() + timeout_s
         while self.alive():
             if time.monotonic() > deadline:
@@ -71,16 +71,17 @@ def start_daemon(argv: Sequence[str], log: Path, env: Mapping[str, str] | None =
             start_new_session=True,
             cwd="/",
         )
-    # Pid.alive() reaps it; without this, Popen would warn about a process that is still running.
+    # Pid.alive() reaps the process; without this line, Popen would warn about a process that is still
+    # running.
     process.returncode = 0
     return Pid.of(process.pid)
 
 
 def child_of(parent: Pid, timeout_s: float) -> Pid:
-    """Wait for the first child of a process; raises TimeoutError."""
+    """Wait for the first child of a process; raise TimeoutError if none starts."""
     deadline = time.monotonic() + timeout_s
     while True:
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             children = (PROC / f"{parent.pid}/task/{parent.pid}/children").read_text().split()
             if children:
                 return Pid.of(int(children[0]))
@@ -90,7 +91,7 @@ def child_of(parent: Pid, timeout_s: float) -> Pid:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """The fields of /proc/PID/stat after the process name; None if there is no such process."""
+    """Return the fields of /proc/PID/stat after the process name; None if there is no such process."""
     try:
         return (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

@@ -1,7 +1,7 @@
-"""Other versions of Slurm than the machine's: packages of another Debian release, unpacked into a folder.
+"""Other versions of Slurm than the installed one: packages of another Debian release in a folder.
 
-Nothing is installed. The programs get the dynamic linker and the libraries of their own release, so that they
-run in the file system of this machine, as do the jobs that they start.
+Nothing is installed. The programs get the dynamic linker and the libraries of their own release, so that the
+programs and their jobs run in the file system of this machine.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from tools.slurm_cluster.packages import NotPossible
 
 CACHE = Path("/var/cache/trainkit-cluster")
 RELEASES = {"22.05": "bookworm", "24.11": "trixie", "26.05": "forky"}
-"""Slurm version -> the Debian release that has it."""
+"""Maps a Slurm version to the Debian release that has it."""
 PACKAGES = ("slurmctld", "slurmd", "slurmdbd", "slurm-client")
 KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
-MIRROR = "it takes apt-get and a Debian mirror among the package sources; run `apt-get update`"
+MIRROR = "this needs apt-get with a Debian mirror in its package sources; run `apt-get update`"
 TIMEOUT_S = 300.0
-"""For each of the two downloads: the package lists and the packages, together about 40 MB."""
+"""Limit of each of the two downloads: the package lists, and the packages of together about 40 MB."""
 
 
 def require(version: str | None) -> None:
-    """Raise NotPossible unless a cluster with this version can be started now; None is the machine's own."""
+    """Raise NotPossible unless a cluster with this version can start now; None is the installed version."""
     own = is_installed(version)
     packages.require(with_slurm=own)
     if not own:
@@ -38,7 +38,7 @@ def require(version: str | None) -> None:
 
 
 def install(version: str | None) -> None:
-    """Install or unpack what a cluster with this version needs. Raises NotPossible."""
+    """Install or unpack the packages of a cluster with this version; raise NotPossible if that fails."""
     own = is_installed(version)
     packages.install_missing(with_slurm=own)
     if not own:
@@ -46,7 +46,7 @@ def install(version: str | None) -> None:
 
 
 def is_installed(version: str | None) -> bool:
-    """Whether this is the version that is installed on the machine, as it is for None."""
+    """Return whether this version is installed on the machine; True for None."""
     program = shutil.which("slurmctld", path=path_with_sbin())
     if version is None or program is None:
         return version is None
@@ -55,9 +55,10 @@ def is_installed(version: str | None) -> bool:
 
 
 def find(version: str | None) -> Path | None:
-    """The folder of a version, which is downloaded the first time; None for the machine's own.
+    """Return the folder of a version, which is downloaded at the first use; None for the installed version.
 
-    Its `programs` has the commands and daemons, its `plugins` is Slurm's PluginDir. Raises NotPossible.
+    The folder `programs` in it contains the commands and daemons, and `plugins` is Slurm's PluginDir. Raises
+    NotPossible.
     """
     if version is None or is_installed(version):
         return None
@@ -83,7 +84,7 @@ def find(version: str | None) -> Path | None:
 
 
 def _unpack(release: str, work: Path, to: Path) -> None:
-    """Unpack the packages of Slurm with all that they depend on, libc included."""
+    """Unpack the packages of Slurm with all their dependencies, including libc."""
     work.chmod(0o755)
     for name in ("state/lists/partial", "cache/archives/partial"):
         (work / name).mkdir(parents=True)
@@ -92,7 +93,7 @@ def _unpack(release: str, work: Path, to: Path) -> None:
     sources.write_text(f"deb [signed-by={KEYRING}] {_mirror()} {release} main\n")
     apt = ["apt-get", "--yes", "--no-install-recommends"]
     for option, value in {
-        # With an empty list of installed packages, apt downloads every dependency.
+        # apt downloads every dependency because the list of installed packages is empty.
         "Dir::State::status": work / "status",
         "Dir::State": work / "state",
         "Dir::Cache": work / "cache",
@@ -117,7 +118,7 @@ def _make_runnable(made: Path, path: Path) -> None:
     plugins = libraries / "slurm-wlm"
     inside = [str(path / folder.relative_to(made)) for folder in (plugins, libraries)]
     patchelf = [str(linker), "--library-path", str(libraries), str(made / "usr/bin/patchelf")]
-    # The search path of a program also holds for the libraries that it loads, which a runpath does not.
+    # The search path of a program also applies to the libraries that it loads; a runpath does not.
     set_path = [*patchelf, "--force-rpath", "--set-rpath", ":".join(inside)]
     (made / "plugins").symlink_to(plugins.relative_to(made))
     (made / "programs").mkdir()
@@ -129,23 +130,23 @@ def _make_runnable(made: Path, path: Path) -> None:
 
 
 def _programs(made: Path) -> list[Path]:
-    """The programs of the packages of Slurm."""
+    """Return the programs of the packages of Slurm."""
     files = sorted([*made.glob("usr/bin/s*"), *made.glob("usr/sbin/s*")])
     return [file for file in files if not file.is_symlink() and b"\0libslurmfull.so\0" in file.read_bytes()]
 
 
 def _mirror() -> str:
-    """The Debian mirror that this machine is configured to use."""
+    """Return the Debian mirror that this machine is configured to use."""
     targets = ["apt-get", "indextargets", "--format=$(ORIGIN) $(REPO_URI)", "Created-By: Packages"]
     for line in _run(targets).splitlines():
         origin, _, uri = line.partition(" ")
         if origin == "Debian":
             return uri
-    raise NotPossible("this machine knows no Debian mirror", MIRROR)
+    raise NotPossible("the package sources of this machine have no Debian mirror", MIRROR)
 
 
 def _run(argv: list[str]) -> str:
-    """Run a command and return its output. Raises NotPossible."""
+    """Run a command and return its output; raise NotPossible if it fails."""
     if shutil.which(argv[0]) is None:
         raise NotPossible(f"{argv[0]} is not installed", MIRROR)
     env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}

@@ -1,4 +1,4 @@
-"""`make cluster`: an interactive shell in a cluster that is removed when the shell exits."""
+"""Open an interactive shell in a cluster that is removed when the shell exits (`make cluster`)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Leave with `exit` or Ctrl-D; this removes the cluster and all its jobs. Its fold
 def run_shell_in_new_cluster(
     accounting: bool, options: Mapping[str, str], slurm: str | None, with_cgroups: bool
 ) -> None:
-    """Start a cluster, run $SHELL in it, and remove it, also after SIGTERM or when the terminal closes."""
+    """Start a cluster, run $SHELL in it, and remove it, even after SIGTERM or when the terminal closes."""
     for number in ENDING:
         signal.signal(number, _leave)
     print("starting a Slurm cluster …", file=sys.stderr)
@@ -49,7 +49,7 @@ def run_shell_in_new_cluster(
     finally:
         for number in ENDING:
             signal.signal(number, signal.SIG_IGN)
-        with contextlib.suppress(OSError):  # the terminal can be gone
+        with contextlib.suppress(OSError):  # the terminal may be closed
             print("removing the cluster …", file=sys.stderr)
         cluster.down()
 
@@ -59,7 +59,7 @@ def _run_shell(cluster: Cluster) -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, *ENDING))
 
-    # Ctrl-C is meant for the programs in the shell.
+    # Ctrl-C is for the programs in the shell.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A signal between fork and the assignment to `shell` would leave the shell running.
     signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
@@ -74,13 +74,13 @@ def _run_shell(cluster: Cluster) -> None:
 
 
 def _command(cluster: Cluster) -> list[str]:
-    """The argv of the shell; bash also gets a prompt with the cluster's name."""
+    """Return the argv of the shell; bash also gets a prompt with the cluster's name."""
     program = os.environ.get("SHELL") or "/bin/sh"
     if Path(program).name != "bash":
         return [program]
     rc = cluster.folder / "etc/bashrc"
     exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in cluster.variables.items())
-    # After ~/.bashrc, which may set PATH and the prompt itself.
+    # These lines follow ~/.bashrc, because it may set PATH and the prompt itself.
     rc.write_text(f'[ -e ~/.bashrc ] && . ~/.bashrc\n{exports}PS1="({cluster.name}) $PS1"\n')
     return [program, "--rcfile", str(rc)]
 

@@ -1,4 +1,4 @@
-"""The state of each cluster, shared between processes as one JSON file per cluster."""
+"""State of each cluster, shared between processes as one JSON file per cluster."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from pathlib import Path
 from tools.slurm_cluster.processes import Pid
 
 REGISTRY = Path("/run/trainkit-cluster")
-"""Outside the clusters' folders, so that a cluster whose folder was deleted can still be removed."""
+"""Folder outside of the clusters' folders, so that a cluster with a deleted folder can still be removed."""
 MAX_NUMBER = 99
 STATE_LINK = "cluster.json"
-"""The symlink in a cluster's folder to its file in the registry."""
+"""Name of the symlink in a cluster's folder to the cluster's file in the registry."""
 
 
 @dataclass
 class State:
-    """The configuration of a cluster and every process that was started for it."""
+    """Configuration of a cluster and every process that was started for it."""
 
     number: int
     folder: str
@@ -32,10 +32,10 @@ class State:
     num_hosts: int
     port: int
     slurm: str = ""
-    """The folder of another version of Slurm than the machine's own."""
+    """Folder of a Slurm version other than the installed one."""
     cgroups: bool = False
     accounting_of: str = ""
-    """The folder of the cluster whose slurmdbd and munge serve this one too."""
+    """Folder of the cluster whose slurmdbd and munge also serve this cluster."""
     up_s: float = 0
     owner: Pid | None = None
     options: dict[str, str] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class State:
 
     @property
     def name(self) -> str:
-        """The name of the bridge and the Slurm cluster, and the prefix of host names."""
+        """Name of the bridge and the Slurm cluster, and the prefix of host names."""
         return f"tk{self.number}"
 
     @property
@@ -56,17 +56,18 @@ class State:
 
     @property
     def abandoned(self) -> bool:
-        """Whether its owner is dead or the machine was rebooted, so that nothing else will remove it."""
+        """Return whether the owner is dead or the machine was rebooted, so that no process will remove the
+        cluster."""
         return self.boot_id != boot_id() or (self.owner is not None and not self.owner.alive())
 
     def host(self, index: int) -> str:
-        """The name of a host; hosts are numbered from 1. Raises ValueError if there is no such host."""
+        """Return the name of a host; hosts are numbered from 1. Raise ValueError if there is no such host."""
         if index not in self.hosts():
             raise ValueError(f"there is no host {index}; hosts are 1 to {self.num_hosts}")
         return f"{self.name}-node{index}"
 
     def address(self, index: int) -> str:
-        """The IP address of a host; see `network.MACHINE_INDEX` for that of this machine."""
+        """Return the IP address of a host; `network.MACHINE_INDEX` gives the address of this machine."""
         return str(network_of(self.number)[index])
 
     def hosts(self) -> range:
@@ -83,13 +84,13 @@ class State:
         data = json.loads(file.read_text())
         data["owner"] = Pid(**data["owner"]) if data["owner"] else None
         data["processes"] = {name: Pid(**pid) for name, pid in data["processes"].items()}
-        # Another checkout of this code may have started the cluster, and know more of it.
+        # Another checkout of this code may have started the cluster and stored more fields.
         known = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in data.items() if name in known})
 
 
 def network_of(number: int) -> ipaddress.IPv4Network:
-    """The addresses of the cluster with this number, of 1,021 hosts and this machine."""
+    """Return the network of the cluster with this number, with 1,021 hosts and this machine."""
     return ipaddress.IPv4Network((int(ipaddress.IPv4Address("10.214.0.0")) + 1024 * number, 22))
 
 
@@ -98,14 +99,14 @@ def boot_id() -> str:
 
 
 def all_states() -> list[State]:
-    """The states of all clusters on this machine, by number."""
+    """Return the states of all clusters on this machine, by number."""
     files = sorted(REGISTRY.glob("[0-9]*.json"), key=lambda file: int(file.stem))
     return [State.load(file) for file in files]
 
 
 @contextmanager
 def registry_lock(name: str = "lock") -> Iterator[None]:
-    """Hold a machine-wide lock; the default one protects cluster numbers and /etc/hosts."""
+    """Hold a machine-wide lock; the default lock protects cluster numbers and /etc/hosts."""
     REGISTRY.mkdir(exist_ok=True)
     with (REGISTRY / name).open("w") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)

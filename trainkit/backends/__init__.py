@@ -1,1 +1,1 @@
-"""The classes of `trainkit.backend`, a module or folder for each place where runs execute."""
+"""The implementations of `trainkit.backend`: one module or folder for each place where runs execute."""

@@ -1,4 +1,4 @@
-"""The jobs of runs: which are live, which Slurm still has, and what their status is."""
+"""Queries the jobs of runs: whether they are alive, whether Slurm still lists them, and their status."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ from trainkit.slurm.jobs import query_clusters
 from trainkit.slurm.submit import find_by_token
 
 QUERY_INTERVAL_S = 10.0
-"""Seconds between queries of a waiting command: the controller serves the whole cluster."""
+"""Seconds between two queries of a waiting command. Slurm's controller serves the whole cluster."""
 EXIT_POLL_S = 1.0
-"""Between two queries for a job that has recorded its end and is about to exit."""
+"""Seconds between two queries for a job that has recorded its end and is about to exit."""
 JobQuery = Callable[[Sequence[str]], Mapping[str, JobInfo] | None]
-"""Slurm's information about jobs, without those of a cluster that does not answer; None before an answer."""
+"""Returns Slurm's information about jobs, or None before the first answer. Jobs of a cluster that does not
+answer are missing."""
 
 
 def read_job_status(run: RunDir, query: JobQuery) -> tuple[JobRecord, JobStatus]:
-    """The job.json of a run, and the status of its job, with one `query` of Slurm."""
+    """Return the job.json of a run and the status of its job, with one `query` of Slurm."""
     job = read_job(run)
     return job, status_from_jobs(run, job, query(open_job_ids(run, job)))
 
 
 def open_job_ids(run: RunDir, job: JobRecord) -> list[str]:
-    """The newest Slurm job and the pending follow-up jobs of a run that has not recorded its end."""
+    """Return the newest Slurm job and the chained jobs of a run that has not recorded its end."""
     entry = job.newest
     if entry is None or entry.backend is None or not is_known(entry) or is_over(run.attempt(entry.attempt)):
         return []
@@ -44,7 +45,10 @@ def open_job_ids(run: RunDir, job: JobRecord) -> list[str]:
 
 
 def query_jobs_or_warn(ids: Sequence[str], warn: Callable[[str], None]) -> dict[str, JobInfo]:
-    """Slurm's information about these jobs, without those of clusters that do not answer: `warn` says so."""
+    """Return Slurm's information about these jobs.
+
+    Jobs of clusters that do not answer are missing, and `warn` gets a message about them.
+    """
     known, problems = query_clusters(ids)
     for cluster, error in problems.items():
         warn(f"{error.message}: the state of {len(by_cluster(ids)[cluster]):,} Slurm jobs is unknown")
@@ -52,9 +56,10 @@ def query_jobs_or_warn(ids: Sequence[str], warn: Callable[[str], None]) -> dict[
 
 
 def status_from_jobs(run: RunDir, job: JobRecord, jobs: Mapping[str, JobInfo] | None) -> JobStatus:
-    """The job status of a run; `jobs` is the result of `query_jobs_or_warn`.
+    """Return the status of a run's job; `jobs` is the result of `query_jobs_or_warn`.
 
-    A run on the backend of a newer version has none: a table of runs still shows the others.
+    The status is unknown for a backend of a newer version, so that a table of runs still shows the other
+    runs.
     """
     entry = job.newest
     if entry is None or not is_known(entry):
@@ -63,10 +68,10 @@ def status_from_jobs(run: RunDir, job: JobRecord, jobs: Mapping[str, JobInfo] | 
 
 
 def live_entry(run: RunDir, job: JobRecord, command: str) -> AttemptRecord | None:
-    """The newest attempt's entry if its job is alive, None if it has ended or is about to exit.
+    """Return the newest attempt if its job is alive; None if the job has ended or is about to exit.
 
-    Raises UsageError when this host cannot tell, and for a copy of the folder of a live run: `command` is the
-    subcommand to suggest.
+    Raises UsageError if this host cannot tell, and for a copy of a live run's folder. The hint suggests the
+    subcommand `command`.
     """
     entry = None if job.newest is None else backend_of(job.newest).live_entry(run, job, command)
     if entry is not None:
@@ -75,9 +80,10 @@ def live_entry(run: RunDir, job: JobRecord, command: str) -> AttemptRecord | Non
 
 
 def refuse_copy(run: RunDir, job: JobRecord, command: str) -> None:
-    """Raise UsageError if the newest attempt of a run is that of another folder, of which this is a copy.
+    """Raise UsageError if the run's newest attempt belongs to another folder, and this folder is a copy.
 
-    A moved folder, a link to it and another mount of it are no copies. `command` is as in `live_entry`.
+    A folder that was moved, linked or mounted elsewhere is not a copy. The hint suggests the subcommand
+    `command`.
     """
     entry = job.newest or AttemptRecord()
     if (original := _copied_from(run, job)) is not None:
@@ -85,7 +91,7 @@ def refuse_copy(run: RunDir, job: JobRecord, command: str) -> None:
     if entry.folder is None:
         return
     is_here, was_copied = is_same_folder(Path(entry.folder), run.path), _was_copied(run, entry.inode)
-    # On this machine, its supervisor has a lock in the folder from a moment after its start.
+    # A local supervisor has a lock in its run folder from shortly after its start.
     if entry.backend is None:
         is_another = (was_copied or (entry.inode is None and not is_here)) and not is_supervised(run)
     else:
@@ -96,7 +102,7 @@ def refuse_copy(run: RunDir, job: JobRecord, command: str) -> None:
 
 
 def refuse_copied_group(group: RunGroup, command: str) -> None:
-    """Raise UsageError if the jobs of a group are those of another folder, as `refuse_copy` does."""
+    """Raise UsageError if a group's jobs belong to another folder, like `refuse_copy` for a run."""
     record, job_id = group.record, str(group.job_id)
     if (original := group.original) is not None:
         raise _is_copy(group, original, job_id, command)
@@ -106,7 +112,7 @@ def refuse_copied_group(group: RunGroup, command: str) -> None:
 
 
 def _was_copied(folder: RunFolder, inode: int | None) -> bool:
-    """Whether a folder is not the one with this inode, which a move keeps, also for another host."""
+    """Return whether a folder is a copy, whose inode differs from the original; a move keeps the inode."""
     return inode not in (None, folder.path.stat().st_ino)
 
 
@@ -119,18 +125,18 @@ def _is_copy(folder: RunFolder, original: RunFolder, job_id: str, command: str) 
 
 def _is_elsewhere(folder: RunFolder, home: str, job_id: str, ends: str, command: str) -> UsageError:
     return UsageError(
-        f"{folder.shown} is not the folder that {job_id} writes to: that is {home}, and was not moved here",
-        hint=f"`trainkit {command} {quote(home)}` acts on the run where that folder is; "
-        f"if it is gone for good, `{ends}` ends the job",
+        f"{folder.shown} is not the folder that {job_id} writes to, which is {home}",
+        hint=f"`trainkit {command} {quote(home)}`, on a host with this folder, acts on the run; "
+        f"if the folder is gone for good, `{ends}` ends the job",
     )
 
 
 def _copied_from(run: RunDir, job: JobRecord) -> RunDir | None:
-    """The run whose folder was copied to this one, if it has the newest attempt of this one."""
+    """Return the run whose folder was copied to this one, if both have the same newest attempt; else None."""
     if (found := group_of(run)) is not None and (group := found[0].original) is not None:
         return group.run(found[1])
     if job.newest is None or not (job.newest.inode is None or _was_copied(run, job.newest.inode)):
-        return None  # also where a copy has taken the place from which this one was moved
+        return None  # this also covers a copy that took the place from which this folder was moved
     original = RunDir(job.newest.folder or run.path)
     if is_same_folder(original.path, run.path) or not original.exists():
         return None
@@ -138,9 +144,10 @@ def _copied_from(run: RunDir, job: JobRecord) -> RunDir | None:
 
 
 def read_whole_job(run: RunDir) -> JobRecord:
-    """Read job.json, and add the job of the newest attempt if its submission was never acknowledged.
+    """Read job.json, and add the newest attempt's job if its submission was never acknowledged.
 
-    It is found by its token. Call with the lock held. Raises SlurmUnreachable when Slurm does not answer.
+    The job is looked up by its submission token. Call this function with the run's lock held. Raises
+    SlurmUnreachable if Slurm does not answer.
     """
     job, attempt = read_job(run), run.attempt(max(run.attempt_numbers(), default=0))
     is_recorded = job.of_attempt(attempt.number).attempt != 0
@@ -157,7 +164,7 @@ def read_whole_job(run: RunDir) -> JobRecord:
 
 
 def require_not_running(run: RunDir, job: JobRecord, command: str) -> None:
-    """Raise UsageError when the run has a pending or running job, or one that does not leave the queue."""
+    """Raise UsageError if the run has a pending or running job, or a job that does not leave the queue."""
     wait_until_out_of_queue(run, job)
     entry = live_entry(run, job, command)
     if entry is not None:
@@ -169,9 +176,9 @@ def require_not_running(run: RunDir, job: JobRecord, command: str) -> None:
 
 
 def wait_until_out_of_queue(run: RunDir, record: JobRecord) -> None:
-    """Wait for a Slurm job that has recorded the end of its run to exit: another one would wait for it.
+    """Wait for a Slurm job that has recorded the end of its run to exit; the next job would wait for it.
 
-    Raises UsageError when that takes longer than `SUPERVISOR_EXIT_S`.
+    Raises UsageError if the exit takes longer than `SUPERVISOR_EXIT_S`.
     """
     deadline_s, is_first = time.monotonic() + SUPERVISOR_EXIT_S, True
     while (job := lingering_job(run, record)) is not None:
@@ -187,9 +194,9 @@ def wait_until_out_of_queue(run: RunDir, record: JobRecord) -> None:
 
 
 def lingering_job(run: RunDir, record: JobRecord) -> JobInfo | None:
-    """The Slurm job of a run that has recorded its end, while Slurm still runs it, or starts it again.
+    """Return the job of a run that has recorded its end, if Slurm still runs or restarts the job.
 
-    None if Slurm does not answer.
+    Returns None if Slurm does not answer.
     """
     entry = record.newest
     if entry is None or not is_over(run.attempt(entry.attempt)) or _copied_from(run, record) is not None:
@@ -198,38 +205,39 @@ def lingering_job(run: RunDir, record: JobRecord) -> JobInfo | None:
         job = backend_of(entry).job(entry)
     except SlurmError:
         return None
-    # One that completes has only its epilog to run.
+    # A completing job only has its epilog to run.
     return job if in_queue(job) and job.state is not JobState.COMPLETING else None
 
 
 ANSWER_S = 5.0
-"""How long a screen or a command waits for Slurm when there are new jobs; then the files count."""
+"""Seconds that a screen or a command waits for Slurm's answer about new jobs. Later it uses the run's files.
+"""
 MIN_QUERY_INTERVAL_S = 2.0
-"""Between two queries when there are new jobs."""
+"""Seconds between two queries if there are new jobs."""
 
 
 def utc_clock() -> datetime:
-    """The current time."""
+    """Return the current time in UTC."""
     return datetime.now(timezone.utc)
 
 
 RUNNING_QUERY_INTERVAL_S = 30.0
-"""Between two queries while a job runs: its files say how it goes, and when it ends."""
+"""Seconds between two queries while a job runs. The run's files show its progress and its end."""
 
 
 class SlurmPoller:
-    """Queries jobs for whoever asks again and again: every `QUERY_INTERVAL_S` at most, in a thread."""
+    """Queries jobs in a thread for callers that poll, at most once per `QUERY_INTERVAL_S`."""
 
     def __init__(self, clock: Callable[[], datetime] = utc_clock) -> None:
         self._clock = clock
         self._answer: tuple[set[str], Mapping[str, JobInfo] | None] = set(), None
-        """The jobs of the newest query, and what Slurm said of them."""
+        """The job ids of the newest query, and Slurm's answer."""
         self._problem: tuple[str, datetime] | None = None
         self._asked_s = float("-inf")
         self._thread = threading.Thread()
 
     def jobs(self, ids: Sequence[str]) -> Mapping[str, JobInfo] | None:
-        """The newest answer about these jobs; None while there is none."""
+        """Return the newest answer about these jobs; None before the first answer."""
         wanted = set(ids)
         if not wanted:
             self._problem = None
@@ -239,7 +247,7 @@ class SlurmPoller:
             if time.monotonic() - self._asked_s >= (RUNNING_QUERY_INTERVAL_S if runs else QUERY_INTERVAL_S):
                 self._ask(ids)
             return self._answer[1]
-        # A job that is missing in an answer counts as unknown: the answer must be about all of them.
+        # A job that is missing from an answer counts as unknown, so the answer must cover all jobs.
         deadline_s = time.monotonic() + ANSWER_S
         while not wanted <= self._answer[0] and time.monotonic() < deadline_s:
             self._ask(ids)
@@ -248,16 +256,16 @@ class SlurmPoller:
 
     @property
     def problem(self) -> str | None:
-        """Why the state in Slurm is unknown, and since when; None when it is known."""
+        """Return why the state in Slurm is unknown and since when; None if the state is known."""
         if self._problem is None:
             return None
         text, since = self._problem
         return f"Slurm cannot be reached since {since:%H:%M:%S} UTC: {text}"
 
     def _ask(self, ids: Sequence[str]) -> None:
-        """Begin a query, unless one is in progress."""
+        """Start a query unless one is in progress."""
         if not self._thread.is_alive():
-            # A daemon, so that a query without an answer does not keep the program from ending.
+            # A daemon thread does not keep the program alive while a query has no answer.
             self._thread = threading.Thread(target=self._run, args=(ids,), name="slurm", daemon=True)
             self._thread.start()
 
@@ -273,13 +281,13 @@ class SlurmPoller:
 
 
 class Waiting:
-    """Notifies whoever waits why, after some seconds and whenever the reason changes."""
+    """Tells a waiting user the reason after some seconds, and again whenever the reason changes."""
 
     def __init__(self, notify: Callable[[str], None], after_s: float = 0.0) -> None:
         self._notify, self._from_s, self._said = notify, time.monotonic() + after_s, ""
 
     def look(self, reason: str) -> None:
-        """Take in the present reason; empty for none."""
+        """Take the current reason, which is empty if there is none, and report a change."""
         if reason != self._said and time.monotonic() >= self._from_s:
             self._said = reason
             if reason:
@@ -289,10 +297,10 @@ class Waiting:
 def liveness_probe(
     run: RunDir, notify: Callable[[str], None] = lambda text: None, after_s: float = 0.0
 ) -> Callable[[], bool | None]:
-    """A function that polls whether a run's newest job is alive, None if unknown.
+    """Return a function that polls whether a run's newest job is alive; it returns None if unknown.
 
-    `notify` is called whenever the reason why the job is pending, or why Slurm does not say, changes, and not
-    before `after_s` have passed.
+    `notify` gets the reason why the job is pending or its state is unknown, whenever the reason changes. It
+    is not called before `after_s` have passed.
     """
     poller, waiting, started = SlurmPoller(), Waiting(notify, after_s), set[int]()
 

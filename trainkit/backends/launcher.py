@@ -32,21 +32,21 @@ LAUNCHERS = {
     "torchrun": ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     "mpirun": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE")),
 }
-"""Launcher -> its variables for the rank, the local rank and how many there are of both."""
+"""Maps a launcher to its variables for the rank, local rank, world size and local world size."""
 
 
 @dataclass(frozen=True)
 class LaunchedRank(Task):
-    """One rank of another launcher, which numbers them host by host."""
+    """One rank that another launcher started; the launcher numbers the ranks host by host."""
 
     launcher: str
     task: int
-    """The rank. It takes the place of the index of a task in a Slurm step."""
+    """The rank, in place of the task's index in a Slurm step."""
     local_task: int
     tasks: tuple[int, ...]
-    """Number of ranks on each host."""
+    """The number of ranks on each host."""
     master_addr: str
-    """A host that all ranks reach, often the host of rank 0."""
+    """A host that all ranks can reach, often the host of rank 0."""
     master_port: int
     has_scheduler = False
 
@@ -80,10 +80,10 @@ class LaunchedRank(Task):
 
 
 def find_launched_rank(environ: Mapping[str, str] = os.environ) -> LaunchedRank | None:
-    """The rank of another launcher that this process is; None if it is not one of several.
+    """Return the rank that another launcher started as this process; None if there is only one rank.
 
-    A process that a rank of trainkit has started is none. Raises UsageError if the ranks are not numbered
-    host by host, or not as many on each.
+    Returns None also for a process that a rank of trainkit started. Raises UsageError if the ranks are not
+    numbered host by host, or if the hosts have different numbers of ranks.
     """
     if RUN_DIR_VARIABLE in environ:
         return None
@@ -96,7 +96,7 @@ def find_launched_rank(environ: Mapping[str, str] = os.environ) -> LaunchedRank 
             if not rank < size or local_size < 1 or size % local_size or rank % local_size != local_rank:
                 raise UsageError(
                     " ".join(f"{name}={environ[name]}" for name in names)
-                    + ": the ranks are not numbered host by host, or not as many on each",
+                    + ": ranks must be numbered host by host, with equal numbers of ranks on all hosts",
                     hint="torchrun needs the same --nproc-per-node on every host, mpirun --map-by ppr:N:node",
                 )
             tasks = (local_size,) * (size // local_size)
@@ -105,9 +105,9 @@ def find_launched_rank(environ: Mapping[str, str] = os.environ) -> LaunchedRank 
 
 
 def _await_address(attempt: AttemptDir, task: LaunchedRank) -> RendezvousRecord:
-    """Wait for the address and port of rank 0, in a file of the folder that all ranks share.
+    """Wait until rank 0 publishes its address and port in a file of the shared run folder.
 
-    The launcher may listen at its own port itself.
+    MASTER_PORT cannot be used, because the launcher may listen on it.
     """
     pause = PauseUntilFailure(attempt)
     try:
@@ -121,7 +121,7 @@ def _await_address(attempt: AttemptDir, task: LaunchedRank) -> RendezvousRecord:
 
 
 def _own_address(task: LaunchedRank) -> str:
-    """The address at which the other hosts reach this one, on its route to the launcher's host."""
+    """Return this host's address on its route to MASTER_ADDR, at which other hosts can reach it."""
     if task.num_nodes == 1:
         return LOCAL_ADDR
     own = address_towards(task.master_addr)
@@ -129,18 +129,18 @@ def _own_address(task: LaunchedRank) -> str:
     if own is None:
         raise UsageError(
             f"{here} has no IPv4 address or route on {socket.gethostname()}",
-            hint=f"`getent ahostsv4 {task.master_addr}` there must give an address",
+            hint=f"`getent ahostsv4 {task.master_addr}` must print an address there",
         )
     if own.startswith("127.") and task.master_addr not in ("localhost", LOCAL_ADDR):
         raise UsageError(
-            f"{here} is {own} on {socket.gethostname()}, where other hosts cannot reach rank 0",
+            f"{here} is {own} on {socket.gethostname()}, an address that other hosts cannot reach",
             hint="name the host by its address in the network, or 127.0.0.1 if all ranks are on this host",
         )
     return own
 
 
 class LauncherBackend(LocalBackend):
-    """The backend of their run: this process is rank 0, and records the end."""
+    """The backend of a run whose ranks another launcher started: rank 0 supervises and records the end."""
 
     def start(self, run: RunDir, new: NewAttempt) -> AttemptRecord:
         entry = super().start(run, new)

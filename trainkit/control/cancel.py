@@ -1,4 +1,4 @@
-"""Cancels a run, or all runs of a group: they save and exit, or are killed immediately."""
+"""Cancel a run, or all runs of a group, so that the ranks save and exit or are killed immediately."""
 
 from __future__ import annotations
 
@@ -32,50 +32,50 @@ from trainkit.slurm.control import cancel, cancel_waiting, kill_steps, send_sign
 from trainkit.slurm.jobs import query_clusters, query_jobs
 
 WAIT_MARGIN_S = 30.0
-"""How much longer than the grace time ``--wait`` waits."""
+"""Seconds that ``--wait`` waits beyond the grace time."""
 GROUP_POLL_S = 2.0
 POLL_S = 0.05
 
 
 @dataclass(frozen=True)
 class CancelResult:
-    """What `cancel_run` or `cancel_group` did."""
+    """The result of `cancel_run` or `cancel_group`."""
 
     state: str
-    """``ended`` if it had already ended, ``cancelled`` if it is over now, ``cancelling`` while it saves,
-    ``restarted`` if another command has started it again since."""
+    """``ended`` if the run had already ended, ``cancelled`` if it is over now, ``cancelling`` while it saves,
+    and ``restarted`` if another command has started it again since."""
     message: str
-    """It names the folder."""
+    """A sentence for the user, which names the folder."""
     facts: dict[str, object]
-    """For ``--json``."""
+    """The values for ``--json``."""
     entry: AttemptRecord | None = None
-    """The attempt of a run that saves."""
+    """The attempt that is saving now."""
 
 
 def cancel_run(run: RunDir, *, now: bool, wait: bool, warn: Callable[[str], None]) -> CancelResult:
     """Ask a run to save and exit, or with `now` kill it; with `wait`, return once it has ended.
 
-    What is recorded under the lock decides: the supervisor looks at it before the next attempt, and obeys it
-    also when the signal is lost. Raises UsageError when this host cannot reach the run, SlurmUnreachable when
-    Slurm does not answer.
+    The cancellation is recorded under the run's lock. The supervisor reads this record before the next
+    attempt, and so obeys it even if the signal is lost. Raises UsageError if this host cannot reach the run,
+    and SlurmUnreachable if Slurm does not answer.
     """
     outcome = ""
     with run_lock(run):
         job = read_whole_job(run)
         entry = live_entry(run, job, "cancel")
         if entry is not None:
-            is_notified = not now and entry.is_cancelled and _got_notice(run, entry)
+            is_signalled = not now and entry.is_cancelled and _got_stop_signal(run, entry)
             try:
-                # The attempt of the entry, which may name a job that continues it.
+                # Keep the job of the entry, because it may be a job that continues the recorded attempt.
                 entry = replace(entry, cancelled_at=mark_cancelled(run, now=now).cancelled_at)
             except OSError as error:
                 # A full disk must not prevent a cancellation.
                 warn(f"the cancellation could not be recorded ({error})")
-            # First, because the end of this job would start its follow-up jobs.
+            # Cancel the chained jobs first, because the end of this job would start them.
             cancel_follow_ups(run, job, keep=entry.job)
             if now:
                 backend_of(entry).kill(run, entry)
-            elif not is_notified:  # a second signal makes many scripts exit without a save
+            elif not is_signalled:  # a second signal makes many scripts exit without a save
                 outcome = backend_of(entry).signal(run, entry, signal.SIGTERM)
     if entry is None:
         return _end_lingering(run, job, now)
@@ -91,21 +91,21 @@ def cancel_run(run: RunDir, *, now: bool, wait: bool, warn: Callable[[str], None
     if backend_of(entry).wait_until_gone(run, entry, grace_s + WAIT_MARGIN_S):
         newest = read_job(run).newest or entry
         if newest.attempt > entry.attempt and not newest.is_cancelled:
-            again = f"{job_id} has ended, and attempt {newest.attempt} was started since, as {newest.job_id}"
+            again = f"{job_id} has ended, but attempt {newest.attempt} has been started as {newest.job_id}"
             return _run_result(run, newest.job_id, "restarted", again)
         return _run_result(run, job_id, "cancelled", f"{job_id} has ended")
     message = f"{job_id} is still running; `trainkit cancel {run.word} --now` kills it"
     return _run_result(run, job_id, "cancelling", message)
 
 
-def _got_notice(run: RunDir, entry: AttemptRecord) -> bool:
-    """Whether the processes of an attempt have got the signal of an earlier cancellation."""
+def _got_stop_signal(run: RunDir, entry: AttemptRecord) -> bool:
+    """Return whether the processes of an attempt have got the stop signal of an earlier cancellation."""
     found = read_events(run, "signal", attempt=entry.attempt)
     return any(event.text("signal") == signal.SIGTERM.name for event in found)
 
 
 def _end_lingering(run: RunDir, record: JobRecord, now: bool) -> CancelResult:
-    """End the job of a run that has ended, if Slurm has it and it hangs or would start again."""
+    """Cancel the job of an ended run if Slurm still has the job and it hangs or would start again."""
     job = lingering_job(run, record)
     if job is None or not (now or job.state.is_waiting):
         return _run_result(run, None, "ended", f"{run.shown} has already ended")
@@ -124,11 +124,11 @@ def _naming(folder: RunFolder, message: str) -> str:
 
 
 def cancel_group(group: RunGroup, *, now: bool, wait: bool) -> CancelResult:
-    """Cancel all runs of a group that have not ended, with a constant number of Slurm commands.
+    """Cancel all unfinished runs of a group, with a constant number of Slurm commands.
 
-    Pending runs never start; running ones save and exit, or with `now` are killed; with `wait`, return once
-    they have ended. Raises UsageError for a group whose array job is unknown. The error of a cluster that
-    does not answer is raised once the runs on the others are cancelled.
+    Pending runs never start. Running ones save and exit, or with `now` are killed. With `wait`, return once
+    they have ended. Raises UsageError for a group whose array job is unknown. If a cluster does not answer,
+    its error is raised after the runs on the other clusters are cancelled.
     """
     if group.record.process is not None:
         return _cancel_here(group, group.record.process, now, wait)
@@ -175,7 +175,7 @@ def cancel_group(group: RunGroup, *, now: bool, wait: bool) -> CancelResult:
 
 
 def _cancel_here(group: RunGroup, process: ProcessId, now: bool, wait: bool) -> CancelResult:
-    """Cancel a group of this machine: first the process that would start its other runs."""
+    """Cancel a group of this machine, beginning with the process that would start its pending runs."""
     if process.alive() is None:
         raise UsageError(
             f"cannot tell from here whether {group.shown} is running: it was started on {process.host}",
@@ -183,11 +183,12 @@ def _cancel_here(group: RunGroup, process: ProcessId, now: bool, wait: bool) -> 
         )
     found = GroupFiles(group).status({}, datetime.now(timezone.utc)).trials
     group.update(cancelled_at=utc_now())
-    # Of a copy of the folder, the process belongs to the original: a lock is that of one folder.
+    # A copy of the folder names the process of the original. The process holds the lock of the original
+    # folder only, so it is not signalled here.
     while process.alive() and group.has_process():
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGTERM)
-            os.kill(process.pid, signal.SIGCONT)  # one that is stopped would not see it
+            os.kill(process.pid, signal.SIGCONT)  # a stopped process handles SIGTERM only once it continues
         time.sleep(POLL_S)
     pending = {trial.index for trial in found if trial.state == "pending"}
     results, problems = dict[int, CancelResult](), list[Exception]()
@@ -197,7 +198,7 @@ def _cancel_here(group: RunGroup, process: ProcessId, now: bool, wait: bool) -> 
                 results[index] = cancel_run(group.run(index), now=now, wait=False, warn=print_note)
             except (OSError, TrainkitError) as error:
                 problems.append(error)
-    if problems:  # the others are cancelled
+    if problems:  # the runs without a problem are cancelled
         raise problems[0]
     saving = [(group.run(index), result.entry) for index, result in results.items() if result.entry]
     running = [index for index, result in results.items() if result.state != "ended" and index not in pending]
@@ -241,7 +242,7 @@ def _group_result(group: RunGroup, num_running: int, num_pending: int, now: bool
 def _cancel_trials(
     group: RunGroup, running: Sequence[int], pending: Sequence[int], jobs: Sequence[str], now: bool
 ) -> None:
-    """Cancel trials by index; `jobs` are their arrays, and the jobs of trials that run outside of these."""
+    """Cancel trials by index; `jobs` are their arrays, and the jobs of trials that run outside the arrays."""
     group.update(cancelled_at=utc_now())
     created = [group.run(index) for index in (*running, *pending) if group.run(index).exists()]
     entries: list[tuple[RunDir, AttemptRecord]] = []
@@ -250,7 +251,7 @@ def _cancel_trials(
             entries.append((run, mark_cancelled(run, now=now)))
     started = [(run, entry) for run, entry in entries if int(run.name) in running]
     if now:
-        # Before scancel, whose SIGTERM would make the ranks start to save.
+        # Kill the steps before scancel, whose SIGTERM would make the ranks start a save.
         steps = [(entry.job, step_of(run, entry)) for run, entry in started]
         with contextlib.suppress(UsageError):
             kill_steps([(job, step_id) for job, step_id in steps if step_id is not None])
@@ -258,17 +259,17 @@ def _cancel_trials(
     else:
         cancel_waiting(jobs)
         if running:
-            # One that has no folder yet has no agent.
+            # A trial that has no folder yet has no agent that forwards another signal.
             sent = sent_for(signal.SIGTERM, started) if len(started) == len(running) else signal.SIGTERM
             send_signal(jobs, sent.name)
     for run, entry in entries:
-        # These have no supervisor left to write the end of the attempt.
+        # No supervisor remains that could write how these attempts ended.
         if now or int(run.name) in pending:
             write_cancelled(run, entry, KILLED if now else "cancelled before it started")
 
 
 def _wait_until_jobs_gone(job_ids: Sequence[str], timeout_s: float) -> bool:
-    """Wait until all jobs have left Slurm's queue; False if some are still there after `timeout_s`."""
+    """Wait until all jobs have left Slurm's queue; return False if some remain after `timeout_s`."""
     deadline_s = time.monotonic() + timeout_s
     while any(in_queue(job) for job in query_jobs(job_ids).values()):
         if time.monotonic() > deadline_s:

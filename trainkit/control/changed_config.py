@@ -1,4 +1,4 @@
-"""What a run has done before its next attempt, and what a config changes of it, or cannot."""
+"""Describe a run before its next attempt, and refuse config changes that are incompatible with it."""
 
 from __future__ import annotations
 
@@ -33,31 +33,34 @@ FIXED_KEYS = ("seed", "data.seq_len", "data.shuffle")
 
 @dataclass(frozen=True)
 class RunSoFar:
-    """What is known of a run before its next attempt, gathered once by `run_so_far`."""
+    """Describes a run before its next attempt; `run_so_far` gathers the values once."""
 
     run: RunDir
     job: JobRecord
     config: RunConfig
     plan: LaunchPlan
     end: AttemptEnd | None
-    """How its newest attempt ended; None if that has left no record."""
+    """The end of the newest attempt; None if the attempt left no record of its end."""
     saved: Sequence[Checkpoint]
-    """Its checkpoints, the newest last."""
+    """The checkpoints of the run, the newest last."""
 
     @property
     def step(self) -> int:
-        """The step of the newest checkpoint; 0 without one."""
+        """Return the step of the newest checkpoint; 0 without one."""
         return self.saved[-1].step if self.saved else 0
 
 
 def run_so_far(run: RunDir, job: JobRecord, source: RunDir | AttemptDir) -> RunSoFar:
-    """What a run has done, with the config and plan of `source`, which is the run or one of its attempts."""
+    """Return the history of a run, with the config and plan of `source`.
+
+    `source` is the run or one of its attempts.
+    """
     end = read_end(run.attempt(max(run.attempt_numbers(), default=0)))
     return RunSoFar(run, job, *config_and_plan(source), end, published(run.checkpoints_dir))
 
 
 def changes(before: RunConfig, after: RunConfig, ignored: Collection[str] = ()) -> Iterator[str]:
-    """One line for each value that differs and is not `ignored`: ``optimizer.lr: 0.002 -> 0.01``."""
+    """Yield one line for each value that differs and is not `ignored`: ``optimizer.lr: 0.002 -> 0.01``."""
     old, new = flat_values(before), flat_values(after)
     for key in sorted((old.keys() | new.keys()) - {*ignored}):
         if old.get(key) != new.get(key):
@@ -65,7 +68,7 @@ def changes(before: RunConfig, after: RunConfig, ignored: Collection[str] = ()) 
 
 
 def flat_values(config: RunConfig) -> dict[str, object]:
-    """The values of a config by dotted key."""
+    """Return the values of a config by dotted key."""
     flat: dict[str, object] = {}
     for key, value in config.model_dump(mode="json", by_alias=True).items():
         if isinstance(value, dict):
@@ -76,7 +79,7 @@ def flat_values(config: RunConfig) -> dict[str, object]:
 
 
 def learning_rate_change(so_far: RunSoFar, after: RunConfig, peak: float) -> str | None:
-    """What the learning rate does where a run resumes, if a changed config or peak changes it."""
+    """Describe the change of the learning rate at the step where a run resumes; None without a change."""
     before, step, steps = so_far.config, so_far.step, after.train.steps
     if not so_far.saved or before.train.steps is None or steps is None:
         return None
@@ -94,8 +97,11 @@ def learning_rate_change(so_far: RunSoFar, after: RunConfig, peak: float) -> str
 
 
 def expected_time_s(so_far: RunSoFar, plan: LaunchPlan, steps: int | None) -> float | None:
-    """Seconds for the steps up to `steps`, at the speed of the newest attempt; None if it ran otherwise."""
-    names = ("layout", "batch", "device")  # on which the time of a step depends
+    """Return the seconds until step `steps`, at the speed of the newest attempt.
+
+    Return None if the plan changes the speed, or if the speed is unknown.
+    """
+    names = ("layout", "batch", "device")  # the duration of a step depends on these values
     if steps is None or any(getattr(plan, name) != getattr(so_far.plan, name) for name in names):
         return None
     measured = numbers(RunHistory(so_far.run).newest_steps(), "step_s")
@@ -103,29 +109,29 @@ def expected_time_s(so_far: RunSoFar, plan: LaunchPlan, steps: int | None) -> fl
 
 
 def missing_save(so_far: RunSoFar) -> str | None:
-    """What a run without a save resumes from, for people; None if one was seen.
+    """Explain where a run without a save resumes; return None if a save was seen.
 
-    A command that does not save by `trainkit.loop` says it by its exit code alone.
+    A command that does not use `trainkit.loop` reports a save by its exit code alone.
     """
     if so_far.saved:
         return None
     if not so_far.plan.workload.is_command:
-        return "none yet: training starts at step 0 again"
+        return "none yet, so training starts again at step 0"
     ends = (read_end(so_far.run.attempt(number)) for number in so_far.run.attempt_numbers())
     if any(end is not None and end.saved for end in ends):
         return None
-    return "no save was seen: it starts at the beginning, unless it finds one of its own"
+    return "no save was seen, so the command starts from the beginning unless it finds its own checkpoint"
 
 
 def share_left(so_far: RunSoFar, steps: int | None) -> float:
-    """The share of a run's steps after its newest checkpoint; 1 if their number is unknown."""
+    """Return the share of a run's steps after its newest checkpoint; 1 if the number of steps is unknown."""
     return 1.0 if steps is None else max(0.0, 1 - so_far.step / steps)
 
 
 def refuse_finished(so_far: RunSoFar, now: RunConfig, *, new_code: bool = False) -> None:
-    """Raise UsageError if the run has finished and nothing is asked that it has not done.
+    """Raise UsageError if the run has finished and no further work is requested.
 
-    That is another number of steps, for a command any other value than before, or new code.
+    Further work is a different number of steps or epochs. For a command it is any changed value, or new code.
     """
     run, before, plan = so_far.run, so_far.config, so_far.plan
     if so_far.end is None or so_far.end.state != "finished":
@@ -152,7 +158,7 @@ def refuse_finished(so_far: RunSoFar, now: RunConfig, *, new_code: bool = False)
 def refuse_incompatible(so_far: RunSoFar, loaded: LoadedConfig, data: DataFacts | None) -> None:
     """Raise ConfigError with every value of a config that is incompatible with the newest checkpoint.
 
-    `data` is None for a task of the user.
+    `data` is None for a custom task.
     """
     if not so_far.saved:
         return
@@ -160,7 +166,7 @@ def refuse_incompatible(so_far: RunSoFar, loaded: LoadedConfig, data: DataFacts 
     try:
         manifest = newest.manifest()
     except (OSError, ValueError):
-        return  # damaged: the trainer falls back to an earlier one and checks that
+        return  # the trainer skips a damaged checkpoint and checks the config against an earlier one
     problems = list(_problems(manifest, loaded, data, newest.path.name))
     if problems:
         raise ConfigError(problems)
@@ -173,10 +179,10 @@ def _problems(
     hint = "use the old value, or start a new run"
     before: dict[str, object] = {"task": manifest.task, "optimizer.name": manifest.optimizer}
     before |= {key: manifest.data.get(key) for key in FIXED_KEYS}
-    if data is not None:  # else the trainer compares its parameters
+    if data is not None:  # for a custom task, the trainer compares the parameters
         before["model.architecture"] = (manifest.model or {}).get("architecture")
     for key, old in before.items():
-        # Only the class of a task or an architecture counts: its path may have changed.
+        # Compare only the class of a task or an architecture, because its path may have changed.
         if old is not None and str(old).rpartition(":")[2] != str(now[key]).rpartition(":")[2]:
             yield loaded.problem(key, f"is {now[key]}, but {name} was trained with {old}", hint)
     if config.train.steps is not None and config.train.steps < manifest.step:
@@ -187,7 +193,7 @@ def _problems(
             trained = ModelConfig.model_validate(manifest.model)
         except ValidationError as error:
             key = ".".join(map(str, error.errors()[0]["loc"]))
-            message = f"cannot be compared with the model of {name}: its {key} is not one of this version"
+            message = f"cannot be compared with the model of {name}: its {key} is not valid in this version"
             yield loaded.problem("model", message, "resume with the version of trainkit that saved it")
             return
         if _shape(trained, data.vocab_size) != _shape(config.model, data.vocab_size):
@@ -195,5 +201,5 @@ def _problems(
 
 
 def _shape(model: ModelConfig, vocab_size: int) -> ModelShape:
-    """The shape of the parameters, without dropout, which may change."""
+    """Return the shape of the parameters, without dropout, which may change."""
     return replace(resolve_model_shape(model, vocab_size), dropout=0.0)

@@ -1,4 +1,4 @@
-"""Starts a run again as it was: with the config and plan of its newest attempt."""
+"""Start a run again unchanged, with the config and plan of its newest attempt."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class Requeued:
     """The result of `requeue_run`."""
 
     job: JobRecord
-    """What job.json had before."""
+    """The content of job.json before the requeue."""
     entry: AttemptRecord
-    """The attempt that was started, or asked to save."""
+    """The attempt that was started, or that was asked to save."""
     is_started: bool
 
 
 def requeue_run(run: RunDir) -> Requeued:
     """Requeue a run; a running job is signalled to save and requeue itself.
 
-    Raises UsageError for a job that is still pending, and for one that is being cancelled: it ends first.
+    Raises UsageError for a pending job, and for a job that is being cancelled, because it has to end first.
     """
     refuse_by_hand(run)
     with run_lock(run):
@@ -49,16 +49,17 @@ def requeue_run(run: RunDir) -> Requeued:
             )
         end = read_end(run.attempt(entry.attempt))
         if end is not None and end.resumes:
-            # The run restarts anyway: there is nothing to signal.
+            # The run restarts anyway, so it needs no signal.
             own = backend_of(entry).job(entry)
             outcome = "waiting" if own is not None and own.state.is_waiting else "restarting"
         else:
-            # The signal alone can be lost: between two steps no process receives it.
-            with suppress(OSError):  # on a full disk it has to do
+            # The signal alone can be lost, because no process receives it between two steps. So record the
+            # request too.
+            with suppress(OSError):  # on a full disk the signal has to suffice
                 change_newest(run, requeue_requested_at=utc_now())
             outcome = backend_of(entry).signal(run, entry, signal.SIGUSR2)
             if outcome == "waiting":
-                # Else the job would requeue itself at its start.
+                # Withdraw the request, because the pending job would requeue itself at its start.
                 change_newest(run, requeue_requested_at=None)
     if outcome == "waiting":
         raise UsageError(f"{entry.job_id} is already pending", hint="`trainkit status` shows the reason")
@@ -68,8 +69,9 @@ def requeue_run(run: RunDir) -> Requeued:
 def start_again(run: RunDir, job: JobRecord, reason: str) -> AttemptRecord:
     """Start the next attempt of a run that has ended, with the config and plan of its newest one.
 
-    Call with the run's lock held. Raises UsageError for a run that was never started, and for one that has
-    trained for all its steps: what a command has still to do, nobody else knows.
+    Call with the run's lock held. Raises UsageError for a run that was never started, and for a run of the
+    trainer that has finished all its steps. A finished command may be started again, because only its user
+    knows whether work remains.
     """
     newest = job.newest
     if newest is None:
@@ -82,16 +84,16 @@ def start_again(run: RunDir, job: JobRecord, reason: str) -> AttemptRecord:
     if not plan.has_supervisor or plan.attended_in is not None:
         step = "step that srun started, or under another launcher"
         where = f"a {plan.attended_in if plan.has_supervisor else step}"
-        raise UsageError(f"{run.shown} ran in {where}", hint=f"`trainkit resume {run.word}` plans it anew")
+        raise UsageError(f"{run.shown} ran in {where}", hint=f"`trainkit resume {run.word}` plans it again")
     hosts = note_dead_job(run, job, print_note)
     plan = backend_of(newest).without_hosts(plan, hosts, print_note)
     return start_attempt(run, job, config, plan, reason)
 
 
 def note_dead_job(run: RunDir, record: JobRecord, warn: Callable[[str], None]) -> list[str]:
-    """Have the run avoid the hosts on which its newest job ended before the supervisor began; returns them.
+    """Make the run avoid the hosts where its newest job ended before the supervisor began.
 
-    Raises SlurmUnreachable.
+    Returns these hosts. Raises SlurmUnreachable.
     """
     entry = record.newest
     if entry is None or is_over(run.attempt(entry.attempt)):

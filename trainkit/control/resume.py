@@ -1,4 +1,4 @@
-"""Starts a run again, with a config that may have changed, or as a new run, or what is left of a group."""
+"""Resume a run, with a config that may have changed or as a new run, and resume the rest of a group."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ from trainkit.shipped import node_chooser
 
 @dataclass(frozen=True)
 class PlannedResume:
-    """The next attempt of a run, planned."""
+    """The planned next attempt of a run."""
 
     so_far: RunSoFar
     loaded: LoadedConfig
     plan: LaunchPlan
     choice: NodesChoice | None = None
-    """Why it has this number of nodes, with `chooses_nodes`."""
+    """The reason for the number of nodes, if `chooses_nodes` was set."""
 
 
 @contextmanager
@@ -62,12 +62,12 @@ def planned_resume(
     new_code: bool = False,
     chooses_nodes: bool = False,
 ) -> Iterator[PlannedResume]:
-    """Plan the next attempt of a run, with the folder that it was submitted from as the current one.
+    """Plan the next attempt of a run, with the folder of its submission as the current folder.
 
-    Without a `target` or ``launch.backend`` in `flags` it runs where it ran. `chooses_nodes` takes the number
-    of nodes that is expected to finish first. `starts_here` is whether it is
-    this command that starts it, in its own folder. Raises UsageError and ConfigError where it cannot resume,
-    also for values that are incompatible with the newest checkpoint.
+    The run stays on its machine or cluster unless `target` or ``launch.backend`` in `flags` names another.
+    With `chooses_nodes`, the plan has the number of nodes that is expected to finish first. `starts_here` is
+    True if this command starts the attempt in the run's own folder. Raises UsageError or ConfigError if the
+    run cannot resume, also for values that are incompatible with the newest checkpoint.
     """
     refuse_replay(run)
     job = read_job(run)
@@ -93,7 +93,7 @@ def planned_resume(
         else:
             plan = plan_run(loaded, facts, workload, code_dir=code_dir, before=lr_of)
         if not plan.is_job:
-            plan = replace(plan, after=so_far.plan.after)  # what it has not waited for yet
+            plan = replace(plan, after=so_far.plan.after)  # keep the jobs that the run still waits for
         if not workload.is_command:
             refuse_incompatible(so_far, loaded, facts.data)
         yield PlannedResume(so_far, loaded, plan, choice)
@@ -108,33 +108,37 @@ def resume_run(
     now: bool = False,
     foreground: bool = False,
 ) -> AttemptRecord:
-    """Start the next attempt of a run that has ended, with this config and plan; returns its job.json entry.
+    """Start the next attempt of a run that has ended, with this config and plan; return its job.json entry.
 
-    `new_code` replaces the run's copy of the code, `now` and `foreground` are those of `NewAttempt`. Raises
-    UsageError if the run is still running.
+    `new_code` replaces the run's copy of the code; `now` and `foreground` are described in `NewAttempt`.
+    Raises UsageError if the run is still running.
     """
     with run_lock(run):
         job = read_whole_job(run)
-        require_not_running(run, job, "resume")  # under the lock: another command may have started it
+        # check again under the lock, because another command may have started the run
+        require_not_running(run, job, "resume")
         with renewed_code(run, job, config, plan) if new_code else nullcontext(job) as job:
             return start_attempt(run, job, config, plan, "run" if foreground else "resume", now=now)
 
 
 def same_place(entry: AttemptRecord | None, loaded: LoadedConfig) -> Target | None:
-    """This machine, if that attempt ran here and the config leaves the backend open; else None."""
+    """Return this machine as the target if the attempt ran here and the config does not set the backend.
+
+    Otherwise return None.
+    """
     reason = None if entry is None else backend_of(entry).stays_here(entry)
     return Target("local", reason) if reason and loaded.config.launch.backend == "auto" else None
 
 
 def resume_group(group: RunGroup) -> str:
-    """Start the runs of a group that have not started, on this machine also others that have not finished.
+    """Start the unsubmitted runs of a group; on this machine, start its unfinished runs too.
 
-    Returns its job id, on Slurm that of the newest array. Raises UsageError if its process may still be there
-    and if there is none to start.
+    Returns the job id of the group, on Slurm the id of the newest array. Raises UsageError if the group's
+    process may still be alive, and if there is no run to start.
     """
     path, process = group.word, group.record.process
     if process is None:
-        return _submit_left(group)
+        return _submit_remaining(group)
     alive = process.alive()
     if alive is None:
         raise UsageError(
@@ -154,7 +158,7 @@ def resume_group(group: RunGroup) -> str:
     return start_group(group)
 
 
-def _submit_left(group: RunGroup) -> str:
+def _submit_remaining(group: RunGroup) -> str:
     path = group.word
     refuse_copied_group(group, "resume")
     recover_parts(group)
@@ -164,14 +168,14 @@ def _submit_left(group: RunGroup) -> str:
     group.update(cancelled_at=None)
     if not submit_parts(group, print_note):
         raise UsageError(
-            f"Slurm takes none of the {plural(len(group.left), 'run')} that are left of {group.shown} now",
-            hint="the jobs of the group submit them as they end",
+            f"Slurm accepts none of the {plural(len(group.left), 'unsubmitted run')} of {group.shown} now",
+            hint="each job of the group submits further runs when it ends",
         )
     return group.job_ids[-1]
 
 
 def newest_checkpoint_of(run: RunDir) -> Path:
-    """The newest intact checkpoint of a run; raises UsageError when there is none."""
+    """Return the newest intact checkpoint of a run; raise UsageError if there is none."""
     checkpoint = newest_intact(published(run.checkpoints_dir))
     if checkpoint is None:
         raise UsageError(
@@ -181,7 +185,7 @@ def newest_checkpoint_of(run: RunDir) -> Path:
 
 
 def copy_newest_checkpoint(checkpoint: Path, run: RunDir) -> None:
-    """Copy a checkpoint to a newly created run; removes the run folder if that fails."""
+    """Copy a checkpoint to a newly created run; remove the run folder if that fails."""
     try:
         copy_checkpoint(checkpoint, run)
     except BaseException:

@@ -1,8 +1,8 @@
-"""Where a run's attempts execute: the interface of a machine, or of the hosts that a scheduler gave to a job.
+"""The interface of the machine, or of a job's hosts, on which a run's attempts execute.
 
-An allocation claims attempts, starts their processes, lists the ways to restart the run, and is released when
-the run continues elsewhere. Its watch follows the processes of one attempt. The supervisor treats all kinds
-alike.
+An allocation claims attempts, starts their processes and lists the ways to restart the run. It is released
+when the run continues in another allocation. Its watch follows the processes of one attempt. The supervisor
+treats all kinds of allocation alike.
 """
 
 from __future__ import annotations
@@ -44,59 +44,60 @@ from trainkit.trust import open_trusted
 CANCELLED = "cancelled before the ranks started"
 CANCELLED_AGAIN = "cancelled before the restart"
 DELETED_AFTER_S = 10.0
-"""How long the attempt's folder must be missing: longer than a remount of the filesystem takes."""
+"""Seconds that the attempt's folder must be missing to count as deleted, longer than a remount of the
+filesystem takes."""
 SIGNAL_RECORD_S = 2.0
-"""How long the first agent has to record a signal that Slurm sent to it."""
+"""Seconds that the first agent has to record a signal from Slurm."""
 
 
 def refused(attempt: AttemptDir, entry: AttemptRecord | None) -> Decision | None:
-    """How a start ends that may run nothing, since its run is not as it was submitted; else None.
+    """Return the decision that ends a start whose run folder differs from what was submitted, else None.
 
-    Nothing else that the run folder says is acted upon then. `entry` is the record of the attempt that the
-    start would run, whose end is written; None if it has none.
+    A refused start acts on nothing else in the run folder. `entry` is the record of the attempt that the
+    start would run, or None without one. The end of this attempt is written.
     """
     try:
         read_submitted(attempt)
-        open_trusted(attempt.run.job_file).close()  # it says where the code is
+        open_trusted(attempt.run.job_file).close()  # job.json names the folder of the code
         read_submitted(attempt.run)
     except UsageError as error:
         log_line(error.render())
         decision = Decision("failed", error.message, EXIT_NO_RESTART)
         if entry is not None and not attempt.end_file.exists():
-            with contextlib.suppress(OSError):  # it may be a folder of somebody else
+            with contextlib.suppress(OSError):  # the folder may belong to another user
                 write_end(attempt, entry, NOT_RUN, decision)
         return decision
     except (OSError, ValueError) as error:
-        # Running the attempt reports it with its hint.
+        # Running the attempt reports the error with its hint.
         log_line(f"{attempt.path} cannot be compared with what was submitted: {error}")
     return None
 
 
 class Allocation:
-    """The machine or the hosts in which one start of a run executes its attempts.
+    """The machine or the hosts where one start of a run executes its attempts.
 
-    Asked what follows, it answers with an attempt or a `Decision`. What a class does not say otherwise is as
-    on this machine.
+    Its methods return the next attempt or a `Decision`. The defaults are the single-machine behaviour;
+    SlurmAllocation overrides them.
     """
 
     lock_timeout_s: ClassVar[float]
-    """How long to wait for a lock of the run, above all for its previous supervisor to exit."""
+    """Seconds to wait for a lock of the run, mainly until the run's previous supervisor exits."""
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
 
     def begin(self) -> None:
-        """Called first, before an attempt is claimed."""
+        """Prepare the allocation; called first, before an attempt is claimed."""
 
     def end(self) -> None:
-        """Called last, when this start of the run has ended."""
+        """Clean up; called last, when this start of the run has ended."""
 
     def claim(self) -> AttemptDir | Decision:
-        """Claim the first attempt to run; returns how this start ends when there is nothing to do."""
+        """Claim the first attempt to run; return a decision if there is nothing to do."""
         raise NotImplementedError
 
     def claim_next(self, attempt: Attempt) -> Attempt | Decision:
-        """Open the next attempt, which restarts the run in this allocation; a decision when it must not."""
+        """Open the next attempt in this allocation; return a decision if the run must not restart."""
         with run_lock(self.run, self.lock_timeout_s):
             attempt.update()
             if (newer := attempt.superseding) is not None:
@@ -110,23 +111,26 @@ class Allocation:
         return Attempt(following)
 
     def register(self, attempt: AttemptDir) -> str:
-        """Record a restarted attempt in job.json; returns its job id. Called with the run's lock held."""
+        """Record a restarted attempt in job.json and return its job id; called with the run's lock held."""
         raise NotImplementedError
 
     def close_dead_attempts(self, attempt: Attempt) -> Decision | None:
-        """Write the end of earlier attempts whose host died.
+        """Write the ends of earlier attempts whose host died.
 
-        Returns the decision that ends `attempt` if those failures forbid a restart, with their outcome; else
-        None.
+        If their failures forbid a restart, returns the decision that ends `attempt` with the same outcome;
+        else None.
         """
         return None
 
     def wait_for_turn(self, attempt: Attempt) -> Decision | None:
-        """Wait until a run may start; returns a decision to end it instead. Restarts need not wait again."""
+        """Wait until a run may start; return a decision if the run ends instead.
+
+        A restart does not wait again.
+        """
         return None
 
     def fitted(self, attempt: Attempt) -> LaunchPlan:
-        """The plan for the nodes that there are, which becomes that of the attempt."""
+        """Return the plan that fits the available nodes; it becomes the plan of the attempt."""
         return attempt.plan
 
     @property
@@ -135,26 +139,29 @@ class Allocation:
         return Hosts()
 
     def place(self, plan: LaunchPlan) -> dict[str, object]:
-        """What Slurm chose for this start, for its event."""
+        """Return what Slurm chose for this start, such as the partition, for the event log."""
         return {}
 
     def watch(self, attempt: Attempt) -> AttemptWatch:
-        """The watch of an attempt's processes, which `AttemptWatch.run` starts."""
+        """Return the watch of an attempt's processes; `AttemptWatch.run` starts the processes."""
         raise NotImplementedError
 
     def outcome(self, attempt: Attempt) -> Outcome:
-        """The outcome of an attempt whose processes have ended, from the state of the job and its hosts."""
+        """Return the outcome of an attempt whose processes have ended.
+
+        The outcome takes the state of the job and its hosts into account.
+        """
         observed, cause = attempt.observed, None
         if observed.stop_signal == RESTART_SIGNAL:
             cause = "asked" if observed.planned_stop is None else observed.planned_stop.cause
         return outcome_of(attempt.folder, attempt.plan, observed, cause=cause)
 
     def record_suspect(self, attempt: Attempt, failure: RankFailure | None) -> bool:
-        """Record the host that a failure implicates; returns whether one less can be used."""
+        """Record the host that a failure implicates; return whether the run has one host less to use."""
         return False
 
     def restart_options(self, attempt: Attempt) -> RestartOptions:
-        """How the run can be restarted now, by job.json as it was last read."""
+        """Return the ways to restart the run now, according to the last read of job.json."""
         return RestartOptions(restart=True)
 
     def after_notice(self, attempt: Attempt, received: signal.Signals) -> Decision:
@@ -162,28 +169,31 @@ class Allocation:
         return Decision("stopped", CANCELLED_AGAIN, EXIT_STOPPED)
 
     def after_lock(self, attempt: Attempt, locked: RunLocked) -> Decision:
-        """Decide what follows when a lock of the run was not obtained in time."""
+        """Decide what follows if a lock of the run was not obtained in time."""
         return Decision("failed", f"{locked.message}, perhaps another supervisor of the run", EXIT_FAILED)
 
     def leave_unclaimed(self, locked: RunLocked) -> Decision:
-        """End a start that could not claim an attempt; returns how.
+        """Return the decision that ends a start which could not claim an attempt.
 
-        Writes nothing to the run folder: another process has its lock.
+        Nothing is written to the run folder, because another process has its lock.
         """
         if locked.stopped:
             return Decision("stopped", locked.message, EXIT_STOPPED)
         return Decision("failed", locked.message, EXIT_FAILED)
 
     def release(self, attempt: Attempt, decision: Decision) -> Decision:
-        """Leave the allocation as decided; returns `decision`, or another one if the run does not resume."""
+        """Leave the allocation as decided.
+
+        Returns `decision`, or another decision if the run cannot resume.
+        """
         return decision
 
     def cancel_pending(self, job: JobRecord) -> None:
-        """Cancel the jobs that would continue a run that has ended; `job` is its job.json."""
+        """Cancel the jobs that would continue a run that has ended; `job` is the run's job.json."""
 
 
 class AttemptWatch(ProcessGroup):
-    """The processes of one attempt, from their start until `observed` has how they ended."""
+    """The processes of one attempt, from their start until `observed` records how they ended."""
 
     poll_interval_s = 1.0
 
@@ -192,13 +202,13 @@ class AttemptWatch(ProcessGroup):
         self.live = live
         self.attempt, self.plan, self.observed = live.folder, live.plan, live.observed
         self.superseded_by: AttemptRecord | None = None
-        """The entry of the attempt that has taken the run over; this one saves and ends."""
+        """The entry of the newer attempt that has taken the run over, so that this attempt saves and ends."""
         self._hangs = HangWatch(live.folder)
         self._missing_since_s: float | None = None
         self.capabilities: AttemptCapabilities | None = None
 
     def poll(self) -> None:
-        """End the attempt when it was moved or deleted, or when its ranks hang."""
+        """End the attempt if its folder was moved or deleted, or if its ranks hang."""
         if self._follow() and self.observed.stop_signal is None:
             self.stop_ranks()
         if self._is_deleted():
@@ -216,7 +226,7 @@ class AttemptWatch(ProcessGroup):
             self.capabilities.pass_on_events()
 
     def _follow(self) -> bool:
-        """Whether the folder was moved since the last call; what is written goes to where it is now."""
+        """Return whether the run folder was moved since the last call, and use its new path from now on."""
         is_moved = self.attempt.run.follow()
         if is_moved:
             self.observed.moved_to = str(self.attempt.run.path)
@@ -228,11 +238,11 @@ class AttemptWatch(ProcessGroup):
         raise NotImplementedError
 
     def stop_ranks(self, as_if: str = signal.SIGTERM.name) -> None:
-        """Have the ranks save and exit, as if this signal had come: by default the run stops."""
+        """Have the ranks save and exit as if this signal had arrived; the default signal stops the run."""
         raise NotImplementedError
 
     def leave(self, planned_stop: PlannedStop) -> None:
-        """Have the ranks save and exit, and the run restart, unless they are stopping already."""
+        """Have the ranks save and exit for a restart of the run, unless they are already stopping."""
         if self.observed.stop_signal is None and self.running:
             log_line(f"attempt {self.attempt.number}: {planned_stop.why}")
             try:
@@ -241,24 +251,30 @@ class AttemptWatch(ProcessGroup):
                 self.observed.planned_stop = planned_stop
 
     def collect(self) -> None:
-        """Complete `observed` from the run folder. May raise OSError; can then be called again."""
+        """Complete `observed` from the run folder.
+
+        May raise OSError, and can be called again after that.
+        """
 
     def kill_after_grace(self) -> None:
         """Kill the remaining processes after the grace time; agents apply a shorter limit themselves."""
         self.kill_within(self.plan.grace_s + 2 * KILL_MARGIN_S)
 
     def _poll_processes(self) -> None:
-        """Called by `poll` unless the attempt was deleted."""
+        """Poll the processes; called by `poll` unless the attempt was deleted."""
 
     def _requested_signal(self) -> str | None:
-        """The signal that a command's request in job.json stands for; None without a request."""
+        """Return the signal that a command's request in job.json means; None without a request."""
         entry = self.live.entry
         if entry.is_cancelled:
             return None if entry.cancelled_now else signal.SIGTERM.name
         return RESTART_SIGNAL if entry.requeue_requested_at is not None else None
 
     def _is_deleted(self) -> bool:
-        """Whether the attempt's folder was replaced, or missing for DELETED_AFTER_S. Raises OSError."""
+        """Return whether the attempt's folder was replaced, or has been missing for DELETED_AFTER_S.
+
+        Raises OSError.
+        """
         if self.attempt.run.was_replaced:
             return True
         if self.attempt.path.is_dir():

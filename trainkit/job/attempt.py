@@ -1,4 +1,4 @@
-"""An attempt in the process that supervises it, and the capabilities of its plan."""
+"""An attempt as its supervisor sees it, and the capabilities of its plan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainkit.shipped import Guard
 
 
 class Attempt:
-    """A live attempt: its folder, its plan, what was seen of its processes, and how it ended."""
+    """A live attempt: its folder and plan, the observations of its processes, and its outcome."""
 
     def __init__(self, folder: AttemptDir, plan: LaunchPlan | None = None) -> None:
         self.folder = folder
@@ -25,7 +25,7 @@ class Attempt:
         self.job = JobRecord()
         """The job.json of the run at the last `update`."""
         self.outcome: Outcome = NOT_RUN
-        """How it ended; `NOT_RUN` until it has."""
+        """The outcome of the attempt; `NOT_RUN` until it has ended."""
         self._plan = plan
 
     @property
@@ -37,22 +37,25 @@ class Attempt:
         return self.folder.number
 
     def update(self) -> None:
-        """Read job.json again, into which commands write what they ask of the attempt."""
+        """Read job.json again, because commands write their requests to it."""
         self.job = read_job(self.run)
 
     @property
     def entry(self) -> AttemptRecord:
-        """Its entry in job.json at the last `update`."""
+        """The attempt's entry in job.json at the last `update`."""
         return self.job.of_attempt(self.number)
 
     @property
     def superseding(self) -> AttemptRecord | None:
-        """The entry of the attempt that has taken the run over."""
+        """The entry of the newer attempt that has taken the run over; None without one."""
         return self.job.superseding(self.number)
 
     @property
     def plan(self) -> LaunchPlan:
-        """Its plan as submitted, read once, or as fitted since. Raises OSError and UsageError."""
+        """The submitted plan, which is read once, or the plan that was fitted to the nodes.
+
+        Raises OSError and UsageError.
+        """
         if self._plan is None:
             try:
                 self._plan = LaunchPlan.from_dict(read_submitted(self.folder))
@@ -66,15 +69,18 @@ class Attempt:
 
 
 def _polled(watch: Watch) -> PlannedStop | None:
-    """Poll a watch, which may be of another package; raises TypeError if it returns something else."""
+    """Poll a watch of any package; raise TypeError if it returns something other than a PlannedStop."""
     found: object = watch.poll()
     if found is None or isinstance(found, PlannedStop):
         return found
-    raise TypeError(f"poll of {type(watch).__name__} has returned {found!r}, which is no PlannedStop")
+    raise TypeError(f"{type(watch).__name__}.poll returned {found!r}, which is not a PlannedStop")
 
 
 class AttemptCapabilities:
-    """The capabilities of one attempt; raises UsageError if one of another package is not installed."""
+    """The capabilities of one attempt.
+
+    Raises UsageError if a capability's package is not installed.
+    """
 
     def __init__(self, attempt: AttemptDir, plan: LaunchPlan) -> None:
         self._attempt, self._plan = attempt, plan
@@ -87,17 +93,17 @@ class AttemptCapabilities:
         self._events.position = self._events.size()
 
     def begin(self, hosts: Hosts) -> None:
-        """Begin to watch the attempt, which starts."""
+        """Start the watches of an attempt that is about to start."""
         self._watches = self._guard.each(lambda one: one.watch(self._attempt, self._plan, hosts))
 
     def poll(self, *, is_stopping: bool) -> PlannedStop | None:
-        """Poll the watches; why the ranks are to end, None if they are not."""
+        """Poll the watches; return why the ranks must end, or None if they continue."""
         polled = [(name, watch) for name, watch in self._watches if watch.while_stopping or not is_stopping]
         found = [self._guard.call(name, _polled, watch) for name, watch in polled]
         return next(filter(None, found), None)
 
     def pass_on_events(self) -> None:
-        """Pass on the new events. Raises OSError."""
+        """Pass the new events of the attempt to the capabilities. Raises OSError."""
         if not self._listeners:
             return
         for event in events_of(self._events.records()):
@@ -106,12 +112,12 @@ class AttemptCapabilities:
                     self._guard.call(one.name, one.on_event, self._attempt, event)
 
     def end(self, end: AttemptEnd) -> None:
-        """Pass on the last events, and then the end of the attempt. Raises OSError."""
+        """Pass the last events and then the end of the attempt to the capabilities. Raises OSError."""
         self.pass_on_events()
         for one in self._guard.capabilities:
             self._guard.call(one.name, one.on_end, self._attempt, self._plan, end)
 
     def close(self) -> None:
-        """Wait for what is still being sent."""
+        """Wait until the capabilities have sent everything."""
         for one in self._guard.capabilities:
             self._guard.call(one.name, one.close)

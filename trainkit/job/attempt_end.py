@@ -29,13 +29,14 @@ from trainkit.run.record import AttemptRecord, JobRecord, read_job
 from trainkit.run.rundir import AttemptDir
 
 LONG_ATTEMPT_S = 1800.0
-"""A trainer without checkpoints counts as progressing when it has run for this long."""
+"""Seconds after which a trainer without checkpoints counts as progressing."""
 LATE_RECORDS = 1000
-"""How many of the newest records tell the last step: those of an attempt may follow some of the next one."""
+"""The number of newest records to search for an attempt's last step. Records of the next attempt may come in
+between."""
 
 
 def judge(live: Attempt, options: RestartOptions) -> Decision:
-    """Decide what follows an ended attempt, by job.json as it was last read."""
+    """Decide what follows an ended attempt, according to the last read of job.json."""
     attempt, plan, outcome = live.folder, live.plan, live.outcome
     killed, failure = signal_exit_code(signal.SIGKILL), outcome.failure
     if (entry := live.entry).is_cancelled:
@@ -51,8 +52,8 @@ def judge(live: Attempt, options: RestartOptions) -> Decision:
         attended_in=plan.attended_in or attempt.attended_in,
         is_done=attempt.done_file.exists(),
         ran_s=_duration_s(attempt, entry),
-        # What a save takes is too short for another attempt.
-        is_total_used=left_s(live) <= plan.grace_s,
+        # If only the time for a save remains, another attempt is not worthwhile.
+        is_total_used=remaining_s(live) <= plan.grace_s,
     )
     decision = decide(outcome, standing, plan.requeue, options)
     if decision.action != "failed" or failure is None or not failure.code or failure.final:
@@ -63,7 +64,7 @@ def judge(live: Attempt, options: RestartOptions) -> Decision:
 
 
 def is_requeue_requested(live: Attempt) -> bool:
-    """Whether `trainkit requeue` asked for another attempt, and this one is not cancelled or superseded."""
+    """Return whether another attempt was requested, unless this one was cancelled or superseded."""
     is_asked = live.entry.requeue_requested_at is not None and not live.entry.is_cancelled
     return is_asked and live.superseding is None
 
@@ -71,13 +72,14 @@ def is_requeue_requested(live: Attempt) -> bool:
 def close_dead_attempts(
     live: Attempt, policy: RequeuePolicy, is_down: Callable[[str], bool]
 ) -> Decision | None:
-    """Write the end of earlier attempts of this job whose host died before their supervisor could.
+    """Write the ends of earlier attempts of this job whose host died before their supervisor could.
 
-    Returns None when the run may continue, else the decision that ends `live` as well, which gets their
-    outcome: Slurm restarts a job whenever its host dies, and a run that crashes its hosts must stop like any
-    other run.
-    `is_down` tells whether a host is down now; if it is not, the job may have been preempted without grace
-    time.
+    Slurm restarts a job whenever its host dies, so a run that crashes its hosts must be stopped here. If the
+    failures forbid a restart, `live` gets their outcome, and the decision that ends it is returned; else
+    None.
+
+    `is_down` returns whether a host is down now. If the host is up, the job may have been preempted without
+    grace time.
     """
     attempt, entries = live.folder, live.job.attempts
     job_ids = {entry.job_id for entry in entries if entry.attempt == attempt.number}
@@ -109,9 +111,9 @@ def write_end(
     *,
     guessed: bool = False,
 ) -> AttemptEnd:
-    """Record how the attempt ended and what follows, in end.json and events.jsonl. Raises OSError.
+    """Record in end.json and events.jsonl how the attempt ended and what follows. Raises OSError.
 
-    `entry` is its entry in job.json, `guessed` if the attempt left no record of its end.
+    `entry` is the attempt's entry in job.json. `guessed` means that the attempt left no record of its end.
     """
     run, number = attempt.run, attempt.number
     failure = None
@@ -121,7 +123,7 @@ def write_end(
     best = None
     with contextlib.suppress(OSError):  # end.json must be written even if the metrics cannot be read
         best = best_result(run)
-    # end.json first: the events only repeat its content.
+    # Write end.json first, because the events only repeat its content.
     state = state_after(entry, decision)
     end = AttemptEnd(
         state=state,
@@ -154,7 +156,7 @@ def write_end(
 
 
 def state_after(entry: AttemptRecord, decision: Decision) -> str:
-    """The state of a run that such a decision about its newest attempt ends or leaves."""
+    """Return the state of a run after this decision about its newest attempt."""
     if decision.action == "finished":
         return "finished"
     if decision.resumes:
@@ -163,9 +165,9 @@ def state_after(entry: AttemptRecord, decision: Decision) -> str:
 
 
 def previous_ends(attempt: AttemptDir, job: JobRecord | None = None) -> dict[int, AttemptEnd]:
-    """The ends of the earlier attempts since a command last started the run, oldest first, by number.
+    """Return the ends of earlier attempts by number, oldest first, since a command last started the run.
 
-    `job` is its job.json, if that has been read.
+    `job` is the run's job.json, if it has been read.
     """
     run = attempt.run
     job = job or read_job(run)
@@ -173,7 +175,7 @@ def previous_ends(attempt: AttemptDir, job: JobRecord | None = None) -> dict[int
     found = {}
     for number in earlier[len(earlier) - job.num_auto_restarts :]:
         one = run.attempt(number)
-        # Without an end, its host died before that could be written.
+        # Without a recorded end, the host died before the end could be written.
         if (end := read_end(one)) is None:
             end = AttemptEnd(cause="node_fail", mark=progress_of(one, job.of_attempt(number)))
         found[number] = end
@@ -181,9 +183,9 @@ def previous_ends(attempt: AttemptDir, job: JobRecord | None = None) -> dict[int
 
 
 def progress_of(attempt: AttemptDir, entry: AttemptRecord) -> int:
-    """The run's progress: the step of its newest checkpoint, else the number of long attempts.
+    """Return the run's progress: the step of its newest checkpoint, or the number of long attempts.
 
-    `entry` is that of the attempt in job.json.
+    `entry` is the attempt's entry in job.json.
     """
     checkpoints = published(attempt.run.checkpoints_dir)
     if checkpoints:
@@ -194,18 +196,21 @@ def progress_of(attempt: AttemptDir, entry: AttemptRecord) -> int:
 
 
 def reached_its_stop(attempt: AttemptDir) -> bool:
-    """Whether the run's newest checkpoint is the one at which `train.stop_at_step` ends the attempt."""
+    """Return whether the run's newest checkpoint is at `train.stop_at_step`, which ends the attempt."""
     checkpoints = published(attempt.run.checkpoints_dir)
     if not checkpoints:
         return False
-    # Imported here because it is slow and rarely needed.
+    # This import is slow and rarely needed.
     from trainkit.config import read_effective
 
     return read_effective(attempt.config_file).train.stop_at_step == checkpoints[-1].step
 
 
-def left_s(live: Attempt) -> float:
-    """Seconds until the ranks must save, so that the run's slices end with their total; else infinite."""
+def remaining_s(live: Attempt) -> float:
+    """Return the seconds until the ranks must save so that the run keeps to its total time.
+
+    Infinite without a total time.
+    """
     attempt, plan = live.folder, live.plan
     if plan.requeue.total_s is None:
         return math.inf
@@ -215,7 +220,7 @@ def left_s(live: Attempt) -> float:
 
 
 def _duration_s(attempt: AttemptDir, entry: AttemptRecord) -> float:
-    """Seconds that an attempt has run; until its last write to a log if it left no end."""
+    """Return the seconds that an attempt ran, until its last log write if it left no end."""
     is_newest = attempt.number >= max(attempt.run.attempt_numbers(), default=0)
     ended = None if is_newest else read_end(attempt)
     end = parse_time(None if ended is None else ended.time) or last_log_write(attempt)
@@ -224,14 +229,14 @@ def _duration_s(attempt: AttemptDir, entry: AttemptRecord) -> float:
 
 
 def last_log_write(attempt: AttemptDir) -> datetime | None:
-    """When an attempt last wrote to one of its logs; None without logs."""
+    """Return the time of the attempt's last write to one of its logs; None without logs."""
     logs = (attempt.supervisor_log, *attempt.logs_dir.glob("*"))
     times = [log.stat().st_mtime for log in logs if log.is_file()]
     return datetime.fromtimestamp(max(times), timezone.utc) if times else None
 
 
 def last_step(attempt: AttemptDir, failure: RankFailure | None) -> int | None:
-    """The step at which an attempt ended: that of the failure, else the last one logged or saved."""
+    """Return the step at which an attempt failed, else the last step that was logged or saved."""
     if failure is not None and failure.step is not None:
         return failure.step
     files = (attempt.run.metrics_file, attempt.run.events_file)

@@ -1,8 +1,8 @@
-"""Names the ranks that block the others in a hang, from the flight records of all ranks. Pure.
+"""Finds the ranks that block the others in a hang, from the flight records of all ranks.
 
-A rank waits for the members of a process group that have not called what it has called. Those that wait for
-nobody themselves block all others; in a collective that ranks call differently, the minority does. If neither
-is known, nobody is named.
+A rank waits for the members of a process group that have not made the same call. The ranks that wait for no
+other rank block all others. If ranks call a collective differently, the minority is at fault. If the records
+show neither, no rank is named. This module reads no files of the run.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from trainkit.job.flight_records import Call, Flight, Group, short_frame, users_
 COMMUNICATES = re.compile(
     r"/torch/distributed/(?:distributed_c10d|_functional_collectives|pipelining/\w+)\.py:"
 )
-"""A frame in which a rank waits for others, also if no record says so, as of a receive of gloo."""
+"""Matches frames that wait for other ranks, because calls such as gloo's receive leave no record."""
 UNKNOWN = "the records do not tell which rank is at fault"
 _ANSWER = {"send": "recv", "recv": "send"}
 MAX_SHOWN = 3
-"""Open collectives that are described if nobody is at fault."""
+"""The number of open collectives to describe if no rank is at fault."""
 
 
 @dataclass(frozen=True)
@@ -32,24 +32,24 @@ class Blame:
     """The ranks that block the others."""
 
     ranks: tuple[int, ...]
-    """All of them; empty if the records do not tell."""
+    """All ranks at fault; empty if the records do not show them."""
     text: str
-    """What they did or did not do, without a subject if it is one rank."""
+    """A description of the fault, without a subject if one rank is at fault."""
     differs: bool = False
-    """Whether it is what they call, and in which order: the program is at fault, and no host."""
+    """True if the ranks make different calls, so that the program is at fault and no host."""
 
 
 @dataclass(frozen=True)
 class _Wait:
-    """A call that has not ended, and whom those in it wait for."""
+    """A call that has not ended, and the ranks that it waits for."""
 
     call: Call
     waiting: tuple[int, ...]
-    """The ranks for which it has not ended."""
+    """The ranks where the call has not ended."""
     inside: tuple[int, ...]
-    """The ranks that have called it, also if it has ended for them."""
+    """The ranks that have made the call, including those where it has ended."""
     absent: tuple[int, ...]
-    """The ranks that have not, as far as their records say so."""
+    """The ranks that have not made the call, as far as their records show."""
 
 
 def find_blame(
@@ -57,9 +57,10 @@ def find_blame(
     silent: Collection[int] = (),
     stacks: Mapping[int, Sequence[str]] | None = None,
 ) -> Blame | None:
-    """Find the ranks that block the others; None if no record shows a rank that waits.
+    """Find the ranks that block the others; return None if no record shows a waiting rank.
 
-    `silent` are the ranks that do not respond, `stacks` the frames of the others, innermost first.
+    `silent` are the ranks that do not respond. `stacks` maps the other ranks to their frames, innermost
+    first.
     """
     stacks = stacks or {}
     calls = _align(flights)
@@ -83,23 +84,23 @@ def find_blame(
             texts.append(_describe_absent(waits, others, silent, stacks))
     elif stalled:
         culprits, wait = stalled, next(wait for wait in waits if stalled & {*wait.waiting})
-        whose = f"the device of {rank_list(sorted(stalled))} has not come"
-        texts.append(f"the others wait in {wait.call.shown_in_group}, to which {whose}")
+        whose = f"the device of {rank_list(sorted(stalled))} has not reached"
+        texts.append(f"the others wait in {wait.call.shown_in_group}, which {whose}")
     elif mismatch is None:
-        left, left_text = _out_of_step(calls) if not elsewhere else (set[int](), "")
-        culprits = left or (_out_of_order(waits) if not elsewhere else set())
+        outliers, outlier_text = _out_of_step(calls) if not elsewhere else (set[int](), "")
+        culprits = outliers or (_out_of_order(waits) if not elsewhere else set())
         differs = bool(culprits)
-        texts += [*filter(None, [left_text]), *(_describe(wait) for wait in waits[:MAX_SHOWN])]
+        texts += [*filter(None, [outlier_text]), *(_describe(wait) for wait in waits[:MAX_SHOWN])]
     culprits |= {*(() if mismatch is None else mismatch.ranks)}
     text = "; ".join([*texts, *([] if culprits else [UNKNOWN])])
     return Blame(tuple(sorted(culprits)), text, differs)
 
 
 def blame_for_unlike_data(flights: Mapping[int, Flight], ended: int) -> tuple[int, ...]:
-    """The ranks that called something else than the majority; empty if that is unclear.
+    """Return the ranks whose call differs from the majority's; empty if that is unclear.
 
-    gloo has ended the rank `ended`, which left no record, since it received other data than it expected. If
-    the others agree on the last collective that they all have called, it has called another one itself.
+    gloo ended the rank `ended`, which left no record, because the rank received unexpected data. If the other
+    ranks agree on the last collective that they all called, `ended` made the differing call.
     """
     calls = {rank: own for rank, own in _align(flights).items() if rank != ended}
     for group in {call.group for own in calls.values() for call in own if ended in call.group[2]}:
@@ -117,9 +118,10 @@ def blame_for_unlike_data(flights: Mapping[int, Flight], ended: int) -> tuple[in
 
 
 def blame_by_stacks(stacks: Mapping[int, Sequence[str]], silent: Collection[int] = ()) -> Blame | None:
-    """The ranks that wait for nobody while all others do, by their innermost frames; None if that is unclear.
+    """Find the ranks that do not wait while all others do, by their innermost frames; None if unclear.
 
-    For ranks without flight records and without GPUs: a rank may wait for its GPU anywhere.
+    This works for ranks without flight records and without GPUs, because a rank may wait for its GPU in any
+    frame.
     """
     waiting = sorted(rank for rank, stack in stacks.items() if stack and _waits(stack[0]))
     others = sorted({*silent, *(rank for rank, stack in stacks.items() if stack)} - {*waiting})
@@ -138,23 +140,23 @@ def blame_by_stacks(stacks: Mapping[int, Sequence[str]], silent: Collection[int]
 
 
 def _call_and_place(stack: Sequence[str]) -> str:
-    """The innermost function and the user's line, such as ``all_reduce at step (train.py:12)``."""
+    """Return the innermost function and the user's line, such as ``all_reduce at step (train.py:12)``."""
     name, place = stack[0].partition(" (")[0], users_frame(stack)
     return place if place == short_frame(stack[0]) else f"{name} at {place}"
 
 
 def _waits(frame: str) -> bool:
-    """Whether a rank that is in this frame waits for others, as far as that can be seen."""
+    """Return whether a rank with this innermost frame visibly waits for others."""
     file, _, line = frame.rpartition(" (")[2].rstrip(")").rpartition(":")
     in_torch = COMMUNICATES.search(frame) or "/torch/autograd/graph.py:" in frame
     return bool(in_torch) or (line.isdigit() and ".wait(" in linecache.getline(file, int(line)))
 
 
 def _align(flights: Mapping[int, Flight]) -> dict[int, list[Call]]:
-    """The calls of each rank, with the ranks of each group, and with numbers that mean the same on all ranks.
+    """Return the calls of each rank, with each group's ranks and with comparable call numbers.
 
-    gloo records neither: it counts sends and receives with the collectives, but does not record them. Where
-    they have shifted its numbers, only the calls that have not ended are kept, all with the same number.
+    gloo records neither. It counts sends and receives along with the collectives, but does not record them.
+    If they have shifted gloo's numbers, only the unfinished calls are kept, and all get the same number.
     """
     members: dict[tuple[str, str], set[int]] = {}
     for rank, flight in flights.items():
@@ -194,7 +196,7 @@ def _find_waits(
     silent: Collection[int],
     failed: Collection[int],
 ) -> list[_Wait]:
-    """The calls that have not ended on ranks that can tell, collectives in which most ranks wait first."""
+    """Return the calls that have not ended; collectives with the most waiting ranks come first."""
     newest = {
         (call.group, rank): call.number for rank, own in calls.items() for call in own if not call.is_p2p
     }
@@ -214,7 +216,8 @@ def _find_waits(
             absent = absent if call.peer in flights or call.peer in silent else ()
             found[key] = _Wait(call, inside, inside, absent)
         elif not call.is_p2p and key not in found:
-            # What is open on one rank has ended on no other, as a rule: an idle one has not called it.
+            # A collective that is open on one rank has usually ended on no other, so an idle rank has not
+            # called it.
             is_open = bool(SYMMETRIC.search(call.op)) and (call.group, call.number) not in ended
             unrecorded = {
                 rank: -1 if flight.is_whole or (is_open and flight.is_idle) else None
@@ -239,13 +242,14 @@ def _find_waits(
 
 
 SYMMETRIC = re.compile("all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|barrier")
-"""Operations that end on one rank only after all ranks have taken part."""
+"""Matches operations that end on one rank only after all ranks have taken part."""
 
 
 def _failed_devices(calls: Mapping[int, Sequence[Call]]) -> set[int]:
-    """The ranks with several open collectives that have ended on others, which they cannot have without them.
+    """Return the ranks with several open collectives that have ended on other ranks.
 
-    Their devices took part, and no longer say so. A single one may still be under way.
+    The collectives could not end without these ranks, so their devices took part but no longer report it. A
+    single open collective may still be in progress.
     """
     ended = {(call.group, call.number) for own in calls.values() for call in own if call.is_done}
     newest = {(call.group, rank): call.number for rank, own in calls.items() for call in own}
@@ -274,7 +278,7 @@ def _failed_devices(calls: Mapping[int, Sequence[Call]]) -> set[int]:
 
 
 def _stalled_devices(calls: Mapping[int, Sequence[Call]]) -> set[int]:
-    """The ranks whose device has not come to their first open call, with which other devices have begun."""
+    """Return the ranks whose device has not reached a call that other devices have started."""
     pending = {rank: [call for call in own if not call.is_done] for rank, own in calls.items()}
     begun = {(call.group, call.number) for own in pending.values() for call in own if call.has_started}
     return {
@@ -285,7 +289,7 @@ def _stalled_devices(calls: Mapping[int, Sequence[Call]]) -> set[int]:
 
 
 def _find_mismatch(calls: Mapping[int, Sequence[Call]], flights: Mapping[int, Flight]) -> Blame | None:
-    """The first collective, of those that have not ended, in which ranks differ; the minority is at fault."""
+    """Find the first unfinished collective that ranks called differently; the minority is at fault."""
     pending = {
         (call.group, call.number)
         for own in calls.values()
@@ -309,7 +313,7 @@ def _find_mismatch(calls: Mapping[int, Sequence[Call]], flights: Mapping[int, Fl
             f"{rank_list(ranks)} {', '.join(call.shown for call in called[ranks[0]])}" for ranks in by_size
         ]
         of = called[few[0]][0].position
-        # gloo does not record sends and receives, which it counts: the numbers may be shifted.
+        # gloo counts sends and receives but does not record them, so its numbers may be shifted.
         is_sure = all(flight.is_whole for flight in flights.values()) or all(
             not called[rank][0].is_done for rank in few
         )
@@ -321,9 +325,10 @@ def _find_mismatch(calls: Mapping[int, Sequence[Call]], flights: Mapping[int, Fl
 
 
 def _out_of_step(calls: Mapping[int, Sequence[Call]]) -> tuple[set[int], str]:
-    """The ranks that wait in another call than the majority made there, after the same calls until then.
+    """Find the ranks that wait in a different call than the majority, after the same calls before.
 
-    Calls in groups without a common rank are the same: each rank is in one of them, such as in its node's.
+    Calls in groups without a common rank count as the same, because each rank is in one of the groups, such
+    as its node's group.
     """
     ended = [
         {
@@ -365,10 +370,11 @@ def _are_alike(one: Call, other: Call) -> bool:
 
 
 def _out_of_order(waits: Sequence[_Wait]) -> set[int]:
-    """The ranks that call collectives of several groups in another order than the majority of each group.
+    """Return the ranks that call the collectives of several groups in another order than the majority.
 
-    All ranks wait for one another. In the collective of a group that fewer ranks have called than not, these
-    are accused, else those that have not; without a contradiction between groups they are at fault.
+    All ranks wait for one another. In each group, the smaller side is accused: either the ranks that have
+    called the collective or the ranks that have not. The accused ranks are at fault if all groups accuse the
+    same ones.
     """
     blocked = {rank for wait in waits if wait.absent for rank in wait.waiting}
     accused = {
@@ -389,7 +395,7 @@ def _describe(wait: _Wait) -> str:
 
 
 def _verb(ranks: Collection[int], verb: str) -> str:
-    """A verb in the form for one rank or several."""
+    """Return a verb in the form for one rank or for several."""
     return verb if len(ranks) > 1 else {"have": "has", "are": "is", "do": "does"}.get(verb, f"{verb}s")
 
 
@@ -399,12 +405,12 @@ def _describe_absent(
     silent: Collection[int],
     stacks: Mapping[int, Sequence[str]],
 ) -> str:
-    """What the culprits have not called, who waits there, and where they are instead."""
+    """Describe what the culprits have not called, which ranks wait for it, and where the culprits are."""
     texts = []
-    left = {*culprits}
+    remaining = {*culprits}
     for wait in waits:
-        if here := sorted(left & {*wait.absent}):
-            left -= {*here}
+        if here := sorted(remaining & {*wait.absent}):
+            remaining -= {*here}
             subject = f"{rank_list(here)} " if len(culprits) > 1 else ""
             ended = [rank for rank in here if rank in silent]
             done = "answered" if wait.call.is_p2p else "called"
@@ -420,7 +426,7 @@ def _describe_absent(
 
 
 def _places(ranks: Collection[int], stacks: Mapping[int, Sequence[str]]) -> list[str]:
-    """Where ranks are, as far as it is known."""
+    """Describe where ranks are, as far as their stacks show."""
     subjects = {
         rank: f"rank {rank}" if len(ranks) > 1 else "it" for rank in sorted(ranks) if stacks.get(rank)
     }

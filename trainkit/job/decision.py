@@ -1,6 +1,6 @@
-"""Decides what follows an attempt that ran, died or could not begin. Pure.
+"""Decides what follows an attempt that ran, died or could not begin. Reads and writes no files.
 
-What a person asked for (a cancellation, another attempt that took the run over) needs no decision.
+A user's request, such as a cancellation or another attempt that took the run over, needs no decision.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from trainkit.run.tracebacks import is_quit
 from trainkit.shipped import restart_cause
 
 RESTART_SIGNAL = "SIGUSR2"
-"""Asks a supervisor to save, stop and restart."""
+"""The signal that asks a supervisor to save, stop and restart."""
 
 FAILURES: tuple[Cause, ...] = ("node_fail", "crash", "hang")
 
 UNCOUNTED: tuple[Cause, ...] = ("preempted", "asked")
-"""Causes that say nothing about a run's progress, as all those of capabilities."""
+"""Causes that do not indicate a lack of progress. Causes of capabilities do not count either."""
 MAX_ENDS_AT_STEP = 3
-"""Consecutive attempts that end at the same step and checkpoint before the run is given up."""
+"""The number of consecutive attempts that end at the same step and checkpoint before the run fails."""
 RANDOM_TYPES = ("Hang", "HostLost", "PreflightFailed", "OutOfMemory", "CheckpointError", "RankKilled")
-"""Failures that can happen twice with the same message by chance."""
+"""Failure types that can occur twice with the same message by chance."""
 OWN_ERRORS = (
     "KeyError",
     "IndexError",
@@ -43,56 +43,59 @@ OWN_ERRORS = (
     "ZeroDivisionError",
     "NotImplementedError",
 )
-"""How the types of exceptions end that the same code raises again; not those of files, peers and GPUs."""
+"""Suffixes of exception types that the same code raises again; errors of files, peers and GPUs are not
+included."""
 _BY_CHANCE = re.compile(
     r"connect|time[d ]? ?out|temporar|unavailable|unreachable|reset|network|socket|http|NCCL|CUDA|gloo",
     re.IGNORECASE,
 )
-"""In the message of an exception that the network, a peer or the hardware may have caused."""
+"""Matches messages of exceptions that the network, a peer or the hardware may have caused."""
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+")
 FIRST_STEP_S = 600.0
-"""A command that has run for longer may have made progress that it does not show."""
+"""Seconds after which a command may have made progress that is not visible."""
 MAX_DELAY_S = 60.0
 MAX_STARTS = 10
-"""Consecutive failures of Slurm to start the step before the run fails; the delays add up to four minutes."""
+"""The number of consecutive failures of Slurm to start the step before the run fails. The delays add up to
+four minutes."""
 
 
 @dataclass(frozen=True)
 class PlannedStop:
-    """Why the ranks are to end, as the supervisor itself wants it, or because a host is taken away."""
+    """A stop that the supervisor planned itself, or for a host that is being drained."""
 
     cause: str
-    """``timeout`` when the slices of the run have taken their total, ``preempted`` of a host that is drained,
-    or that of a capability."""
+    """``timeout`` if the run's jobs used up their total time, ``preempted`` for a drained host, or the cause
+    of a capability."""
     why: str
-    """For example ``restarts without b: rank 5 slow since step 1200 (compute)``."""
+    """The reason, for example ``restarts without b: rank 5 slow since step 1200 (compute)``."""
     host: str | None = None
-    """The host to continue without."""
+    """The host that the run will continue without."""
 
 
 @dataclass
 class Observed:
-    """The facts that a supervisor has seen of the processes of an attempt, from their start to their end."""
+    """The supervisor's observations of an attempt's processes, from their start to their end."""
 
     stop_signal: str | None = None
     """The signal that asked the job to stop; None without one."""
     supervisor_was_signalled: bool = False
-    """Whether the supervisor got it too (never for SIGUSR2); at a preemption Slurm tells only the steps."""
+    """True if the supervisor got the signal too (never for SIGUSR2). During a preemption Slurm signals only
+    the steps."""
     planned_stop: PlannedStop | None = None
-    """What made the supervisor have the ranks save; None otherwise."""
+    """The stop that the supervisor planned; None otherwise."""
     hangs: list[HangRecord] = field(default_factory=list)
-    """The reports of hanging ranks, read before the ranks were killed: a rank that a peer's death unblocks
-    deletes its report."""
+    """The reports of hanging ranks. They are read before the ranks are killed, because a rank that a peer's
+    death unblocks deletes its report."""
     killed_node: int | None = None
-    """Node rank of the agent that was killed before anything else ended."""
+    """The node rank of the agent that was killed before anything else ended."""
     step_may_still_run: bool = False
-    """Whether srun had to be killed: Slurm may then still count the step as running."""
+    """True if srun had to be killed, so that Slurm may still count the step as running."""
     moved_to: str | None = None
-    """Where the run folder was moved to, which ends the run; None while it stays."""
+    """The new path of a run folder that was moved, which ends the run; None if it was not moved."""
     out_of_time: bool = False
-    """Whether some processes still ran at the end of the grace time."""
+    """True if some processes were still running at the end of the grace time."""
     exits: list[tuple[int, int]] = field(default_factory=list)
-    """(node rank, exit code) in the order in which the agents ended."""
+    """Pairs of node rank and exit code, in the order in which the agents ended."""
 
     @property
     def exit_codes(self) -> list[int]:
@@ -101,32 +104,35 @@ class Observed:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an attempt ended: what its supervisor has seen, and what explains it. `job/outcome.py` makes it."""
+    """The outcome of an attempt: the supervisor's observations and their explanation.
+
+    See `job/outcome.py`.
+    """
 
     exits: tuple[tuple[int, int], ...] = ()
-    """(node rank, exit code) in the order in which the agents ended."""
+    """Pairs of node rank and exit code, in the order in which the agents ended."""
     stop_signal: str | None = None
     """The signal that asked the job to stop; None without one."""
     cause: str | None = None
-    """The reason for the signal; None if a person cancelled the job."""
+    """The cause of the signal; None if a person cancelled the job."""
     planned_stop: PlannedStop | None = None
-    """What made the supervisor have the ranks save, or the host that is taken away; None otherwise."""
+    """The stop that the supervisor planned, or the stop for a drained host; None otherwise."""
     had_failed: bool = False
-    """Whether the ranks had failed before the signal, which came while the run waited to restart."""
+    """True if the ranks had failed before the signal arrived, while the run waited to restart."""
     out_of_time: bool = False
-    """Whether some processes still ran at the end of the grace time."""
+    """True if some processes were still running at the end of the grace time."""
     moved_to: str | None = None
-    """Where the run folder was moved to, which ends the run; None while it stays."""
+    """The new path of a run folder that was moved, which ends the run; None if it was not moved."""
     launch_error: str | None = None
-    """srun's message when Slurm could not start the step."""
+    """srun's message if Slurm could not start the step."""
     lost_nodes: tuple[str, ...] = ()
     """Hosts that no longer respond."""
     hung: bool = False
-    """Whether ranks have reported a hang."""
+    """True if ranks have reported a hang."""
     failure: RankFailure | None = None
-    """The first failure; None without one, and if it is unknown."""
+    """The first failure; None if there is none or it is unknown."""
     failed_after_signal: bool = False
-    """Whether the first failure came after the stop signal, which then interrupted the worker."""
+    """True if the first failure came after the stop signal, which may have interrupted the worker."""
 
     @property
     def exit_codes(self) -> list[int]:
@@ -134,21 +140,24 @@ class Outcome:
 
     @property
     def has_saved(self) -> bool:
-        """Whether all workers exited as they do after a save: all that is known of a command."""
+        """Return whether the exit codes of all workers mean success or a save.
+
+        For a command, the exit codes are the only evidence of a save.
+        """
         return bool(self.exits) and all(code in (EXIT_OK, EXIT_STOPPED) for code in self.exit_codes)
 
     @property
     def first_failed_node(self) -> int | None:
-        """Node rank of the agent that failed first."""
+        """The node rank of the agent that failed first."""
         return next((rank for rank, code in self.exits if code not in (EXIT_OK, EXIT_STOPPED)), None)
 
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a run stands when an attempt of it has ended."""
+    """The state of a run when one of its attempts has ended."""
 
     previous: tuple[AttemptEnd, ...] = ()
-    """The ends of the attempts before it, oldest first."""
+    """The ends of the previous attempts, oldest first."""
     progress: int = 0
     """A measure of the run's progress that grows with every checkpoint."""
     step: int | None = None
@@ -156,52 +165,53 @@ class Standing:
     ran_s: float = 0.0
     """Seconds that the attempt ran."""
     is_total_used: bool = False
-    """Whether the attempts of the run have taken the time of all its slices."""
+    """True if the run's attempts have used up the total time of all time slices."""
     workload: Workload = TRAINER
-    """What the workers ran."""
+    """The kind of program that the workers ran."""
     attended_in: str | None = None
-    """The capability in which a person has attended, or may have, to one of its ranks."""
+    """The capability with which a person may have controlled a rank in a terminal; None without one."""
     is_done: bool = False
-    """Whether a command has said that it is done: then exit code 0 after a stop signal means finished."""
+    """True if a command has reported that it is done. If so, exit code 0 after a stop signal means finished.
+    """
 
 
 @dataclass(frozen=True)
 class RestartOptions:
-    """Which ways to restart the run are available now."""
+    """The ways to restart the run that are available now."""
 
     restart: bool = False
     requeue: bool = False
     resubmit: bool = False
     follow_up: bool = False
     unavailable_reason: str = ""
-    """Why none is available, for the reason of a decision."""
+    """The reason why no way is available, for the text of a decision."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What the supervisor does next, and why."""
+    """The supervisor's next action, and the reason for it."""
 
     action: Action
     summary: str
-    """What has happened."""
+    """A summary of how the attempt ended."""
     exit_code: int
     cause: str | None = None
-    """Why the run is restarted, or the cause of its failure."""
+    """The cause of the restart or of the failure."""
     delay_s: float = 0.0
-    """How long to wait before the restart."""
+    """Seconds to wait before the restart."""
     details: str = ""
-    """The second half of `reason`: the next action, or the cause of there being none."""
+    """The second half of `reason`: the next action, or why there is none."""
     hint: str | None = None
-    """The way to mend the failure, if its own message does not name one."""
+    """How to fix the failure, if its message does not say so."""
 
     @property
     def reason(self) -> str:
-        """`summary` and `details` in one sentence."""
+        """Return `summary` and `details` in one sentence."""
         return "; ".join(filter(None, (self.summary, self.details)))
 
     @property
     def resumes(self) -> bool:
-        """Whether another attempt follows automatically."""
+        """Return whether another attempt follows automatically."""
         return self.action in RESUME_ACTIONS
 
 
@@ -221,9 +231,9 @@ def decide(result: Outcome, run: Standing, policy: RequeuePolicy, options: Resta
         return Decision("stopped", f"stopped in the {run.attended_in}", EXIT_STOPPED)
     if EXIT_NO_RESTART in codes:
         return Decision("failed", "a worker reported that a restart cannot help", EXIT_NO_RESTART)
-    # A save that fails when a person cancels the run is reported as the failure that it is.
+    # A save that fails after a cancellation is reported as a failure.
     is_interrupted = result.failed_after_signal and result.cause is not None
-    # A command exits with any code when the signal has ended one of its ranks.
+    # A command may exit with any code if the signal ended one of its ranks.
     is_any_code = run.workload.is_command and not result.had_failed
     is_excused = is_any_code or result.out_of_time or is_interrupted
     # Every worker that did not save was killed by the signal, or exited because it was stuck.
@@ -242,7 +252,7 @@ def decide(result: Outcome, run: Standing, policy: RequeuePolicy, options: Resta
 def decide_no_start(
     summary: str, code: int, starts: Sequence[AttemptEnd], options: RestartOptions, *, in_place: bool
 ) -> Decision:
-    """Start a job or step that could not start once more, `in_place` with growing delays, a few times.
+    """Retry a job or step that could not start, a few times; `in_place` retries with growing delays.
 
     `starts` includes the attempts that could not start.
     """
@@ -254,24 +264,24 @@ def decide_no_start(
 
 
 def decide_requested(end: Decision, previous: Sequence[AttemptEnd], options: RestartOptions) -> Decision:
-    """Start another attempt where a run would `end`, because a person asked for it; no limit counts."""
-    summary = f"{end.summary}, and `trainkit requeue` asked for another attempt"
+    """Replace the decision `end` by another attempt that a person requested; no limit applies."""
+    summary = f"{end.summary}, and `trainkit requeue` requested another attempt"
     found = _resume(summary, "asked", end.exit_code, previous, options, in_place=not options.requeue)
     return replace(found, hint=end.hint)
 
 
 def decide_stranded(decision: Decision, result: Outcome, problem: str) -> Decision:
-    """The details of a decision that could not be carried out, for the reason `problem`."""
+    """Return the final decision after `decision` could not be carried out for the reason `problem`."""
     ended = replace(decision, action="stopped", details=not_again(problem))
     if decision.cause not in FAILURES:
         return ended
-    # 75 would claim that the state was saved.
+    # Exit code 75 would mean that the state was saved.
     code = next((code for code in result.exit_codes if code not in (EXIT_OK, EXIT_STOPPED)), EXIT_FAILED)
     return replace(ended, action="failed", exit_code=code)
 
 
 def decide_dead(result: Outcome, run: Standing, policy: RequeuePolicy) -> Decision:
-    """What follows an attempt whose supervisor died, and whose job Slurm has requeued by itself.
+    """Decide what follows an attempt whose supervisor died and whose job Slurm has requeued by itself.
 
     If no host is lost, the job may also have been preempted without grace time.
     """
@@ -285,7 +295,7 @@ def decide_dead(result: Outcome, run: Standing, policy: RequeuePolicy) -> Decisi
 
 
 def not_again(why: str) -> str:
-    """The details of a decision after which the run does not restart."""
+    """Return the details of a decision after which the run does not restart."""
     return f"not started again: {why}"
 
 
@@ -327,8 +337,8 @@ def _after_request(
         limit = f"the time limit was reached {MAX_ENDS_AT_STEP} times in a row at step {run.step}"
     if limit is not None:
         return Decision("stopped", summary, EXIT_STOPPED, cause, details=not_again(limit))
-    # A signalled job leaves its allocation, unless that was only to leave a host, or a person asked for a
-    # restart and it cannot be requeued.
+    # A signalled job leaves its allocation, with two exceptions: the stop was only meant to leave one host,
+    # or a person requested a restart of a job that cannot be requeued.
     in_place = restart_cause(cause).in_place or (cause == "asked" and not options.requeue)
     return _resume(summary, cause, EXIT_STOPPED, run.previous, options, in_place=in_place)
 
@@ -353,7 +363,7 @@ def _after_failure(
     limit = _restart_limit(result, cause, run, policy)
     if limit is not None:
         return Decision("failed", summary, code, cause, details=limit and not_again(limit))
-    # After a stop signal the allocation is about to end: no other attempt fits into it.
+    # After a stop signal the allocation is about to end, so no other attempt fits into it.
     in_place = result.stop_signal is None
     # The delay doubles with every failure without progress.
     failures = _num_failures_without_progress(run)
@@ -366,10 +376,10 @@ def _failure_code(result: Outcome) -> int:
 
 
 def _restart_limit(result: Outcome, cause: Cause, run: Standing, policy: RequeuePolicy) -> str | None:
-    """Why the run is not restarted after a failure; "" when obvious, None when it may be restarted."""
+    """Return why the run is not restarted after a failure; "" if it is obvious, None if it may restart."""
     failure = repeatable_failure(result.failure)
     if result.stop_signal is not None and result.cause is None:
-        return ""  # a person wanted it to end
+        return ""  # a person wanted the run to end
     if cause not in policy.on:
         return f"requeue.on does not include {cause}" if policy.on else ""
     if failure is not None and failure.final:
@@ -390,19 +400,19 @@ def _restart_limit(result: Outcome, cause: Cause, run: Standing, policy: Requeue
 
 
 def is_of_capability(cause: str | None) -> bool:
-    """Whether a capability has the run restart for this cause, which is then no failure."""
+    """Return whether the cause comes from a capability that restarts the run, which is not a failure."""
     return cause is not None and cause not in get_args(Cause)
 
 
 def repeatable_failure(failure: RankFailure | None) -> RankFailure | None:
-    """A failure that can be recognized when it happens again; None if its cause was external or random."""
+    """Return a failure that could be recognized if it recurred; None for external or random causes."""
     if failure is None or failure.was_signalled or (failure.type in RANDOM_TYPES and not failure.final):
         return None
     return failure
 
 
 def _is_own_error(failure: RankFailure, run: Standing) -> bool:
-    """Whether the user's code raised an exception that no luck explains, before the run made any progress."""
+    """Return whether the user's code raised a deterministic exception before the run made any progress."""
     has_begun = run.progress or run.step or run.ran_s > FIRST_STEP_S
     has_run = any(end.mark or end.step or end.cause not in FAILURES for end in run.previous)
     is_own = failure.code is not None or run.workload.is_command
@@ -416,7 +426,10 @@ def _is_own_error(failure: RankFailure, run: Standing) -> bool:
 
 
 def _is_same(failure: RankFailure, progress: int, before: AttemptEnd) -> bool:
-    """Whether the previous attempt failed in the same way, if the step is unknown without a save since."""
+    """Return whether the previous attempt failed in the same way.
+
+    If the step is unknown, both must have the same progress.
+    """
     last = repeatable_failure(before.verdict)
     if last is None or _what(failure) != _what(last):
         return False
@@ -424,7 +437,7 @@ def _is_same(failure: RankFailure, progress: int, before: AttemptEnd) -> bool:
 
 
 def _what(failure: RankFailure) -> tuple[object, ...]:
-    # What a process printed as it died may have times and addresses.
+    # The output of a dying process may contain times and addresses, so its exit code is compared instead.
     is_code = failure.type == "exit" and failure.exit_code is not None
     message = _ADDRESS.sub("", str(failure.message))
     return failure.type, failure.step, failure.exit_code if is_code else message
@@ -434,14 +447,19 @@ def _total_limit(run: Standing, policy: RequeuePolicy) -> str | None:
     if not run.is_total_used or policy.total_s is None:
         return None
     total = time_text(int(policy.total_s))
-    return f"its jobs have taken the {total} of resources.time; `trainkit resume` allows as much again"
+    return (
+        f"its jobs have used up the {total} of resources.time; `trainkit resume` grants the same time again"
+    )
 
 
 def restarts_limit(previous: Sequence[AttemptEnd], policy: RequeuePolicy) -> str | None:
-    """Why the run is not restarted once more: it has been `requeue.max` times; None when it may be."""
-    # The end of a slice that has saved something is none of the interruptions that are counted.
-    marks = [0, *(end.mark or 0 for end in previous)]
-    ends = zip(previous, pairwise(marks), strict=True)
+    """Return why the run may not restart again: it has restarted `requeue.max` times.
+
+    Returns None if the run may restart.
+    """
+    # The end of a time slice that has saved something does not count as a restart.
+    progress = [0, *(end.mark or 0 for end in previous)]
+    ends = zip(previous, pairwise(progress), strict=True)
     count = sum(policy.total_s is None or end.cause != "timeout" or now <= was for end, (was, now) in ends)
     if count < policy.max:
         return None
@@ -449,13 +467,16 @@ def restarts_limit(previous: Sequence[AttemptEnd], policy: RequeuePolicy) -> str
 
 
 def _num_failures_without_progress(run: Standing) -> int:
-    """The number of failures just before this one that saved nothing new."""
+    """Return the number of failures directly before this one that saved nothing new."""
     alike = (end.cause in FAILURES and (end.mark or 0) == run.progress for end in reversed(run.previous))
     return len(list(takewhile(bool, alike)))
 
 
 def _makes_no_progress(run: Standing) -> bool:
-    """Whether MAX_ENDS_AT_STEP attempts in a row ended at one step; preemptions and requests do not count."""
+    """Return whether MAX_ENDS_AT_STEP attempts in a row ended at the same step.
+
+    Preemptions and requests do not count.
+    """
     counted = [end for end in run.previous if end.cause not in UNCOUNTED and not is_of_capability(end.cause)]
     counted = counted[1 - MAX_ENDS_AT_STEP :]
     return (
@@ -475,7 +496,7 @@ def _resume(
     in_place: bool,
     delay_s: float = 0.0,
 ) -> Decision:
-    """Restart in the cheapest available way; `in_place` allows a restart in the current allocation."""
+    """Resume the run in the cheapest available way; `in_place` allows a restart in this allocation."""
     ways = RESUME_ACTIONS if in_place else RESUME_ACTIONS[1:]
     action = next((way for way in ways if getattr(options, way)), None)
     if action is None:

@@ -1,7 +1,8 @@
-"""Flight records of torch: which collectives, sends and receives each rank has called.
+"""Flight records of torch: the collectives, sends and receives that each rank has called.
 
-A rank that hangs in the trainer writes its record itself (`trainer/progress.py`); torch writes the one of a
-script when a collective times out, or when the agent asks for it. `blame.py` finds out who blocks the others.
+A trainer rank that hangs writes its record itself (`trainer/progress.py`). For a script, torch writes the
+record when a collective times out or when the agent requests it. `blame.py` finds the ranks that block the
+others.
 """
 
 from __future__ import annotations
@@ -28,18 +29,19 @@ from trainkit.run.rundir import AttemptDir
 from trainkit.run.tracebacks import is_of_user
 
 FLIGHT_VARIABLE = "TRAINKIT_JOB_FLIGHT_RECORDS"
-"""How the paths of the flight records of ranks begin, to which torch adds the rank."""
+"""The prefix of the paths of flight records, to which torch adds the rank."""
 DUMP_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-"""Where torch writes a record when a collective times out, under the present name and a former one."""
+"""The variables with torch's path prefix for records, under the current name and an older one."""
 DUMP_S = 8.0
-"""How long torch may take to write a record on request: it looks every second, and resolves its stacks."""
+"""Seconds that torch may take to write a requested record. It checks for requests every second, and resolves
+stacks."""
 DUMP_POLL_S = 0.1
 MAX_BYTES = 32 << 20
-"""Largest record that is read: 1000 collectives with their stacks take 0.2 MB."""
+"""The size of the largest record that is read. 1000 collectives with their stacks take 0.2 MB."""
 MAX_TENSORS = 8
-"""Tensors of a call that are compared and shown."""
+"""The number of tensors of a call that are compared and shown."""
 Group = tuple[str, str, tuple[int, ...]]
-"""Backend, name and ranks of a process group. Groups that torch splits off share a name."""
+"""The backend, name and ranks of a process group. Groups that torch splits off share a name."""
 
 
 @dataclass(frozen=True)
@@ -48,30 +50,31 @@ class Call:
 
     group: Group
     number: int
-    """Counts the collectives of the group, or the sends and receives of the rank in it."""
+    """The index of the call among the group's collectives, or among the rank's sends and receives in the
+    group."""
     op: str
     label: str = ""
-    """What the creator of the group calls it, such as ``mesh_dp``."""
+    """The name that the creator gave the group, such as ``mesh_dp``."""
     sizes: tuple[tuple[int, ...], ...] = ()
-    """The shapes of its tensors as far as all ranks must agree on them."""
+    """The shapes of its tensors, as far as all ranks must agree on them."""
     dtypes: tuple[str, ...] = ()
     peer: int | None = None
     """The other rank of a send or receive."""
     is_done: bool = False
     is_p2p: bool = False
     has_started: bool = False
-    """Whether the device has begun with it; only NCCL knows, and only if it measures times."""
+    """True if the device has started the call. Only NCCL knows this, and only if it measures times."""
     place: str = ""
-    """The user's line that called it."""
+    """The line of user code that made the call."""
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """What must be equal on all ranks."""
+        """Return the values that must be equal on all ranks."""
         return self.op, tuple(map(prod, self.sizes)), self.dtypes
 
     @property
     def shown(self) -> str:
-        """Operation and shapes, such as ``all_gather [4, 1024]``."""
+        """Return the operation and the shapes, such as ``all_gather [4, 1024]``."""
         dtypes = [*self.dtypes, *[""] * len(self.sizes)]
         return " ".join(
             [
@@ -82,7 +85,7 @@ class Call:
 
     @property
     def position(self) -> str:
-        """Its number in its group, such as ``number 812 of group dp``."""
+        """Return the call's number in its group, such as ``number 812 of group dp``."""
         kind = "send or receive" if self.is_p2p else "collective"
         return f"{kind} {self.number} of {self.label if self.label == 'all ranks' else f'group {self.label}'}"
 
@@ -94,26 +97,29 @@ class Call:
 
 @dataclass(frozen=True)
 class Flight:
-    """The record of one rank."""
+    """The flight record of one rank."""
 
     rank: int
     calls: tuple[Call, ...]
-    """In the order in which they were called; the oldest may be missing."""
+    """The calls in order; the oldest may be missing."""
     is_whole: bool = False
-    """Whether it begins with the first call of the rank."""
+    """True if the record begins with the first call of the rank."""
     is_idle: bool = False
-    """Whether all calls of the rank have ended."""
+    """True if all calls of the rank have ended."""
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Reads numbers, texts, lists and dictionaries; nothing in a record may be called or imported."""
+    """Unpickles only numbers, texts, lists and dictionaries: a record must not import or call code."""
 
     def find_class(self, module_name: str, global_name: str) -> object:
         raise pickle.UnpicklingError(f"it contains {module_name}.{global_name}")
 
 
 def read_dump(path: Path) -> dict[str, object]:
-    """A record that torch has written. Raises ValueError for what is none, OSError without the file."""
+    """Read a record that torch has written.
+
+    Raises ValueError if the file is not a record, and OSError if it does not exist.
+    """
     with path.open("rb") as stream:
         content = stream.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:
@@ -136,7 +142,7 @@ def read_dump(path: Path) -> dict[str, object]:
 
 
 def read_flights(attempt: AttemptDir, world_size: int) -> dict[int, Flight]:
-    """The records of the ranks of an attempt; of one that is damaged the log says so."""
+    """Read the records of an attempt's ranks; a damaged record is logged and skipped."""
     found = {}
     for folder in (attempt.stacks_dir, attempt.flight_dir):
         refresh_listing(folder)
@@ -148,15 +154,15 @@ def read_flights(attempt: AttemptDir, world_size: int) -> dict[int, Flight]:
             except FileNotFoundError:
                 continue
             except (OSError, ValueError) as error:
-                log_line(f"the flight record {path} is not read ({error})")
+                log_line(f"cannot read the flight record {path} ({error})")
     return found
 
 
 def flight_environ(attempt: AttemptDir, plan: LaunchPlan) -> dict[str, str]:
-    """The variables by which torch writes records into the attempt's folder, also on request; makes it.
+    """Return the variables that make torch write records into the attempt's folder, and create the folder.
 
-    None of them where the user has chosen another place.
-    torch ends a rank that cannot make its pipe: without pipes on this file system, it is not asked to.
+    Returns no variables if the user has chosen another place. torch ends a rank that cannot create its pipe,
+    so records on request are disabled if this filesystem has no pipes.
     """
     if any(name in plan.environment.variables or name in os.environ for name in DUMP_VARIABLES):
         return {}
@@ -167,21 +173,21 @@ def flight_environ(attempt: AttemptDir, plan: LaunchPlan) -> dict[str, str]:
         os.mkfifo(probe)
         probe.unlink()
     except OSError as error:
-        log_line(f"no flight records on request: {attempt.flight_dir} cannot have pipes ({error})")
+        log_line(f"flight records on request are disabled: no pipe in {attempt.flight_dir} ({error})")
         return {DUMP_VARIABLES[0]: prefix}
     return {DUMP_VARIABLES[0]: prefix, FLIGHT_VARIABLE: prefix}
 
 
 def remove_pipes(attempt: AttemptDir, ranks: Iterable[int]) -> None:
-    """Remove the pipes of ranks that have ended: who opens one would wait forever."""
+    """Remove the pipes of ranks that have ended, because opening such a pipe would block forever."""
     for rank in ranks:
         (attempt.flight_dir / f"rank-{rank}.pipe").unlink(missing_ok=True)
 
 
 def request_dumps(attempt: AttemptDir, ranks: Iterable[int]) -> None:
-    """Have torch write the records of these local ranks, and wait until it has, or for `DUMP_S` seconds.
+    """Have torch write the records of these local ranks, and wait up to `DUMP_S` for them.
 
-    A rank with NCCL reads its pipe all the time, also while it hangs; others have none.
+    A rank with NCCL always reads its pipe, even while it hangs. Other ranks have no pipe.
     """
     before = {}
     for rank in ranks:
@@ -189,7 +195,7 @@ def request_dumps(attempt: AttemptDir, ranks: Iterable[int]) -> None:
         try:
             pipe = os.open(f"{path}.pipe", os.O_WRONLY | os.O_NONBLOCK)
         except OSError:
-            continue  # nobody reads it: not NCCL, or the rank has ended
+            continue  # no process reads the pipe: the rank does not use NCCL, or has ended
         with contextlib.closing(os.fdopen(pipe, "wb")) as stream:
             before[path] = _changed_ns(path)
             stream.write(b"1")
@@ -209,7 +215,7 @@ def _changed_ns(path: Path) -> int:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a record can be read: torch writes it in place."""
+    """Return whether a record is complete, because torch writes it in place."""
     try:
         return bool(read_dump(path))
     except ValueError:
@@ -217,7 +223,7 @@ def _is_whole(path: Path) -> bool:
 
 
 def parse_flight(rank: int, dump: JsonObject, world_size: int) -> Flight:
-    """The record of a rank in what torch writes. Raises ValueError for another format."""
+    """Convert torch's record of a rank. Raises ValueError for another format."""
     try:
         entries = sorted(dump.get("entries", []), key=lambda entry: entry["time_created_ns"])
         config = {str(name): dict(group) for name, group in dump.get("pg_config", {}).items()}
@@ -238,7 +244,7 @@ def parse_flight(rank: int, dump: JsonObject, world_size: int) -> Flight:
         is_idle = all(enqueued <= completed for enqueued, completed in status)
     except (AttributeError, KeyError, TypeError, IndexError) as error:
         raise ValueError(f"not a flight record: {error!r}") from error
-    # torch numbers them anew when a program resets its recorder.
+    # torch restarts its numbers when a program resets the recorder.
     is_whole = all(found == {*range(len(found))} for found in ids.values()) and all(
         group[0] == "gloo" or number <= 1 for group, number in begins.items()
     )
@@ -252,7 +258,10 @@ def _ranks(ranks: Any) -> tuple[int, ...]:
 
 
 def _parse_call(entry: JsonObject, group: Group, label: str, words: str) -> Call:
-    """One entry; NCCL says of a call that timed out that it is retired, gloo of one that is done."""
+    """Convert one entry.
+
+    NCCL marks a call that timed out as retired, but gloo marks a completed call as retired.
+    """
     op, *peers = words.split()
     is_p2p = bool(entry.get("is_p2p")) or op in ("send", "recv")
     peer = None
@@ -282,12 +291,12 @@ def _parse_call(entry: JsonObject, group: Group, label: str, words: str) -> Call
 
 
 def _place(frames: Sequence[JsonObject]) -> str:
-    """The innermost line of the user's own code, else of what is not torch's."""
+    """Return the innermost line of user code, else of code outside torch."""
     return users_frame([f"{frame['name']} ({frame['filename']}:{frame['line']})" for frame in frames])
 
 
 def users_frame(stack: Sequence[str]) -> str:
-    """The innermost frame of the user's own code, else of what is not torch's; empty without one."""
+    """Return the innermost frame of user code, else of code outside torch; empty without one."""
     files = {frame: frame.rpartition(" (")[2] for frame in stack}
     own = [frame for frame, file in files.items() if is_of_user(file)]
     own += [frame for frame, file in files.items() if "/torch/" not in file]
@@ -295,13 +304,13 @@ def users_frame(stack: Sequence[str]) -> str:
 
 
 def short_frame(frame: str) -> str:
-    """``name (file.py:12)`` of a frame with a whole path."""
+    """Return ``name (file.py:12)`` for a frame with a full path."""
     name, _, place = frame.rpartition(" (")
     return f"{name} ({place.rpartition('/')[2]}" if name else frame
 
 
 def _whole_batches(calls: Sequence[Call]) -> tuple[Call, ...]:
-    """The calls, of which those that NCCL launches together end together: only the last one knows when."""
+    """Return the calls with the state of their batch, which NCCL records only at the last call."""
     last = {(call.group, call.is_p2p, call.number): call for call in calls}
     found = []
     for call in calls:

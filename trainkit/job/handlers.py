@@ -1,6 +1,7 @@
-"""Which processes handle a notice, as the kernel lists it, and which pass it on to what they have started.
+"""Finds the processes that handle a stop signal, as the kernel lists them, and the processes that forward it.
 
-Needs only the standard library: `trainkit.job.startup` loads this file in the interpreter of any script.
+This file needs only the standard library, because `trainkit.job.startup` loads it in the interpreter of any
+script.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ if TYPE_CHECKING:
     from typing import Any
 
 SAVES_ON = (signal.SIGTERM, signal.SIGUSR2)
-"""The signals by which a command is asked to save; of several that it handles, the first."""
+"""The signals that ask a command to save. If the command handles several, the first counts."""
 SHELLS = ("sh", "bash", "dash", "zsh", "ksh")
 PASSED_ON_S = 5.0
-"""How long after Slurm's signal another may come from what passes it on."""
+"""Seconds after Slurm's signal during which a parent process may forward the same signal."""
 FROM_TERMINAL = {signal.SIGINT, signal.SIGQUIT}
-"""A shell without a terminal has what it starts with ``&`` ignore these."""
+"""The signals that a shell without a terminal makes its ``&`` jobs ignore."""
 
 
 def _lines(pid: int) -> list[str]:
@@ -28,17 +29,17 @@ def _lines(pid: int) -> list[str]:
         with open(f"/proc/{pid}/status", errors="replace") as status:
             return status.read().splitlines()
     except OSError:
-        return []  # it has ended, or is another user's
+        return []  # the process has ended, or belongs to another user
 
 
 def signal_mask(pid: int, name: str) -> set[int]:
-    """The signals in a mask of /proc/PID/status, such as SigCgt; empty when the process has ended."""
+    """Return the signals in a mask of /proc/PID/status, such as SigCgt; empty if the process has ended."""
     mask = next((int(line.split()[1], 16) for line in _lines(pid) if line.startswith(f"{name}:")), 0)
     return {number for number in range(1, 65) if mask & 1 << number - 1}
 
 
 def is_shell(pid: int) -> bool:
-    """Whether a process is a shell."""
+    """Return whether a process is a shell."""
     try:
         program = os.readlink(f"/proc/{pid}/exe")  # noqa: PTH115
     except OSError:
@@ -47,16 +48,17 @@ def is_shell(pid: int) -> bool:
 
 
 def is_in_foreground(pid: int) -> bool:
-    """Whether a shell waits for this child of it, and calls its traps only when that has ended."""
+    """Return whether a shell waits for this child, which delays the shell's traps until the child ends."""
     if signal_mask(pid, "SigIgn") & FROM_TERMINAL:
         return False
-    return not signal_mask(pid, "SigCgt") >= FROM_TERMINAL  # handlers replace what was ignored
+    # The child's handlers may have replaced ignored signals.
+    return not signal_mask(pid, "SigCgt") >= FROM_TERMINAL
 
 
 def hear_once(agent: int, own_handlers: Callable[[set[int]], set[int]]) -> None:
-    """Have handlers called once for a signal that Slurm sends to all, and something above passes on as well.
+    """Call a handler only once if Slurm signals all processes and a parent forwards the signal too.
 
-    Does nothing in a process below an agent where nothing above handles a notice. `own_handlers` leaves out
+    This has no effect below an agent if no process in between handles a stop signal. `own_handlers` removes
     the signals that a process only filters.
     """
     if not _is_passed_on(agent, own_handlers):
@@ -85,7 +87,7 @@ def hear_once(agent: int, own_handlers: Callable[[set[int]], set[int]]) -> None:
 
 
 def _is_passed_on(agent: int, own_handlers: Callable[[set[int]], set[int]]) -> bool:
-    """Whether something between an agent and this process handles a notice, and can pass it on."""
+    """Return whether a process between the agent and this one handles a stop signal and can forward it."""
     child, parent = os.getpid(), os.getppid()
     while parent not in (agent, 0, 1):
         is_waiting = is_shell(parent) and is_in_foreground(child)

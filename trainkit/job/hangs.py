@@ -1,4 +1,4 @@
-"""Hangs of ranks: reads what ranks and watches report of them, and names who blocks."""
+"""Reads the reports of hanging ranks, and finds the ranks that block the others."""
 
 from __future__ import annotations
 
@@ -26,64 +26,64 @@ class HangRecord:
     node_rank: int
     host: str
     step: int | None
-    """The step that was being computed; None before the first."""
+    """The step that was being computed; None before the first step."""
     phase: str
     beat: int
-    """Number of phases of its step that it had entered; orders ranks within a step."""
+    """The number of phases of its step that the rank had entered; orders ranks within a step."""
     waited_s: float
     """Seconds without progress."""
     limit_s: float
     """Seconds without progress after which a rank counts as hanging."""
     usual_s: float | None
-    """Median duration of its recent steps in seconds; None before the first."""
+    """The median duration of the rank's recent steps in seconds; None before the first step."""
     time: str
     stack: tuple[str, ...]
-    """The frames of its training thread, innermost first."""
+    """The frames of the rank's training thread, innermost first."""
 
     @property
     def summary(self) -> str:
-        """The report in one sentence."""
+        """Return the report in one sentence."""
         usual = "" if self.usual_s is None else f"; a step usually takes {self.usual_s:.2g} s"
         return f"no progress for {self.waited_s:.0f} s, in {self.phase}{usual}"
 
     @property
     def position(self) -> tuple[int, int]:
-        """Step and phase, comparable between ranks."""
+        """Return the step and phase, comparable between ranks."""
         return (-1 if self.step is None else self.step, self.beat)
 
 
 def read_hangs(attempt: AttemptDir) -> list[HangRecord]:
-    """The reports of hanging ranks, by rank; empty while there are none."""
+    """Read the reports of hanging ranks, by rank; empty if there are none."""
     return read_each(HangRecord, attempt.hangs_dir)
 
 
 def missing_ranks(plan: LaunchPlan, records: Sequence[HangRecord]) -> list[int]:
-    """The ranks without a report: their processes are stopped, or their hosts are lost."""
+    """Return the ranks without a report, whose processes are stopped or whose hosts are lost."""
     reported = {record.rank for record in records}
     return [rank for rank in range(plan.world_size) if rank not in reported]
 
 
 def silent_hosts(attempt: AttemptDir, plan: LaunchPlan, records: Sequence[HangRecord]) -> list[str]:
-    """The hosts on which no rank reported the hang."""
+    """Return the hosts where no rank reported the hang."""
     reported = {record.node_rank for record in records}
     hosts = (_host_of(attempt, node, records) for node in range(plan.num_nodes) if node not in reported)
     return [host for host in hosts if host is not None]
 
 
 SILENT = "a command without output"
-"""How the phase begins in a report about a command that prints nothing."""
+"""The start of the phase in a report about a command that prints nothing."""
 CONNECT_HINT = (
-    "the ranks have met, and cannot exchange tensors: `trainkit doctor --nodes N` measures the links between "
-    "hosts, `launch.network` names the interface, and `launch.network: debug` sets NCCL_DEBUG=INFO"
+    "the ranks found each other but cannot exchange tensors: `trainkit doctor --nodes N` measures the links "
+    "between hosts, `launch.network` names the interface, and `launch.network: debug` sets NCCL_DEBUG=INFO"
 )
 
 
 def hang_failure(attempt: AttemptDir, plan: LaunchPlan, records: Sequence[HangRecord]) -> RankFailure:
-    """The rank that blocks the others, as a failure of type ``Hang``; `records` must not be empty.
+    """Return a failure of type ``Hang`` for the rank that blocks the others; `records` must not be empty.
 
-    The flight records name all such ranks, or say that it is unknown which. If they do not show a rank that
-    waits, this is the first rank without a report, else the rank that is behind the others. If no rank is
-    behind, the failure names no host.
+    The flight records name all blocking ranks, or show that they are unknown. If no record shows a waiting
+    rank, the failure names the first rank without a report, else the rank that is behind the others. If no
+    rank is behind, the failure names no host.
     """
     behind, is_distinct = _furthest_behind(records)
     missing = missing_ranks(plan, records)
@@ -94,7 +94,7 @@ def hang_failure(attempt: AttemptDir, plan: LaunchPlan, records: Sequence[HangRe
         failure = blamed_failure(attempt, plan, blame, records)
         own = next((record for record in records if record.rank == failure.rank), behind)
         who = "" if own.rank == failure.rank or failure.rank is None else f"rank {own.rank}: "
-        # The phase of a silent command repeats who blocks the others.
+        # The phase of a silent command already names the blocking rank.
         text = blame.text if is_silence else f"{blame.text}; {who}{own.summary}"
         return replace(failure, message=text, time=min(record.time for record in records), step=own.step)
     if missing:
@@ -105,7 +105,7 @@ def hang_failure(attempt: AttemptDir, plan: LaunchPlan, records: Sequence[HangRe
         rank, node_rank, host = behind.rank, behind.node_rank, behind.host
         message = behind.summary
         if not is_distinct or is_silence:
-            # On GPUs every rank waits for its own device, whichever device does not respond.
+            # On GPUs, every rank waits for its own device, whichever device does not respond.
             host, message = None, f"{message}; no rank is behind the others"
     return RankFailure(
         rank=rank,
@@ -124,9 +124,9 @@ def hang_failure(attempt: AttemptDir, plan: LaunchPlan, records: Sequence[HangRe
 def find_blocking(
     attempt: AttemptDir, plan: LaunchPlan, stacks: Mapping[int, Sequence[str]], *, is_silence: bool
 ) -> Blame | None:
-    """Find the ranks that block the others, by flight records and the stacks of all ranks that respond.
+    """Find the ranks that block the others, from flight records and the stacks of responding ranks.
 
-    `is_silence` for a command of which only the stacks are known, and not the step and phase of each rank.
+    `is_silence` means a command for which only the stacks are known, not each rank's step and phase.
     """
     silent = [rank for rank in range(plan.world_size) if rank not in stacks]
     blame = find_blame(read_flights(attempt, plan.world_size), silent, stacks)
@@ -138,7 +138,10 @@ def find_blocking(
 def blamed_failure(
     attempt: AttemptDir, plan: LaunchPlan, blame: Blame, records: Sequence[HangRecord] = ()
 ) -> RankFailure:
-    """The ranks at fault as a failure: with a host only if all are on it, and it may be at fault itself."""
+    """Return a failure for the ranks at fault.
+
+    The failure names a host only if all these ranks are on it and the host may be at fault.
+    """
     nodes = [node_of(plan, rank) for rank in blame.ranks]
     return RankFailure(
         rank=blame.ranks[0] if blame.ranks else None,
@@ -152,7 +155,7 @@ def blamed_failure(
 
 
 def _furthest_behind(records: Sequence[HangRecord]) -> tuple[HangRecord, bool]:
-    """The rank that is furthest behind, and whether it is distinguishable from the others.
+    """Return the rank that is furthest behind, and whether it is distinguishable from the others.
 
     Among ranks at the same position, a rank whose stack differs from the majority's blocks the majority.
     """
@@ -166,12 +169,12 @@ def _furthest_behind(records: Sequence[HangRecord]) -> tuple[HangRecord, bool]:
 
 
 def node_of(plan: LaunchPlan, rank: int) -> int:
-    """The node of a rank."""
+    """Return the node rank of a rank."""
     return max(node for node in range(plan.num_nodes) if plan.first_rank_of(node) <= rank)
 
 
 def _host_of(attempt: AttemptDir, node_rank: int, records: Sequence[HangRecord]) -> str | None:
-    """The host of a node, from the report of any of its ranks, else from the rendezvous; None if unknown."""
+    """Return the host of a node, from a report of its ranks or the rendezvous; None if unknown."""
     for record in records:
         if record.node_rank == node_rank and record.host:
             return record.host
@@ -192,7 +195,7 @@ def _describe_missing(missing: Sequence[int], waiting: HangRecord) -> str:
 
 
 GATHER_S = 5.0
-"""How long to collect reports: ranks that wait for each other report within moments."""
+"""Seconds to collect reports. Ranks that wait for each other report almost at the same time."""
 
 
 class HangWatch:
@@ -203,13 +206,14 @@ class HangWatch:
         self._first_s: float | None = None
 
     def poll(self) -> list[HangRecord]:
-        """The reports of a hang, once every rank has had time to write one; until then empty."""
+        """Return the reports of a hang, or an empty list until every rank has had time to write one."""
         records = read_hangs(self._attempt)
         if not records:
             self._first_s = None  # the rank made progress after all
         elif self._first_s is None:
             self._first_s = time.monotonic()
         elif time.monotonic() > self._first_s + GATHER_S:
-            refresh_listing(self._attempt.hangs_dir)  # else the reports of other hosts may seem to be missing
+            # Without this, reports from other hosts may be missing from the list.
+            refresh_listing(self._attempt.hangs_dir)
             return read_hangs(self._attempt)
         return []

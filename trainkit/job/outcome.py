@@ -1,4 +1,4 @@
-"""Makes the outcome of an attempt, once everything that explains it has been gathered."""
+"""Creates the outcome of an attempt from the supervisor's observations and their explanation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def outcome_of(
     failure: RankFailure | None = None,
     had_failed: bool = False,
 ) -> Outcome:
-    """The outcome of an attempt whose processes were seen to end.
+    """Return the outcome of an attempt whose processes have ended.
 
     Pass `failure` if it was searched for, and `planned_stop` if it differs from the one in `observed`.
 
@@ -50,7 +50,7 @@ def outcome_of(
 
 
 def only_observed(observed: Observed) -> Outcome:
-    """The outcome of an attempt from what was seen alone."""
+    """Return the outcome of an attempt from the observations alone."""
     return Outcome(
         exits=tuple(observed.exits),
         stop_signal=observed.stop_signal,
@@ -62,19 +62,19 @@ def only_observed(observed: Observed) -> Outcome:
 
 
 def dead_outcome(failure: RankFailure, lost_host: str | None) -> Outcome:
-    """The outcome of an attempt whose supervisor has died, with its host if that is lost."""
+    """Return the outcome of an attempt whose supervisor has died, along with the host if it is lost."""
     if lost_host is None:
         return Outcome(failure=failure)
     return Outcome(((0, signal_exit_code(signal.SIGKILL)),), lost_nodes=(lost_host,), failure=failure)
 
 
 def without_cause(outcome: Outcome) -> Outcome:
-    """The same outcome in a run that a person has cancelled, whatever Slurm says of the signal."""
+    """Return the outcome without a cause, for a run that a person has cancelled."""
     return replace(outcome, cause=None)
 
 
 def _is_after_signal(attempt: AttemptDir, failure: RankFailure | None) -> bool:
-    """Whether a failure came after the first stop signal of the attempt."""
+    """Return whether a failure came after the first stop signal of the attempt."""
     if failure is None:
         return False
     stop = next(read_events(attempt.run, "signal", attempt=attempt.number), None)

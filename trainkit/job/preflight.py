@@ -1,7 +1,7 @@
-"""The checks of a node that a job runs before its ranks start; `doctor` shows them with its own.
+"""The checks of a node that a job runs before its ranks start; `doctor` shows them among other checks.
 
 The supervisor checks the run folder before the step starts, and every agent checks its own node. The run does
-not use a node again that failed.
+not use a failed node again.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Finding:
     value: str
     hint: str = ""
     host: str | None = None
-    """None for what concerns no single host."""
+    """The host that was checked; None for a check that concerns no single host."""
 
 
 def warn_if(is_bad: bool, name: str, value: str, hint: str) -> Finding:
-    """A warning with its hint, or that all is well."""
+    """Return a warning with its hint if `is_bad`, else a finding that the check passed."""
     return Finding(name, "warning", value, hint) if is_bad else Finding(name, "ok", value)
 
 
@@ -54,11 +54,11 @@ class PreflightFailed(TrainkitError):
     ) -> None:
         super().__init__(message, hint, exit_code)
         self.is_node = is_node
-        """Whether the problem is this node's, so that another node could pass."""
+        """True if the problem belongs to this node, so that another node could pass the check."""
 
 
 def _require(subject: str, finding: Finding) -> None:
-    """Raise PreflightFailed if a check of this node has failed; `subject` is what was checked."""
+    """Raise PreflightFailed if a check of this node has failed; `subject` names the checked thing."""
     if finding.state == "failure":
         raise PreflightFailed(f"{subject} {finding.value}", finding.hint)
 
@@ -71,9 +71,9 @@ def require_gpus(
     is_task: bool = False,
     torch: TorchBuild | None = None,
 ) -> None:
-    """Raise PreflightFailed when a GPU of these ranks is missing, lost, needs a reset, or cannot run `torch`.
+    """Raise PreflightFailed if a rank's GPU is missing, lost, needs a reset, or cannot run `torch`.
 
-    `is_task` is that of `gpu_index`.
+    `is_task` has the same meaning as in `gpu_index`.
     """
     visible, granted = environ.get("CUDA_VISIBLE_DEVICES"), environ.get("SLURM_GPUS_ON_NODE")
     count, listed = nvml.nvmlDeviceGetCount(), visible_gpus(visible)
@@ -88,55 +88,65 @@ def require_gpus(
         _require(f"GPU {name} of {socket.gethostname()}", check_gpu(nvml, name))
         if torch is not None:
             found = None
-            with contextlib.suppress(nvml.NVMLError):  # it has failed since: its rank will
+            with contextlib.suppress(nvml.NVMLError):  # a GPU that failed since then fails its rank later
                 gpu = gpu_handle(nvml, name)
                 capability = nvml.nvmlDeviceGetCudaComputeCapability(gpu)
                 found = torch.problem(str(nvml.nvmlDeviceGetName(gpu)), capability, driver_cuda(nvml))
-            if found is not None:  # the node is well, as others of its kind are
+            if found is not None:  # the node is fine, because other nodes of this kind would fail too
                 raise PreflightFailed(*found, is_node=False, exit_code=EXIT_NO_RESTART)
 
 
 def _missing_gpu(
     rank: int, name: str | None, count: int, visible: str | None, granted: str | None, *, is_task: bool
 ) -> PreflightFailed:
-    """The failure of a rank whose GPU `name` is missing, or that has none; NVML sees `count` GPUs."""
+    """Return the failure of a rank whose GPU `name` is missing, or which has no GPU.
+
+    NVML sees `count` GPUs on this host.
+    """
     host = socket.gethostname()
     limits = {"CUDA_VISIBLE_DEVICES": visible}
     if granted is not None and granted.isdigit() and int(granted) <= rank:
         limits["SLURM_GPUS_ON_NODE"] = granted  # a container may have removed the other variable
     limit = next((f"{key}={value}" for key, value in limits.items() if value is not None), None)
     if limit is not None and name is None:
-        message = f"local rank {rank} has no GPU: its processes on {host} have {limit}"
+        message = f"local rank {rank} has no GPU: its process on {host} has {limit}"
         return PreflightFailed(message, GPU_BINDING_HINT, is_node=False, exit_code=EXIT_NO_RESTART)
     chosen = "" if visible is None else f" and CUDA_VISIBLE_DEVICES={visible}"
     message = f"local rank {rank} has no GPU: {host} has {count}{chosen}"
     if is_task and count == 1 and visible is not None:
-        # The node may be well: a task that a cgroup confines to one GPU has it as number 0.
-        hint = "check `nvidia-smi` there, and what sets CUDA_VISIBLE_DEVICES: a single GPU is number 0"
+        # The node may be fine, because a task that a cgroup confines to one GPU sees this GPU as number 0.
+        hint = (
+            "check `nvidia-smi` there, and which program sets CUDA_VISIBLE_DEVICES: a single GPU has index 0"
+        )
         return PreflightFailed(message, hint, is_node=False)
     hint = "a GPU may have fallen off the bus: check `nvidia-smi` and the kernel log there"
     return PreflightFailed(message, hint)
 
 
 def check_gpu(nvml: Any, name: str) -> Finding:
-    """Whether a GPU responds, and has no errors, as its driver says; named as in CUDA_VISIBLE_DEVICES."""
+    """Check that a GPU responds and that its driver reports no errors.
+
+    `name` is as in CUDA_VISIBLE_DEVICES.
+    """
     try:
         problem = next(_gpu_problems(nvml, gpu_handle(nvml, name)), None)
     except nvml.NVMLError as error:
         problem = f"does not respond: {error}"
     if problem is None:
         return Finding(f"GPU {name}", "ok", "no errors")
-    hint = "`nvidia-smi -q -d ECC,ROW_REMAPPER` there shows more; administrators can reset or replace it"
+    hint = (
+        "`nvidia-smi -q -d ECC,ROW_REMAPPER` there shows details; administrators can reset or replace the GPU"
+    )
     return Finding(f"GPU {name}", "failure", problem, hint)
 
 
 def unknown_values(nvml: Any) -> tuple[type[Exception], ...]:
-    """The errors of NVML for a value that a GPU does not have, or does not tell."""
+    """Return the NVML exceptions for a value that a GPU does not have or does not reveal."""
     return nvml.NVMLError_NotSupported, nvml.NVMLError_FunctionNotFound, nvml.NVMLError_NoPermission
 
 
 def _gpu_problems(nvml: Any, handle: Any) -> Iterator[str]:
-    """The problems of a GPU; counters that its model lacks are skipped."""
+    """Yield the problems of a GPU, but skip counters that its model lacks."""
     unknown = unknown_values(nvml)
     with contextlib.suppress(*unknown):
         action = _recovery_action(nvml, handle)
@@ -160,7 +170,7 @@ def _gpu_problems(nvml: Any, handle: Any) -> Iterator[str]:
 
 
 def _recovery_action(nvml: Any, handle: Any) -> int:
-    """The recovery action that the driver requires, for example after an Xid error; 0 for none."""
+    """Return the recovery action that the driver requires, for example after an Xid error; 0 for none."""
     field = getattr(nvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)
     if field is None:
         return 0
@@ -169,20 +179,22 @@ def _recovery_action(nvml: Any, handle: Any) -> int:
 
 
 SUPERVISOR_VIEW_VARIABLE = "TRAINKIT_JOB_SUPERVISOR_VIEW"
-"""The run folder as the supervisor sees it, for the agents to compare."""
+"""The variable with the supervisor's view of the run folder, which the agents compare with their own view.
+"""
 PROBE_BYTES = 65_536
-"""Bytes to write as a test: only a write reveals an exhausted quota."""
+"""The number of bytes to write as a test, because only a write reveals an exhausted quota."""
 MIN_FREE_MIB = 16
-"""Free space under which a folder for temporary files is a failure."""
+"""A folder for temporary files with less free space than this fails the check."""
 FEW_FREE_MIB = 512
 MAX_CLOCK_OFFSET_S = 5.0
 CLOCK_HINT = "ask the administrators to synchronize it; `chronyc tracking` shows the offset"
 
 
 def supervisor_view(attempt: AttemptDir) -> str:
-    """The run folder as the supervisor sees it: plan digest and clock offset, for `SUPERVISOR_VIEW_VARIABLE`.
+    """Return the supervisor's view of the run folder, for `SUPERVISOR_VIEW_VARIABLE`.
 
-    Raises PreflightFailed when the folder cannot be written.
+    The value consists of the plan's digest and the clock offset. Raises PreflightFailed if the folder cannot
+    be written.
     """
     return f"{plan_digest(attempt)} {_clock_offset_s(attempt):.3f}"
 
@@ -194,9 +206,10 @@ def require_node(
     environ: Mapping[str, str] = os.environ,
     checks_disk: bool = True,
 ) -> None:
-    """Raise PreflightFailed when these ranks cannot run on this node.
+    """Raise PreflightFailed if these ranks cannot run on this node.
 
-    One task of a node `checks_disk`: thousands of tasks write to the same file server at this moment.
+    Only one task of a node has `checks_disk` set, because otherwise thousands of tasks would write to the
+    same file server at once.
     """
     if checks_disk:
         offset_s = _clock_offset_s(attempt)
@@ -215,22 +228,23 @@ def require_node(
             _require(f"{folder} on {socket.gethostname()}", check_space("", folder))
     if plan.device == "cuda":
         torch, starts_ranks = None, not plan.workload.is_command and plan.environment.python is None
-        if starts_ranks:  # else another interpreter may have another torch
+        if starts_ranks:  # otherwise another interpreter may have another torch
             spec = find_spec("torch")
             torch = TorchBuild.read(sys.executable, None if spec is None else spec.origin)
-        with contextlib.suppress(NoDriver), nvml() as driver:  # without one, a broken GPU fails the ranks
+        # Without a driver, the ranks themselves report a broken GPU.
+        with contextlib.suppress(NoDriver), nvml() as driver:
             require_gpus(driver, local_ranks, environ, is_task=plan.per == "gpu", torch=torch)
 
 
 def plan_digest(attempt: AttemptDir) -> str:
-    """A digest by which two hosts compare their plan.json."""
+    """Return a digest with which two hosts compare their plan.json."""
     return hashlib.sha256(attempt.plan_file.read_bytes()).hexdigest()[:16]
 
 
 def clock_offset_s(folder: Path) -> float:
-    """Seconds by which this host's clock is ahead of the clock of a folder's file server.
+    """Return the seconds by which this host's clock is ahead of the clock of a folder's file server.
 
-    Raises OSError when the folder cannot be written.
+    Raises OSError if the folder cannot be written.
     """
     started_s = time.time()
     handle, name = tempfile.mkstemp(prefix=".probe.", dir=folder)
@@ -240,12 +254,12 @@ def clock_offset_s(folder: Path) -> float:
         written_s, ended_s = Path(name).stat().st_mtime, time.time()
     finally:
         os.unlink(name)
-    # A slow server sets the file's time at any moment between these two readings.
+    # A slow server may set the file's time at any moment between these two readings.
     return min(0.0, ended_s - written_s) + max(0.0, started_s - written_s)
 
 
 def _clock_offset_s(attempt: AttemptDir) -> float:
-    """`clock_offset_s` of the run folder; raises PreflightFailed when it cannot be written."""
+    """Return `clock_offset_s` of the run folder; raise PreflightFailed if it cannot be written."""
     try:
         return clock_offset_s(attempt.path)
     except OSError as error:
@@ -257,7 +271,7 @@ def _clock_offset_s(attempt: AttemptDir) -> float:
 
 
 def check_clock(offset_s: float) -> Finding:
-    """Whether this host's clock agrees with that of the run folder's file server."""
+    """Check that this host's clock agrees with the clock of the run folder's file server."""
     if abs(offset_s) <= MAX_CLOCK_OFFSET_S:
         return Finding("clock", "ok", f"{abs(offset_s):.1f} s from the run folder's file server")
     where = "ahead of" if offset_s > 0 else "behind"
@@ -266,7 +280,7 @@ def check_clock(offset_s: float) -> Finding:
 
 
 def free_mib(folder: Path) -> float | None:
-    """The free space of a folder, infinite where there is no limit; None if it does not exist."""
+    """Return the free space of a folder, infinite without a limit; None if the folder does not exist."""
     try:
         found = os.statvfs(folder)
     except FileNotFoundError:
@@ -275,12 +289,12 @@ def free_mib(folder: Path) -> float | None:
 
 
 def temporary_folders(environ: Mapping[str, str]) -> dict[str, Path]:
-    """The folders in which ranks put temporary files, by the names of their checks."""
+    """Return the folders for the temporary files of ranks, by the names of their checks."""
     return {"/tmp": Path(environ.get("TMPDIR") or "/tmp"), "/dev/shm": Path("/dev/shm")}
 
 
 def check_space(name: str, folder: Path) -> Finding:
-    """The free space of a folder for temporary files."""
+    """Check the free space of a folder for temporary files."""
     free = free_mib(folder)
     if free is None:
         return Finding(name, "ok", "there is none")

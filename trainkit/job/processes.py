@@ -1,8 +1,8 @@
 """Child processes that never outlive their parent, and synchronous signal handling in the parent.
 
-The supervisor and the agents block the notice signals and SIGCHLD and receive them one at a time with
-`wait_for_signal`, so no code runs inside a signal handler. Children inherit the blocked mask: a stop signal
-that arrives while a child's interpreter starts stays pending instead of killing it.
+The supervisor and the agents block the stop signals and SIGCHLD, and receive them one at a time with
+`wait_for_signal`. So no code runs inside a signal handler. Children inherit the blocked mask: a stop signal
+that arrives while a child's interpreter starts stays pending instead of killing the child.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ SIGSET_BYTES = 128
 GIVE_UP_S = 10.0
 WATCHED = {signal.SIGCHLD, *NOTICE_SIGNALS}
 PAUSE_SIGNALS = {signal.SIGTSTP, signal.SIGCONT}
-"""By which `trainkit run` tells the supervisor that Ctrl-Z was pressed, and `fg` typed."""
+"""Signals with which `trainkit run` forwards Ctrl-Z and `fg` to the supervisor."""
 
-# Without -P (Python 3.11+) the submission folder comes first on sys.path, and a user's `queue.py` there would
+# Without -P (Python 3.11+) the submission folder comes first on sys.path, so a user's `queue.py` there would
 # shadow the standard library's.
 PYTHON_OPTIONS = ("-u", "-P") if sys.version_info >= (3, 11) else ("-u",)
 
 
 def module_argv(module: str, *arguments: str) -> tuple[str, ...]:
-    """The argv that runs one of trainkit's modules with this interpreter."""
+    """Return the argv that runs one of trainkit's modules with this interpreter."""
     return (sys.executable, *PYTHON_OPTIONS, "-m", module, *arguments)
 
 
 def block_signals(*more: signal.Signals) -> None:
-    """Block the notice signals, SIGCHLD and `more`: only `wait_for_signal` receives them."""
+    """Block the stop signals, SIGCHLD and `more`, so that only `wait_for_signal` receives them."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {*WATCHED, *more})
 
 
 def wait_for_signal(timeout_s: float, *more: signal.Signals) -> signal.Signals | None:
-    """The next notice signal or SIGCHLD, in an agent also `AGENT_SIGNAL`; None after the timeout.
+    """Return the next stop signal or SIGCHLD, in an agent also `AGENT_SIGNAL`; None after the timeout.
 
     `more` are other blocked signals to wait for.
     """
@@ -69,7 +69,8 @@ def wait_for_signal(timeout_s: float, *more: signal.Signals) -> signal.Signals |
         libc.sigaddset(awaited, int(number))
     deadline_s = time.monotonic() + timeout_s
     while True:
-        # Not Python's: in a process that was stopped until after the timeout, it returns any signal.
+        # Python's sigtimedwait is not used: if the process was stopped until after the timeout, it returns
+        # any signal.
         nanoseconds = max(0, int((deadline_s - time.monotonic()) * 1e9))
         received = libc.sigtimedwait(awaited, None, byref((c_long * 2)(*divmod(nanoseconds, 10**9))))
         if received > 0:
@@ -79,9 +80,9 @@ def wait_for_signal(timeout_s: float, *more: signal.Signals) -> signal.Signals |
 
 
 def wait_for_notice(delay_s: float) -> signal.Signals | None:
-    """Wait before a restart; returns the stop signal that arrived meanwhile, else None.
+    """Wait before a restart; return the stop signal that arrived in the meantime, else None.
 
-    SIGUSR2, which asks for a restart, ends the wait early.
+    SIGUSR2, which requests a restart, ends the wait early.
     """
     deadline_s = time.monotonic() + delay_s
     while True:
@@ -94,7 +95,7 @@ def wait_for_notice(delay_s: float) -> signal.Signals | None:
 
 
 def log_line(text: str) -> None:
-    """Print a line without secrets, ignoring I/O errors: a full disk must not change what the job does."""
+    """Print a line without secrets, and ignore I/O errors because a full disk must not end the job."""
     with contextlib.suppress(OSError):
         os.write(1, f"{mask_secrets(text)}\n".encode(errors="replace"))
 
@@ -103,20 +104,21 @@ DISK_PATIENCE_S = 300.0
 DISK_RETRY_S = 5.0
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _UNAVAILABLE = (errno.EIO, errno.ESTALE, errno.ESHUTDOWN, errno.ENOTCONN, errno.ETIMEDOUT)
-"""Errors of a network filesystem whose server restarts or that is being remounted."""
+"""Errors of a network filesystem whose server restarts, or which is being remounted."""
 T = TypeVar("T")
 
 
 def fail_on_disk_error() -> None:
-    """Have `retry_on_disk_error` raise at once: a person waits in a terminal, and can free space."""
+    """Make `retry_on_disk_error` raise immediately, because a user waits in a terminal and can free space."""
     global DISK_PATIENCE_S
     DISK_PATIENCE_S = 0.0
 
 
 def retry_on_disk_error(action: Callable[[], T]) -> T:
-    """Call `action`, retrying for five minutes while the disk or quota is full or the disk is unavailable.
+    """Call `action`, and retry for five minutes while the disk or quota is full or the disk is unavailable.
 
-    Returns its result. Raises other errors immediately, and the disk error if a stop signal arrives.
+    Returns the result of `action`. Raises other errors immediately, and the disk error if a stop signal
+    arrives.
     """
     deadline_s, logged = time.monotonic() + DISK_PATIENCE_S, False
     while True:
@@ -143,7 +145,7 @@ def redirect_output(log: Path) -> None:
 
 @cache
 def _libc() -> CDLL:
-    # Imported only where processes are started: a dry run starts none.
+    # The import is local because a dry run starts no processes.
     from ctypes import CDLL
 
     return CDLL(None, use_errno=True)
@@ -152,8 +154,8 @@ def _libc() -> CDLL:
 def dies_with(
     parent_pid: int, number: signal.Signals, before_exec: Callable[[], None] | None = None
 ) -> Callable[[], None]:
-    """A `preexec_fn` that has the kernel send `number` to the child when its parent dies."""
-    # Loaded before the fork: after it, another thread may hold the import lock.
+    """Return a `preexec_fn` that has the kernel send `number` to the child when its parent dies."""
+    # The library must be loaded before the fork, because afterwards another thread may hold the import lock.
     libc = _libc()
 
     def prepare() -> None:
@@ -167,7 +169,7 @@ def dies_with(
 
 
 def adopt_orphans() -> None:
-    """Become the parent of orphaned descendants, so that they can be found and ended."""
+    """Become the parent of orphaned descendants, so that this process can find and end them."""
     _libc().prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
@@ -181,11 +183,11 @@ def start_child(
     cwd: str | None = None,
     stdin: int | IO[bytes] = subprocess.DEVNULL,
 ) -> subprocess.Popen[bytes]:
-    """Start a process in its own process group; the kernel kills it when this one dies.
+    """Start a process in a separate process group; the kernel kills it when this process dies.
 
-    With `keeps_mask` it starts with the notice signals blocked and must unblock them or wait for them itself.
-    It and its children ignore the `ignored` signals unless they install a handler, and none of those from a
-    terminal, which a script has ignored in a `trainkit run … &`.
+    With `keeps_mask`, the process starts with the stop signals blocked and must unblock them or wait for them
+    itself. The process and its children ignore the `ignored` signals unless they install a handler. They do
+    not ignore signals of the terminal, even if a script ignored these in a `trainkit run … &`.
     """
 
     def before_exec() -> None:
@@ -209,25 +211,25 @@ def start_child(
 
 
 def ended(child: subprocess.Popen[bytes]) -> bool:
-    """Whether a child has ended, without reaping it: its pid and process group are not reused yet."""
+    """Return whether a child has ended, without reaping it, so that its pid is not reused."""
     if child.returncode is not None:
         return True
     return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def exit_code(child: subprocess.Popen[bytes]) -> int:
-    """Reap an ended child and return its exit code: 128+n after death by signal n."""
+    """Reap an ended child and return its exit code, which is 128+n after death by signal n."""
     code = child.wait()
     return signal_exit_code(-code) if code < 0 else code
 
 
 def kill_group(child: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
-    """Send SIGKILL to a child that is not reaped yet and to its process group."""
+    """Send SIGKILL to the process group of a child that has not been reaped."""
     _signal(os.killpg, child.pid, signal.SIGKILL)
 
 
 def first_failed(children: Sequence[subprocess.Popen[bytes]]) -> int | None:
-    """Wait until all children have ended, or one has failed: its index."""
+    """Wait until all children have ended, or until one has failed; return the index of the failed child."""
     while True:
         codes = [child.poll() for child in children]
         failed = next((index for index, code in enumerate(codes) if code), None)
@@ -247,8 +249,8 @@ def _signal(kill: Callable[[int, int], None], pid: int, number: signal.Signals) 
         kill(pid, number)
     except ProcessLookupError:
         return
-    except PermissionError:  # below sudo
-        log_line(f"process {pid} does not get {number.name}: it is another user's")
+    except PermissionError:  # the process runs below sudo
+        log_line(f"cannot send {number.name} to process {pid}: it belongs to another user")
 
 
 def end_descendants() -> None:
@@ -263,13 +265,16 @@ def end_descendants() -> None:
 
 
 def ranks_below(pid: int) -> list[int]:
-    """The pids of the ranks that a launcher has started: descendants with RANK whose parents lack it."""
+    """Return the pids of the ranks that a launcher has started.
+
+    Ranks are descendants with RANK whose parents lack RANK.
+    """
     ranks = {child for child in descendants(pid) if rank_of(child) is not None}
     return sorted(child for child in ranks if parent_pid(child) not in ranks)
 
 
 def proc_file(pid: int, name: str) -> bytes:
-    """A file of the kernel about a process; empty when that has ended, or is another user's."""
+    """Read the kernel's file about a process; empty if the process has ended or is another user's."""
     try:
         return (PROC / str(pid) / name).read_bytes()
     except OSError:
@@ -277,7 +282,7 @@ def proc_file(pid: int, name: str) -> bytes:
 
 
 def link_of(pid: int, name: str) -> str:
-    """A link of the kernel about a process, such as ``exe``; empty as by `proc_file`."""
+    """Read the kernel's link about a process, such as ``exe``; empty if it cannot be read."""
     try:
         return str((PROC / str(pid) / name).readlink())
     except OSError:
@@ -285,19 +290,19 @@ def link_of(pid: int, name: str) -> str:
 
 
 def environ_of(pid: int) -> dict[str, str]:
-    """The environment in which a process started, as far as `proc_file` has it."""
+    """Return the environment in which a process started; empty if it cannot be read."""
     lines = proc_file(pid, "environ").split(b"\0")
     return dict(os.fsdecode(line).partition("=")[::2] for line in lines)
 
 
 def rank_of(pid: int) -> int | None:
-    """The value of RANK in a process's environment; None without one, or when the process has ended."""
+    """Return the value of RANK in a process's environment; None without RANK or if the process has ended."""
     rank = environ_of(pid).get("RANK", "")
     return int(rank) if rank.isdigit() else None
 
 
 def exit_code_of_zombie(pid: int) -> int | None:
-    """The exit code, negative for a signal, of a process that its parent has not waited for; else None."""
+    """Return the exit code of a zombie process, negative for a signal; None if it is not a zombie."""
     fields = proc_file(pid, "stat").rpartition(b")")[2].split()
     return os.waitstatus_to_exitcode(int(fields[49])) if fields[:1] == [b"Z"] else None
 
@@ -307,15 +312,15 @@ PIDFD_INFO_EXIT = 8
 
 
 def exit_code_of(handle: int, pid: int) -> int | None:
-    """The exit code, negative for a signal, of a process that has ended, of which this is the pidfd.
+    """Return the exit code of an ended process with this pidfd, negative for a signal; None if unknown.
 
-    Before Linux 6.15 it is known only until the parent has waited for the process.
+    Before Linux 6.15, the exit code is available only until the parent has waited for the process.
     """
     if (code := exit_code_of_zombie(pid)) is not None:
         return code
     info = bytearray(64)
     struct.pack_into("Q", info, 0, PIDFD_INFO_EXIT)
-    with contextlib.suppress(OSError):  # an older kernel
+    with contextlib.suppress(OSError):  # the kernel is older than Linux 6.15
         fcntl.ioctl(handle, PIDFD_GET_INFO, info)
         mask, status = struct.unpack_from("Q52xi", info)
         if mask & PIDFD_INFO_EXIT:
@@ -324,9 +329,9 @@ def exit_code_of(handle: int, pid: int) -> int | None:
 
 
 def signal_handled_by(pid: int, configured: str) -> signal.Signals:
-    """The signal that asks a command to save: `configured`, or for ``auto`` the one that it handles.
+    """Return the signal that asks a command to save: `configured`, or for ``auto`` the handled signal.
 
-    Most scripts handle SIGTERM; one without a handler for either is ended by SIGTERM.
+    Most scripts handle SIGTERM. A script that handles neither signal gets SIGTERM, which ends it.
     """
     if configured != "auto":
         return signal.Signals[f"SIG{configured}"]
@@ -336,32 +341,32 @@ def signal_handled_by(pid: int, configured: str) -> signal.Signals:
 
 
 def ignores(pid: int, number: signal.Signals) -> bool:
-    """Whether a process ignores a signal."""
+    """Return whether a process ignores a signal."""
     return number in signal_mask(pid, "SigIgn")
 
 
 def parent_pid(pid: int) -> int | None:
-    """The parent pid of a process; None when the process has ended or cannot be inspected."""
+    """Return the parent pid of a process; None if the process has ended or cannot be inspected."""
     try:
         stat = process_stat(pid)
     except OSError:
-        return None  # another user's, where /proc is mounted with hidepid
+        return None  # the process is another user's, and /proc is mounted with hidepid
     return None if stat is None else stat.parent_pid
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process exists and has not ended; its parent may not have waited for it yet."""
+    """Return whether a process exists and has not ended; its parent may not have waited for it yet."""
     stat = proc_file(pid, "stat").rpartition(b")")[2].split()
     return bool(stat) and stat[0] not in (b"Z", b"X")
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process was stopped, as by SIGSTOP."""
+    """Return whether a process was stopped, for example by SIGSTOP."""
     return proc_file(pid, "stat").rpartition(b")")[2].split()[:1] == [b"T"]
 
 
 def children_by_parent() -> dict[int, list[int]]:
-    """The pids of all current processes by that of their parent."""
+    """Map each parent pid to the pids of its children, for all current processes."""
     children: dict[int, list[int]] = {}
     for folder in PROC.iterdir():
         if folder.name.isdigit() and (parent := parent_pid(int(folder.name))) is not None:
@@ -370,16 +375,19 @@ def children_by_parent() -> dict[int, list[int]]:
 
 
 def children_of(pid: int) -> list[int]:
-    """The children of a process; without those that end meanwhile, and a neighbour of one of them."""
+    """Return the children of a process.
+
+    A child that ends during the call, and the child next to it, may be missing.
+    """
     tasks = PROC / str(pid) / "task"
     try:
         return [int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()]
     except OSError:
-        return []  # it has ended
+        return []  # the process has ended
 
 
 def tree_of(pid: int) -> dict[int, list[int]]:
-    """The children of a process and of each of its descendants, as `children_of` has them."""
+    """Map a process and each of its descendants to their children, as `children_of` returns them."""
     children, found = dict[int, list[int]](), [pid]
     for parent in found:
         children[parent] = children_of(parent)
@@ -388,7 +396,7 @@ def tree_of(pid: int) -> dict[int, list[int]]:
 
 
 def descendants(pid: int, children: Mapping[int, list[int]] | None = None) -> list[int]:
-    """All current descendants of a process, nearest first."""
+    """Return all current descendants of a process, nearest first."""
     children = children_by_parent() if children is None else children
     found = list(children.get(pid, []))
     for child in found:
@@ -397,19 +405,20 @@ def descendants(pid: int, children: Mapping[int, list[int]] | None = None) -> li
 
 
 PEER_EXIT_S = 5.0
-"""How long the other members have to exit and report by themselves after one has failed."""
+"""Seconds that the other members have to exit and report by themselves after one member has failed."""
 KILL_MARGIN_S = 5.0
-"""How long after the grace time an agent kills the remaining workers, which also watch the grace time."""
+"""Seconds after the grace time until an agent kills the remaining workers, which watch the grace time too."""
 
 
 class ProcessGroup:
     """Child processes by rank, from the start of the first to the exit of the last.
 
-    The members of a supervisor's group are its agents or srun, those of an agent's group its workers.
+    The members of a supervisor's group are its agents or srun. The members of an agent's group are its
+    workers.
     """
 
     poll_interval_s = 5.0
-    """Seconds between calls of `poll` when no signal or exit occurs."""
+    """Seconds between calls of `poll` if no signal or exit occurs."""
     pauses_by: ClassVar[tuple[signal.Signals, ...]] = ()
     """The blocked signals that stop the members until SIGCONT."""
 
@@ -417,36 +426,36 @@ class ProcessGroup:
         self.running: dict[int, subprocess.Popen[bytes]] = {}
         """The members that are running, by rank."""
         self.deadline_s: float | None = None
-        """Monotonic time at which the running members are killed; None without a deadline."""
+        """The monotonic time at which the running members are killed; None without a deadline."""
         self.received_at = ""
-        """When the newest notice arrived: before it was forwarded, and members ended of it."""
+        """The time of the newest stop signal, taken before the signal was forwarded and ended any member."""
         self._poll_error = ""
         self.attended: int | None = None
-        """The member that a person attends to: while it runs, the failure of another ends none."""
+        """The member that a person controls in a terminal. While it runs, other failures do not end it."""
 
     def start(self) -> None:
         """Start every member and add it to `running`."""
         raise NotImplementedError
 
     def forward_signal(self, received: signal.Signals) -> None:
-        """Forward a notice signal to every member."""
+        """Forward a stop signal to every member."""
         for member in self.running.values():
-            os.kill(member.pid, received)  # Popen.send_signal would reap one that has just ended
+            os.kill(member.pid, received)  # Popen.send_signal would reap a member that has just ended
 
     def on_signal(self, received: signal.Signals) -> None:
-        """Called after a notice signal has been forwarded."""
+        """React to a stop signal after it has been forwarded."""
         raise NotImplementedError
 
     def on_exit(self, rank: int, code: int, killed: bool) -> None:
-        """Called when a member has ended; `killed` means that this group killed it."""
+        """React to the end of a member; `killed` means that this group killed it."""
         raise NotImplementedError
 
     def died_of_notice(self, code: int) -> bool:
-        """Whether a forwarded notice killed a member with this code: the others keep their grace time."""
+        """Return whether a forwarded signal killed a member, so that the others keep their grace time."""
         return False
 
     def keeps(self, rank: int, member: subprocess.Popen[bytes]) -> bool:
-        """Whether the group of a member that has ended stays, as for what it has started and still saves."""
+        """Return whether an ended member keeps its group, for example because its children still save."""
         return False
 
     def exit_code(self, rank: int, member: subprocess.Popen[bytes]) -> int:
@@ -454,10 +463,10 @@ class ProcessGroup:
         return exit_code(member)
 
     def poll(self) -> None:
-        """Called every `poll_interval_s`, and after every signal and exit."""
+        """Do regular work; called every `poll_interval_s`, and after every signal and exit."""
 
     def run(self) -> None:
-        """Start the members, forward notice signals, and wait until all have ended or the deadline passes."""
+        """Start the members, forward stop signals, and wait until all have ended or the deadline passes."""
         try:
             self.start()
             while self.running:
@@ -466,17 +475,17 @@ class ProcessGroup:
             self._kill_running()
 
     def kill_within(self, seconds: float) -> None:
-        """Kill the members that still run after `seconds`; keeps an earlier deadline if one is set."""
+        """Kill the members that still run after `seconds`, or earlier if an earlier deadline is set."""
         deadline_s = time.monotonic() + seconds
         self.deadline_s = deadline_s if self.deadline_s is None else min(self.deadline_s, deadline_s)
 
     def _wait(self) -> None:
         self._poll()
-        left_s = float("inf") if self.deadline_s is None else self.deadline_s - time.monotonic()
-        if left_s <= 0:
+        remaining_s = float("inf") if self.deadline_s is None else self.deadline_s - time.monotonic()
+        if remaining_s <= 0:
             self._kill_running()
             return
-        received = wait_for_signal(min(left_s, self.poll_interval_s), *self.pauses_by)
+        received = wait_for_signal(min(remaining_s, self.poll_interval_s), *self.pauses_by)
         if received in self.pauses_by:
             received = self.pause()
         if received not in (None, signal.SIGCHLD, signal.SIGCONT):
@@ -486,11 +495,11 @@ class ProcessGroup:
         self._reap()
 
     def pause(self) -> signal.Signals | None:
-        """Called for one of `pauses_by`; returns the SIGCONT or notice that has ended the pause."""
+        """Handle one of `pauses_by`; return the SIGCONT or stop signal that ended the pause."""
         raise NotImplementedError
 
     def _poll(self) -> None:
-        """Call `poll` and log its OSErrors: a briefly unavailable filesystem must not end the members."""
+        """Call `poll` and log its OSErrors; a briefly unavailable filesystem must not end the members."""
         problem = ""
         try:
             self.poll()
@@ -503,7 +512,7 @@ class ProcessGroup:
     def _reap(self) -> None:
         for rank, member in list(self.running.items()):
             if ended(member) and not self.keeps(rank, member):
-                kill_group(member)  # remaining children, for example a worker's data loaders
+                kill_group(member)  # this kills remaining children, such as a worker's data loaders
                 self._record_exit(rank, member, killed=False)
 
     def _record_exit(self, rank: int, member: subprocess.Popen[bytes], killed: bool) -> None:

@@ -1,4 +1,4 @@
-"""The rank and host of this process, from its environment variables."""
+"""The rank of this process according to its environment variables, and the GPUs and files that it uses."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 RUN_DIR_VARIABLE = "TRAINKIT_JOB_RUN_DIR"
 ATTEMPT_VARIABLE = "TRAINKIT_JOB_ATTEMPT"
 NONCE_VARIABLE = "TRAINKIT_JOB_NONCE"
-"""By its value the ranks of an attempt tell its rank 0 from that of another job at the same address."""
+"""The variable with an attempt's nonce, with which ranks recognize their rank 0 if another job uses the same
+address."""
 ATTENDED_VARIABLE = "TRAINKIT_JOB_ATTENDED"
-"""Set where a person attends to a rank, which may then wait for hours."""
+"""The variable that is set if a person controls a rank in a terminal. Ranks may then wait for hours."""
 TERMINAL_VARIABLE = "TRAINKIT_JOB_TERMINAL"
-"""The terminal of `trainkit run`."""
+"""The variable with the terminal of `trainkit run`."""
 RANK_VARIABLES = (
     *scheduler.RANK_VARIABLES,
     NONCE_VARIABLE,
@@ -33,7 +34,7 @@ RANK_VARIABLES = (
     LAUNCHER_PID_VARIABLE,
     RANK_PID_VARIABLE,
 )
-"""Variables that make a process a rank; a job started from inside another job must not inherit them."""
+"""Variables that make a process a rank; a job that is started inside another job must not inherit them."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,12 @@ class RankEnv:
     master_addr: str
     master_port: int
     source: str
-    """Where the values come from: ``environment``, ``single process`` or ``agent``."""
+    """The source of the values: ``environment``, ``single process`` or ``agent``."""
     nonce: str = field(default="", repr=False)
-    """Random and equal on all ranks of an attempt; empty if another launcher has started them."""
+    """A random value that all ranks of an attempt share; empty if another launcher started them."""
 
     def to_environ(self) -> dict[str, str]:
-        """The environment variables that torch.distributed and launchers read."""
+        """Return the environment variables that torch.distributed and launchers read."""
         return {
             "RANK": str(self.rank),
             "LOCAL_RANK": str(self.local_rank),
@@ -68,9 +69,9 @@ class RankEnv:
 
 
 def find_rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv:
-    """The rank environment of this process; without one, that of a single process.
+    """Return the rank environment of this process; without one, the environment of a single process.
 
-    Raises UsageError when the variables are incomplete or contradict each other.
+    Raises UsageError if the variables are incomplete or contradict each other.
     """
     if "RANK" not in environ and "WORLD_SIZE" not in environ:
         return RankEnv(0, 0, 1, 1, 0, 1, "127.0.0.1", 0, source="single process")
@@ -108,9 +109,9 @@ _DEVICE_NAME = re.compile(r"\d+|(?:GPU|MIG)-.+")
 
 
 def visible_gpus(listed: str | None) -> list[str] | None:
-    """The GPUs in a value of CUDA_VISIBLE_DEVICES, by index or UUID; None if the variable is not set.
+    """Return the GPUs in a value of CUDA_VISIBLE_DEVICES, by index or UUID; None if it is not set.
 
-    As in CUDA, an entry that names no GPU ends the list: Slurm sets ``NoDevFiles`` for a task without GPUs.
+    As in CUDA, an entry that names no GPU ends the list. Slurm sets ``NoDevFiles`` for a task without GPUs.
     """
     if listed is None:
         return None
@@ -124,10 +125,10 @@ GPU_BINDING_HINT = (
 
 
 def gpu_index(local_rank: int, num_visible: int, *, is_task: bool) -> int | None:
-    """The index of a rank's GPU among the visible ones; None if there is none for it.
+    """Return the index of a rank's GPU among the visible GPUs; None if the rank has none.
 
-    Slurm can bind one GPU to each task, with ``--gpus-per-task=1`` or ``--gpu-bind``. A rank that is a task
-    by itself (`is_task`) then sees only its own GPU, as index 0.
+    Slurm can bind one GPU to each task, with ``--gpus-per-task=1`` or ``--gpu-bind``. A rank that is a
+    separate task (`is_task`) then sees only its own GPU, as index 0.
     """
     if is_task and num_visible == 1:
         return 0
@@ -138,19 +139,19 @@ _SIZE_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_W
 
 
 def refuse_foreign_ranks(environ: Mapping[str, str] = os.environ) -> None:
-    """Raise UsageError when another launcher, such as torchrun or mpirun, started this process as a rank.
+    """Raise UsageError if another launcher, such as torchrun or mpirun, started this process as a rank.
 
-    Each of its ranks would train a copy of its own.
+    Otherwise each of the launcher's ranks would train a separate run.
     """
     for name in _SIZE_VARIABLES:
         size = environ.get(name, "")
         if size.isdigit() and int(size) > 1:
             raise UsageError(
                 f"this process is one of {size} ranks of another launcher ({name}={size}), and each of them "
-                "would train a run of its own",
-                hint="start `trainkit run --gpus-per-node N` once on a machine, `srun … trainkit run` on "
-                "several nodes of Slurm, or without Slurm with torchrun, or mpirun -x MASTER_ADDR=HOST "
-                f"-x MASTER_PORT=PORT, on all hosts; if there is no launcher, `unset {name}`",
+                "would train a separate run",
+                hint="on one machine, start `trainkit run --gpus-per-node N` once; on several hosts, start "
+                "`srun … trainkit run`, or without Slurm use torchrun or mpirun -x MASTER_ADDR=HOST "
+                f"-x MASTER_PORT=PORT; if there is no launcher, `unset {name}`",
             )
 
 
@@ -161,9 +162,10 @@ STALE_STORE_S = 3600.0
 
 
 def store_file(nonce: str) -> Path | None:
-    """The file by which ranks of one machine find each other; None where memory has no file system.
+    """Return the file through which ranks of one machine find each other; None without /dev/shm.
 
-    In memory, since a full disk keeps no rank from starting. Only the ranks of the attempt know its name.
+    The file is in memory, so that a full disk does not prevent ranks from starting. Only the ranks of the
+    attempt know its name.
     """
     if not nonce or not os.access(SHARED_MEMORY, os.W_OK):
         return None
@@ -171,12 +173,12 @@ def store_file(nonce: str) -> Path | None:
 
 
 def _store_prefix() -> str:
-    """How the names of stores begin whose processes can be seen from here: not those of another container."""
+    """Return the name prefix of stores whose processes are visible here, which excludes other containers."""
     return f"trainkit-{Path('/proc/self/ns/pid').stat().st_ino}-"
 
 
 def old_stores() -> set[Path]:
-    """The user's own stores to which no rank has come for `STALE_STORE_S`."""
+    """Return this user's stores that no rank has used for `STALE_STORE_S`."""
     before, found = time.time() - STALE_STORE_S, set()
     for path in SHARED_MEMORY.glob(f"{_store_prefix()}*"):
         with contextlib.suppress(FileNotFoundError):

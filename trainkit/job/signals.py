@@ -1,8 +1,8 @@
 """The signals between supervisor, agents and workers, and the exit codes of processes that receive them.
 
-In a worker, a signal only sets a flag; at a step boundary all ranks agree how to act on it. Python signal
-handlers do not run while the main thread is inside a collective, so a rank that is stuck there would miss the
-signal. The C-level handler does run: it writes the signal number to the wakeup fd, which a thread reads.
+In a worker, a signal only sets a flag, and all ranks agree at a step boundary how to act on it. Python signal
+handlers do not run while the main thread is inside a collective, so a stuck rank would miss the signal. The
+C-level handler does run: it writes the signal number to the wakeup fd, which a thread reads.
 """
 
 from __future__ import annotations
@@ -20,24 +20,27 @@ from trainkit.job.spare_children import spare_children
 from trainkit.run.process import ENDING_SIGNALS
 
 NOTICE_SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
-"""SIGTERM: preempted, cancelled or out of time. SIGUSR2: early notice or requested restart. SIGINT: Ctrl-C.
+"""The signals that ask a job to stop.
 
-SIGUSR1 is not used: NCCL has been seen to catch it.
+SIGTERM means that the job is preempted, cancelled or out of time. SIGUSR2 is the warning signal before the
+time limit, or requests a restart. SIGINT means Ctrl-C.
+
+SIGUSR1 is not used, because NCCL has been observed to catch it.
 """
 
 STACKS_SIGNAL = signal.SIGURG
-"""Asks a worker for its stacks; processes without a handler ignore it by default."""
+"""The signal that requests a worker's stacks; processes without a handler ignore it by default."""
 
 
 AGENT_SIGNAL = signal.SIGURG
-"""SIGUSR2 for agents alone: every other process of a step ignores it by default, whatever a command runs.
+"""The signal that means SIGUSR2 for agents only; all other processes of a step ignore it by default.
 
-A rank of a command that hears it as `STACKS_SIGNAL`, through `trainkit.loop`, writes its stacks.
+A rank of a command that uses `trainkit.loop` handles it as `STACKS_SIGNAL` and writes its stacks.
 """
 
 
 class StopRequest:
-    """Whether, when and by which signal this process was asked to stop or to report its stacks."""
+    """A request to this process to stop or to report its stacks, with its time and signal."""
 
     def __init__(self) -> None:
         self.signal_name: str | None = None
@@ -50,7 +53,7 @@ class StopRequest:
         return self.signal_name is not None
 
     def install(self) -> None:
-        """Install the handlers; call from the main thread, once per process.
+        """Install the handlers; call this once per process, from the main thread.
 
         A second SIGINT exits the process immediately, whatever its threads are doing.
         """
@@ -60,15 +63,16 @@ class StopRequest:
         for number in (*NOTICE_SIGNALS, STACKS_SIGNAL):
             signal.signal(number, _ignore)
         threading.Thread(target=self._watch, args=(reader,), name="signal-watch", daemon=True).start()
-        # A signal to a process that the program forks, such as by `Pool.terminate`, would arrive here.
+        # Without this, a signal to a forked process, for example from `Pool.terminate`, would count in this
+        # process.
         os.register_at_fork(after_in_child=_restore_in_child)
         spare_children()
-        # The agent starts workers with these signals blocked, so that a signal during interpreter startup is
-        # not fatal; it is delivered here.
+        # The agent starts workers with these signals blocked, so that a signal cannot kill the interpreter
+        # during its startup. A pending signal is delivered here.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTICE_SIGNALS)
 
     def request(self, reason: str) -> None:
-        """Request a stop, as if a signal named `reason` had been received; only the first request counts."""
+        """Request a stop as if a signal named `reason` had arrived; only the first request counts."""
         if self.signal_name is None:
             self.received_monotonic_s = time.monotonic()
             self.signal_name = reason
@@ -89,7 +93,7 @@ class StopRequest:
 
 
 def _restore_in_child() -> None:
-    signal.set_wakeup_fd(-1)  # a signal to this process would be noted in the one that it was forked from
+    signal.set_wakeup_fd(-1)  # a signal to this process would be recorded in the process that forked it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
@@ -98,9 +102,9 @@ def _restore_in_child() -> None:
 
 @contextmanager
 def exit_on_stop() -> Iterator[None]:
-    """Have SIGTERM and SIGHUP raise SystemExit in the block, so that what it has started is ended.
+    """Make SIGTERM and SIGHUP raise SystemExit in the block, so that the block's cleanup runs.
 
-    An ignored SIGHUP stays ignored, as nohup wants it.
+    An ignored SIGHUP stays ignored, because nohup relies on this.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -116,23 +120,23 @@ def exit_on_stop() -> Iterator[None]:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """Replaces the default action, which would kill the process; the watcher thread handles the signal."""
+    """Replace the default action, which would kill the process; the watcher thread handles the signal."""
 
 
 def signal_exit_code(number: int) -> int:
-    """The exit code for death by a signal, as in shells: 128+n."""
+    """Return the exit code for death by a signal, 128+n as in shells."""
     return 128 + number
 
 
 def is_death_by_notice(code: int) -> bool:
-    """Whether an exit code stands for death by a signal that asks a process to end."""
+    """Return whether an exit code means death by a signal that asks a process to end."""
     return code in map(signal_exit_code, ENDING_SIGNALS)
 
 
 def combine_exit_codes(codes: Sequence[int]) -> int:
     """Combine the exit codes of several workers, in the order in which they ended, into one.
 
-    78 if any worker returned it; else the first failure; else 75 if any worker saved; else 0.
+    The result is 78 if any worker returned it, else the first failure, else 75 if any worker saved, else 0.
     """
     if EXIT_NO_RESTART in codes:
         return EXIT_NO_RESTART
@@ -143,7 +147,7 @@ def combine_exit_codes(codes: Sequence[int]) -> int:
 
 
 def describe_exit(code: int) -> str:
-    """An exit code as text: ``exit code 3`` or ``SIGKILL``."""
+    """Return an exit code as text: ``exit code 3`` or ``SIGKILL``."""
     if code > 128:
         try:
             return signal.Signals(code - 128).name

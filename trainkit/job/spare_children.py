@@ -1,17 +1,18 @@
-"""Keeps notices from the processes that a rank starts, whichever library starts them.
+"""Protects the processes that a rank starts from stop signals, whichever library starts them.
 
-Slurm signals every process of a step, so the SIGTERM of a preemption also ends the workers of a DataLoader,
-whose loss raises an error in the rank while it saves. A process that a rank has started therefore gets a
-filter before the default action of these signals, or before the handler that it has inherited: it drops what
-Slurm sends, and passes on what anybody else sends, such as ``Process.terminate()`` of the rank.
+Slurm signals every process of a step. So the SIGTERM of a preemption would also end the workers of a
+DataLoader, and their loss would raise an error in the rank while it saves. Each process that a rank starts
+therefore gets a filter in front of the default action or the inherited handler of these signals. The filter
+drops signals from Slurm, and passes on signals from other senders, such as ``Process.terminate()`` of the
+rank.
 
-The filter is a signal handler in machine code: it ends at `exec`, while programs would inherit a blocked or
-ignored signal for good, and it sees the sender, which no handler in Python does. Nothing else changes:
-`getsignal` says what it would say without, and a process that installs a handler of its own, or blocks a
-signal and waits for it, gets every signal.
+The filter is a signal handler in machine code, which has two advantages. It ends at `exec`, whereas programs
+would inherit a blocked or ignored signal for good. It also sees the sender, which no Python handler does.
+Nothing else changes: `getsignal` returns the same value as without the filter. A process that installs a
+handler, or blocks a signal and waits for it, gets every signal.
 
-Needs only the standard library: `trainkit.job.startup` loads this file in the interpreter of any script. It
-imports little, for every Python in a job does.
+This file needs only the standard library, because `trainkit.job.startup` loads it in the interpreter of any
+script. It imports little, because every Python in a job loads it.
 """
 
 from __future__ import annotations
@@ -32,34 +33,35 @@ if TYPE_CHECKING:
 
 NOTICES = {signal.SIGTERM, signal.SIGUSR2, signal.SIGINT}
 MARKS: dict[int, int] = {signal.SIGTERM: 56, signal.SIGUSR2: 57, signal.SIGINT: 58}
-"""Real-time signals that have the filter too while nothing else handles the notice: /proc shows which do."""
+"""Maps each stop signal to a real-time signal that has the filter too while no handler handles the stop
+signal. So /proc shows which processes handle the signal themselves."""
 AGENT_VARIABLE = "TRAINKIT_JOB_AGENT_PID"
 LAUNCHER_PID_VARIABLE = "TRAINKIT_JOB_LAUNCHER_PID"
 RANK_PID_VARIABLE = "TRAINKIT_JOB_RANK_PID"
-"""The process that hears notices: those below it are spared."""
+"""The variable with the pid of the rank that receives stop signals; processes below it are protected."""
 
 TORCH_HANDLERS = "torch.utils.data._utils.signal_handling"
 PAGE, READ_WRITE, READ_EXECUTE, PRIVATE_ANONYMOUS = 4096, 3, 5, 0x22
 SA_SIGINFO, SA_ONSTACK, SA_RESTART = 0x4, 0x08000000, 0x10000000
 SIGACTION = 152
-"""Bytes of a `struct sigaction`: the handler, a mask of 128 bytes, the flags, and a pointer."""
+"""The size of a `struct sigaction` in bytes: the handler, a mask of 128 bytes, the flags and a pointer."""
 FLAGS = slice(136, 140)
 
 _before_fork = _thread._local()
 _filter: Filter | None = None
-"""The filter of this process; None unless it is spared."""
+"""The filter of this process; None unless the process is protected."""
 
 
 def spare_children() -> None:
-    """Spare the processes that this one forks; call in a rank."""
+    """Protect the processes that this rank forks from stop signals."""
     os.environ[RANK_PID_VARIABLE] = str(os.getpid())
     _register()
 
 
 def spare_this_process(*, even_with_handler: bool = False) -> None:
-    """Spare this process, which a rank or an agent has started, and those that it forks.
+    """Protect this process, which a rank or an agent started, and the processes that it forks.
 
-    A handler that it installs itself gets every signal, unless `even_with_handler`.
+    A handler that the process installs itself gets every signal, unless `even_with_handler`.
     """
     global _filter
     _register()
@@ -70,12 +72,12 @@ def spare_this_process(*, even_with_handler: bool = False) -> None:
 
 
 def own_handlers(caught: Collection[int]) -> set[int]:
-    """The signals that a process handles itself, of those that /proc lists as caught."""
+    """Return the signals that a process handles itself, given the signals that /proc lists as caught."""
     return {*caught} - {number for number, mark in MARKS.items() if mark in caught}
 
 
 def after_import(name: str, act: Callable[[ModuleType], None]) -> None:
-    """Call `act` with a module as soon as it is imported."""
+    """Call `act` with a module as soon as the module is imported."""
     if name in sys.modules:
         act(sys.modules[name])
     else:
@@ -110,14 +112,14 @@ def _register() -> None:
     if _signal.signal.__name__ == "signal_and_filter":
         return
     os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_spare_forked)
-    # `signal.signal` calls it, wherever that was imported before.
+    # `signal.signal` calls this function, wherever it was imported before.
     _signal.signal = _with_filter(_signal.signal)
     after_import(TORCH_HANDLERS, _filter_before_torch)
 
 
 def _block() -> None:
-    """Block notices before a fork: one that the child received too early would end it."""
-    # Made here, because another thread may hold a lock of the import at the moment of the fork.
+    """Block stop signals before a fork, because a signal that the child received too early would end it."""
+    # The filter is created here, because at the time of the fork another thread may hold an import lock.
     _before_fork.filter = _new_filter()
     _before_fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)
 
@@ -151,7 +153,7 @@ def _with_filter(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _filter_before_torch(module: Any) -> None:
-    """Put the filter also before the handler that torch installs in a worker of a DataLoader."""
+    """Put the filter also in front of the handler that torch installs in a DataLoader worker."""
     install = module._set_worker_signal_handlers
 
     def install_and_filter() -> None:
@@ -166,7 +168,7 @@ def _filter_before_torch(module: Any) -> None:
 
 @lru_cache(None)
 def _new_filter() -> Filter | None:
-    """The filter of this process; None where there can be none, which a rank says once."""
+    """Return the filter of this process; None if it cannot have one, which a rank reports once."""
     agent = os.environ.get(AGENT_VARIABLE, "") or os.environ[RANK_PID_VARIABLE]
     try:
         return Filter(_ancestors(int(agent)))
@@ -178,25 +180,25 @@ def _new_filter() -> Filter | None:
 
 
 class Filter:
-    """Signal handlers that drop what the `senders` send, and pass on what others send."""
+    """Signal handlers that drop signals from `senders`, and pass on signals from other processes."""
 
     def __init__(self, senders: Sequence[int]) -> None:
         from ctypes import CDLL, c_void_p, cast
 
         machine = os.uname().machine if sys.platform == "linux" and sys.maxsize > 2**32 else sys.platform
         if machine not in MACHINES:
-            raise OSError(f"there is no filter of signals for {machine}")
+            raise OSError(f"no signal filter exists for {machine}")
         self._libc, self._senders, self._code = CDLL(None), senders, MACHINES[machine]
         self._libc.mmap.restype = c_void_p
         self._calls = [cast(self._libc[name], c_void_p).value or 0 for name in ("signal", "raise")]
         self._addresses: dict[int, int] = {}
-        """Handler -> the filter before it."""
+        """Maps a handler to the address of the filter in front of it."""
         self._inherited: dict[int, Any] = {}
         self.even_with_handler = False
         self._before(int(signal.SIG_DFL))
 
     def install(self, *, is_new_program: bool) -> None:
-        """Install the filter; in a new program not before handlers, which are those of what embeds Python."""
+        """Install the filter; in a new program, only in front of default actions."""
         for number in NOTICES:
             handler = self._inherited[number] = _signal.getsignal(number)
             if not is_new_program or _is_default(number, handler):
@@ -211,7 +213,7 @@ class Filter:
             self._libc.signal(MARKS[number], None)
 
     def put_before(self, number: int) -> None:
-        """Install the filter before what a signal does now."""
+        """Put the filter in front of a signal's current action."""
         handler, action = self._action(number)
         if handler == signal.SIG_IGN or handler in self._addresses.values():
             return
@@ -224,7 +226,7 @@ class Filter:
             self.put_before(mark)
 
     def _action(self, number: int) -> tuple[int, Any]:
-        """What a signal does: the address of its handler, and the whole struct."""
+        """Return a signal's current action: the address of its handler, and the whole struct."""
         from ctypes import create_string_buffer
 
         action: Any = create_string_buffer(SIGACTION)
@@ -232,18 +234,21 @@ class Filter:
         return int.from_bytes(action[:8], sys.byteorder), action
 
     def _before(self, handler: int) -> int:
-        """The address of the filter before a handler; raises OSError where no code can be added."""
+        """Return the address of the filter in front of a handler.
+
+        Raises OSError if this process cannot add code.
+        """
         from ctypes import c_long, c_void_p, memmove
 
         if handler not in self._addresses:
             code = self._code(self._senders, handler, *self._calls)
-            # Nothing unmaps it: the filter is called until the process ends.
+            # The memory is never unmapped, because the filter is called until the process ends.
             address = self._libc.mmap(None, PAGE, READ_WRITE, PRIVATE_ANONYMOUS, -1, c_long(0))
             if address in (None, c_void_p(-1).value):
-                raise OSError("no memory for a filter of signals")
+                raise OSError("no memory for a signal filter")
             memmove(address, code, len(code))
             if self._libc.mprotect(c_void_p(address), PAGE, READ_EXECUTE) != 0:
-                raise OSError("this system lets no process add code, which a filter of signals is")
+                raise OSError("this system does not let a process add code, which a signal filter needs")
             self._addresses[handler] = address
         return self._addresses[handler]
 
@@ -300,7 +305,7 @@ MACHINES = {"x86_64": _x86_64, "aarch64": _aarch64}
 
 
 def _ancestors(pid: int) -> list[int]:
-    """The ancestors of a process, nearest first, as far as they can be seen."""
+    """Return the visible ancestors of a process, nearest first."""
     found: list[int] = []
     while pid > 1:
         try:

@@ -1,8 +1,9 @@
-"""`trainkit run` as the tasks of a Slurm step or the ranks of another launcher: each is an agent.
+"""Runs `trainkit run` as tasks of a Slurm step or as ranks of another launcher; each process is an agent.
 
-They share only the filesystem, so the first one announces the run in a file whose name they all know:
-``runs/.steps/JOB.STEP.RESTART.PORT.json`` below the working directory, unique to this start of the step, or
-``runs/.steps/ADDRESS.PORT.json`` there, which counts while rank 0 is there.
+The processes share only the filesystem. So the first one announces the run in a file whose name all of them
+can derive. In a Slurm step, the file is ``runs/.steps/JOB.STEP.RESTART.PORT.json`` below the working
+directory, unique to this start of the step. Otherwise the file is ``runs/.steps/ADDRESS.PORT.json``, which is
+valid while rank 0 is running.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ from trainkit.run.files import refresh_listing, wait_for_json, write_json_in_pla
 from trainkit.run.rundir import AttemptDir, RunDir, is_supervised
 
 STARTS_S = 30.0
-"""How long the first task waits at its end for tasks that have not started their ranks."""
+"""Seconds that the first task waits at its end for tasks that have not started their ranks."""
 STARTS_POLL_S = 0.1
 NO_RESTART = RestartOptions(unavailable_reason="an interactive step is not restarted")
 
 
 def announcement_file(folder: Path, task: Task) -> Path:
-    """The file in which the first task announces the attempt."""
+    """Return the file in which the first task announces the attempt."""
     return folder / ".steps" / f"{task.key}.json"
 
 
 def announce(folder: Path, task: Task, found: AttemptDir | int) -> None:
-    """Announce an attempt to the others, or the exit code of a failed start."""
+    """Announce an attempt, or the exit code of a failed start, to the other tasks."""
     file = announcement_file(folder, task)
     ensure_folder(file.parent, parents=True)
     if isinstance(found, int):
@@ -51,14 +52,14 @@ def announce(folder: Path, task: Task, found: AttemptDir | int) -> None:
 
 
 def withdraw(folder: Path, task: Task) -> None:
-    """Remove the announcement at the end."""
+    """Remove the announcement at the end of the run."""
     announcement_file(folder, task).unlink(missing_ok=True)
 
 
 def await_starts(attempt: AttemptDir, plan: LaunchPlan) -> None:
-    """Wait until every task has started its ranks, or one has failed, before the announcement is withdrawn.
+    """Wait until every task has started its ranks or one has failed, before the announcement is withdrawn.
 
-    The command of the first task may have ended before another one looks for the announcement.
+    Without this, the first task's command could end before another task has read the announcement.
     """
     deadline_s = time.monotonic() + STARTS_S
     firsts = map(plan.first_rank_of, range(plan.num_nodes))
@@ -73,10 +74,10 @@ def await_starts(attempt: AttemptDir, plan: LaunchPlan) -> None:
 
 
 def await_announcement(folder: Path, task: Task, timeout_s: float = RENDEZVOUS_TIMEOUT_S) -> AttemptDir | int:
-    """Wait for the announcement of the first task: an attempt, or the exit code that all tasks return.
+    """Wait for the first task's announcement: an attempt, or the exit code that all tasks return.
 
-    The address of a launcher may be that of an earlier start: then the attempt counts while rank 0 is there.
-    Raises TrainkitError after the timeout.
+    A launcher's address may have been used by an earlier start, so the attempt is valid only while its rank 0
+    is running. Raises TrainkitError after the timeout.
     """
     file = announcement_file(folder, task)
     try:
@@ -90,12 +91,12 @@ def await_announcement(folder: Path, task: Task, timeout_s: float = RENDEZVOUS_T
     except TimeoutError:
         raise TrainkitError(
             f"{task.first} has not announced its run within {timeout_s:g} s",
-            hint=f"all must start in the same folder, shared by all nodes; {file} has no run",
+            hint=f"start all processes in the same folder, shared by all nodes; {file} does not name a run",
         ) from None
     except OSError as error:
         raise TrainkitError(
             f"cannot wait for {task.first} at {folder}: {error.strerror or error}",
-            hint="all must start in the same folder, shared by all nodes and writable",
+            hint="start all processes in the same folder, writable and shared by all nodes",
         ) from error
     if "exit_code" in value:
         return int(value["exit_code"])
@@ -103,10 +104,10 @@ def await_announcement(folder: Path, task: Task, timeout_s: float = RENDEZVOUS_T
 
 
 def run_task(attempt: AttemptDir, task: Task) -> int:
-    """Run one agent of the attempt; returns the combined exit code of its workers."""
+    """Run one agent of the attempt; return the combined exit code of its workers."""
     processes.block_signals(AGENT_SIGNAL)
     if not task.has_scheduler:
-        # torchrun passes on the SIGHUP of a closed terminal.
+        # torchrun forwards the SIGHUP of a closed terminal.
         signal.signal(signal.SIGHUP, lambda number, frame: os.kill(os.getpid(), signal.SIGTERM))
     return agent.run_task(attempt, task)
 
@@ -147,7 +148,7 @@ def run_first_task(
 
 
 def exit_code_of(attempt: AttemptDir, code: int) -> int:
-    """The exit code of the task: 130 after Ctrl-C, else `code`."""
+    """Return the exit code of the task: 130 after Ctrl-C, else `code`."""
     return EXIT_INTERRUPTED if _stop_signal(attempt) == signal.SIGINT.name else code
 
 

@@ -1,11 +1,12 @@
 """The supervisor of a run: claims an attempt, runs it, judges its end, then restarts, requeues or exits.
 
-``python -m trainkit.job.supervisor RUN_DIR --attempt N [--now]`` on one machine, in the shell of a Slurm job
-``python -m trainkit.job.supervisor RUN_DIR --step srun … python -m trainkit.job.node.agent RUN_DIR``
+On one machine, its command is ``python -m trainkit.job.supervisor RUN_DIR --attempt N [--now]``. The shell of
+a Slurm job runs ``python -m trainkit.job.supervisor RUN_DIR --step srun … python -m trainkit.job.node.agent
+RUN_DIR``.
 
-On one machine SIGTERM and SIGINT mean save and exit, SIGUSR2 save and restart; in a Slurm job the cause of
-the signal decides (`backends/slurm/attempt_watch.py`). Even when the run folder or its disk fails, the exit
-code tells how the run ended: 0 finished, 75 saved and resumable, else failed.
+On one machine, SIGTERM and SIGINT mean save and exit, and SIGUSR2 means save and restart. In a Slurm job, the
+cause of the signal decides (`backends/slurm/attempt_watch.py`). Even if the run folder or its disk fails, the
+exit code shows how the run ended: 0 finished, 75 saved and resumable, any other code failed.
 """
 
 from __future__ import annotations
@@ -46,11 +47,14 @@ from trainkit.run.rundir import RunDir, RunLocked, become_sole_supervisor, run_l
 from trainkit.run.submitted import NotSubmitted, read_submitted
 
 
-def supervise_job(run: RunDir, words: Sequence[str], backend: str = "sbatch") -> int:
-    """Supervise this start of a job or process of a backend, started with `words`; returns its exit code."""
+def supervise_job(run: RunDir, arguments: Sequence[str], backend: str = "sbatch") -> int:
+    """Supervise this start of a job or of a local process; return its exit code.
+
+    `arguments` are the arguments of the start for the backend named `backend`.
+    """
     _prepare_process()
     try:
-        allocation = backend_named(backend).allocation(run, words)
+        allocation = backend_named(backend).allocation(run, arguments)
     except TrainkitError as error:
         log_line(error.render())
         return EXIT_FAILED
@@ -63,12 +67,12 @@ def supervise_job(run: RunDir, words: Sequence[str], backend: str = "sbatch") ->
 def _prepare_process() -> None:
     processes.block_signals()
     processes.adopt_orphans()
-    # The submitting terminal may close; workers inherit this disposition.
+    # The submitting terminal may close; workers inherit the ignored SIGHUP.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def supervise(allocation: Allocation) -> int:
-    """Run attempts until the run ends or leaves the allocation; returns the exit code."""
+    """Run attempts until the run ends or leaves the allocation; return the exit code."""
     run = allocation.run
     try:
         found = allocation.claim()
@@ -113,14 +117,15 @@ class Supervisor:
         self._capabilities: dict[int, AttemptCapabilities] = {}
 
     def run(self, attempt: Attempt) -> int:
-        """Run attempts until the run ends or leaves the allocation; returns the exit code of this start."""
+        """Run attempts until the run ends or leaves the allocation; return the exit code of this start."""
         earlier = map(attempt.run.attempt, attempt.run.attempt_numbers())
         unended = [one for one in earlier if one.number < attempt.number and not one.end_file.exists()]
         refusal = self.allocation.close_dead_attempts(attempt)
         if refusal is not None:
             return self._end(attempt, refusal)
         for dead in unended:
-            self._report_end(Attempt(dead), read_end(dead) or AttemptEnd())  # its supervisor could not
+            # The supervisor of this attempt could not report its end.
+            self._report_end(Attempt(dead), read_end(dead) or AttemptEnd())
         while True:
             decision = self._run_attempt(attempt)
             if not decision.resumes:
@@ -158,7 +163,7 @@ class Supervisor:
             return self.allocation.after_lock(attempt, locked)
         received = processes.wait_for_notice(0.0) or signal.SIGTERM
         if not attempt.observed.exits:
-            # Where no rank has started, as after a signal that ended ranks before they could save.
+            # No rank has started, which counts like a signal that ended the ranks before they could save.
             attempt.observed.exits = [(0, signal_exit_code(received))]
             attempt.outcome = only_observed(attempt.observed)
         return self.allocation.after_notice(attempt, received)
@@ -173,7 +178,7 @@ class Supervisor:
             plan = attempt.plan = self.allocation.fitted(attempt)
             if (ended := self.allocation.wait_for_turn(attempt)) is not None:
                 return ended
-            read_submitted(folder)  # it may have waited for hours
+            read_submitted(folder)  # the wait may have taken hours
             enter_work_folder(attempt.run, attempt.job, plan)
             watch = self.allocation.watch(attempt)
             watch.capabilities = self._capabilities_of(attempt)
@@ -185,13 +190,15 @@ class Supervisor:
                 if watch.superseded_by is not None:
                     with contextlib.suppress(OSError):
                         watch.collect()
-                    # A command exits with 0 after a save too, and the newer attempt continues from that.
+                    # A command also exits with 0 after a save, and the newer attempt continues from this
+                    # save.
                     is_done = folder.done_file.exists()
                     is_finished = plan.workload.is_finished(was_stopped=True, is_done=is_done)
                     if not is_finished or set(attempt.observed.exit_codes) != {EXIT_OK}:
                         return Decision("stopped", watch.superseded_by.takeover, EXIT_STOPPED)
             finally:
-                attempt.outcome = only_observed(attempt.observed)  # all that is known until it is judged
+                # Nothing else is known until the attempt is judged.
+                attempt.outcome = only_observed(attempt.observed)
             return retry_on_disk_error(lambda: self._judge(attempt, watch))
         except NotSubmitted as error:
             return Decision("failed", error.message, EXIT_NO_RESTART)
@@ -210,14 +217,14 @@ class Supervisor:
         return judge(attempt, self.allocation.restart_options(attempt))
 
     def _restart(self, attempt: Attempt, decision: Decision) -> Attempt | Decision:
-        """Open the next attempt in this allocation; a Decision if a signal or an error prevents that."""
+        """Open the next attempt in this allocation; return a Decision if a signal or an error prevents it."""
         received = processes.wait_for_notice(decision.delay_s)
         try:
             if received is not None:
                 return self.allocation.after_notice(attempt, received)
             attempt.update()
             options = self.allocation.restart_options(attempt)
-            if not options.restart:  # the time is too short by now
+            if not options.restart:  # the remaining time is too short by now
                 return judge(attempt, options)
             try:
                 return retry_on_disk_error(lambda: self.allocation.claim_next(attempt))
@@ -228,7 +235,7 @@ class Supervisor:
             return Decision("failed", f"could not be restarted: {error}", EXIT_FAILED, decision.cause)
 
     def _leave(self, attempt: Attempt, decision: Decision) -> int:
-        """Leave the allocation, so that the run continues in another; returns the exit code of this start."""
+        """Leave the allocation, so that the run continues in another; return the exit code of this start."""
         self.conclude(attempt, decision)
         try:
             retry_on_disk_error(lambda: attempt.plan)
@@ -238,7 +245,7 @@ class Supervisor:
         return decision.exit_code if done is decision else self.conclude(attempt, done)
 
     def _end(self, attempt: Attempt, decision: Decision) -> int:
-        """End the run; returns the exit code of this start."""
+        """End the run; return the exit code of this start."""
         code = self.conclude(attempt, decision)
         self._cancel_pending(attempt)
         return code
@@ -249,13 +256,15 @@ class Supervisor:
             self.allocation.cancel_pending(attempt.job)
 
     def _conclude_last(self, attempt: Attempt, decision: Decision) -> Decision:
-        """Record the end of the run, unless `trainkit requeue` came before that: then what follows instead.
+        """Record the end of the run, and return the decision; an earlier `trainkit requeue` replaces it.
 
-        No command changes the record meanwhile: one that comes later finds a run that has ended.
+        The run's lock prevents commands from changing the record in the meantime. A later command finds a run
+        that has ended.
         """
         attempt.update()
         with contextlib.ExitStack() as held:
-            if not attempt.entry.is_cancelled:  # else that is final, and may be waiting for this end
+            # A cancellation is final, and its command may be waiting for this end.
+            if not attempt.entry.is_cancelled:
                 try:
                     held.enter_context(run_lock(attempt.run, self.allocation.lock_timeout_s))
                 except (OSError, TrainkitError) as error:
@@ -271,7 +280,7 @@ class Supervisor:
         return decision
 
     def conclude(self, attempt: Attempt, decision: Decision) -> int:
-        """Log, record and report how an attempt ended; returns its exit code."""
+        """Log, record and report how an attempt ended; return its exit code."""
         log_line(end_line(attempt.number, decision.action, decision.reason))
         attempt.update()
         state = state_after(attempt.entry, decision)
@@ -284,27 +293,27 @@ class Supervisor:
         return decision.exit_code
 
     def _capabilities_of(self, attempt: Attempt) -> AttemptCapabilities:
-        """The capabilities of an attempt. Raises OSError and UsageError."""
+        """Return the capabilities of an attempt. Raises OSError and UsageError."""
         if attempt.number not in self._capabilities:
             self._capabilities[attempt.number] = AttemptCapabilities(attempt.folder, attempt.plan)
         return self._capabilities[attempt.number]
 
     def _report_end(self, attempt: Attempt, end: AttemptEnd) -> None:
-        """Have the capabilities of an attempt react to its end, which is recorded."""
+        """Have the capabilities of an attempt react to its recorded end."""
         try:
             self._capabilities_of(attempt).end(end)
         except (OSError, TrainkitError) as error:
-            log_line(f"warning: the end of attempt {attempt.number} is reported nowhere: {error}")
+            log_line(f"warning: cannot report the end of attempt {attempt.number}: {error}")
 
     def close(self) -> None:
-        """Wait for what capabilities are still sending."""
+        """Wait until the capabilities have sent everything."""
         for capabilities in self._capabilities.values():
             capabilities.close()
 
 
 @whole_paths()
 def main(argv: Sequence[str] | None = None) -> int:
-    """Read the command line and run the supervisor; returns its exit code."""
+    """Read the command line and run the supervisor; return its exit code."""
     replace_unencodable()
     run_dir, kind, *rest = sys.argv[1:] if argv is None else argv
     return supervise_job(RunDir(run_dir), rest, STARTED_WITH[kind])

@@ -1,4 +1,4 @@
-"""The config that a command or a call from Python asks for, and what it changes in it."""
+"""Describe which config a command or a Python call requests, and which values it changes."""
 
 from __future__ import annotations
 
@@ -30,30 +30,31 @@ FLAGS = {
     "backend": "launch.backend",
     "note": "note",
 }
-"""Argument of a command or of a function -> its config key."""
+"""Maps the argument of a command or function to its config key."""
 
 
 @dataclass(frozen=True)
 class ConfigRequest:
-    """The config to load and what the command line changes in it."""
+    """The config to load and the changes that the command line makes to it."""
 
     path: str
-    """A file or the name of a shipped config, as typed; the default CONFIG if it was omitted, or empty."""
+    """The typed file or name of a shipped config. If it was omitted, this is the default CONFIG or empty."""
     profile: str | None
     overrides: tuple[str, ...]
     flags: dict[str, tuple[str, object]]
-    """Dotted key -> (the flag as typed, its value)."""
+    """Maps a dotted key to the flag as typed and its value."""
     argv: tuple[str, ...] = ()
-    """The command after ``--``, which gives a run without another name its own."""
+    """The command after ``--``; its name is the default name of the run."""
     chooses_nodes: bool = False
-    """Whether ``--nodes auto`` was typed."""
+    """True if ``--nodes auto`` was typed."""
     repeats: RepeatedRun | None = None
-    """The run whose config is loaded, instead of a file and what is around it."""
+    """The run whose config is loaded instead of a file with its layers."""
 
     def load(self, target: Target | None = None) -> LoadedConfig:
-        """Load the config with all layers; ConfigError lists all problems.
+        """Load the config with all layers; raise ConfigError with all problems.
 
-        Hosts without Slurm do not look for a cluster, and its profile's defaults do not apply to them.
+        Hosts without Slurm do not search for a cluster, so the defaults of a cluster profile do not apply
+        there.
         """
         if self.repeats is not None:
             from trainkit.launch.repeat import load_again
@@ -77,7 +78,8 @@ class ConfigRequest:
     def load_to_plan(self, workload: Workload | None = None, target: Target | None = None) -> LoadedConfig:
         """Load the config for a command that plans a run of `workload`, by default the trainer.
 
-        The ConfigError of an invalid config also lists the problems of planning a run with its valid part.
+        The ConfigError of an invalid config also lists the problems of planning a run with the config's valid
+        part.
         """
         from trainkit.config import InvalidConfig
 

@@ -1,4 +1,4 @@
-"""Creates the folder of what one command submits, a run or a group, in a safe place, and starts its job."""
+"""Create the folder of a run or group in a safe place, and start its job."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CreatedRun:
-    """A run folder with everything except its first attempt."""
+    """A run folder that is complete except for its first attempt."""
 
     run: RunDir
     config_name: str
     job: JobRecord
-    """Its job.json; for a group, the values that its runs have in common."""
+    """The content of job.json; for a group, the values that its runs share."""
 
     @property
     def name(self) -> str:
-        """The name of its config, with a number if ./runs had such a folder."""
+        """Return the name of the config, with a number if ./runs already had a folder of that name."""
         return self.job.name
 
     @property
     def code(self) -> CodeCopy | None:
-        """None if the run uses the files in place."""
+        """Return the copy of the code; None if the run uses the files in place."""
         return self.job.code
 
 
@@ -60,10 +60,10 @@ def create_submission(
     run_dir: Path | None = None,
     option: str = "--run-dir",
 ) -> CreatedRun:
-    """Create the folder of the run or group, without its job.
+    """Create the folder of the run or group, without starting its job.
 
-    `option` is the command-line option of `run_dir`. Raises UsageError when `run_dir` is not empty or cannot
-    be written, or a secret would be written.
+    `option` is the command-line option that sets `run_dir`. Raises UsageError if `run_dir` is not empty or
+    cannot be written, or if a secret would be written.
     """
     config, plan = submission.trials[0].config, submission.trials[0].plan
     if submission.array is None:
@@ -91,10 +91,11 @@ def create_run(
 ) -> CreatedRun:
     """Create the folder of a run: ``runs/NAME``, or `run_dir`, which must be new or empty.
 
-    `code_from` is the copy of another run's code, which it gets instead of the current code; `stdin` is what
-    rank 0 of its command reads at each attempt.
-    Raises UsageError when the folder cannot be written, the code cannot be copied, or a secret would be
-    written to a file.
+    `code_from` is the copy of another run's code, which replaces the current code. `stdin` is the standard
+    input that rank 0 of a command gets at each attempt.
+
+    Raises UsageError if the folder cannot be written, the code cannot be copied, or a secret would be written
+    to a file.
     """
     with new_folder(config.name, run_dir) as (folder, name):
         run = RunDir(folder)
@@ -114,12 +115,10 @@ def _keep_input(run: RunDir, config: RunConfig, stdin: bytes | None) -> None:
 def start_submission(
     submission: Submission, created: CreatedRun, *, now: bool = False
 ) -> tuple[str, int | None]:
-    """Start what `create_submission` has created; returns the job id, and the attempt of a run.
+    """Start what `create_submission` has created; return the job id, and the attempt of a run.
 
-    `now` is that of `NewAttempt`, for a run.
-
-    Raises SlurmRefused after removing the folder, and SlurmUnreachable, which keeps it if the job may
-    exist.
+    `now` is passed to `NewAttempt` for a run. Raises SlurmRefused after removing the folder, and
+    SlurmUnreachable, which keeps the folder because the job may exist.
     """
     if submission.array is not None:
         return start_group(RunGroup(created.run.path)), None
@@ -131,9 +130,10 @@ def start_submission(
 def start_group(group: RunGroup) -> str:
     """Start a group and return its job id.
 
-    Raises SlurmRefused after removing the group, and SlurmUnreachable, which keeps it if the job may exist.
+    Raises SlurmRefused after removing the group, and SlurmUnreachable, which keeps the group because its job
+    may exist.
     """
-    with defer_sigint():  # a group that has started and is not listed could not be cancelled
+    with defer_sigint():  # Ctrl-C must not leave a started group unlisted, because it could not be cancelled
         job_id = backend_named(group.record.backend).start_group(group)
         group.update(job_id=job_id, submitted_at=utc_now())
         register(RunDir(group.path), group.name)
@@ -145,8 +145,8 @@ def start_run(
 ) -> AttemptRecord:
     """Start the first attempt of a run that was just created and return its job.json entry.
 
-    `job` is its job.json. With the reason ``run`` a local run ends when this process does. The run folder is
-    removed if the attempt cannot be started.
+    `job` is the content of the run's job.json. If `reason` is ``run``, a local run ends when this process
+    does. The run folder is removed if the attempt cannot be started.
     """
     try:
         with run_lock(run):
@@ -162,7 +162,8 @@ def start_attempt(
 ) -> AttemptRecord:
     """Start a run's next attempt and return its job.json entry; call with the run's lock held.
 
-    `job` is job.json, `reason` is one of ``submit run requeue resume``; `now` is for local runs only.
+    `job` is the content of job.json, and `reason` is one of ``submit run requeue resume``. `now` applies to
+    local runs only.
     """
     config_text, plan_text = dump_effective(config), plan.to_text()
     for text, where in ((config_text, run.config_file), (plan_text, run.plan_file)):
@@ -177,7 +178,7 @@ def start_attempt(
 
 
 def _script(run: RunDir, job: JobRecord, config: RunConfig, plan: LaunchPlan, submitted: str) -> JobScript:
-    """The batch script of a run's next attempt."""
+    """Return the batch script of a run's next attempt."""
     from trainkit.launch.script import script_for
 
     if job.cwd is None:
@@ -198,7 +199,7 @@ def _group_record(
         name=name,
         backend=first.plan.backend,
         cwd=str(Path.cwd()),
-        # Of several clusters Slurm chooses one, which the answer of sbatch names.
+        # If the plan allows several clusters, Slurm chooses one, which the answer of sbatch names.
         cluster=None if first.plan.clusters else cluster_name(),
         array=submission.array.directive,
         keys=list(dict.fromkeys(key for trial in submission.trials for key in trial.values)),
@@ -213,10 +214,11 @@ def _group_record(
 
 @contextmanager
 def defer_sigint() -> Iterator[None]:
-    """Defer the KeyboardInterrupt of a SIGINT to the end of the block; a second SIGINT raises it immediately.
+    """Defer the KeyboardInterrupt of a SIGINT to the end of the block.
 
-    Only in the main thread, which gets the signals. An ignored SIGINT stays ignored. Child processes in the
-    terminal's foreground group receive Ctrl-C themselves.
+    A second SIGINT raises KeyboardInterrupt immediately. Only the main thread defers, because it receives the
+    signals. An ignored SIGINT stays ignored. Child processes in the terminal's foreground group receive
+    Ctrl-C themselves.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -241,9 +243,10 @@ def defer_sigint() -> Iterator[None]:
 
 @contextmanager
 def new_folder(name: str, run_dir: Path | None, option: str = "--run-dir") -> Iterator[tuple[Path, str]]:
-    """A new folder for a run or a group, and its name; removed when the block fails.
+    """Create a new folder for a run or a group, and yield it and its name.
 
-    `option` is the command-line option of `run_dir`. Raises UsageError as `refuse_place` does.
+    The folder is removed if the block fails. `option` is the command-line option that sets `run_dir`. Raises
+    UsageError as `refuse_place` does.
     """
     refuse_place(name, run_dir, option)
     folder = None
@@ -254,15 +257,15 @@ def new_folder(name: str, run_dir: Path | None, option: str = "--run-dir") -> It
         else:
             ensure_folder(run_dir.parent, parents=True)
             ensure_folder(run_dir, 0o700)
-            try:  # of two commands that found it empty, one gets it
+            try:  # if two commands have found the folder empty, only one may use it
                 os.close(os.open(run_dir / LOCK_NAME, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
             except FileExistsError:
-                raise cannot_create(run_dir, "another command is making a run there", option) from None
+                raise cannot_create(run_dir, "another command is creating a run there", option) from None
             folder = run_dir
         yield folder, name
     except BaseException as error:
         if folder is not None:
-            # Everything in it was created by this command, and left behind it would block a retry.
+            # This command created the whole content, and a remaining folder would block a retry.
             shutil.rmtree(folder, ignore_errors=True)
         if not isinstance(error, OSError):
             raise
@@ -270,10 +273,10 @@ def new_folder(name: str, run_dir: Path | None, option: str = "--run-dir") -> It
 
 
 def _next_free_folder(parent: Path, name: str) -> Path:
-    """`parent/name`, or the first of `name-2`, `name-3`, … that does not exist."""
+    """Create `parent/name`, or the first of `name-2`, `name-3`, … that does not exist."""
     if not parent.is_dir():
         ensure_folder(parent, 0o755)
-        parent.chmod(0o755)  # whatever the umask is
+        parent.chmod(0o755)  # the umask may forbid access
     for folder in folders_named(parent, name):
         try:
             folder.mkdir(mode=0o700)

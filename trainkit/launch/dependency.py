@@ -1,4 +1,4 @@
-"""What ``--after RUN`` waits for: jobs of Slurm, or run folders on this machine."""
+"""Find the dependencies of ``--after RUN``: Slurm jobs, or run folders on this machine."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from trainkit.slurm.environment import other_cluster
 from trainkit.slurm.jobs import query_jobs
 
 Dependency = RunStatus | TrialStatus
-"""A run that a job waits for; its job id is None if it was never submitted."""
+"""A run that another job waits for; its job id is None if it was never submitted."""
 
 
 def open_runs(text: str, runs: Sequence[Dependency]) -> list[Dependency]:
-    """The runs that `text` names that have not finished; raises UsageError if one will not."""
+    """Return the unfinished ones of the runs that `text` names; raise UsageError if one will not finish."""
     found = [run for run in runs if run.state != "finished"]
     wrong = [run for run in found if run.state not in UNFINISHED_STATES or run.job_id is None]
     if wrong:
@@ -43,7 +43,7 @@ def open_runs(text: str, runs: Sequence[Dependency]) -> list[Dependency]:
         again = quote(shown_path(named.parent if whole else named))
         hint = f"resume it first: `trainkit resume {again}`"
         if first.state == "unknown":
-            hint = f"`trainkit status {quote(place)}` says why; without --after the run starts now"
+            hint = f"`trainkit status {quote(place)}` shows the reason; without --after the run starts now"
         if first.state in UNFINISHED_STATES:
             hint = "try again when all of its runs are submitted"
         raise UsageError(f"--after {text}: {place} is {first.state}{more}", hint=hint)
@@ -51,10 +51,11 @@ def open_runs(text: str, runs: Sequence[Dependency]) -> list[Dependency]:
 
 
 def dependency_ids(text: str, runs: Sequence[Dependency], arrays: Sequence[str] = ()) -> list[str]:
-    """The Slurm jobs that must succeed before the runs that `text` names have finished.
+    """Return the Slurm jobs that must succeed before the runs that `text` names have finished.
 
-    Empty if all have finished. Every job is named as by `on_cluster`, also in `job_id` of the runs; `arrays`
-    are those of a group. Raises UsageError as `open_runs`, and if a run is on this machine.
+    The result is empty if all runs have finished. All job ids, including the `job_id` of each run, have the
+    form that `on_cluster` returns; `arrays` are the array jobs of a group. Raises UsageError as `open_runs`
+    does, and if a run is on this machine.
     """
     found = open_runs(text, runs)
     local = next((run for run in found if str(run.job_id).startswith("local-")), None)
@@ -70,12 +71,15 @@ def dependency_ids(text: str, runs: Sequence[Dependency], arrays: Sequence[str] 
 
 
 def with_dependency(plan: LaunchPlan, texts: Sequence[str], waits_for: Sequence[str]) -> LaunchPlan:
-    """The plan with a dependency on the `dependencies` of the runs of --after, which are `texts` as typed."""
+    """Return the plan with a dependency on the runs of --after.
+
+    `texts` are the runs as typed, and `waits_for` is the result of `dependencies` for them.
+    """
     names, verb = ", ".join(texts), "has" if len(texts) == 1 else "have"
     if not waits_for:
         reasons = {**plan.reasons, "after": f"starts immediately: {names} {verb} already finished"}
         return replace(plan, reasons=reasons)
-    # What waits for a run that has failed stays pending, here as on Slurm, and `status` reports it.
+    # A job whose dependency has failed stays pending, here as on Slurm, and `status` reports it.
     reason = f"starts once {names} {verb} finished successfully"
     backend = backend_named(plan.backend)
     if not plan.is_job:
@@ -84,17 +88,18 @@ def with_dependency(plan: LaunchPlan, texts: Sequence[str], waits_for: Sequence[
     if list(found) != [other_cluster(name) or "" for name in plan.clusters or [None]]:
         where = listed([f"{job} on {name or 'this one'}" for name, jobs in found.items() for job in jobs])
         raise UsageError(
-            f"--after {names}: a job can wait only for jobs of its own cluster, and waits here for {where}",
-            hint="name that one cluster with --clusters",
+            f"--after {names}: a job can wait only for jobs of its own cluster, but these are {where}",
+            hint="choose their cluster with --clusters, if all are on one",
         )
     [jobs] = found.values()
     return backend.waiting_for(plan, jobs, reason)
 
 
 def dependencies(names: Sequence[str], warn: Callable[[str], None], *, on_slurm: bool) -> list[str]:
-    """What must finish for these runs and groups to have finished: jobs of Slurm, or else their folders.
+    """Return the jobs, or run folders, that must finish before these runs and groups have finished.
 
-    Raises UsageError for a run that has failed or is unknown, and on Slurm for one on this machine.
+    On Slurm these are jobs, otherwise folders on this machine. Raises UsageError for a run that has failed or
+    is unknown, and on Slurm for a run on this machine.
     """
     waits_for: list[str] = []
     for name in names:
@@ -122,7 +127,7 @@ def _run(run: RunDir, warn: Callable[[str], None], on_slurm: bool) -> RunStatus:
         num_follow_ups = read_effective(run.config_file, executes=False).requeue.follow_ups
         if num_follow_ups:
             raise UsageError(
-                f"--after {run.shown}: its {num_follow_ups} follow-up jobs (requeue.follow_ups) continue it "
+                f"--after {run.shown}: its {num_follow_ups} chained jobs (requeue.follow_ups) continue it "
                 "under other job ids, and Slurm would start this job when the first of them ends",
                 hint=f"`trainkit logs {run.word} -f` returns when the run has ended",
             )

@@ -1,4 +1,4 @@
-"""The environment of ranks: the interpreter, how it is activated, and the container."""
+"""Determine the environment of ranks: the interpreter, its activation and the container."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ _VERSION = re.compile(r"python(\d+)\.(\d+)$")
 def find_interpreter(
     launch: LaunchConfig, cwd: Path, environ: Mapping[str, str] = os.environ
 ) -> tuple[Interpreter, list[KeyProblem]]:
-    """The interpreter of a launch section, by default this one, and its problems; folders are below `cwd`."""
+    """Return the interpreter of a launch section, by default this process's, and its problems.
+
+    Relative folders are below `cwd`.
+    """
     problems = list(_contradictions(launch))
     venv, conda, script = None, None, None
     argv: tuple[str, ...] = (sys.executable,)
@@ -33,12 +36,12 @@ def find_interpreter(
         argv = ("python3",)
     if launch.venv is not None:
         venv = _absolute(launch.venv, cwd)
-        if not in_container:  # else the folder may exist only there
+        if not in_container:  # in a container, the folder may exist only there
             problems += _venv_problems("launch.venv", launch.venv, venv)
         argv = (f"{venv}/bin/python",)
     elif launch.uv is not None:
-        # Not `uv run`: it adds a process per rank, and forwards signals that Slurm already sends to every
-        # process of the step.
+        # `uv run` is not used, because it adds a process per rank and forwards signals that Slurm already
+        # sends to every process of the step.
         venv, problem = _uv_environment(launch.uv, environ, cwd)
         problems += problem
         argv = (f"{venv}/bin/python",)
@@ -47,7 +50,8 @@ def find_interpreter(
         problems += problem
         argv = ("python",) if prefix is None else (f"{prefix}/bin/python",)
     if launch.python is not None:
-        is_path = "/" in launch.python and not in_container  # the job looks a plain name up on PATH
+        # the job searches PATH for a name without a slash
+        is_path = "/" in launch.python and not in_container
         argv = (_absolute(launch.python, cwd) if is_path else launch.python,)
         is_found = in_container or shutil.which(argv[0], path=environ.get("PATH", os.defpath)) is not None
         if not is_found and not launch.modules:
@@ -69,9 +73,10 @@ def find_interpreter(
 def command_python(
     launch: LaunchConfig, command: Sequence[str], cwd: Path, environ: Mapping[str, str] = os.environ
 ) -> tuple[str, ...]:
-    """The interpreter of a launcher such as torchrun: the one that would run the command without it.
+    """Return the interpreter for a launcher such as torchrun: the one that runs the command without it.
 
-    That is the one that the config or the command names, else that of the active environment, else this one.
+    The interpreter is named by the config or the command. Otherwise it comes from the active environment, or
+    is this process's.
     """
     if any((launch.venv, launch.conda, launch.uv, launch.container, launch.python)):
         return find_interpreter(launch, cwd, environ)[0].argv
@@ -87,7 +92,7 @@ _JOB_VARIABLE = re.compile(r"(SLURM|SBATCH|SRUN|TRAINKIT_JOB)_\w+")
 
 
 def launch_problems(launch: LaunchConfig) -> Iterator[KeyProblem]:
-    """(key, message, hint) for values that are invalid on any machine."""
+    """Yield (key, message, hint) for each value that is invalid on any machine."""
     for name in launch.modules:
         if name.startswith("-") or len(name.split()) != 1:
             hint = "list one name per entry; put other `module` commands in launch.setup"
@@ -122,7 +127,10 @@ def _venv_problems(key: str, given: str, folder: str) -> Iterator[KeyProblem]:
 
 
 def _uv_environment(given: str, environ: Mapping[str, str], cwd: Path) -> tuple[str, list[KeyProblem]]:
-    """The environment folder of a uv project, and problems; a workspace has it above its members."""
+    """Return the environment folder of a uv project, and its problems.
+
+    In a workspace, the folder is above the members.
+    """
     project = Path(_absolute(given, cwd))
     if not (project / "pyproject.toml").is_file():
         message = f"is {given!r}, and there is no {project}/pyproject.toml"
@@ -142,7 +150,10 @@ def _uv_environment(given: str, environ: Mapping[str, str], cwd: Path) -> tuple[
 def _conda_environment(
     given: str, launch: LaunchConfig, environ: Mapping[str, str], cwd: Path
 ) -> tuple[str, str | None, str | None, list[KeyProblem]]:
-    """(name or folder to activate, conda.sh, folder of the environment if known here, problems)."""
+    """Return (name or folder to activate, conda.sh, folder of the environment, problems).
+
+    The folder is None if this host does not know it.
+    """
     program = environ.get("CONDA_EXE") or shutil.which("conda", path=environ.get("PATH", os.defpath))
     # Conda is installed two folders above its executable.
     base = Path(program).resolve().parents[1] if program and Path(program).is_file() else None
@@ -169,7 +180,7 @@ def _conda_environment(
 
 
 def _conda_folders(name: str, base: Path, environ: Mapping[str, str]) -> list[Path]:
-    """The possible folders of an environment with this name."""
+    """Return the possible folders of an environment with this name."""
     home = Path(environ.get("HOME", "/"))
     places = filter(None, environ.get("CONDA_ENVS_PATH", "").split(os.pathsep))
     found = [folder / name for folder in (*map(Path, places), base / "envs", home / ".conda" / "envs")]
@@ -189,7 +200,7 @@ def _absolute(folder: str, cwd: Path) -> str:
 
 
 def _options(program: str) -> tuple[str, ...]:
-    """The options of an interpreter; its version is read from the name of the file that it links to."""
+    """Return the options of an interpreter, whose version is read from the name of its resolved file."""
     if program == sys.executable:
         return PYTHON_OPTIONS
     match = _VERSION.search(str(Path(program).resolve()))
@@ -203,9 +214,10 @@ _FORBIDDEN_IN_MOUNTS = ',:"'
 
 
 def container_program(launch: LaunchConfig, available: Sequence[str] = ()) -> str | None:
-    """``apptainer``, its older name ``singularity``, or ``pyxis``; None if unclear, or without an image.
+    """Return ``apptainer``, its older name ``singularity``, or ``pyxis``.
 
-    `available` are the container programs of the cluster.
+    Return None without an image, or if the program cannot be determined. `available` are the container
+    programs of the cluster.
     """
     image = launch.container
     if image is None:
@@ -222,9 +234,9 @@ def container_program(launch: LaunchConfig, available: Sequence[str] = ()) -> st
 
 
 def absolute_image(image: str, program: str, cwd: str) -> str:
-    """An image with an absolute path if it is a file; a URI or name is returned unchanged.
+    """Return an image with an absolute path if it is a file; return a URI or name unchanged.
 
-    Apptainer treats everything without a scheme as a path, pyxis only what looks like one.
+    Apptainer treats every image without a scheme as a path, but pyxis only an image that looks like a path.
     """
     if image.startswith(_APPTAINER_SCHEMES):
         return image
@@ -234,7 +246,7 @@ def absolute_image(image: str, program: str, cwd: str) -> str:
 
 
 def container_problems(launch: LaunchConfig, cwd: str, available: Sequence[str] = ()) -> Iterator[KeyProblem]:
-    """Problems of the container settings; images are relative to `cwd`, which is mounted."""
+    """Yield the problems of the container settings; images are relative to `cwd`, which is mounted."""
     image = launch.container
     if image is None:
         if launch.container_mounts:
@@ -260,7 +272,7 @@ def container_problems(launch: LaunchConfig, cwd: str, available: Sequence[str] 
 
 
 SRUN_DROPS_CPUS_PER_TASK = ((22, 5), (23, 11))
-"""srun ignores the --cpus-per-task of sbatch from the first version until before the second."""
+"""srun ignores sbatch's --cpus-per-task from the first of these versions until before the second."""
 
 
 @dataclass(frozen=True)
@@ -268,11 +280,11 @@ class JobEnvironment:
     """The environment of the ranks; `context` is for templates/partials/environment.sh.j2."""
 
     workdir: str
-    """The working directory of the job: in the copy of the code, or the folder it was submitted from."""
+    """The working directory of the job: in the copy of the code, or the folder of the submission."""
     rank_python: tuple[str, ...]
     """The argv prefix of Python in a task of the step: container, interpreter, options."""
     host_python: tuple[str, ...]
-    """The argv prefix of Python in the script itself, outside of any container."""
+    """The argv prefix of Python in the batch script, outside of any container."""
     srun_options: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
     venv: str | None = None
@@ -282,7 +294,7 @@ class JobEnvironment:
     python_path: tuple[str, ...] = ()
     setup: tuple[str, ...] = ()
     sets_cpus_per_task: bool = True
-    """Whether the script must repeat --cpus-per-task for srun."""
+    """True if the script must repeat --cpus-per-task for srun."""
     rank_names: ClassVar[tuple[str, ...]] = RANK_VARIABLES
 
 
@@ -300,11 +312,11 @@ def make_job_environment(
     program: str | None = None,
     gpus: bool = False,
 ) -> JobEnvironment:
-    """The environment for a launch section and its interpreter.
+    """Return the environment for a launch section and its interpreter.
 
-    `env` are its variables, by default those of `launch`. A container mounts `folders` in addition to the run
-    folder and `workdir`, all at the same paths; `program` is the result of `container_program`. The path of
-    an image is relative to `cwd`, by default `workdir`.
+    `env` are the environment variables, by default those in `launch`. A container mounts `folders` in
+    addition to the run folder and `workdir`, all at the same paths. `program` is the result of
+    `container_program`. The path of an image is relative to `cwd`, by default `workdir`.
     """
     variables = launch.env if env is None else env
     options: tuple[str, ...] = ()
@@ -313,7 +325,7 @@ def make_job_environment(
         program = program or "apptainer"
         image = absolute_image(launch.container, program, cwd or workdir)
         places = dict.fromkeys((run_dir, workdir, *folders))
-        # Without folders inside another one, and with an explicit target, which pyxis requires.
+        # Mount only outermost folders, and with an explicit target, which pyxis requires.
         outer = [
             place
             for place in places
@@ -321,7 +333,8 @@ def make_job_environment(
         ]
         mounts = [item if ":" in item else f"{item}:{item}" for item in (*outer, *launch.container_mounts)]
         if program == "pyxis":
-            # These keep the job's values even if the image sets them, as all do with Apptainer.
+            # With pyxis, only listed variables keep the job's values if the image sets them; with Apptainer
+            # all do.
             names = ",".join(dict.fromkeys((*variables, *(["PYTHONPATH"] if python_path else []))))
             options = (
                 f"--container-image={image}",
@@ -345,6 +358,6 @@ def make_job_environment(
         env=tuple(variables.items()),
         python_path=tuple(python_path),
         setup=launch.setup,
-        # True for an unknown version too: repeating the job's own value is harmless.
+        # Set it for an unknown version too, because repeating the job's own value is harmless.
         sets_cpus_per_task=not slurm_version or first <= slurm_version < after,
     )

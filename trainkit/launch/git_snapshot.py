@@ -1,8 +1,8 @@
-"""The repository of a copy of the code: what Git says in the copied folder now, without its credentials.
+"""Make a Git repository for a copy of the code, which answers like the original but has no credentials.
 
-Git only reads the original, with commands that run none of its hooks, filters or other programs. Its history
-stays where it is: the copy has a pack of what describes its commit and its changes, and finds all else in the
-original while that exists.
+Git only reads the original, with commands that run none of its hooks, filters or other programs. The history
+stays in the original. The copy has a pack with the objects that describe its commit and its changes, and
+finds all other objects in the original while that exists.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trainkit.launch.source_tree import SourceTree, run_git
 from trainkit.run.git_copy import GIT, OF_SHA256, index_entries, write_index, write_private
 
 MAX_COMMITS = 2_000
-"""The newest commits of HEAD that the pack has."""
+"""Maximum number of commits in the pack, beginning with HEAD."""
 LIMIT_S = 20.0
 _CONFIG = re.compile(
     r"core\.(?:autocrlf|eol|safecrlf|filemode|ignorecase|precomposeunicode|symlinks|quotepath|excludesfile)"
@@ -28,13 +28,14 @@ _CONFIG = re.compile(
     r"|remote\..+\.(?:url|pushurl|fetch)|branch\..+\.(?:remote|merge)|submodule\..+\.(?:url|active|ignore)",
     re.DOTALL,
 )
-"""The keys of a repository's config that are copied: what Git answers, and never what it starts."""
+"""The keys of a repository's config that are copied. These keys affect Git's answers, but never make Git
+start a program."""
 _URL = re.compile(r"(?P<scheme>[a-zA-Z][\w+.-]*)://(?:(?P<user>[^/]*)@)?(?P<rest>.*)", re.DOTALL)
 _PATHS = ("index", "objects", "shallow", "info/attributes", "info/exclude")
 
 
 class NoRepository(Exception):
-    """A repository cannot be made for a copy, for this reason."""
+    """Raised with a reason if no repository can be made for a copy."""
 
 
 def make_repository(tree: SourceTree, prefix: str, stage: str) -> tuple[Path, int]:
@@ -75,7 +76,7 @@ def make_repository(tree: SourceTree, prefix: str, stage: str) -> tuple[Path, in
 
 
 def finish_repository(tree: SourceTree, prefix: str, stage: str, index: Path, hash_size: int) -> None:
-    """Write the index of the copied repository when its files are there. Raises OSError and ValueError."""
+    """Write the index of the copied repository once its files exist. Raises OSError and ValueError."""
     if index.exists():
         write_index(Path(tree.root, prefix), Path(stage, prefix), index, hash_size)
 
@@ -91,7 +92,7 @@ def _bytes(file: Path) -> bytes:
 
 
 def _ask(folder: str, *args: str, content: bytes | None = None) -> str:
-    """What git prints; raises NoRepository."""
+    """Return the output of git; raise NoRepository if git fails."""
     try:
         done = run_git(folder, *args, timeout_s=LIMIT_S, content=content)
     except UsageError as error:
@@ -103,7 +104,7 @@ def _ask(folder: str, *args: str, content: bytes | None = None) -> str:
 
 
 def _try(folder: str, *args: str) -> str:
-    """What git prints; empty where it finds nothing."""
+    """Return the output of git; an empty string if git fails."""
     try:
         return _ask(folder, *args).strip()
     except NoRepository:
@@ -111,7 +112,7 @@ def _try(folder: str, *args: str) -> str:
 
 
 def _write_refs(new: Path, listed: str) -> None:
-    """Write refs as `for-each-ref` lists them: those that point to an object packed, the others as files."""
+    """Write refs as `for-each-ref` lists them: symbolic refs as files, all others into packed-refs."""
     packed = ["# pack-refs with: peeled fully-peeled sorted \n"]
     for line in filter(None, listed.split("\n")):
         oid, name, peeled, target = line.split(" ")
@@ -147,7 +148,10 @@ def _escaped(text: str) -> str:
 
 
 def without_credentials(value: str) -> str:
-    """A value of a config without the password, token or query of a URL; empty for a program as transport."""
+    """Return a config value without the password, token or query of a URL.
+
+    Return "" if the URL would make Git start a program as its transport.
+    """
     if re.match(r"[\w+.-]+::", value):
         return ""
     url = _URL.fullmatch(value)
@@ -159,7 +163,7 @@ def without_credentials(value: str) -> str:
 
 
 def _pack(tree: SourceTree, prefix: str, new: Path, index: Path, hash_size: int, tags: Iterable[str]) -> None:
-    """Write what describes HEAD and the changes to it: its commits, tags and folders, and changed files."""
+    """Pack the objects that describe HEAD and its changes: commits, tags, folders and changed files."""
     here = str(new.parent)
     commits = _ask(here, "rev-list", f"--max-count={MAX_COMMITS}", "HEAD").split()
     objects = [*commits, *tags, *_ask(here, "rev-parse", "HEAD^{tree}").split()]

@@ -1,4 +1,4 @@
-"""The packages of an interpreter, and what of them and of its environment a run lacks."""
+"""Find the packages of an interpreter, and report what a run lacks in its environment."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from trainkit.shipped import launchers, load
 
 
 class NoAnswer(Exception):
-    """Why an interpreter does not run, or cannot import what it is asked for."""
+    """Raised with a reason if an interpreter does not run or cannot import the requested packages."""
 
     def __init__(self, reason: str, *, is_slow: bool = False) -> None:
         super().__init__(reason)
@@ -39,7 +39,7 @@ class NoAnswer(Exception):
 
 
 _MARK = "trainkit-answer:"
-"""Before the answer: what is imported may print, too."""
+"""Marks the answer in the output, because imported packages may print too."""
 _PACKAGES = """
 import importlib.util, json, platform, sys
 from importlib import metadata
@@ -69,9 +69,10 @@ def ask(
     cwd: Path | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> dict[str, Any]:
-    """The object that a script prints as JSON after its first argument, with an interpreter and its options.
+    """Run a script with an interpreter and return the object that the script prints as JSON.
 
-    `env` is added to the variables of this process. Raises NoAnswer.
+    The script gets `_MARK` as its first argument and prints it before the JSON. `env` is added to the
+    variables of this process. Raises NoAnswer.
     """
     try:
         with subprocess.Popen(
@@ -88,7 +89,7 @@ def ask(
             try:
                 output, errors = process.communicate(timeout=timeout_s)
             except BaseException:
-                kill_group(process)  # with what it has started, such as ranks
+                kill_group(process)  # also kill child processes of the script, such as ranks
                 raise
     except subprocess.TimeoutExpired:
         raise NoAnswer(f"{argv[0]} took longer than {timeout_s:.0f} s", is_slow=True) from None
@@ -104,17 +105,20 @@ def ask(
 
 @dataclass(frozen=True)
 class Packages:
-    """What an interpreter would import. A folder of a package's name, such as W&B's ``wandb/``, is none."""
+    """The packages that an interpreter would import.
+
+    A plain folder with a package's name, such as W&B's ``wandb/``, is not a package.
+    """
 
     python: str
     program: str
     files: Mapping[str, str]
-    """Package -> the file that is imported first."""
+    """Maps a package to the file that is imported first."""
     versions: Mapping[str, str]
 
     @cached_property
     def torch(self) -> TorchBuild:
-        """Its torch, as far as the version.py of that says."""
+        """Return the build of torch, as far as its version.py describes it."""
         return TorchBuild.read(self.program, self.files.get("torch"))
 
 
@@ -125,32 +129,32 @@ def find_packages(
     cwd: Path | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> Packages:
-    """The packages among `names` that an interpreter with these options imports. Raises NoAnswer."""
+    """Return the packages in `names` that an interpreter with these options imports. Raises NoAnswer."""
     return Packages(**ask(argv, _PACKAGES, names, env, cwd, timeout_s))
 
 
 def own_packages(*names: str) -> Packages:
-    """The ones of this interpreter, of which it need not start another."""
+    """Return the packages of this interpreter, without starting another process."""
     specs = ((name, find_spec(name)) for name in names)
     files = {name: spec.origin for name, spec in specs if spec is not None and spec.origin is not None}
     return Packages(platform.python_version(), sys.executable, files, {"trainkit": __version__})
 
 
 def package_problem(packages: Packages, program: str) -> tuple[str, str] | None:
-    """Why ranks of the built-in trainer cannot run with a `program`, and a hint; None when they can."""
+    """Return why ranks of the built-in trainer cannot use a `program`, and a hint; None if they can."""
     if "trainkit" not in packages.files:
         missing = [name for name in ("torch", "trainkit") if name not in packages.files]
         message = f"has no {' and no '.join(missing)}"
-        return message, "install trainkit there too, or remove the key: then this interpreter is used"
+        return message, "install trainkit there too, or remove the key to use this interpreter"
     version = packages.versions["trainkit"]
     if version != __version__:
-        message = f"has trainkit {version}, and this is trainkit {__version__}"
+        message = f"has trainkit {version}, but this is trainkit {__version__}"
         return message, "install the same version there, or use the `trainkit` of that environment"
     return torch_problem(packages, program)
 
 
 def torch_problem(packages: Packages, program: str) -> tuple[str, str] | None:
-    """Why the trainer cannot use the torch of a `program`, and a hint; None if it can."""
+    """Return why the trainer cannot use the torch of a `program`, and a hint; None if it can."""
     if "torch" in packages.files:
         return release_problem(packages.torch.version)
     install = f"`{shlex.quote(program)} -m pip install {shlex.quote(REQUIREMENT)}` installs it"
@@ -158,13 +162,13 @@ def torch_problem(packages: Packages, program: str) -> tuple[str, str] | None:
 
 
 SYSTEM_FOLDER = "/usr"
-"""What is installed below it may differ between this host and the nodes of a cluster."""
+"""Packages below this folder may differ between this host and the nodes of a cluster."""
 
 
 def find_environment(config: RunConfig, on_slurm: bool, workload: Workload, cwd: Path) -> Environment:
-    """The environment of the ranks, and what would fail in it, as far as that is known here.
+    """Return the environment of the ranks, with the problems that are already visible here.
 
-    Where a package is not known, the ranks check it, or the job warns and trains.
+    If a package cannot be checked here, the ranks check it, or the job warns and trains.
     """
     launch, asked_by = config.launch, dict[str, str]()
     if config.logging.tensorboard is True and not workload.is_command:
@@ -176,7 +180,7 @@ def find_environment(config: RunConfig, on_slurm: bool, workload: Workload, cwd:
         key, launch = None, LaunchConfig(env=launch.env)
     interpreter, found = find_interpreter(launch, cwd)
     program, named = interpreter.argv[0], "device" if key is None else f"launch.{key}"
-    # On another host, PATH may lead to another program of this name.
+    # On another host, PATH may lead to another program of the same name.
     is_known = not found and "/" in program and launch.container is None
     is_known = is_known and not (on_slurm and (launch.modules or launch.setup))
     trains_here = not workload.is_command and (key is None or not on_slurm)
@@ -185,7 +189,7 @@ def find_environment(config: RunConfig, on_slurm: bool, workload: Workload, cwd:
     modules = launchers().get(workload.launcher, ())
     is_of_nodes = on_slurm and PurePath(program).is_relative_to(SYSTEM_FOLDER)
     if modules and (is_of_nodes or command_python(config.launch, workload.argv, cwd) != interpreter.argv):
-        modules = ()  # the command starts with another Python
+        modules = ()  # the command runs with another Python
     if "PYTHONPATH" in launch.env:
         asked_by, modules = {}, ()
     packages, torch = None, None
@@ -201,7 +205,7 @@ def find_environment(config: RunConfig, on_slurm: bool, workload: Workload, cwd:
     if on_slurm:
         found = [*launch_problems(launch), *found]
     if packages is not None:
-        # The nodes may have it where this host has none.
+        # The nodes may have torch even if this host has none.
         is_unknown = is_of_nodes and "torch" not in packages.files
         if trains_here and key is None and not is_unknown and (problem := torch_problem(packages, program)):
             found.append(("", f"{program} {problem[0]}", problem[1]))

@@ -1,4 +1,4 @@
-"""Plans a run: gathers its facts, checks its config against them, and makes its plan."""
+"""Plan a run: gather its facts, check its config against them, and make its plan."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from trainkit.quoting import quote
 from trainkit.run.rundir import MANIFEST_NAME, RunDir
 
 _BATCH_ONLY = ("modules", "conda", "container", "setup")
-"""What only a batch script uses."""
+"""Settings that only a batch script uses."""
 _EXPERIMENTAL = {"conda": "conda", "container": "Apptainer or pyxis"}
-"""Settings that were tested with a stand-in only, and what it stood in for."""
+"""Maps each setting that was tested only with a stand-in program to the real program."""
 
 
 class Gatherer:
-    """Gathers the facts of configs that share a place and mostly the data, such as the trials of a group."""
+    """Gathers the facts of configs that share a target and mostly the data, such as the trials of a group."""
 
     def __init__(self, target: Target | None = None, code_dir: Path | None = None) -> None:
         self._target = target
@@ -47,7 +47,7 @@ class Gatherer:
         self._environments: dict[tuple[str, bool, bool], Environment] = {}
 
     def facts(self, loaded: LoadedConfig, workload: Workload = TRAINER, *, resumes: bool = False) -> Facts:
-        """The facts of a config; `resumes`, whether the run has a checkpoint of its own.
+        """Return the facts of a config; `resumes` is True if the run has a checkpoint to resume from.
 
         Raises ConfigError for a cluster profile that is invalid or does not exist.
         """
@@ -71,15 +71,16 @@ class Gatherer:
         return Facts(self._machine, self._target, data, missing, environment)
 
     def _find_target(self, loaded: LoadedConfig, workload: Workload) -> Target:
-        """The target; while Slurm answers, another interpreter is asked, and the data is read."""
+        """Return the target; check the interpreter and the data while Slurm answers."""
         launch = loaded.config.launch
         if choose_backend(launch.backend, launch.cluster)[0] == "local":
             return make_target(loaded)
 
-        from concurrent.futures import ThreadPoolExecutor  # slow to load, and only Slurm takes its time
+        # slow to import, and needed only while waiting for Slurm
+        from concurrent.futures import ThreadPoolExecutor
 
         with ThreadPoolExecutor() as threads:
-            # What these raise is raised again when it is needed.
+            # An exception in a thread is ignored here, because the later call raises it again.
             threads.submit(self._environment_of, loaded.config, True, workload)
             if not workload.is_command:
                 threads.submit(self._data_of, loaded.config)
@@ -109,17 +110,18 @@ def gather(
     resumes: bool = False,
     code_dir: Path | None = None,
 ) -> Facts:
-    """The facts of a config, as `Gatherer.facts` finds them; `target` skips the detection of the cluster."""
+    """Return the facts of a config, as `Gatherer.facts` does; `target` skips the detection of the cluster."""
     return Gatherer(target, code_dir).facts(loaded, workload, resumes=resumes)
 
 
 def _missing(config: RunConfig, resumes: bool, code_dir: Path) -> Iterator[KeyProblem]:
-    """A problem for each key that names a file or run which does not exist; code is in `code_dir`."""
-    source = None if resumes else config.model.init_from  # a run with its own checkpoint does not read it
-    # A run that others wait for may have no checkpoint yet.
+    """Yield a problem for each key that names a missing file or run; code is in `code_dir`."""
+    # a run with its own checkpoint does not load init_from
+    source = None if resumes else config.model.init_from
+    # A run is accepted without a checkpoint, because --after may wait for it to save one.
     if source and not (Path(source, MANIFEST_NAME).is_file() or RunDir(Path(source)).exists()):
         message = f"is {source}, which is neither a run folder nor a checkpoint"
-        yield "model.init_from", message, "`trainkit ckpt ls RUN` lists those of a run"
+        yield "model.init_from", message, "`trainkit ckpt ls RUN` lists the checkpoints of a run"
     key, name = config.model_source
     file, _, _ = name.rpartition(":")
     # A task may also be in a module; an architecture is always in a file.
@@ -136,9 +138,9 @@ def plan_run(
     code_dir: Path | None = None,
     before: LaunchPlan | None = None,
 ) -> LaunchPlan:
-    """The launch plan of a config on this machine or the cluster.
+    """Return the launch plan of a config on this machine or the cluster.
 
-    `code_dir` is the working directory of the ranks, by default the current one; `before` is that of
+    `code_dir` is the working directory of the ranks, by default the current folder. `before` is passed to
     `plan_nodes`. Raises ConfigError with all problems.
     """
     config, launch, cluster, cwd = loaded.config, loaded.config.launch, facts.target.cluster, Path.cwd()
@@ -174,11 +176,12 @@ def plan_run(
 
 
 def planning_error(invalid: InvalidConfig, workload: Workload, *, target: Target | None) -> ConfigError:
-    """All problems of an invalid config: those of loading it, and those of planning with its valid keys."""
+    """Return the error with all problems of an invalid config, also those of planning with its valid keys."""
     try:
         facts = gather(invalid.rest, workload, target=target)
         return invalid.with_problems_of_rest(problems(invalid.rest, facts, workload))
-    except TrainkitError as error:  # Slurm or a file cannot be read: report at least the problems of the load
+    # If Slurm or a file cannot be read, report at least the problems of loading the config.
+    except TrainkitError as error:
         return invalid.with_problems_of_rest(error.problems if isinstance(error, ConfigError) else [])
 
 
@@ -202,18 +205,18 @@ def refuse_missing(command: Sequence[str], launch: LaunchConfig, launcher: str, 
     folder_is_known = launch.container is None and not launch.setup
     if script is not None and folder_is_known and not (cwd / script).exists():
         raise UsageError(
-            f"there is no {shown_path(cwd / script)}", hint="commands are started in this folder"
+            f"there is no {shown_path(cwd / script)}", hint="commands start in the current folder"
         )
 
 
 BUILTINS = ("cd", "source", ".", "export", "set", "exec", "ulimit", "alias", "eval")
-"""Commands of a shell that are no programs."""
+"""Commands that a shell implements itself, so that they are not programs."""
 
 
 def _script_of(command: Sequence[str]) -> str | None:
-    """The Python script that a command starts; None if it starts something else or cannot be determined."""
+    """Return the Python script that a command starts; None if there is none or it cannot be determined."""
     if PurePath(command[0]).name in SHELLS:
-        return None  # the argument is a shell program, which may name any files
+        return None  # the argument is a shell script, which may name any files
     before = takewhile(lambda word: word not in ("-m", "-c"), command)
-    # A word with a space may be a command line, as after `env -S`.
+    # An argument with a space may be a command line, as after `env -S`.
     return next((word for word in before if word.endswith(".py") and " " not in word), None)

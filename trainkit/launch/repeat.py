@@ -1,4 +1,4 @@
-"""Starts from a run that is there: loads its config again, and repeats it in a new folder."""
+"""Start from an existing run: load its config again, and repeat the run in a new folder."""
 
 from __future__ import annotations
 
@@ -21,27 +21,30 @@ from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.shipped import keys_of
 
 REPLAY_FILE = "replay.json"
-"""In the folder of a job of `trainkit replay`: which run and steps it computes again."""
+"""The file in a job folder of `trainkit replay` that names the run and steps to compute again."""
 FOUND_HERE = {"device": "device", "resources.gpus_per_node": "workers_per_node", "launch.backend": "backend"}
-"""Keys that may be ``auto``, and the value of the plan that each became."""
+"""Maps each key that may be ``auto`` to the plan's attribute with the resolved value."""
 SHAPE = ("backend", "num_nodes", "workers_per_node", "device", "layout", "batch", "lr")
 
 
 @dataclass(frozen=True)
 class RepeatedRun:
-    """A run to run again."""
+    """A run to repeat."""
 
     run: RunDir
     config: RunConfig
     plan: LaunchPlan
     job: JobRecord
     code: CodeCopy | None
-    """Its copy of the code; None if the new run uses the current code."""
+    """The copy of the run's code; None if the new run uses the current code."""
     stdin: bytes | None
-    """What rank 0 of its command reads, if it has kept that."""
+    """The standard input that rank 0 of the command reads; None if the run keeps none."""
 
     def found_values(self, typed: Collection[str]) -> dict[str, tuple[str, object]]:
-        """What this run found out itself, for all keys but the `typed` ones: key -> origin and value."""
+        """Return the resolved values of this run's ``auto`` keys, except for the `typed` ones.
+
+        The result maps a key to the origin and the value.
+        """
         found = dict(flatten(self.config.model_dump(mode="json")))
         return {
             key: (str(self.run.plan_file), getattr(self.plan, name))
@@ -52,7 +55,7 @@ class RepeatedRun:
         }
 
     def described(self, plan: LaunchPlan) -> LaunchPlan:
-        """The plan of the new run, which says what it repeats and what differs."""
+        """Return the plan of the new run with a reason that names the repeated run and the differences."""
         taken = ["config"]
         argv = plan.workload.argv
         taken += ["command"] if argv and argv == self.plan.workload.argv else []
@@ -68,7 +71,7 @@ class RepeatedRun:
 
 
 def find_repeated(text: str) -> RunDir | None:
-    """The run that an argument names, which is no config; None if there is none."""
+    """Return the run that an argument names; None if no run has this name."""
     try:
         return one_run(find_run_or_group(text, to_change=True), text)
     except UnknownRun:
@@ -76,9 +79,10 @@ def find_repeated(text: str) -> RunDir | None:
 
 
 def repeated_run(run: RunDir, *, uses_current_code: bool) -> RepeatedRun:
-    """What is needed to run a run again; `uses_current_code` ignores its copy of the code.
+    """Return the values that repeating a run requires.
 
-    Raises UsageError for a run that cannot be repeated, and for files that another user could have written.
+    `uses_current_code` ignores the run's copy of the code. Raises UsageError for a run that cannot be
+    repeated, and for files that another user could have written.
     """
     refuse_replay(run)
     refuse_by_hand(run)
@@ -90,7 +94,7 @@ def repeated_run(run: RunDir, *, uses_current_code: bool) -> RepeatedRun:
         code = moved(code, run.code_dir)
         if not Path(code.workdir).is_dir():
             raise UsageError(
-                f"{run.shown} has lost the copy of its code: there is no {shown_path(code.workdir)}",
+                f"the copy of the code of {run.shown} is missing: there is no {shown_path(code.workdir)}",
                 hint=f"--no-snapshot runs the code in {cwd} as it is now",
             )
     config, plan = config_and_plan(run)
@@ -99,7 +103,10 @@ def repeated_run(run: RunDir, *, uses_current_code: bool) -> RepeatedRun:
 
 
 def config_and_plan(folder: RunDir | AttemptDir) -> tuple[RunConfig, LaunchPlan]:
-    """The config and plan of a run or an attempt; raises UsageError if they are damaged or foreign."""
+    """Read the config and plan of a run or an attempt.
+
+    Raises UsageError if a file is damaged or another user could have written it.
+    """
     return read_effective(folder.config_file), LaunchPlan.read(folder.plan_file)
 
 
@@ -110,11 +117,12 @@ def load_again(
     flags: Mapping[str, tuple[str, object]],
     profile: str | None = None,
 ) -> LoadedConfig:
-    """The config of a run with changed values; `before` is the plan that the run has had."""
+    """Load the config of a run with changed values; `before` is the plan that the run had."""
     loaded = load_config(run.config_file, profile=profile, overrides=overrides, flags=flags, layers=False)
     adjustable = {"train.device_batch_size", "parallel.pp_microbatches"}
     if before.workload.is_command:
-        # config.yaml has every key: those that were not set must not reach the tool of the launcher.
+        # config.yaml has every key, but values that the user did not set must not be passed to the launcher's
+        # tool.
         adjustable = loaded.origins.keys() - keys_of(before.parts)
     origin = loaded.origins["name"].rpartition(":")[0]
     return loaded.adjusting(*adjustable, origin=origin)
@@ -122,10 +130,10 @@ def load_again(
 
 @contextmanager
 def submission_folder(job: JobRecord, takes_new_code: bool = False) -> Iterator[Path]:
-    """Change to the folder that a run was submitted from: paths in its config are relative to it.
+    """Change to the folder that a run was submitted from, because paths in its config are relative to it.
 
-    Yields the working directory of the run's command, which is inside its code snapshot if it has one and
-    `takes_new_code` is not set.
+    Yields the working directory of the run's command, which is inside the code snapshot if the run has one
+    and `takes_new_code` is not set.
     """
     here = Path.cwd()
     submitted = Path(job.cwd or here)
@@ -137,7 +145,7 @@ def submission_folder(job: JobRecord, takes_new_code: bool = False) -> Iterator[
 
 
 def refuse_by_hand(run: RunDir) -> None:
-    """Raise UsageError for a run of `trainkit.loop` that trainkit did not start, and cannot start again."""
+    """Raise UsageError for a run of `trainkit.loop` that trainkit did not start and cannot start again."""
     if run.was_started_by_hand:
         raise UsageError(
             f"{run.shown} was not started by trainkit",

@@ -1,4 +1,4 @@
-"""The batch script of a Slurm job, as a function of plan, config and run folder."""
+"""Render the batch script of a Slurm job from plan, config and run folder."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def script_for(
     submitted: str,
     array: str | None = None,
 ) -> JobScript:
-    """The batch script of an attempt; `cwd` is the folder the run was submitted from.
+    """Return the batch script of an attempt; `cwd` is the folder that the run was submitted from.
 
-    `submitted` is what `submitted_hash` or `submitted_group_hash` returns. `code` describes the copy of the
-    code; None without one. With an `array`, such as ``0-9%4``, `run` is the folder of a group, in which each
-    task finds its run. Templates in ``cwd/templates`` override the shipped ones. Raises UsageError for values
-    that a script cannot contain, and for a secret.
+    `submitted` is the result of `submitted_hash` or `submitted_group_hash`. `code` describes the copy of the
+    code; None without a copy. With an `array`, such as ``0-9%4``, `run` is the folder of a group, and each
+    task finds its run in it. Templates in ``cwd/templates`` override the shipped ones. Raises UsageError for
+    values that a script cannot contain, and for a secret.
     """
     backend = backend_named(plan.backend)
     assert backend.template is not None
@@ -78,9 +78,12 @@ def script_for(
 
 
 def _other_workdir(run: RunDir, plan: LaunchPlan, code: CodeCopy | None) -> str | None:
-    """Where a job works whose folder of submission is gone; None if it needs the files in that folder."""
+    """Return the working directory of a job if the folder of its submission is gone.
+
+    Return None if the job needs the files in that folder.
+    """
     if plan.workload.is_command:
-        return None  # it works in its copy already, or has none
+        return None  # a command already runs in its copy, or it has no copy
     return str(run.path) if code is None else code.workdir
 
 
@@ -95,7 +98,7 @@ def _job_environment(
         interpreter = replace(interpreter, **ours, host_argv=ours["argv"], host_options=ours["options"])
     workdir, python_path, folders = str(cwd), list[str](), [str(cwd)]
     if code is not None:
-        folders.append(code.code)  # a run of a group shares the copy in the group's folder
+        folders.append(code.code)  # the copy may be in the folder of the group
         python_path = code.import_path
         workdir = code.workdir if plan.workload.is_command else workdir
     if not plan.workload.is_command:
@@ -116,7 +119,7 @@ def _job_environment(
 
 
 def _data_paths(config: RunConfig) -> list[str]:
-    """The paths that a container must mount: texts or shards, tokenizer, cache, and weights to start from."""
+    """Return the paths that a container must mount: texts or shards, tokenizer, cache and initial weights."""
     data = config.data
     listed = [[value] if isinstance(value, str) else value or [] for value in (data.source, data.val_source)]
     named = [*listed[0], *listed[1], data.tokenizer, data.cache_dir, config.model.init_from]
@@ -143,10 +146,15 @@ TEMPLATES_FOLDER = "templates"
 def render(name: str, context: Mapping[str, object], project: Path) -> str:
     """Render `name` from ``project/templates/``, or else from the shipped templates.
 
-    The text has no trailing spaces and no repeated empty lines. Filters: `quote` for one word of bash,
-    `words` for several, `directive` for a value in an ``#SBATCH`` line, `comment` for text after ``#``,
-    `verbatim` for lines that must not change. Raises UsageError with file and line for a template that cannot
-    be rendered.
+    The text has no trailing spaces and no repeated empty lines. A template can use these filters:
+
+    - `quote` for one bash argument
+    - `words` for several bash arguments
+    - `directive` for a value in an ``#SBATCH`` line
+    - `comment` for text after ``#``
+    - `verbatim` for lines that must not change
+
+    Raises UsageError with file and line for a template that cannot be rendered.
     """
     from jinja2 import TemplateNotFound, TemplateSyntaxError, UndefinedError
 
@@ -157,15 +165,15 @@ def render(name: str, context: Mapping[str, object], project: Path) -> str:
     except UsageError as error:
         raise UsageError(f"{_place(error, folders)}{error.message}", hint=error.hint) from error
     except TemplateSyntaxError as error:
-        # For an unclosed tag, jinja2 sets the name to the file.
+        # If a tag is unclosed, jinja2 sets only the name, to the path of the file.
         message = f"{error.filename or error.name}:{error.lineno}: {error.message}"
-        raise UsageError(message, hint=f"{TEMPLATES_FOLDER}/ has Jinja templates") from error
+        raise UsageError(message, hint=f"the files in {TEMPLATES_FOLDER}/ are Jinja templates") from error
     except TemplateNotFound as error:
         searched = " or ".join(map(str, folders))
         message = f"{_place(error, folders)}there is no template {error.name!r} in {searched}"
         raise UsageError(message, hint="check the name after `extends` or `include`") from error
     except Exception as error:
-        # Raised by an expression of the template, such as an undefined name or a division by zero.
+        # An expression of the template failed, such as an undefined name or a division by zero.
         place = _place(error, folders) or f"{name}: "
         names = f"a template gets {', '.join(sorted(context))}" if isinstance(error, UndefinedError) else ""
         own = f"{TEMPLATES_FOLDER}/ overrides the templates in {folders[-1]}" if len(folders) > 1 else ""
@@ -177,13 +185,16 @@ def render(name: str, context: Mapping[str, object], project: Path) -> str:
 
 
 def _folders(project: Path) -> list[Path]:
-    """The template folders, the project's first; in a checkout of trainkit both are the same folder."""
+    """Return the template folders, the project's first.
+
+    In a checkout of trainkit both are the same folder.
+    """
     own, shipped = project / TEMPLATES_FOLDER, shipped_templates()
     return [own, shipped] if own.is_dir() and not own.samefile(shipped) else [shipped]
 
 
 def _environment(folders: list[Path]) -> Environment:
-    """A jinja2 environment in which a template can reach and change nothing but its own text."""
+    """Return a sandboxed jinja2 environment, where a template can only produce text."""
     from jinja2 import FileSystemLoader, StrictUndefined
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -192,13 +203,13 @@ def _environment(folders: list[Path]) -> Environment:
 
         def get_source(self, environment: Environment, template: str) -> Any:
             source, path, is_current = super().get_source(environment, template)
-            # Else the last line of a partial would join the line after its include.
+            # Otherwise the last line of an included template would be joined with the next line.
             return source if source.endswith("\n") else f"{source}\n", path, is_current
 
     environment = ImmutableSandboxedEnvironment(
         loader=Loader(folders),
         undefined=StrictUndefined,
-        autoescape=False,  # shell scripts, not HTML: each value goes through its own filter
+        autoescape=False,  # the output is a shell script, and each value uses a filter
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
@@ -210,7 +221,7 @@ def _environment(folders: list[Path]) -> Environment:
 
 
 def _verbatim(value: str) -> str:
-    # Hides the lines from `_tidy` as hexadecimal between NULs, which no other filter lets through.
+    # Encode the lines as hexadecimal between NULs to hide them from `_tidy`; no other filter accepts a NUL.
     if "\0" in value:
         message = f"{value!a} cannot be written in a script: it contains a NUL character"
         raise UsageError(message, hint="remove it")
@@ -218,13 +229,13 @@ def _verbatim(value: str) -> str:
 
 
 def _tidy(text: str) -> str:
-    """Remove trailing spaces and repeated empty lines; end with one newline."""
+    """Remove trailing spaces and repeated empty lines; end the text with one newline."""
     lines = "\n".join(line.rstrip() for line in text.split("\n"))
     return re.sub(r"\n{3,}", "\n\n", lines).strip("\n") + "\n"
 
 
 def _place(error: BaseException, folders: list[Path]) -> str:
-    """``FILE:LINE: `` of the template that raised an error; empty when none did."""
+    """Return ``FILE:LINE: `` of the template that raised an error; "" if no template did."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if any(Path(frame.filename).is_relative_to(folder) for folder in folders):
             return f"{frame.filename}:{frame.lineno}: "

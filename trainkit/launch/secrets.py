@@ -1,4 +1,4 @@
-"""Secrets are refused in what a run needs, and masked in command lines and diffs that only inform."""
+"""Refuse secrets in files that a run needs, and mask secrets in command lines and diffs that only inform."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from trainkit.quoting import quote
 
 _ASSIGNMENT = re.compile(r"(?P<name>[\w.-]+)=(?P<value>.*)", re.DOTALL)
 _INNER_OPTION = re.compile(r"(?<!\S)(?P<option>-[\w-]+)(?P<gap>=|[ \t]+)(?P<value>[^\s$-]\S*)")
-"""An option in a word of several, as in ``sh -c 'train --token VALUE'``."""
+"""Matches an option inside one argument, as in ``sh -c 'train --token VALUE'``."""
 CONTEXT_CHARS = 400
-"""How much of the command line before a word decides whether the word is a secret, for `mask_secrets`."""
+"""Number of preceding characters of the command line that `mask_secrets` uses to judge an argument."""
 _NUMBER = re.compile(r"[\d.,_e+-]+")
 _COUNT = re.compile(r"(?:token|key)s?$", re.IGNORECASE)
 _NAME = r"(?P<name>[A-Za-z_][\w.-]*)"
@@ -37,12 +37,12 @@ _HARMLESS_FILE = re.compile(r"\.pub$|example|sample|template|\.dist$", re.IGNORE
 
 
 def looks_secret(name: str) -> bool:
-    """Whether a file with this name usually contains a key or a password."""
+    """Return whether a file with this name usually contains a key or a password."""
     return _SECRET_FILE.match(name) is not None and not _HARMLESS_FILE.search(name)
 
 
 def without_secrets(argv: Sequence[str], secrets: Sequence[str]) -> list[str]:
-    """The command line, with `***` for values whose names are, or look like, secrets.
+    """Return the command line, with `***` for values whose names are, or look like, secrets.
 
     `secrets` are the names in `launch.secrets`.
     """
@@ -55,16 +55,19 @@ def without_secrets(argv: Sequence[str], secrets: Sequence[str]) -> list[str]:
             found = mask_secrets(line + _masked_word(word, secrets))
             found = found.removeprefix(line) if found.startswith(line) else MASK
         masked.append(MASK if found.startswith(MASK) else found)
-        # What `-p` means depends on the program before it.
+        # The meaning of `-p` depends on the program before it.
         line = f"{line}{masked[-1]} "[-CONTEXT_CHARS:]
     return masked
 
 
 def secret_options(command: Sequence[str]) -> Iterator[str]:
-    """The options of a command whose values look like secrets, such as `--api-key`; not references."""
+    """Yield the options of a command whose values look like secrets, such as `--api-key`.
+
+    A reference to a variable is not a secret.
+    """
     masked = without_secrets(command, ())
     for index, (word, following) in enumerate(pairwise([*command, ""])):
-        if len(inner := word.split()) > 1:  # for `sh -c`
+        if len(inner := word.split()) > 1:  # the argument of `sh -c` is a command line
             yield from secret_options(inner)
             continue
         option, separator, value = word.partition("=")
@@ -89,7 +92,7 @@ def _is_secret_option(word: str) -> bool:
 
 
 def _is_count(name: str, value: str) -> bool:
-    """Whether a value is a number as in ``--max-tokens 4096``."""
+    """Return whether a value is a number as in ``--max-tokens 4096``."""
     return _NUMBER.fullmatch(value) is not None and _COUNT.search(name) is not None
 
 
@@ -112,7 +115,7 @@ def _masked_option(match: re.Match[str]) -> str:
 
 
 def mask_diff(diff: str) -> str:
-    """A diff without the content of files that usually contain secrets, and with `***` for other secrets."""
+    """Mask secrets in a diff, and leave out the content of files that usually contain secrets."""
     starts = [match.start() for match in _SECTION.finditer(diff)]
     sections = [
         diff[start:end] for start, end in zip([0, *starts], [*starts, len(diff)], strict=True) if end > start
@@ -134,7 +137,7 @@ def _masked_section(section: str) -> str:
 def _masked_assignment(match: re.Match[str]) -> str:
     name, value = match["name"], match["value"]
     has_digit_and_letter = re.search(r"\d", value) is not None and re.search(r"[A-Za-z]", value) is not None
-    # In code, `key=` and the like name many harmless things; those in capitals are variables of a shell.
+    # In code, names such as `key=` are often harmless; names in capitals are shell variables.
     if (
         not LOOKS_SECRET.search(name)
         or _is_count(name, value)
@@ -146,7 +149,7 @@ def _masked_assignment(match: re.Match[str]) -> str:
 
 
 def refuse_leaks(text: str, where: str, names: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Raise UsageError when a text that will be written contains the value of a named variable.
+    """Raise UsageError if a text that will be written contains the value of a named variable.
 
     `where` names the text, for example ``submit.sbatch``. The error contains only the name of the variable.
     """
@@ -158,7 +161,10 @@ def refuse_leaks(text: str, where: str, names: Sequence[str], environ: Mapping[s
 
 
 def leaked(text: str, names: Sequence[str], environ: Mapping[str, str]) -> str | None:
-    """The first of the named variables whose value is in a text, verbatim or as in scripts, JSON and URLs."""
+    """Return the first of the named variables whose value is in a text; None without one.
+
+    The value is found verbatim, or as it is written in scripts, JSON and URLs.
+    """
     for name in filter(environ.get, names):
         # A multi-line key may be indented in the text, so search for its longest line.
         line = max(environ[name].strip().splitlines() or [""], key=len)
@@ -168,7 +174,7 @@ def leaked(text: str, names: Sequence[str], environ: Mapping[str, str]) -> str |
 
 
 def refuse_secrets(command: Sequence[str], names: Sequence[str]) -> None:
-    """Raise UsageError for a command that sets a secret, since plan.json contains the command."""
+    """Raise UsageError for a command that sets a secret, because plan.json contains the command."""
     found = [name for word in command for name in written_secrets(word, names)]
     if found:
         raise UsageError(
@@ -181,6 +187,6 @@ def _spellings(value: str) -> Iterator[str]:
     yield value
     yield json.dumps(value)[1:-1]
     yield json.dumps(value, ensure_ascii=False)[1:-1]
-    yield value.replace("'", "'\"'\"'")  # in a word of bash in single quotes
-    yield quote(value + "\n").removeprefix("$'").removesuffix("\\n'")  # in a $'…' word of bash
+    yield value.replace("'", "'\"'\"'")  # the spelling in single quotes of bash
+    yield quote(value + "\n").removeprefix("$'").removesuffix("\\n'")  # the spelling in $'…' quotes of bash
     yield url_quote(value, safe="")

@@ -1,4 +1,4 @@
-"""What a run starts from: a copy of the code, which edits after submit do not change, and its provenance."""
+"""Store what a run starts from: its provenance, and a copy of the code that later edits do not change."""
 
 from __future__ import annotations
 
@@ -38,16 +38,17 @@ MAX_FILES = 50_000
 MAX_LISTED = 100
 """Maximum number of skipped files, and of links, that job.json lists."""
 NUM_THREADS = 8
-"""On a shared file system each file takes milliseconds."""
+"""Number of threads that copy files, because each file takes milliseconds on a shared file system."""
 GIT_TIMEOUT_S = 2.0
 MAX_DIFF_CHARS = 1_000_000
 DIFF_OPTIONS = ("--src-prefix=a/", "--dst-prefix=b/")
-"""What a user's configuration of git may change, and the mask for secrets must know."""
+"""Options that fix the prefixes of a diff, which the user's git config may change and `mask_diff` must
+know."""
 MAX_SCRIPT_BYTES = 1_000_000
 _WORDS = re.compile(r"[\s=,:;|&<>()'\"`]+")
-"""Between the words of ``sh -c 'train --data ../data'`` or ``--data=../a,../b``."""
+"""Separates the words of ``sh -c 'train --data ../data'`` or ``--data=../a,../b``."""
 _PATH_ABOVE = re.compile(r"[\"'](\.\./[^\"'\n]*\w[^\"'\n]*)[\"']")
-"""A path above a script's folder, in quotes."""
+"""Matches a quoted path that leads above the folder of a script."""
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 WORK_FOLDER_NOTE = (
     "the command runs in work/ of its run folder, a copy of the code: relative outputs go there"
@@ -58,9 +59,10 @@ NO_REPOSITORY = "Git finds no repository in the copy of the code"
 
 
 def wants_copy(config: RunConfig, plan: LaunchPlan) -> bool:
-    """Whether a run gets a copy: a job that waits in a queue must not see later edits.
+    """Return whether a run gets a copy of the code.
 
-    A command also runs in a copy on this machine, so that what it writes is in the same place everywhere.
+    A job that waits in a queue must not see later edits. A local command also runs in a copy, so that its
+    outputs are at the same place as on a cluster.
     """
     return config.launch.snapshot and (plan.is_job or plan.workload.is_command)
 
@@ -68,13 +70,14 @@ def wants_copy(config: RunConfig, plan: LaunchPlan) -> bool:
 def write_origin(
     run: RunDir, config: RunConfig, plan: LaunchPlan, argv: Sequence[str], code_from: CodeCopy | None = None
 ) -> CodeCopy | None:
-    """Copy the code of a run and write provenance.json; returns the description of the copy.
+    """Copy the code of a run and write provenance.json; return the description of the copy.
 
-    `code_from` is the copy of another run's code, which it gets instead of the current code. Raises
-    UsageError when the code cannot be copied or a secret would be written.
+    `code_from` is the copy of another run's code, which replaces the current code. Raises UsageError if the
+    code cannot be copied or a secret would be written.
     """
     cwd = Path.cwd()
-    with ThreadPoolExecutor(1) as thread:  # overlaps git with the copy: both take about as long
+    # git and the copy run at the same time, because both take about equally long
+    with ThreadPoolExecutor(1) as thread:
         provenance = thread.submit(collect_provenance, cwd)
         if code_from is not None:
             code: CodeCopy | None = copy_again(code_from, run)
@@ -92,7 +95,10 @@ def write_origin(
 def future_code(
     run: RunDir, config: RunConfig, plan: LaunchPlan, code_from: CodeCopy | None = None
 ) -> CodeCopy | None:
-    """The description that `write_origin` would return now; writes nothing. Raises UsageError likewise."""
+    """Return the description that `write_origin` would return now, without writing anything.
+
+    Raises UsageError as `write_origin` does.
+    """
     if code_from is not None:
         return moved(code_from, run.code_dir)
     return plan_copy(Path.cwd(), run, plan.workload)[0] if wants_copy(config, plan) else None
@@ -102,8 +108,8 @@ def future_code(
 def renewed_code(run: RunDir, before: JobRecord, config: RunConfig, plan: LaunchPlan) -> Iterator[JobRecord]:
     """Replace the run's copy of the code with the current code, and keep the old copy as ``code.001`` etc.
 
-    `before` is its job.json; yields the new one. Call with the run's lock held. The old copy is restored if
-    the block starts no attempt. Raises UsageError like `copy_code`.
+    `before` is the content of job.json; the block gets the new content. Call with the run's lock held. The
+    old copy is restored if the block starts no attempt. Raises UsageError as `copy_code` does.
     """
     attempts = run.attempt_numbers()
     candidates = (run.path / f"code.{number:03d}" for number in range(1, 1000))
@@ -122,18 +128,19 @@ def renewed_code(run: RunDir, before: JobRecord, config: RunConfig, plan: Launch
             shutil.rmtree(run.code_dir, ignore_errors=True)
             if had_one:
                 kept.rename(run.code_dir)
-            with suppress(OSError), changed_job(run) as job:  # what cannot be changed was not
+            # if job.json cannot be written now, it was not changed before
+            with suppress(OSError), changed_job(run) as job:
                 job.code = before.code
         raise
 
 
 def copy_code(cwd: Path, run: RunDir, workload: Workload) -> CodeCopy:
-    """Copy the code of a working directory to the run's code/, completely or not at all; describe the copy.
+    """Copy the code of a working directory to the run's code/, completely or not at all.
 
-    Modes and symlinks are kept: a link to a copied file points to its copy, any other link to its old target.
-    For a command, files that are not copied are linked: it may expect its data there, as in
-    ``python train.py --data data/train.jsonl``. Raises UsageError when the code is too large, a file cannot
-    be read, or the run folder cannot be written.
+    Returns the description of the copy. Modes and symlinks are kept: a link to a copied file points to its
+    copy, any other link to its old target. For a command, files that are not copied are linked, because the
+    command may expect its data there, as in ``python train.py --data data/train.jsonl``. Raises UsageError if
+    the code is too large, a file cannot be read, or the run folder cannot be written.
     """
     code, tree = plan_copy(cwd, run, workload)
     if run.code_dir.exists():
@@ -168,7 +175,10 @@ def copy_code(cwd: Path, run: RunDir, workload: Workload) -> CodeCopy:
 
 
 def copy_again(before: CodeCopy, run: RunDir) -> CodeCopy:
-    """Copy the copy of another run's code to the run's code/; describe it. Raises UsageError likewise."""
+    """Copy the code of another run's copy to the run's code/; return the description of the new copy.
+
+    Raises UsageError as `copy_code` does.
+    """
     try:
         shutil.copytree(before.code, run.code_dir, symlinks=True)
         for folder in repositories_below(run.code_dir):
@@ -180,7 +190,10 @@ def copy_again(before: CodeCopy, run: RunDir) -> CodeCopy:
 
 
 def moved(code: CodeCopy, folder: Path) -> CodeCopy:
-    """The description of a copy for the same files in `folder`; UsageError if it names others."""
+    """Return the description of a copy for the same files in `folder`.
+
+    Raises UsageError if the description names files outside the copy.
+    """
     try:
         paths = [
             str(folder / Path(path).relative_to(code.code)) for path in (*code.import_path, code.workdir)
@@ -207,7 +220,10 @@ def _copy_error(error: OSError, run: RunDir) -> UsageError:
 
 
 def plan_copy(cwd: Path, run: RunDir, workload: Workload) -> tuple[CodeCopy, SourceTree]:
-    """The description that `copy_code` would return now, and the files; writes nothing. Raises likewise."""
+    """Return the description that `copy_code` would return now, and the files; write nothing.
+
+    Raises UsageError as `copy_code` does.
+    """
     folder, run_dir = os.path.realpath(cwd), os.path.realpath(run.path)
     tree = find_tree(folder, run_dir)
     tree.subfolder = below(tree.root, folder)
@@ -251,7 +267,7 @@ def plan_copy(cwd: Path, run: RunDir, workload: Workload) -> tuple[CodeCopy, Sou
     if workload.is_command:
         code.notes.append(WORK_FOLDER_NOTE)
     for word in workload.argv:
-        # Python then also imports modules next to such a script from the source.
+        # Python would also import modules next to such a script from the source.
         if Path(word).is_relative_to(source) and Path(word).is_file():
             how = f"name it relative to {source} to run the copy"
             code.notes.append(f"{word} is run from the source, which may change; {how}")
@@ -268,9 +284,10 @@ def _size(num_bytes: int) -> str:
 
 
 def _missing_paths(command: Sequence[str], tree: SourceTree) -> Iterator[str]:
-    """A note for each relative path in a command, or in a script of it, that exists, but not in the copy.
+    """Yield a note for each relative path in a command, or in its script, that is missing in the copy.
 
-    Raises UsageError for an argument or the value of an option that is outside of what is copied.
+    Only paths that exist in the source count. Raises UsageError for an argument or the value of an option
+    that leads outside of the copied folder.
     """
     in_place = "or use the files in place with --no-snapshot"
     for word in command:
@@ -286,7 +303,7 @@ def _missing_paths(command: Sequence[str], tree: SourceTree) -> Iterator[str]:
     quoted = [(script, match[1]) for script in scripts for match in _PATH_ABOVE.finditer(_text(tree, script))]
     words = [("the command", part) for word in command for part in _WORDS.split(word)]
     for where, part in dict.fromkeys(words + quoted):
-        known = re.split(r"[{}$*?%]", part)[0]  # as in f"../data/{name}"
+        known = re.split(r"[{}$*?%]", part)[0]  # the path may contain placeholders, as in f"../data/{name}"
         known = known if known == part else known.rpartition("/")[0]
         path = os.path.normpath(Path(tree.root, tree.subfolder, known))
         if known and not known.startswith("/") and os.path.lexists(path) and not _has_path(tree, path):
@@ -295,7 +312,10 @@ def _missing_paths(command: Sequence[str], tree: SourceTree) -> Iterator[str]:
 
 
 def _has_path(tree: SourceTree, path: str) -> bool:
-    """Whether the copy has a path of the source; a folder of outputs is made by its program."""
+    """Return whether the copy will have a path of the source.
+
+    A folder always counts as present, because a program creates the folders of its outputs.
+    """
     inside = below(tree.root, path)
     if inside and Path(path).is_dir():
         return True
@@ -304,19 +324,19 @@ def _has_path(tree: SourceTree, path: str) -> bool:
 
 
 def _text(tree: SourceTree, script: str) -> str:
-    """What a script of the project says; empty without one, or for one that is no script."""
+    """Return the text of a script of the project; "" if it is missing or too large."""
     inside = below(tree.root, os.path.normpath(Path(tree.root, tree.subfolder, script)))
     if inside not in tree.files or tree.files[inside].st_size > MAX_SCRIPT_BYTES:
         return ""
     try:
         return Path(tree.root, inside).read_text(errors="replace")
     except OSError:
-        return ""  # it could not be copied either, which says more
+        return ""  # the copy will fail with a more useful error
 
 
 def _make_folders(tree: SourceTree, target: str) -> set[str]:
     folders = tree.folders | {parent for path in tree.links for parent in parents(path)}
-    for folder in sorted(folders - {""}):  # parents first
+    for folder in sorted(folders - {""}):  # sorted, so that parents are created first
         Path(target, folder).mkdir(mode=0o700)
     return folders
 
@@ -330,16 +350,20 @@ def _copy_files(tree: SourceTree, folders: set[str], target: str) -> None:
             plain.append(path)
 
     def copy(path: str) -> None:
-        """Copy bytes, mode and time; no hard link, since an editor may write to the source in place."""
-        # A link or a pipe that has just taken the place of the file is an error.
-        with suppress(FileNotFoundError):  # deleted since it was listed
+        """Copy bytes, mode and time.
+
+        A hard link would not do, because an editor may write to the source in place.
+        """
+        # A link or a pipe that has just replaced the file is an error.
+        with suppress(FileNotFoundError):  # the file may have been deleted since it was listed
             reading = os.open(f"{tree.root}/{path}", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             with open(reading, "rb", 0) as old, open(f"{target}/{path}", "xb") as new:
-                # Read-only: a sweep's trials share it, and outputs belong into the run's working folder.
+                # The copy is read-only, because the trials of a sweep share it and outputs belong into the
+                # run's working folder.
                 os.fchmod(new.fileno(), S_IMODE(tree.files[path].st_mode) & 0o555 | 0o400)
                 found = os.fstat(reading)
                 shutil.copyfileobj(old, new)
-                new.flush()  # before it gets its time
+                new.flush()  # a later flush would change the time of the file
                 os.utime(new.fileno(), ns=(found.st_atime_ns, found.st_mtime_ns))
 
     with ThreadPoolExecutor(NUM_THREADS) as threads:
@@ -347,7 +371,7 @@ def _copy_files(tree: SourceTree, folders: set[str], target: str) -> None:
 
 
 def _link_target(tree: SourceTree, folders: set[str], path: str) -> str:
-    """The target for the copy of a symlink: inside the copy if possible, else the old target."""
+    """Return the target for the copy of a symlink: inside the copy if possible, else the old target."""
     text = str(Path(tree.root, path).readlink())
     parent = path.rpartition("/")[0]
     target = os.path.normpath(text if text.startswith("/") else f"{tree.root}/{parent}/{text}")
@@ -358,7 +382,7 @@ def _link_target(tree: SourceTree, folders: set[str], path: str) -> str:
 
 
 def find_import_path(tree: SourceTree, code: str, inherited: str) -> tuple[list[str], list[str]]:
-    """(folders of the copy for PYTHONPATH, notes about folders that cannot be on it).
+    """Return the folders of the copy for PYTHONPATH, and notes about folders that cannot be on it.
 
     A project installed with ``pip install -e`` would be imported from the source, which can change after
     submission, but PYTHONPATH takes precedence. The folders are the working directory, the package folder of
@@ -397,7 +421,7 @@ def _join(folder: str, name: str) -> str:
 
 
 def collect_provenance(cwd: Path) -> dict[str, object]:
-    """The versions, host, user and git state that a run starts from; runs git three times."""
+    """Return the versions, host, user and git state that a run starts from; runs git three times."""
     return {
         "time": utc_now(),
         "trainkit": __version__,
@@ -413,7 +437,7 @@ def collect_provenance(cwd: Path) -> dict[str, object]:
 
 
 def git_state(cwd: Path) -> dict[str, object] | None:
-    """Commit, branch and uncommitted changes of a folder's repository; None if there is none.
+    """Return the commit, branch and uncommitted changes of a folder's repository; None without one.
 
     Values in the diff that look like secrets are masked.
     """
@@ -423,7 +447,7 @@ def git_state(cwd: Path) -> dict[str, object] | None:
     sha, branch = commit.split()
     diff = _git(cwd, "diff", *DIFF_OPTIONS, "HEAD")
     if diff is not None and diff and not diff.startswith("diff --git "):
-        diff = None  # of a form in which secrets would not be found
+        diff = None  # secrets would not be found in another format
     shown = None if diff is None else mask_diff(diff[:MAX_DIFF_CHARS])
     status = _git(cwd, "status", "--porcelain")
     return {
@@ -437,7 +461,7 @@ def git_state(cwd: Path) -> dict[str, object] | None:
 
 
 def _git(cwd: Path, *args: str) -> str | None:
-    """The output of git; None without git or a repository, or when it times out."""
+    """Return the output of git; None without git or a repository, or if git times out."""
     try:
         done = run_git(str(cwd), *args, timeout_s=GIT_TIMEOUT_S)
     except (OSError, UsageError):

@@ -1,9 +1,9 @@
-"""The files of a project: those that are code, and those that a copy of the code links to.
+"""Find the files of a project that are code, and the files that a copy of the code links to.
 
-Git lists them in a folder that somebody else may have written: it starts no program that the repository
-names. A repository's own config can name programs for nearly everything that Git does: filters for the files
-that it compares, a monitor of the file system, hooks, a transport. Filters of the user's config do not run
-either: they may read the config of the repository in turn, as git-lfs does.
+Git may list files in a folder that another user has written, so it must start no program that the repository
+names. A repository's config can name programs for nearly everything that Git does: filters for the files that
+Git compares, a file system monitor, hooks and transports. Filters of the user's config do not run either,
+because they may read the repository's config, as git-lfs does.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from trainkit.run.rundir import RUNS_FOLDER
 
 MAX_LINKS = 10_000
 MAX_SEARCHED = 200_000
-"""The maximum number of files searched without git: a larger folder is not a project."""
+"""Maximum number of files that are searched without git; a folder with more files is not a project."""
 MAX_FILE_BYTES = 50_000_000
-"""Without git, larger files count as data."""
+"""A larger file counts as data if there is no Git repository."""
 
 
 def _matcher(patterns: str) -> re.Pattern[str]:
-    """A regular expression for file names that match any of the patterns, such as ``*.py``."""
+    """Return a regular expression for file names that match any of the patterns, such as ``*.py``."""
     return re.compile("|".join(map(translate, patterns.split())))
 
 
@@ -49,25 +49,29 @@ _OUTPUT_FOLDER = _matcher(
 _WRITTEN = _matcher(
     "*.png *.jpg *.jpeg *.gif *.svg *.pdf *.html *.csv *.tsv *.log *.out *.err *.npy *.npz *.pkl *.pickle"
 )
-"""What scripts often write next to themselves: with a link to it, a run would write into the original."""
+"""Files that scripts often write into their folder. If such a file were linked, a run would overwrite the
+original."""
 MAX_WRITTEN, MAX_WRITTEN_BYTES = 100, 1_000_000
-"""More files of these kinds in a folder are data, which is linked, and so is a larger one."""
+"""If a folder has more files of these kinds, or a file is larger, they count as data and are linked."""
 _NO_SOURCES = _matcher(".* __pycache__ node_modules runs checkpoints wandb mlruns lightning_logs")
-"""Folders that the search by pattern skips, besides environments."""
+"""Folders that the search by pattern skips, in addition to Python environments."""
 IS_SECRET = "looks like a secret"
 IS_OUTPUT = "looks like an output; a run that reads it needs its absolute path"
 
 
 def looks_like_source(name: str) -> bool:
-    """Whether a file with this name is usually code."""
+    """Return whether a file with this name is usually code."""
     return _SOURCE.match(name) is not None
 
 
 def looks_like_output(path: str) -> bool:
-    """Whether training usually writes this path: with a link to it, one run would read another's weights."""
+    """Return whether training usually writes this path.
+
+    Such a file must not be linked, because one run would read another run's weights.
+    """
     names = path.split("/")
     if looks_like_source(names[-1]):
-        return False  # new code in a package named `logs`
+        return False  # the file may be new code in a package named `logs`
     return bool(_OUTPUT.match(names[-1])) or any(_OUTPUT_FOLDER.match(name.lower()) for name in names)
 
 
@@ -77,70 +81,71 @@ class SourceTree:
 
     root: str
     kind: str
-    """``git`` or ``pattern``."""
+    """The method that found the files: ``git`` or ``pattern``."""
     subfolder: str = ""
-    """The working directory below the root."""
+    """The working directory, relative to the root."""
     files: dict[str, os.stat_result] = field(default_factory=dict)
     """Files and symlinks to copy."""
     links: list[str] = field(default_factory=list)
-    """What is linked."""
+    """Paths to link."""
     left_out: list[tuple[str, str]] = field(default_factory=list)
-    """(path, reason)"""
+    """The omitted files as (path, reason)."""
     repositories: list[str] = field(default_factory=list)
-    """Where the repositories are below the root, each empty or with a slash at its end."""
+    """The prefixes of the repositories below the root; each is empty or ends with a slash."""
     apart: set[str] = field(default_factory=set)
-    """The folders around keys, outputs and the files of runs."""
+    """The folders that contain keys, outputs or files of runs, so that they must not be linked."""
     is_run: Callable[[str], bool] = field(default_factory=lambda: cache(_is_run))
-    """Whether a folder is that of a run or of a group of runs, whose files are not code."""
+    """Returns whether a folder is a run or a group of runs, whose files are not code."""
 
     def add(self, path: str, found: os.stat_result) -> None:
-        """Add a regular file or a symlink; anything else is left out."""
+        """Add a regular file or a symlink; record anything else as omitted."""
         if S_ISREG(found.st_mode) or S_ISLNK(found.st_mode):
             self.files[path] = found
         else:
             self.left_out.append((path, "is not a regular file"))
 
     def keep_apart(self, path: str, reason: str) -> None:
-        """Leave a file out that no other run may see, so that no link leads to a folder around it."""
+        """Omit a file that no other run may see, and forbid links to the folders around it."""
         self.left_out.append((path, reason))
         self.apart.update(parents(path))
 
     def is_in_run(self, path: str) -> bool:
-        """Whether a file is in a run folder below the root."""
+        """Return whether a file is in a run folder below the root."""
         return any(self.is_run(f"{self.root}/{parent}") for parent in parents(path))
 
     @property
     def folders(self) -> set[str]:
-        """The folders of the files and the root, which is the empty path."""
+        """Return the folders of the files, and the root as the empty path."""
         return {"", *(parent for path in self.files for parent in parents(path))}
 
 
 def printable(path: str) -> str:
-    r"""A path as text: bytes that are not UTF-8 become ``\xNN``."""
+    r"""Convert a path to text; bytes that are not UTF-8 become ``\xNN``."""
     return os.fsencode(path).decode(errors="backslashreplace")
 
 
 def below(root: str, path: str) -> str:
-    """A path relative to `root`; empty when it is not below it."""
+    """Return a path relative to `root`; an empty string if the path is not below `root`."""
     prefix = root.rstrip("/") + "/"
     return path.removeprefix(prefix) if path.startswith(prefix) else ""
 
 
 def parents(path: str) -> Iterator[str]:
-    """The folders around a file, from the inside; not the root."""
+    """Yield the folders around a file, from the innermost to the outermost, without the root."""
     while path := path.rpartition("/")[0]:
         yield path
 
 
 def _is_run(folder: str) -> bool:
     is_group = Path(folder, "sweep.json").is_file() and Path(folder, "logs").is_dir()
-    # A run that never started has no attempts, and a loop by hand no plan.
+    # A run that never started has no attempts, and a run of `trainkit.loop` without trainkit's launcher has
+    # no plan.
     is_known = Path(folder, "attempts").is_dir() or Path(folder, "plan.json").is_file()
     return is_group or (is_known and Path(folder, "job.json").is_file())
 
 
 def find_tree(cwd: str, run_dir: str) -> SourceTree:
-    """The files that git lists; without git or in an ignored folder, those that look like sources."""
+    """Return the files that git lists; without git or in an ignored folder, files that look like sources."""
     known = repository_tree(cwd, run_dir)
     if known is None:
         return pattern_tree(cwd, run_dir)
@@ -151,12 +156,12 @@ def find_tree(cwd: str, run_dir: str) -> SourceTree:
 
 
 def repository_tree(cwd: str, run_dir: str) -> SourceTree | None:
-    """The code of the git work tree that contains a folder; None without a work tree or git.
+    """Return the code of the git work tree that contains a folder; None without a work tree or git.
 
-    This is every file that is tracked, or neither tracked nor ignored, including submodules and nested
-    clones. Untracked files that look like keys or passwords are left out; tracked ones are in the repository
-    anyway, and the code may need them. Run folders are left out. Both paths are real paths. Raises UsageError
-    when git fails.
+    The code is every file that is tracked, or neither tracked nor ignored, including submodules and nested
+    clones. Run folders are omitted. Untracked files that look like keys or passwords are omitted too; tracked
+    ones are not, because they are in the repository anyway and the code may need them. `cwd` and `run_dir`
+    must be real paths. Raises UsageError if git fails.
     """
     if not any((parent / ".git").exists() for parent in (Path(cwd), *Path(cwd).parents)):
         return None
@@ -186,7 +191,7 @@ def _add_repository(tree: SourceTree, prefix: str, run_dir: str, runs_dir: str) 
     """Add the files of a repository and of nested ones; files tracked in `runs_dir` are code too."""
     folder = f"{tree.root}/{prefix}"
     tree.repositories.append(prefix)
-    # As literal patterns of .gitignore, so that git does not search them.
+    # Pass the folders as literal .gitignore patterns, so that git does not search them.
     patterns = [
         "--exclude=/" + re.sub(r"([*?\[\]\\ ])", r"\\\1", path.removeprefix(prefix))
         for path in (run_dir, runs_dir)
@@ -203,10 +208,10 @@ def _add_repository(tree: SourceTree, prefix: str, run_dir: str, runs_dir: str) 
             try:
                 found = os.lstat(f"{tree.root}/{path}")
             except (FileNotFoundError, NotADirectoryError):
-                continue  # deleted, but still in the index
+                continue  # the file was deleted but is still in the index
             if S_ISDIR(found.st_mode):
                 if tree.is_in_run(path):
-                    tree.apart.update(parents(path))  # the copy of the code that an earlier run uses
+                    tree.apart.update(parents(path))  # the repository is an earlier run's copy of the code
                 elif Path(tree.root, path, ".git").exists():
                     _add_repository(tree, f"{path}/", run_dir, runs_dir)
             elif is_tracked:
@@ -226,11 +231,11 @@ def _is_in(path: str, folder: str) -> bool:
 
 
 def pattern_tree(cwd: str, run_dir: str) -> SourceTree:
-    """The code below a folder: files named like sources, and all symlinks.
+    """Return the code below a folder: files named like sources, and all symlinks.
 
-    Hidden folders, environments, runs and caches are skipped; files that look like keys or passwords, and
-    very large files, are left out. Both paths are real paths.
-    Raises UsageError when the folder is too large to be a project.
+    Hidden folders, environments, runs and caches are skipped. Files that look like keys or passwords, and
+    very large files, are omitted. `cwd` and `run_dir` must be real paths. Raises UsageError if the folder is
+    too large to be a project.
     """
     tree, waiting, num_searched = SourceTree(cwd, "pattern"), [cwd], 0
     while waiting:
@@ -238,7 +243,7 @@ def pattern_tree(cwd: str, run_dir: str) -> SourceTree:
         try:
             entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
         except FileNotFoundError:
-            continue  # deleted since it was listed
+            continue  # the folder was deleted since it was listed
         except PermissionError:
             tree.left_out.append((below(cwd, folder), "cannot be read"))
             continue
@@ -272,19 +277,19 @@ def _has_sources(tree: SourceTree, entry: os.DirEntry[str], run_dir: str) -> boo
         is_environment = (folder / "pyvenv.cfg").exists() or (folder / "conda-meta").is_dir()
         return not is_environment and not tree.is_run(entry.path)
     except PermissionError:
-        return True  # reported as left out when it is opened
+        return True  # opening the folder will fail and report it as omitted
 
 
 def add_links(tree: SourceTree, cwd: str, run_dir: str) -> None:
-    """Add what a copy of the code links to: what is next to the copied files and was not copied.
+    """Add links for the files and folders that are next to copied files but are not copied.
 
-    Keys, passwords, run folders, outputs and Python caches are not linked; outputs are added to
-    `tree.left_out`, and small files that a script may write again to `tree.files`, which are copied. Raises
-    UsageError when there are more than `MAX_LINKS`.
+    Keys, passwords, run folders, outputs and Python caches are not linked. Outputs are added to
+    `tree.left_out`. Small files that a script may overwrite are added to `tree.files`, so that they are
+    copied. Raises UsageError if there are more than `MAX_LINKS` links.
     """
     folders, known = tree.folders, {path for path, _ in tree.left_out} | tree.files.keys()
     runs = [below(tree.root, place) for place in (run_dir, f"{cwd}/{RUNS_FOLDER}")]
-    # A link to a folder of outputs would let one run read and replace those of another.
+    # A link to a folder of outputs would let one run read and replace the outputs of another run.
     known |= folders | tree.apart | {place for run in runs for place in (run, *parents(run))}
     entries = (below(tree.root, str(entry)) for name in folders for entry in Path(tree.root, name).iterdir())
     small: dict[str, dict[str, os.stat_result]] = {}
@@ -312,7 +317,7 @@ def add_links(tree: SourceTree, cwd: str, run_dir: str) -> None:
 
 
 def _small_output(tree: SourceTree, path: str) -> os.stat_result | None:
-    """The status of a small file that a script may have written and may write again; None for another."""
+    """Return the status of a small file that a script may have written and may overwrite; None otherwise."""
     if not _WRITTEN.match(path.rpartition("/")[2].lower()):
         return None
     found = os.lstat(f"{tree.root}/{path}")
@@ -326,7 +331,8 @@ def _may_be_linked(tree: SourceTree, path: str) -> bool:
     if tree.is_in_run(f"{path}/"):
         return False
     if tree.kind == "git" and Path(folder).is_dir() and not any(files for *_, files in os.walk(folder)):
-        # What is written there belongs to the run, unless git ignores it, as it does data.
+        # An empty folder is for outputs, which belong to the run. But if git ignores it, as it usually
+        # ignores data, the folder is linked.
         return run_git(tree.root, "check-ignore", "--quiet", path).returncode == 0
     try:
         with os.scandir(folder) as entries:
@@ -334,15 +340,16 @@ def _may_be_linked(tree: SourceTree, path: str) -> bool:
                 tree.is_run(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)
             )
     except OSError:
-        return True  # a file, or a folder that cannot be read
+        return True  # the path is a file, or a folder that cannot be read
 
 
 GIT_LIMIT_S = 60.0
 _GIT_KEPT = re.compile(r"GIT_(?:EXEC_PATH|CEILING_DIRECTORIES|DISCOVERY_ACROSS_FILESYSTEM|CONFIG_\w+)")
-"""The variables of Git that reach it: where it is installed, where it looks, and the config of the user."""
+"""The variables that are passed to Git: where it is installed, where it searches, and the user's config."""
 _GIT_OWN = {
     "LC_ALL": "C",
-    "GIT_ALLOW_PROTOCOL": "",  # a partial clone would fetch what it lacks, by a program that it names
+    # in a partial clone Git would start a program of the repository to fetch objects
+    "GIT_ALLOW_PROTOCOL": "",
     "GIT_NO_LAZY_FETCH": "1",
     "GIT_TERMINAL_PROMPT": "0",
 }
@@ -358,19 +365,21 @@ _COMPARING = {
     "diff": ("--no-color", "--no-ext-diff", "--no-textconv", "--ignore-submodules=dirty"),
     "status": ("--ignore-submodules=dirty",),
 }
-"""The commands that read the work tree, which the filters of its attributes convert, and what else they need.
+"""Maps the commands that read the work tree, and so would start filters, to the options that they need.
 
-In a submodule with changed files another Git would run, with the filters that its own config names.
+In a submodule with changed files, another Git process would start with the filters that the submodule's
+config names.
 """
 
 
 def run_git(
     folder: str, *args: str, timeout_s: float = GIT_LIMIT_S, content: bytes | None = None
 ) -> subprocess.CompletedProcess[bytes]:
-    """Run git in a folder, whatever the environment says; raises UsageError after `timeout_s`.
+    """Run git in a folder, independent of the environment; raise UsageError after `timeout_s`.
 
-    `content` is its standard input. ``diff`` and ``status`` compare files as they are on the disk, without
-    the conversion of a filter; UsageError is also raised where a filter has a name that no option can have.
+    `content` is the standard input of git. ``diff`` and ``status`` compare files as they are on disk, without
+    the conversion of a filter. UsageError is also raised if a filter has a name that git's options cannot
+    contain.
     """
     own = _without_filters(folder, timeout_s) if args[0] in _COMPARING else []
     return _call_git(folder, [*own, args[0], *_COMPARING.get(args[0], ()), *args[1:]], timeout_s, content)
@@ -402,7 +411,7 @@ def _call_git(
 
 
 def _without_filters(folder: str, timeout_s: float) -> list[str]:
-    """Options by which no filter that the config of a repository or a user defines is started."""
+    """Return options that prevent git from starting the filters in the config of a repository or a user."""
     listed = _call_git(folder, ["config", "--includes", "-z", "--name-only", "--list"], timeout_s)
     if listed.returncode:
         reason = os.fsdecode(listed.stderr).strip()
@@ -413,8 +422,8 @@ def _without_filters(folder: str, timeout_s: float) -> list[str]:
     filters = dict.fromkeys(key.rpartition(".")[0] for key in keys if key.startswith("filter."))
     if unnamed := next((name for name in filters if "=" in name), None):
         raise UsageError(
-            f"{folder} has the filter {unnamed.removeprefix('filter.')!r}, which git cannot leave out",
-            hint="a filter needs a name without an equals sign",
+            f"{folder} has the filter {unnamed.removeprefix('filter.')!r}, which git cannot disable",
+            hint="rename the filter in the git config so that its name has no equals sign",
         )
     values = ("clean=", "process=", "required=false")
     return [word for name in filters for value in values for word in ("-c", f"{name}.{value}")]

@@ -1,8 +1,8 @@
-"""The standard input of a COMMAND: who may have it, and its content where a run keeps it.
+"""Decide which standard input a COMMAND gets, and store its content in the run folder where needed.
 
-Rank 0 of ``trainkit run`` inherits it, as a program of the shell would. A job starts later and may start
-again, so ``trainkit submit`` stores it in the run folder. It must not take what others read from the same
-stream, such as the shell of a script or of a loop.
+Rank 0 of ``trainkit run`` inherits standard input, like a program that a shell starts. A job starts later and
+may start again, so ``trainkit submit`` stores the content in the run folder. trainkit must not consume input
+that another process reads from the same stream, such as the shell that executes a script or a loop.
 """
 
 from __future__ import annotations
@@ -20,27 +20,28 @@ from trainkit.plan.workload import WRAPPERS, Workload
 
 MAX_BYTES = 64_000_000
 SILENCE_S = 60.0
-"""How long a pipe that does not end may say nothing."""
+"""Maximum number of seconds to wait for data from an open pipe."""
 NOTE_AFTER_S = 2.0
 _BLOCK = 1 << 20
-_FILE_HINT = "write it to a file and name that in the COMMAND"
+_FILE_HINT = "write the input to a file and name the file in the COMMAND"
 
 
 def kept_input(workload: Workload, *, streams: bool) -> tuple[bytes | None, str | None]:
-    """What of this process's standard input to keep for rank 0 of a command, and a line about it; None each.
+    """Return the standard input to store for rank 0 of a command, and a message about it; None for each.
 
-    Where rank 0 inherits the stream (`streams`), only a program that is complete is kept, so that the run can
-    be resumed. Raises UsageError for what is too large or does not end.
+    If rank 0 inherits the stream (`streams`), the content is stored only if it is complete and the command
+    line says that the command reads it. The stored content allows the run to be resumed. Raises UsageError if
+    the content is too large or does not end.
     """
     if not workload.is_command:
         return None, None
     shown = workload.argv[0]
     if os.isatty(0):
-        note = f"warning: {shown} reads standard input, which is a terminal here: it gets an empty one"
+        note = f"warning: standard input is a terminal, so {shown}, which reads it, gets an empty input"
         return None, note if workload.reads_input else None
     found = os.fstat(0)
     if not (stat.S_ISREG(found.st_mode) or stat.S_ISFIFO(found.st_mode) or stat.S_ISSOCK(found.st_mode)):
-        return None, None  # a device such as /dev/null
+        return None, None  # the stream is a device such as /dev/null
     is_file = stat.S_ISREG(found.st_mode)
     state = 0 if is_file else _pipe_state()
     has_ended, has_data = bool(state & (select.POLLHUP | select.POLLRDHUP)), bool(state & select.POLLIN)
@@ -50,10 +51,10 @@ def kept_input(workload: Workload, *, streams: bool) -> tuple[bytes | None, str 
     if is_file:
         has_data = found.st_size > os.lseek(0, 0, os.SEEK_CUR)
     if not workload.reads_input and _is_shared(found):
-        dropped = f"note: standard input is left to the programs around this one: {shown} gets none"
-        return None, f"{dropped}; `< FILE` or a pipe of its own passes it" if has_data else None
+        dropped = f"note: {shown} gets no standard input, because the calling program reads it too"
+        return None, f"{dropped}; pass one with `< FILE` or a pipe" if has_data else None
     if not (workload.reads_input or has_data):
-        open_pipe = f"note: standard input is a pipe without data: {shown} gets none"
+        open_pipe = f"note: standard input is a pipe without data, so {shown} gets no input"
         return None, None if is_file or has_ended else open_pipe
     content = _content(is_file)
     if not content:
@@ -68,7 +69,7 @@ def _pipe_state() -> int:
 
 
 def _content(is_file: bool) -> bytes:
-    """All of standard input; of a file from where it is, without moving that for others."""
+    """Return all of standard input; read a file from its current position without changing that position."""
     content = b"".join(_file_blocks() if is_file else _pipe_blocks())
     if len(content) > MAX_BYTES:
         limit = f"{MAX_BYTES / 1e6:.0f} MB"
@@ -106,7 +107,7 @@ def _pipe_blocks() -> Iterator[bytes]:
 
 
 def _is_shared(found: os.stat_result) -> bool:
-    """Whether a process around this one has the same standard input, as the shell of a loop has."""
+    """Return whether a parent process has the same standard input, such as the shell of a loop."""
     pid = os.getppid()
     while pid > 1:
         try:
@@ -115,8 +116,8 @@ def _is_shared(found: os.stat_result) -> bool:
             fields = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()
             name = (process / "comm").read_text(errors="replace").strip()
         except OSError:
-            return False  # of another user, which has its own
-        if name not in WRAPPERS:  # these only pass it on
+            return False  # the process belongs to another user and has another stream
+        if name not in WRAPPERS:  # wrappers only pass the stream on
             return os.path.samestat(own, found)
         pid = int(fields[1])
     return False

@@ -1,6 +1,6 @@
-"""What one command submits: a run, or the trials of a sweep or array as one group.
+"""Plan what one command submits: a run, or the trials of a sweep or array as one group.
 
-A run is a group of one. All trials are checked before anything is written, which `create.py` does.
+A single run is treated as a group with one trial. All trials are checked before `create.py` writes anything.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
     from trainkit.run.record import CodeCopy
 
 MAX_SHOWN = 10
-"""The maximum number of problems of a group that are listed."""
+"""Maximum number of problems of a group that are listed."""
 PLENTY_SHARE = 0.05
-"""Checkpoints that take less of the free space are not worth a line."""
+"""Checkpoints that take a smaller share of the free space are not reported."""
 
 
 @dataclass(frozen=True)
 class PlannedTrial:
-    """One run to submit, with its config and plan."""
+    """A run to submit, with its config and plan."""
 
     index: int
     values: dict[str, object]
@@ -55,21 +55,24 @@ class PlannedTrial:
 
 @dataclass(frozen=True)
 class Submission:
-    """The trials that one job runs: a run, or those of a group, which share the script of the `array`."""
+    """The trials that one job runs: a single run, or the trials of a group, which share a batch script."""
 
     trials: list[PlannedTrial]
     array: ArraySpec | None = None
-    """None for a run."""
+    """The Slurm array of a group; None for a single run."""
     choice: NodesChoice | None = None
-    """Why it has this number of nodes, if that was for trainkit to choose."""
+    """The reason for the number of nodes, if trainkit has chosen it."""
     code_from: CodeCopy | None = None
-    """The copy of the code of the run that this one repeats."""
+    """The code copy of the run that this one repeats."""
     stdin: bytes | None = None
-    """What rank 0 of its command reads."""
+    """The standard input that rank 0 of the command reads."""
 
     @cached_property
     def plan(self) -> LaunchPlan:
-        """The plan of the first trial; its reasons note where others differ, its warnings are of all."""
+        """Return the plan of the first trial, with the warnings of all trials.
+
+        A reason that differs between trials says so.
+        """
         first = self.trials[0].plan
         others = [trial.plan.reasons for trial in self.trials[1:]]
         reasons = {
@@ -82,9 +85,10 @@ class Submission:
         return replace(first, reasons=reasons, warnings=tuple(warnings))
 
     def preview(self, run_dir: Path | None) -> tuple[str, dict[Path, str]]:
-        """The script, byte for byte, and the files of its plans by path; writes nothing.
+        """Return the exact script, and the files of its plans by path; write nothing.
 
-        Of a run on this machine, its plan as a line of JSON. Raises UsageError if it would contain a secret.
+        For a run on this machine, return its plan as a line of JSON instead of a script. Raises UsageError if
+        the script would contain a secret.
         """
         config, plan = self.trials[0].config, self.trials[0].plan
         run = RunDir(run_dir or Path(RUNS_FOLDER, next_name(config.name, None)))
@@ -93,7 +97,8 @@ class Submission:
             files |= {place.path / name: text for name, text in trial.plan.files.items()}
         if not plan.is_job:
             return json.dumps(plan.to_dict(), ensure_ascii=False) + "\n", files
-        from trainkit.launch.snapshot import future_code  # only of what has a script
+        # only a job with a script has a code copy to describe
+        from trainkit.launch.snapshot import future_code
 
         script = self.script(run, future_code(run, config, plan, self.code_from))
         if self.array is None:
@@ -102,7 +107,7 @@ class Submission:
         return script.text, files
 
     def _distinct_runs(self, folder: RunDir) -> Iterator[tuple[RunDir, PlannedTrial]]:
-        """The runs in the folder, and of those with the same files of a plan only the first."""
+        """Yield the runs in the folder; of several runs with the same plan files, only the first."""
         seen: list[Mapping[str, str]] = []
         for trial in self.trials:
             if trial.plan.files not in seen:
@@ -111,13 +116,13 @@ class Submission:
 
     @cached_property
     def group_config(self) -> dict[str, object]:
-        """The config of the first trial, from which those of the others differ in `group_trials`."""
+        """Return the config of the first trial, which is the base of the differences in `group_trials`."""
         return _config_dict(self.trials[0].config)
 
     @cached_property
     def group_trials(self) -> list[Trial]:
-        """The trials as the record of a group has them."""
-        from trainkit.run.group import Trial  # what reads runs is slow to import
+        """Return the trials in the form that the record of a group contains."""
+        from trainkit.run.group import Trial  # modules that read runs are slow to import
 
         first = self.trials[0]
         plan = first.plan.to_dict()
@@ -132,7 +137,7 @@ class Submission:
         ]
 
     def script(self, folder: RunDir, code: CodeCopy | None) -> JobScript:
-        """The script of the job in its folder; raises UsageError when it would contain a secret."""
+        """Return the script of the job in its folder; raise UsageError if it would contain a secret."""
         from trainkit.launch.script import script_for
         from trainkit.run.submitted import submitted_group_hash, submitted_hash
 
@@ -142,7 +147,7 @@ class Submission:
         else:
             array = self.array.directive
             submitted = submitted_group_hash(self.group_config, own, self.group_trials)
-        # Variables that differ are set by the agents of each trial.
+        # The agents of each trial set the variables that differ.
         plan = self.trials[0].plan
         common = _common(trial.plan.environment.variables for trial in self.trials)
         plan = replace(plan, environment=replace(plan.environment, variables=common))
@@ -159,12 +164,14 @@ def plan_submission(
     chooses_nodes: bool = False,
     repeats: RepeatedRun | None = None,
 ) -> Submission:
-    """Plan a run or every trial of a group, which starts when the runs that `after` names have finished.
+    """Plan a run or every trial of a group.
 
-    An array that exceeds the limits of the cluster is refused before any trial is planned. `chooses_nodes`
-    takes the number of nodes that is expected to finish first, for a run without `after`. With `repeats` the
-    run has the code of that one, and its reasons name it. Raises ConfigError with the problems of all trials,
-    UsageError when one array cannot run them.
+    The runs start when the runs that `after` names have finished. An array that exceeds the limits of the
+    cluster is refused before any trial is planned. With `chooses_nodes`, a run without `after` gets the
+    number of nodes that is expected to finish first. With `repeats`, the run uses the code of the repeated
+    run, and its reasons name that run.
+
+    Raises ConfigError with the problems of all trials, and UsageError if one array cannot run them.
     """
     code_from = None if repeats is None else repeats.code
     code_dir = None if code_from is None else Path(code_from.workdir)
@@ -172,7 +179,7 @@ def plan_submission(
     planned: list[PlannedTrial] = []
     refused: list[LoadedTrial] = []
     choice: NodesChoice | None = None
-    # By values without the seed, on which no plan depends unless the command names it.
+    # The key of a plan has no seed, because a plan depends on the seed only if the command names it.
     plans: dict[tuple[str, tuple[str, ...] | None], LaunchPlan | ConfigError] = {}
     for trial in trials:
         loaded = trial.loaded
@@ -204,7 +211,7 @@ def plan_submission(
     submission = replace(checked(planned, refused, array), choice=choice, code_from=code_from)
     runs = submission.trials
     if after:
-        from trainkit.launch.dependency import dependencies, with_dependency  # what reads runs is slow
+        from trainkit.launch.dependency import dependencies, with_dependency  # slow to import
 
         waits_for = dependencies(after, warn, on_slurm=submission.plan.is_job)
         runs = [replace(item, plan=with_dependency(item.plan, after, waits_for)) for item in runs]
@@ -216,7 +223,10 @@ def plan_submission(
 def submission_warnings(
     submission: Submission, folder: Path | None, workload: Workload, *, starts: bool
 ) -> Iterator[str]:
-    """Warnings about the folder and the command; raises UsageError for a folder without locks or space."""
+    """Yield warnings about the folder and the command.
+
+    Raises UsageError for a folder without locks or without enough space.
+    """
     plan, trials, folder = submission.plan, submission.trials, folder or Path(RUNS_FOLDER)
     if (problem := lock_problem(folder, plan.is_job)) is not None:
         yield f"warning: {problem}"
@@ -224,14 +234,17 @@ def submission_warnings(
         yield forecast
     if found := dict.fromkeys(secret_options(workload.argv)):
         yield (
-            f"warning: {', '.join(found)} of the command looks secret: it is stored in plan.json, and "
+            f"warning: {', '.join(found)} of the command looks like a secret: it is stored in plan.json, and "
             "other users see it in the process list of a node; use an environment variable that "
             "launch.secrets names"
         )
 
 
 def lock_problem(folder: Path, on_other_hosts: bool) -> str | None:
-    """`local_locks` for a job on other hosts; raises UsageError where the file system has no locks at all."""
+    """Return the warning of `local_locks` for a job on other hosts; None if there is none.
+
+    Raises UsageError if the file system has no locks at all.
+    """
     place = Path(os.path.realpath(folder))
     reason = unsupported(next(path for path in (place, *place.parents) if path.is_dir()))
     if reason is not None:
@@ -245,9 +258,10 @@ def lock_problem(folder: Path, on_other_hosts: bool) -> str | None:
 def disk_forecast(
     folder: Path, plan: LaunchPlan, config: RunConfig, num_runs: int = 1, *, starts: bool = True
 ) -> str | None:
-    """A line about the checkpoints of runs and the space for them; None where that is plenty, or unknown.
+    """Return a line about the checkpoints of runs and their disk space; None if there is enough.
 
-    Raises UsageError if not even one fits and the runs are about to start.
+    Returns None too if the size of a checkpoint is unknown. Raises UsageError if the first checkpoint of each
+    run does not fit and the runs are about to start.
     """
     place, kept, one = Path(os.path.realpath(folder)), config.checkpoint.keep_last, plan.checkpoint_bytes
     if one is None:
@@ -255,7 +269,7 @@ def disk_forecast(
     try:
         free = shutil.disk_usage(next(path for path in (place, *place.parents) if path.is_dir())).free
     except OSError:
-        return None  # what creates the folder says what is wrong with it
+        return None  # creating the folder will raise a more useful error
     if one * num_runs > free and starts:
         message = f"a checkpoint needs {size(one)}, but {shown_path(folder)} has only {size(free)} free"
         if num_runs > 1:
@@ -263,11 +277,11 @@ def disk_forecast(
         raise UsageError(message, hint="free disk space, or choose a folder on another disk with --run-dir")
     if kept is None:
         every, steps = config.checkpoint.every_steps, config.train.steps
-        # More by epochs, by minutes and after validations.
+        # Saves by epochs, by minutes and after validations are not counted.
         count = -(-steps // every) if every and steps else 1
         how_many, advice = "at least", "set checkpoint.keep_last (now null, which keeps all)"
     else:
-        # One is being written, one is the best.
+        # Count the kept ones, the one that is being written, and the best one.
         count = kept + 1 + (config.checkpoint.best_metric is not None)
         how_many, advice = "up to", f"lower checkpoint.keep_last (now {kept})"
     need = count * one * num_runs
@@ -284,9 +298,9 @@ def disk_forecast(
 def checked(
     planned: list[PlannedTrial], refused: Sequence[LoadedTrial], array: ArraySpec | None
 ) -> Submission:
-    """The submission of trials that must all have a plan and fit one array.
+    """Return the submission of trials that must all have a plan and fit one array.
 
-    Raises ConfigError with the problems of all trials, each with its first trial, and UsageError when the
+    Raises ConfigError with the problems of all trials, each with its first trial. Raises UsageError if the
     trials need different jobs.
     """
     if refused:
@@ -297,7 +311,7 @@ def checked(
     if array is not None and first.config.requeue.follow_ups:
         raise UsageError(
             f"requeue.follow_ups is {first.config.requeue.follow_ups}, which a group of runs cannot have",
-            hint="set it to 0: follow-up jobs wait for a job, not for a task of an array",
+            hint="set it to 0, because chained jobs wait for a job, not for a task of an array",
         )
     job_of_first = _job_of(first)
     for trial in planned[1:]:
@@ -313,14 +327,14 @@ def checked(
             raise UsageError(
                 f"trial {trial.index} ({shown(trial.values)}) needs a different job than trial "
                 f"{first.index}: {differing}",
-                hint="all tasks of an array have one script and size: "
-                "submit a run or a sweep for each of these",
+                hint="all tasks of an array share one script and size: "
+                "submit a separate run or sweep for each",
             )
     return Submission(planned, array)
 
 
 def _with_trials(refused: Sequence[LoadedTrial], num_trials: int) -> Iterator[Problem]:
-    """The problems with their trials; a problem of all trials is shown without them."""
+    """Yield the problems with their trials; a problem of all trials is shown without them."""
     found: dict[Problem, list[LoadedTrial]] = {}
     for trial in refused:
         for problem in trial.loaded.problems if isinstance(trial.loaded, ConfigError) else ():
@@ -338,13 +352,13 @@ def _with_trials(refused: Sequence[LoadedTrial], num_trials: int) -> Iterator[Pr
 
 
 def reaches_command(trials: Sequence[PlannedTrial], command: Sequence[str]) -> bool:
-    """Whether a COMMAND sees all swept values, as arguments or environment variables."""
+    """Return whether a COMMAND gets all swept values, as arguments or environment variables."""
     keys = {key for trial in trials for key in trial.values}
     return all(key.startswith("launch.env.") or names_key(command, key) for key in keys)
 
 
 def describe_trials(submission: Submission, is_sweep: bool) -> str:
-    """The trials of a group in one line."""
+    """Describe the trials of a group in one line."""
     trials, array = submission.trials, submission.array
     first_index, first = trials[0].index, trials[0].values
     if is_sweep:
@@ -356,16 +370,16 @@ def describe_trials(submission: Submission, is_sweep: bool) -> str:
         differs = "SLURM_ARRAY_TASK_ID is the index"
     limit = "" if array is None or array.limit is None else f"; at most {array.limit:,} at once"
     if not limit and not trials[0].plan.is_job:
-        limit = "; one after another, --array %N runs N at once"
+        limit = "; one at a time, unless --array %N allows N"
     return f"{plural(len(trials), 'run')}: {differs}{limit}"
 
 
 def _job_of(trial: PlannedTrial) -> dict[str, str]:
-    """The parts of a trial's job by name, as shown to the user."""
+    """Return the properties of a trial's job by name, as shown to the user."""
     plan = trial.plan
     options = backend_named(plan.backend).job_options(plan)
     script = {f"--{name}": "".join(option_argv({name: value})) for name, value in options.items()}
-    # Not part of the script: agents set the variables and the network.
+    # The agents set the variables and the network, so these are not part of the script.
     launch = trial.config.launch.model_dump(mode="json", exclude={"env", "network"})
     return {
         **script,
@@ -379,12 +393,15 @@ def _config_dict(config: RunConfig, sections: set[str] | None = None) -> dict[st
 
 
 def _config_difference(base: RunConfig, other: RunConfig) -> dict[str, object]:
-    """`difference` of two configs; sections that are the same object, as most are, are not compared."""
+    """Return the `difference` of two configs.
+
+    Most sections are the same object in both configs and are not compared.
+    """
     changed = {name for name, value in base if getattr(other, name) is not value}
     return difference(_config_dict(base, changed), _config_dict(other, changed))
 
 
 def _common(mappings: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    """The items that all mappings share, in the order of the first."""
+    """Return the items that all mappings share, in the order of the first mapping."""
     first, *others = mappings
     return {name: value for name, value in first.items() if all(other.get(name) == value for other in others)}

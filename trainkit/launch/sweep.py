@@ -1,4 +1,4 @@
-"""The runs that one command asks for, with their configs: one, or the trials of a sweep or an array."""
+"""Load the configs of the runs that one command requests: one run, or the trials of a sweep or an array."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class ArraySpec(NamedTuple):
     """The parsed form of ``0-9,20%4``."""
 
     indices: tuple[int, ...]
-    """Empty if only a limit was given."""
+    """The indices of the tasks; empty if only a limit was given."""
     limit: int | None
     """The maximum number of concurrent tasks; None for no limit."""
 
     @property
     def directive(self) -> str:
-        """The value of ``#SBATCH --array``."""
+        """Return the value of ``#SBATCH --array``."""
         return array_spec(self.indices, self.limit)
 
 
@@ -59,10 +59,10 @@ def parse_array(text: str) -> ArraySpec:
 
 @dataclass(frozen=True)
 class LoadedTrial:
-    """One run to plan, with its config or the problems of that."""
+    """A run to plan, with its config or the problems of its config."""
 
     index: int
-    """Its number in the array."""
+    """The index of the trial in the array."""
     values: dict[str, object]
     """The values of the swept keys, by dotted key."""
     loaded: LoadedConfig | ConfigError
@@ -71,10 +71,11 @@ class LoadedTrial:
 def group_trials(
     request: ConfigRequest, workload: Workload, sweeps: Sequence[str], array: str | None
 ) -> tuple[ArraySpec | None, Iterator[LoadedTrial]]:
-    """The array, None for a run, and the config of every trial; a group can have 100,000 trials.
+    """Return the array, None for a single run, and the config of every trial.
 
-    A COMMAND may contain swept keys. Without --sweep the trials of an array get consecutive seeds, unless
-    they run a COMMAND. Raises UsageError for invalid options, and ConfigError for an invalid config.
+    The configs are loaded lazily, because a group can have 100,000 trials. A COMMAND may contain swept keys.
+    Without --sweep, the trials of an array get consecutive seeds, unless they run a COMMAND. Raises
+    UsageError for invalid options, and ConfigError for an invalid config.
     """
     spec = None if array is None else parse_array(array)
     if sweeps:
@@ -103,7 +104,7 @@ def group_trials(
 
 
 def swept(request: ConfigRequest, found: Sequence[dict[str, object]]) -> Iterator[LoadedTrial]:
-    """The config of each trial of a sweep; trials that differ only in the seed are loaded once."""
+    """Yield the config of each trial of a sweep; trials that differ only in the seed are loaded once."""
     loaded: dict[str, LoadedConfig] = {}
     for index, values in enumerate(found):
         key = key_without_seed(values)
@@ -116,7 +117,7 @@ def swept(request: ConfigRequest, found: Sequence[dict[str, object]]) -> Iterato
             flags = {
                 key: (f"--sweep {key}={shown_value(value)}", value)
                 for key, value in values.items()
-                if is_known(tuple(key.split(".")))  # others are only in the command
+                if is_known(tuple(key.split(".")))  # other keys occur only in the command
             }
             loaded[key] = replace(request, flags={**request.flags, **flags}).load()
             yield LoadedTrial(index, values, loaded[key])

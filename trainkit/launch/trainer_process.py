@@ -1,4 +1,4 @@
-"""Tries the user's code in another process: only the trainer may import torch."""
+"""Try the user's code in another process, because only the trainer may import torch."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from trainkit.shipped import TASK_CHECK
 
 CHECK_TIMEOUT_S = 60.0
 PREFIX = "problems: "
-"""Starts the line of the answer, since the user's code may print too."""
+"""Marks the line with the answer, because the user's code may print too."""
 CODE_CHECK = "trainkit.trainer.task_check"
 
 
 def find_code_problems(loaded: LoadedConfig, folder: Path) -> list[Problem]:
-    """The problems of `task`, or of `model.architecture` and the layout, that the trainer would refuse.
+    """Return the problems of `task`, or of `model.architecture` and the layout, that the trainer would find.
 
-    Files are relative to `folder`. Empty as well if the code cannot be run here within `CHECK_TIMEOUT_S`: the
-    environment of the job may differ, and the trainer checks again.
+    Files are relative to `folder`. The result is empty if the code cannot run here within `CHECK_TIMEOUT_S`,
+    because the job's environment may differ and the trainer checks again.
     """
     config = loaded.config
     launch = config.launch
@@ -42,7 +42,8 @@ def find_code_problems(loaded: LoadedConfig, folder: Path) -> list[Problem]:
         sections = {"model", "data", "parallel"}
     else:
         return []
-    # The trials of a sweep mostly share these values. A module is searched for by its name alone.
+    # The trials of a sweep mostly share these values, so `_check` caches its result. The modification time is
+    # part of the key only for a file, because a module is known by its name alone.
     values = config.model_dump_json(by_alias=True, include=sections)
     path = folder / file.rpartition(":")[0]
     modified_ns = path.stat().st_mtime_ns if path.is_file() else 0
@@ -58,14 +59,15 @@ def _check(values: str, folder: Path, file: Path, modified_ns: int) -> list[KeyP
 
 
 def task_problems(loaded: LoadedConfig, option: Literal["--smoke", "--samples"]) -> list[KeyProblem]:
-    """The problems of a task that show when some samples are trained on, on a CPU, or when all are read.
+    """Return the problems that a task shows when it trains on some samples on a CPU, or reads all samples.
 
-    Each has the key or the method of the task. Raises TrainkitError if the process that tries it crashes.
+    Each problem has the key or the method of the task. Raises TrainkitError if the process that tries the
+    task crashes.
     """
     task = loaded.config.task
     if not loaded.config.has_user_task:
         hint = "set task to FILE.py:CLASS; `trainkit data validate SRC...` reads texts"
-        raise UsageError(f"there is no task of your own to try: task is {task}", hint=hint)
+        raise UsageError(f"task is {task}, which is not a custom task", hint=hint)
     return _problems(task, module_argv(TASK_CHECK, option), loaded.config.model_dump_json(by_alias=True))
 
 
@@ -76,7 +78,7 @@ def _problems(
     answers = [line for line in text.splitlines() if line.startswith(PREFIX)]
     if not answers:
         message = f"trying {task} failed: its process ended without an answer"
-        raise TrainkitError(message, hint="something in the file ends Python: `python FILE.py` shows what")
+        raise TrainkitError(message, hint="some code in the file exits Python: `python FILE.py` shows which")
     found = json.loads(answers[-1].removeprefix(PREFIX))
     return [(key, message, hint) for key, message, hint in found]
 
@@ -84,7 +86,10 @@ def _problems(
 def output_of(
     what: str, argv: Sequence[str], text: str = "", timeout_s: float | None = None, folder: Path | None = None
 ) -> str:
-    """The output of a process; raises TrainkitError with its last line when it fails, and TimeoutExpired."""
+    """Return the output of a process.
+
+    Raises TrainkitError with the last line of its stderr if it fails, and TimeoutExpired.
+    """
     done = subprocess.run(
         argv,
         input=text,

@@ -1,4 +1,4 @@
-"""end.json: how an attempt ended, what follows, and the first failure of a rank, a host or a job."""
+"""Read and write end.json: how an attempt ended, the next action and the first failure."""
 
 from __future__ import annotations
 
@@ -28,23 +28,24 @@ Action = Literal["finished", "stopped", "failed", "restart", "requeue", "resubmi
 """`restart` restarts the step inside the allocation, `requeue` requeues the job, `resubmit` submits a new
 job, and `follow_up` lets a job that is already in the queue continue the run."""
 Cause = Literal["preempted", "timeout", "node_fail", "crash", "hang", "asked", "not_started"]
-"""Why a run is restarted: a value of `requeue.on`; `asked` when a person requested it; `not_started` when
-Slurm could not start the step, which does not count as a failure of the run. Others are of capabilities."""
+"""The cause of a restart: a value of `requeue.on`, ``asked`` when a person requested the restart, or
+``not_started`` when Slurm could not start the step. ``not_started`` does not count as a failure of the run.
+Capabilities define further causes."""
 RESUME_ACTIONS: tuple[Action, ...] = ("restart", "requeue", "follow_up", "resubmit")
 """The actions after which the run resumes without a command, the cheapest first."""
 UNFINISHED_STATES = ("pending", "starting", "running", "paused", "restarting", "stopping", "requeueing")
-"""States of a run that may still finish."""
+"""The states of a run that may still finish."""
 KILLED = "killed by cancel --now"
-"""The reason of an end without a save."""
+"""The reason of an attempt that ended without a save."""
 NO_RESULT = "NoResult"
-"""The type of failure of a rank that exited with 0 before its function returned."""
+"""The failure type of a rank that exited with code 0 before its function returned."""
 SIGNALLED = 128
-"""The exit code of a process that signal n killed is SIGNALLED + n."""
+"""The exit code of a process that signal N killed is SIGNALLED + N."""
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """A failure; None where a value is missing or unknown."""
+    """Describes a failure of a rank, a host or a job; a missing or unknown value is None."""
 
     rank: int | None = None
     node_rank: int | None = None
@@ -52,36 +53,43 @@ class RankFailure:
     time: str | None = None
     step: int | None = None
     type: str | None = None
-    """An exception, ``exit``, ``RankKilled``, ``HostLost``, ``Hang``, ``OutOfMemory`` or `NO_RESULT`."""
+    """The name of an exception, ``exit``, ``RankKilled``, ``HostLost``, ``Hang``, ``OutOfMemory`` or
+    `NO_RESULT`."""
     message: str | None = None
     exit_code: int | None = None
     hint: str | None = field(default=None, metadata=OPTIONAL)
     final: bool | None = field(default=None, metadata=OPTIONAL)
-    """Whether a restart cannot help."""
+    """True if a restart cannot fix the failure."""
     node: bool | None = field(default=None, metadata=OPTIONAL)
-    """Whether the run may work on another node."""
+    """True if the run may work on another node."""
     code: CodeLine | None = field(default=None, metadata=OPTIONAL)
-    """The innermost line of the user's own code in the traceback of an exception."""
+    """The innermost line of the user's code in the traceback of an exception."""
     log_tail: list[str] = field(default_factory=list, metadata=OPTIONAL)
     """The last lines of the rank's log."""
     more: dict[str, object] = field(default_factory=dict, metadata=LEFT_OUT)
-    """What else was recorded, such as the traceback."""
+    """Other recorded values, such as the traceback."""
 
     @property
     def was_signalled(self) -> bool:
-        """Whether a signal from outside killed a process; a process raises SIGABRT itself."""
+        """Return whether a signal from outside killed the process; SIGABRT does not count.
+
+        A process raises SIGABRT itself.
+        """
         code = self.exit_code
         return code is not None and code > SIGNALLED and code != SIGNALLED + signal.SIGABRT
 
     @property
     def died_of_notice(self) -> bool:
-        """Whether one of `ENDING_SIGNALS` ended it: torchrun raises SignalException when it gets one."""
+        """Return whether one of `ENDING_SIGNALS` ended the process.
+
+        torchrun raises SignalException when it gets such a signal.
+        """
         number = (self.exit_code or 0) - SIGNALLED
         return number in ENDING_SIGNALS or str(self.type).endswith("SignalException")
 
     @property
     def line(self) -> str:
-        """It as the first failure, on one line: rank, host, step and cause."""
+        """Format the first failure of an attempt on one line: rank, host, step and cause."""
         if self.type == "HostLost":
             return f"host {self.host} failed first: {self.message}"
         subject = "the job" if self.rank is None else f"rank {self.rank}"
@@ -92,10 +100,13 @@ class RankFailure:
 
 
 def rank_failures(attempt: AttemptDir, job: JobRecord | None = None) -> list[tuple[Path, RankFailure]]:
-    """What ranks have recorded of themselves, each with its file, by time; `job` is job.json, if known."""
+    """Return the failures that ranks have recorded, each with its file, ordered by time.
+
+    `job` is the content of job.json, which is read when needed if the caller does not pass it.
+    """
     records = []
     for path in sorted(attempt.errors_dir.glob("rank-*.json")):
-        record = read_object(path)  # empty if it was cut off by a crash
+        record = read_object(path)  # The object is empty if a crash cut off the file.
         if record:
             failure = read_record(RankFailure, record)
             if failure.code is not None:
@@ -107,19 +118,21 @@ def rank_failures(attempt: AttemptDir, job: JobRecord | None = None) -> list[tup
 
 T = TypeVar("T")
 AWAITED_S = 3.0
-"""How much later an agent records a death by one of `ENDING_SIGNALS`: its own notice may follow."""
+"""Extra seconds for a death by one of `ENDING_SIGNALS`. The agent records such a death later, because a stop
+signal for the agent may follow."""
 NOTICED_S = 2.5
-"""Within this time, ranks may notice the end of a killed one before its agent has recorded it."""
+"""Peers of a killed rank may record their errors this many seconds before the agent records the kill."""
 
 
 def first_of(records: Sequence[tuple[T, RankFailure]]) -> tuple[T, RankFailure] | None:
-    """The first failure of those that ranks have recorded, in the order of time; None without any.
+    """Return the first failure of `records`, which are ordered by time; None without records.
 
-    A killed rank takes precedence over exceptions: its peers may notice the closed connections before its
-    agent can write the record. A rank that was killed much later was killed with the step.
+    A killed rank takes precedence over exceptions, because its peers may notice the closed connections before
+    its agent can write the record. A rank that was killed much later than the first failure does not count,
+    because it was killed with the step.
     """
     for path, item in records:
-        # An unknown time counts as that of the first.
+        # A failure without a time counts as simultaneous with the first record.
         later_s = seconds_between(records[0][1].time, parse_time(item.time)) or 0.0
         if item.was_signalled and later_s < NOTICED_S + AWAITED_S * item.died_of_notice:
             return path, item
@@ -127,7 +140,7 @@ def first_of(records: Sequence[tuple[T, RankFailure]]) -> tuple[T, RankFailure] 
 
 
 def signal_name(number: int) -> str:
-    """The name of a signal, also of one that this machine does not know."""
+    """Return the name of a signal; ``signal N`` for a number that this machine does not know."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -139,78 +152,82 @@ class Best:
     """The best result of a run so far."""
 
     metric: str
-    """``val_loss``, or ``loss`` without a validation."""
+    """The metric is ``val_loss``, or ``loss`` in a run without validation."""
     value: float
     step: int | None = None
 
 
 @dataclass(frozen=True)
 class AttemptEnd:
-    """The content of end.json; None where a value is missing."""
+    """The content of end.json; a missing value is None."""
 
     state: str | None = None
-    """``finished stopped cancelled failed``."""
+    """One of ``finished``, ``stopped``, ``cancelled`` and ``failed``."""
     action: Action | None = None
     cause: str | None = None
-    """A `Cause`, or that of a capability."""
+    """A `Cause`, or a cause that a capability defines."""
     exit_code: int | None = None
     reason: str | None = None
-    """A sentence for people."""
+    """A sentence that explains the end to the user."""
     verdict: RankFailure | None = None
-    """The first failure."""
+    """The root cause: the first failure of the attempt."""
     mark: int | None = None
-    """The run's progress: the step of its newest checkpoint, else the number of long attempts."""
+    """The run's progress: the step of its newest checkpoint, or the number of long attempts for a run without
+    checkpoints."""
     step: int | None = None
-    """The step at which the attempt ended."""
+    """The last step of the attempt."""
     best: Best | None = None
     """The best result of the run."""
     guessed: bool = field(default=False, metadata=OPTIONAL)
-    """Whether a later start of the job wrote it, since the attempt left no record of its end."""
+    """True if a later start of the job wrote the file, because the attempt left no record of its end."""
     summary: str | None = field(default=None, metadata=OPTIONAL)
-    """The event alone, if `reason` also names the next action."""
+    """The reason without the next action, if `reason` also names that action."""
     saved: bool = field(default=False, metadata=OPTIONAL)
-    """Whether it did not finish, and all workers exited as they do after a save."""
+    """True if the attempt did not finish and all workers exited as they do after a save."""
     time: str | None = None
     more: dict[str, object] = field(default_factory=dict)
-    """What another version recorded."""
+    """Values that another version recorded."""
 
     @property
     def resumes(self) -> bool:
-        """Whether the run resumes automatically."""
+        """Return whether the run resumes automatically."""
         return self.action in RESUME_ACTIONS
 
     def write(self, attempt: AttemptDir) -> None:
-        """Write end.json. Raises OSError."""
+        """Write end.json; raise OSError if that fails."""
         write_json(attempt.end_file, to_json(self))
 
 
 def read_end(attempt: AttemptDir) -> AttemptEnd | None:
-    """How an attempt ended; None while it runs and if its supervisor was killed."""
+    """Read how an attempt ended; return None while it runs, or if its supervisor was killed."""
     return end_of(read_object(attempt.end_file))
 
 
 def read_newest_end(folder: str | PathLike[str]) -> AttemptEnd | None:
-    """How the newest attempt of the run in a folder ended; None while it runs."""
-    # In a copy of the folder `latest` may be no link.
+    """Read how the newest attempt of the run in a folder ended; return None while it runs."""
+    # `latest` need not be a link: some tools copy the folder instead of the link.
     return end_of(read_object(f"{folder}/attempts/latest/end.json"))
 
 
 def end_of(content: Mapping[str, object]) -> AttemptEnd | None:
-    """The content of an end.json; None if it is empty, as `read_object` returns it without the file."""
+    """Parse the content of an end.json; return None if it is empty, which means a missing file."""
     return read_record(AttemptEnd, content) if content else None
 
 
 def is_over(attempt: AttemptDir) -> bool:
-    """Whether an attempt has recorded its end, and no restart follows."""
+    """Return whether an attempt has recorded its end and no restart follows."""
     end = read_end(attempt)
     return end is not None and not end.resumes
 
 
 def end_line(attempt: int, action: str, reason: str) -> str:
-    """The line of its log with which an attempt ends: what Slurm writes below it is about a later one."""
+    """Return the last line that an attempt writes to its log.
+
+    What Slurm writes below this line belongs to a later attempt.
+    """
     return f"attempt {attempt}: {action}: {reason}"
 
 
 def is_end_line(line: str, attempt: int) -> bool:
-    """Whether a line of a log is the `end_line` of an attempt."""
+    """Return whether a line of a log is the `end_line` of an attempt."""
     return line.startswith(tuple(end_line(attempt, action, "") for action in get_args(Action)))

@@ -1,4 +1,4 @@
-"""events.jsonl and metrics.jsonl: what happened in a run, and what they say of its course."""
+"""Read and write events.jsonl and metrics.jsonl: what happened in a run, and its logged steps."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ from trainkit.run.rundir import RunDir
 
 SAVE_EVENTS = ("checkpoint_commit", "checkpoint_failed")
 NOT_FINITE = (None, math.inf, -math.inf)
-"""The losses of a step that has diverged; NaN is null in JSON, and Infinity as 1e999 is read as a number."""
+"""The values of a diverged loss. NaN is null in JSON, and Infinity, which is written as 1e999, is read as a
+number."""
 MAX_WITHOUT = 200
-"""The records without a metric after which it is not searched for."""
+"""Maximum number of records without a metric before the search for the metric stops."""
 MAX_OTHERS = 100 * MAX_WITHOUT
-"""The events of which it is not expected, such as saves, after which it is not searched for."""
+"""Maximum number of events that never contain the metric, such as saves, before the search stops."""
 FAILED_SAVES = 2
-"""So many saves that fail in a row are reported: one may fail for a moment."""
+"""Number of consecutive failed saves that are reported; a single save may fail by chance."""
 
 
 class Entry(Record):
-    """A line of a growing file of a run."""
+    """A line of events.jsonl or metrics.jsonl."""
 
     __slots__ = ()
 
@@ -44,12 +45,12 @@ class Entry(Record):
 
     @property
     def attempt(self) -> int | None:
-        """None for a COMMAND that does not record it."""
+        """Return the number of the attempt; None if a COMMAND wrote the line without it."""
         return self.count("attempt")
 
 
 class Event(Entry):
-    """Something that happened in a run."""
+    """An event of a run, such as a save or a failure."""
 
     __slots__ = ()
 
@@ -63,7 +64,7 @@ class Event(Entry):
 
     @property
     def rank(self) -> int | None:
-        """None for what happened to the whole run."""
+        """Return the rank; None for an event of the whole run."""
         return self.count("rank")
 
     @property
@@ -72,22 +73,22 @@ class Event(Entry):
 
     @property
     def reason(self) -> str | None:
-        """A sentence for people."""
+        """Return the reason as a sentence for the user."""
         return self.text("reason")
 
     @property
     def failure(self) -> RankFailure:
-        """What failed, of an event ``rank_failed``."""
+        """Return the failure that an event ``rank_failed`` describes."""
         return read_record(RankFailure, self.values)
 
     @property
     def clock(self) -> str:
-        """The time of day; empty when unknown."""
+        """Return the time of day; an empty string if the time is unknown."""
         return (self.time or "")[11:19]
 
     @property
     def content(self) -> str:
-        """The name and the values: ``checkpoint_commit  step=100``."""
+        """Format the name and the values: ``checkpoint_commit  step=100``."""
         fields = [
             f"{key}={value:.6g}" if isinstance(value, float) else f"{key}={value}"
             for key, value in self.values.items()
@@ -101,21 +102,22 @@ class Event(Entry):
 
     @property
     def line(self) -> str:
-        """When and what: ``12:00:01  attempt 1  checkpoint_commit  step=100``."""
+        """Format the event with its time: ``12:00:01  attempt 1  checkpoint_commit  step=100``."""
         return "  ".join(filter(None, (self.clock, f"attempt {self.attempt}", self.content)))
 
 
 WHOLE_BYTES = 2**23
-"""A larger file of events is read at the edges of its attempts and at its end."""
+"""A larger file of events is read only where attempts begin and end, and at its end."""
 EDGE_BYTES, LAST_BYTES = 2**16, 2**21
 MAX_EDGES = 100
 
 
 def event_lines(stream: BinaryIO, begin: int, end: int) -> Iterator[bytes]:
-    """The complete lines of `events.jsonl` between two positions; the stream is then behind them.
+    """Yield the complete lines of `events.jsonl` between two positions; leave the stream behind them.
 
-    Of more than `WHOLE_BYTES`, those with which attempts begin and end, and the last `LAST_BYTES`: what an
-    attempt logs for every step would take minutes to read, and is seldom needed.
+    If there are more than `WHOLE_BYTES`, yield only the lines around the start and end of each attempt, and
+    the last `LAST_BYTES`. The events that an attempt logs at every step would take minutes to read and are
+    seldom needed.
     """
     spans = [(begin, end)]
     if end - begin > WHOLE_BYTES:
@@ -125,7 +127,7 @@ def event_lines(stream: BinaryIO, begin: int, end: int) -> Iterator[bytes]:
     position = begin
     for first, last in spans:
         if first > position:
-            stream.seek(first - 1)  # a line may begin there
+            stream.seek(first - 1)  # a line may begin at `first`
             stream.readline(MAX_RECORD_BYTES)
             position = stream.tell()
         stream.seek(position)
@@ -139,7 +141,7 @@ def event_lines(stream: BinaryIO, begin: int, end: int) -> Iterator[bytes]:
 
 
 def _start_of_last(stream: BinaryIO, begin: int, end: int) -> int:
-    """Where the last `LAST_BYTES` begin, of lines that are not too long for a record."""
+    """Return the position of the last `LAST_BYTES`, not counting lines that are too long for a record."""
     start, num_bytes = end, 0
     for line in reversed_lines(stream, end, MAX_RECORD_BYTES):
         start -= len(line)
@@ -151,7 +153,10 @@ def _start_of_last(stream: BinaryIO, begin: int, end: int) -> int:
 
 
 def _attempt_edges(stream: BinaryIO, begin: int, end: int) -> list[int]:
-    """About where the events of another attempt begin, found by bisection: their numbers grow."""
+    """Return the approximate positions where the events of each attempt begin.
+
+    The positions are found by bisection, which works because the attempt numbers grow along the file.
+    """
     found, todo = list[int](), [(begin, _attempt_at(stream, begin), end, _attempt_at(stream, end))]
     while todo and len(found) < MAX_EDGES:
         first, before, last, after = todo.pop()
@@ -162,13 +167,13 @@ def _attempt_edges(stream: BinaryIO, begin: int, end: int) -> list[int]:
             continue
         middle = (first + last) // 2
         between = _attempt_at(stream, middle)
-        # The newest ones first.
+        # The newest edges come first, in case there are more than `MAX_EDGES`.
         todo += [(first, before, middle, between), (middle, between, last, after)]
     return found[::-1]
 
 
 def _attempt_at(stream: BinaryIO, position: int) -> int | None:
-    """The attempt of the first event after a position of a file; None if it is unknown."""
+    """Return the attempt of the first event after a position of a file; None if it is unknown."""
     found = events_of(parse_records(sampled_lines(stream, position, position, 1)))
     return next((event.attempt for event in found), None)
 
@@ -179,14 +184,14 @@ def log_event(run: RunDir, attempt: int, event: str, **fields: Any) -> None:
 
 
 def read_events(run: RunDir, *names: str, attempt: int | None = None) -> Iterator[Event]:
-    """The events of a run, oldest first; with `names` or `attempt`, only those."""
+    """Yield the events of a run, oldest first; with `names` or `attempt`, only matching events."""
     for event in events_of(read_jsonl(run.events_file, names)):
         if (not names or event.name in names) and attempt in (None, event.attempt):
             yield event
 
 
 def events_of(records: Iterable[Mapping[str, object]]) -> Iterator[Event]:
-    """The events among some records of `events.jsonl`; skips damaged ones."""
+    """Yield the events among records of `events.jsonl`; skip damaged ones."""
     for record in records:
         attempt, step = record.get("attempt"), record.get("step")
         has_counts = (attempt is None or type(attempt) is int) and (step is None or type(step) is int)
@@ -195,7 +200,7 @@ def events_of(records: Iterable[Mapping[str, object]]) -> Iterator[Event]:
 
 
 class StepRecord(Entry):
-    """What was logged of one step."""
+    """A logged step of the training."""
 
     __slots__ = ()
 
@@ -207,9 +212,10 @@ class StepRecord(Entry):
 
     @property
     def samples_per_s(self) -> float | None:
-        """The samples per second, of a task whose losses count samples instead of tokens; else None.
+        """Return the samples per second of a task whose losses count samples instead of tokens; else None.
 
-        The speed of such a task is ``tokens_per_s`` too, as what its losses count is unknown to the trainer.
+        The trainer does not know what the losses of a task count, so it always logs the speed as
+        ``tokens_per_s``.
         """
         counted, seen = self.count("tokens"), self.count("samples_seen")
         counts_samples = counted is not None and counted == seen
@@ -217,42 +223,46 @@ class StepRecord(Entry):
 
 
 def read_steps(run: RunDir) -> Iterator[StepRecord]:
-    """Every logged step of a run, in order of computation; a step computed twice appears twice."""
+    """Yield every logged step of a run, in order of computation; a step computed twice appears twice."""
     return steps_of(read_jsonl(run.metrics_file))
 
 
 def steps_of(records: Iterable[Mapping[str, object]]) -> Iterator[StepRecord]:
-    """The steps among some records of `metrics.jsonl`; skips damaged ones."""
+    """Yield the steps among records of `metrics.jsonl`; skip damaged ones."""
     return (StepRecord(record) for record in records if type(record.get("step")) is int)
 
 
 def newest_step(run: RunDir) -> int | None:
-    """The step of the last record of a run; None without one."""
+    """Return the step of the last record of a run; None without records."""
     return next((record.step for record in steps_of(read_jsonl_reversed(run.metrics_file))), None)
 
 
 def training_curve(run: RunDir) -> list[StepRecord]:
-    """The steps of a run in their order, the last record of one that was computed twice."""
+    """Return the steps of a run in ascending order; of a step computed twice, the last record."""
     by_step = {record.step: record for record in read_steps(run)}
     return [by_step[step] for step in sorted(by_step)]
 
 
 def read_metrics(run: RunDir) -> list[dict[str, object]]:
-    """The records of the `training_curve` as they are in the file."""
+    """Return the records of the `training_curve` as dictionaries, unchanged from the file."""
     return [dict(record.values) for record in training_curve(run)]
 
 
 def diverged_since(run: RunDir, attempt: int | None = None) -> int | None:
-    """The step from which on all losses of a run, else all its validation losses, are NaN or infinite.
+    """Return the step since which all losses of a run are NaN or infinite; None if the newest is finite.
 
-    None if the newest are not. With `attempt`, None too if they are those of another one.
+    If the training losses are finite, the validation losses are checked. With `attempt`, return None too if
+    the newest losses belong to another attempt.
     """
     since = diverged_in(run.metrics_file, "loss", attempt)
     return diverged_in(run.events_file, "val_loss", attempt) if since is None else since
 
 
 def diverged_in(file: str | Path, metric: str, attempt: int | None = None) -> int | None:
-    """Do what `diverged_since` does, for one metric in a file of records."""
+    """Return the step since which all values of one metric in a file are NaN or infinite; else None.
+
+    With `attempt`, return None too if the newest value belongs to another attempt.
+    """
     since: int | None = None
     num_without = num_others = 0
     for record in steps_of(read_jsonl_reversed(file)):
@@ -272,7 +282,7 @@ def diverged_in(file: str | Path, metric: str, attempt: int | None = None) -> in
 
 
 def with_divergence(reason: str | None, since: int | None) -> str | None:
-    """The reason of a state for people, after `diverged_since`; None without either."""
+    """Add the step of `diverged_since` to the reason of a state; return None if both are None."""
     if since is None:
         return reason
     said = f"diverged since step {since}"
@@ -280,14 +290,17 @@ def with_divergence(reason: str | None, since: int | None) -> str | None:
 
 
 def by_step(records: Iterable[Entry], metric: str) -> dict[int, float | None]:
-    """Step -> the value of a metric, None for one that is not finite; of a step computed twice, the last."""
+    """Map each step to the value of a metric, or to None if the value is not finite.
+
+    The last value counts for a step that was computed twice.
+    """
     found: dict[int, float | None] = {}
     attempt = None
     for record in records:
         if record.attempt != attempt:
             attempt, step = record.attempt, record.count("step")
             for stale in [one for one in found if step is not None and one >= step]:
-                del found[stale]  # this attempt computes them again
+                del found[stale]  # The new attempt computes these steps again.
         value, step = record.values.get(metric, ""), record.count("step")
         if step is not None and (value is None or type(value) in (int, float)):
             found[step] = record.number(metric)
@@ -295,12 +308,15 @@ def by_step(records: Iterable[Entry], metric: str) -> dict[int, float | None]:
 
 
 def best_result(run: RunDir) -> Best | None:
-    """The lowest validation loss of a run, else its newest; None without, and of one that has diverged."""
+    """Return the lowest validation loss of a run, or its newest loss if it was never validated.
+
+    Return None without a loss, and for a run that has diverged.
+    """
     return None if diverged_since(run) is not None else best_of(run, read_events(run, "evaluated"))
 
 
 def best_of(run: RunDir, events: Iterable[Event]) -> Best | None:
-    """The best result of a run that has not diverged, whose ``evaluated`` events are among these."""
+    """Return the best result of a run that has not diverged; `events` contain its ``evaluated`` events."""
     values = by_step((event for event in events if event.name == "evaluated"), "val_loss")
     evaluated = [Best("val_loss", value, step) for step, value in values.items() if value is not None]
     if evaluated:

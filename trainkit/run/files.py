@@ -1,6 +1,7 @@
-"""The formats of a run's files: JSON, JSON Lines and times; files are replaced whole or grow by whole lines.
+"""Read and write the files of a run: JSON, JSON Lines and times.
 
-A reader never sees a partial file or line, except for a line cut off by a crash, which is skipped.
+A file is either replaced atomically or grows by complete lines. So a reader never sees a partial file or
+line, except for a line that a crash cut off, which readers skip.
 """
 
 from __future__ import annotations
@@ -31,34 +32,41 @@ from trainkit.trust import open_trusted
 
 
 def utc_now() -> str:
-    """The current time in the format of the run's files."""
+    """Return the current time in the format of the run's files."""
     return as_utc(datetime.now(timezone.utc))
 
 
 def as_utc(time: datetime, timespec: str = "milliseconds") -> str:
-    """A timezone-aware time in the format of the run's files: ISO-8601, UTC."""
+    """Format a timezone-aware time for the run's files, as ISO 8601 in UTC."""
     return time.astimezone(timezone.utc).isoformat(timespec=timespec).replace("+00:00", "Z")
 
 
 def parse_time(text: object) -> datetime | None:
-    """Parse a time from a run's file as one in UTC, also without a zone; None if it is not a time."""
+    """Parse a time from a run's file and convert it to UTC; return None if the text is not a time.
+
+    A time without a zone is read as UTC.
+    """
     if not isinstance(text, str):
         return None
     try:
         time = datetime.fromisoformat(text.replace("Z", "+00:00"))
         return (time if time.tzinfo else time.replace(tzinfo=timezone.utc)).astimezone(timezone.utc)
-    except (ValueError, OverflowError):  # in UTC, the first and last hours have no year
+    # A time near year 1 or 9999 may be outside the range of years in UTC.
+    except (ValueError, OverflowError):
         return None
 
 
 def seconds_between(start: object, end: datetime | None) -> float | None:
-    """Seconds from `start`, in the format of the run's files, to `end`; None if either is unknown."""
+    """Return the seconds from `start`, a text of a run's file, to `end`; None if either is unknown."""
     started = parse_time(start)
     return None if started is None or end is None else (end - started).total_seconds()
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Replace a file atomically: a reader sees either the old or the new content; only its owner reads it."""
+    """Replace a file atomically, so that a reader sees either the old or the new content.
+
+    Only the owner of the file may read it.
+    """
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as stream:
@@ -68,13 +76,13 @@ def write_atomic(path: Path, content: str | bytes) -> None:
         os.replace(name, path)
     except BaseException as error:
         if isinstance(error, OSError):
-            error.filename = str(path)  # a write does not name its file
+            error.filename = str(path)  # The error of a failed write names no file.
         os.unlink(name)
         raise
 
 
 def open_private(path: Path) -> BinaryIO:
-    """Open a file to read it; raises UsageError if another user could have written it."""
+    """Open a file for reading; raise UsageError if another user could have written it."""
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     found = os.fstat(handle)
     if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077:
@@ -82,22 +90,22 @@ def open_private(path: Path) -> BinaryIO:
     os.close(handle)
     raise UsageError(
         f"{path} is not loaded: it must be a regular file that only you can read and write",
-        hint="a pickle of somebody else can execute anything",
+        hint="a pickle that another user wrote can execute any code",
     )
 
 
 def _encoded(text: str) -> bytes:
-    r"""JSON in UTF-8; the bytes of a name that are no text become escapes such as ``\udcff``."""
+    r"""Encode JSON as UTF-8; bytes of a file name that are not UTF-8 become escapes such as ``\udcff``."""
     return text.encode("utf-8", errors="backslashreplace")
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write one JSON value atomically, indented, with keys in their given order."""
+    """Write one JSON value atomically, with indentation and with keys in their given order."""
     write_atomic(path, _encoded(json.dumps(value, indent=2, ensure_ascii=False) + "\n"))
 
 
 def open_file(path: str | Path) -> BinaryIO:
-    """Open a file of a run to read it; raises OSError for a pipe or device, which may never end."""
+    """Open a file of a run for reading; raise OSError for a pipe or device, which may never end."""
     return open_regular(path)
 
 
@@ -105,12 +113,13 @@ MAX_JSON_BYTES = 2**26
 
 
 def read_json(path: str | Path, *, executes: bool = False) -> Any:
-    """The JSON value in a file; raises OSError if it cannot be read, ValueError if it is not JSON.
+    """Return the JSON value in a file.
 
-    Of what a run `executes`, UsageError is raised as by `open_trusted`.
+    Raises OSError if the file cannot be read, and ValueError if it is not JSON. With `executes`, for a file
+    that decides what a run executes, also raises UsageError as `open_trusted` does.
     """
     with (open_trusted if executes else open_file)(path) as stream:
-        # Not read(MAX_JSON_BYTES), which would allocate as much for every small file.
+        # `read(MAX_JSON_BYTES)` would allocate that many bytes for every small file.
         if os.fstat(stream.fileno()).st_size > MAX_JSON_BYTES:
             raise ValueError(f"it has more than {MAX_JSON_BYTES:,} bytes")
         content = stream.read()
@@ -128,14 +137,14 @@ def _parsed_json(text: str) -> Any:
 
 
 def _encodable(value: Any, text: str) -> Any:
-    """The JSON value of a text without halves of surrogate pairs, which no terminal or file takes."""
+    """Replace unpaired surrogates in a JSON value, because no terminal or file accepts them."""
     if not _SURROGATE.search(text):
         return value
     return json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", errors="replace"))
 
 
 def read_object(path: str | Path) -> dict[str, object]:
-    """The JSON object in a file; empty if it is missing, cannot be read or has something else in it."""
+    """Return the JSON object in a file; an empty one if the file is missing, unreadable or not an object."""
     try:
         value = read_json(path)
     except (OSError, ValueError):
@@ -144,9 +153,10 @@ def read_object(path: str | Path) -> dict[str, object]:
 
 
 def write_json_in_place(path: Path, value: Any) -> None:
-    """Write one JSON value into a file for which other hosts wait with `wait_for_json`; creates it if needed.
+    """Write one JSON value into a file that other hosts wait for with `wait_for_json`.
 
-    The file stays the one that they have opened before. A reader may see a part of it: it is then not JSON.
+    The file is created if it is missing and keeps its inode, because the other hosts may have opened it
+    before. A reader may see a partial write, which is not valid JSON.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as stream:
@@ -159,7 +169,7 @@ WAIT_POLL_S = 0.05
 
 
 LONGEST_POLL_S = 1.0
-"""Every node of a job may wait for the same file, on one file server."""
+"""The longest pause between two polls, since every node of a job may poll the same file server."""
 
 
 def wait_for_json(
@@ -170,12 +180,14 @@ def wait_for_json(
     pause: Callable[[float], object] = time.sleep,
     creates: bool = False,
 ) -> Any:
-    """Wait until a file that another host writes is visible and `accept` is true; returns its JSON value.
+    """Wait until a file that another host writes is visible, and return its JSON value.
 
-    An NFS client remembers for up to a minute that a name is missing, but asks the server about a file that
-    exists each time it is opened. With `creates`, the file is created empty if it is missing, for the other
-    host to write it in place. Raises TimeoutError, with the reason, if the value does not appear in time.
-    `pause` may raise to stop.
+    The wait ends when `accept` returns True for the value. `pause` sleeps between two polls and may raise to
+    stop the wait. Raises TimeoutError, with the reason, if no accepted value appears in time.
+
+    With `creates`, a missing file is created empty, and the other host then writes it in place. An NFS client
+    caches for up to a minute that a name is missing, but it asks the server each time it opens an existing
+    file.
     """
     deadline_s, pause_s = time.monotonic() + timeout_s, WAIT_POLL_S
     while True:
@@ -183,7 +195,7 @@ def wait_for_json(
             value = read_json(path) if not creates else _read_or_create(path)
             if accept(value):
                 return value
-            reason = "it is from another start"
+            reason = "another start of the job wrote it"
         except (OSError, ValueError, KeyError, TypeError) as error:
             reason = str(error)
         if time.monotonic() > deadline_s:
@@ -193,17 +205,18 @@ def wait_for_json(
 
 
 def _read_or_create(path: Path) -> Any:
-    """The JSON value in a file, which is created empty if it is missing."""
+    """Return the JSON value in a file; create the file empty if it is missing."""
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600), encoding="utf-8") as stream:
         return _parsed_json(stream.read())
 
 
 def refresh_listing(folder: Path) -> None:
-    """Have the next listing of a folder come from the server.
+    """Make the NFS client fetch the next listing of a folder from the server.
 
-    An NFS client may list a folder as it was up to a minute ago, unless it has changed the folder itself.
+    An NFS client may return a listing that is up to a minute old, unless the client itself has changed the
+    folder.
     """
-    # On a full or unwritable disk, or without the folder, the listing is as good as it was.
+    # If the disk is full, unwritable or lacks the folder, the listing is not refreshed.
     with contextlib.suppress(OSError):
         handle, name = tempfile.mkstemp(prefix=".refresh.", dir=folder)
         os.close(handle)
@@ -213,8 +226,8 @@ def refresh_listing(folder: Path) -> None:
 def append_jsonl(path: Path, *records: dict[str, object]) -> None:
     """Append each record as one line, with a single write.
 
-    Terminates a line that a crash cut off first, so that the new records start on their own lines.
-    Raises OSError when they do not fit on the disk; the file is then unchanged.
+    If a crash cut off the last line of the file, that line is terminated first, so that the new records start
+    on their own lines. Raises OSError if the records do not fit on the disk; the file is then unchanged.
     """
     texts = (json.dumps(record, ensure_ascii=False, allow_nan=False) for record in records)
     line = _encoded("".join(f"{text}\n" for text in texts))
@@ -225,7 +238,7 @@ def append_jsonl(path: Path, *records: dict[str, object]) -> None:
             line = b"\n" + line
         written = os.write(descriptor, line)
         if written != len(line):
-            try:  # a second write says whether the disk is full, or the user's quota
+            try:  # The error of a second write tells a full disk from an exceeded quota.
                 written += os.write(descriptor, line[written:])
             finally:
                 if written != len(line):
@@ -237,10 +250,11 @@ def append_jsonl(path: Path, *records: dict[str, object]) -> None:
 
 
 def read_jsonl(path: Path, words: Sequence[str] = (), every: int = 1) -> Iterator[dict[str, object]]:
-    """The records of a file; skips lines cut off by a crash. A missing file has no records.
+    """Yield the records of a file, without lines that a crash cut off.
 
-    With `words`, only the records whose lines contain one of them as a JSON string, as a key or value: most
-    of the time goes into parsing lines. With `every`, only the lines 1, 1 + `every`, and so on.
+    A missing file has no records. With `words`, only lines that contain one of the words as a JSON string are
+    parsed, because parsing takes most of the time; the string may be a key or a value. With `every`, only the
+    lines 1, 1 + `every` and so on are read.
     """
     with opened(path) as stream:
         if stream is not None:
@@ -249,16 +263,19 @@ def read_jsonl(path: Path, words: Sequence[str] = (), every: int = 1) -> Iterato
 
 READ_BYTES = 16_384
 MAX_LINE_BYTES = 2**20
-"""A longer line is read in parts: one of gigabytes does not fit into the memory."""
+"""A longer line is read in chunks, because a line of gigabytes would not fit into memory."""
 MAX_RECORD_BYTES = 2**24
-"""A record in a longer line is skipped."""
+"""A longer line is no record and is skipped."""
 SEARCHED_BYTES = 2**26
-"""How much of the end of a file is searched for its last records."""
+"""Number of bytes at the end of a file that are searched for its last records."""
 MAX_SAMPLE_BYTES = 2**16
 
 
 def read_jsonl_reversed(path: str | Path, words: Sequence[str] = ()) -> Iterator[dict[str, object]]:
-    """Like `read_jsonl`, but the last record first, of the last `SEARCHED_BYTES`; reads only what is used."""
+    """Yield the records in the last `SEARCHED_BYTES` of a file, the last record first.
+
+    Reads the file only as far as the caller iterates. `words` selects lines as in `read_jsonl`.
+    """
     with opened(path) as stream:
         if stream is not None:
             lines = reversed_lines(stream, stream.seek(0, os.SEEK_END), MAX_RECORD_BYTES)
@@ -266,7 +283,7 @@ def read_jsonl_reversed(path: str | Path, words: Sequence[str] = ()) -> Iterator
 
 
 def _first_bytes(lines: Iterable[bytes]) -> Iterator[bytes]:
-    """The lines until they have `SEARCHED_BYTES`, without the parts of those that are too long."""
+    """Yield lines until `SEARCHED_BYTES` are reached, without the chunks of lines that are too long."""
     num_bytes = 0
     for line in lines:
         if len(line) < MAX_RECORD_BYTES:
@@ -277,17 +294,17 @@ def _first_bytes(lines: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def forward_lines(stream: BinaryIO, longest: int = MAX_RECORD_BYTES) -> Iterator[bytes]:
-    """The lines from the position of a stream on; one longer than `longest` comes in parts."""
+    """Yield the lines after a stream's position; a line longer than `longest` comes in chunks."""
     return iter(partial(stream.readline, longest), b"")
 
 
 def reversed_lines(stream: BinaryIO, position: int, longest: int = MAX_LINE_BYTES) -> Iterator[bytes]:
-    """The lines before a position with their ends, the last one first.
+    """Yield the lines before a position with their line ends, the last line first.
 
-    The first one is what follows the last end of a line, often nothing. A line of at least `longest` bytes
-    comes in parts, the last one first.
+    The first item is the text after the last line end, which is often empty. A line of at least `longest`
+    bytes comes in chunks, the last chunk first.
     """
-    rest: list[bytes] = []  # the blocks, last first, of a line whose start is not read yet
+    rest: list[bytes] = []  # The blocks of a line whose start is not read yet, the last block first.
     num_bytes, was_cut = 0, False
     while position > 0:
         size = min(max(READ_BYTES, num_bytes), position)
@@ -310,7 +327,7 @@ def reversed_lines(stream: BinaryIO, position: int, longest: int = MAX_LINE_BYTE
 
 
 def sampled_lines(stream: BinaryIO, begin: int, end: int, count: int) -> list[bytes]:
-    """The lines after `count` evenly spaced positions of a file."""
+    """Return the lines that follow `count` evenly spaced positions of a file."""
     lines = []
     for index in range(count):
         stream.seek(begin + (end - begin) * index // count)
@@ -321,22 +338,22 @@ def sampled_lines(stream: BinaryIO, begin: int, end: int, count: int) -> list[by
 
 
 class Tail:
-    """Reads what is appended to a file, which may not exist yet. Raises OSError."""
+    """Reads new lines of a growing file, which may not exist yet; methods raise OSError."""
 
     def __init__(self, path: Path, position: int = 0) -> None:
         self.path, self.position = path, position
 
     def size(self) -> int:
-        """The size of the file; 0 without one."""
+        """Return the size of the file in bytes; 0 if the file does not exist."""
         try:
             return self.path.stat().st_size
         except FileNotFoundError:
             return 0
 
     def lines(self, *, unfinished: bool = False) -> Iterator[bytes]:
-        """The lines since the last call; an unterminated last one only with `unfinished`.
+        """Yield the lines since the last call; an unterminated last line only with `unfinished`.
 
-        One longer than `MAX_RECORD_BYTES` comes in parts.
+        A line longer than `MAX_RECORD_BYTES` comes in chunks.
         """
         with opened(self.path) as stream:
             if stream is None:
@@ -349,12 +366,12 @@ class Tail:
                 yield line
 
     def texts(self, *, unfinished: bool = False) -> Iterator[str]:
-        """`lines` without their ends; `unfinished` is for a file that no longer grows."""
+        """Yield `lines` as text without line ends; pass `unfinished` for a file that no longer grows."""
         for line in self.lines(unfinished=unfinished):
             yield line.removesuffix(b"\n").decode(errors="replace")
 
     def records(self, words: Sequence[str] = ()) -> Iterator[dict[str, object]]:
-        """The records since the last call; `words` as in `read_jsonl`."""
+        """Yield the records since the last call; `words` selects lines as in `read_jsonl`."""
         return _parsed(self.lines(), words)
 
 
@@ -363,7 +380,7 @@ _NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.EINVAL
 
 @contextmanager
 def opened(path: str | Path) -> Iterator[BinaryIO | None]:
-    """A regular file; None for anything else, since reading a pipe or a device might never end."""
+    """Open a regular file; yield None for anything else, because reading a pipe or device might never end."""
     stream = None
     try:
         stream = open_file(path)
@@ -380,16 +397,16 @@ def _parsed(lines: Iterable[bytes], words: Sequence[str]) -> Iterator[dict[str, 
 
 
 def parse_records(lines: Iterable[bytes]) -> Iterator[dict[str, object]]:
-    """The records in some lines; skips what is none."""
+    """Parse lines as JSON objects; skip lines that are not."""
     return (record for record in map(parse_record, lines) if record is not None)
 
 
 DECODER = json.JSONDecoder(parse_constant=lambda name: None)
-"""Reads NaN and Infinity, which are not JSON, as null."""
+"""Decodes JSON, and reads NaN and Infinity, which are not JSON, as null."""
 
 
 def parse_record(line: bytes) -> dict[str, object] | None:
-    """The record in a line; None if it is not one."""
+    """Parse a line as a JSON object; return None if the line is not one."""
     text = line.decode("utf-8", errors="replace").strip()
     try:
         record, end = DECODER.raw_decode(text)  # twice as fast as `decode`
@@ -403,13 +420,16 @@ LARGEST = sys.float_info.max
 
 
 def _is_finite(value: object) -> bool:
-    """Whether a value is no number, or one that a float can be: a whole number in JSON may be larger."""
+    """Return False for a number that a float cannot represent, such as a very large integer; else True."""
     return type(value) not in (int, float) or abs(cast(float, value)) <= LARGEST
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A JSON object of a run; a value of another type than asked for counts as missing, as does Infinity."""
+    """Wraps a JSON object of a run and reads its values by type.
+
+    A value of another type than the requested one counts as missing, and so does Infinity.
+    """
 
     values: Mapping[str, object]
 
@@ -419,7 +439,7 @@ class Record:
 
     def number(self, key: str) -> float | None:
         value: Any = self.values.get(key)
-        # Not by `_is_finite`: of a large run, a screen asks for thousands.
+        # Inlined instead of calling `_is_finite`, because a screen reads thousands of numbers of a large run.
         return value if type(value) in (int, float) and abs(value) <= LARGEST else None
 
     def count(self, key: str) -> int | None:
@@ -427,56 +447,56 @@ class Record:
         return value if type(value) is int and _is_finite(value) else None
 
     def texts(self, key: str) -> list[str]:
-        """The texts in the list of a key; none without it."""
+        """Return the strings in the list under a key; an empty list without the key."""
         value = self.values.get(key)
         return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
 
     def record(self, key: str) -> Record:
-        """The object of a key; an empty one without it."""
+        """Return the object under a key; an empty record without the key."""
         value = self.values.get(key)
         return Record(value if isinstance(value, dict) else {})
 
     def records(self, key: str) -> list[Record]:
-        """The objects in the list of a key; none without it."""
+        """Return the objects in the list under a key; an empty list without the key."""
         value = self.values.get(key)
         return [Record(item) for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def numbers(records: Iterable[Record], key: str) -> list[float]:
-    """The values of a key in those records that have a number."""
+    """Return the numbers under a key; skip records without a number there."""
     return [value for record in records if (value := record.number(key)) is not None]
 
 
 def mean(records: Iterable[Record], key: str) -> float | None:
-    """The mean of `numbers`; None without any."""
+    """Return the mean of `numbers`; None if there are no numbers."""
     values = numbers(records, key)
     return sum(values) / len(values) if values else None
 
 
 T = TypeVar("T")
 LEFT_OUT: Mapping[str, str] = {"json": "left out"}
-"""The metadata of a field that is not written."""
+"""The metadata of a field that is never written."""
 OPTIONAL: Mapping[str, str] = {"json": "optional"}
-"""The metadata of a field that is not written while it has its default."""
+"""The metadata of a field that is omitted while it has its default value."""
 UNLIMITED: Mapping[str, str] = {"json": "unlimited"}
-"""The metadata of a field whose infinity is null."""
+"""The metadata of a field whose infinity is written as null."""
 _ANYTHING = (Any, object)
 _ANY = frozenset[type]([str, int, float, bool, dict, list, type(None)])
 
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """The values in JSON that the type of a field accepts."""
+    """Describes the JSON values that the type of a field accepts."""
 
     types: frozenset[type]
     plain: frozenset[type]
-    """The `types` whose values are complete as they are."""
+    """The subset of `types` whose values need no conversion."""
     choices: tuple[str, ...] = ()
-    """The texts of a Literal."""
+    """The strings that a Literal allows."""
     record: type | None = None
-    """The dataclass of an object."""
+    """The dataclass that an object is read as."""
     values: _Shape | None = None
-    """The shape of the values of any other object."""
+    """The shape of the values of an object that is no dataclass."""
     items: _Shape | None = None
     """The shape of the items of a list."""
     sequence: type = list
@@ -484,12 +504,14 @@ class _Shape:
 
 
 def read_record(kind: type[T], value: Mapping[str, object], *, strict: bool = False) -> T:
-    """A JSON object as a dataclass; a list becomes a tuple where the type of the field is one.
+    """Read a JSON object as a dataclass; a list becomes a tuple where the type of the field is a tuple.
 
-    A file may be damaged, edited by hand or of another version: a value that does not have the type of its
-    field counts as missing, and is kept in the field `more` if there is one, as are keys that are no fields;
-    of a list of records, what is no object is left out. If `strict`, such a value raises TypeError, which
-    names it, and other keys are left out. A field without a default that is missing raises TypeError.
+    A file may be damaged, edited by hand or written by another version. So a value of the wrong type counts
+    as missing, and a list of records is read without the items that are not objects. Values of the wrong type
+    and unknown keys are kept in the field `more` if the dataclass has such a field.
+
+    If `strict`, a value of the wrong type raises TypeError, which names the value, and unknown keys are
+    ignored. A missing field without a default always raises TypeError.
     """
     if strict and not isinstance(value, dict):
         raise TypeError(f"{kind.__name__} is {str(value)[:100]!r}")
@@ -514,7 +536,7 @@ def read_record(kind: type[T], value: Mapping[str, object], *, strict: bool = Fa
 
 
 def _converted(shape: _Shape, value: Any, name: str, strict: bool) -> Any:
-    """A value as its shape asks for it; raises TypeError with the name of what is none."""
+    """Convert a value to its shape; raise TypeError, which names the value, if it does not match."""
     kind = type(value)
     if kind is dict and shape.record is not None:
         return read_record(shape.record, value, strict=strict)
@@ -532,7 +554,7 @@ def _converted(shape: _Shape, value: Any, name: str, strict: bool) -> Any:
 
 @cache
 def _shapes(kind: type) -> dict[str, _Shape]:
-    """The shape of each field of a dataclass, but for `more`."""
+    """Return the shape of each field of a dataclass, except for `more`."""
     hints = get_type_hints(kind)
     return {item.name: _shape(hints[item.name]) for item in fields(cast(Any, kind)) if item.name != "more"}
 
@@ -565,10 +587,10 @@ def _shape(hint: Any) -> _Shape:
 
 
 def to_json(value: Any) -> Any:
-    """A value for a file or ``--json``: objects of dataclasses and records, times in ISO 8601.
+    """Convert a value for a file or ``--json``: dataclasses and records to objects, times to ISO 8601.
 
-    The metadata of a field may be `LEFT_OUT`, `OPTIONAL` or `UNLIMITED`. What is in the field `more`, of
-    another version or damaged, is written unless a field has a value for it.
+    The metadata of a field may be `LEFT_OUT`, `OPTIONAL` or `UNLIMITED`. The field `more` contains unknown
+    and damaged values, which are written unless a field of the same name has a value.
     """
     if value is None or type(value) in (str, int, float, bool):
         return value
@@ -595,7 +617,7 @@ def to_json(value: Any) -> Any:
 
 @cache
 def _written_fields(kind: Any) -> list[tuple[str, Callable[[], Any], bool, bool]]:
-    """Each field that `to_json` writes: name, maker of its default, is optional, is unlimited."""
+    """Return (name, maker of the default, is optional, is unlimited) of each field that `to_json` writes."""
     return [
         (item.name, _default_of(item), item.metadata == OPTIONAL, item.metadata == UNLIMITED)
         for item in fields(kind)
@@ -611,7 +633,7 @@ def _default_of(item: Field[Any]) -> Callable[[], Any]:
 
 
 def read_each(kind: type[T], folder: Path) -> list[T]:
-    """What ranks have written into a folder, by rank; damaged files are left out."""
+    """Read the records that ranks have written into a folder, by rank; skip damaged files."""
     found = []
     for path in sorted(folder.glob("rank-*.json")):
         with contextlib.suppress(OSError, ValueError, TypeError):
@@ -620,9 +642,9 @@ def read_each(kind: type[T], folder: Path) -> list[T]:
 
 
 def difference(base: Mapping[str, object], other: Mapping[str, object]) -> dict[str, object]:
-    """The changes that turn JSON object `base` into `other`, by dotted path.
+    """Return the changes that turn JSON object `base` into `other`, by dotted path.
 
-    A mapping that lost a key, or has a name with a dot, is replaced as a whole.
+    A mapping that lost a key, or that has a key with a dot, is replaced as a whole.
     """
     return dict(_differences(base, other, ()))
 
@@ -632,7 +654,7 @@ def _differences(
 ) -> Iterator[tuple[str, object]]:
     for key, value in other.items():
         before = base.get(key)
-        # As JSON: in Python 1 is True, also inside of lists.
+        # Compare as JSON, because in Python 1 equals True, also inside lists.
         if key in base and json.dumps(before, sort_keys=True) == json.dumps(value, sort_keys=True):
             continue
         if (
@@ -647,7 +669,7 @@ def _differences(
 
 
 def changed(base: Mapping[str, object], changes: Mapping[str, object]) -> dict[str, object]:
-    """A copy of `base` with the changes that `difference` returned."""
+    """Return a copy of `base` with the changes that `difference` returned."""
     result = dict(base)
     for path, value in changes.items():
         head, dot, rest = path.partition(".")

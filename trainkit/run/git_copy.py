@@ -1,8 +1,10 @@
-"""The repository in a copy of the code, so that Git answers there as it did in the folder that was copied.
+"""Copy a Git repository along with the code, so that Git answers in the copy as in the original.
 
-It has its own HEAD, refs, config and index, and finds its objects where the original has them: nothing that
-is done in the copy changes the original. The index knows unchanged files by their inodes and times, which a
-copy does not have: `carried_index` replaces them, so that no file is read again, and none seems changed.
+The copy has a separate HEAD, refs, config and index, and reads its objects from the original repository. So
+nothing that is done in the copy changes the original.
+
+A Git index recognizes unchanged files by their inodes and times, which differ in a copy. `carried_index`
+replaces these values, so that Git neither reads all files again nor reports unchanged files as changed.
 """
 
 from __future__ import annotations
@@ -23,36 +25,43 @@ GIT_LOCATIONS = {
     f"GIT_{name}"
     for name in ("DIR", "WORK_TREE", "INDEX_FILE", "COMMON_DIR", "PREFIX", "NAMESPACE", "OBJECT_DIRECTORY")
 }
-"""Variables that name another repository than that of the folder, as Git sets them for its hooks."""
+"""Variables that make Git use another repository than the folder's; Git sets them for its hooks."""
 OF_SHA256 = b"\n\tobjectformat = sha256\n"
-"""In the config of a repository with such hashes."""
+"""The text in the config of a repository that marks SHA-256 hashes."""
 _STAT = struct.Struct(">10I")
-"""Of an entry: ctime and mtime in s and ns, device, inode, mode, user, group, size; each modulo 2**32."""
+"""The stat values of an index entry: ctime and mtime in seconds and nanoseconds, device, inode, mode, user,
+group and size, each modulo 2**32."""
 _HAS_MORE_FLAGS = 0x4000
 _FILE_TYPES = (0o10, 0o12)
-"""A regular file and a symlink, in the upper bits of a mode."""
+"""The upper bits of the mode of a regular file and of a symlink."""
 _SUBMODULE = 0o16
 
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
-    """A file in an index."""
+    """The entry of a file in a Git index."""
 
     position: int
-    """Of its stat in the bytes of the index."""
+    """The offset of the entry's stat values in the bytes of the index."""
     stat: tuple[int, ...]
     oid: bytes
     name: bytes
 
     def is_unchanged(self, found: os.stat_result, written_s: int) -> bool:
-        """Whether the index, written at that time, says of a file with this stat that it is unchanged."""
+        """Return whether a file with the stat `found` is unchanged since the index was written.
+
+        `written_s` is the modification time of the index.
+        """
         own = (*self.stat[:1], *self.stat[2:3], self.stat[5], *self.stat[7:])
-        # What was written in the second of its last change may have changed again in it.
+        # A file that changed in the same second as the index may have changed again later in that second.
         return own == _compared(found) and self.stat[6] == _mode(found) and self.stat[2] < written_s
 
 
 def _mode(found: os.stat_result) -> int:
-    """The mode of a file as Git knows it: chmod in the second of the last change moves no time."""
+    """Return the mode of a file as Git records it.
+
+    The mode is compared because a chmod in the second of the last change changes no time in seconds.
+    """
     if stat.S_ISLNK(found.st_mode):
         return stat.S_IFLNK
     return stat.S_IFREG | (0o755 if found.st_mode & stat.S_IXUSR else 0o644)
@@ -71,7 +80,7 @@ def _compared(found: os.stat_result) -> tuple[int, ...]:
 
 
 def index_entries(data: bytes, hash_size: int) -> Iterator[IndexEntry]:
-    """The entries of an index of version 2 to 4; raises ValueError for any other."""
+    """Yield the entries of an index of version 2 to 4; raise ValueError for any other version."""
     signature, version, count = struct.unpack_from(">4sII", data)
     if signature != b"DIRC" or version not in (2, 3, 4):
         raise ValueError(f"an index of version {version}")
@@ -80,7 +89,8 @@ def index_entries(data: bytes, hash_size: int) -> Iterator[IndexEntry]:
         start, at = at, at + _STAT.size
         oid, at = data[at : at + hash_size], at + hash_size
         at += 4 if int.from_bytes(data[at : at + 2], "big") & _HAS_MORE_FLAGS else 2
-        if version == 4:  # the name without its beginning, if that is also the beginning of the name before
+        # Version 4 leaves out the beginning of a name that equals the beginning of the previous name.
+        if version == 4:
             num_left_out, at = _varint(data, at)
             end = data.index(b"\0", at)
             name, at = name[: len(name) - num_left_out] + data[at:end], end + 1
@@ -99,9 +109,9 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def carried_index(data: bytes, hash_size: int, written_s: int, source: bytes, target: bytes) -> bytes:
-    """The index of `source` for its copy in `target`: what is unchanged there is unchanged here.
+    """Convert the index of folder `source` for its copy `target`, so that unchanged files stay unchanged.
 
-    What may have changed gets no times, so that Git compares its content.
+    A file that may have changed gets no times, so that Git compares its content.
     """
     changed = bytearray(data)
     for entry in index_entries(data, hash_size):
@@ -115,42 +125,43 @@ def carried_index(data: bytes, hash_size: int, written_s: int, source: bytes, ta
                 values = (*ctime, *mtime, new.st_dev, new.st_ino, entry.stat[6])
                 stat = (*values, new.st_uid, new.st_gid, new.st_size)
         except OSError:
-            pass  # it is in neither, or in one only
+            pass  # the file is missing in one of the folders or in both
         _STAT.pack_into(changed, entry.position, *(value & 0xFFFFFFFF for value in stat))
     changed[-hash_size:] = hashlib.new(hash_name(hash_size), changed[:-hash_size]).digest()
     return bytes(changed)
 
 
 def hash_name(hash_size: int) -> str:
-    """The object format of a repository whose hashes have that size in bytes."""
+    """Return the object format of a repository whose hashes have `hash_size` bytes."""
     return "sha256" if hash_size == 32 else "sha1"
 
 
 def write_index(source: Path, target: Path, index: Path, hash_size: int) -> None:
-    """Write the index of `source`, which is in the file `index`, for its copy in `target`."""
+    """Convert the index in the file `index`, which belongs to `source`, and write it for copy `target`."""
     data, written_s = index.read_bytes(), int(index.stat().st_mtime)
     old, new = os.fsencode(source) + b"/", os.fsencode(target) + b"/"
     for entry in index_entries(data, hash_size):
         name = os.fsdecode(entry.name)
         if entry.stat[6] >> 12 == _SUBMODULE and (source / name).is_dir():
-            ensure_folder(target / name, 0o700, parents=True)  # without its folder it counts as deleted
+            # without a folder, Git reports the submodule as deleted
+            ensure_folder(target / name, 0o700, parents=True)
     write_private(target / GIT / "index", carried_index(data, hash_size, written_s, old, new))
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write a file that only its owner reads; makes its folder."""
+    """Write a file that only its owner can read; create its folder if needed."""
     ensure_folder(path.parent, 0o700, parents=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as stream:
         stream.write(content)
 
 
 def hash_size_of(repository: Path) -> int:
-    """The size of the hashes of a repository that this module or `launch.git_snapshot` has made."""
+    """Return the size in bytes of the hashes of a repository that this module or `git_snapshot` has made."""
     return 32 if OF_SHA256 in (repository / "config").read_bytes() else 20
 
 
 def repositories_below(root: Path) -> list[Path]:
-    """The folders with a repository of their own in a copy of the code, relative to it."""
+    """Return the folders in a copy of the code that contain a Git repository, relative to the copy."""
     found = []
     for folder, folders, _ in os.walk(root):
         if GIT in folders:
@@ -162,14 +173,14 @@ def repositories_below(root: Path) -> list[Path]:
 def carry_repository(source: Path, target: Path) -> None:
     """Give `target`, a copy of the files of `source`, the repository of `source`; the two share objects.
 
-    `target` may be renamed in its folder, or moved together with `source`. Raises OSError.
+    `target` may later be renamed in its parent folder, or moved together with `source`. Raises OSError.
     """
     old, new = source / GIT, target / GIT
     for name in (".", "objects", "objects/info"):
         ensure_folder(new / name, 0o700)
     for folder, folders, files in os.walk(old):
         folders[:] = [name for name in folders if Path(folder, name) != old / "objects"]
-        for name in folders:  # parents first
+        for name in folders:  # os.walk yields parents first
             (new / os.path.relpath(folder, old) / name).mkdir(mode=0o700)
         for name in set(files) - {"index"}:
             write_private(new / os.path.relpath(folder, old) / name, Path(folder, name).read_bytes())
@@ -180,7 +191,7 @@ def carry_repository(source: Path, target: Path) -> None:
 
 
 def retire_repository(folder: Path, ending: str) -> None:
-    """Remove the repository of a working folder; one in which the run has committed is renamed instead."""
+    """Remove the repository of a working folder, or rename it if the run has committed in it."""
     repository = folder / GIT
     if any(path.name != "alternates" for path in (repository / "objects").rglob("*") if path.is_file()):
         repository.rename(folder / f"{GIT}{ending}")

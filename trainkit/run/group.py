@@ -1,8 +1,8 @@
-"""A group is a folder of runs, the trials of a sweep: one Slurm array, or one process on this machine.
+"""Define a group: a folder with the runs of a sweep, which are one Slurm array or one local process.
 
-``sweep.json submit.sbatch provenance.json code/ logs/INDEX.log`` and one run folder ``INDEX/`` per
-trial. A trial's folder is created when it starts or, on Slurm, when a command needs it, so that submitting
-ten thousand trials takes no longer than submitting ten.
+The folder contains ``sweep.json submit.sbatch provenance.json code/ logs/INDEX.log`` and one run folder
+``INDEX/`` per trial. The folder of a trial is created when the trial starts or, on Slurm, when a command
+needs it. So submitting ten thousand trials takes no longer than submitting ten.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from trainkit.scheduler import on_cluster
 from trainkit.trust import read_trusted
 
 GROUP_VERSION = 1
-WAITS_FOR_ROOM = "Slurm takes no more jobs of this user at once; those of the group submit it as they end"
-"""Why a trial is `RunGroup.left`."""
+WAITS_FOR_ROOM = "Slurm accepts no more jobs of this user now; a job of the group submits it when a job ends"
+"""The reason why a trial is still unsubmitted, see `RunGroup.left`."""
 
 
 @dataclass(frozen=True)
@@ -48,30 +48,35 @@ class Trial:
     """One run of a group, as `sweep.json` describes it."""
 
     index: int = -1
-    """Its number in the array, and the name of its folder."""
+    """The number of the trial, which is also the name of its folder."""
     values: dict[str, object] = field(default_factory=dict)
     """The values of the swept keys, by dotted key."""
     config: dict[str, object] = field(default_factory=dict, metadata=OPTIONAL)
-    """How its config differs from the group's, as `difference` computes it."""
+    """The changes from the group's config to the trial's, as `difference` computes them."""
     plan: dict[str, object] = field(default_factory=dict, metadata=OPTIONAL)
-    """How its plan differs from the group's."""
+    """The changes from the group's plan to the trial's."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """An array of a group: the only one, unless Slurm does not take so large a one, or as many jobs."""
+    """One Slurm array of a group.
+
+    A group has several arrays if Slurm limits the size of an array or the number of jobs of a user.
+    """
 
     last: int = -1
-    """The index of its last trial; its first one follows that of the part before."""
+    """The index of the last trial in the array. The first trial follows the last one of the previous
+    array."""
     offset: int = 0
-    """The index of a trial is that of its task and this: no task may have a number above Slurm's limit."""
+    """The difference between the index of a trial and the id of its array task, because Slurm limits task
+    ids."""
     job_id: str | None = None
-    """The id of the array; None before it is known."""
+    """The id of the array; None until it is known."""
 
 
 @dataclass(frozen=True)
 class GroupRecord(HasCluster):
-    """The content of `sweep.json` without its trials."""
+    """The content of `sweep.json` without the trials."""
 
     version: int = GROUP_VERSION
     name: str = ""
@@ -79,29 +84,30 @@ class GroupRecord(HasCluster):
     cwd: str = ""
     cluster: str | None = None
     job_id: str | None = None
-    """The id of the whole array, or of that of the first part; None before it is known."""
+    """The job id of the first array; None until it is known."""
     array: str = ""
-    """What `--array` of sbatch gets."""
+    """The value of sbatch's `--array` option."""
     keys: list[str] = field(default_factory=list)
-    """The config keys in which its trials differ."""
+    """The config keys that differ between the trials."""
     code: CodeCopy | None = None
-    """The copy of the code of all runs; None if they use the files in place."""
+    """The copy of the code that all runs share; None if they use the files in place."""
     config: dict[str, object] = field(default_factory=dict)
     plan: dict[str, object] = field(default_factory=dict)
     process: ProcessId | None = field(default=None, metadata=OPTIONAL)
-    """The process that starts its runs on this machine; None on Slurm."""
+    """The process that starts the runs on this machine; None on Slurm."""
     parts: list[Part] = field(default_factory=list, metadata=OPTIONAL)
-    """Its arrays on Slurm, in the order of their trials; none on this machine."""
+    """The arrays on Slurm, in the order of their trials; empty on this machine."""
     submitted_at: str | None = field(default=None, metadata=OPTIONAL)
     cancelled_at: str | None = field(default=None, metadata=OPTIONAL)
     folder: str | None = field(default=None, metadata=OPTIONAL)
-    """With `inode`, its folder when it was created: it may have been moved since, or copied."""
+    """Together with `inode`, the group's folder at its creation; the folder may have been moved or copied
+    since."""
     inode: int | None = field(default=None, metadata=OPTIONAL)
     more: dict[str, object] = field(default_factory=dict)
-    """What another version recorded."""
+    """Values that another version recorded."""
 
     def to_dict(self, trials: Iterable[Trial]) -> dict[str, object]:
-        """The JSON of sweep.json."""
+        """Return the JSON value of sweep.json, with these trials."""
         own: dict[str, object] = {}
         for key, value in to_json(self).items():
             own[key] = value
@@ -118,49 +124,52 @@ class RunGroup(RunFolder):
     """The batch script of the array."""
     provenance_file = Child("provenance.json")
     code_dir = Child("code")
-    """The code snapshot of the group; its runs link to it."""
+    """The code snapshot of the group; its runs link to this folder."""
     logs_dir = Child("logs")
-    """The output of each task's first start, from its first line on; the runs link to it."""
+    """The output of each task's first start, from the first line on; the runs link to these files."""
     supervisor_lock_file = Child(".supervisor.lock")
-    """Locked by the process that starts its runs on this machine."""
+    """Locked by the process that starts the runs on this machine."""
     process_log = Child("logs/group.log")
 
     def log_file(self, index: int | str, offset: int = 0) -> Path:
-        """The log of a task; Slurm replaces ``%a`` by its index. `offset` is that of its part."""
+        """Return the log of an array task; for the index ``%a``, Slurm inserts the id of the task.
+
+        `offset` is the offset of the task's array.
+        """
         return self.logs_dir / f"{f'{offset}+' if offset else ''}{index}.log"
 
     def script_of(self, part: Part) -> Path:
-        """The batch script of a part; parts whose tasks are numbered like their trials share one."""
+        """Return the batch script of an array; arrays whose offset is 0 share one script."""
         return self.path / f"submit-{part.offset}.sbatch" if part.offset else self.script_file
 
     def folder(self, index: int) -> str:
-        """The folder of a trial, which may not exist yet."""
+        """Return the folder of a trial, which may not exist yet."""
         return f"{self.path}/{index}"
 
     def run(self, index: int) -> RunDir:
-        """The run of a trial."""
+        """Return the run of a trial."""
         return RunDir(self.folder(index))
 
     def created(self) -> list[int]:
-        """The trials whose folder exists."""
+        """Return the indices of the trials whose folder exists."""
         names = (path.name for path in self.path.iterdir())
         return [int(name) for name in names if is_index(name) and int(name) in self.trials]
 
     def exists(self) -> bool:
-        """True when this folder contains a group."""
+        """Return True if this folder contains a group."""
         return self.sweep_file.is_file()
 
     @property
     def record(self) -> GroupRecord:
-        """The content of `sweep.json`, cached at the first access.
+        """Return the content of `sweep.json`, which is cached at the first access.
 
-        Raises UsageError when it cannot be read or a newer trainkit wrote it.
+        Raises UsageError if the file cannot be read or a newer trainkit wrote it.
         """
         return self._content[0]
 
     @property
     def trials(self) -> dict[int, Trial]:
-        """The trials by index; raises as `record` does."""
+        """Return the trials by index; raise UsageError as `record` does."""
         return self._content[1]
 
     @cached_property
@@ -181,17 +190,18 @@ class RunGroup(RunFolder):
         record = replace(record, parts=sorted(record.parts, key=lambda part: part.last))
         if record.version > GROUP_VERSION:
             raise UsageError(
-                f"{self.shown}/sweep.json has version {record.version}; this trainkit knows {GROUP_VERSION}",
+                f"{self.shown}/sweep.json has version {record.version}, "
+                f"but this trainkit supports version {GROUP_VERSION}",
                 hint="use the trainkit that submitted it, or a newer one",
             )
         return record, {trial.index: trial for trial in trials}
 
     def read_again(self) -> None:
-        """Have `record` and `trials` read `sweep.json` again, which another process may have written."""
+        """Drop the cached `sweep.json`, because another process may have written it."""
         self.__dict__.pop("_content", None)
 
     def update(self, **changes: Any) -> None:
-        """Write changed values into `sweep.json`; other changes since it was read are kept."""
+        """Write changed values into `sweep.json`; keep other changes since the file was read."""
         with file_lock(self.path / ".lock"):
             self.read_again()
             record, trials = replace(self.record, **changes), self.trials
@@ -204,28 +214,34 @@ class RunGroup(RunFolder):
 
     @property
     def original(self) -> RunGroup | None:
-        """The group whose folder was copied to this one, and whose jobs this record names; else None."""
+        """Return the group whose folder was copied to this one; None if this is the original.
+
+        The jobs in the record of a copy belong to the original.
+        """
         home = RunGroup(self.record.folder or self.path)
         if is_same_folder(home.path, self.path) or not home.exists():
             return None
         return home if home.record.submitted_at == self.record.submitted_at else None
 
     def has_process(self) -> bool:
-        """Whether a process that starts its runs is there: that of a copied folder is the original's."""
+        """Return whether the process that starts the runs is alive.
+
+        A copied folder has no process, because the lock belongs to the original folder.
+        """
         return is_locked(self.supervisor_lock_file)
 
     @property
     def limit(self) -> int:
-        """How many of its runs this machine runs at once."""
+        """Return the maximum number of runs that this machine executes at a time."""
         return int(self.record.array.partition("%")[2] or 1)
 
     @property
     def job_id(self) -> str | None:
-        """The id of the whole array; None before it is known."""
+        """Return the job id of the first array; None until it is known."""
         return self.record.job_id
 
     def trial(self, index: int) -> Trial:
-        """The trial of an index; UsageError when there is none."""
+        """Return the trial with an index; raise UsageError if none has it."""
         if index not in self.trials:
             indices = sorted(self.trials)
             raise UsageError(
@@ -235,40 +251,43 @@ class RunGroup(RunFolder):
 
     @property
     def parts(self) -> list[Part]:
-        """Its arrays on Slurm, by the indices of their last trials; none before it is submitted."""
+        """Return the arrays on Slurm, in the order of their trials; an empty list before submission."""
         whole = [] if self.job_id is None else [Part(sys.maxsize, job_id=self.job_id)]
         return self.record.parts or whole
 
     @property
     def job_ids(self) -> list[str]:
-        """The ids of its arrays."""
+        """Return the job ids of the arrays."""
         return [part.job_id for part in self.parts if part.job_id is not None]
 
     @property
     def jobs(self) -> list[str]:
-        """Its arrays for Slurm's commands: see `on_cluster`."""
+        """Return the arrays as arguments of Slurm's commands: see `on_cluster`."""
         return [on_cluster(job_id, self.record.elsewhere) for job_id in self.job_ids]
 
     @property
     def left(self) -> list[int]:
-        """The trials that no array has yet, since the cluster takes no more of this user's jobs at once."""
+        """Return the unsubmitted trials, which wait because the cluster limits a user's number of jobs."""
         last = self.parts[-1].last if self.parts else -1
         return sorted(index for index in self.trials if index > last)
 
     def part_of(self, index: int) -> Part | None:
-        """The array of a trial; None if it is `left`."""
+        """Return the array of a trial; None if the trial is unsubmitted."""
         parts = self.parts
         found = bisect_left(parts, index, key=lambda part: part.last)
         return parts[found] if found < len(parts) else None
 
     def task_id(self, index: int) -> str | None:
-        """The job id of a trial's task in its array."""
+        """Return the Slurm id of a trial's array task; None if the trial is unsubmitted."""
         part = self.part_of(index)
         return None if part is None or part.job_id is None else f"{part.job_id}_{index - part.offset}"
 
 
 def group_of(run: RunDir) -> tuple[RunGroup, int] | None:
-    """The group and the index of a run that is a trial of one, whether its folder exists or not."""
+    """Return the group and the index of a run that is a trial; None for another run.
+
+    The folder of the run may not exist yet.
+    """
     group = RunGroup(run.path.parent)
     if not is_index(run.name) or not group.exists():
         return None
@@ -276,24 +295,25 @@ def group_of(run: RunDir) -> tuple[RunGroup, int] | None:
 
 
 def is_index(text: str) -> bool:
-    """Whether a folder of a group has the name of a trial's run."""
+    """Return whether a text is the name of a trial's folder in a group."""
     return text.isascii() and text.isdigit() and str(int(text)) == text
 
 
 def create_task_run(run: RunDir, job_id: str | None = None) -> RunDir:
-    """The run, after creating its folder if it is that of an array task and does not exist yet.
+    """Return the run, after creating its folder if the run is a trial whose folder does not exist yet.
 
-    It does so when the task starts, or earlier when a command needs it. Raises UsageError as `task_run` does.
+    The folder is created when the task starts, or earlier if a command needs it. Raises UsageError as
+    `task_run` does.
     """
     found = None if run.exists() else group_of(run)
     return run if found is None else task_run(*found, job_id)
 
 
 def task_run(group: RunGroup, index: int, job_id: str | None = None) -> RunDir:
-    """The run of a trial, after creating its folder if that does not exist yet.
+    """Return the run of a trial, after creating its folder if that does not exist yet.
 
-    `job_id` is the id of its task, by default derived from the group's sweep.json.
-    Raises UsageError when the group has no such task, was not submitted, or cannot be written.
+    `job_id` is the id of the array task; by default it is derived from the group's sweep.json. Raises
+    UsageError if the group has no such task, was not submitted, or cannot be written.
     """
     run = group.run(index)
     if run.exists():
@@ -310,7 +330,7 @@ def task_run(group: RunGroup, index: int, job_id: str | None = None) -> RunDir:
     if job_id is None and os.path.lexists(run.path) and not run.exists():
         raise UsageError(
             f"{run.shown} is not the folder of a run: it has no job.json",
-            hint=f"`trainkit status {group.word}` shows what is known of it",
+            hint=f"`trainkit status {group.word}` shows its state",
         )
     job_id = job_id or group.task_id(index)
     if job_id is None and group.job_id is not None:
@@ -328,9 +348,10 @@ def task_run(group: RunGroup, index: int, job_id: str | None = None) -> RunDir:
 
 
 def create_trial_run(group: RunGroup, trial: Trial, job_id: str | None = None) -> None:
-    """Create the folder of a trial's run; `job_id` is its task on Slurm, None without an attempt.
+    """Create the folder of a trial's run; `job_id` is the id of its array task.
 
-    Under a temporary name at first: no reader sees a part of it. Raises UsageError when it cannot be written.
+    Without a `job_id`, the run gets no attempt. The folder has a temporary name until it is complete, so that
+    no reader sees an incomplete run. Raises UsageError if the folder cannot be written.
     """
     run, stage = group.run(trial.index), None
     try:
@@ -342,7 +363,7 @@ def create_trial_run(group: RunGroup, trial: Trial, job_id: str | None = None) -
             shutil.rmtree(stage.path, ignore_errors=True)
         if not isinstance(error, OSError):
             raise
-        if not run.exists():  # else another command, or the task itself, has created it meanwhile
+        if not run.exists():  # otherwise another command or the task itself has created the run
             raise UsageError(
                 f"cannot create the run folder {run.shown}: {error.strerror or error}",
                 hint="check the permissions of its parent folder and the free space of the disk",
@@ -366,7 +387,7 @@ def _fill(stage: RunDir, group: RunGroup, trial: Trial, job_id: str | None) -> N
     attempt, part = open_attempt(stage, config, plan), group.part_of(trial.index) or Part()
     for copy in (attempt.script_file, stage.script_file):
         write_atomic(copy, read_trusted(group.script_of(part)))
-    # Slurm writes the output of the task there from its first line on.
+    # Slurm writes the output of the task to this log from the first line on.
     log = group.log_file(trial.index - part.offset, part.offset).name
     attempt.supervisor_log.symlink_to(Path(*[os.pardir] * 4, group.logs_dir.name, log))
     entry = AttemptRecord(
@@ -385,8 +406,8 @@ def _fill(stage: RunDir, group: RunGroup, trial: Trial, job_id: str | None) -> N
 
 
 def trial_texts(group: RunGroup, trial: Trial) -> tuple[str, str]:
-    """The config.yaml and plan.json with which the run of a trial starts."""
-    from trainkit.config.yamlfile import dump  # slow to import
+    """Return the initial config.yaml and plan.json of a trial's run."""
+    from trainkit.config.yamlfile import dump  # imported here because it is slow to import
 
     config, plan = changed(group.record.config, trial.config), changed(group.record.plan, trial.plan)
     return dump(config), json.dumps(plan, indent=2, ensure_ascii=False) + "\n"

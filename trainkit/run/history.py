@@ -1,4 +1,4 @@
-"""The growing files of a run, read incrementally: a refresh costs as much as what was appended since."""
+"""Read the growing files of a run incrementally, so that a refresh costs only what was appended since."""
 
 from __future__ import annotations
 
@@ -46,15 +46,17 @@ NOTABLE_EVENTS = (
     "checkpoint_failed",
     "stopped",
 )
-"""Events that the last warnings are made of, by `run_view.event_text`; capabilities have others."""
+"""Events that `run_view.event_text` turns into the last warnings; capabilities define further ones."""
 MAX_NOTABLE = 100
 MAX_POINTS = 600
-"""Points of a curve that are kept; with twice as many, every second one is dropped."""
+"""Number of records that a curve keeps; at twice this number, every second one is dropped."""
 SAMPLED_BYTES = 2 * 2**20
-"""Up to this many new bytes are read; of more, `MAX_POINTS` evenly spaced lines and the newest ones."""
+"""Up to this number of new bytes are read completely. Of more bytes, only `MAX_POINTS` evenly spaced lines
+and the newest lines are read."""
 CURVES = ("loss", "grad_norm", "lr", "tokens_per_s")
 MAX_CURVES = 40
-"""Names whose numbers are kept, in the order in which they were logged first; after them only `CURVES`."""
+"""Maximum number of metrics with a curve, in the order of their first record. Further metrics are ignored,
+except for `CURVES`."""
 NOT_CURVES = frozenset(
     {
         "step",
@@ -72,7 +74,7 @@ NOT_CURVES = frozenset(
         "other_ranks_s",
     }
 )
-"""Numbers that say where a record is, or which `trainkit watch` shows elsewhere as numbers."""
+"""Numbers that identify a record, or that `trainkit watch` shows as numbers elsewhere on the screen."""
 
 
 @dataclass
@@ -83,50 +85,50 @@ class Attempt:
     submitted: float | None = None
     started: float | None = None
     training: float | None = None
-    """When the loop began, after which steps are computed."""
+    """The start time of the training loop."""
     first_step: float | None = None
     ended: float | None = None
-    """When it ended; for one that still runs, the time of the report."""
+    """The end time, or the time of the report if the attempt still runs."""
     state: str | None = None
     reason: str | None = None
     action: str | None = None
-    """The last decision counts: an earlier one may have turned out to be impossible."""
+    """The action of the last decision; an earlier decision may have turned out to be impossible."""
     start_step: int = 0
-    """The step that it resumed from."""
+    """The step that the attempt resumed from."""
     kept_step: float = field(default=math.inf, metadata=UNLIMITED)
-    """The last step that is part of the run's result; a later attempt computed the others again."""
+    """The last step that is part of the run's result; a later attempt computed later steps again."""
     num_nodes: int | None = None
     world_size: int | None = None
     partition: str | None = None
-    """The one that Slurm chose, like `gpu_type`, which is known where several were asked for."""
+    """The partition that Slurm chose. Like `gpu_type`, it is recorded if several were requested."""
     gpu_type: str | None = None
     evaluations: list[float] = field(default_factory=list)
     saves: list[float] = field(default_factory=list)
     signals: list[float] = field(default_factory=list)
     cause: str | None = field(default=None, metadata=LEFT_OUT)
-    """Why it was restarted."""
+    """The cause of the restart that followed."""
     is_paused: bool = field(default=False, metadata=LEFT_OUT)
-    """Whether Ctrl-Z has stopped its ranks."""
+    """True if Ctrl-Z has stopped the ranks."""
     waits_for: str | None = field(default=None, metadata=LEFT_OUT)
-    """What it waits for before it starts on this machine."""
+    """The reason why the attempt waits before it starts on this machine."""
     saved: float | None = field(default=None, metadata=LEFT_OUT)
-    """When its last checkpoint was published."""
+    """The time when the last checkpoint was published."""
     failure: Event | None = field(default=None, metadata=LEFT_OUT)
-    """Its first ``rank_failed``."""
+    """The first ``rank_failed`` event."""
     open_save: Event | None = field(default=None, metadata=LEFT_OUT)
-    """The ``checkpoint_begin`` of a save without an end."""
+    """The ``checkpoint_begin`` event of a save that has not ended."""
     failed_saves: list[Event] = field(default_factory=list, metadata=LEFT_OUT)
-    """Its newest saves, as far as all of them failed."""
+    """The saves that have failed since the last successful save."""
 
     @property
     def allocated_s(self) -> float:
-        """Seconds from its start to its end; 0 when either is unknown."""
+        """Return the seconds from the start to the end; 0 if either is unknown."""
         if self.started is None or self.ended is None:
             return 0.0
         return max(0.0, self.ended - self.started)
 
     def add(self, event: Event) -> None:
-        """Take in one of its events."""
+        """Update the attempt from one of its events."""
         if (take := _OF_ATTEMPT.get(event.name)) is not None:
             take(self, event)
 
@@ -198,7 +200,7 @@ _OF_ATTEMPT: Mapping[str, Callable[[Attempt, Event], None]] = {
     "stopped": Attempt._ended,
     "finished": Attempt._ended,
 }
-"""Event -> what it changes in its attempt."""
+"""Maps the name of an event to the method that updates its attempt."""
 
 
 def _first(known: float | None, event: Event) -> float | None:
@@ -206,13 +208,13 @@ def _first(known: float | None, event: Event) -> float | None:
 
 
 def _times(event: Event) -> list[float]:
-    """The time of an event; empty if it is unknown."""
+    """Return the time of an event in a list; an empty list if the time is unknown."""
     time = timestamp(event.time)
     return [] if time is None else [time]
 
 
 def attempts_of(events: Iterable[Event]) -> dict[int, Attempt]:
-    """The attempts in a run's events, by number."""
+    """Return the attempts in a run's events, by number."""
     found: dict[int, Attempt] = {}
     for event in events:
         _add_to_attempt(found, event)
@@ -225,7 +227,10 @@ def _add_to_attempt(found: dict[int, Attempt], event: Event) -> None:
 
 
 def ended_attempts(attempts: Mapping[int, Attempt], now: float | None) -> list[Attempt]:
-    """The attempts, oldest first, with what each kept; `now` is the end of one that still runs."""
+    """Return the attempts, oldest first, each with its `kept_step`.
+
+    `now` is the end of the newest attempt if it still runs.
+    """
     kept, found = math.inf, list[Attempt]()
     for number in sorted(attempts, reverse=True):
         attempt = attempts[number]
@@ -237,7 +242,10 @@ def ended_attempts(attempts: Mapping[int, Attempt], now: float | None) -> list[A
 
 
 def idle_gaps(attempts: Sequence[Attempt]) -> float:
-    """Seconds between attempts within one allocation: a restart keeps it, a requeue gives it back."""
+    """Return the seconds between attempts that shared one allocation.
+
+    A restart keeps the allocation, while a requeue releases it.
+    """
     return sum(_idle_s(attempt, following) for attempt, following in pairwise(attempts))
 
 
@@ -248,9 +256,10 @@ def _idle_s(attempt: Attempt, following: Attempt) -> float:
 
 
 def worker_hours(attempts: Sequence[Attempt], world_size: int | None) -> float | None:
-    """The allocated hours of all ranks, whose number may differ between attempts; None if unknown.
+    """Return the allocated hours of all ranks; None if the number of ranks is unknown.
 
-    `world_size` is that of attempts that do not say how many they had.
+    `world_size` is the number of ranks of attempts that did not record this number, which may differ between
+    attempts.
     """
     total_s = 0.0
     for attempt, following in zip_longest(attempts, attempts[1:]):
@@ -263,30 +272,32 @@ def worker_hours(attempts: Sequence[Attempt], world_size: int | None) -> float |
 
 @dataclass(frozen=True)
 class Restart:
-    """One restart, from the end of an attempt to the next; durations are None where an event is missing."""
+    """One restart, from the end of an attempt to the next; a duration is None where an event is missing."""
 
     attempt: int
     """The attempt that ended."""
     action: str
-    """``restart`` in the allocation, ``requeue`` of the job, ``resubmit`` or ``follow_up`` as another job."""
+    """``restart`` in the allocation, ``requeue`` of the job, or ``resubmit`` or ``follow_up`` as another
+    job."""
     cause: str
-    """A `trainkit.run.end.Cause`, or that of a capability."""
+    """A `trainkit.run.end.Cause`, or a cause that a capability defines."""
     verdict: Event | None
-    """The first failure, where there was one."""
+    """The root cause: the first failure, if there was one."""
     save_s: float | None
-    """From the signal to the published checkpoint."""
+    """Seconds from the signal to the published checkpoint."""
     end_s: float | None
-    """From the published checkpoint, else from the signal or failure, to the end of the attempt."""
+    """Seconds from the published checkpoint to the end of the attempt. Without a checkpoint they count from
+    the signal or failure."""
     queue_s: float | None
-    """From the end of the attempt to the start of the next one."""
+    """Seconds from the end of the attempt to the start of the next one."""
     start_s: float | None
-    """From the start of the next attempt to its first step."""
+    """Seconds from the start of the next attempt to its first step."""
     total_s: float | None
-    """From the signal or failure to that first step."""
+    """Seconds from the signal or failure to the first step of the next attempt."""
 
 
 def find_restarts(attempts: Mapping[int, Attempt]) -> list[Restart]:
-    """The restarts of a run, oldest first."""
+    """Return the restarts of a run, oldest first."""
     found = sorted(attempts.items())
     return [
         _restart(attempt, attempts.get(number + 1, Attempt(number + 1)))
@@ -302,7 +313,7 @@ def _restart(attempt: Attempt, following: Attempt) -> Restart:
         began = timestamp(failure.text("failed_at"))
     saved = None if failed else attempt.saved
     if saved is not None and began is not None and saved < began:
-        saved = None  # there was nothing new to save
+        saved = None  # the checkpoint is older than the signal, because there was nothing new to save
     return Restart(
         attempt=attempt.number,
         action=str(attempt.action),
@@ -321,13 +332,13 @@ def _between(begin: float | None, end: float | None) -> float | None:
 
 
 def timestamp(text: object) -> float | None:
-    """A time from a run's file as seconds since the epoch; None if it is not a time."""
+    """Convert a time from a run's file to seconds since the epoch; return None if it is not a time."""
     time = parse_time(text)
     return None if time is None else time.timestamp()
 
 
 class OwnedEvents:
-    """The events of capabilities: all of them, and those that last in their attempt; see `owner_of`."""
+    """Collects the events of capabilities, and tracks which still last in their attempt; see `owner_of`."""
 
     def __init__(self, events: Iterable[Event] = ()) -> None:
         self.all: list[Event] = []
@@ -336,7 +347,7 @@ class OwnedEvents:
             self.add(event)
 
     def add(self, event: Event) -> None:
-        """Take in an event, unless it is of the core."""
+        """Add an event if it belongs to a capability."""
         if owner_of(event.name) is None:
             return
         self.all.append(event)
@@ -347,12 +358,15 @@ class OwnedEvents:
             own[name, event.rank] = event
 
     def lasting(self, attempt: int | None) -> list[Event]:
-        """The events of an attempt that last, the newest last."""
+        """Return the events of an attempt that still last, the newest last."""
         return list(self._lasting.get(attempt, {}).values())
 
 
 class EventHistory:
-    """What the events of a run say of it, read as they are appended: all of them, or `event_lines`."""
+    """Summarizes the events of a run and reads new ones incrementally.
+
+    A large file is read only as far as `event_lines` yields it.
+    """
 
     def __init__(self, path: Path) -> None:
         self._tail = Tail(path)
@@ -364,29 +378,30 @@ class EventHistory:
         self.notable: deque[Event] = deque(maxlen=MAX_NOTABLE)
         self.attempts: dict[int, Attempt] = {}
         self.val_losses: dict[int, float] = {}
-        """Step -> its validation loss."""
+        """Maps a step to its validation loss."""
         self.first_val_loss: float | None = None
         self.val_loss: float | None = None
         self.has_lost_val_loss = False
-        """Whether the newest one is not finite."""
+        """True if the newest validation loss is not finite."""
         self.total_steps: int | None = None
-        """As the trainer logged it last."""
+        """The number of steps that the trainer logged last."""
         self.saved: Event | None = None
-        """The newest ``checkpoint_commit``."""
+        """The newest ``checkpoint_commit`` event."""
         self.save_began: str | None = None
-        """The time of its ``checkpoint_begin``: the state is that of this moment."""
+        """Time of the ``checkpoint_begin`` event that belongs to `saved`. The checkpoint contains the state
+        at this time."""
         self.owned = OwnedEvents()
         self._begun: dict[int | None, str | None] = {}
 
     def attempt(self, number: int | None) -> Attempt:
-        """What the events say of an attempt; nothing of one without any."""
+        """Return an attempt as its events describe it; an empty one if it has no events."""
         return self.attempts.get(number or 0) or Attempt(number or 0)
 
     def update(self) -> None:
         """Read the events that were appended since the last call."""
         size = self._tail.size()
         if size < self._tail.position:
-            self._clear()  # another file
+            self._clear()  # a shorter file is another file
         if size - self._tail.position > WHOLE_BYTES:
             with open_file(self._tail.path) as stream:
                 for event in events_of(parse_records(event_lines(stream, self._tail.position, size))):
@@ -429,11 +444,11 @@ _OF_RUN: Mapping[str, Callable[[EventHistory, Event], None]] = {
     "checkpoint_begin": EventHistory._checkpoint_begin,
     "checkpoint_commit": EventHistory._checkpoint_commit,
 }
-"""Event -> what it changes for the whole run."""
+"""Maps the name of an event to the method that updates the history of the run."""
 
 
 class MetricsHistory:
-    """The newest records of metrics.jsonl, and evenly spaced ones of the whole run."""
+    """Keeps the newest records of metrics.jsonl, and evenly spaced records of the whole run."""
 
     def __init__(self, path: Path) -> None:
         self._tail = Tail(path)
@@ -443,14 +458,14 @@ class MetricsHistory:
         self._tail.position = 0
         self.recent: deque[StepRecord] = deque(maxlen=RECENT_RECORDS)
         self.points: list[StepRecord] = []
-        """The numbers of some records, by step."""
+        """Evenly spaced records with only their numbers, by step."""
         self._names = dict.fromkeys(CURVES)
         self._every = 1
-        """Of new records, every how many become a point."""
+        """The interval, in records, between two new records that are added to `points`."""
         self._count = 0
 
     def update(self) -> None:
-        """Read what was appended since the last call, or a sample of it if that is much."""
+        """Read the records that were appended since the last call, or a sample of a large number of them."""
         size = self._tail.size()
         if size < self._tail.position:
             self._clear()
@@ -475,7 +490,7 @@ class MetricsHistory:
         step = record.step
         self.recent.append(record)
         while self.points and self.points[-1].step >= step:
-            self.points.pop()  # computed again by a later attempt
+            self.points.pop()  # a later attempt has computed this step again
         if is_point:
             self.points.append(StepRecord({"step": step, **self._numbers(record)}))
         if len(self.points) >= 2 * MAX_POINTS:
@@ -483,7 +498,7 @@ class MetricsHistory:
             self._every *= 2
 
     def _numbers(self, record: StepRecord) -> dict[str, object]:
-        """The numbers of a record by name, as far as names are kept."""
+        """Return the numbers of a record by name, except for names beyond `MAX_CURVES`."""
         found = {}
         for name, value in record.values.items():
             if type(value) not in (int, float) or name in NOT_CURVES:
@@ -496,31 +511,31 @@ class MetricsHistory:
         return found
 
     def curves(self) -> dict[str, list[tuple[int, float]]]:
-        """The curves of all metrics, first `CURVES`."""
+        """Return the curves of all metrics by name, beginning with `CURVES`."""
         return {name: self.curve(name) for name in self._names}
 
     def curve(self, name: str) -> list[tuple[int, float]]:
-        """The finite points of a curve, with the newest record as the last one."""
+        """Return the finite (step, value) pairs of a curve, ending with the newest record."""
         points = [*self.points, *list(self.recent)[-1:]]
         found = {point.step: point.number(name) for point in points}
         return [(step, float(value)) for step, value in found.items() if value is not None]
 
     def median(self, name: str) -> float | None:
-        """The median of a curve over the run."""
-        from statistics import median  # which the supervisor of a job would load for nothing
+        """Return the median of a curve over the run; None without values."""
+        from statistics import median  # imported here, because the supervisor of a job never needs it
 
         values = [value for _, value in self.curve(name)]
         return median(values) if values else None
 
 
 class PlanRecord(Record):
-    """A plan.json, or what there is of it; `LaunchPlan` is for those who need all of it."""
+    """Wraps a plan.json that may be incomplete; `LaunchPlan` is for callers that need all of the plan."""
 
     __slots__ = ()
 
     @property
     def command(self) -> list[str] | None:
-        """The COMMAND that runs instead of the built-in trainer."""
+        """Return the COMMAND that runs instead of the built-in trainer; None without one."""
         command = self.values.get("command")
         return [str(word) for word in command] if isinstance(command, list) else None
 
@@ -530,28 +545,31 @@ class PlanRecord(Record):
 
     @property
     def is_job(self) -> bool:
-        """Whether a scheduler runs it as a job, or that is unknown; else it runs where it is started."""
+        """Return whether the run is, or may be, a job of a scheduler.
+
+        Otherwise the run is executed where it was started.
+        """
         return self.values.get("slurm", {}) is not None
 
     @property
     def parts(self) -> dict[str, Record]:
-        """The parts of the capabilities that the run uses, by their names."""
+        """Return the plan sections of the capabilities that the run uses, by capability name."""
         found = take_parts(self.values) if isinstance(self.values.get("capabilities", {}), dict) else {}
         return {name: Record(part) for name, part in found.items() if isinstance(part, dict)}
 
     @property
     def step_shape(self) -> tuple[Mapping[str, object], Mapping[str, object], str | None]:
-        """Layout, batch and device, on which the time of a step depends."""
+        """Return the layout, batch and device, which determine the duration of a step."""
         return self.record("layout").values, self.record("batch").values, self.text("device")
 
 
 def read_plan(folder: RunDir | AttemptDir) -> PlanRecord:
-    """The plan of a run or an attempt; empty if it cannot be read."""
+    """Read the plan of a run or an attempt; return an empty one if it cannot be read."""
     return PlanRecord(read_object(folder.plan_file))
 
 
 def seconds_left(records: Sequence[StepRecord], total_steps: int | None) -> float | None:
-    """Seconds until the last step, at the pace from the first to the last of the records; None if unknown."""
+    """Return the seconds until the last step, at the average pace of the records; None if unknown."""
     if total_steps is None or len(records) < 2:
         return None
     first, last = records[0], records[-1]
@@ -565,7 +583,7 @@ R = TypeVar("R", bound=Reader)
 
 
 class RunHistory:
-    """What a run has written while it runs: all that looks at a run reads it here."""
+    """Reads the files that a run writes, for all commands that show the run."""
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
@@ -574,18 +592,21 @@ class RunHistory:
         self._readers: dict[type[Reader], Reader] = {}
 
     def update(self) -> None:
-        """Read what was written since the last call; raises OSError for files that cannot be read."""
+        """Read what was written since the last call; raise OSError if a file cannot be read."""
         self.events.update()
         self.metrics.update()
 
     def reader(self, kind: type[R]) -> R:
-        """The reader of a capability, updated; the run keeps it. Raises OSError."""
+        """Return the reader of a capability, after updating it; raise OSError if a file is unreadable.
+
+        Later calls return the same reader.
+        """
         reader = self._readers.setdefault(kind, kind(self.run))
         assert isinstance(reader, kind)
         reader.update()
         return reader
 
     def newest_steps(self) -> list[StepRecord]:
-        """The last `RECENT_RECORDS` steps, oldest first, from the end of their file alone."""
+        """Return the last `RECENT_RECORDS` steps, oldest first; reads only the end of the file."""
         records = read_jsonl_reversed(self.run.metrics_file)
         return list(islice(steps_of(records), RECENT_RECORDS))[::-1]

@@ -1,8 +1,8 @@
-"""The checkpoints of a run: the manifest that verifies one, the handling of damaged ones, and their list.
+"""List, verify and remove the checkpoints of a run; each contains a manifest with hashes of its files.
 
-A checkpoint is written into a folder whose name ends in `.partial` and published by one rename, after its
-manifest. So `step-00001000` without a suffix was complete when it was published; the hashes show whether it
-still is.
+A checkpoint is written into a folder whose name ends in `.partial`. One rename publishes the folder after the
+manifest is written. So a folder such as `step-00001000`, without a suffix, was complete when it was
+published. The hashes show whether it is still intact.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MANIFEST_VERSION = 1
 SEAL = "sha256"
 BEST_LINK = "best"
 BASE_FINGERPRINT = "the fingerprint of model.hf"
-"""The key in `data` for files with weights that checkpoints may lack."""
+"""The key in `data` for the fingerprint of the base model's files, whose weights a checkpoint may omit."""
 _PUBLISHED = re.compile(re.escape(CHECKPOINT_PREFIX) + r"(\d{8,})")
 _REJECTED = re.compile(_PUBLISHED.pattern + re.escape(REJECTED_SUFFIX) + r"(-\d+)?")
 _CHUNK_BYTES = 8 * 2**20
@@ -43,7 +43,7 @@ _CHUNK_BYTES = 8 * 2**20
 
 @dataclass(frozen=True)
 class FileSum:
-    """What the manifest says of a file."""
+    """The size and hash of a file in the manifest."""
 
     bytes: int
     sha256: str
@@ -51,24 +51,24 @@ class FileSum:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says of itself besides its tensors."""
+    """Describes a checkpoint, except for its tensors."""
 
     version: int = 0
     step: int = -1
     files: JsonObject = field(default_factory=dict)
-    """For each file, its ``bytes`` and ``sha256``."""
+    """Maps each file to its ``bytes`` and ``sha256``."""
     task: str | None = None
     optimizer: str = "adamw"
-    """Manifests of older versions do not say it."""
+    """The name of the optimizer, which manifests of older versions lack."""
     data: dict[str, object] = field(default_factory=dict)
-    """What determines which samples a position in the data stands for."""
+    """Values that determine which samples a position in the data stands for."""
     val_fingerprint: str | None = None
     model: dict[str, object] | None = None
-    """Of the built-in decoder."""
+    """The shape of the built-in decoder."""
     progress: dict[str, object] = field(default_factory=dict)
-    """The state of the training."""
+    """The state of the training, such as the best result."""
     state: dict[str, object] = field(default_factory=dict)
-    """What a loop of the user's own tracks, without its tensors."""
+    """The values that a custom training loop tracks, without its tensors."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Checkpoint:
         return self.path / MANIFEST_NAME
 
     def content(self) -> dict[str, object]:
-        """The JSON of the manifest; OSError or ValueError when it cannot be read as one."""
+        """Return the JSON of the manifest; raise OSError or ValueError if it cannot be read or is invalid."""
         value = read_json(self.manifest_file)
         if not isinstance(value, dict) or not isinstance(value.get("files"), dict):
             raise ValueError("not a manifest")
@@ -93,7 +93,7 @@ class Checkpoint:
         return value
 
     def manifest(self) -> Manifest:
-        """The manifest; raises as `content` does."""
+        """Return the manifest; raise as `content` does."""
         return read_record(Manifest, self.content())
 
 
@@ -102,7 +102,7 @@ def _folders(checkpoints_dir: Path) -> list[Path]:
 
 
 def published(checkpoints_dir: Path) -> list[Checkpoint]:
-    """The published checkpoints of a run, oldest first."""
+    """Return the published checkpoints of a run, oldest first."""
     found = [
         Checkpoint(path, int(match[1]))
         for path in _folders(checkpoints_dir)
@@ -112,23 +112,23 @@ def published(checkpoints_dir: Path) -> list[Checkpoint]:
 
 
 def newest_checkpoint(checkpoints_dir: Path) -> str | None:
-    """The folder of the newest published checkpoint, None without one; its content is not verified."""
+    """Return the folder of the newest published checkpoint without verifying it; None without one."""
     found = [item for item in published(checkpoints_dir) if item.manifest_file.is_file()]
     return str(found[-1].path) if found else None
 
 
 def rejects(checkpoints_dir: Path) -> list[Path]:
-    """Damaged checkpoints that were set aside."""
+    """Return the damaged checkpoints that were set aside."""
     return [path for path in _folders(checkpoints_dir) if _REJECTED.fullmatch(path.name)]
 
 
 def partials(checkpoints_dir: Path) -> list[Path]:
-    """Folders of saves that never finished."""
+    """Return the folders of saves that never finished."""
     return [path for path in _folders(checkpoints_dir) if path.name.endswith(PARTIAL_SUFFIX)]
 
 
 def file_hash(path: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal."""
+    """Return the SHA-256 of a file in hexadecimal."""
     digest = hashlib.sha256()
     with open_file(path) as stream:
         while chunk := stream.read(_CHUNK_BYTES):
@@ -137,7 +137,7 @@ def file_hash(path: Path) -> str:
 
 
 def find_damage(checkpoint: Checkpoint, *, reads_tensors: bool = True) -> str:
-    """The damage of a checkpoint as a sentence; empty when every file matches its manifest.
+    """Describe the damage of a checkpoint in a sentence; return "" if every file matches its manifest.
 
     Without `reads_tensors`, only the manifest and the file sizes are checked.
     """
@@ -148,19 +148,20 @@ def find_damage(checkpoint: Checkpoint, *, reads_tensors: bool = True) -> str:
 
 
 def unreadable(error: OSError) -> str:
-    """The sentence for a file that cannot be read at the moment."""
+    """Return the sentence for a file that cannot be read at the moment."""
     return f"{Path(error.filename or '').name} cannot be read ({error.strerror or error})"
 
 
 def plain_damage(checkpoint: Checkpoint) -> str:
-    """The damage that the manifest and the file sizes show; empty without one.
+    """Describe the damage that the manifest and the file sizes show; return "" if there is none.
 
-    Raises OSError for a file that cannot be read: the host may be at fault, not the checkpoint. That includes
-    a file that the folder lists: an NFS client may remember for a minute that it was missing.
+    Raises OSError for a file that cannot be read, because the host may be at fault instead of the checkpoint.
+    A missing file that the folder lists counts as unreadable too: an NFS client may remember for a minute
+    that the file was missing.
     """
     try:
         if checkpoint.manifest_file.exists() and not checkpoint.manifest_file.is_file():
-            return f"{MANIFEST_NAME} is no regular file"
+            return f"{MANIFEST_NAME} is not a regular file"
         manifest = checkpoint.content()
         files = manifest["files"]
         assert isinstance(files, dict)
@@ -175,9 +176,10 @@ def plain_damage(checkpoint: Checkpoint) -> str:
 
 
 def hash_damage(checkpoint: Checkpoint, part: int = 0, num_parts: int = 1) -> str:
-    """The damage that the hashes of every `num_parts`-th file from `part` on show, to share the work.
+    """Describe the damage that the hashes of some files show; return "" if there is none.
 
-    Raises OSError for a file that cannot be read.
+    Checks every `num_parts`-th file, beginning with file `part`, so that several processes can share the
+    work. Raises OSError for a file that cannot be read.
     """
     files = checkpoint.manifest().files
     for name in sorted(files)[part::num_parts]:
@@ -207,7 +209,7 @@ def _size_damage(checkpoint: Checkpoint, files: Mapping[str, dict[str, object]])
     for name, expected in files.items():
         found, wanted = (checkpoint.path / name).stat(), expected.get("bytes")
         if not S_ISREG(found.st_mode):
-            return f"{name} is no regular file"
+            return f"{name} is not a regular file"
         size = found.st_size
         if size != wanted:
             shown = f"{wanted:,}" if isinstance(wanted, int) else wanted
@@ -216,16 +218,16 @@ def _size_damage(checkpoint: Checkpoint, files: Mapping[str, dict[str, object]])
 
 
 def seal(manifest: Mapping[str, object]) -> str:
-    """The SHA-256 of everything else in a manifest, stored in it as `SEAL`.
+    """Return the SHA-256 of a manifest without its key `SEAL`, under which this hash is stored.
 
-    It protects the numbers that training resumes from, as the hashes of the files protect the tensors.
+    The hash protects the numbers that training resumes from, as the hashes of the files protect the tensors.
     """
     sealed = {key: value for key, value in manifest.items() if key != SEAL}
     return hashlib.sha256(json.dumps(sealed, sort_keys=True).encode()).hexdigest()
 
 
 def is_newer(checkpoint: Checkpoint) -> bool:
-    """Whether a newer trainkit wrote it: this version cannot tell whether it is damaged."""
+    """Return whether a newer trainkit wrote the checkpoint, so that this version cannot verify it."""
     try:
         version = checkpoint.content().get("version")
     except (OSError, ValueError):
@@ -234,13 +236,13 @@ def is_newer(checkpoint: Checkpoint) -> bool:
 
 
 def newest_intact(checkpoints: Iterable[Checkpoint]) -> Checkpoint | None:
-    """The newest undamaged checkpoint; reads checkpoints until it has found one."""
+    """Return the newest undamaged checkpoint; read checkpoints only until one is found."""
     ordered = sorted(checkpoints, key=lambda checkpoint: checkpoint.step, reverse=True)
     return next((checkpoint for checkpoint in ordered if not find_damage(checkpoint)), None)
 
 
 def set_aside(checkpoint: Checkpoint) -> Path:
-    """Rename a damaged checkpoint so that it is no longer listed; returns its new path."""
+    """Rename a damaged checkpoint so that it is no longer listed; return its new path."""
     target = checkpoint.path.with_name(checkpoint.path.name + REJECTED_SUFFIX)
     number = 1
     while target.exists():
@@ -251,9 +253,10 @@ def set_aside(checkpoint: Checkpoint) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint's folder; a kill during the deletion never leaves one that looks published.
+    """Delete a checkpoint's folder; an interrupted deletion never leaves a folder that looks published.
 
-    It leaves what looks like an unfinished save, which the next attempt deletes.
+    An interrupted deletion leaves a folder that looks like an unfinished save, which the next attempt
+    deletes.
     """
     if not path.name.endswith(PARTIAL_SUFFIX):
         doomed = path.with_name(f"{path.name}.deleted-{os.getpid()}{PARTIAL_SUFFIX}")
@@ -271,7 +274,10 @@ def remove_all(checkpoints_dir: Path) -> None:
 def obsolete(
     checkpoints: Iterable[Checkpoint], keep_last: int | None, best_step: int | None
 ) -> list[Checkpoint]:
-    """The checkpoints that can be deleted: all but the newest `keep_last` and the best one; none for None."""
+    """Return the checkpoints to delete: all except the newest `keep_last` and the best one.
+
+    If `keep_last` is None, no checkpoint is deleted.
+    """
     if keep_last is None:
         return []
     ordered = sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
@@ -279,7 +285,7 @@ def obsolete(
 
 
 def trial_best_at(checkpoint: Checkpoint) -> None:
-    """Trial the link `best` at this checkpoint."""
+    """Point the link `best` to this checkpoint."""
     link = checkpoint.path.with_name(BEST_LINK)
     staged = checkpoint.path.with_name(f".{BEST_LINK}-{os.getpid()}")
     staged.unlink(missing_ok=True)
@@ -288,7 +294,7 @@ def trial_best_at(checkpoint: Checkpoint) -> None:
 
 
 def best_step(checkpoints_dir: Path) -> int | None:
-    """The step of the checkpoint that the link `best` trials at; None without one."""
+    """Return the step of the checkpoint that the link `best` points to; None without the link."""
     link = checkpoints_dir / BEST_LINK
     if not link.is_symlink():
         return None
@@ -298,28 +304,30 @@ def best_step(checkpoints_dir: Path) -> int | None:
 
 @dataclass(frozen=True)
 class ListedCheckpoint:
-    """One checkpoint folder; fields are None where its files do not contain the value."""
+    """One checkpoint folder; a field is None if the files do not contain its value."""
 
     name: str
     path: str
     state: str
-    """``published``, ``rejected``, ``partial``, or ``damaged`` if that is visible without reading tensors."""
+    """One of ``published``, ``rejected``, ``partial``, and ``damaged`` if the damage is visible without
+    reading tensors."""
     step: int | None
     time: str
-    """When it was written, ISO-8601 UTC."""
+    """The time of the newest file of the checkpoint, in ISO 8601, UTC."""
     bytes: int
     layout: dict[str, int] | None
     world_size: int | None
     best: bool
     reason: str | None
-    """Why it was saved, or what is wrong with it."""
+    """The reason of the save, or the damage."""
     best_metric: str | None = None
-    """Metric by which it is the best, with `best_value`, where its manifest says so."""
+    """The metric that the checkpoint is the best for, if its manifest contains the metric; `best_value` is
+    its value."""
     best_value: float | None = None
 
 
 def list_checkpoints(run: RunDir) -> list[ListedCheckpoint]:
-    """All checkpoints of a run: published ones by step, then rejected and partial ones by name."""
+    """Return all checkpoints of a run: published ones by step, then rejected and partial ones by name."""
     best, reasons = best_step(run.checkpoints_dir), dict[str, str]()
     there, aside = published(run.checkpoints_dir), rejects(run.checkpoints_dir)
     names = {path.name for path in (*(checkpoint.path for checkpoint in there), *aside)}
@@ -344,7 +352,7 @@ def _listed(path: Path, state: str, best: bool, reason: str | None) -> ListedChe
     found = read_object(path / MANIFEST_NAME)
     manifest = Record(found if isinstance(found.get("files"), dict) else {})
     progress = manifest.record("progress")
-    # A checkpoint may be validated only after a resume: then later ones say that it is the best.
+    # A checkpoint that was validated only after a resume does not record that it is the best; later ones do.
     is_own = best and progress.count("best_step") == progress.count("step")
     metric = (progress.text("best_metric") or "").partition(" ")[0] if is_own else None
     files = [item.stat() for item in path.rglob("*") if item.is_file()]

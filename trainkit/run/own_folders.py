@@ -1,8 +1,9 @@
-"""Folders for temporary and compiled files in which nobody else can put a file first.
+"""Choose folders for temporary and compiled files where no other user can plant a file.
 
-torch and other libraries execute or unpickle what they find below ``$TMPDIR``, under names that anybody can
-guess: ``torchinductor_USER``, ``USER/torch_vendor_quack_cache``, ``quack_generated_epilogues``. TensorBoard
-(``.tensorboard-info``) and MLflow (``db_init_lock-*``) would write through links there.
+torch and other libraries execute or unpickle files below ``$TMPDIR`` whose names anybody can guess:
+``torchinductor_USER``, ``USER/torch_vendor_quack_cache``, ``quack_generated_epilogues``. TensorBoard
+(``.tensorboard-info``) and MLflow (``db_init_lock-*``) would write through links that another user has
+planted there.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from trainkit.folders import ensure_folder, make_private, state_folder, user_nam
 from trainkit.run.process import own_host
 
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
-"""Variables that name the folders for what is compiled; its files are worth more than temporary ones."""
+"""Variables that name the folders for compiled files, which are worth more than temporary files."""
 _TORCH_REPLACES = re.compile(r'[\\/:*?"<>|]')
-"""What torch replaces in the name of a user to name its folder."""
+"""The characters of a user name that torch replaces in the name of a folder."""
 
 
 class OwnFolders(NamedTuple):
@@ -28,21 +29,23 @@ class OwnFolders(NamedTuple):
 
     temporary: str
     caches: Mapping[str, str]
-    """The variables in `CACHES`."""
+    """Maps the variables in `CACHES` to their folders."""
     note: str
-    """Where they are instead and what somebody else has made there; empty if nothing."""
+    """Explains where the folders are and what another user has made in the usual place; empty if there is no
+    problem."""
 
     def added_to(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """An environment with these folders, except for the caches that the user has set."""
+        """Return an environment with these folders, except for caches that the user has set."""
         own = _without_outer(environ)
         return {**self.caches, **own, "TMPDIR": self.temporary}
 
 
 def own_folders(environ: Mapping[str, str], fallback: Path, *, keeps: bool = False) -> OwnFolders:
-    """Make the folders below ``$TMPDIR``, else ``/tmp``, or else in `fallback`, which has to be private.
+    """Create the folders below ``$TMPDIR`` or ``/tmp``, or in `fallback`, which must be private.
 
-    TMPDIR stays as it is where only this user can create files. With `keeps` it also stays elsewhere, unless
-    others have made the folder in which torch has files whatever its variables say. Raises OSError.
+    TMPDIR stays unchanged if only this user can create files in it. With `keeps`, TMPDIR stays unchanged even
+    if other users can create files in it. In both cases TMPDIR is replaced if another user has made the
+    folder that torch uses by default. Raises OSError.
     """
     temporary = _without_outer(environ).get("TMPDIR") or "/tmp"
     private = Path(temporary, _name())
@@ -61,7 +64,7 @@ def own_folders(environ: Mapping[str, str], fallback: Path, *, keeps: bool = Fal
 
 
 def own_environ(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """An environment with own folders, for a process that a command starts. Raises OSError."""
+    """Return an environment with private folders for a process that a command starts. Raises OSError."""
     folders = own_folders(environ, state_folder(environ) / "caches" / own_host())
     if folders.note:
         print_note(folders.note)
@@ -69,9 +72,9 @@ def own_environ(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def _without_outer(environ: Mapping[str, str]) -> dict[str, str]:
-    """An environment without the folders that a rank or torch, not a user, has set."""
+    """Return an environment without the folders that a rank or torch has set instead of the user."""
     own = f"/{_name()}/"
-    # torch writes its default into the environment of its process.
+    # torch writes its default folder into the environment of its process.
     defaults = [f"{_torch_default(folder)}/" for folder in (environ.get("TMPDIR") or "/tmp", "/tmp")]
     found = {
         name: value
@@ -96,7 +99,7 @@ def _caches_in(folder: Path) -> Mapping[str, str]:
 
 
 def _problem_of(folder: Path, others: int = 0o077) -> str | None:
-    """Create a private folder; return why it cannot be trusted, or None."""
+    """Create a private folder; return why it cannot be trusted, or None if it can be."""
     try:
         return None if make_private(folder, others) else f"{folder} can be written or replaced by others"
     except OSError as error:

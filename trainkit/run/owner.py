@@ -1,4 +1,4 @@
-"""Where a run may be, and who else could write there: who starts or resumes it executes its files."""
+"""Refuse run folders where another user could plant files that a start or resume would execute."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ DECIDING = (
     "submitit",
     "calls",
 )
-"""What in the folder of a run or group says what is executed, besides files that are judged when read."""
+"""Files and folders of a run or group that decide what is executed. Other files are checked when they are
+read."""
 MAX_LINKS = 40
-"""As many as Linux follows in one path."""
+"""The maximum number of links that Linux follows in one path."""
 
 
 def refuse_foreign(folder: Path, hint: str) -> None:
-    """Raise UsageError where another user could replace files of a run in this folder, which may be missing.
+    """Raise UsageError if another user could replace files of a run in this folder.
 
-    That is where others own or can write to a folder on the way to it, also by links, or to what is
-    `DECIDING` in it: that may be there since the folder was open to all. `hint` says what else can be done.
-    A folder that `trust` has accepted is not judged.
+    The check covers every folder on the path, including folders that links lead to, and the files in
+    `DECIDING`, which may have been planted while the folder was open to all. The folder may be missing.
+    `hint` says what the user can do instead. A folder that `trust` has accepted is not checked.
     """
     if is_trusted(folder):
         return
@@ -52,9 +53,9 @@ def refuse_foreign(folder: Path, hint: str) -> None:
 
 
 def _on_the_way(folder: Path) -> Iterator[Path]:
-    """The folders and links that decide where a path leads, from its end on, as far as they exist.
+    """Yield the existing folders and links that decide where a path leads, from its end to its root.
 
-    Raises OSError where links lead in a circle.
+    Raises OSError if links form a cycle.
     """
     waiting, seen = [folder], set[Path]()
     for path in waiting:
@@ -71,15 +72,16 @@ def _on_the_way(folder: Path) -> Iterator[Path]:
 def _refuse_writers(
     path: Path, found: os.stat_result, above: os.stat_result, hint: str, what: str, *, is_run: bool
 ) -> None:
-    """Raise UsageError if another user could replace `what` at a folder or link on the way to it."""
+    """Raise UsageError if another user could replace `what` at `path`, a folder or link on the way to it."""
     shown, is_link = shown_path(path), stat.S_ISLNK(found.st_mode)
     done = "could change what the run executes" if is_run else f"could replace {what}"
     if not is_own(found) and (is_run or found.st_uid != unknown_owner()):
-        # Nobody can change a link in place, or a folder of a project, which anybody could make below /tmp.
+        # A link cannot be changed in place, and a project folder belongs to its group. Both are harmless
+        # unless everybody can write to the parent folder, as in /tmp.
         is_harmless = (is_link or is_project(found)) and not above.st_mode & stat.S_IWOTH
         if is_run or not is_harmless:
             raise UsageError(f"{shown} belongs to user {found.st_uid}, who could replace {what}", hint=hint)
-    # In a folder with the sticky bit, others cannot replace what is not theirs.
+    # In a folder with the sticky bit, users can replace only their own files.
     if is_link or (found.st_mode & stat.S_ISVTX and not is_run):
         return
     if found.st_mode & stat.S_IWOTH:
@@ -96,7 +98,7 @@ def _refuse_writers(
 
 
 def cannot_create(place: Path, reason: str, option: str) -> UsageError:
-    """The error for a run folder that cannot be created; `option` names another place."""
+    """Return the error for a run folder that cannot be created; `option` is the option for another folder."""
     return UsageError(
         f"cannot create a run folder at {place}: {reason}",
         hint=f"choose a writable folder with {option}, and check that disk and quota are not full",
@@ -104,16 +106,18 @@ def cannot_create(place: Path, reason: str, option: str) -> UsageError:
 
 
 def refuse_place(name: str, run_dir: Path | None, option: str = "--run-dir") -> None:
-    """Raise UsageError where no folder can be created for a run or a group; writes nothing.
+    """Raise UsageError if no folder can be created for a run or a group; write nothing.
 
-    That is where `run_dir` is not empty, where the folder cannot be written or another user could replace it,
-    and where its name or that of the current folder is not UTF-8.
+    The reasons are: `run_dir` is not empty, the folder cannot be written, another user could replace it, or
+    its name or the name of the current folder is not UTF-8.
     """
     for path in map(os.fsencode, (Path.cwd(), run_dir or "")):
         shown = path.decode(errors="backslashreplace")
         if shown.encode() != path:
             message = f"the name of {shown} is not UTF-8"
-            raise UsageError(message, hint="rename it: the files of a run name it, and are UTF-8")
+            raise UsageError(
+                message, hint="rename it, because the files of a run contain its name and must be UTF-8"
+            )
     place = run_dir or Path(RUNS_FOLDER)
     try:
         if run_dir is not None:
@@ -130,8 +134,8 @@ def refuse_place(name: str, run_dir: Path | None, option: str = "--run-dir") -> 
 
 
 def _refuse_used(folder: Path, option: str) -> None:
-    """Raise UsageError where the requested folder is a file or is not empty."""
-    from trainkit.run.group import RunGroup  # slow to import, and seldom needed
+    """Raise UsageError if the requested folder is a file or is not empty."""
+    from trainkit.run.group import RunGroup  # imported here because it is slow to import and seldom needed
 
     shown = shown_path(folder)
     if RunDir(folder).exists():

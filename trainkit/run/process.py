@@ -1,6 +1,6 @@
-"""Processes, by their host, boot id, pid and start time, because pids are reused.
+"""Identify processes by host, boot id, pid and start time, because pids are reused.
 
-Processes of other hosts cannot be seen from here.
+This host cannot see the processes of other hosts.
 """
 
 from __future__ import annotations
@@ -15,24 +15,27 @@ from pathlib import Path
 from typing import NamedTuple
 
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-"""Slurm and people end a process with one of these: a death by it says nothing about the host."""
+"""Signals that Slurm and people send to end a process. A death by one of them says nothing about the host."""
 
 
 class ProcessStat(NamedTuple):
     """A process as the kernel describes it in ``/proc/PID/stat``."""
 
     state: str
-    """One letter, such as ``T`` for stopped and ``Z`` for a zombie."""
+    """A letter such as ``T`` for stopped and ``Z`` for a zombie."""
     parent_pid: int
     start_ticks: int
-    """Start time in clock ticks since boot: together with the pid it identifies the process."""
+    """Start time in clock ticks since boot; together with the pid it identifies the process."""
 
 
 PROC = Path("/proc")
 
 
 def process_stat(pid: int) -> ProcessStat | None:
-    """The kernel's state of a process; None if there is no such process. Raises OSError if unreadable."""
+    """Return the kernel's description of a process; None if there is no such process.
+
+    Raises OSError if the description cannot be read.
+    """
     try:
         text = (PROC / str(pid) / "stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -43,16 +46,19 @@ def process_stat(pid: int) -> ProcessStat | None:
 
 
 FIRST_PERSON = 1000
-"""The lowest uid of a person, as useradd gives it; those below are of daemons."""
+"""The lowest uid that useradd gives to a person; lower uids belong to daemons."""
 
 
 def other_people() -> list[str] | None:
-    """The names, else uids, of other people with processes on this host; None if they cannot be seen."""
-    if not (PROC / "1").exists():  # mounted with hidepid=2
+    """Return the names of other people with processes on this host; None if they cannot be seen.
+
+    A uid without a name is returned as a number.
+    """
+    if not (PROC / "1").exists():  # /proc is mounted with hidepid=2
         return None
     found = set()
     for entry in PROC.iterdir():
-        with contextlib.suppress(FileNotFoundError):  # it has ended
+        with contextlib.suppress(FileNotFoundError):  # the process has ended
             if entry.name.isdecimal() and (uid := entry.stat().st_uid) >= FIRST_PERSON:
                 found.add(uid)
     return sorted(_name_of(uid) for uid in found - {os.getuid()})
@@ -66,7 +72,7 @@ def _name_of(uid: int) -> str:
 
 
 def own_host(environ: Mapping[str, str] = os.environ) -> str:
-    """The Slurm node name of this host if there is one, else its hostname; the two may differ.
+    """Return the Slurm node name of this host if it has one, else its hostname; the two may differ.
 
     A step or a job can exclude a host only by its Slurm node name.
     """
@@ -75,7 +81,7 @@ def own_host(environ: Mapping[str, str] = os.environ) -> str:
 
 @dataclass(frozen=True)
 class ProcessId:
-    """A process of some host."""
+    """The identity of a process on any host."""
 
     host: str = ""
     boot_id: str = ""
@@ -84,14 +90,14 @@ class ProcessId:
 
     @classmethod
     def of(cls, pid: int) -> ProcessId:
-        """The identity of a process on this host; raises ProcessLookupError when there is none."""
+        """Return the identity of a process on this host; raise ProcessLookupError if it does not exist."""
         stat = process_stat(pid)
         if stat is None:
             raise ProcessLookupError(pid)
         return cls(os.uname().nodename, boot_id(), pid, stat.start_ticks)
 
     def alive(self) -> bool | None:
-        """Whether the process is alive; None when this host cannot tell."""
+        """Return whether the process is alive; None if this host cannot tell."""
         is_named_so, current = self.host == os.uname().nodename, boot_id()
         if not current or (self.boot_id != current and not is_named_so):
             return None
@@ -103,12 +109,13 @@ class ProcessId:
             return None
         if stat is not None and stat.state not in "ZX" and stat.start_ticks == self.start_ticks:
             return True
-        # The processes of a container on this host, which has a name of its own, cannot be seen.
+        # If the host name differs, the process may run in a container of this machine, whose processes are
+        # not visible.
         return False if is_named_so else None
 
 
 def boot_id() -> str:
-    """The id of the boot of this machine, which its containers share; empty if it cannot be read."""
+    """Return the boot id of this machine, which its containers share; "" if it cannot be read."""
     try:
         return (PROC / "sys/kernel/random/boot_id").read_text().strip()
     except OSError:

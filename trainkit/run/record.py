@@ -1,4 +1,4 @@
-"""job.json: the attempts of a run, and the job and process of each."""
+"""Read and write job.json, which records the attempts of a run and the job and process of each attempt."""
 
 from __future__ import annotations
 
@@ -34,88 +34,89 @@ AUTO_RESTART = "restart"
 
 
 def submitit_pickle(run: RunDir, job_id: str) -> Path:
-    """What a job of submitit looks for, by its id; it exists only for those."""
+    """Return the path of the file that submitit looks for; only submitit's jobs have such a file."""
     return run.path / "submitit" / f"{job_id}_submitted.pkl"
 
 
 def copy_submitit_pickle(run: RunDir, job_id: str, new_id: str) -> None:
-    """Give a job that continues another one its pickle, if that is a job of submitit."""
+    """Copy the pickle of a submitit job for the job that continues it; do nothing for other jobs."""
     if (pickle := submitit_pickle(run, job_id)).exists():
         shutil.copyfile(pickle, submitit_pickle(run, new_id))
 
 
 class HasCluster:
-    """A record of what was submitted to a cluster."""
+    """Base class of records that describe a submission to a cluster."""
 
     cluster: str | None
 
     @property
     def elsewhere(self) -> str | None:
-        """The cluster of its jobs, if Slurm's commands have to name it here."""
+        """Return the cluster of the jobs if Slurm's commands must name it on this host; else None."""
         return other_cluster(self.cluster)
 
     @property
     def expected_cluster(self) -> str | None:
-        """The cluster of its jobs; the one of this host if it is not recorded."""
+        """Return the cluster of the jobs; this host's cluster if none is recorded."""
         return self.cluster or cluster_name()
 
 
 @dataclass(frozen=True)
 class AttemptRecord(HasCluster):
-    """One attempt in job.json; None where a value is missing."""
+    """One attempt in job.json; a missing value is None."""
 
     attempt: int = 0
     job_id: str = ""
-    """``local-PID`` for an attempt without Slurm."""
+    """The Slurm job id, or ``local-PID`` for an attempt without Slurm."""
     cluster: str | None = field(default=None, metadata=OPTIONAL)
     submitted_at: str | None = field(default=None, metadata=OPTIONAL)
     host: str | None = field(default=None, metadata=OPTIONAL)
-    """With the next three values, the supervisor's process."""
+    """Together with the next three values, identifies the supervisor's process."""
     boot_id: str | None = field(default=None, metadata=OPTIONAL)
     pid: int | None = field(default=None, metadata=OPTIONAL)
     start_ticks: int | None = field(default=None, metadata=OPTIONAL)
     backend: str | None = field(default=None, metadata=OPTIONAL)
-    """None without Slurm."""
+    """The name of the backend; None without Slurm."""
     reason: str | None = field(default=None, metadata=OPTIONAL)
-    """The command that started it, ``submit run requeue resume``, or `AUTO_RESTART`."""
+    """The command that started the attempt, ``submit run requeue resume``, or `AUTO_RESTART`."""
     step_id: str | None = field(default=None, metadata=OPTIONAL)
-    """The step of `srun trainkit run`."""
+    """The step id of `srun trainkit run`."""
     node: str | None = field(default=None, metadata=OPTIONAL)
-    """Slurm's name of the supervisor's host."""
+    """The Slurm node name of the supervisor's host."""
     started_at: str | None = field(default=None, metadata=OPTIONAL)
     cancelled_at: str | None = field(default=None, metadata=OPTIONAL)
     cancelled_now: bool = field(default=False, metadata=OPTIONAL)
-    """Cancelled without a save."""
+    """True if the attempt was cancelled without a save."""
     requeue_requested_at: str | None = field(default=None, metadata=OPTIONAL)
     folder: str | None = field(default=None, metadata=OPTIONAL)
-    """With `inode`, the run's folder when this was recorded: it may have been moved since, or copied."""
+    """Together with `inode`, the run's folder when this record was written; the folder may have been moved or
+    copied since."""
     inode: int | None = field(default=None, metadata=OPTIONAL)
     more: dict[str, object] = field(default_factory=dict)
-    """What another version recorded."""
+    """Values that another version recorded."""
 
     @property
     def job(self) -> str:
-        """Its job for Slurm's commands: see `on_cluster`."""
+        """Return the job as an argument of Slurm's commands: see `on_cluster`."""
         return on_cluster(self.job_id, self.elsewhere)
 
     @property
     def in_foreground(self) -> bool:
-        """Whether it saves and ends when the command that started it does."""
+        """Return whether the attempt saves and ends with the command that started it."""
         return self.reason == "run"
 
     @property
     def has_started(self) -> bool:
-        """Whether its supervisor has begun: Slurm can end a job before that."""
+        """Return whether the supervisor has begun; Slurm can end a job before that."""
         return self.backend is None or self.started_at is not None
 
     @property
     def takeover(self) -> str:
-        """Why an earlier attempt ends while this one runs."""
+        """Return the reason why an earlier attempt ends once this one runs."""
         return f"superseded: attempt {self.attempt} in job {self.job_id} has taken the run over"
 
     @property
     def is_complete(self) -> bool:
-        """Whether it names its attempt and its job; an entry that was edited by hand may not."""
+        """Return whether the record names an attempt and a job; after an edit by hand it may not."""
         return self.attempt > 0 and self.job_id != ""
 
     @property
@@ -123,12 +124,12 @@ class AttemptRecord(HasCluster):
         return self.cancelled_at is not None
 
     def is_attempt(self, other: AttemptRecord) -> bool:
-        """Whether both are of one attempt, in the record of a run or in a copy of it."""
+        """Return whether both records describe one attempt; one may come from a copy of the run."""
         names = ("attempt", "job_id", "submitted_at")
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
     def alive(self) -> bool | None:
-        """Whether its supervisor is alive; None when this host cannot tell."""
+        """Return whether the supervisor is alive; None if this host cannot tell."""
         if self.host is None or self.pid is None:
             return None
         return ProcessId(self.host, self.boot_id or "", self.pid, self.start_ticks).alive()
@@ -139,29 +140,29 @@ class CodeCopy:
     """The copy of a run's code, as job.json describes it."""
 
     source: str = ""
-    """The folder that was copied: the root of the git work tree, or the working directory."""
+    """The folder that was copied: the root of the Git work tree, or the working directory."""
     code: str = ""
     """The root of the copy."""
     subfolder: str = ""
-    """The working directory relative to both roots; empty for the root."""
+    """The working directory relative to both roots; empty if it is the root."""
     kind: str = ""
-    """``git`` or ``pattern``."""
+    """The method that found the files: ``git`` or ``pattern``."""
     num_files: int = 0
     num_bytes: int = 0
     left_out: list[dict[str, str]] = field(default_factory=list)
-    """The first files that were not copied: ``path, reason``."""
+    """The first files that were not copied, each with its ``path`` and ``reason``."""
     links: list[str] = field(default_factory=list)
     """The first paths in the copy that are links to the source, which may change."""
     import_path: list[str] = field(default_factory=list)
-    """Folders of the copy for PYTHONPATH, so that modules are imported from the copy."""
+    """The folders of the copy to add to PYTHONPATH, so that modules are imported from the copy."""
     notes: list[str] = field(default_factory=list)
     """Messages for the user."""
     workdir: str = ""
     """The working directory in the copy."""
     has_repository: bool | None = None
-    """Whether Git finds a repository of its own in the copy; None for a copy of an earlier version."""
+    """True if the copy contains a Git repository; None for a copy of an earlier version."""
     more: dict[str, object] = field(default_factory=dict)
-    """What another version recorded."""
+    """Values that another version recorded."""
 
 
 @dataclass
@@ -173,12 +174,12 @@ class JobRecord:
     cwd: str | None = None
     """The folder that the run was submitted from."""
     code: CodeCopy | None = None
-    """None if the run uses the files in place."""
+    """The copy of the code; None if the run uses the files in place."""
     attempts: list[AttemptRecord] = field(default_factory=list)
     follow_ups: list[str] | None = field(default=None, metadata=OPTIONAL)
-    """The ids of the jobs that continue the run, one after another."""
+    """The ids of the chained jobs, which continue the run one after another."""
     more: dict[str, object] = field(default_factory=dict)
-    """What another version recorded."""
+    """Values that another version recorded."""
 
     @property
     def newest(self) -> AttemptRecord | None:
@@ -186,9 +187,9 @@ class JobRecord:
 
     @property
     def waiting(self) -> list[str]:
-        """The follow-up jobs that have not started an attempt, in order, as `AttemptRecord.job` names them.
+        """Return the chained jobs that have not started an attempt, in order, named like `AttemptRecord.job`.
 
-        They are on the cluster of the newest attempt. Some may have left the queue.
+        All chained jobs are on the cluster of the newest attempt. Some of them may have left the queue.
         """
         if self.newest is None or not self.follow_ups:
             return []
@@ -197,20 +198,23 @@ class JobRecord:
 
     @property
     def num_auto_restarts(self) -> int:
-        """The number of automatic restarts since a command last started the run."""
+        """Return the number of automatic restarts since a command last started the run."""
         reasons = [entry.reason for entry in self.attempts]
         return len(list(itertools.takewhile(lambda reason: reason == AUTO_RESTART, reversed(reasons))))
 
     def of_attempt(self, number: int) -> AttemptRecord:
-        """The record of an attempt; one of attempt 0 without it."""
+        """Return the record of an attempt; an empty record, with attempt 0, if there is none."""
         return next((entry for entry in self.attempts if entry.attempt == number), AttemptRecord())
 
     def superseding(self, number: int) -> AttemptRecord | None:
-        """The newest attempt, if it is later than this one: it has taken the run over."""
+        """Return the newest attempt if it is later than attempt `number` and so has superseded it."""
         return self.newest if self.newest is not None and self.newest.attempt > number else None
 
     def of_job(self, job_id: str, cluster: str | None = None) -> list[AttemptRecord]:
-        """The attempts of a job, oldest first; of `cluster`, by default of that of the newest attempt."""
+        """Return the attempts of a job, oldest first.
+
+        The job is on `cluster`, by default on the cluster of the newest attempt.
+        """
         if cluster is None and self.newest is not None:
             cluster = self.newest.cluster
         own = [entry for entry in self.attempts if entry.job_id == job_id]
@@ -220,7 +224,7 @@ class JobRecord:
 def create_job(
     run: RunDir, *attempts: AttemptRecord, backend: str, name: str, cwd: str, code: CodeCopy | None
 ) -> JobRecord:
-    """Write the job.json of a new run, whose attempts no supervisor has begun."""
+    """Write the job.json of a new run before any supervisor has begun one of its attempts."""
     job = JobRecord(backend, name, cwd, code, list(attempts))
     write_json(run.job_file, to_json(job))
     return job
@@ -228,26 +232,29 @@ def create_job(
 
 @dataclass(frozen=True)
 class RendezvousRecord:
-    """``rendezvous.json`` of an attempt: where its ranks meet; None and empty before they do."""
+    """The content of ``rendezvous.json``: the address where the ranks of an attempt meet.
+
+    The values are None or empty until the first host has written the file.
+    """
 
     step: str | None = None
-    """Which step wrote it, over all starts of a job."""
+    """Identifies the step that wrote the file, among all starts of a job."""
     step_id: str | None = None
-    """Of a step of Slurm."""
+    """The id of the Slurm step."""
     addr: str | None = None
     port: int | None = None
     nonce: str | None = None
     hosts: list[str] = field(default_factory=list)
-    """By node rank."""
+    """The hosts by node rank."""
 
 
 def read_rendezvous(attempt: AttemptDir) -> RendezvousRecord:
-    """The content of rendezvous.json; empty if it is missing or unreadable, as in a run on this machine."""
+    """Read rendezvous.json; return an empty record if it is missing or unreadable, as in a local run."""
     return read_record(RendezvousRecord, read_object(attempt.rendezvous_file))
 
 
 def read_job(run: RunDir) -> JobRecord:
-    """The content of job.json; with no attempts if the file is missing or unreadable."""
+    """Read job.json; return a record without attempts if the file is missing or unreadable."""
     try:
         return read_job_to_change(run)
     except OSError:
@@ -256,9 +263,9 @@ def read_job(run: RunDir) -> JobRecord:
 
 @contextlib.contextmanager
 def changed_job(run: RunDir) -> Iterator[JobRecord]:
-    """The content of job.json, written back at the end of the block; with the run's lock held.
+    """Yield the content of job.json, and write it back at the end of the block.
 
-    Raises OSError if it cannot be read: what cannot be read now is not replaced.
+    Call with the run's lock held. Raises OSError if the file cannot be read, so that its content is not lost.
     """
     job = read_job_to_change(run)
     yield job
@@ -266,7 +273,7 @@ def changed_job(run: RunDir) -> Iterator[JobRecord]:
 
 
 def read_job_to_change(run: RunDir) -> JobRecord:
-    """The content of job.json; raises OSError rather than take an unreadable file for an empty one."""
+    """Read job.json in order to change it; raise OSError if an existing file cannot be read."""
     try:
         content = read_json(run.job_file)
     except (FileNotFoundError, ValueError):
@@ -275,7 +282,7 @@ def read_job_to_change(run: RunDir) -> JobRecord:
 
 
 def job_of(run: RunDir, content: object) -> JobRecord:
-    """The record of a run from the JSON of its job.json; an empty one if it is none."""
+    """Convert the JSON of job.json to a record; return an empty record if the JSON is invalid."""
     if not isinstance(content, dict) or not isinstance(content.get("attempts"), list):
         content = {}
     job = read_record(JobRecord, {**content, "attempts": [*map(_with_text_id, content.get("attempts", ()))]})
@@ -285,33 +292,34 @@ def job_of(run: RunDir, content: object) -> JobRecord:
 
 
 def _with_text_id(entry: object) -> object:
-    """An entry whose job id may be a number, as people write it."""
+    """Convert a job id that is a number, as people write it, to a string."""
     if isinstance(entry, dict) and type(entry.get("job_id")) is int:
         return {**entry, "job_id": str(entry["job_id"])}
     return entry
 
 
 def attempt_of(entry: object) -> AttemptRecord | None:
-    """The record of an attempt from its JSON; None if it is none, as in a file that was edited by hand."""
+    """Convert the JSON of an attempt to a record; return None if it is invalid, as after an edit by hand."""
     entry = _with_text_id(entry)
     record = read_record(AttemptRecord, entry) if isinstance(entry, dict) else AttemptRecord()
     return record if record.is_complete else None
 
 
 def record_of(attempt: AttemptDir) -> AttemptRecord:
-    """The record of an attempt in job.json, as `JobRecord.of_attempt` returns it."""
+    """Return the record of an attempt in job.json, as `JobRecord.of_attempt` does."""
     return read_job(attempt.run).of_attempt(attempt.number)
 
 
 def is_alive(run: RunDir, entry: AttemptRecord) -> bool | None:
-    """Whether the supervisor of a run's attempt on this machine is alive; None when this host cannot tell."""
+    """Return whether the supervisor of a local attempt is alive; None if this host cannot tell."""
     alive = entry.alive()
-    # Another name of this machine, or a container on it: its kernel knows who holds the lock.
+    # The record may come from a container on this machine or from an earlier host name. The kernel is the
+    # same and knows whether a process holds the lock.
     return False if alive is None and entry.boot_id == boot_id() and not is_supervised(run) else alive
 
 
 def add_attempt(run: RunDir, attempt: int, pid: int, reason: str) -> AttemptRecord:
-    """Record that the supervisor `pid` on this host runs an attempt; with the run's lock held."""
+    """Record that the supervisor `pid` on this host runs an attempt. Call with the run's lock held."""
     own = asdict(ProcessId.of(pid))
     return _append(run, AttemptRecord(attempt, f"local-{pid}", None, utc_now(), **own, reason=reason))
 
@@ -319,9 +327,9 @@ def add_attempt(run: RunDir, attempt: int, pid: int, reason: str) -> AttemptReco
 def add_slurm_attempt(
     run: RunDir, attempt: int, job_id: str, reason: str, backend: str, **known: Any
 ) -> AttemptRecord:
-    """Record that a Slurm job will run an attempt; with the run's lock held.
+    """Record that a Slurm job will run an attempt.
 
-    `job_id` may name its cluster, as `on_cluster` does.
+    Call with the run's lock held. `job_id` may name its cluster, as `on_cluster` does.
     """
     job_id, cluster = split_job(job_id)
     named = cluster or cluster_name()
@@ -337,42 +345,47 @@ def _append(run: RunDir, record: AttemptRecord) -> AttemptRecord:
 
 
 def claim_entry(run: RunDir, attempt: int, pid: int) -> None:
-    """Record which process of the Slurm job runs an attempt; with the run's lock held."""
+    """Record which process of the Slurm job runs an attempt. Call with the run's lock held."""
     with changed_job(run) as job:
         known = claimed_by(pid)
         job.attempts = [replace(one, **known) if one.attempt == attempt else one for one in job.attempts]
 
 
 def claimed_by(pid: int) -> dict[str, Any]:
-    """The values of an `AttemptRecord` that say which process of a Slurm job runs the attempt since now."""
+    """Return the values of an `AttemptRecord` that identify the process that starts the attempt now."""
     return {**asdict(ProcessId.of(pid)), "node": own_host(), "started_at": utc_now()}
 
 
 def set_follow_ups(run: RunDir, job_ids: list[str]) -> None:
-    """Record the jobs that wait to continue the run; with the run's lock held."""
+    """Record the chained jobs that will continue the run. Call with the run's lock held."""
     with changed_job(run) as job:
         job.follow_ups = job_ids
 
 
 def change_newest(run: RunDir, **values: Any) -> AttemptRecord:
-    """Change the record of the newest attempt and return it; with the run's lock held."""
+    """Change the record of the newest attempt and return it. Call with the run's lock held."""
     with changed_job(run) as job:
         job.attempts[-1] = replace(job.attempts[-1], **values)
     return job.attempts[-1]
 
 
 def mark_cancelled(run: RunDir, *, now: bool = False) -> AttemptRecord:
-    """Record that the user cancelled the newest attempt, with `now` without a save; returns its record."""
+    """Record that the user cancelled the newest attempt, and return its record.
+
+    With `now`, the attempt was cancelled without a save.
+    """
     return change_newest(run, cancelled_at=utc_now(), **({"cancelled_now": True} if now else {}))
 
 
 def open_attempt(run: RunDir, config_text: str, plan_text: str) -> AttemptDir:
-    """Create the run's next attempt; its config, plan and the files of the plan also become those of the run.
+    """Create the run's next attempt; copy its config, plan and plan files into the run folder.
 
-    Raises FileExistsError when another command has already created it, OSError when it cannot be written.
+    Raises FileExistsError if another command has already created the attempt, and OSError if it cannot be
+    written.
     """
     attempt = run.next_attempt()
-    if not run.attempts_dir.exists():  # with that, the folder is a run: `resume` starts it if this is killed
+    # These files make the folder a run, so that `resume` can start it if this process is killed.
+    if not run.attempts_dir.exists():
         write_atomic(run.config_file, config_text)
         write_atomic(run.plan_file, plan_text)
     attempt.create()
@@ -387,7 +400,7 @@ def open_attempt(run: RunDir, config_text: str, plan_text: str) -> AttemptDir:
 
 
 def write_plan(attempt: AttemptDir, text: str) -> None:
-    """Write the plan of the newest attempt and its files, which become those of the run too."""
+    """Write the plan of the newest attempt and the files of the plan, also into the run folder."""
     for name, content in {attempt.plan_file.name: text, **_plan_files(text)}.items():
         write_atomic(attempt.path / name, content)
         write_atomic(attempt.run.path / name, content)
@@ -397,23 +410,26 @@ def _plan_files(plan_text: str) -> dict[str, str]:
     try:
         return files_of(take_parts(json.loads(plan_text)))
     except (ValueError, TypeError, AttributeError):
-        return {}  # the attempt ends with that as its reason, which its owner can read
+        return {}  # the attempt fails later with this error as its reason, which the user can read
 
 
 def reopen_attempt(attempt: AttemptDir) -> AttemptDir:
-    """Create the next attempt with the config and plan of this one; raises as `read_trusted`, and OSError."""
+    """Create the next attempt with the config and plan of this one.
+
+    Raises the errors of `read_trusted` and OSError.
+    """
     return open_attempt(attempt.run, *map(read_trusted, (attempt.config_file, attempt.plan_file)))
 
 
 def discard_attempt(attempt: AttemptDir) -> None:
-    """Remove the newest attempt, which never started; the previous one becomes the newest again."""
+    """Remove the newest attempt, which never started; the previous attempt becomes the newest again."""
     run = attempt.run
     shutil.rmtree(attempt.path, ignore_errors=True)
     earlier = run.attempt_numbers()
     if not earlier:
         return
     before = run.attempt(earlier[-1])
-    with contextlib.suppress(OSError):  # on a full disk the run's files may never have been replaced
+    with contextlib.suppress(OSError):  # on a full disk the run's files may be unchanged
         before.make_latest()
         for own, newest in (
             (before.config_file, run.config_file),
@@ -425,7 +441,7 @@ def discard_attempt(attempt: AttemptDir) -> None:
 
 
 def copied_file(run: RunDir, name: str) -> Path:
-    """The copy of a file in the run's code snapshot, else the file itself.
+    """Return the copy of a file in the run's code snapshot, or the file itself if there is no copy.
 
     A relative `name` refers to the folder that the run was submitted from, which may be gone.
     """
@@ -438,15 +454,15 @@ def copied_file(run: RunDir, name: str) -> Path:
 
 
 def copied_folder(run: RunDir) -> Path:
-    """The folder of the code snapshot that corresponds to that of the submission, else the current folder."""
+    """Return the working directory in the code snapshot, or the current folder without a snapshot."""
     code = _snapshot(run)[1]
     return Path.cwd() if code is None else Path(code.workdir)
 
 
 def _snapshot(run: RunDir) -> tuple[str, CodeCopy | None]:
-    """The folder that a run was submitted from, and where its code snapshot is; None if it has none.
+    """Return the folder that a run was submitted from, and its code snapshot; None without a snapshot.
 
-    Raises ValueError for a damaged job.json: the ranks would run other code than that of the run.
+    Raises ValueError if job.json is damaged, because the ranks would execute other code than the run's.
     """
     try:
         content = read_json(run.job_file)

@@ -1,12 +1,11 @@
-"""Finds runs: RUN on a command line is a job id, a run name, a run folder or `last`.
+"""Find runs: RUN on a command line is a job id, a run name, a run folder or `last`.
 
-A command that acts on a run takes the name of one of this folder only, others of any folder.
+A command that acts on a run accepts only the name of a run of this folder, while other commands accept the
+name of any run. A run of a group is also `GROUP/INDEX`, or the id of its array task, `123_4`. A job id may
+name its cluster, as in `123;east`.
 
-A run of a group is also `GROUP/INDEX`, or the id of its array task, `123_4`. A job id may name its cluster,
-`123;east`.
-
-Every start of a run appends a line to ``$XDG_STATE_HOME/trainkit/runs.jsonl``, so that runs are found from
-any directory; runs in ./runs are found without it.
+Every start of a run appends a line to ``$XDG_STATE_HOME/trainkit/runs.jsonl``, so that commands find the run
+from any directory. Runs in ./runs are found without this file.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ Known = TypeVar("Known", bound=RunDir | RunGroup)
 
 
 def index_file() -> Path:
-    """The file that lists started runs."""
+    """Return the path of the file that lists started runs."""
     return state_folder() / "runs.jsonl"
 
 
 def register(run: RunDir, name: str) -> None:
-    """Add a started run to the index; prints a note if the index cannot be written."""
+    """Add a started run to the index; print a note if the index cannot be written."""
     path = index_file()
     try:
         ensure_folder(path.parent, parents=True)
@@ -52,44 +51,44 @@ def register(run: RunDir, name: str) -> None:
 
 @dataclass(frozen=True)
 class Start:
-    """The newest start of a run or group, whose folder may not exist any more."""
+    """The newest start of a run or group, whose folder may no longer exist."""
 
     folder: Path
     name: str | None
-    """None for a run in ./runs that the index does not list."""
+    """The name in the index; None for a run in ./runs that the index does not list."""
     time: str
-    """ISO-8601 UTC."""
+    """Time of the start, in ISO 8601, UTC."""
     is_over: bool = False
-    """Whether the run was over when `record_over` was called."""
+    """True if the run was over when `record_over` was called."""
 
     @property
     def config_name(self) -> str:
-        """The name of its config."""
+        """Return the name of the run's config."""
         return self.name or read_job(RunDir(self.folder)).name
 
     def read(self) -> RunDir | RunGroup | None:
-        """The run or group in the folder; None if there is none, or it cannot be read."""
+        """Return the run or group in the folder; None if there is none or it cannot be read."""
         run, group = RunDir(self.folder), RunGroup(self.folder)
         try:
             return group if group.exists() else run if run.exists() else None
         except OSError:
-            return None  # another user's run, or an unavailable disk: skip only this one
+            return None  # another user's run or an unavailable disk must not hide the other runs
 
 
 def starts() -> list[Start]:
-    """Every start in the index or ./runs, the newest first, without access to the folders in the index."""
+    """Return every start in the index or ./runs, the newest first, without reading the indexed folders."""
     found: dict[str, Start] = {}
     index, records = index_file(), []
     try:
         records = [*read_jsonl(index)]
-    except OSError as error:  # as after a command with sudo
+    except OSError as error:  # a command with sudo may have created the file
         print_note(f"note: cannot read {index} ({error.strerror}): runs are found by name in ./runs alone")
     for record in records:
         path, name, time = record.get("path"), record.get("name"), record.get("time")
         if not (isinstance(path, str) and isinstance(name, str) and isinstance(time, str)) or "\0" in path:
             continue
         key, is_over = os.path.normpath(path), record.get("over") is True
-        # The run may have been started again while a command found that it was over.
+        # Ignore the line if the run was started again while a command found that it was over.
         if not is_over or (key in found and found[key].time == time):
             found.pop(key, None)
             found[key] = Start(Path(path), name, time, is_over)
@@ -98,10 +97,11 @@ def starts() -> list[Start]:
         here = None if key in found else Start(folder, None, "").read()
         if here is not None:
             file = here.sweep_file if isinstance(here, RunGroup) else here.attempts_dir
-            with suppress(OSError):  # deleted meanwhile
+            with suppress(OSError):  # the folder may have been deleted meanwhile
                 time = datetime.fromtimestamp(file.stat().st_mtime, timezone.utc).isoformat()
                 found[key] = Start(folder, None, time)
-    return sorted(found.values(), key=lambda start: start.time)[::-1]  # also of two in one millisecond
+    # reversed, so that the later line comes first also within one millisecond
+    return sorted(found.values(), key=lambda start: start.time)[::-1]
 
 
 def record_over(over: Iterable[Start]) -> None:
@@ -113,13 +113,14 @@ def record_over(over: Iterable[Start]) -> None:
                 record = {"time": start.time, "name": start.name, "path": str(start.folder), "over": True}
                 append_jsonl(path, record)
     except OSError:
-        pass  # only slower the next time
+        pass  # without the record, the next `status` is only slower
 
 
 def iter_known_runs(found: Iterable[Start] | None = None) -> Iterator[RunDir | RunGroup]:
-    """Every known run and group that still exists, most recently started first.
+    """Yield every known run and group that still exists, most recently started first.
 
-    Reads each folder only when it is its turn. `found` are the `starts` to choose from, by default all.
+    Each folder is read only when the caller reaches it. `found` are the `starts` to choose from, by default
+    all.
     """
     seen = set()
     for start in starts() if found is None else found:
@@ -131,7 +132,7 @@ def iter_known_runs(found: Iterable[Start] | None = None) -> Iterator[RunDir | R
 
 
 def find_run(text: str, *, to_change: bool = False, acts: bool = False) -> RunDir:
-    """The run that RUN refers to; creates the folder of an array task that has not started.
+    """Return the run that RUN refers to; create the folder of an array task that has not started.
 
     Raises UsageError like `find_run_or_group`, and for a whole group.
     """
@@ -139,19 +140,19 @@ def find_run(text: str, *, to_change: bool = False, acts: bool = False) -> RunDi
 
 
 def one_run(found: RunDir | RunGroup, text: str) -> RunDir:
-    """The run that `find_run_or_group` found for `text`; raises UsageError for a whole group."""
+    """Return the run that `find_run_or_group` found for `text`; raise UsageError for a whole group."""
     if isinstance(found, RunDir):
         return found
     indices = sorted(found.trials)
     first = next(iter(indices), None)
-    hint = "its sweep.json has none: restore that file"
+    hint = "its sweep.json lists no runs, so restore that file"
     if first is not None:
         hint = f"choose one of them, for example {found.run(first).word}"
     raise UsageError(f"{text} is a group of {len(indices):,} runs", hint=hint)
 
 
 def find_attempt(run: RunDir, number: int | None) -> AttemptDir:
-    """An attempt of a run, the newest one for None; raises UsageError without it."""
+    """Return an attempt of a run, by default the newest one; raise UsageError if it does not exist."""
     numbers = run.attempt_numbers()
     if not numbers:
         hint = f"`trainkit resume {run.word}` starts it"
@@ -162,7 +163,7 @@ def find_attempt(run: RunDir, number: int | None) -> AttemptDir:
 
 
 def find_run_or_group(text: str, *, to_change: bool = False, acts: bool = False) -> RunDir | RunGroup:
-    """The run or group of `find_to_read`, after making the folder of an array task that has not started.
+    """Return the run or group of `find_to_read`; create the folder of an array task that has not started.
 
     Raises UsageError as `find_to_read` and `create_task_run` do.
     """
@@ -171,12 +172,15 @@ def find_run_or_group(text: str, *, to_change: bool = False, acts: bool = False)
 
 
 def find_to_read(text: str, *, to_change: bool = False, acts: bool = False) -> RunDir | RunGroup:
-    """The run or group that RUN refers to: by name the one in ./runs, else the newest one.
+    """Return the run or group that RUN refers to; a name means the run in ./runs, or else the newest run.
 
-    The folder of a run of a group may not exist before it starts. Raises UsageError when there is none, and
-    when it is `to_change` and several runs elsewhere have that name, or jobs with that id on several
-    clusters. For a command that `acts` on it, a name and `last` are those of a run in ./runs or submitted
-    from this folder: the one of another folder is named in the error, and has to be typed.
+    The folder of a run of a group may not exist before the run starts. Raises UsageError if there is no such
+    run. With `to_change`, also raises UsageError if several runs have that name, or if jobs on several
+    clusters have that id.
+
+    `acts` is for a command that acts on the run. A name or `last` must then refer to a run in ./runs or a run
+    submitted from this folder. For a run of another folder, the error names the folder, which the user has to
+    type instead.
     """
     if not text.strip():
         raise UsageError("RUN is empty", hint="name a run, its folder or job, or `last`")
@@ -187,13 +191,13 @@ def find_to_read(text: str, *, to_change: bool = False, acts: bool = False) -> R
             return group
         if run.exists():
             return run
-        point = group_of(run)
+        trial = group_of(run)
     except OSError as error:
         raise UsageError(
             f"{text} cannot be read: {error.strerror}", hint="only the owner of a run can read it"
         ) from None
-    if point is not None:
-        return _run_of(*point)
+    if trial is not None:
+        return _run_of(*trial)
     head, separator, tail = text.rpartition(os.sep)
     if separator:
         typed_path(text, Path())
@@ -211,7 +215,7 @@ def find_to_read(text: str, *, to_change: bool = False, acts: bool = False) -> R
     else:
         matches = _matching_name(text, acts)
     if acts and not matches:
-        _refuse_elsewhere(text)
+        _refuse_other_folder(text)
     newest = _newest(text, matches, to_change)
     if len(matches) == 1 and not to_change and not is_job_id(job_id) and not _is_of_this_folder(newest):
         print_note(f"note: {text} is a run of another folder: {newest.shown}")
@@ -221,14 +225,14 @@ def find_to_read(text: str, *, to_change: bool = False, acts: bool = False) -> R
 
 
 def _run_of(group: RunGroup, index: int) -> RunDir:
-    """The run of a trial; raises UsageError if the group has no such trial."""
+    """Return the run of a trial; raise UsageError if the group has no such trial."""
     return group.run(group.trial(index).index)
 
 
 def _matching_job(job_id: str, cluster: str, *, on_all_clusters: bool) -> list[RunDir | RunGroup]:
-    """The newest run or group with this job, or the newest of each cluster that has a job with this id.
+    """Return the newest run or group with this job; with `on_all_clusters`, the newest of each cluster.
 
-    Any `cluster` is meant if it is empty.
+    An empty `cluster` means any cluster.
     """
     matches, seen = list[RunDir | RunGroup](), set[str | None]()
     # A trial that was restarted individually is also registered as a run, later than its group.
@@ -243,11 +247,12 @@ def _matching_job(job_id: str, cluster: str, *, on_all_clusters: bool) -> list[R
 
 
 def _matching_name(name: str, acts: bool = False) -> list[RunDir | RunGroup]:
-    """The run or group of this name in ./runs, else all whose folder has it, else all whose config has it.
+    """Return the run or group in ./runs whose folder has this name.
 
-    With `acts`, only those of this folder.
+    If there is none, return all runs whose folder has the name, or else all whose config has it. With `acts`,
+    return only runs of this folder.
     """
-    # Without a name in the index, the name is in the folder.
+    # A run without a name in the index has its name in its folder.
     found = [start for start in starts() if name in (start.folder.name, start.name) or start.name is None]
     called = [item for item in iter_known_runs(found) if item.path.name == name]
     here = Path(RUNS_FOLDER).absolute()
@@ -260,17 +265,20 @@ def _matching_name(name: str, acts: bool = False) -> list[RunDir | RunGroup]:
 
 
 def _is_of_this_folder(known: RunDir | RunGroup) -> bool:
-    """Whether a run or group is in ./runs, or was submitted from this folder into another one."""
+    """Return whether a run or group is in ./runs, or was submitted from the current folder."""
     if os.path.realpath(known.path.parent) == os.path.realpath(RUNS_FOLDER):
         return True
-    with suppress(UsageError):  # a damaged group
+    with suppress(UsageError):  # the group may be damaged
         cwd = known.record.cwd if isinstance(known, RunGroup) else read_job(known).cwd
         return cwd is not None and os.path.realpath(cwd) == str(Path.cwd())
     return False
 
 
-def _refuse_elsewhere(text: str) -> None:
-    """Raise UsageError if a name, or `last`, is that of a run of another folder: a slip would end it."""
+def _refuse_other_folder(text: str) -> None:
+    """Raise RunElsewhere if a name, or `last`, refers to a run of another folder.
+
+    Otherwise a slip could end that run.
+    """
     found = list(islice(iter_known_runs(), 1)) if text == "last" else _matching_name(text)
     if not found:
         return
@@ -278,7 +286,7 @@ def _refuse_elsewhere(text: str) -> None:
 
 
 class RunElsewhere(UsageError):
-    """A name, or `last`, that is none of this folder's runs."""
+    """Raised if a name, or `last`, refers to no run of this folder but to a run of another folder."""
 
     def __init__(self, typed: str, found: Sequence[RunDir | RunGroup]) -> None:
         what = "the newest run" if typed == "last" else typed
@@ -290,11 +298,11 @@ class RunElsewhere(UsageError):
 
 
 class UnknownRun(UsageError):
-    """RUN refers to no run."""
+    """Raised if RUN refers to no run."""
 
 
 def _path_hint(path: Path) -> str:
-    """The run in which a path is, or one that is called like its last part."""
+    """Return a hint with the run that contains a path, or with a run of a similar name."""
     inside = next((one for one in path.parents if RunDir(one).exists() or RunGroup(one).exists()), None)
     if inside is not None:
         return f"did you mean {RunDir(inside).shown}?"
@@ -302,10 +310,13 @@ def _path_hint(path: Path) -> str:
 
 
 def _name_hint(text: str, known: Sequence[str]) -> str:
-    """The name of a run that was probably meant; ``sweep_1`` and ``sweep[1]`` are trials of a group."""
-    point = re.fullmatch(r"(.+?)[_:.\[](\d+)\]?", text)
-    if point is not None and point[1] in known:
-        return f"did you mean {point[1]}/{point[2]}? {LIST_HINT}"
+    """Return a hint with the run that the user probably meant.
+
+    ``sweep_1`` and ``sweep[1]`` mean a trial of a group.
+    """
+    trial = re.fullmatch(r"(.+?)[_:.\[](\d+)\]?", text)
+    if trial is not None and trial[1] in known:
+        return f"did you mean {trial[1]}/{trial[2]}? {LIST_HINT}"
     return f"{did_you_mean(text.lower(), ['last', *known])}{LIST_HINT}"
 
 
@@ -315,7 +326,7 @@ def _newest(text: str, matches: Sequence[Known], to_change: bool) -> Known:
         if folder.is_dir() and text not in (".", ".."):
             raise UnknownRun(
                 f"{folder} does not contain a run: the command that made the folder has not started it",
-                hint=f"if that was interrupted, remove {folder} and type it again",
+                hint=f"if that command was interrupted, remove {folder} and run the command again",
             )
         known = [item.path.name for item in iter_known_runs()]
         hint = "no runs yet: `trainkit submit` starts one"
@@ -334,7 +345,10 @@ def _newest(text: str, matches: Sequence[Known], to_change: bool) -> Known:
 
 
 def _clusters_of_job(known: RunDir | RunGroup, job_id: str, cluster: str) -> set[str | None]:
-    """The clusters on which a run or group has this job: None is the one here, and an unknown one."""
+    """Return the clusters where a run or group has this job.
+
+    None stands for the cluster of this host and for an unknown cluster.
+    """
     found: list[HasCluster]
     if isinstance(known, RunGroup):
         has_job = (base_id(job_id) if is_job_id(job_id) else job_id) in known.job_ids
@@ -351,10 +365,10 @@ STATE_VARIABLE = "XDG_STATE_HOME"
 
 @contextmanager
 def isolated_state(folder: Path) -> Iterator[None]:
-    """Redirect the user's trainkit state to `folder`, so that the user's index omits runs started meanwhile.
+    """Redirect the user's trainkit state to `folder`, so that the index omits runs started in the block.
 
-    `last` keeps its meaning, and a node killed by a drill is not recorded as bad. The current records of bad
-    nodes still apply.
+    So `last` keeps its meaning, and a node that a drill kills is not recorded as bad. The current records of
+    bad nodes still apply.
     """
     before, own = os.environ.get(STATE_VARIABLE), folder / ".state"
     known = state_folder() / "bad_nodes"

@@ -1,7 +1,7 @@
-"""What a job was submitted with: its batch script names the hashes of config.yaml and plan.json.
+"""Verify that a run folder still matches the hashes of config.yaml and plan.json in the batch script.
 
-The supervisor compares them before it believes anything else of the run folder. So nothing runs of a folder
-that has taken the place of the submitted one while the job waited, or in which one of the two was changed.
+The supervisor verifies the hashes before it trusts any other file of the run folder. So nothing is executed
+if another folder has replaced the submitted one while the job waited, or if one of the two files was changed.
 """
 
 from __future__ import annotations
@@ -21,25 +21,26 @@ from trainkit.shipped import files_of, take_parts
 from trainkit.trust import read_trusted
 
 SUBMITTED_VARIABLE = "TRAINKIT_JOB_SUBMITTED"
-"""What the batch script, or the command that starts a supervisor here, has found with `submitted_hash`."""
+"""The variable that contains the `submitted_hash`. The batch script sets the variable, or the command that
+starts a supervisor on this machine."""
 HASH_DIGITS = 32
 
 
 class NotSubmitted(UsageError):
-    """The run folder is not as it was when its job was submitted."""
+    """Raised if the run folder differs from the one that the job was submitted with."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(
-            f"{path} is not what this job was submitted with, so it runs nothing: the file was changed, "
-            "or another folder has taken the place of the run's",
-            hint="look at the folder and whose it is; `trainkit resume` submits what is there now",
+            f"{path} is not the file that this job was submitted with, so the job runs nothing: "
+            "the file was changed, or another folder has replaced the run folder",
+            hint="check the folder and its owner; `trainkit resume` submits its current content",
         )
 
 
 def plans_by_size(plan: Mapping[str, object]) -> dict[str, dict[str, object]]:
-    """The content of a plan.json for each number of nodes that an attempt may have, its own one last.
+    """Return the plan for each possible number of nodes, with the plan's current number last.
 
-    Raises LookupError and TypeError for what is no plan.
+    Raises LookupError or TypeError if `plan` is not the content of a plan.json.
     """
     own, sizes = {**plan, "sizes": {}}, plan.get("sizes", {})
     if not isinstance(sizes, dict):
@@ -48,12 +49,12 @@ def plans_by_size(plan: Mapping[str, object]) -> dict[str, dict[str, object]]:
 
 
 def submitted_hash(config_text: str, plan: Mapping[str, object]) -> str:
-    """The hashes of a config.yaml and of the plan in a plan.json, the same for any number of nodes.
+    """Return the hashes of a config.yaml and a plan.json, independent of the number of nodes.
 
-    Raises LookupError, TypeError and AttributeError for what is no plan.
+    Raises LookupError, TypeError or AttributeError if `plan` is not the content of a plan.json.
     """
     plans = plans_by_size(plan)
-    if plan.get("fills_nodes"):  # then that is as many as the nodes have that the job gets
+    if plan.get("fills_nodes"):  # the number of threads then depends on the CPUs of the allocated nodes
         plans = {size: {**one, "threads_per_worker": None} for size, one in plans.items()}
     return f"{_hash(config_text)}:{_hash(plans)}"
 
@@ -61,7 +62,7 @@ def submitted_hash(config_text: str, plan: Mapping[str, object]) -> str:
 def submitted_group_hash(
     config: Mapping[str, object], plan: Mapping[str, object], trials: Iterable[Trial]
 ) -> str:
-    """The hash of what the runs of a group are made from."""
+    """Return the hash of the values that the runs of a group are made from."""
     return _hash([config, plan, to_json(list(trials))])
 
 
@@ -71,10 +72,11 @@ def _hash(value: object) -> str:
 
 
 def read_submitted(folder: RunDir | AttemptDir) -> dict[str, object]:
-    """The content of plan.json, after comparing it and config.yaml with what the job was submitted with.
+    """Return the content of plan.json, after verifying it and config.yaml against the hashes of the job.
 
-    A job of an earlier version names no hash. Raises NotSubmitted, UsageError if another user could have
-    written one of the files, OSError, and ValueError for what is not JSON.
+    The batch script of an earlier version contains no hashes, so nothing is verified. Raises NotSubmitted if
+    a file differs, UsageError if another user could have written a file, OSError if a file cannot be read,
+    and ValueError if plan.json is not JSON.
     """
     config_text, plan_text = map(read_trusted, (folder.config_file, folder.plan_file))
     plan: dict[str, object] = json.loads(plan_text)
@@ -94,7 +96,7 @@ def read_submitted(folder: RunDir | AttemptDir) -> dict[str, object]:
 
 
 def _expected(run: RunDir) -> str | None:
-    """The hashes of a run that its job names, for a task of an array by what its group is made from."""
+    """Return the hashes that the job of a run names; for an array task, derive them from its group."""
     named = os.environ.get(SUBMITTED_VARIABLE)
     if named is None or ":" in named or group_of(run) is None:
         return named
@@ -103,9 +105,9 @@ def _expected(run: RunDir) -> str | None:
 
 @cache
 def _expected_of_task(named: str, folder: Path) -> str:
-    """The hashes of an array task's run, after comparing its group with `named`.
+    """Return the hashes of an array task's run, after verifying its group against the hash `named`.
 
-    Kept for this process: comparing a group of ten thousand runs takes 0.4 s.
+    The result is cached, because verifying a group of ten thousand runs takes 0.4 s.
     """
     found = group_of(RunDir(folder))
     assert found is not None
@@ -116,7 +118,7 @@ def _expected_of_task(named: str, folder: Path) -> str:
 
 
 def require_submitted_group(group: RunGroup) -> None:
-    """Raise NotSubmitted if the job of an array was submitted for other runs than those of the group."""
+    """Raise NotSubmitted if the group's runs differ from those that its array was submitted with."""
     named = os.environ.get(SUBMITTED_VARIABLE)
     if named is not None and ":" not in named:
         record = group.record

@@ -1,4 +1,4 @@
-"""The exceptions in what programs print: torch prefixes their lines with the rank, Python indents a group."""
+"""Find exceptions in the output of programs, with torch's rank prefixes and Python's exception groups."""
 
 from __future__ import annotations
 
@@ -21,28 +21,29 @@ _FIRST_LINE = re.compile(r"\[rank(?P<rank>\d+)\]: (?:Traceback \(|  \+ Exception
 _GROUP = "+ Exception Group Traceback ("
 _MARGIN = re.compile(r" +(?:\| ?|\+(?=-))")
 LAUNCHER_ERROR = "ChildFailedError"
-"""The exception that torchrun raises when a rank fails; it does not name the cause."""
+"""The exception that torchrun raises if a rank fails, which does not name the cause."""
 MAX_LINES_AFTER = 20
-"""An exception further from the end of the output counts as handled by the program."""
+"""An exception that is followed by more lines of output counts as handled by the program."""
 
 _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 _INSTALLED = re.compile(
     r"^<|/(?:site|dist)-packages/|/lib(?:64)?/python\d[.\d]*/"
-    r"|/[a-z2-7]{2}/c[a-z2-7]{51}\.py$"  # made by torch.compile, in any TORCHINDUCTOR_CACHE_DIR
+    r"|/[a-z2-7]{2}/c[a-z2-7]{51}\.py$"  # torch.compile writes these files into any TORCHINDUCTOR_CACHE_DIR
 )
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 @dataclass(frozen=True)
 class CodeLine:
-    """A line of the user's own code."""
+    """A line of the user's code."""
 
     file: str = ""
-    """Relative to the folder that the run was submitted from, if it is below."""
+    """The path of the file, relative to the folder that the run was submitted from if the file is below
+    it."""
     line: int = 0
     text: str = ""
-    """Empty where Python could not read it."""
+    """The source text; empty if Python could not read it."""
 
     @property
     def place(self) -> str:
@@ -50,11 +51,11 @@ class CodeLine:
 
     @property
     def shown(self) -> str:
-        """The place, with the text if it is known."""
+        """Return the file, the line number and, if known, the source text."""
         return f"{self.place}: {self.text}" if self.text else self.place
 
     def in_tree(self, job: JobRecord) -> CodeLine:
-        """The line in the tree that the user edits, if the run has executed a copy of it."""
+        """Return the line in the tree that the user edits, if the run has executed a copy of that tree."""
         file, code = self.file, job.code
         if code is not None and code.code:
             for copy in (code.code, RunDir(Path(code.code).parent).work_dir):
@@ -66,14 +67,14 @@ class CodeLine:
 
 
 def is_of_user(file: str) -> bool:
-    """Whether the file of a frame is neither of an installed package, nor of Python or trainkit."""
+    """Return whether the file of a frame belongs to the user, not to Python, trainkit or a package."""
     return not _INSTALLED.search(file) and not file.startswith(_PACKAGE)
 
 
 def users_line(traceback: Sequence[str]) -> CodeLine | None:
-    """The innermost line of the user's own code in the traceback that ends these lines; None without one.
+    """Return the innermost line of the user's code in the last traceback of these lines; None without one.
 
-    An exception that was raised for another one counts with it.
+    A chained exception counts as a part of the same traceback.
     """
     for index in range(len(traceback) - 1, -1, -1):
         frame = _FRAME.match(traceback[index])
@@ -93,18 +94,18 @@ class Raised:
     """An exception that ended a program."""
 
     index: int
-    """The line of its type and message."""
+    """The number of the line with its type and message."""
     type: str
     message: str
-    """Its first line."""
+    """The first line of its message."""
     code: CodeLine | None
-    """The innermost line of the user's own code."""
+    """The innermost line of the user's code."""
     tail: list[str]
-    """The lines up to that of its type and message."""
+    """The lines up to and including the line with its type and message."""
 
 
 def last_exception(lines: Sequence[str]) -> Raised | None:
-    """The exception whose traceback ends a program's output; None if the output does not end with one."""
+    """Return the exception whose traceback ends a program's output; None if the output ends otherwise."""
     found = _without_margins(
         [(index, _RANK_PREFIX.sub("", line, count=1)) for index, line in enumerate(lines)]
     )
@@ -118,14 +119,17 @@ def last_exception(lines: Sequence[str]) -> Raised | None:
 
 
 def exception_of(lines: Sequence[str], rank: int) -> Raised | None:
-    """The uncaught exception of a rank, according to torch's prefix; None without one."""
+    """Return the uncaught exception of a rank, which torch marks with a prefix; None without one."""
     prefix = f"[rank{rank}]: "
     own = [(index, line[len(prefix) :]) for index, line in enumerate(lines) if line.startswith(prefix)]
     return _last(_without_margins(own))
 
 
 def first_raising_rank(lines: Sequence[str]) -> tuple[int, int] | None:
-    """(rank, line) of the first uncaught exception in the output of several ranks, if it ends with them."""
+    """Return (rank, line number) of the first uncaught exception in the output of several ranks.
+
+    Return None if much other output follows the exception.
+    """
     for index, line in enumerate(lines):
         if found := _FIRST_LINE.match(line):
             others = sum(not _RANK_PREFIX.match(line) for line in lines[index:])
@@ -144,7 +148,7 @@ def _last(lines: Sequence[tuple[int, str]]) -> Raised | None:
 
 
 def _follows_a_traceback(lines: Sequence[str], index: int) -> bool:
-    """Whether the lines above `index` are a traceback: indented, with a line that names a file."""
+    """Return whether the lines above `index` are an indented traceback with a line that names a file."""
     for at in range(index - 1, -1, -1):
         line = lines[at]
         if not line.startswith(" "):
@@ -155,12 +159,12 @@ def _follows_a_traceback(lines: Sequence[str], index: int) -> bool:
 
 
 def _without_margins(lines: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
-    """The numbered lines; those of an exception group without the margins that Python draws."""
+    """Return the numbered lines, without the margins that Python draws around an exception group."""
     if not any(_GROUP in line for _, line in lines):
         return list(lines)
     return [(index, _MARGIN.sub("", line, count=1)) for index, line in lines]
 
 
 def is_quit(kind: str) -> bool:
-    """Whether a failure of this type is the end of `pdb`, in which a person has typed `q`."""
+    """Return whether a failure type is the one that `q` raises in `pdb`."""
     return kind.rpartition(".")[2] == "BdbQuit"

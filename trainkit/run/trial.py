@@ -1,8 +1,9 @@
-"""The values of a trial: what tells a run from others by key, wherever that was said.
+"""Determine the values of a trial, which tell it from other runs, for all ways to define a sweep.
 
-`--sweep` and `--array` say it of config keys and of words in a COMMAND, `trainkit.submit`, `sweep` and
-`map_array` of the parameters of a function, and Hydra and Optuna of their trials. A group keeps the values
-of its runs in sweep.json, a run of its own in values.json, both as they were written.
+`--sweep` and `--array` set config keys and arguments of a COMMAND; `trainkit.submit`, `sweep` and `map_array`
+set the parameters of a function; Hydra and Optuna set the values of their trials. A group stores the values
+of its runs in sweep.json, and a separate run stores its values in values.json. The values are stored as they
+were written.
 """
 
 from __future__ import annotations
@@ -26,22 +27,23 @@ from trainkit.run.rundir import RunDir
 
 MAX_TEXT = 100
 MAX_MASKED = 2**16
-"""How much of a text is searched for secrets, before it is shortened."""
+"""Number of characters of a text that are searched for secrets before the text is shortened."""
 MAX_DEPTH = 8
 MAX_BITS = 128
-"""A larger integer is shortened, and so is a list of more items or lists in lists of lists."""
+"""A larger integer is shortened. `MAX_ITEMS` and `LIST_DEPTH` limit lists and their nesting in the same
+way."""
 MAX_ITEMS, LIST_DEPTH = 20, 2
 MAX_PARTS = 1000
-"""An argument with more parts is one value."""
+"""An argument with more items becomes one value."""
 LONGEST_NUMBER = 40
 _NUMBER = re.compile(r"[-+]?(?:(?:0|[1-9]\d*)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII)
-"""Without zeros in front: 007 is a name."""
+"""Matches a number without leading zeros, because 007 is a name."""
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+", re.IGNORECASE)
 
 
 @runtime_checkable
 class SweeperTrial(Protocol):
-    """What a sweeper asks for: a trial of Optuna, or a job of Hydra. Its values are its `params`."""
+    """A sweeper's trial, such as a trial of Optuna or a job of Hydra; its values are its `params`."""
 
     @property
     def number(self) -> int: ...
@@ -50,7 +52,7 @@ class SweeperTrial(Protocol):
 
 
 def as_number(value: object) -> object:
-    """A text that is a number as that number; any other value as it is."""
+    """Convert a text that is a number to this number; return any other value unchanged."""
     if not isinstance(value, str) or len(value) > LONGEST_NUMBER or not _NUMBER.fullmatch(value):
         return value
     if value.lstrip("+-").isdigit():
@@ -60,12 +62,12 @@ def as_number(value: object) -> object:
 
 
 def as_numbers(values: Mapping[str, object]) -> dict[str, object]:
-    """The values with the numbers that texts are."""
+    """Convert the values that are texts of numbers to numbers."""
     return {key: as_number(value) for key, value in values.items()}
 
 
 def values_of(run: RunDir) -> dict[str, object]:
-    """The values of a run's trial by key, as they were written; empty if it has none.
+    """Return the values of a run's trial by key, as they were written; an empty dictionary without a trial.
 
     Raises UsageError for a run of a group whose sweep.json cannot be read.
     """
@@ -77,7 +79,7 @@ def values_of(run: RunDir) -> dict[str, object]:
 
 
 def trial_values(arguments: Mapping[str, object]) -> dict[str, object]:
-    """Convert the arguments of a call to values of JSON, one for each argument and each item of a mapping.
+    """Convert the arguments of a call to JSON values, one for each argument and each item of a mapping.
 
     An item of ``config`` is named ``config.lr``; an item of a `SweeperTrial` keeps its own name. A value that
     looks like a secret is masked, and a value that JSON cannot represent becomes its shortened `repr`.
@@ -86,14 +88,14 @@ def trial_values(arguments: Mapping[str, object]) -> dict[str, object]:
     for name, value in _named(arguments):
         try:
             parts = dict(islice(_leaves(name, value, MAX_DEPTH), MAX_PARTS + 1))
-        except Exception:  # whatever the user's object raises: it has a text all the same
+        except Exception:  # the user's object may raise anything, and its text can still be shown
             parts = {name: _text(name, value)}
         found |= parts if len(parts) <= MAX_PARTS else {name: _text(name, value)}
     return found
 
 
 def group_values(trials: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
-    """The `trial_values` of each trial of a group: of the parts of an argument only those that differ."""
+    """Return the `trial_values` of each trial of a group, of nested values only those that differ."""
     found = list(map(trial_values, trials))
     first, *others = found or [{}]
     same = {key for key, value in first.items() if others and all(own.get(key) == value for own in others)}
@@ -108,7 +110,7 @@ def group_values(trials: Sequence[Mapping[str, object]]) -> list[dict[str, objec
 
 
 def _named(arguments: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """The arguments by name, and the values of a `SweeperTrial` in its place."""
+    """Yield the arguments by name, and the values of a `SweeperTrial` in its place."""
     for name, value in arguments.items():
         params = _params(value)
         yield from [(name, value)] if params is None else params.items()
@@ -133,11 +135,11 @@ def _leaves(name: str, value: object, depth: int) -> Iterator[tuple[str, object]
 
 
 def _parts(value: object) -> Mapping[object, object] | None:
-    """The parts of a value that has named ones; None of another."""
+    """Return the named items of a value; None for a value without named items."""
     if type(value).__module__.startswith("omegaconf."):
         from omegaconf import OmegaConf
 
-        value = OmegaConf.to_container(value)  # interpolations as they are written
+        value = OmegaConf.to_container(value)  # leave interpolations as they are written
     found: object = None
     if isinstance(value, Mapping):
         found = None if value is os.environ else value
@@ -151,11 +153,11 @@ def _parts(value: object) -> Mapping[object, object] | None:
 
 
 def _json(key: str, value: object, depth: int = LIST_DEPTH) -> object:
-    """A value as JSON has it, if it is a plain one or a short list of such; else its text."""
+    """Convert a plain value or a short list of such values to JSON, and any other value to its text."""
     if isinstance(value, Enum):
         return value.name
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
-        value = as_number(str(value))  # 0.1 of 32 bits is 0.1
+        value = as_number(str(value))  # the text of a 32-bit 0.1 is 0.1
     if isinstance(value, bool | None):
         return value
     if isinstance(value, int) and value.bit_length() <= MAX_BITS:
@@ -176,14 +178,14 @@ _REPR.maxdict = _REPR.maxlist = _REPR.maxtuple = MAX_ITEMS
 
 def _text(key: str, value: object) -> str:
     try:
-        name = getattr(value, "__qualname__", None)  # of a function or class
+        name = getattr(value, "__qualname__", None)  # a function or class has this attribute
     except Exception:  # whatever the user's object raises
         name = None
     return _masked(key, _ADDRESS.sub("", name if isinstance(name, str) else _REPR.repr(value)))
 
 
 def _masked(key: str, text: str) -> str:
-    """A text that is masked, also by the name of its key, and then shortened."""
+    """Mask secrets in a text, also because of the name of its key, and then shorten the text."""
     before = f"{key}: "
     text = mask_secrets(before + text[:MAX_MASKED]).removeprefix(before)
     return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 1]}…"

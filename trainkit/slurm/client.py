@@ -1,4 +1,4 @@
-"""Runs Slurm's commands with a timeout, and turns their failures into errors with hints."""
+"""Runs Slurm's commands with a timeout and turns their failures into errors with hints."""
 
 from __future__ import annotations
 
@@ -16,33 +16,38 @@ from typing import TypeVar
 from trainkit.errors import SlurmError, UsageError
 
 QUERY_TIMEOUT_S = 12.0
-"""A bit longer than Slurm's commands try to reach a controller by default, so that they can report why they
-failed. A command of trainkit ends within 15 s when Slurm does not answer."""
+"""Timeout of a query. Slurm's commands give up a bit earlier by default, so that they can report the reason.
+A command of trainkit ends within 15 s when Slurm does not answer."""
 JOB_TIMEOUT_S = 30.0
-"""In a job nobody waits, and a busy controller may answer late."""
+"""Timeout of requests from inside a job, where no person waits and a busy controller may answer late."""
 QUERY_PATIENCE_S = 5.0
-"""How long queries are retried; short, because Slurm's commands already retry themselves."""
+"""Seconds for which a query is retried; short, because Slurm's commands retry by themselves."""
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 8.0
 
 _OUTPUT_VARIABLES = ("SQUEUE_", "SACCT_", "SINFO_", "SCANCEL_", "SCONTROL_")
-"""Variables that change what the commands print or select; SQUEUE_STATES=RUNNING hides pending jobs."""
+"""Prefixes of variables that change the output of Slurm's commands; SQUEUE_STATES=RUNNING hides pending jobs.
+"""
 
 _ACCOUNTING = ("sacct", "sacctmgr")
 
 NO_ANSWER_S = 5.0
-"""How long after a wait without an answer the next query gets only SHORT_TIMEOUT_S, and no second try."""
+"""Seconds after an unanswered request during which a query gets only SHORT_TIMEOUT_S and no retry."""
 SHORT_TIMEOUT_S = 1.5
 _Place = tuple[str, str, str]
 _last: dict[_Place, tuple[float, bool]] = {}
-"""When Slurm's controller last answered, or a wait for it ended without, by PATH, SLURM_CONF and cluster."""
+"""Maps a controller, named by PATH, SLURM_CONF and cluster, to the time of the last request and whether it
+answered."""
 ANSWER_VALID_S = 10.0
 
 T = TypeVar("T")
 
 
 class SlurmUnreachable(SlurmError):
-    """Slurm did not answer: exit code 3. With `may_have_arrived`, it may have carried out the request."""
+    """Slurm did not answer; trainkit exits with code 3.
+
+    `may_have_arrived` means that Slurm may have carried out the request.
+    """
 
     def __init__(self, message: str, hint: str = "", *, may_have_arrived: bool = False) -> None:
         super().__init__(message, hint)
@@ -50,7 +55,10 @@ class SlurmUnreachable(SlurmError):
 
 
 class SlurmRefused(UsageError):
-    """Slurm refused the request: exit code 2. `sentence` is its error message."""
+    """Slurm refused the request; trainkit exits with code 2.
+
+    `sentence` is Slurm's error message.
+    """
 
     def __init__(self, message: str, hint: str = "", *, stderr: str = "") -> None:
         super().__init__(message, hint)
@@ -66,12 +74,12 @@ def run_slurm(
     cluster: str = "",
     with_stderr: bool = False,
 ) -> str:
-    """The stdout of a Slurm command, run once and without a shell; invalid UTF-8 becomes U+FFFD.
+    """Run a Slurm command once, without a shell, and return its stdout; invalid UTF-8 becomes U+FFFD.
 
-    It goes to `cluster`, or to several with commas, by default to the one of the environment.
-    `with_stderr` puts what it prints to stderr before that. Raises UsageError when the program is not
-    installed, SlurmUnreachable when Slurm cannot be reached or does not answer within `timeout_s`,
-    SlurmRefused when it refuses the request.
+    The command addresses `cluster`, which may be several names with commas; by default, the cluster of the
+    environment. `with_stderr` puts the command's stderr before the stdout. Raises UsageError if the program
+    is not installed, SlurmUnreachable if Slurm cannot be reached or does not answer within `timeout_s`, and
+    SlurmRefused if Slurm refuses the request.
     """
     program = argv[0]
     environ = os.environ if environ is None else environ
@@ -87,7 +95,7 @@ def run_slurm(
     if cluster:
         argv = [program, f"--clusters={cluster}", *argv[1:]]
     place = _place(environ, cluster)
-    # Several queries in a row must not each wait for a controller that is away.
+    # Several queries in a row must not each wait for a controller that does not answer.
     if timeout_s <= QUERY_TIMEOUT_S and _was(place, False, NO_ANSWER_S):
         timeout_s = min(timeout_s, SHORT_TIMEOUT_S)
     began_s = time.monotonic()
@@ -116,14 +124,14 @@ def run_slurm(
         if isinstance(failed, SlurmUnreachable):
             _note_unanswered(program, place, began_s)
         raise failed
-    # The controller answers neither accounting's queries nor those for a version or a help text.
+    # The controller does not answer queries of the accounting database, `--version` or `--help`.
     if program not in _ACCOUNTING and argv[1:] not in (["--version"], ["--help"]):
         _last[place] = time.monotonic(), True
     return stderr + stdout if with_stderr else stdout
 
 
 def _note_unanswered(program: str, place: _Place, began_s: float) -> None:
-    # Accounting is another daemon, which may be down alone.
+    # The accounting database has a separate daemon, which may be down while the controller runs.
     if program not in _ACCOUNTING and time.monotonic() - began_s >= SHORT_TIMEOUT_S:
         _last[place] = time.monotonic(), False
 
@@ -138,10 +146,10 @@ def _place(environ: Mapping[str, str], cluster: str = "") -> _Place:
 
 
 def require_controller(clusters: Sequence[str] = ()) -> None:
-    """Raise SlurmUnreachable unless Slurm answers a query, or has just answered another one.
+    """Raise SlurmUnreachable unless Slurm answers a query or has answered one within ANSWER_VALID_S.
 
-    Before a submission: one whose answer is lost has to be looked up, which takes minutes if Slurm is away.
-    Of several `clusters`, sbatch leaves out those that do not answer.
+    Call this before a submission. If the answer to a submission is lost, looking the job up takes minutes
+    while Slurm is down. With several `clusters`, sbatch itself skips clusters that do not answer.
     """
     cluster = clusters[0] if len(clusters) == 1 else ""
     place = _place(os.environ, cluster)
@@ -150,11 +158,12 @@ def require_controller(clusters: Sequence[str] = ()) -> None:
 
 
 def failure(program: str, returncode: int, text: str) -> SlurmUnreachable | SlurmRefused:
-    """The error for a command's exit code and what it printed; unknown messages are refusals."""
-    # sbatch prints these lines before it retries.
+    """Return the error for a command's exit code and output; an unknown message counts as a refusal."""
+    # sbatch prints such a line before each retry.
     lines = [line for line in text.splitlines() if not line.endswith("sleeping and retrying")]
     undelivered = [line for line in lines if _UNDELIVERED.search(line)]
-    # With two controllers, a request may be lost at one and not reach the other: assume the worse.
+    # With two controllers, a request may get lost at one and never reach the other. Assume that it was
+    # carried out.
     is_lost = returncode < 0 or any(_LOST.search(line) for line in lines if line not in undelivered)
     is_away = is_lost or bool(undelivered)
     known = UNREACHABLE_HINTS if is_away else REFUSAL_HINTS
@@ -193,7 +202,7 @@ _UNDELIVERED = re.compile(
     r"|System submissions disabled"
     r"|invalid entry for --cluster"
 )
-"""Slurm was not reached: nothing was requested."""
+"""Matches messages that mean Slurm never received the request."""
 _LOST = re.compile(
     r"Unable to contact slurm controller"
     r"|Socket timed out"
@@ -215,13 +224,13 @@ _LOST = re.compile(
     r"|failed to open persistent connection"
     r"|DBD_\w+ failure"
 )
-"""The answer was lost: Slurm may have carried out the request."""
+"""Matches messages that mean Slurm may have carried out the request, but its answer was lost."""
 
 UNREACHABLE_HINT = "`scontrol ping` shows whether Slurm's controller is up; try again when it is"
 UNREACHABLE_HINTS = (
     (
         r"invalid entry for --cluster",
-        "it is down, or not one of those that `sacctmgr show clusters` lists: then log in to it",
+        "the cluster is down, or missing in `sacctmgr show clusters`: if missing, log in to that cluster",
     ),
     (
         r"configuration source",
@@ -256,7 +265,7 @@ REFUSAL_HINTS = (
     (
         r"node configuration is not available|More processors requested|CPU count"
         r"|Memory (?:specification|required)|Insufficient GRES",
-        "no node has all of that: `sinfo -o '%P %D %c %m %G %f'` lists their CPUs, memory, GPUs and features",
+        "no node has all of this: `sinfo -o '%P %D %c %m %G %f'` lists CPUs, memory, GPUs and features",
     ),
     (r"partition configuration not available|Node count", "request less --nodes or --time"),
     (r"Invalid (?:generic resource|GRES|Trackable)", "`sinfo -o '%P %G'` lists the GPUs"),
@@ -271,15 +280,18 @@ REFUSAL_HINTS = (
         "this version of Slurm does not support the option: see `sbatch --help`",
     ),
     (r"group not permitted|[Pp]ermission denied", "you may not use this partition, or the job is not yours"),
-    (r"[Ii]nvalid job id", "Slurm does not know this job, or no longer does: `squeue --me` lists yours"),
+    (
+        r"[Ii]nvalid job id",
+        "Slurm does not know this job, or has forgotten it: `squeue --me` lists your jobs",
+    ),
     (r"already (?:completing|finished|done)|already completing or completed", "the job has already ended"),
-    (r"Only one cluster", "name several with --clusters, and not by the variable SLURM_CLUSTERS"),
+    (r"Only one cluster", "name several clusters with --clusters, not with the variable SLURM_CLUSTERS"),
     (r"presently disabled", "the job has --no-requeue, or its current state does not allow this"),
 )
 
 
 def cleaned(stderr: str) -> str:
-    """Slurm's message without prefixes such as `sbatch: error: `, repeated lines and blank lines."""
+    """Return Slurm's message without prefixes such as `sbatch: error: `, repeated lines and blank lines."""
     lines = [_PREFIX.sub("", line).strip() for line in stderr.splitlines()]
     return "\n".join(dict.fromkeys(line for line in lines if line and not line.startswith('Try "')))
 
@@ -292,9 +304,9 @@ def query(
     patience_s: float = QUERY_PATIENCE_S,
     cluster: str = "",
 ) -> str:
-    """The stdout of a query, retried while Slurm cannot be reached; its times are Unix seconds.
+    """Run a query and return its stdout, with times in Unix seconds; retry while Slurm is unreachable.
 
-    Another cluster is asked once. Raises the errors of `run_slurm`.
+    A query of another cluster is not retried. Raises the errors of `run_slurm`.
     """
     plain = plain_environ(os.environ if environ is None else environ)
     if cluster or (patience_s <= QUERY_PATIENCE_S and _was(_place(plain), False, NO_ANSWER_S)):
@@ -303,10 +315,10 @@ def query(
 
 
 def plain_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment without the user's output settings, so that Slurm's output can be parsed."""
+    """Return the environment without the user's output settings, so that Slurm's output can be parsed."""
     plain = {name: value for name, value in environ.items() if not name.startswith(_OUTPUT_VARIABLES)}
     plain["SLURM_TIME_FORMAT"] = "%s"
-    # By default the indices of a pending array are truncated to 64 characters.
+    # By default, Slurm truncates the indices of a pending array to 64 characters.
     plain["SLURM_BITSTR_LEN"] = "0"
     return plain
 
@@ -314,7 +326,7 @@ def plain_environ(environ: Mapping[str, str]) -> dict[str, str]:
 def retrying(request: Callable[[], T], patience_s: float = QUERY_PATIENCE_S) -> T:
     """Call `request`, and retry with exponential backoff while it raises SlurmUnreachable.
 
-    Raises the last error after `patience_s`. For idempotent requests only, never for a submission.
+    Raises the last error after `patience_s`. Use this for idempotent requests only, never for a submission.
     """
     give_up = time.monotonic() + patience_s
     pause_s = FIRST_PAUSE_S
@@ -329,7 +341,10 @@ def retrying(request: Callable[[], T], patience_s: float = QUERY_PATIENCE_S) -> 
 
 
 def safe_value(value: str, what: str) -> str:
-    """The value, if it is safe as a command-line argument; UsageError if it could be parsed as an option."""
+    """Return the value if it is safe as a command-line argument.
+
+    Raises UsageError if a command could parse the value as an option.
+    """
     if not value or value.startswith("-") or "\0" in value:
         raise UsageError(f"{what} cannot be {value!r}")
     return value
@@ -337,26 +352,26 @@ def safe_value(value: str, what: str) -> str:
 
 FIELD = "\x1f"
 RECORD = "\x1e"
-"""Job names can contain newlines, so lines do not separate records."""
+"""The separator of records; a newline cannot be used because job names may contain newlines."""
 
 
 def records(text: str, num_fields: int, end: str = RECORD) -> Iterator[list[str]]:
-    """The fields of every record; the last field may contain separators. Drops truncated records."""
+    """Yield the fields of every complete record; the last field may contain separators."""
     for record in text.split(f"{end}\n"):
         fields = record.split(FIELD, num_fields - 1)
         if len(fields) == num_fields:
-            # For several clusters, squeue prints the cluster's name on a line before its jobs.
+            # For several clusters, squeue prints the cluster's name on a line before the cluster's jobs.
             fields[0] = fields[0].rpartition("\n")[2]
             yield fields
 
 
 def time_of(text: str) -> datetime | None:
-    """A time that Slurm printed as Unix seconds, in UTC; None for `N/A`, `Unknown` and `None`."""
+    """Return the time, in UTC, that Slurm printed as Unix seconds; None for `N/A`, `Unknown` and `None`."""
     return datetime.fromtimestamp(int(text), timezone.utc) if text.isdigit() and text != "0" else None
 
 
 def seconds_of(text: str) -> int | None:
-    """A duration (`1-02:03:04`, `02:03:04`, `03:04`) in seconds; None for `UNLIMITED` and `INVALID`."""
+    """Return a duration such as `1-02:03:04` or `03:04` in seconds; None for `UNLIMITED` and `INVALID`."""
     days, dash, clock = text.rpartition("-")
     parts = clock.split(":")
     if not all(part.isdigit() for part in ([days] if dash else []) + parts) or not 2 <= len(parts) <= 3:

@@ -1,4 +1,4 @@
-"""Controls jobs: requeue, cancel, signal. Also the differences between Slurm versions."""
+"""Controls jobs: requeues, cancels and signals them, and runs steps in them. Knows Slurm's versions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from trainkit.slurm.environment import scrubbed
 from trainkit.slurm.states import checked_job_id
 
 CONTROL_PATIENCE_S = 60.0
-"""Long enough for a restart of the controller; Slurm delays a requeued job by 120 s anyway."""
+"""Seconds for which a requeue is retried, enough for a restart of the controller. Slurm delays a requeued job
+by 120 s anyway."""
 
 _GONE = re.compile(r"[Ii]nvalid job id|already (?:completing|finished|done)|No running or pending steps")
 _PENDING = re.compile(r"[Jj]ob is (?:pending|no longer running)")
@@ -37,7 +38,7 @@ Version = tuple[int, int, int]
 def requeue(job_id: str, *, patience_s: float = CONTROL_PATIENCE_S) -> None:
     """Requeue a job, or one array task such as `123_4`.
 
-    Retried while Slurm cannot be reached. Raises SlurmRefused for a job submitted with --no-requeue.
+    The request is retried while Slurm cannot be reached. Raises SlurmRefused for a job with --no-requeue.
     """
     job_id, cluster = split_job(checked_job_id(job_id))
     argv = ["scontrol", "requeue", job_id]
@@ -49,7 +50,7 @@ def requeue(job_id: str, *, patience_s: float = CONTROL_PATIENCE_S) -> None:
         try:
             run_slurm(argv, JOB_TIMEOUT_S, cluster=cluster)
         except SlurmRefused as error:
-            # A refused retry means that the first request succeeded and its answer was lost.
+            # If Slurm refuses a retry, the first request succeeded and only its answer was lost.
             if attempts == 1 or not _PENDING.search(error.sentence):
                 raise
 
@@ -57,7 +58,7 @@ def requeue(job_id: str, *, patience_s: float = CONTROL_PATIENCE_S) -> None:
 
 
 def exclude_hosts(job_id: str, hosts: str) -> None:
-    """Set the excluded hosts of a pending job, as a host list; replaces the previous list.
+    """Replace the list of hosts that a pending job excludes; `hosts` is a host list.
 
     Raises SlurmRefused for a running job; a requeued job counts as pending immediately.
     """
@@ -66,12 +67,12 @@ def exclude_hosts(job_id: str, hosts: str) -> None:
 
 
 def cancel(job_ids: Sequence[str]) -> None:
-    """Cancel jobs or array tasks in one call; jobs that have already ended are ignored."""
+    """Cancel jobs or array tasks in one call for each cluster; ignore jobs that have already ended."""
     _scancel([], map(checked_job_id, job_ids))
 
 
 def cancel_waiting(job_ids: Sequence[str]) -> None:
-    """Cancel those of the jobs and array tasks that are pending; running ones continue."""
+    """Cancel the pending ones among these jobs and array tasks; running ones continue."""
     _scancel(["--state=PENDING"], map(checked_job_id, job_ids))
 
 
@@ -83,9 +84,9 @@ def send_signal(job_ids: Sequence[str], signal: str) -> None:
 def kill_steps(
     steps: Sequence[tuple[str, str]], signal: str = "KILL", *, patience_s: float = QUERY_PATIENCE_S
 ) -> None:
-    """Kill steps, given as (job id, step id), immediately, with SIGKILL or another signal.
+    """Kill steps, given as (job id, step id), immediately with SIGKILL, or send them another signal.
 
-    Cancelling the whole job instead sends SIGTERM first, and SIGKILL after KillWait (30 s by default).
+    Cancelling the whole job instead would send SIGTERM first, and SIGKILL after KillWait (30 s by default).
     """
     named = ((*split_job(checked_job_id(job)), step_id) for job, step_id in steps)
     names = (on_cluster(f"{job_id}.{step_id}", cluster) for job_id, cluster, step_id in named)
@@ -93,9 +94,9 @@ def kill_steps(
 
 
 def _scancel(options: Sequence[str], names: Iterable[str], patience_s: float = QUERY_PATIENCE_S) -> None:
-    """Run scancel for jobs or steps, if there are any; those that have already ended are ignored.
+    """Run scancel for these jobs or steps, if any; ignore the ones that have already ended.
 
-    What one cluster refuses or does not answer is raised once all have been asked.
+    All clusters get the request before the first error is raised.
     """
     problems = list[SlurmRefused | SlurmUnreachable]()
     for cluster, own in by_cluster(names).items():
@@ -112,7 +113,10 @@ def _scancel(options: Sequence[str], names: Iterable[str], patience_s: float = Q
 
 
 def move_dependents(job_id: str, new_id: str) -> list[str]:
-    """Make your pending jobs that wait for the success of a job wait for another one; returns their ids."""
+    """Make your pending jobs that depend on the success of `job_id` depend on `new_id` instead.
+
+    Returns the ids of the changed jobs.
+    """
     old, new = checked_job_id(job_id), checked_job_id(new_id)
     listing = query(["squeue", "--me", "--states=PENDING", "--noheader", "--format=%A|%E"])
     moved = []
@@ -128,7 +132,7 @@ def move_dependents(job_id: str, new_id: str) -> list[str]:
 
 
 def show_config(cluster: str = "") -> dict[str, str]:
-    """The controller's configuration: ClusterName, SLURM_VERSION, MaxArraySize, MinJobAge and others."""
+    """Return the controller's configuration, such as ClusterName, MaxArraySize and MinJobAge."""
     return parse_config(query(["scontrol", "show", "config"], cluster=cluster))
 
 
@@ -146,7 +150,7 @@ def parse_version(text: str) -> Version:
 
 
 def has_expedited_requeue(slurm: tuple[int, ...], config: Mapping[str, str]) -> bool:
-    """Whether this version has `sbatch --requeue=expedite` and the site has enabled it."""
+    """Return whether this version has `sbatch --requeue=expedite` and the site has enabled it."""
     settings = f"{config.get('SlurmctldParameters', '')},{config.get('SchedulerParameters', '')}"
     return slurm >= (25, 11, 0) and "enable_expedited_requeue" in settings.split(",")
 
@@ -154,10 +158,10 @@ def has_expedited_requeue(slurm: tuple[int, ...], config: Mapping[str, str]) -> 
 def run_step(
     job_id: str, num_nodes: int, argv: Sequence[str], environ: Mapping[str, str] | None = None
 ) -> str:
-    """Run a command once on each node of a running job, as a separate step; returns its stdout.
+    """Run a command once on each node of a running job, as a separate step; return its stdout.
 
-    The step overlaps with others; without --mem=0 Slurm would refuse it if the first step uses all memory of
-    the job. Raises SlurmRefused when Slurm does not start it or the command fails.
+    The step overlaps with other steps. Without --mem=0, Slurm would refuse the step if the first step uses
+    all memory of the job. Raises SlurmRefused if Slurm does not start the step or the command fails.
     """
     job_id, cluster = split_job(checked_job_id(job_id))
     step = [

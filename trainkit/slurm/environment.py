@@ -1,4 +1,4 @@
-"""Slurm's environment: the variables that jobs, steps and launchers set, and the slurm.conf in force."""
+"""Slurm's environment: the active slurm.conf, and the variables that jobs, steps and launchers set."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ _NAME = re.compile(r"^[ \t]*ClusterName[ \t]*=[ \t]*(?P<name>[^\s#]+)", re.MULTI
 
 
 def conf_file(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """The slurm.conf that Slurm's commands read; None if they fetch it from slurmctld or there is none."""
+    """Return the slurm.conf that Slurm's commands read; None if there is none or slurmctld serves it."""
     named = environ.get("SLURM_CONF")
     if named:
         return Path(named)
     sbatch = shutil.which("sbatch", path=environ.get("PATH", os.defpath))
-    # A Slurm built with a custom prefix has its configuration below that prefix.
+    # A Slurm built with a custom prefix has its configuration below this prefix.
     prefix = [] if sbatch is None else [Path(os.path.realpath(sbatch)).parent.parent / "etc"]
     in_prefix = [folder / name for folder in prefix for name in ("slurm.conf", "slurm/slurm.conf")]
     return next((path for path in (*map(Path, CONFIG_FILES), *in_prefix) if path.exists()), None)
 
 
 def cluster_name(environ: Mapping[str, str] = os.environ) -> str | None:
-    """The name of the cluster that a job would be submitted to; None if unknown."""
+    """Return the name of the cluster that a job would be submitted to; None if unknown."""
     chosen = _chosen_cluster(environ)
     return None if chosen and "," in chosen else chosen
 
 
 def other_cluster(named: str | None, environ: Mapping[str, str] = os.environ) -> str | None:
-    """The cluster of a job if Slurm's commands here use a different one or several, else None.
+    """Return `named`, the cluster of a job, if Slurm's commands here use another cluster; else None.
 
-    A job id is valid only on its own cluster.
+    A job id is valid only on the job's cluster.
     """
     current = _chosen_cluster(environ) if named else None
     return named if current and named != current else None
 
 
 def _chosen_cluster(environ: Mapping[str, str]) -> str | None:
-    """SLURM_CLUSTERS, else the ClusterName in slurm.conf; None without a readable file that sets it."""
+    """Return SLURM_CLUSTERS, else the ClusterName in slurm.conf; None if no readable file sets it."""
     if named := scrubbed(environ).get("SLURM_CLUSTERS"):
         return named
     path = conf_file(environ)
@@ -75,10 +75,10 @@ _DNS_UNAVAILABLE = re.compile(r"Host name lookup failure|Temporary failure|[Tt]i
 
 
 def finds_cluster() -> bool | None:
-    """Whether sbatch, which must be on PATH, finds a configuration; None if that is unclear.
+    """Return whether sbatch, which must be on PATH, finds a configuration; None if that is unclear.
 
-    Runs one command at most once for each environment. Without a slurm.conf Slurm looks its controller up in
-    DNS: an answer that there is none differs from no answer.
+    The probe runs at most once for each environment. Without a slurm.conf, Slurm looks up its controller in
+    DNS. The reply that no such record exists means False; no reply from DNS means None.
     """
     return _finds_cluster(tuple(sorted(os.environ.items())))
 
@@ -105,14 +105,14 @@ def _finds_cluster(variables: tuple[tuple[str, str], ...]) -> bool | None:
 
 
 def _has_network() -> bool:
-    """Whether this machine has a route that is not to itself: without one it is no login node."""
+    """Return whether this machine has a route to other machines; a login node always has one."""
     lines = [line.split() for file in ROUTES if file.exists() for line in file.read_text().splitlines()]
-    # The interface is the first field of an IPv4 route and the last one of an IPv6 route.
+    # The interface is the first field of an IPv4 route, but the last field of an IPv6 route.
     return any("lo" not in (fields[0], fields[-1]) and fields[0] != "Iface" for fields in lines if fields)
 
 
 KEPT = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT"})
-"""Variables that select the cluster and authenticate; Slurm sets none of them inside a job."""
+"""Variables that select the cluster and authenticate the user; Slurm does not set them inside a job."""
 _PREFIXES = (
     "SLURM_",
     "SLURMD_",
@@ -148,15 +148,15 @@ _DEVICES_OF_A_JOB = frozenset(
 
 
 def is_inherited(name: str) -> bool:
-    """Whether a variable is set by an enclosing job, step or launcher rather than by the user."""
+    """Return whether a variable was set by an enclosing job, step or launcher, and not by the user."""
     return name not in KEPT and (name.startswith(_PREFIXES) or name in _RANK_NAMES)
 
 
 def scrubbed(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment for sbatch and salloc, without an enclosing job's variables and without `SBATCH_*`.
+    """Return the environment for sbatch and salloc, without variables of an enclosing job and `SBATCH_*`.
 
-    `SBATCH_*` would override the options in the script. Inside a job, its GPU binding is removed too.
-    SBATCH_CLUSTERS becomes SLURM_CLUSTERS, which all commands understand.
+    `SBATCH_*` would override the options in the script. Inside a job, the job's GPU binding is removed too.
+    SBATCH_CLUSTERS becomes SLURM_CLUSTERS, which all Slurm commands understand.
     """
     is_in_job = "SLURM_JOB_ID" in environ or "SLURM_JOBID" in environ
     clean = {

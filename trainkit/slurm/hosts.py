@@ -1,4 +1,4 @@
-"""Slurm's counts of tasks per host (`2(x3),1`), and the states and addresses of hosts."""
+"""Parses Slurm's counts of tasks per host (`2(x3),1`), and queries the states and addresses of hosts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ _COUNT = re.compile(r"(?P<count>\d+)(?:\(x(?P<repeat>\d{1,6})\))?", re.ASCII)
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """`2(x3),1` as [2, 2, 2, 1], the tasks or CPUs of each node; raises UsageError for any other form."""
+    """Parse the tasks or CPUs of each node: `2(x3),1` becomes [2, 2, 2, 1].
+
+    Raises UsageError for any other form.
+    """
     counts: list[int] = []
     for item in text.strip().split(","):
         match = _COUNT.fullmatch(item)
@@ -27,14 +30,14 @@ def tasks_per_node(text: str) -> list[int]:
 HOSTS_TIMEOUT_S = 10.0
 _NOT_RESPONDING = "*"
 _DOWN = re.compile(r"down|fail|unk|error", re.IGNORECASE)
-"""States in which no step can run. A draining host still runs its current job."""
+"""Matches host states that cannot run a step. A draining host still runs its current job."""
 _DRAINED = re.compile(r"drain|reboot|power|[@^!%]", re.IGNORECASE)
 
 
 def node_states(hosts: Sequence[str]) -> dict[str, str]:
-    """The state of each host in sinfo's terms, such as ``allocated`` or ``down*``; unknown hosts are omitted.
+    """Return the state of each host in sinfo's terms, such as ``allocated`` or ``down*``.
 
-    Raises SlurmUnreachable.
+    Hosts that Slurm does not know are omitted. Raises SlurmUnreachable.
     """
     argv = [
         "sinfo",
@@ -48,22 +51,25 @@ def node_states(hosts: Sequence[str]) -> dict[str, str]:
 
 
 def is_unavailable(state: str) -> bool:
-    """Whether a host in this state is down, failed or not responding."""
+    """Return whether a host in this state is down, failed or not responding."""
     return _NOT_RESPONDING in state or _DOWN.search(state) is not None
 
 
 def is_drained(state: str) -> bool:
-    """Whether an administrator takes a host in this state out of service, or has it reboot."""
+    """Return whether an administrator is taking a host in this state out of service or rebooting it."""
     return _DRAINED.search(state) is not None
 
 
 def is_down(state: str) -> bool:
-    """Whether Slurm considers a host down; one that merely does not respond may be busy or being upgraded."""
+    """Return whether Slurm considers a host down.
+
+    A host that merely does not respond may be busy or being upgraded.
+    """
     return _DOWN.search(state) is not None
 
 
 def hosts_of_job(job_id: str) -> list[str]:
-    """The current hosts of a job; a --no-kill job permanently loses a host that goes down.
+    """Return the current hosts of a job; a --no-kill job permanently loses a host that goes down.
 
     Raises SlurmUnreachable, and SlurmRefused for a job that Slurm no longer knows.
     """
@@ -76,7 +82,7 @@ _NODE_ADDR = re.compile(r"(?:^|\s)NodeAddr=(?P<addr>\S+)")
 
 
 def node_addr(name: str, *, patience_s: float = QUERY_PATIENCE_S) -> str:
-    """The NodeAddr of a node: the name itself unless the administrators have set another one.
+    """Return the NodeAddr of a node, which is the node's name unless the administrators set another one.
 
     Raises SlurmUnreachable, and SlurmRefused for a node that Slurm does not know.
     """

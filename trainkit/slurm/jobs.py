@@ -1,4 +1,4 @@
-"""Queries the states of jobs: one call of squeue, and one of sacct for jobs that have left the queue.
+"""Queries the states of jobs with one call of squeue, and one of sacct for jobs that left the queue.
 
 Without accounting, a job that squeue no longer lists is `unknown`, never finished.
 """
@@ -57,16 +57,17 @@ UNKNOWN_JOB = "neither squeue nor sacct lists it"
 _NO_NODES = ("None assigned", "(null)", "N/A")
 _ACCOUNTING_TIMEOUT_S = 10.0
 _LONGEST_ARGUMENT = 100_000
-"""Linux limits an argument to 128 KiB."""
+"""The maximum length of a list of job ids in an argument; Linux limits an argument to 128 KiB."""
 _LOG_NOT_OPENED = 53
-"""The signal that Slurm reports when a node cannot open the output of the batch script.
+"""The signal that Slurm reports if a node cannot open the output file of the batch script.
 
-Nobody sends it: it is what an exit status keeps of Slurm's own error 4021, on all versions.
+No process sends this signal. The number is what remains of Slurm's internal error 4021 in an exit status, on
+all versions of Slurm.
 """
 
 
 class SlurmJob(JobInfo):
-    """A job with the reasons and signals of Slurm."""
+    """A job with Slurm's reasons and signals."""
 
     @property
     def log_not_opened(self) -> bool:
@@ -78,7 +79,7 @@ class SlurmJob(JobInfo):
 
 
 def query_jobs(ids: Iterable[str]) -> dict[str, JobInfo]:
-    """The jobs with these ids, as `query_clusters`; raises the error of the first cluster with one."""
+    """Return the jobs with these ids as `query_clusters` does, but raise the first cluster's error."""
     known, problems = query_clusters(ids)
     if problems:
         raise next(iter(problems.values()))
@@ -86,12 +87,12 @@ def query_jobs(ids: Iterable[str]) -> dict[str, JobInfo]:
 
 
 def query_clusters(ids: Iterable[str]) -> tuple[dict[str, JobInfo], dict[str, TrainkitError]]:
-    """The jobs with these ids, and the error of each cluster that does not answer.
+    """Return the jobs with these ids, and the errors of clusters that do not answer.
 
-    By id and in this order; other clusters follow, by the names of `on_cluster`. The id of an array selects
-    all its tasks, whose ids are then the keys; tasks cancelled while pending may share one entry under the
-    array's id. Jobs that neither squeue nor sacct lists are included as `unknown`. Runs at most two commands
-    for each cluster.
+    The jobs are in the order of the ids, first of the default cluster, then of the others under the names of
+    `on_cluster`. The id of an array selects all its tasks, and each task has a separate key. Tasks that were
+    cancelled while pending may share one entry under the array's id. A job that neither squeue nor sacct
+    lists is included as `unknown`. Runs at most two commands for each cluster.
     """
     known, problems = dict[str, JobInfo](), dict[str, TrainkitError]()
     for cluster, own in sorted(by_cluster(map(checked_job_id, ids)).items()):
@@ -105,7 +106,7 @@ def query_clusters(ids: Iterable[str]) -> tuple[dict[str, JobInfo], dict[str, Tr
 def _query_cluster(wanted: Sequence[str], cluster: str) -> Iterator[tuple[str, JobInfo]]:
     known = parse_queue(_query_queue(wanted, cluster))
     arrays = {base_id(job_id) for job_id in known if "_" in job_id}
-    # The tasks of an array leave squeue one by one, so an array that is listed may be incomplete.
+    # The tasks of an array leave squeue one by one, so squeue may list only some of them.
     missing = [job_id for job_id in wanted if job_id not in known or job_id in arrays]
     reason = UNKNOWN_JOB
     if missing:
@@ -142,14 +143,14 @@ def _query_queue(wanted: Sequence[str], cluster: str) -> str:
     try:
         return query(argv, cluster=cluster)
     except SlurmRefused as error:
-        # squeue reports this for a single job that it no longer lists.
+        # squeue reports this error for a single job that it no longer lists.
         if "invalid job id" in error.sentence.lower():
             return ""
         raise
 
 
 def parse_queue(text: str) -> dict[str, JobInfo]:
-    """Parse the output of squeue, by job id; expands the pending tasks of an array, which share a record."""
+    """Parse the output of squeue into jobs by id; expand an array's pending tasks, which share a record."""
     found: dict[str, JobInfo] = {}
     for fields in records(text, len(_QUEUE_FIELDS)):
         number, array, task, word, reason, nodes, num_nodes, start, end, restarts, exit_code, name = fields
@@ -165,7 +166,7 @@ def parse_queue(text: str) -> dict[str, JobInfo]:
 
 
 def _job(job_id: str, state: JobState, word: str, nodes: str, *more: str) -> JobInfo:
-    """A job from what squeue and sacct print alike, in the order of the latter."""
+    """Create a job from the fields that squeue and sacct have in common, in sacct's order."""
     num_nodes, start, end, exit_code, name = more
     code, signal = _exit_of(exit_code) if state.is_terminal else (None, None)
     return SlurmJob(
@@ -191,7 +192,7 @@ def _add(found: dict[str, JobInfo], info: JobInfo) -> None:
 
 
 def _query_accounting(missing: Sequence[str], cluster: str) -> tuple[dict[str, JobInfo], str]:
-    """The jobs that accounting lists, and the reason why all others are unknown."""
+    """Return the jobs that accounting lists, and the reason why the state of all other jobs is unknown."""
     bases = ",".join(dict.fromkeys(map(base_id, missing)))
     if len(bases) > _LONGEST_ARGUMENT:
         bases = bases[:_LONGEST_ARGUMENT].rpartition(",")[0]
@@ -213,7 +214,7 @@ def _query_accounting(missing: Sequence[str], cluster: str) -> tuple[dict[str, J
 
 
 def parse_accounting(text: str) -> dict[str, JobInfo]:
-    """Parse the output of sacct, by job id, for jobs that squeue does not list."""
+    """Parse the output of sacct into jobs by id, for jobs that squeue does not list."""
     found: dict[str, JobInfo] = {}
     for fields in records(text, len(_ACCOUNTING_FIELDS), end=FIELD):
         job_id, word, nodes, *rest = fields
@@ -224,7 +225,7 @@ def parse_accounting(text: str) -> dict[str, JobInfo]:
 
 
 def _exit_of(text: str) -> tuple[int | None, int | None]:
-    """(exit code, signal) of `1:0` or `0:9`, or of the wait(2) status that squeue 22.05 prints."""
+    """Parse `1:0` or `0:9` into (exit code, signal), or the wait(2) status that squeue 22.05 prints."""
     code, colon, signal = text.partition(":")
     if not code.isdigit():
         return None, None
@@ -239,26 +240,26 @@ _PAIR = re.compile(r"(?:^|\s)(?P<name>[A-Z][A-Za-z/:_]*)=(?P<value>\S*)")
 
 @dataclass(frozen=True)
 class JobDetails:
-    """One job in detail, from scontrol. Times are in UTC."""
+    """The details of one job, from scontrol. Times are in UTC."""
 
     state: JobState
     slurm_state: str
-    """Slurm's name of the state."""
+    """Slurm's name for the state."""
     is_preempted: bool
-    """Whether it is being or was preempted."""
+    """True if the job is being preempted or was preempted."""
     restarts: int
-    """Number of requeues."""
+    """The number of requeues."""
     may_requeue: bool
     end_time: datetime | None
-    """When it reaches its time limit."""
+    """The time at which the job reaches its time limit."""
     reason: str = ""
-    """Slurm's reason for its state, such as TimeLimit."""
+    """Slurm's reason for the state, such as TimeLimit."""
 
 
 def job_details(
     job_id: str, *, timeout_s: float = QUERY_TIMEOUT_S, patience_s: float = QUERY_PATIENCE_S
 ) -> JobDetails:
-    """The details of a job, or of one array task such as `123_4`.
+    """Return the details of a job, or of one array task such as `123_4`.
 
     Raises SlurmUnreachable, and SlurmRefused for a job that Slurm no longer knows.
     """
@@ -269,7 +270,7 @@ def job_details(
 
 def parse_job(text: str) -> JobDetails:
     """Parse `scontrol show job`: `Name=value` pairs, with free text before UserId and at the end."""
-    # Of several with one name, the first one counts.
+    # If a name occurs several times, the first value counts.
     found: dict[str, str] = dict(reversed(_PAIR.findall(text.partition(" UserId=")[2])))
     word = found.get("JobState", "")
     restarts = int(found["Restarts"]) if found.get("Restarts", "").isdigit() else 0

@@ -1,4 +1,4 @@
-"""The mapping from Slurm's states to the states of a job, and the meaning of Slurm's reasons. Pure."""
+"""Maps Slurm's states to job states, and explains Slurm's reasons. Runs no commands."""
 
 from __future__ import annotations
 
@@ -28,25 +28,27 @@ _STATES = {
 
 
 def state_in_queue(word: str, restarts: int | None) -> JobState:
-    """The state that squeue calls `word`.
+    """Return the job state for squeue's state `word`.
 
-    squeue shows a requeued job as COMPLETING, then as PENDING, so PREEMPTED and NODE_FAIL are final here.
+    squeue shows a requeued job first as COMPLETING, then as PENDING. So PREEMPTED and NODE_FAIL mean that the
+    job has ended for good.
     """
     state = _state(word)
     return JobState.REQUEUED if state is JobState.PENDING and restarts else state
 
 
 def state_in_accounting(word: str) -> JobState:
-    """The state that sacct calls `word`, such as `CANCELLED by 1000`, for a job that squeue does not list.
+    """Return the job state for sacct's state `word`, for a job that squeue does not list.
 
-    Accounting lags behind: a job that it reports as pending or running counts as UNKNOWN.
+    `word` may have details, as in `CANCELLED by 1000`. Accounting lags behind, so a job that it reports as
+    pending or running counts as UNKNOWN.
     """
     state = _state(word)
     return state if state.is_terminal else JobState.UNKNOWN
 
 
 def _state(word: str) -> JobState:
-    """The state that Slurm calls `word`, which a narrow column cuts to `OUT_OF_ME+`."""
+    """Return the job state for Slurm's state `word`, which a narrow column may truncate to `OUT_OF_ME+`."""
     name = word.partition(" ")[0]
     if not name.endswith("+"):
         return _STATES.get(name, JobState.UNKNOWN)
@@ -55,11 +57,11 @@ def _state(word: str) -> JobState:
 
 
 def unknown_sentence(word: str, source: str) -> str:
-    """Why a job is unknown that `source`, such as squeue, lists with the state `word`."""
+    """Return why a job is unknown although `source`, such as squeue, lists it with the state `word`."""
     if word.partition(" ")[0] == "REVOKED":
         return "another cluster of its federation has taken it: `squeue --federation` shows which"
     if _state(word) is JobState.UNKNOWN:
-        return f"{source} reports the state {word}, whose meaning is not known"
+        return f"{source} reports the unknown state {word}"
     return f"squeue no longer lists it, but {source} still reports {word}"
 
 
@@ -81,8 +83,8 @@ _SENTENCES = {
     "for jobs in higher priority partitions": (
         "nodes that it needs are down, drained, rebooting or reserved for jobs of higher priority"
     ),
-    "MaxPoweredUpNodes": "its cluster already has as many nodes powered up as it may have",
-    "PowerNotAvail": "its cluster has no power left to start it",
+    "MaxPoweredUpNodes": "its cluster already has its maximum number of nodes powered up",
+    "PowerNotAvail": "its cluster has too little power to start it",
     "PowerReserved": "the power that it needs is reserved for other jobs",
     "PartitionDown": "its partition is not starting jobs at the moment",
     "PartitionInactive": "its partition accepts no jobs and starts none at the moment",
@@ -111,7 +113,7 @@ _SENTENCES = {
     "Licenses": "waiting for a license that other jobs use",
     "NodeDown": "a node that it needs is down",
     "FrontEndDown": "no front-end node is up to start it",
-    "BlockMaxError": "its hardware has failed too often to be prepared: an administrator has to look at it",
+    "BlockMaxError": "its hardware has failed too often to be prepared: an administrator must check it",
     "BlockFreeAction": "its hardware is being released by another job",
     "FedJobLock": "waiting for the clusters of its federation to agree which one starts it",
     "MpiPortsBusy": "waiting for ports that MPI needs on its nodes",
@@ -123,15 +125,15 @@ _SENTENCES = {
     "DeadLine": "can no longer end before its deadline",
     "BurstBufferResources": "waiting for space in a burst buffer",
     "BurstBufferStageIn": "its data is being copied into a burst buffer",
-    "BurstBufferOperation": "its burst buffer failed: an administrator has to look at it",
-    "Burst buffer pre run error": "its burst buffer failed: an administrator has to look at it",
+    "BurstBufferOperation": "its burst buffer failed: an administrator must check it",
+    "Burst buffer pre run error": "its burst buffer failed: an administrator must check it",
     "QOSNotAllowed": "its QOS is not allowed in its partition or account",
     "AccountNotAllowed": "its account is not allowed in its partition",
     "AccountingPolicy": "its account or QOS has reached a limit",
     "QOSUsageThreshold": "its account has used more than this QOS allows",
     "Prolog": "its nodes are being prepared",
     "MaxMemPerLimit": "requests more memory per CPU or node than allowed",
-    # Of a job that has ended.
+    # reasons of jobs that have ended
     "SystemFailure": "Slurm or a node failed",
     "NonZeroExitCode": "ended with an error",
     "RaisedSignal": "was killed by a signal",
@@ -140,15 +142,16 @@ _SENTENCES = {
 }
 
 _LIMIT = re.compile(r"(?:Assoc|QOS)?(?:Grp|Max|Min)[A-Z]\w+|(?:Association|QOS)(?:Job|Resource|Time)Limit")
-"""The name of a limit, such as AssocGrpGRES, QOSMaxCpuPerUserLimit, MaxGRESPerAccount and QOSTimeLimit."""
+"""Matches the name of a limit, such as AssocGrpGRES, QOSMaxCpuPerUserLimit or QOSTimeLimit."""
 _MINIMUM = re.compile(r"(?:Assoc|QOS)?Min")
 _RESERVATION = re.compile(r"Reservation[ _](?P<name>.+)[ _](?P<what>was[ _]deleted|is[ _]invalid)")
 
 
 def reason_sentence(reason: str) -> str:
-    """Explain squeue's reason as a sentence about the job without its subject; unknown reasons are unchanged.
+    """Explain squeue's reason in a sentence about the job, without the subject.
 
-    Empty for a job without a reason. Details (`ReqNodeNotAvail, UnavailableNodes:node3`) are kept.
+    An unknown reason is returned unchanged, and a missing one as an empty text. Details are kept, as in
+    `ReqNodeNotAvail, UnavailableNodes:node3`.
     """
     text = reason.strip()
     if text.startswith("(") and text.endswith(")"):
@@ -157,7 +160,7 @@ def reason_sentence(reason: str) -> str:
         return ""
     if (known := _explained(text)) is not None:
         return known
-    # squeue combines the reasons of pending tasks of an array that it shows as one.
+    # squeue joins the reasons of an array's pending tasks when it shows the tasks on one line.
     names = text.split(",")
     if all(several := [_explained(name) for name in names]):
         return "; ".join(filter(None, several))
@@ -165,7 +168,7 @@ def reason_sentence(reason: str) -> str:
     known, details = _explained(name), text[len(name) :].lstrip(",: _")
     if known is None:
         return reason
-    # scontrol writes spaces as underscores, which are also in the names of hosts.
+    # scontrol replaces spaces by underscores, but host names may contain underscores too.
     details = details if ":" in details else details.replace("_", " ")
     if not details or details.endswith(":"):
         return known
@@ -173,7 +176,7 @@ def reason_sentence(reason: str) -> str:
 
 
 def _explained(reason: str) -> str | None:
-    """The sentence for a reason without details; None for an unknown one."""
+    """Return the sentence for a reason without details; None for an unknown reason."""
     plain = reason.replace("_", " ")
     if plain in _SENTENCES:
         return _SENTENCES[plain]
@@ -190,7 +193,7 @@ _JOB = re.compile(rf"{JOB_ID.pattern}(?:;[\w.-]+)?", re.ASCII)
 
 
 def checked_job_id(text: str) -> str:
-    """The id of a job, with its cluster if that is named, unchanged; raises UsageError if it is not one."""
+    """Return a job id unchanged, with or without a cluster; raise UsageError if it is malformed."""
     if not _JOB.fullmatch(text):
         raise UsageError(
             f"{text!r} is not a Slurm job id", hint="for example 1234, or 1234_5 for a task of an array"

@@ -1,7 +1,7 @@
-"""Submits a script exactly once: when sbatch's answer is lost, looks the job up before a retry.
+"""Submits a script exactly once: if sbatch's answer is lost, looks the job up before a retry.
 
-Each job has a unique submission token in its comment. The caller writes it into the script
-(`#SBATCH --comment=…`), so that a dry run shows exactly what runs.
+Each job has a unique submission token in its comment. The caller writes the token into the script (`#SBATCH
+--comment=…`), so that a dry run shows exactly what would run.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from trainkit.slurm.environment import scrubbed
 SUBMIT_TIMEOUT_S = 60.0
 SUBMIT_PATIENCE_S = 60.0
 SETTLE_S = 10.0
-"""How long squeue must not list a token before a lost submission counts as not accepted. The controller
-handles requests in order: a job that it accepted before the query is listed within seconds."""
+"""Seconds without the token in squeue after which a lost submission counts as not accepted. The controller
+handles requests in order, so squeue lists an accepted job within seconds."""
 POLL_INTERVAL_S = 1.0
 CLOCK_SKEW_S = 5
 
@@ -52,15 +52,15 @@ _WILL_START = re.compile(
 
 @dataclass(frozen=True)
 class Answer:
-    """When and where a job would start, which `sbatch --test-only` estimates without the time limit."""
+    """An estimate of `sbatch --test-only`: when and where a job would start."""
 
     start_time: datetime | None = None
-    """None if the job would not start, or Slurm gives no time."""
+    """The expected start; None if the job would not start or Slurm gives no time."""
     nodes: tuple[str, ...] = ()
     remark: str = ""
-    """Why it names no time."""
+    """Slurm's explanation if it gives no time."""
     refused: bool = False
-    """Whether Slurm would reject the job."""
+    """True if Slurm would reject the job."""
 
 
 def submit_script(
@@ -75,19 +75,20 @@ def submit_script(
 ) -> str:
     """Submit a script and return the job id; for an array, the id of the whole array.
 
-    Of several `clusters`, Slurm takes the one where the job would start first, and the id names it (see
-    `on_cluster`). `is_only_job` means that no other job uses this script. If the answer is lost, the token is
-    looked up until it is certain whether the job exists; `notify` gets a message first. An id is believed
-    without a query only if it is all that sbatch prints: in a site's banner, any line may be a number.
+    If `clusters` names several, Slurm takes the cluster where the job would start first, and the returned id
+    includes this cluster (see `on_cluster`). `is_only_job` means that no other job uses this script. If
+    sbatch's answer is lost, `notify` gets a message, and the token is looked up until it is certain whether
+    the job exists. A printed id is trusted only if sbatch prints nothing else, because a site's banner may
+    contain numbers.
 
-    Raises SlurmRefused with Slurm's message, or SlurmUnreachable. If the latter has `may_have_arrived` set,
-    the job may exist: check with `find_by_token(token)` before submitting the script again.
+    Raises SlurmRefused with Slurm's message, or SlurmUnreachable. If SlurmUnreachable has `may_have_arrived`
+    set, the job may exist; call `find_by_token(token)` before you submit the script again.
     """
     if not _TOKEN.fullmatch(token):
         raise ValueError(f"a token must be one word: {token!r}")
     script = str(path.absolute())
     argv, environ = ["sbatch", "--parsable", *extra_argv, script], scrubbed(os.environ)
-    # A variable would stay set in the job, whose own commands need no name of its cluster.
+    # The variable would remain set in the job, whose Slurm commands already address the job's cluster.
     named = environ.pop("SLURM_CLUSTERS", "")
     names, script = ",".join(clusters) or named, script if is_only_job else ""
     clusters = names.split(",") if names else ()
@@ -107,21 +108,22 @@ def submit_script(
             return is_id[0] if is_id else _confirm(find, printed, script)
         if found is not None:
             return found
-        # Slurm has not listed the job for SETTLE_S: there is none.
+        # Slurm has not listed the job for SETTLE_S, so the job does not exist.
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
 def cancel_command(job: str) -> str:
-    """The command that cancels a job that is named as `submit_script` returns it."""
+    """Return the command that cancels a job, given the name that `submit_script` returns."""
     job_id, cluster = split_job(job)
     return f"scancel --clusters={cluster} {job_id}" if cluster else f"scancel {job_id}"
 
 
 def _confirm(find: Callable[..., str | None], printed: str, script: str) -> str:
-    """The id of a job that sbatch has accepted with another answer than an id alone.
+    """Return the id of an accepted job if sbatch printed something other than only an id.
 
-    Raises SlurmUnreachable when Slurm lists no job with the token, nor one of the numbers as a new job.
+    Raises SlurmUnreachable if Slurm lists neither a job with the token nor a new job with one of the printed
+    ids.
     """
     shown = f"{printed.strip()[:200]!r}"
     lost = SlurmUnreachable(
@@ -144,9 +146,9 @@ def _confirm(find: Callable[..., str | None], printed: str, script: str) -> str:
 def _find_until_known(
     find: Callable[[], str | None], script: str, lost: SlurmUnreachable, give_up: float
 ) -> str | None:
-    """Look a submission up until it is found; returns its job id, None if Slurm did not accept it.
+    """Look a submission up until it is found; return the job id, or None if Slurm did not accept it.
 
-    Raises SlurmUnreachable when Slurm cannot be reached until `give_up`.
+    Raises SlurmUnreachable if Slurm cannot be reached until `give_up`.
     """
     settle_s = SETTLE_S if lost.may_have_arrived else 0.0
     missing_since: float | None = None
@@ -183,12 +185,12 @@ def find_by_token(
     printed: Sequence[str] = (),
     patience_s: float = QUERY_PATIENCE_S,
 ) -> str | None:
-    """The id of this user's newest job with the token, or None; for an array, the id of the whole array.
+    """Return the id of this user's newest job with the token, or None; for an array, the array's id.
 
-    Jobs submitted before `since` (Unix seconds) are ignored: a run folder that was deleted and created again
-    has the same token. A job with the `script` counts too, since a site's plugin may rewrite comments, and
-    so does one whose id is `printed`.
-    Queries squeue, which lists jobs until some minutes after their end. Raises SlurmUnreachable.
+    Jobs submitted before `since` (Unix seconds) are ignored, because a run folder that was deleted and
+    created again has the same token. A site's plugin may rewrite comments, so a job also matches by its
+    `script` or by an id in `printed`. squeue lists a job until some minutes after its end. Raises
+    SlurmUnreachable.
     """
     layout = FIELD.join(("%F", "%V", "%k", "%o")) + RECORD
     argv = ["squeue", "--me", "--noheader", "--states=all", f"--format={layout}"]
@@ -197,10 +199,10 @@ def find_by_token(
         try:
             found = query(argv, environ=scrubbed(os.environ), patience_s=patience_s, cluster=cluster)
         except SlurmUnreachable as error:
-            away = error  # another one may have the job
+            away = error  # another cluster may have the job
             continue
         for job_id, submitted, comment, command in records(found, 4):
-            # Old versions of Slurm print no submit time: then only the token counts.
+            # Old versions of Slurm do not print the submit time. The token alone decides in this case.
             is_recent = int(submitted) >= int(since) - CLOCK_SKEW_S if submitted.isdigit() else not since
             is_printed = on_cluster(base_id(job_id), cluster) in printed
             if is_recent and (token in comment.split() or (script and command == script) or is_printed):
@@ -217,12 +219,12 @@ def query_start(
     extra_argv: Sequence[str] = (),
     clusters: Sequence[str] = (),
 ) -> tuple[Answer, str]:
-    """Estimate when and where Slurm would start a script, given as its text, without submitting it.
+    """Estimate when and where Slurm would start a script, given as text, without submitting it.
 
-    Returns also Slurm's message, with the time in the local time zone.
+    Also returns Slurm's message, with the time in the local time zone.
 
-    Raises SlurmRefused when Slurm would not accept it, SlurmUnreachable, and OSError when it cannot be
-    written to a temporary file.
+    Raises SlurmRefused if Slurm would not accept the script, SlurmUnreachable, and OSError if the script
+    cannot be written to a temporary file.
     """
     environ = plain_environ(scrubbed(os.environ))
     with tempfile.TemporaryDirectory(prefix="trainkit-") as folder:
@@ -236,7 +238,7 @@ def query_start(
 
 
 def parse_start_estimate(text: str) -> tuple[Answer, str]:
-    """Parse the message of `sbatch --test-only`; raises SlurmRefused if it is not an estimate."""
+    """Parse the message of `sbatch --test-only`; raise SlurmRefused if the message is not an estimate."""
     match = _WILL_START.search(text)
     if match is None:
         raise SlurmRefused(f"cannot parse the output of sbatch --test-only: {text.strip()!r}", stderr=text)
@@ -247,22 +249,23 @@ def parse_start_estimate(text: str) -> tuple[Answer, str]:
 
 
 ASK_TIMEOUT_S = 5.0
-"""Timeout of one query; a busy controller answers these slowly."""
+"""Timeout of one estimate; a busy controller is slow to answer."""
 ENOUGH_S = 8.0
 """Seconds after which no further partitions are queried."""
 AT_ONCE = 4
 TOO_BUSY = "Slurm was too busy to answer"
-# Slurm also says this if nodes are only out of service for now: the job would be accepted and wait.
+# Slurm prints these words also if nodes are only temporarily out of service. It would accept the job, which
+# would then wait.
 MAY_CHANGE = re.compile(r"not available|busy")
 
 
 def ask_starts(
     requests: Sequence[Sequence[str]], enough_s: float | None = None, clusters: Sequence[str] = ()
 ) -> list[Answer]:
-    """When Slurm would start a job with each of these options of sbatch; asks a few at once.
+    """Estimate when Slurm would start a job for each of these lists of sbatch options, several at once.
 
-    All answers arrive within `enough_s`; without it, no question begins after ENOUGH_S. Raises
-    SlurmUnreachable when Slurm answers none.
+    All answers arrive within `enough_s`. Without `enough_s`, no query begins after ENOUGH_S. Raises
+    SlurmUnreachable if Slurm answers none of the queries.
     """
     answered: list[Sequence[str]] = []
     lost: list[TrainkitError] = []
@@ -284,7 +287,7 @@ def ask_starts(
         answered.append(options)
         return found
 
-    from concurrent.futures import ThreadPoolExecutor  # most that submit ask nothing
+    from concurrent.futures import ThreadPoolExecutor  # most submissions need no estimate, so import it late
 
     with ThreadPoolExecutor(AT_ONCE) as threads:
         answers = list(threads.map(ask, requests))

@@ -135,7 +135,7 @@ def test_a_template_may_have_put_something_before_srun() -> None:
 @pytest.mark.parametrize("spares", [0, 1])
 def test_too_few_hosts(spares: int) -> None:
     made = plan(f"resources.spare_nodes={spares}")
-    with pytest.raises(TrainkitError, match="needs 2 nodes, but only 1 of the job's are good: h1"):
+    with pytest.raises(TrainkitError, match="needs 2 nodes, but only 1 of the job's hosts are good: h1"):
         step_argv(step(made), made, ["h1"])
 
 

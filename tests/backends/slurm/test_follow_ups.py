@@ -139,7 +139,7 @@ def test_what_slurm_does_not_take_is_said(run: RunDir, sbatch: Sbatch, capsys: A
     sbatch.last = 8
     assert submit_follow_ups(run.attempt(1), "7", REQUEST, 3) == ["8"]
     said = capsys.readouterr().err.splitlines()
-    assert said[0].startswith("only 1 of 3 follow-up jobs are in the queue: sbatch: Job violates")
+    assert said[0].startswith("only 1 of 3 chained jobs are in the queue: sbatch: Job violates")
     assert said[1:] == ["8 waits in the queue to continue 7"]
     assert read_job(run).waiting == ["8"]
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.groups import make_group
 from trainkit.backends.slurm import group_parts
-from trainkit.backends.slurm.group_parts import next_part, recover_parts, submit_parts
+from trainkit.backends.slurm.group_parts import next_chunk, recover_parts, submit_parts
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.locks import file_lock
 from trainkit.run.files import read_json, write_json
@@ -94,7 +94,7 @@ def group_of(folder: Path, count: int, **record: Any) -> RunGroup:
     ],
 )
 def test_the_next_array(left: Any, size: int, max_size: int, expected: Any) -> None:
-    assert next_part(left, size, max_size) == expected
+    assert next_chunk(left, size, max_size) == expected
 
 
 def test_one_array_where_it_fits(tmp_path: Path, connect: Any) -> None:
@@ -142,7 +142,7 @@ def test_the_run_of_a_point_in_a_later_array(tmp_path: Path, connect: Any) -> No
     run = create_task_run(group.run(4))
     assert run.script_file.read_text() == (group.path / "submit-4.sbatch").read_text()
     assert run.attempt(1).supervisor_log.readlink().name == "4+0.log"
-    with pytest.raises(UsageError, match="is not submitted yet: Slurm takes no more jobs"):
+    with pytest.raises(UsageError, match="is not submitted yet: Slurm accepts no more jobs"):
         create_task_run(group.run(5))
 
 

@@ -142,7 +142,7 @@ def test_a_refused_job_leaves_nothing_and_one_that_may_exist_its_attempt(
 
 def test_a_run_that_a_person_has_cancelled_stays_ended(run: RunDir, sbatch: Sbatch) -> None:
     mark_cancelled(run)
-    with pytest.raises(TrainkitError, match="cancelled meanwhile"):
+    with pytest.raises(TrainkitError, match="cancelled in the meantime"):
         resubmit(run, "7")
     assert (sbatch.token, run.attempt_numbers()) == ("", [1])
 

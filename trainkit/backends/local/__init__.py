@@ -1,1 +1,1 @@
-"""One machine as a backend: a supervisor process for each run, the queue of its GPUs, and groups of runs."""
+"""The backend for one machine: a supervisor process for each run, a queue of GPUs, and groups of runs."""

@@ -1,4 +1,4 @@
-"""This machine as the place where a run's attempts execute, and the agents of one of them."""
+"""Runs the attempts of a run on this machine, and watches the agents of each attempt."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SECOND_INTERRUPT_S = 3.0
 
 
 class LocalAttemptWatch(AttemptWatch):
-    """The agents of one attempt on this machine, one per node of the plan."""
+    """The agents of one attempt on this machine, one for each node of the plan."""
 
     pauses_by = (signal.SIGTSTP,)
 
@@ -49,14 +49,14 @@ class LocalAttemptWatch(AttemptWatch):
         self._nonce = new_nonce()
 
     def pause(self) -> signal.Signals | None:
-        """Stop all descendants until SIGCONT or a notice; that time does not count."""
+        """Suspend all descendants until SIGCONT or a stop signal arrives, and extend the deadline."""
         paused_s, received = time.monotonic(), None
         for event, sent in (("paused", signal.SIGSTOP), ("continued", signal.SIGCONT)):
             processes.signal_all(processes.descendants(os.getpid()), sent)
             try:
                 log_event(self.attempt.run, self.attempt.number, event)
-            except OSError as error:  # `status` then shows it as running
-                log_line(f"{event}, which cannot be recorded ({error})")
+            except OSError as error:  # `status` then still shows the run as running
+                log_line(f"{event}, but the event cannot be recorded ({error})")
             while received in (None, signal.SIGCHLD, signal.SIGTSTP):
                 received = processes.wait_for_signal(self.poll_interval_s, *processes.PAUSE_SIGNALS)
         if self.deadline_s is not None:
@@ -65,7 +65,8 @@ class LocalAttemptWatch(AttemptWatch):
 
     def start(self) -> None:
         _remove_stale_stores()
-        # The nonce is in the environment: every user of the machine can read a process's arguments.
+        # The nonce is passed in the environment, because every user of the machine can read a process's
+        # arguments.
         environ = {**os.environ, NONCE_VARIABLE: self._nonce}
         port = ["--master-port", str(choose_port())]
         for node_rank in range(self.plan.num_nodes):
@@ -91,7 +92,7 @@ class LocalAttemptWatch(AttemptWatch):
         self.on_signal(received)
 
     def _poll_processes(self) -> None:
-        """Obey a request whose command was killed between its record and its signal."""
+        """Carry out a recorded request if the command was killed before it could send the signal."""
         self.live.update()
         entry = self.live.entry
         asked_s = seconds_between(
@@ -113,12 +114,13 @@ class LocalAttemptWatch(AttemptWatch):
     def on_signal(self, received: signal.Signals) -> None:
         observed = self.observed
         if received == signal.SIGINT and observed.stop_signal == received.name:
-            self.kill_within(SECOND_INTERRUPT_S)  # workers that can respond exit at the second Ctrl-C
+            self.kill_within(SECOND_INTERRUPT_S)  # workers that handle signals exit at the second Ctrl-C
         if observed.stop_signal is None:
             self._stop_requested_s = time.monotonic()
             self.kill_after_grace()
         if observed.stop_signal in (None, RESTART_SIGNAL):
-            # One to end the run overrides one to restart it, and both what the supervisor itself wants.
+            # A signal to end the run overrides a signal to restart it. Both override a stop that the
+            # supervisor planned.
             observed.stop_signal, observed.planned_stop = received.name, None
         self._follow()
         try:
@@ -148,7 +150,7 @@ class LocalAttemptWatch(AttemptWatch):
 
 
 def _remove_stale_stores() -> None:
-    """Remove the stores of attempts whose processes were all killed, and which no process will use again."""
+    """Remove the stores of attempts whose processes were all killed, so that no process uses them again."""
     if stale := old_stores():
         environs = (processes.environ_of(int(one.name)) for one in PROC.iterdir() if one.name.isdigit())
         stale -= {store_file(environ.get(NONCE_VARIABLE, "")) for environ in environs}
@@ -158,22 +160,22 @@ def _remove_stale_stores() -> None:
 
 QUEUE_POLL_S = 1.0
 QUEUE_PATIENCE = 60
-"""Errors of the queue after which a run starts without it."""
+"""The number of queue errors after which a run starts without waiting for its turn."""
 NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
-"""Errors of a folder that no waiting helps against."""
+"""Errors of a folder that do not go away by waiting."""
 
 
 class LocalAllocation(Allocation):
-    """This machine, on which all nodes of the plan run."""
+    """The allocation of a local run, whose nodes are all this machine."""
 
     lock_timeout_s = 10.0
 
     def __init__(self, run: RunDir, number: int, *, now: bool = False) -> None:
-        """`number` is the first attempt, which the command that started this process has recorded."""
+        """Create the allocation; `number` is the first attempt, which the starting command has recorded."""
         super().__init__(run)
         self._number, self._now, self._queue_errors = number, now, 0
         self._place: QueuePlace | None = None
-        """The GPUs and cores that the run holds until this process exits."""
+        """The GPUs and cores that the run has locked until this process exits."""
 
     def claim(self) -> AttemptDir | Decision:
         refuse_missing(self.run)
@@ -194,7 +196,8 @@ class LocalAllocation(Allocation):
         return self.run.attempt(self._number)
 
     def register(self, attempt: AttemptDir) -> str:
-        # `trainkit requeue` signals with the lock held: what is pending was for the attempt before.
+        # `trainkit requeue` sends its signal with the lock held, so a pending signal was for the previous
+        # attempt.
         if signal.SIGUSR2 in signal.sigpending():
             signal.sigwait({signal.SIGUSR2})
         return add_attempt(self.run, attempt.number, os.getpid(), AUTO_RESTART).job_id
@@ -207,10 +210,11 @@ class LocalAllocation(Allocation):
             if reason != said:
                 said = reason
                 log_line(f"attempt {attempt.number} {reason}")
-                with contextlib.suppress(OSError):  # it is in the log of the supervisor
+                with contextlib.suppress(OSError):  # the supervisor's log has the reason too
                     log_event(self.run, attempt.number, "waiting", reason=reason)
             received = processes.wait_for_notice(QUEUE_POLL_S)
-            attempt.update()  # a command that was killed may have sent no signal
+            # A command that was killed may have recorded its request without sending a signal.
+            attempt.update()
             if received is not None or attempt.entry.is_cancelled:
                 self._place.leave()
                 return Decision("stopped", CANCELLED, EXIT_STOPPED)

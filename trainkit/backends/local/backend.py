@@ -1,4 +1,4 @@
-"""Runs on this machine, each with a supervisor process."""
+"""The backend that runs on this machine, with a supervisor process for each run."""
 
 from __future__ import annotations
 
@@ -48,23 +48,26 @@ KILL_TIMEOUT_S = 10.0
 
 
 class LocalBackend(Backend):
-    """A supervisor process on this machine, which survives the terminal unless it runs in the foreground."""
+    """Runs on this machine.
+
+    The supervisor process of a run survives the terminal, unless the run is in the foreground.
+    """
 
     poll_s = 0.05
     ask_every_s = 0.5
 
     def draft(self, loaded: LoadedConfig, machine: Machine, target: Target) -> LaunchDraft:
-        from trainkit.plan.launch_draft import LaunchDraft  # which no supervisor and no list of runs needs
+        from trainkit.plan.launch_draft import LaunchDraft  # supervisors and lists of runs do not need it
 
         return LaunchDraft(loaded, machine, target)
 
     def waiting_for(self, plan: LaunchPlan, names: Sequence[str], reason: str) -> LaunchPlan:
         return replace(plan, after=tuple(names), reasons={**plan.reasons, "after": reason})
 
-    def allocation(self, run: RunDir, words: Sequence[str]) -> Allocation:
-        from trainkit.backends.local.allocation import LocalAllocation  # which the supervisor alone needs
+    def allocation(self, run: RunDir, arguments: Sequence[str]) -> Allocation:
+        from trainkit.backends.local.allocation import LocalAllocation  # only the supervisor needs it
 
-        number, *options = words
+        number, *options = arguments
         return LocalAllocation(run, int(number), now="--now" in options)
 
     def start(self, run: RunDir, new: NewAttempt) -> AttemptRecord:
@@ -76,7 +79,8 @@ class LocalBackend(Backend):
             pid = self._supervisor(attempt, new)
             entry = add_attempt(run, attempt.number, pid, new.reason)
         except OSError:
-            if pid not in (None, os.getpid()):  # it would end by itself: it is not in job.json
+            # job.json does not name this supervisor, so it would exit by itself
+            if pid not in (None, os.getpid()):
                 signal_all([pid], signal.SIGKILL)
             discard_attempt(attempt)
             raise
@@ -111,7 +115,7 @@ class LocalBackend(Backend):
             raise
 
     def _supervisor(self, attempt: AttemptDir, new: NewAttempt) -> int:
-        """Start the supervisor of an attempt, in the folder of the submission; returns its pid."""
+        """Start an attempt's supervisor in the working directory of the submission; return its pid."""
         now = ("--now",) if new.now or new.foreground else ()
         options = ("--attempt", str(attempt.number), *now)
         argv = module_argv("trainkit.job.supervisor", str(attempt.run.path), *options)
@@ -119,7 +123,7 @@ class LocalBackend(Backend):
         environ = {SUBMITTED_VARIABLE: submitted_hash(new.config_text, json.loads(new.plan_text))}
         environ |= {} if trial is None else {"SLURM_ARRAY_TASK_ID": str(trial[1])}
         if new.foreground and os.isatty(0):
-            from trainkit.job.rank_env import TERMINAL_VARIABLE  # which a dry run does not need
+            from trainkit.job.rank_env import TERMINAL_VARIABLE  # a dry run does not need it
 
             environ[TERMINAL_VARIABLE] = os.ttyname(0)
         log, cwd = attempt.supervisor_log, new.job.cwd
@@ -153,7 +157,7 @@ class LocalBackend(Backend):
         return entry if alive else None
 
     def signal(self, run: RunDir, entry: AttemptRecord, number: signal.Signals) -> str:
-        from trainkit.run.history import Attempt, attempts_of  # which a dry run does not need
+        from trainkit.run.history import Attempt, attempts_of  # a dry run does not need it
 
         events = read_events(run, "waiting", "started", attempt=entry.attempt)
         waits = attempts_of(events).get(entry.attempt, Attempt(0)).waits_for is not None
@@ -177,7 +181,7 @@ class LocalBackend(Backend):
         except OSError as error:
             raise TrainkitError(
                 f"{entry.job_id} was killed, but that could not be recorded ({error})",
-                hint="free space on its disk; `trainkit status` calls the run died until it is resumed",
+                hint="free space on its disk; `trainkit status` shows the run as died until it is resumed",
             ) from None
 
 
@@ -189,12 +193,13 @@ def _start_process(
     *,
     foreground: bool = False,
 ) -> subprocess.Popen[bytes]:
-    """Start a process that survives the terminal, or in the foreground ends with this one."""
+    """Start a process that survives the terminal; a foreground process instead ends with this process."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(OWN_PREFIX)}
     with output.open("ab") as log:
         return subprocess.Popen(
             argv,
-            # That of the shell is for rank 0, but for a terminal, which stays with the command itself.
+            # Rank 0 reads the stdin of the shell, unless it is a terminal. The command itself keeps a
+            # terminal.
             stdin=0 if foreground and not os.isatty(0) else subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -1,9 +1,10 @@
-"""The process of a group on this machine: starts the runs that have not finished, `RunGroup.limit` at once.
+"""The process of a group on this machine, which starts its unfinished runs, `RunGroup.limit` at a time.
 
 ``python -m trainkit.backends.local.group GROUP_DIR``
 
-Every run has a supervisor of its own, which survives this process and waits for free GPUs. A group whose
-process has died, as with its machine, is resumed by another one, which leaves the runs alone that still run.
+Every run has a separate supervisor, which survives this process and waits for free GPUs. If this process
+dies, for example with its machine, another process can resume the group. It leaves runs alone that are still
+running.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ POLL_S = 0.5
 
 
 def run_trials(group: RunGroup) -> None:
-    """Start the runs of a group in their order, until all have ended; a run that fails does not end it."""
+    """Start the runs of a group in order, and wait until all have ended, also if some fail."""
     began, running = utc_now(), list[RunDir]()
     for index in sorted(group.trials):
         while len(running := [run for run in running if _is_active(run)]) >= group.limit:
@@ -50,16 +51,16 @@ def _is_active(run: RunDir) -> bool:
 
 
 def _read_active(run: RunDir) -> tuple[JobRecord, bool]:
-    """The job.json of a run, and whether it is alive: what this host cannot tell counts as alive.
+    """Return the job.json of a run and whether the run is alive.
 
-    Else it could run twice.
+    If this host cannot tell, the run counts as alive, because otherwise it could run twice.
     """
     job = read_job(run)
     return job, job.newest is not None and is_alive(run, job.newest) is not False
 
 
 def _start(group: RunGroup, index: int, began: str) -> None:
-    """Start the next attempt of a run that is left, with the config and plan that it has, or had last."""
+    """Start the next attempt of an unfinished trial with its current config and plan."""
     run = group.run(index)
     if not run.config_file.is_file():
         create_trial_run(group, group.trial(index))
@@ -67,8 +68,9 @@ def _start(group: RunGroup, index: int, began: str) -> None:
         job, is_active = _read_active(run)
         if is_active:
             return
-        end = read_newest_end(run.path)  # after that: its supervisor writes it and exits
-        # It may also have been ended on purpose since this process began.
+        # Read the end after the liveness check, because a supervisor writes the end and then exits.
+        end = read_newest_end(run.path)
+        # A user may also have ended the run on purpose since this process began.
         if end is not None and (end.state == "finished" or (end.time or "") >= began):
             return
         config, plan = map(read_trusted, (run.config_file, run.plan_file))
@@ -80,15 +82,18 @@ def _start(group: RunGroup, index: int, began: str) -> None:
 
 @whole_paths()
 def main() -> int:
-    """Run the group that the command line names; returns the exit code."""
+    """Run the group that is named on the command line; return the exit code."""
     replace_unencodable()
     group = RunGroup(sys.argv[1])
     try:
-        acquire_lock(group.supervisor_lock_file, SUPERVISOR_EXIT_S)  # held until this process exits
+        acquire_lock(
+            group.supervisor_lock_file, SUPERVISOR_EXIT_S
+        )  # the lock is held until this process exits
     except LockBusy as busy:
         print(f"error: {busy}", flush=True)
         return EXIT_FAILED
-    group.update(process=ProcessId.of(os.getpid()))  # the command that started it waits for this
+    # The command that started this process waits for the update.
+    group.update(process=ProcessId.of(os.getpid()))
     run_trials(group)
     return EXIT_OK
 

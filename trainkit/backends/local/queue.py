@@ -1,8 +1,9 @@
-"""The queue of this machine: a run waits, in order, until as many GPUs or CPU cores are free as it has ranks.
+"""The queue of this machine: runs wait in order until enough GPUs or CPU cores are free.
 
-Each GPU, core and waiting run is a file in a folder of this user and machine. The supervisor that has it
-locks it until it exits, so one that was killed, or whose machine went down, leaves nothing behind. GPUs in
-use by processes without such a lock, as those of other users, are not free either.
+A run needs as many GPUs or cores as it has ranks. Each GPU, core and waiting run is a file in a folder of
+this user and machine. The supervisor that owns the file keeps it locked until it exits, so a killed process
+or a machine crash leaves no lock behind. GPUs that processes without such a lock use, such as those of other
+users, are not free either.
 """
 
 from __future__ import annotations
@@ -28,34 +29,34 @@ from trainkit.run.rundir import AttemptDir, RunDir
 
 LOCK_TIMEOUT_S = 10.0
 MAX_USERS = 3
-"""The maximum number of runs that are named as those who use what a run waits for."""
+"""The maximum number of runs that a message names as users of busy GPUs or cores."""
 
 
 class Unit(NamedTuple):
     """A GPU or a CPU core."""
 
     key: str
-    """The same whatever the GPU is called in CUDA_VISIBLE_DEVICES."""
+    """A name that does not depend on the GPU's name in CUDA_VISIBLE_DEVICES."""
     user: str | None = None
-    """The process that uses a GPU, as far as the driver tells."""
+    """The process that uses a GPU, as far as the driver reports it."""
 
 
 @dataclass
 class QueuePlace:
-    """The place of an attempt in the queue, and what it has got."""
+    """The place of an attempt in the queue, and its locks."""
 
     attempt: AttemptDir
     plan: LaunchPlan
     submitted_at: str | None
-    """When the attempt was submitted, which says who is first."""
+    """The time at which the attempt was submitted, which decides the order."""
     folder: Path = field(default_factory=lambda: state_folder() / "queue" / os.uname().nodename)
     _ticket: tuple[Path, int] | None = None
 
     def take(self, *, now: bool) -> str | None:
-        """Lock the GPUs or cores of the attempt until this process exits, and let its ranks see only those.
+        """Lock the attempt's GPUs or cores until this process exits, and hide all others from its ranks.
 
-        Returns what it waits for, None when it has got them; with `now` it also gets those in use. Raises
-        OSError when the folder cannot be written or locked.
+        Returns the reason to wait, or None once everything is locked. With `now`, the attempt also gets GPUs
+        or cores that are in use. Raises OSError if the folder cannot be written or locked.
         """
         if (reason := _unfinished(self.plan)) is not None:
             return reason
@@ -78,13 +79,13 @@ class QueuePlace:
                 return f"waits for {what} ({len(taken)} free, in use by {in_use})"
             self.leave()
         if self.plan.device == "cuda" and units:
-            # The driver numbers GPUs otherwise than CUDA does by default.
+            # By default the driver and CUDA number the GPUs differently.
             os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
             os.environ[VISIBLE] = ",".join([*taken, *users][:count])
         return None
 
     def leave(self) -> None:
-        """Leave the queue: the attempt has got what it waited for, or does not start."""
+        """Leave the queue, because the attempt has its GPUs or cores, or will not start."""
         if self._ticket is not None:
             path, descriptor = self._ticket
             self._ticket = None
@@ -92,7 +93,7 @@ class QueuePlace:
             release_lock(descriptor)
 
     def _ahead(self) -> str | None:
-        """The run before this one, which enters the queue if it is not in it; None if this is the first."""
+        """Enter the queue if necessary; return the run directly ahead, or None if this run is first."""
         if self._ticket is None:
             path = self.folder / f"{self.plan.device}-{self.submitted_at}-{os.getpid():08d}"
             self._ticket = path, acquire_lock(path, 0.0, owner=str(self.attempt.run.path))
@@ -107,7 +108,7 @@ class QueuePlace:
         return ahead
 
     def _lock_free(self, units: Mapping[str, Unit], count: int) -> tuple[dict[str, int], dict[str, str]]:
-        """The descriptors of up to `count` free units, and the users of the others that were looked at."""
+        """Return the descriptors of up to `count` free units, and the users of the busy units before them."""
         taken, users = dict[str, int](), dict[str, str]()
         for name, (key, user) in units.items():
             if len(taken) == count:
@@ -132,7 +133,10 @@ def _named(users: list[str]) -> str:
 
 
 def _gpus() -> dict[str, Unit]:
-    """The GPUs that this process may use, by their name in CUDA_VISIBLE_DEVICES; none without a driver."""
+    """Return the GPUs that this process may use, by their name in CUDA_VISIBLE_DEVICES.
+
+    The result is empty without a driver.
+    """
     listed = visible_gpus(os.environ.get(VISIBLE))
     with suppress(NoDriver), nvml() as driver, suppress(driver.NVMLError):
         count = driver.nvmlDeviceGetCount()
@@ -143,7 +147,7 @@ def _gpus() -> dict[str, Unit]:
 
 def _gpu(driver: Any, name: str) -> Unit:
     key, users = name, list[str]()
-    with suppress(driver.NVMLError):  # a GPU that is lost, or a slice: the ranks say so
+    with suppress(driver.NVMLError):  # this may be a lost GPU or a MIG slice, which the ranks report
         handle = gpu_handle(driver, name)
         key = str(driver.nvmlDeviceGetUUID(handle))
         users = [_process(item.pid) for item in driver.nvmlDeviceGetComputeRunningProcesses(handle)]
@@ -156,7 +160,7 @@ def _process(pid: int) -> str:
 
 
 def _unfinished(plan: LaunchPlan) -> str | None:
-    """Which of the runs and groups that a plan waits for has not finished; None without one."""
+    """Return a message about the first unfinished run that a plan waits for; None if all have finished."""
     for folder in plan.after:
         for run in _runs(Path(folder)):
             end = read_newest_end(run.path)
@@ -168,7 +172,7 @@ def _unfinished(plan: LaunchPlan) -> str | None:
 
 
 def _trouble(run: RunDir) -> str:
-    """What a person has to do first, where a run does not continue by itself."""
+    """Return what a user must do first, if a run does not continue by itself; else an empty text."""
     if not run.path.exists():
         return ", which does not exist," if group_of(run) is None else ""
     newest = read_job(run).newest

@@ -1,1 +1,1 @@
-"""Slurm as a backend: how its jobs are planned, submitted, supervised, continued and looked up."""
+"""The Slurm backend: plans, submits, supervises, continues and queries Slurm jobs."""

@@ -1,4 +1,4 @@
-"""The hosts that Slurm allocated to a job, as the place where a run's attempts execute."""
+"""Runs the attempts of a run on the hosts that Slurm allocated to a job."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ from trainkit.job.attempt import Attempt
 from trainkit.job.attempt_end import (
     close_dead_attempts,
     judge,
-    left_s,
     previous_ends,
     reached_its_stop,
+    remaining_s,
     write_end,
 )
 from trainkit.job.decision import (
@@ -83,18 +83,21 @@ from trainkit.slurm.hosts import is_drained, is_unavailable, node_states
 from trainkit.slurm.jobs import JobDetails, job_details
 
 NOTICE_S = 5.0
-"""How long the notice may follow of whose signal a rank has died: slurmstepd may signal the rank first."""
+"""Seconds to wait for the supervisor's stop signal after a signal killed a rank. slurmstepd may signal the
+rank first."""
 NOTICE_POLL_S = 0.5
 QUERY_PATIENCE_RESTART_S = 300.0
-"""How long to retry while Slurm's controller is unavailable, when a step may be restarted."""
+"""Seconds for which queries are retried while Slurm's controller is unavailable, if a step may be restarted.
+"""
 REQUEUE_PATIENCE_S = 600.0
-"""How long to retry a requeue while the controller is unavailable; giving up would strand a saved run."""
+"""Seconds for which a requeue is retried while the controller is unavailable. Giving up would leave a saved
+run without a job."""
 ROOM_PATIENCE_S = 20.0
-"""How long a job that ends waits until Slurm has room for another one of its group."""
+"""Seconds that an ending job waits until Slurm accepts another job of its group."""
 
 
 def query_job(job_id: str, patience_s: float = QUERY_PATIENCE_S) -> JobDetails | None:
-    """The job's current state in Slurm; None when Slurm does not respond or no longer knows the job."""
+    """Return the job's current state in Slurm; None if Slurm does not answer or no longer knows the job."""
     try:
         return job_details(job_id, timeout_s=JOB_TIMEOUT_S, patience_s=patience_s)
     except TrainkitError as error:
@@ -106,7 +109,8 @@ class SlurmAllocation(Allocation):
     """The allocation of one start of a Slurm job."""
 
     lock_timeout_s = 600.0
-    """A dead node holds its locks on a network filesystem for about 90 s, on some for much longer."""
+    """A dead node keeps its locks on a network filesystem for about 90 s, and much longer on some
+    filesystems."""
 
     def __init__(self, run: RunDir, job_id: str, step: Sequence[str]) -> None:
         super().__init__(run)
@@ -115,41 +119,43 @@ class SlurmAllocation(Allocation):
         """The argv of the step, as written in the batch script."""
         self.hosts = expand_hosts(os.environ["SLURM_JOB_NODELIST"])
         self.bad: set[str] = set()
-        """Hosts on which no further step is started: lost, slow, or with a failure."""
+        """Hosts on which no further step is started, because they are lost, slow or have failed."""
         self.restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-        """The job's restart count when this start began."""
+        """The job's restart count when this start of the job began."""
         self.step_may_still_run = False
-        """Whether an earlier step could not be ended on all hosts, so Slurm may still count it as running."""
+        """True if an earlier step could not be ended on all hosts, so that Slurm may still count it as
+        running."""
         self.job: JobDetails | None = None
-        """The job at the last query; None when Slurm did not respond."""
+        """The job at the last query; None if Slurm did not answer."""
         self._host_watch: subprocess.Popen[bytes] | None = None
 
     def begin(self) -> None:
-        """Remove the record of this start, which has not failed."""
+        """Remove the record of this start, because the start has not failed."""
         try:
             forget_start(self.run, self.job_id)
         except OSError as error:
             log_line(f"cannot remove the record of this start: {error}")
 
     def end(self) -> None:
-        """Submit more of the group of this run, if it has trials for which Slurm had no room."""
+        """Submit further trials of this run's group for which Slurm had no room before."""
         run = self.run
         try:
             if (group := group_of(run)) is not None and group[0].left:
                 require_submitted_group(group[0])
                 submit_parts(group[0], log_line, size=1, patience_s=ROOM_PATIENCE_S)
         except (TrainkitError, OSError) as error:
-            log_line(f"cannot submit more of {run.path.parent}: {error}")
+            log_line(f"cannot submit further trials of {run.path.parent}: {error}")
 
     def claim(self) -> AttemptDir | Decision:
-        refresh_listing(self.run.attempts_dir)  # else a resume may not be listed yet
+        # Without this, a resume from another host may be missing from the list.
+        refresh_listing(self.run.attempts_dir)
         if (numbers := self.run.attempt_numbers()) and self.run.exists():
             newest = self.run.attempt(numbers[-1])
             entry = record_of(newest)
             refusal = refused(newest, entry if entry.job_id == self.job_id else None)
             if refusal is not None:
                 return refusal
-        elif (found := group_of(self.run)) is not None:  # only the run of an array task can be missing
+        elif (found := group_of(self.run)) is not None:  # only the run folder of an array task can be missing
             require_submitted_group(found[0])
             create_task_run(self.run, self.job_id)
         attempt = retry_on_disk_error(lambda: claim_attempt(self.run, self.job_id, self.lock_timeout_s))
@@ -173,7 +179,7 @@ class SlurmAllocation(Allocation):
             close_failed_starts(self.run, attempt.job, now, cluster, log_line)
         except OSError as error:
             log_line(f"cannot record the starts of earlier jobs that failed ({error})")
-        # An attempt that cannot be read fails with its reason when it is run.
+        # If an attempt cannot be read, running it reports the reason.
         with contextlib.suppress(OSError, ValueError, TrainkitError):
             return close_dead_attempts(attempt, attempt.plan.requeue, self.is_down)
         return None
@@ -181,7 +187,8 @@ class SlurmAllocation(Allocation):
     def fitted(self, attempt: Attempt) -> LaunchPlan:
         plan = attempt.plan
         fitting, changes = plan.at(len(self.good_hosts)), dict[str, Any]()
-        counts = re.findall(r"(\d+)(?:\(|,|$)", os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))  # 64(x2),128
+        # The value is, for example, 64(x2),128.
+        counts = re.findall(r"(\d+)(?:\(|,|$)", os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
         threads = min(map(int, counts), default=0) // plan.workers_per_node
         if (
             plan.slurm is not None
@@ -216,7 +223,7 @@ class SlurmAllocation(Allocation):
         if plan.may_lose_nodes and others and not is_watched:
             self._host_watch = start_host_watch(own, others[-1], folder.batch_host_log)
         argv = step_argv(self.step, plan, self.good_hosts, overlap=self.step_may_still_run)
-        until_total_s = retry_on_disk_error(lambda: left_s(attempt))
+        until_total_s = retry_on_disk_error(lambda: remaining_s(attempt))
         return SlurmAttemptWatch(attempt, argv, view, until_total_s)
 
     @property
@@ -231,7 +238,10 @@ class SlurmAllocation(Allocation):
         return self._outcome(attempt, attempt.observed, NOT_RUN)
 
     def _outcome(self, live: Attempt, observed: Observed, before: Outcome) -> Outcome:
-        """`before` is the outcome before the signal, if one came while the run waited to restart."""
+        """Return the outcome of an attempt.
+
+        `before` is the outcome before the signal, if the signal arrived while the run waited to restart.
+        """
         attempt, plan = live.folder, live.plan
         stop, codes = observed.stop_signal, observed.exit_codes
         is_finished = plan.workload.is_finished(was_stopped=stop is not None, is_done=False)
@@ -239,7 +249,7 @@ class SlurmAllocation(Allocation):
             return outcome_of(attempt, plan, observed)
         self.step_may_still_run |= observed.step_may_still_run
         saved = all(code in (EXIT_OK, EXIT_STOPPED) for code in codes)
-        # A restart needs the controller, so a failure waits for it; a notice leaves no time for that.
+        # A restart needs the controller, so a failure waits for it. A stop signal leaves no time to wait.
         is_urgent = saved or stop is not None
         self.job = query_job(self.job_id, QUERY_PATIENCE_S if is_urgent else QUERY_PATIENCE_RESTART_S)
         is_running = self.job is not None and self.job.state is JobState.RUNNING
@@ -247,27 +257,27 @@ class SlurmAllocation(Allocation):
             ends = self.job is not None and is_ending(self.job, self.restarts, plan.grace_s)
             if not ends or reached_its_stop(attempt):
                 return outcome_of(attempt, plan, observed)
-            # The ranks received a signal that could not be recorded, for example on a full disk.
+            # The ranks received a signal that could not be recorded, for example because the disk is full.
             stop = RESTART_SIGNAL if is_running else signal.SIGTERM.name
-        # Without an answer from Slurm no host is ruled out: a lost one will fail the next start.
+        # If Slurm does not answer, no host is ruled out. The next start fails if a host is lost.
         lost = lost_hosts(self.job_id, self.good_hosts, is_running=is_running) or ()
         error = before.launch_error
         failure = find_first_failure(attempt, plan, observed, before.lost_nodes, error)
         sent, was_signalled = signal_of_death(failure, codes), observed.supervisor_was_signalled
         if stop is None and not (lost or observed.hangs):
             stop, was_signalled = self._find_notice(attempt, plan, observed, sent)
-            # A signal comes once, and a disk error below has all of this done again.
+            # The signal arrives only once, but a disk error below repeats this whole method.
             observed.stop_signal, observed.supervisor_was_signalled = stop, was_signalled
         if stop is None and not any(attempt.errors_dir.glob("rank-*.json")):
             output = attempt.supervisor_log.read_text(encoding="utf-8", errors="replace")
             error = launch_error(output)
             lost = lost or self._replaceable(hosts_without_launch(output), plan)
         if observed.hangs and not lost:
-            # Slurm may take minutes to notice that a host is cut off.
+            # Slurm may take minutes to detect that a host is unreachable.
             lost = self._replaceable(silent_hosts(attempt, plan, observed.hangs), plan)
-        if lost or error is not None:  # which has failed before any rank
+        if lost or error is not None:  # a lost host or a failed launch precedes all failures of ranks
             failure = find_first_failure(attempt, plan, observed, lost, error)
-        # Slurm forwards messages along a tree, and the step waits a minute for a lost host in it.
+        # srun's fan-out tree waits up to a minute for a lost host, so the step may still be running.
         self.step_may_still_run |= bool(lost)
         cause: str | None = self._cause(plan, stop, was_signalled=was_signalled, lost=bool(lost))
         planned_stop = observed.planned_stop
@@ -296,11 +306,12 @@ class SlurmAllocation(Allocation):
     def _find_notice(
         self, attempt: AttemptDir, plan: LaunchPlan, observed: Observed, sent: str | None
     ) -> tuple[str | None, bool]:
-        """The stop signal where ranks ended before one was recorded, and whether the supervisor has got it.
+        """Find the stop signal of ranks that ended before the signal was recorded.
 
-        Without a signal the ranks crashed. `sent` is the signal that killed a rank: a notice may follow.
+        Also returns whether the supervisor got the signal. Returns no signal if the ranks crashed. `sent` is
+        the signal that killed a rank; the supervisor may receive the same signal later.
         """
-        # A handler of a command's own may exit with any code.
+        # A command's signal handler may exit with any code.
         is_any_code = plan.workload.is_command and all(code < SIGNALLED for code in observed.exit_codes)
         stop, was_signalled = None, observed.supervisor_was_signalled
         if sent is not None and not is_taken(self.job, self.restarts):
@@ -312,16 +323,18 @@ class SlurmAllocation(Allocation):
         return stop, was_signalled
 
     def _await_notice(self, attempt: AttemptDir) -> tuple[str | None, bool]:
-        """Wait for a notice at most `NOTICE_S`; returns its name or None, and whether this process got it."""
+        """Wait up to `NOTICE_S` for a stop signal; return its name, and whether this process got it."""
         deadline_s = time.monotonic() + NOTICE_S
-        while (found := signal_of_ranks(attempt)) is None and (left_s := deadline_s - time.monotonic()) > 0:
-            received = processes.wait_for_signal(min(left_s, NOTICE_POLL_S))
+        while (found := signal_of_ranks(attempt)) is None and (
+            remaining_s := deadline_s - time.monotonic()
+        ) > 0:
+            received = processes.wait_for_signal(min(remaining_s, NOTICE_POLL_S))
             if received not in (None, signal.SIGCHLD):
                 return received.name, received != signal.SIGUSR2
         return found, False
 
     def _drained_host(self) -> str | None:
-        """A host of the running job that an administrator takes out of service; None without one."""
+        """Return a host of the running job that is being drained; None if there is none."""
         if self.job is None or is_taken(self.job, self.restarts):
             return None
         try:
@@ -334,7 +347,10 @@ class SlurmAllocation(Allocation):
     def _cause(
         self, plan: LaunchPlan, stop_signal: str | None, *, was_signalled: bool, lost: bool = False
     ) -> Cause | None:
-        """Why the job was asked to stop; `was_signalled` if this process was too, `lost` if a host is."""
+        """Return why the job was asked to stop.
+
+        `was_signalled` means that this process was signalled too; `lost` means that a host is lost.
+        """
         if stop_signal is None:
             return None
         option = "" if plan.slurm is None else str(plan.slurm.sbatch.get("signal", ""))
@@ -349,11 +365,11 @@ class SlurmAllocation(Allocation):
         )
 
     def _replaceable(self, hosts: Sequence[str], plan: LaunchPlan) -> tuple[str, ...]:
-        """Unresponsive hosts, if the allocation has enough others to replace them; else none."""
+        """Return the unresponsive hosts if the allocation can replace all of them, else an empty tuple."""
         return tuple(hosts) if len(self.good_hosts) - len(hosts) >= plan.fewest_nodes else ()
 
     def is_down(self, host: str) -> bool:
-        """Whether Slurm reports a host as unavailable; False when Slurm does not respond."""
+        """Return whether Slurm reports a host as unavailable; False if Slurm does not answer."""
         try:
             return is_unavailable(node_states([host]).get(host, ""))
         except TrainkitError as error:
@@ -361,22 +377,23 @@ class SlurmAllocation(Allocation):
             return False
 
     def record_suspect(self, attempt: Attempt, failure: RankFailure | None) -> bool:
-        """Stop using the host that a failure implicates, and record it for later jobs.
+        """Stop using the host that a failure implicates, and record the host for later jobs.
 
-        A host on which ranks were only killed or hung is used until that has happened twice in the run.
+        If ranks were only killed or hung on a host, the run uses it until this has happened twice.
         """
         before = len(self.bad)
         hosts, guard = self.job_hosts, Guard(attempt.plan.parts, log_line)
-        for _, left in guard.each(lambda one: one.hosts_to_leave(attempt.folder, attempt.plan, hosts)):
-            self.bad |= {*left}
+        for _, avoided in guard.each(lambda one: one.hosts_to_leave(attempt.folder, attempt.plan, hosts)):
+            self.bad |= {*avoided}
         suspect = None if failure is None else suspect_host(failure)
-        if suspect is not None and suspect[0] in self.hosts:  # else Slurm could not exclude it by that name
+        # Slurm could not exclude a host by any other name
+        if suspect is not None and suspect[0] in self.hosts:
             self._note(attempt, *suspect, str(failure and failure.message))
         return len(self.bad) > before
 
     def _note(self, attempt: Attempt, host: str, kind: Kind, reason: str) -> None:
-        verdicts = (end.verdict for end in previous_ends(attempt.folder, attempt.job).values())
-        previous = [suspect_host(verdict) for verdict in verdicts if verdict is not None]
+        failures = (end.verdict for end in previous_ends(attempt.folder, attempt.job).values())
+        previous = [suspect_host(failure) for failure in failures if failure is not None]
         if kind != "culprit" or (host, kind) in previous:
             self.bad.add(host)
         try:
@@ -386,7 +403,7 @@ class SlurmAllocation(Allocation):
             log_line(f"cannot record that {host} failed: {error}")
 
     def hosts_to_exclude(self) -> list[str]:
-        """The hosts that the next start of the run should avoid: bad in this job or in an earlier one."""
+        """Return the hosts that failed in this job or an earlier one, which the next start should avoid."""
         cluster = os.environ.get("SLURM_CLUSTER_NAME", "")
         return sorted({*self.bad, *excluded(cluster, run=str(self.run.path))})
 
@@ -395,7 +412,8 @@ class SlurmAllocation(Allocation):
         may_requeue = job is None or job.may_requeue
         is_ours = job is not None and job.state is JobState.RUNNING and not self.is_being_requeued
         return RestartOptions(
-            # Slurm sends the notice before the time limit once: a step that starts later does not receive it.
+            # Slurm sends the warning signal before the time limit only once, so a step that starts later does
+            # not get it.
             restart=is_ours
             and len(self.good_hosts) >= plan.fewest_nodes
             and not is_nearly_over(job, plan.grace_s),
@@ -406,14 +424,14 @@ class SlurmAllocation(Allocation):
         )
 
     def after_notice(self, attempt: Attempt, received: signal.Signals) -> Decision:
-        # Either Slurm is ending the allocation or a person cancelled the job: its state tells which.
+        # Either Slurm is ending the allocation or a person cancelled the job; the job's state tells which.
         observed = replace(attempt.observed, stop_signal=received.name, supervisor_was_signalled=True)
         attempt.outcome = self._outcome(attempt, observed, attempt.outcome)
         attempt.update()
         return judge(attempt, self.restart_options(attempt))
 
     def after_lock(self, attempt: Attempt, locked: RunLocked) -> Decision:
-        # A job starts again later: the file server releases the locks of a dead host.
+        # The job starts again later, because the file server eventually releases the locks of a dead host.
         self.job = query_job(self.job_id)
         attempt.update()
         starts = list(previous_ends(attempt.folder, attempt.job).values())
@@ -425,22 +443,22 @@ class SlurmAllocation(Allocation):
 
     def leave_unclaimed(self, locked: RunLocked) -> Decision:
         unclaimed = super().leave_unclaimed(locked)
-        # The lock is not taken over: a host that Slurm has lost may only be cut off from the controller,
-        # and still write to the run folder. The file server releases the locks of a dead host, most within
-        # two minutes, some only when the host boots again.
+        # The lock is never taken over. A host that Slurm has lost may only be cut off from the controller and
+        # still write to the run folder. The file server releases the locks of a dead host, usually within two
+        # minutes, sometimes only after the host reboots.
         try:
             plan = LaunchPlan.from_dict(read_submitted(self.run))
             self.job = query_job(self.job_id)
             cause = self._cause(plan, signal.SIGTERM.name, was_signalled=True)
             if locked.stopped and cause not in plan.requeue.on:
                 return unclaimed
-            # An attempt that ended with its slice does not count as a restart.
+            # An attempt that ended with its time slice does not count as a restart.
             sliced = [] if plan.requeue.total_s is None else read_job(self.run).of_job(self.job_id)
             if self.restarts >= plan.requeue.max + len(sliced):
                 log_line(f"not requeued: requeue.max is {plan.requeue.max}")
                 return replace(unclaimed, exit_code=EXIT_FAILED)
             if not self.is_being_requeued:
-                log_line(f"requeues job {self.job_id}, to try again later")
+                log_line(f"requeuing job {self.job_id} to try again later")
                 requeue(self.job_id, patience_s=REQUEUE_PATIENCE_S)
             self._leave_requeued(plan)
         except (OSError, ValueError, TrainkitError) as error:
@@ -456,7 +474,7 @@ class SlurmAllocation(Allocation):
                 self._request_requeue(attempt)
                 self._leave_requeued(attempt.plan)
         except TrainkitError as error:
-            # An administrator forbids it, or the controller was unavailable for minutes.
+            # An administrator forbids the requeue, or the controller was unavailable for minutes.
             return decide_stranded(decision, attempt.outcome, error.message)
         except OSError as error:
             problem = f"{self.run.path} cannot be written ({error})"
@@ -464,9 +482,10 @@ class SlurmAllocation(Allocation):
         return decision
 
     def _request_requeue(self, attempt: Attempt) -> None:
-        """Requeue the job, unless that would undo what somebody has done; with the lock held.
+        """Requeue the job with the run's lock held, unless a requeue would undo another user action.
 
-        `trainkit cancel` comes before that or after it. While Slurm does not answer, it need not wait.
+        The lock makes `trainkit cancel` run either before or after the requeue. It is released while Slurm
+        does not answer, so that `trainkit cancel` need not wait.
         """
         give_up_s = time.monotonic() + REQUEUE_PATIENCE_S
         while not self.is_being_requeued:
@@ -477,19 +496,20 @@ class SlurmAllocation(Allocation):
             except SlurmUnreachable:
                 if time.monotonic() > give_up_s:
                     raise
-                self.job = query_job(self.job_id) or self.job  # the answer alone may have been lost
+                # Slurm may have carried out the request and only its answer was lost
+                self.job = query_job(self.job_id) or self.job
 
     def _refuse_unwanted(self, attempt: Attempt) -> None:
-        """Raise TrainkitError where a requeue would undo what somebody has done meanwhile."""
+        """Raise TrainkitError if a requeue would undo what somebody has done in the meantime."""
         attempt.update()
         newest = attempt.job.newest
         if newest is not None and newest.job_id != self.job_id:
             raise TrainkitError(f"job {newest.job_id} has taken the run over")
         if (newest is not None and newest.is_cancelled) or self.was_cancelled_meanwhile():
-            raise TrainkitError("it was cancelled meanwhile")
+            raise TrainkitError("the run was cancelled in the meantime")
 
     def _leave_requeued(self, plan: LaunchPlan) -> None:
-        """Exclude bad hosts from the next start of the job, and wait for the end of this one."""
+        """Exclude bad hosts from the job's next start, and wait until Slurm ends this start."""
         if self.bad and plan.slurm is not None:
             exclude_from(self.job_id, self.hosts_to_exclude(), plan.slurm)
         if not (self.is_completing or self.is_being_requeued):
@@ -497,11 +517,11 @@ class SlurmAllocation(Allocation):
 
     @property
     def is_being_requeued(self) -> bool:
-        """Whether Slurm is already requeuing the job or has restarted it."""
+        """Return whether Slurm is already requeuing the job or has restarted it."""
         return self.is_queued or (self.job is not None and self.job.restarts > self.restarts)
 
     def was_cancelled_meanwhile(self) -> bool:
-        """Whether a person has cancelled the job since the last query; a requeue would undo that."""
+        """Return whether a person has cancelled the job since the last query; a requeue would undo this."""
         if self.job is None or self.job.state is not JobState.RUNNING:
             return False
         now = query_job(self.job_id, QUERY_PATIENCE_S)
@@ -512,18 +532,18 @@ class SlurmAllocation(Allocation):
 
     @property
     def is_queued(self) -> bool:
-        """Whether the job is in the queue again."""
+        """Return whether the job is in the queue again."""
         return self.job is not None and self.job.state.is_waiting
 
     @property
     def is_completing(self) -> bool:
-        """Whether Slurm is ending the job and waits only for this batch shell."""
+        """Return whether Slurm is ending the job and waits only for this batch shell."""
         return self.job is not None and self.job.state is JobState.COMPLETING
 
     def cancel_pending(self, job: JobRecord) -> None:
-        """Cancel the follow-up jobs, and this job if Slurm is requeuing it, as it does after losing a host.
+        """Cancel the chained jobs, and also this job if Slurm is requeuing it after the loss of a host.
 
-        A start of the job that already runs elsewhere is left alone.
+        A start of the job that already runs on other hosts is left alone.
         """
         if shutil.which("scancel") is None:
             return

@@ -1,6 +1,6 @@
-"""Runs and watches the srun of one attempt in a Slurm job, and infers why a job received a stop signal.
+"""Runs and watches the srun of one attempt in a Slurm job, and infers the cause of a stop signal.
 
-That is inferred from the state of the job in Slurm, else from the processes that got the signal.
+The cause follows from the job's state in Slurm, or without an answer from the processes that got the signal.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from trainkit.slurm.jobs import JobDetails
 
 SRUN = 0
 EARLY_S = 60.0
-"""How much earlier than requested Slurm may send the signal before the time limit."""
+"""Seconds by which Slurm may send the warning signal earlier than requested before the time limit."""
 SLACK_S = 30.0
-"""How much time may pass between a signal and the query, or between the start of a step and a signal."""
+"""Seconds that may pass between a signal and the query, or between the start of a step and a signal."""
 
 
 class SlurmAttemptWatch(AttemptWatch):
-    """The srun of one attempt.
+    """Watches the srun of one attempt.
 
-    srun ends the whole step immediately on SIGTERM and SIGINT but forwards SIGUSR2 to the tasks, so a notice
-    reaches the ranks of the trainer as SIGUSR2, whichever signal the supervisor received.
+    srun ends the whole step immediately on SIGTERM and SIGINT, but forwards SIGUSR2 to the tasks. So the
+    trainer's ranks get every stop signal as SIGUSR2, whichever signal the supervisor received.
     """
 
     def __init__(
@@ -59,23 +59,24 @@ class SlurmAttemptWatch(AttemptWatch):
         live: Attempt,
         step: Sequence[str],
         supervisor_view: str,
-        left_s: float = math.inf,
+        remaining_s: float = math.inf,
     ) -> None:
         super().__init__(live)
-        self._until_s = time.monotonic() + left_s
-        """Monotonic time at which the ranks are to save, since the total of the run's slices is used."""
+        self._until_s = time.monotonic() + remaining_s
+        """Monotonic time at which the ranks must save because the run's jobs have used up their total time.
+        """
         self.step = step
         self.supervisor_view = supervisor_view
-        """The run folder as the supervisor sees it, for the agents to compare."""
+        """The supervisor's view of the run folder, which the agents compare with their own view."""
         self._is_ending = False
         self._failed_s: float | None = None
         self._srun_exit: tuple[int, bool, bool, datetime] | None = None
-        """Its code, whether it was killed, whether it had been asked to end the step, and when.
+        """srun's exit code, whether srun was killed, whether it had been asked to end the step, and the time.
 
-        Recorded without reading the run folder, which may be unavailable at that moment.
+        Recorded without reading the run folder, which may be unavailable at this moment.
         """
         self._unconfirmed_since_s: float | None = None
-        """Monotonic time of a notice that the ranks may not have received; inf once it was handled."""
+        """Monotonic time of a stop signal that the ranks may not have received; inf once it was handled."""
 
     def start(self) -> None:
         environ = {
@@ -87,12 +88,14 @@ class SlurmAttemptWatch(AttemptWatch):
         if self.plan.slurm is not None and self.plan.slurm.fills_nodes:
             num_cpus = (self.plan.threads_per_worker or 1) * self.plan.workers_per_node
             of_task = str(num_cpus // int(self.plan.slurm.srun["ntasks-per-node"]))
-            # Which of these srun reads depends on its version; it warns of an option above the job's value.
+            # The variable that srun reads depends on its version. srun warns if an option exceeds the job's
+            # value.
             environ |= dict.fromkeys(("SRUN_CPUS_PER_TASK", "SLURM_CPUS_PER_TASK"), of_task)
-            if given := environ.get("SLURM_TRES_PER_TASK"):  # cpu=8 or cpu:8, and GPUs
+            if given := environ.get("SLURM_TRES_PER_TASK"):  # for example cpu=8 or cpu:8
                 environ["SLURM_TRES_PER_TASK"] = re.sub(r"\b(cpu[=:])\d+", rf"\g<1>{of_task}", given)
-        # An NFS client that looks for it too early would remember for a minute that it is missing.
-        with contextlib.suppress(OSError):  # the tasks create it too
+        # If an NFS client looks for the file before it exists, it caches for a minute that the file is
+        # missing.
+        with contextlib.suppress(OSError):  # the tasks create the file too
             self.attempt.rendezvous_file.touch(mode=0o600)
         with self.attempt.supervisor_log.open("ab") as log:
             self.running[SRUN] = processes.start_child(
@@ -100,7 +103,11 @@ class SlurmAttemptWatch(AttemptWatch):
             )
 
     def forward_signal(self, received: signal.Signals) -> None:
-        """Note it: `_forward_unconfirmed` sends it later to ranks that have none: two might end one."""
+        """Only record the time of the signal.
+
+        `_forward_unconfirmed` later signals the ranks that Slurm missed. A second signal could kill a rank
+        that is saving.
+        """
         if self._unconfirmed_since_s is None:
             self._unconfirmed_since_s = time.monotonic()
 
@@ -118,10 +125,10 @@ class SlurmAttemptWatch(AttemptWatch):
         self._leave_early()
 
     def _end_if_superseded(self) -> None:
-        """Have the ranks save and exit when another start of the job has claimed the next attempt.
+        """Have the ranks save and exit if another start of the job has claimed the next attempt.
 
-        It waits for this one to exit. When only the slurmd of a host dies, Slurm counts the host as lost and
-        restarts the job elsewhere.
+        The other start waits for this one to exit. If only the slurmd of a host dies, Slurm considers the
+        host lost and restarts the job on other hosts.
         """
         if self.superseded_by is not None:
             return
@@ -135,7 +142,7 @@ class SlurmAttemptWatch(AttemptWatch):
     def stop_ranks(self, as_if: str = signal.SIGTERM.name) -> None:
         self._unconfirmed_since_s = float("inf")
         self.observed.stop_signal = self.observed.stop_signal or as_if
-        # A command's ranks get the signal that they handle from their agents.
+        # The agents send a command's ranks the signal that the command handles.
         if (
             SRUN in self.running
             and signal_of_ranks(self.attempt) is None
@@ -145,7 +152,7 @@ class SlurmAttemptWatch(AttemptWatch):
         self.kill_after_grace()
 
     def _forward_unconfirmed(self) -> None:
-        """Send SIGUSR2 to ranks that got no signal: it came to this shell only, or before the step."""
+        """Send SIGUSR2 to ranks that missed the signal, which came to this shell only or before the step."""
         if self._unconfirmed_since_s is None:
             if self.observed.stop_signal is None and self._requested_signal() is not None:
                 self._unconfirmed_since_s = time.monotonic()
@@ -157,20 +164,21 @@ class SlurmAttemptWatch(AttemptWatch):
             self.stop_ranks(self._requested_signal() or signal.SIGTERM.name)
 
     def _leave_early(self) -> None:
-        """Have the ranks save and exit for good, once the jobs of the run have taken their total time."""
+        """Have the ranks save and exit once the jobs of the run have used up their total time."""
         is_running = self.observed.stop_signal is None and SRUN in self.running
         if is_running and time.monotonic() >= self._until_s:
-            self.leave(PlannedStop("timeout", "the jobs of the run have taken their total time"))
+            self.leave(PlannedStop("timeout", "the jobs of the run have used up their total time"))
 
     def leave(self, planned_stop: PlannedStop) -> None:
         if signal_of_ranks(self.attempt) is None:
             super().leave(planned_stop)
 
     def _end_after_failure(self) -> None:
-        """End the step when a rank or an agent has failed: its peers may wait for it forever."""
+        """End the step if a rank or an agent has failed, because its peers may wait for it forever."""
         if self._failed_s is None:
             self.observed.killed_node = node_of_killed_task(self.attempt)
-            # Without a record, a task failed if no notice came before; after one the others may still save.
+            # An exited task without a failure record has failed, unless a stop signal came before. After a
+            # stop signal, the other tasks may still be saving.
             if any(self.attempt.errors_dir.glob("rank-*.json")) or (
                 first_task_exit(self.attempt) is not None
                 and self.observed.stop_signal is None
@@ -182,7 +190,8 @@ class SlurmAttemptWatch(AttemptWatch):
             first = first_rank_failure(self.attempt)
             has_notice = self.observed.stop_signal is not None or signal_of_ranks(self.attempt) is not None
             if has_notice and first is not None and first.died_of_notice:
-                self.kill_after_grace()  # its agent heard the notice too late, and the others may save
+                # The rank's agent got the signal too late, and other ranks may be saving.
+                self.kill_after_grace()
             else:
                 self.end_all()
 
@@ -201,10 +210,10 @@ class SlurmAttemptWatch(AttemptWatch):
         super()._kill_running()
 
     def _signal_step(self, number: signal.Signals) -> bool:
-        """Send a signal to the tasks of the step through Slurm; returns whether that was possible."""
+        """Send a signal to the step's tasks through Slurm; return whether this was possible."""
         step_id = read_rendezvous(self.attempt).step_id
         if step_id is None:
-            return False  # before the rendezvous of the step
+            return False  # the step has not reached its rendezvous
         try:
             kill_steps([(str(slurm_job_id()), step_id)], number.name, patience_s=0.0)
         except TrainkitError as error:
@@ -221,17 +230,18 @@ class SlurmAttemptWatch(AttemptWatch):
         code, was_killed, was_terminated, ended_at = self._srun_exit
         if code == EXIT_OK and was_aborted(self.attempt):
             code = signal_exit_code(signal.SIGTERM)
-        # srun returns the code of the task that was killed last; the failure records have that of the first.
+        # srun returns the exit code of the task that was killed last. The failure records contain the code of
+        # the first task.
         if not was_terminated and not was_killed:
             self.observed.killed_node = node_of_killed_task(self.attempt)
         first_code = first_exit_code(self.attempt) if code not in (EXIT_OK, EXIT_STOPPED) else None
         if first_code is None and ran_out_of_memory(self.attempt):
-            first_code = signal_exit_code(signal.SIGKILL)  # of an agent; srun returns 1
+            first_code = signal_exit_code(signal.SIGKILL)  # the kernel killed an agent, and srun returned 1
         self.observed.exits = [(SRUN, code if first_code is None else first_code)]
         if self.observed.stop_signal is None:
             self.observed.stop_signal = signal_of_ranks(self.attempt)
         if self.observed.stop_signal is None and any(map(is_death_by_notice, self.observed.exit_codes)):
-            # The signal of a request came before the handlers of the ranks were installed.
+            # The requested signal arrived before the ranks had installed their handlers.
             self.live.update()
             self.observed.stop_signal = self._requested_signal()
         # Agents kill their workers after the grace time, so srun may exit late without having been killed.
@@ -242,7 +252,7 @@ class SlurmAttemptWatch(AttemptWatch):
 
 
 def signal_of_ranks(attempt: AttemptDir) -> str | None:
-    """The notice that the tasks received, as recorded by the first agent; None without one."""
+    """Return the stop signal that the tasks received, as recorded by the first agent; None without one."""
     found = read_events(attempt.run, "signal", attempt=attempt.number)
     names = [event.text("signal") for event in found]
     overriding = [name for name in names if name != RESTART_SIGNAL] or names
@@ -259,18 +269,19 @@ def termination_cause(
     lost: bool,
     notice: str = RESTART_SIGNAL,
 ) -> Cause | None:
-    """The cause of a stop signal; None when a person cancelled the job.
+    """Return the cause of a stop signal; None if a person cancelled the job.
 
-    `supervisor_was_signalled` means that the batch shell received the signal too: during the grace time of a
-    preemption Slurm signals only the steps. `restarts` is the job's restart count when this start began,
-    `lost` whether one of its hosts does not respond, and `notice` the signal before the time limit.
+    `supervisor_was_signalled` means that the batch shell received the signal too. Slurm signals only the
+    steps during the grace time of a preemption. `restarts` is the job's restart count when this start began.
+    `lost` means that one of the job's hosts does not respond. `notice` is the warning signal before the time
+    limit.
     """
     if job is None:
         if stop_signal == RESTART_SIGNAL:
             return "timeout"
         return None if supervisor_was_signalled or stop_signal == signal.SIGINT.name else "preempted"
     if job.restarts > restarts or job.state.is_waiting:
-        # Slurm is requeuing the job: it was preempted without grace time, or lost a host.
+        # Slurm is requeuing the job, which was preempted without grace time or lost a host.
         return "node_fail" if lost else "preempted"
     if job.is_preempted:
         return "preempted"
@@ -290,19 +301,19 @@ def termination_cause(
 
 
 def is_ending(job: JobDetails, restarts: int, grace_s: float) -> bool:
-    """Whether Slurm is ending this start of a job or soon will; `restarts` as in `termination_cause`."""
+    """Return whether Slurm is ending this start of a job or will do so soon."""
     return is_taken(job, restarts) or is_nearly_over(job, grace_s)
 
 
 def is_taken(job: JobDetails | None, restarts: int) -> bool:
-    """Whether Slurm is ending this start of a job: preempted, cancelled, out of time, or requeued."""
+    """Return whether Slurm is ending this start: preempted, cancelled, out of time, or requeued."""
     if job is None:
         return False
     return job.state is not JobState.RUNNING or job.restarts > restarts or job.is_preempted
 
 
 def is_nearly_over(job: JobDetails | None, grace_s: float) -> bool:
-    """Whether a job has no more time than its notice leaves, or nearly so; False if that is unknown."""
+    """Return whether a job's remaining time is close to the grace time or less; False if unknown."""
     if job is None or job.end_time is None:
         return False
     return job.end_time - datetime.now(timezone.utc) < timedelta(seconds=grace_s + EARLY_S + SLACK_S)

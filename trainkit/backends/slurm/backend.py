@@ -1,4 +1,4 @@
-"""Runs on Slurm: as a job that sbatch submits, with jobs that may continue it, or in a step that exists."""
+"""The backends that run on Slurm: a job that sbatch submits, or a step that exists already."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ from trainkit.quoting import log_path
 
 
 class SlurmBackend(Backend):
-    """A job of Slurm, whose state only Slurm knows."""
+    """Runs that are Slurm jobs; Slurm alone knows the state of a job."""
 
     poll_s = 1.0
     ask_every_s = 10.0
@@ -98,7 +98,9 @@ class SlurmBackend(Backend):
         if not hosts or plan.slurm is None:
             return plan
         if plan.clusters:
-            notify(f"{', '.join(hosts)} not left out: a job that may go to another cluster cannot name hosts")
+            notify(
+                f"cannot exclude {', '.join(hosts)}: a job that may run on another cluster cannot name hosts"
+            )
             return plan
         return replace(plan, slurm=with_excluded(plan.slurm, excludable(hosts, plan.slurm, notify)))
 
@@ -114,35 +116,36 @@ class SlurmBackend(Backend):
     def expected_start(self, plan: LaunchPlan, script: str) -> str:
         return query_start(script, clusters=plan.clusters)[1]
 
-    def allocation(self, run: RunDir, words: Sequence[str]) -> Allocation:
-        from trainkit.backends.slurm.allocation import SlurmAllocation  # which the supervisor alone needs
+    def allocation(self, run: RunDir, arguments: Sequence[str]) -> Allocation:
+        from trainkit.backends.slurm.allocation import SlurmAllocation  # only the supervisor needs it
 
         job_id = slurm_job_id()
         if job_id is None:
             raise TrainkitError("this is not a Slurm job", hint="`trainkit submit` starts one")
-        return SlurmAllocation(run, job_id, words)
+        return SlurmAllocation(run, job_id, arguments)
 
     def job(self, entry: AttemptRecord) -> JobInfo | None:
         return query_jobs([entry.job]).get(entry.job)
 
     def alive(self, run: RunDir, entry: AttemptRecord) -> bool:
-        # A job that squeue does not list is not running, whatever accounting says.
+        # A job that squeue does not list is not running, whatever accounting reports.
         return in_queue(self.job(entry))
 
     def status(
         self, run: RunDir, entry: AttemptRecord, waiting: Sequence[str], jobs: Mapping[str, JobInfo] | None
     ) -> JobStatus:
         if jobs is None or entry.job not in jobs:
-            # Nobody asks for the job of a run that has ended; otherwise its cluster does not answer.
+            # Jobs of runs that have ended are not queried. For any other run, the job's cluster does not
+            # answer.
             return JobStatus(False if is_over(run.attempt(entry.attempt)) else None)
         job = jobs.get(entry.job)
         if not in_queue(job):
-            # `jobs` has no follow-ups of a run that recorded its end.
+            # `jobs` lacks the chained jobs of a run that recorded its end.
             job = next((item for item in map(jobs.get, waiting) if in_queue(item)), job)
         return JobStatus(in_queue(job), job)
 
     def live_entry(self, run: RunDir, job: JobRecord, command: str) -> AttemptRecord | None:
-        """The attempt with its job or, when that has ended, with the follow-up job that is in the queue."""
+        """Return the attempt with its job, or with a queued chained job if its job has ended."""
         entry = job.attempts[-1]
         if is_over(run.attempt(entry.attempt)):
             return None
@@ -162,7 +165,7 @@ class SlurmBackend(Backend):
             return "cancelled"
         end = read_end(run.attempt(entry.attempt))
         if number == signal.SIGTERM and end is not None and end.resumes and end.action != "restart":
-            # Its ranks have saved and gone: what is left of the job would only start the next attempt.
+            # The ranks have saved and exited. The rest of the job would only start the next attempt.
             cancel([entry.job])
             write_cancelled(run, entry, "cancelled before the restart")
             return "cancelled"
@@ -172,7 +175,7 @@ class SlurmBackend(Backend):
     def kill(self, run: RunDir, entry: AttemptRecord) -> None:
         step_id = step_of(run, entry)
         if step_id is not None:
-            # Before scancel, whose SIGTERM would make the ranks start to save.
+            # This must precede scancel, whose SIGTERM would make the ranks start to save.
             with contextlib.suppress(UsageError):
                 kill_steps([(entry.job, step_id)])
         cancel([entry.job])
@@ -196,10 +199,10 @@ class SbatchBackend(SlurmBackend):
         return ScriptParts(directives(run, attempt, plan.slurm, array), step, _restarts_of_starts(plan))
 
     def start(self, run: RunDir, new: NewAttempt) -> AttemptRecord:
-        """Submit a run's next attempt and cancel its pending follow-up jobs.
+        """Submit a run's next attempt and cancel its pending chained jobs.
 
-        A rejected submission leaves the run unchanged. If the answer was lost, the attempt is kept: the job
-        may exist. Raises UsageError when the run folder cannot be written.
+        A rejected submission leaves the run unchanged. If Slurm's answer was lost, the attempt is kept
+        because the job may exist. Raises UsageError if the run folder cannot be written.
         """
         assert new.script is not None
         assert new.plan.slurm is not None
@@ -232,7 +235,7 @@ class SbatchBackend(SlurmBackend):
         return group.job_id
 
     def submit(self, attempt: AttemptDir, new: NewAttempt, token: str) -> str:
-        """Submit the script of an attempt once; returns the job id."""
+        """Submit the script of an attempt once; return the job id."""
         assert new.plan.slurm is not None
         clusters = new.plan.slurm.clusters
         return submit_script(
@@ -241,7 +244,7 @@ class SbatchBackend(SlurmBackend):
 
 
 class StepBackend(SlurmBackend):
-    """The Slurm step in which this process is a task, for ``srun … trainkit run``."""
+    """The Slurm step that this process is a task of, as in ``srun … trainkit run``."""
 
     def start(self, run: RunDir, new: NewAttempt) -> AttemptRecord:
         task = find_slurm_task()
@@ -255,11 +258,12 @@ class StepBackend(SlurmBackend):
 
 
 def sent_for(number: signal.Signals, runs: Sequence[tuple[RunDir, AttemptRecord]]) -> signal.Signals:
-    """What Slurm sends to the steps of runs to ask them to save, for SIGTERM or SIGUSR2.
+    """Return the signal that Slurm must send to the steps of runs so that they save.
 
-    The agents of a command send it the signal that it handles. Slurm's SIGTERM would end the shell that has
-    started a training, and the `tee` into which it prints. Before the ranks meet, no agent may listen yet.
-    Without a record of the cancellation, which a full disk prevents, agents would take theirs for a requeue.
+    `number` is SIGTERM or SIGUSR2. A command's agents send the command the signal that it handles. SIGTERM
+    from Slurm would also end the shell that started the training, and a `tee` that it prints to. Before the
+    rendezvous, an agent may not be listening yet. If a full disk prevented the record of a cancellation, an
+    agent would take the agents' signal for a requeue.
     """
     has_agents = all(
         read_plan(run.attempt(entry.attempt)).is_command  # a damaged plan must not prevent a cancellation
@@ -271,14 +275,15 @@ def sent_for(number: signal.Signals, runs: Sequence[tuple[RunDir, AttemptRecord]
 
 
 def step_of(run: RunDir, entry: AttemptRecord) -> str | None:
-    """The id of the Slurm step that runs an attempt's ranks; None before their rendezvous."""
+    """Return the id of the Slurm step that runs an attempt's ranks; None before their rendezvous."""
     return entry.step_id or read_rendezvous(run.attempt(entry.attempt)).step_id
 
 
 def cancel_follow_ups(run: RunDir, record: JobRecord, keep: str = "") -> None:
-    """Cancel the pending follow-up jobs except `keep`; call with the run's lock held.
+    """Cancel the pending chained jobs except `keep`; call with the run's lock held.
 
-    Raises SlurmUnreachable, but not for those of a run that is over while another cluster does not answer.
+    Raises SlurmUnreachable. If the run is over and its other cluster does not answer, a note is printed
+    instead.
     """
     waiting, newest = [job for job in record.waiting if job != keep], record.newest
     if newest is None or not waiting:
@@ -290,8 +295,8 @@ def cancel_follow_ups(run: RunDir, record: JobRecord, keep: str = "") -> None:
             raise
         ids = " ".join(split_job(job)[0] for job in waiting)
         print_note(
-            f"{error.message}: `scancel --clusters={newest.elsewhere} {ids}` cancels the follow-up jobs "
-            "that may still be pending there"
+            f"{error.message}: `scancel --clusters={newest.elsewhere} {ids}` cancels the chained jobs "
+            "that may still be pending on it"
         )
     set_follow_ups(run, [])
 
@@ -318,7 +323,7 @@ def _write_attempt(run: RunDir, new: NewAttempt, script: str) -> AttemptDir:
 def removed_unless_submitted(
     remove: Callable[[], None], token: str, clusters: Sequence[str]
 ) -> Iterator[None]:
-    """Call `remove` when the job submitted within the block certainly does not exist."""
+    """Call `remove` if the job that the block submitted certainly does not exist."""
     began = time.time()
     try:
         yield
@@ -332,7 +337,7 @@ def removed_unless_submitted(
 
 
 def _cancel_interrupted(token: str, since: float, clusters: Sequence[str]) -> bool:
-    """Cancel the job with this token after Ctrl-C; False when Slurm does not say whether there is one."""
+    """Cancel the job with this token after Ctrl-C; return False if Slurm does not say whether it exists."""
     try:
         found = find_by_token(token, since=since, clusters=clusters)
         if found is not None:
@@ -345,17 +350,18 @@ def _cancel_interrupted(token: str, since: float, clusters: Sequence[str]) -> bo
 
 
 def submit_follow_ups(attempt: AttemptDir, job: str, request: SlurmRequest, count: int) -> list[str]:
-    """Submit the script of an attempt `count` more times, as jobs that continue `job`; returns their ids.
+    """Submit an attempt's script `count` more times, as chained jobs that continue `job`; return their ids.
 
-    Call with the run's lock held. A rejected submission is only reported: the run itself has started.
+    Call with the run's lock held. A rejected submission is only reported, because the run itself has started.
     """
     run = attempt.run
-    # A job can only wait for one of its own cluster.
+    # A job can only depend on jobs of the same cluster.
     job_id, cluster = split_job(job)
     ids: list[str] = []
     for number in range(1, count + 1):
         token = submission_token(run, attempt.number, number)
-        # A job removed from the queue counts as failed in Slurm, so each depends on all before it.
+        # Slurm counts a job that was removed from the queue as failed, so each job depends on all jobs before
+        # it.
         dependency = ",".join(f"afternotok:{before}" for before in (job_id, *ids))
         options = (
             f"--comment={request.comment(token)}",
@@ -373,7 +379,7 @@ def submit_follow_ups(attempt: AttemptDir, job: str, request: SlurmRequest, coun
                 notify=print_note,
             )
         except TrainkitError as error:
-            print_note(f"only {len(ids)} of {count} follow-up jobs are in the queue: {error.message}")
+            print_note(f"only {len(ids)} of {count} chained jobs are in the queue: {error.message}")
             break
         new_id = split_job(answer)[0]
         copy_submitit_pickle(run, job_id, new_id)
@@ -387,21 +393,21 @@ def submit_follow_ups(attempt: AttemptDir, job: str, request: SlurmRequest, coun
 
 
 def _restarts_of_starts(plan: LaunchPlan) -> int:
-    """How often in a row the script requeues a job that ended before its supervisor began."""
+    """Return how many times in a row the script requeues a job that ended before its supervisor began."""
     assert plan.slurm is not None
     may_requeue = "crash" in plan.requeue.on and "requeue" in plan.slurm.sbatch
     return min(plan.requeue.max, plan.requeue.max_crashes) if may_requeue else 0
 
 
 def directives(run: RunDir, attempt: int, request: SlurmRequest, array: str | None) -> Options:
-    """The options of the `#SBATCH` lines by name; True for an option without a value."""
+    """Return the options of the `#SBATCH` lines by name; True for an option without a value."""
     comment = request.comment(submission_token(run, attempt))
     log = log_path(str(run.attempt(attempt).supervisor_log))
     options = {**request.sbatch, "comment": comment, "output": log, "open-mode": "append"}
     if array is not None:
         options |= {"array": array, "output": _array_log(RunGroup(run.path))}
     if attempt > 1:
-        options.pop("dependency", None)  # only the first attempt waits for it
+        options.pop("dependency", None)  # only the first attempt waits for other jobs
     return {name: value for name, value in options.items() if value is not False}
 
 

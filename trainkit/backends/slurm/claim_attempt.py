@@ -32,24 +32,25 @@ from trainkit.slurm.environment import cluster_name
 from trainkit.slurm.jobs import job_details
 
 ENTRY_TIMEOUT_S = 20.0
-"""How long the command that submitted the job may take to record its id."""
+"""Seconds that the submitting command may take to record the job's id."""
 
 
 @dataclass(frozen=True)
 class NothingToDo:
-    """Why a start of a job runs no attempt."""
+    """The reason why a start of a job runs no attempt."""
 
     reason: str
     cancelled: AttemptDir | None = None
-    """The attempt to close, since the job was cancelled before it started any process."""
+    """The attempt to close, if the job was cancelled before it started any process."""
 
 
 def claim_attempt(run: RunDir, job_id: str, lock_timeout_s: float | None = None) -> AttemptDir | NothingToDo:
     """Claim the attempt that this start of the job runs.
 
-    There is nothing to do when the job was cancelled while pending, for a follow-up of an ended run, and
-    while another job carries the run: the script was submitted twice, or an old job was requeued.
-    Raises RunLocked as `run_lock` does, UsageError when the run is gone or cannot be locked, and OSError.
+    Returns NothingToDo if the job was cancelled while pending, if it is a chained job of an ended run, or if
+    another job executes this run. Another job executes it if the script was submitted twice or an old job was
+    requeued. Raises RunLocked as `run_lock` does, UsageError if the run is gone or cannot be locked, and
+    OSError.
     """
     with contextlib.suppress(TimeoutError):
         wait_for_json(
@@ -59,7 +60,7 @@ def claim_attempt(run: RunDir, job_id: str, lock_timeout_s: float | None = None)
         )
     refuse_missing(run)
     while True:
-        # Slurm is queried without the lock: `trainkit cancel` needs it.
+        # Slurm is queried without the lock, because `trainkit cancel` needs the lock.
         newest = (job := read_job_to_change(run)).newest
         carrier = None if newest is None else _carrier(run, job, newest, job_id)
         with run_lock(run, lock_timeout_s):
@@ -69,7 +70,7 @@ def claim_attempt(run: RunDir, job_id: str, lock_timeout_s: float | None = None)
             if carrier is None:
                 return _claim(run, job, job_id)
             follow_ups = job.follow_ups or []
-            if job_id in follow_ups:  # those behind it depend on it
+            if job_id in follow_ups:  # the chained jobs behind this one depend on it
                 set_follow_ups(run, follow_ups[: follow_ups.index(job_id)])
             path = quote(str(run.path))
             hint = f"`trainkit cancel {path}` would end it"
@@ -77,15 +78,16 @@ def claim_attempt(run: RunDir, job_id: str, lock_timeout_s: float | None = None)
 
 
 def _names(job: JobRecord, job_id: str) -> bool:
-    """Whether job.json lists the job, as the job of an attempt or as a follow-up."""
+    """Return whether job.json lists the job, as the job of an attempt or as a chained job."""
     return bool(job.of_job(job_id, cluster_name())) or job_id in (job.follow_ups or [])
 
 
 def _carrier(run: RunDir, job: JobRecord, newest: AttemptRecord, job_id: str) -> str | None:
-    """The job that carries a run, by the run's newest entry; None when this job may.
+    """Return the job that already runs a run's newest attempt; None if this job may run it.
 
-    Slurm knows whether that job is pending or running. When Slurm does not answer, the supervisor's lock
-    tells; but not to a follow-up, whose dependency has ended, and whose lock a dead host may still hold.
+    Slurm knows whether the other job is pending or running. If Slurm does not answer, the supervisor's lock
+    decides. A chained job ignores the lock, because its dependency has ended and a dead host may still hold
+    the lock.
     """
     other = newest.job_id
     # The id of an array task that was found by its token lacks the index.
@@ -97,18 +99,18 @@ def _carrier(run: RunDir, job: JobRecord, newest: AttemptRecord, job_id: str) ->
         try:
             state = job_details(newest.job).state
         except SlurmRefused:
-            return None  # Slurm no longer lists it
+            return None  # Slurm no longer lists the job
         except TrainkitError as error:
             log_line(f"cannot query job {other}: {error.message}")
     if state is JobState.UNKNOWN:
         return other if job_id not in (job.follow_ups or []) and is_supervised(run) else None
-    # A job that completes is about to exit, and its supervisor to release the lock.
+    # A completing job is about to exit, and its supervisor will release the lock.
     is_live = state.is_waiting or (state.is_active and state is not JobState.COMPLETING)
     return other if is_live else None
 
 
 def _claim(run: RunDir, job: JobRecord, job_id: str) -> AttemptDir | NothingToDo:
-    """`claim_attempt` with the lock held, when no other job carries the run."""
+    """Carry out `claim_attempt` with the lock held, if no other job executes the run."""
     refresh_listing(run.attempts_dir)
     own, newest = job.of_job(job_id, cluster_name()), run.attempt(run.attempt_numbers()[-1])
     follows, has_ended = not own and job_id in (job.follow_ups or []), is_over(newest)
@@ -118,7 +120,7 @@ def _claim(run: RunDir, job: JobRecord, job_id: str) -> AttemptDir | NothingToDo
         return NothingToDo("it was cancelled before it started", closed)
     if follows and has_ended:
         return NothingToDo("the run has ended")
-    # Slurm 24.11 starts a job that has requeued itself at a preemption once more after its end.
+    # After a preemption, Slurm 24.11 starts a job that requeued itself once more after its end.
     if own and (end := read_end(run.attempt(own[-1].attempt))) is not None and end.action == "finished":
         return NothingToDo("the run has finished")
     if own and own[-1].pid is None:
@@ -126,12 +128,13 @@ def _claim(run: RunDir, job: JobRecord, job_id: str) -> AttemptDir | NothingToDo
         return run.attempt(own[-1].attempt)
     entry = job.of_attempt(newest.number)
     if entry.is_cancelled:
-        # While another job ran that attempt.
+        # The run was cancelled while another job ran this attempt.
         closed = None if own or has_ended else newest
         return NothingToDo("the run was cancelled; `trainkit resume` starts it again", closed)
     if entry.attempt:
         newest = reopen_attempt(newest)
-    # This start is not in job.json yet: the job was requeued, or its submission was never acknowledged.
+    # This start is not in job.json yet, because the job was requeued or its submission was never
+    # acknowledged.
     reason = AUTO_RESTART if own or follows else "submit"
     register_start(newest, job_id, reason)
     log_event(run, newest.number, "submitted", job_id=job_id, reason=reason)

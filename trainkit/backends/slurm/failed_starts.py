@@ -1,7 +1,8 @@
-"""Starts of a run's jobs that ended before the supervisor began, as on a broken node.
+"""Starts of a run's jobs that ended before the supervisor began, for example on a broken node.
 
-The batch script (templates/partials/begin.sh.j2) writes ``starts/JOB.RESTARTS`` into the folder of its run
-or group: the host, and the exit code if it can. The supervisor removes the file of its own start.
+The batch script (templates/partials/begin.sh.j2) writes ``starts/JOB.RESTARTS`` into the folder of its run or
+group. The file contains the host and, if possible, the exit code. The supervisor removes the file of its own
+start.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from trainkit.run.rundir import STARTS_FOLDER, RunDir
 from trainkit.scheduler import JobInfo, JobState, base_id, is_job_id
 
 _BY_FAILURE = (JobState.FAILED, JobState.NODE_FAIL, JobState.OUT_OF_MEMORY)
-"""States of a job that somebody neither cancelled nor preempted, and that had time left."""
+"""Job states that mean a failure, not a cancellation, a preemption or the time limit."""
 
 
 @dataclass(frozen=True)
@@ -32,15 +33,15 @@ class FailedStart:
     host: str
     """The host of the batch script."""
     exit_code: int | None
-    """128+n after death by signal n; None when nothing says it."""
+    """The exit code, 128+n after death by signal n; None if unknown."""
     restarts: int = 0
-    """How often the job had been requeued."""
+    """The number of times that the job had been requeued."""
     file: Path | None = None
-    """The record of the batch script; None when only Slurm knows of the start."""
+    """The record that the batch script wrote; None if only Slurm knows about the start."""
 
     @property
     def how(self) -> str:
-        """How it ended, for messages."""
+        """Return how the start ended, for messages."""
         return "killed" if self.exit_code is None else describe_exit(self.exit_code)
 
     @property
@@ -49,23 +50,26 @@ class FailedStart:
 
 
 def forget_start(run: RunDir, job_id: str, environ: Mapping[str, str] = os.environ) -> None:
-    """Remove the record of this start, which has not failed: the supervisor begins. Raises OSError."""
+    """Remove the record of this start, which has not failed because its supervisor has begun.
+
+    Raises OSError.
+    """
     group = group_of(run)
-    # The tasks of an array write their records into the group.
+    # The tasks of an array write their records into the group's folder.
     for folder in (run.path, *([] if group is None else [group[0].path])):
         name = f"{job_id}.{environ.get('SLURM_RESTART_COUNT') or 0}"
         (folder / STARTS_FOLDER / name).unlink(missing_ok=True)
 
 
 def failed_starts(run: RunDir, record: JobRecord, job: JobInfo | None) -> list[FailedStart]:
-    """The starts that failed since the supervisor last began, oldest first; only reads.
+    """Return the starts that failed since the supervisor last began, oldest first; only reads files.
 
-    `job` is Slurm's information about the newest job of the run, None when it is unknown.
+    `job` is Slurm's information about the newest job of the run, None if unknown.
     """
     found = [start for start in _recorded(run, record) if _is_over(start, job)]
     if found or job is None or job.state not in _BY_FAILURE or not job.nodes:
         return found
-    # The script did not even begin, or the run folder was not writable there.
+    # The script did not begin, or could not write to the run folder on its host.
     entry = record.newest
     if entry is None or entry.job_id != job.job_id or entry.has_started:
         return []
@@ -78,7 +82,7 @@ def _is_over(start: FailedStart, job: JobInfo | None) -> bool:
         return True
     if job is None:
         return False
-    # Its script was killed, or still runs.
+    # Without an exit code, the script was killed or is still running.
     is_earlier = job.job_id != start.job_id or (job.restarts or 0) > start.restarts or job.state.is_waiting
     return is_earlier or job.state in (*_BY_FAILURE, JobState.UNKNOWN)
 
@@ -101,11 +105,11 @@ def _read(folder: Path) -> Iterator[FailedStart]:
             if is_job_id(job_id):
                 yield FailedStart(job_id, host, code if isinstance(code, int) else None, int(restarts), file)
         except (OSError, ValueError, LookupError, TypeError):
-            continue  # cut off by a full disk, or removed by the supervisor
+            continue  # a full disk cut the record off, or the supervisor removed it
 
 
 def batch_log(run: RunDir, record: JobRecord, job_id: str) -> Path:
-    """The log into which Slurm writes the output of a job's batch script: that of the job's first attempt."""
+    """Return the log with the output of a job's batch script, which is in the job's first attempt."""
     own = [entry.attempt for entry in record.of_job(job_id)]
     return run.attempt(min(own, default=max(run.attempt_numbers(), default=1))).supervisor_log
 
@@ -113,13 +117,13 @@ def batch_log(run: RunDir, record: JobRecord, job_id: str) -> Path:
 def note_bad_hosts(
     run: RunDir, record: JobRecord, job: JobInfo | None, cluster: str, notify: Callable[[str], None]
 ) -> tuple[list[FailedStart], list[str]]:
-    """Have the next starts of a run avoid hosts on which starts failed; returns the starts and the hosts.
+    """Make the next starts of a run avoid hosts where starts failed; return the starts and the hosts.
 
-    `job` is that of `failed_starts`; `notify` gets a sentence for what could not be written.
+    `job` is as in `failed_starts`. `notify` gets a sentence about records that could not be written.
     """
     starts, hosts = failed_starts(run, record, job), []
     for start in starts:
-        # Slurm may also have preempted a job whose script recorded nothing.
+        # Slurm may also have preempted a job whose script recorded no exit code.
         is_asked = start.exit_code is not None and is_death_by_notice(start.exit_code)
         if not is_asked and (start.exit_code or (job is not None and job.state in _BY_FAILURE)):
             hosts.append(start.host)
@@ -135,7 +139,7 @@ def note_bad_hosts(
 def close_failed_starts(
     run: RunDir, record: JobRecord, job: JobInfo, cluster: str, notify: Callable[[str], None]
 ) -> None:
-    """`note_bad_hosts` of a supervisor that begins; writes events in the place of the records."""
+    """Replace the records of failed starts by events when a supervisor begins, after `note_bad_hosts`."""
     for start in note_bad_hosts(run, record, job, cluster, notify)[0]:
         try:
             number, known = _attempt_of(run, record, start.job_id), {"exit_code": start.exit_code}
@@ -147,6 +151,6 @@ def close_failed_starts(
 
 
 def _attempt_of(run: RunDir, record: JobRecord, job_id: str) -> int:
-    """The attempt that a start of a job would have run; for a follow-up that did not begin, the newest."""
+    """Return the attempt that a start of a job would have run; the newest one for an unknown job."""
     own = [entry.attempt for entry in record.of_job(job_id)]
     return max(own or run.attempt_numbers(), default=1)

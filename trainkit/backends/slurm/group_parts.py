@@ -1,7 +1,8 @@
-"""The arrays of a group on Slurm: as many as its limits on arrays ask for, and no more than it takes at once.
+"""Submits a group's trials to Slurm in chunks, each of which is a job array.
 
-The command that starts a group submits what Slurm takes, and each job of the group more of it when it ends;
-`trainkit resume GROUP` does so too.
+Slurm limits the size of an array and the number of jobs. The command that starts a group submits as many
+trials as Slurm accepts. Each job of the group submits more when it ends, and `trainkit resume GROUP` does so
+too.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ DEFAULT_MAX_ARRAY_SIZE = 1001
 LOCK = ".parts.lock"
 RETRY_S = 2.0
 TASK = "${SLURM_ARRAY_TASK_ID:?}"
-"""How the batch script of a group names the folder of a trial."""
+"""The name of a trial's folder in the batch script of a group."""
 _MAX_TASKS = re.compile(r"(?:^|,)max_array_tasks=(?P<count>\d+)")
 _NO_ROOM = re.compile(r"(?:QOS|Assoc)\w*Submit\w*Limit|MaxJobCount|job submit limit")
-"""In what sbatch prints when a user, an account or the cluster has as many jobs as it may have."""
+"""Matches sbatch's messages that a user, an account or the cluster has reached its maximum number of jobs."""
 
 
-def next_part(left: Sequence[int], size: int, max_size: int) -> tuple[int, list[int]]:
-    """The offset and the trials of the next array, of at most `size` of the trials that are left.
+def next_chunk(unsubmitted: Sequence[int], size: int, max_size: int) -> tuple[int, list[int]]:
+    """Return the index offset and the trials of the next chunk, at most `size` of the unsubmitted trials.
 
     The number of a task must be below `max_size`, Slurm's MaxArraySize.
     """
-    offset = 0 if left[0] < max_size else left[0]
-    return offset, [index for index in left[:size] if index - offset < max_size]
+    offset = 0 if unsubmitted[0] < max_size else unsubmitted[0]
+    return offset, [index for index in unsubmitted[:size] if index - offset < max_size]
 
 
 def submit_parts(
@@ -54,17 +55,19 @@ def submit_parts(
     size: int | None = None,
     patience_s: float = 0.0,
 ) -> int:
-    """Submit the trials that no array has, until none is left or Slurm takes no more; returns their number.
+    """Submit trials in chunks until all are submitted or Slurm accepts no more; return their number.
 
-    The first array has at most `size` trials, and one for which Slurm has no room is halved. While there is
-    none for a single one, it is tried again for `patience_s`: where all jobs of a group end at once, the
-    others find that this one submits, and make room. Does nothing while another process submits, and for a
-    cancelled group.
-    Raises TrainkitError as `submit_script` does if the group has no job yet; else `notify` gets its message.
+    The first chunk has at most `size` trials. A chunk for which Slurm has no room is halved. If Slurm has no
+    room for a single trial, the submission is retried for `patience_s`. When all jobs of a group end at once,
+    the other jobs see that this one submits; they exit and make room. Does nothing while another process
+    submits, or for a cancelled group.
+
+    If the group has no job yet, raises TrainkitError as `submit_script` does. Otherwise `notify` gets the
+    message.
     """
     try:
         with file_lock(group.path / LOCK, 0.0):
-            group.read_again()  # what another process has submitted
+            group.read_again()  # another process may have submitted chunks
             return _submit(group, notify, size, time.monotonic() + patience_s)
     except LockBusy:
         return 0
@@ -80,15 +83,16 @@ def _submit(group: RunGroup, notify: Callable[[str], None], size: int | None, un
     found = _MAX_TASKS.search(config.get("SchedulerParameters", ""))
     most = min(max_size, int(found["count"])) if found else max_size
     size, count = min(size or most, most), 0
-    while size and (left := group.left) and group.record.cancelled_at is None:
-        parts, (offset, indices) = group.record.parts, next_part(left, size, max_size)
+    while size and (unsubmitted := group.left) and group.record.cancelled_at is None:
+        parts, (offset, indices) = group.record.parts, next_chunk(unsubmitted, size, max_size)
         part = Part(indices[-1], offset)
         try:
-            group.update(parts=[*parts, part])  # before its job may start, whose folder depends on it
+            # The chunk is recorded before its job may start, because the folder names depend on it.
+            group.update(parts=[*parts, part])
             job = _sbatch(group, part, indices, notify)
         except (TrainkitError, OSError) as error:
             if not (isinstance(error, SlurmUnreachable) and error.may_have_arrived):
-                with suppress(OSError):  # then it is looked up
+                with suppress(OSError):  # otherwise `recover_parts` looks the chunk up
                     group.update(parts=parts)
             has_room = not (isinstance(error, SlurmRefused) and _NO_ROOM.search(error.sentence))
             most = size = 0 if has_room else len(indices) // 2
@@ -99,7 +103,7 @@ def _submit(group: RunGroup, notify: Callable[[str], None], size: int | None, un
             if not size and not parts:
                 raise
             if has_room:
-                notify(f"{plural(len(left), 'run')} of {group.path} not submitted yet: {error}")
+                notify(f"{plural(len(unsubmitted), 'run')} of {group.path} not submitted yet: {error}")
         else:
             try:
                 _note_job(group, parts, part, job)
@@ -111,12 +115,13 @@ def _submit(group: RunGroup, notify: Callable[[str], None], size: int | None, un
             count += len(indices)
             size = min(2 * size, most)
             if group.record.cancelled_at is not None:
-                cancel(group.jobs[-1:])  # which a command that cancelled the group could not know
+                # A command that cancelled the group in the meantime did not know this job.
+                cancel(group.jobs[-1:])
     return count
 
 
 def _sbatch(group: RunGroup, part: Part, indices: Sequence[int], notify: Callable[[str], None]) -> str:
-    """Submit the last part of a group; returns the id of the array."""
+    """Submit the last chunk of a group; return the id of its array."""
     number, limit = len(group.record.parts), group.record.array.partition("%")[2]
     token, script = submission_token(RunDir(group.path), number), group.script_of(part)
     tasks = [index - part.offset for index in indices]
@@ -130,11 +135,13 @@ def _sbatch(group: RunGroup, part: Part, indices: Sequence[int], notify: Callabl
     if part.offset:
         if TASK not in text:
             hint = f"use {TASK} in your submit.sbatch.j2, as the template of trainkit does"
-            raise UsageError(f"{group.script_file} does not name the folder of a run by {TASK}", hint=hint)
+            raise UsageError(
+                f"{group.script_file} does not contain {TASK}, which names the folder of a trial", hint=hint
+            )
         write_atomic(script, text.replace(TASK, f"$(({TASK} + {part.offset}))"))
         logs = log_path(str(group.logs_dir))
         options.append(f"--output={logs}/{group.log_file('%a', part.offset).name}")
-    if number > 1 and limit:  # the limit is one of all arrays together
+    if number > 1 and limit:  # the limit applies to all arrays together
         options.append(f"--dependency=afterany:{group.record.parts[-2].job_id}")
     return submit_script(
         script,
@@ -148,24 +155,24 @@ def _sbatch(group: RunGroup, part: Part, indices: Sequence[int], notify: Callabl
 
 
 def clusters_of(group: RunGroup) -> Sequence[str]:
-    """The clusters of which one gets the next array of a group: all its arrays are on the same one."""
+    """Return the clusters that may get a group's next array; after the first array, only its cluster."""
     if group.job_id is None:
         return PlanRecord(group.record.plan).record("slurm").texts("clusters")
     return (group.record.elsewhere,) if group.record.elsewhere else ()
 
 
 def _note_job(group: RunGroup, known: Sequence[Part], part: Part, job: str) -> None:
-    """Record the job of a group's last array, and where Slurm named it the cluster of them all."""
+    """Record the job of a group's last chunk, and the group's cluster if Slurm returned one."""
     job_id, cluster = split_job(job)
     named = {"cluster": cluster} if cluster else {}
     group.update(parts=[*known, replace(part, job_id=job_id)], job_id=group.job_id or job_id, **named)
 
 
 def recover_parts(group: RunGroup) -> None:
-    """Look up the array whose submission was never acknowledged, by its token. Raises SlurmUnreachable.
+    """Look up the last chunk by its token if its submission was never acknowledged.
 
-    If Slurm does not know it and no trial of it has begun, its trials are left to be submitted. Does nothing
-    while another process submits it.
+    If Slurm does not know the chunk and no trial of it has begun, its trials count as unsubmitted. Does
+    nothing while another process submits chunks. Raises SlurmUnreachable.
     """
     if group.record.process is not None or (group.parts and group.parts[-1].job_id is not None):
         return
@@ -182,7 +189,7 @@ def _recover_last(group: RunGroup) -> None:
     token, script = submission_token(RunDir(group.path), len(known) + 1), group.script_of(part)
     try:
         since = script.stat().st_mtime
-    except FileNotFoundError:  # it was to be submitted
+    except FileNotFoundError:  # the script was never written, so nothing was submitted
         job = None
     else:
         job = find_by_token(token, since=since, clusters=clusters_of(group))

@@ -27,11 +27,11 @@ class Wait:
 
     partition: str
     is_asked: bool
-    """Whether the config requests it, or gets it by default."""
+    """True if the config requests this partition, or gets it by default."""
     answer: Answer = field(metadata=LEFT_OUT)
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data, the time in ISO 8601."""
+        """Return the estimate as JSON, with the time in ISO 8601."""
         return {**to_json(self), **to_json(self.answer)}
 
 
@@ -54,16 +54,16 @@ class SlurmEstimates(StartEstimates):
 
 
 def request_of(plan: LaunchPlan, config: RunConfig, cluster: Cluster) -> ResourceRequest:
-    """What a planned job asks for."""
+    """Return the resources that a planned job requests."""
     return ResourceRequest.of(config.resources, cluster).with_workers(
         plan.workers_per_node, plan.device, plan.threads_per_worker, plan.per
     )
 
 
 def estimate_waits(plan: LaunchPlan, config: RunConfig, cluster: Cluster) -> list[Wait]:
-    """The estimates for the requested partitions, then for all others.
+    """Estimate the wait in the requested partitions, then in all others.
 
-    Raises SlurmUnreachable when Slurm answers no query.
+    Raises SlurmUnreachable if Slurm answers no query.
     """
     assert plan.slurm is not None
     request = request_of(plan, config, cluster)
@@ -79,14 +79,14 @@ def estimate_waits(plan: LaunchPlan, config: RunConfig, cluster: Cluster) -> lis
 def ask_fitting(
     requests: Iterable[tuple[Sequence[str], str]], clusters: Sequence[str], enough_s: float | None = None
 ) -> list[Answer]:
-    """The answers of `ask_starts` to requests that fit; of the others, why they do not."""
+    """Return the answers of `ask_starts`; a request that does not fit gets the reason instead."""
     known = list(requests)
     found = iter(ask_starts([argv for argv, why_not in known if not why_not], enough_s, clusters))
     return [Answer(remark=why_not) if why_not else next(found) for _, why_not in known]
 
 
 def misfit(request: ResourceRequest, cluster: Cluster, name: str) -> str:
-    """Why a job does not fit a partition, in one sentence; empty if it does."""
+    """Return why a job does not fit a partition, in one sentence; empty if it fits."""
     partition = cluster.partition(name)
     if partition is None:
         return ""
@@ -95,7 +95,7 @@ def misfit(request: ResourceRequest, cluster: Cluster, name: str) -> str:
 
 
 def priority(cluster: str, enough_s: float) -> str:
-    """The user's shares and the weights of the priority; empty where the cluster has no such priorities."""
+    """Return the user's shares and the priority weights as text; empty if Slurm does not report them."""
     parts = []
     for argv in (["sprio", "--weights"], ["sshare", "-U"]):
         try:
@@ -106,7 +106,7 @@ def priority(cluster: str, enough_s: float) -> str:
 
 
 def wait_lines(waits: Sequence[Wait], now: datetime | None = None, fit: int | None = None) -> Iterator[str]:
-    """The lines of a table: partition, when the job would start, remark."""
+    """Yield the lines of a table with the columns partition, start time and remark."""
     now = datetime.now(timezone.utc) if now is None else now
     rows = [("partition", "would start", "")]
     for wait in waits:
@@ -118,7 +118,7 @@ def wait_lines(waits: Sequence[Wait], now: datetime | None = None, fit: int | No
 
 
 def when(start: datetime, now: datetime) -> str:
-    """How long it is until then, and the time."""
+    """Format a start time as the wait until then and the local time, or as "now"."""
     seconds = (start - now).total_seconds()
     if seconds < SOON_S:
         return "now"

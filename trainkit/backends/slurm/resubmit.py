@@ -1,9 +1,8 @@
-"""Has a run continue in another job: resubmits, excludes hosts, finds those that are lost.
+"""Continues a run in another job: resubmits the run, excludes bad hosts and finds lost hosts.
 
 ``python -m trainkit.backends.slurm.resubmit`` is a step that watches the host of its job's batch shell from
-another one.
-Under ``--no-kill``, which spare nodes require, Slurm does nothing when that host dies with the supervisor,
-and the other hosts would idle until the time limit.
+another host. Spare nodes require ``--no-kill``, with which Slurm does nothing if the batch host dies along
+with the supervisor. Without the watch, the other hosts would idle until the time limit.
 """
 
 from __future__ import annotations
@@ -41,30 +40,30 @@ from trainkit.slurm.submit import query_start, submit_script
 from trainkit.trust import read_trusted
 
 EVICTION_S = 120.0
-"""How long Slurm may take to end the batch shell of a job that it has requeued."""
+"""Seconds that Slurm may take to end the batch shell of a requeued job."""
 TEST_TIMEOUT_S = 20.0
 
 
 def await_eviction() -> None:
     """Wait until Slurm ends this batch shell of a requeued job, or for at most EVICTION_S.
 
-    Returns immediately on SIGTERM: the next start of the job waits for the lock that this process holds.
+    Returns immediately on SIGTERM, because the next start of the job waits for this process's lock.
     """
     deadline_s = time.monotonic() + EVICTION_S
-    while (left_s := deadline_s - time.monotonic()) > 0:
-        if processes.wait_for_signal(left_s) == signal.SIGTERM:
+    while (remaining_s := deadline_s - time.monotonic()) > 0:
+        if processes.wait_for_signal(remaining_s) == signal.SIGTERM:
             return
 
 
 def resubmit(
     run: RunDir, job_id: str, exclude: Sequence[str] = (), lock_timeout_s: float | None = None
 ) -> str:
-    """Submit the run's next attempt with the script of the ending job; returns the id of the new job.
+    """Submit the run's next attempt with the script of the ending job; return the new job's id.
 
-    Called in the batch shell of the ending job, on which the new job depends. Of an array, only this task is
-    resubmitted. Hosts in `exclude` are excluded as far as Slurm could start the job without them.
-    Raises TrainkitError when the run was cancelled or stays locked or Slurm refuses the job, OSError when the
-    run folder cannot be written.
+    Call this in the batch shell of the ending job, which the new job depends on. For an array, only this task
+    is resubmitted. Hosts in `exclude` are excluded as far as Slurm could start the job without them. Raises
+    TrainkitError if the run was cancelled, if it stays locked or if Slurm refuses the job. Raises OSError if
+    the run folder cannot be written.
     """
     with run_lock(run, lock_timeout_s):
         newest = run.attempt(run.attempt_numbers()[-1])
@@ -72,7 +71,7 @@ def resubmit(
         if entry.job_id not in ("", job_id):
             raise TrainkitError(f"job {entry.job_id} has taken the run over")
         if entry.is_cancelled:
-            raise TrainkitError("it was cancelled meanwhile")
+            raise TrainkitError("the run was cancelled in the meantime")
         if not run.script_file.is_file():
             raise TrainkitError(f"{run.script_file}, the script of job {job_id}, is missing")
         text = read_trusted(run.script_file)
@@ -93,7 +92,7 @@ def resubmit(
         for moved in move_dependents(job_id, new_id):
             log_line(f"job {moved} now waits for {new_id}")
     except TrainkitError as error:
-        log_line(f"jobs that wait for {job_id} do not wait for {new_id}: {error.message}")
+        log_line(f"cannot make jobs that wait for {job_id} wait for {new_id}: {error.message}")
     return new_id
 
 
@@ -109,13 +108,13 @@ def _submit(following: AttemptDir, job_id: str, plan: LaunchPlan, exclude: Seque
     new_id = submit_script(
         following.script_file, token=token, cwd=run.path, extra_argv=options, notify=log_line
     )
-    new_id = split_job(new_id)[0]  # it is on this cluster, as what it depends on
+    new_id = split_job(new_id)[0]  # the new job is on this cluster, like the job that it depends on
     copy_submitit_pickle(run, job_id, new_id)
     return f"{new_id}_{task}" if task else new_id
 
 
 def exclude_from(job_id: str, hosts: Sequence[str], request: SlurmRequest) -> None:
-    """Exclude hosts from the next start of a requeued job, whose resource request is `request`.
+    """Exclude hosts from the next start of a requeued job with the resource request `request`.
 
     A failure is logged and does not prevent the requeue.
     """
@@ -123,7 +122,7 @@ def exclude_from(job_id: str, hosts: Sequence[str], request: SlurmRequest) -> No
 
 
 def _exclude(hosts: Sequence[str], request: SlurmRequest, act: Callable[[str], None]) -> None:
-    """Call `act` with the list of all excluded hosts, if any can be; a failure is logged."""
+    """Call `act` with the list of all excluded hosts, if any can be excluded; log a failure."""
     try:
         if excluded := excludable(hosts, request):
             act(str(with_excluded(request, excluded).sbatch["exclude"]))
@@ -134,10 +133,10 @@ def _exclude(hosts: Sequence[str], request: SlurmRequest, act: Callable[[str], N
 def excludable(
     hosts: Sequence[str], request: SlurmRequest, notify: Callable[[str], None] = log_line
 ) -> list[str]:
-    """The hosts that can be excluded without leaving too few: then the job would stay pending forever.
+    """Return the hosts that Slurm can exclude and still start the job.
 
-    `notify` gets a sentence for each of the others.
-    Raises SlurmUnreachable, and TrainkitError when this host cannot run the test.
+    Excluding too many hosts would leave the job pending forever. `notify` gets a sentence for each host that
+    cannot be excluded. Raises SlurmUnreachable, and TrainkitError if this host cannot run the test.
     """
     if not hosts or _refusal(hosts, request) is None:
         return list(hosts)
@@ -152,9 +151,9 @@ def excludable(
 
 
 def _refusal(hosts: Sequence[str], request: SlurmRequest) -> str | None:
-    """Why Slurm would refuse the job without these hosts; None when it would accept it.
+    """Return why Slurm would refuse the job without these hosts; None if Slurm would accept it.
 
-    Raises SlurmUnreachable, and TrainkitError when this host cannot run the test.
+    Raises SlurmUnreachable, and TrainkitError if this host cannot run the test.
     """
     options = {**with_excluded(request, hosts).sbatch, "comment": False, "dependency": False}
     try:
@@ -167,10 +166,10 @@ def _refusal(hosts: Sequence[str], request: SlurmRequest) -> str | None:
 
 
 def lost_hosts(job_id: str, hosts: Sequence[str], *, is_running: bool) -> tuple[str, ...] | None:
-    """The hosts of a job that can no longer start processes; None when Slurm does not respond.
+    """Return the hosts of a job that can no longer start processes; None if Slurm does not answer.
 
-    Slurm reports them as down, failed or not responding. In a running job, hosts that Slurm has removed from
-    it count too; from a job that is ending, Slurm also removes the good ones as they finish.
+    Slurm reports lost hosts as down, failed or not responding. In a running job, hosts that Slurm has removed
+    from the job count too. From an ending job, Slurm also removes good hosts as they finish.
     """
     if not hosts:
         return ()
@@ -180,12 +179,12 @@ def lost_hosts(job_id: str, hosts: Sequence[str], *, is_running: bool) -> tuple[
         log_line(f"cannot query the hosts of {job_id}: {error.message}")
         return None
     if is_running and not remaining:
-        return None  # the job ended between the two queries: its hosts are not lost
+        return None  # the job ended between the two queries, so its hosts are not lost
     return tuple(host for host in hosts if host not in remaining or is_unavailable(states.get(host, "")))
 
 
 def start_host_watch(watched: str, host: str, log: Path) -> subprocess.Popen[bytes]:
-    """Have `host` watch the host of this batch shell: see `main`."""
+    """Start a step on `host` that watches the host of this batch shell; see `main`."""
     argv = [
         "srun",
         "--overlap",
@@ -202,16 +201,20 @@ def start_host_watch(watched: str, host: str, log: Path) -> subprocess.Popen[byt
 
 
 HOST_POLL_S = 60.0
-"""Each question is two RPCs to the controller, which itself takes minutes to call a host down."""
+"""Seconds between two checks of the batch host. Each check is two RPCs, and the controller takes minutes to
+mark a host down."""
 
 
 def requeue_if_down(job_id: str, host: str) -> bool:
-    """Requeue the job, or cancel it if Slurm may not requeue it, if its batch host is down; whether it is."""
+    """Requeue the job if its batch host is down, or cancel it if it has --no-requeue.
+
+    Returns whether the host is down.
+    """
     if not is_down(node_states([host]).get(host, "")):
         return False
     job = job_details(job_id)
     if job.restarts > int(os.environ.get("SLURM_RESTART_COUNT", "0")):
-        return True  # it has been requeued already
+        return True  # the job has already been requeued
     action = "requeuing" if job.may_requeue else "cancelling (the job must not be requeued)"
     print(f"{host}, the host of the supervisor, is down: {action} {job_id}", flush=True)
     if job.may_requeue:
@@ -222,9 +225,9 @@ def requeue_if_down(job_id: str, host: str) -> bool:
 
 
 def main(host: str) -> int:
-    """Watch the batch host of the job that this step belongs to until it dies; returns the exit code."""
+    """Watch the batch host of this step's job until the host dies; return the exit code."""
     replace_unencodable()
-    # The early notice is for the ranks.
+    # The warning signal is for the ranks.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     while True:
         time.sleep(HOST_POLL_S)

@@ -1,4 +1,4 @@
-"""The launch draft for a Slurm job: derives the values of a launch plan from the cluster."""
+"""The launch draft for a Slurm job, which derives the values of a launch plan from the cluster."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainkit.plan.launch_draft import BOUND_GPU_WARNING, LaunchDraft
 from trainkit.plan.workload import PER_RANK
 
 SHARE_OF_TIME = 4
-"""Slurm signals a job no earlier than when 1/SHARE_OF_TIME of its time is left."""
+"""The warning signal comes no earlier than in the last 1/SHARE_OF_TIME of the job's time."""
 
 _PASSED_ON = (
     "time_min",
@@ -39,7 +39,7 @@ _PASSED_ON = (
     "mail_user",
     "mail_type",
 )
-"""Keys of `resources` whose values sbatch gets as they are."""
+"""Keys of `resources` whose values are passed to sbatch unchanged."""
 
 _KEYS = {
     **{
@@ -54,7 +54,8 @@ _KEYS = {
     **{"cpus-per-task": "resources.cpus_per_gpu", "job-name": "name", "signal": "requeue.signal"},
     **{"requeue": "requeue.on", "no-requeue": "requeue.on", "array": "--array", "dependency": "--after"},
 }
-"""sbatch options that a config key or a command option sets; they are rejected in `resources.extra`."""
+"""Maps sbatch options to the config key or command option that sets them; `resources.extra` must not set
+them."""
 
 _OWN_SBATCH = (
     "output",
@@ -105,12 +106,12 @@ class SlurmDraft(LaunchDraft):
         assert self.target.cluster is not None
         self.cluster = self.target.cluster
         self.asked = ResourceRequest.of(self.loaded.config.resources, self.cluster)
-        """What the config requests; `request` adds the workers of a node."""
+        """The resources that the config requests; `request` adds the workers of a node."""
         refused = partition_refusals(self.asked, self.cluster)
         default = self.cluster.partition(None)
         named = self.asked.partitions or ([] if default is None else [default])
         self.partitions = [item for item in named if item.name not in refused] or named
-        """The requested partitions that may start the job, else the default one."""
+        """The requested partitions that may start the job, else the default partition."""
         self.partition = next(iter(self.partitions), None)
         gpu_type = self.asked.gpu_type
         self.kinds = {
@@ -120,8 +121,8 @@ class SlurmDraft(LaunchDraft):
         """The nodes that the job may get, by partition; empty if unknown."""
         self.nodes = tuple(kind for kinds in self.kinds.values() for kind in kinds)
         self.gpu_types: dict[str, str] = {}
-        """The GPU type of each partition, of which Slurm chooses one."""
-        # A type that no node has is reported elsewhere.
+        """The GPU type of each partition; Slurm chooses the partition."""
+        # A GPU type that no node has is reported by `limit_problems`.
         self._gpu_type = gpu_type if any(kind.num_gpus(gpu_type) for kind in self.nodes) else None
 
     def detected_device(self) -> str:
@@ -136,7 +137,7 @@ class SlurmDraft(LaunchDraft):
         return device
 
     def detected_gpus(self) -> int:
-        # As many as each of the partitions with GPUs has.
+        # The smallest number of GPUs per node among the partitions that have GPUs.
         count = min(filter(None, map(self._gpus_per_node_of, self.kinds.values())), default=0)
         if self.partition is None or not self.nodes:
             message = "is auto, but the number of GPUs per node is unknown"
@@ -163,7 +164,7 @@ class SlurmDraft(LaunchDraft):
         return f"partition {names}" if len(self.kinds) == 1 else f"partitions {names}"
 
     def _gpus_per_node_of(self, kinds: tuple[NodeKind, ...]) -> int:
-        """The most GPUs per node that enough nodes have; the overall maximum if there are too few."""
+        """Return the highest number of GPUs per node that enough nodes have; the maximum if none suffices."""
         gpu_type = self._gpu_type
         counts = sorted({kind.num_gpus(gpu_type) for kind in kinds}, reverse=True)
         for count in filter(None, counts):
@@ -173,7 +174,7 @@ class SlurmDraft(LaunchDraft):
         return max(counts, default=0)
 
     def derived_threads(self, world_size: int) -> tuple[int | None, str]:
-        # The nodes with a GPU for every worker; if there are none, all nodes with GPUs.
+        # Consider the nodes with a GPU for every worker; if there are none, all nodes with GPUs.
         workers, device = world_size // self.asked.nodes, self.loaded.config.device
         placed = ((item, kind) for item in self.partitions for kind in self.kinds[item.name])
         some = [(item, kind) for item, kind in placed if kind.num_gpus(self._gpu_type)]
@@ -190,7 +191,7 @@ class SlurmDraft(LaunchDraft):
         return None, "Slurm's default per task; resources.cpus_per_gpu requests more"
 
     def lead_s(self) -> int:
-        """How many seconds before the time limit Slurm signals the job, so that it can save."""
+        """Return how many seconds before the time limit Slurm signals the job so that it can save."""
         grace_s, limit_s = super().lead_s(), self._time_limit_s()
         if grace_s <= limit_s / SHARE_OF_TIME:
             return grace_s
@@ -201,7 +202,7 @@ class SlurmDraft(LaunchDraft):
         return lead_s
 
     def _time_limit_s(self) -> float:
-        """The shortest time limit of the job in seconds; infinite for no limit or if unknown."""
+        """Return the job's shortest time limit in seconds; infinite if there is no limit or it is unknown."""
         partition, resources = self.partition, self.loaded.config.resources
         if self.asked.time_s is not None:
             notes = []
@@ -211,8 +212,9 @@ class SlurmDraft(LaunchDraft):
                 notes.append(f"{resources.slice} a job, until all jobs of the run took {resources.time}")
             if notes:
                 self.reasons["time"] = "; ".join(reversed(notes))
-            # The backfill scheduler of 22.05 and 24.11 lowers the limit to exactly time-min, that of 26.05 to
-            # what fits. All signal before the real end, and keep the lowered limit when the job is requeued.
+            # The backfill scheduler of Slurm 22.05 and 24.11 lowers the limit to exactly time-min. Slurm
+            # 26.05 lowers it only as far as needed. All versions signal before the real end, and keep the
+            # lowered limit when the job is requeued.
             return self.asked.time_min_s or self.asked.time_s
         if partition is None or partition.job_time_s is None:
             return math.inf
@@ -223,33 +225,33 @@ class SlurmDraft(LaunchDraft):
         return partition.job_time_s
 
     def per(self, launcher: str) -> Literal["gpu", "node"]:
-        """The unit of a Slurm task."""
+        """Return the unit of a Slurm task."""
         if launcher in PER_RANK:
             return self.loaded.config.launch.per
         self.reasons["per"] = f"node: {launcher} starts the ranks of a node itself"
         return "node"
 
     def _check_bindings(self, per: str, workers_per_node: int) -> None:
-        """Refuse options that leave a rank without a GPU of its own; lists of GPUs are left to the ranks."""
+        """Refuse options that leave a rank without a separate GPU; the ranks check explicit lists of GPUs."""
         launch, extra = self.loaded.config.launch, self.loaded.config.resources.extra
         is_unbound = "none" in (launch.srun_extra.get("gpu-bind"), extra.get("gpu-bind"))
         for key, value, num_gpus, sharing in _bound_gpus(self.loaded.config):
             seen = f"is {value}: a task would see {plural(num_gpus, 'GPU')}"
             if per == "node" and num_gpus < workers_per_node:
                 hint = "remove it, or set launch.per: gpu" if launch.per == "node" else "remove it"
-                self.problem(key, f"{seen}, but it starts all {workers_per_node} ranks of its node", hint)
+                self.problem(key, f"{seen}, but starts all {workers_per_node} ranks of its node", hint)
             elif per == "gpu" and sharing > 1:
                 message = f"is {value}: ranks would share a GPU"
                 self.problem(key, message, "bind a different GPU to every task")
             elif per == "gpu" and num_gpus > 1:
-                self.problem(key, f"{seen}, but it is one rank", "bind one GPU to every task, or remove it")
+                self.problem(key, f"{seen}, but is only one rank", "bind one GPU to every task, or remove it")
             elif per == "gpu" and not is_unbound:
                 self.warnings.append(f"{key} is {value}: {BOUND_GPU_WARNING}")
 
     def request(
         self, device: str, workers_per_node: int, threads: int | None, notice: str, per: str
     ) -> SlurmRequest:
-        """The Slurm options, after checking the request against the limits of the cluster."""
+        """Return the Slurm options, after checking the request against the limits of the cluster."""
         config = self.loaded.config
         for key, message, hint in _reserved_options(config):
             self.problem(key, message, hint)
@@ -262,7 +264,7 @@ class SlurmDraft(LaunchDraft):
             if key not in reported:
                 self.problem(key, message, hint)
         if asked.gpu_types and asked.gpus_per_node and not self.cluster.partitions:
-            message = "names several types, but the partitions of this cluster, which decide it, are unknown"
+            message = "names several types, but the partitions, which determine the type, are unknown"
             self._unknown("resources.gpu_type", message, "name one type")
         sbatch = self._sbatch(asked, tasks, threads, notice)
         srun: Options = {
@@ -271,7 +273,7 @@ class SlurmDraft(LaunchDraft):
             "ntasks-per-node": tasks,
             "kill-on-bad-exit": 0,
             "wait": 0,
-            # torch meets by itself, and a cluster's default may be a plugin that its nodes do not have.
+            # torch has its own rendezvous, and the cluster's default may be a plugin that its nodes lack.
             "mpi": "none",
             **config.launch.srun_extra,
         }
@@ -293,7 +295,7 @@ class SlurmDraft(LaunchDraft):
             self.reasons["clusters"] = listed(request.clusters, "or") + choice * (len(request.clusters) > 1)
         for item in self.partitions:
             if not item.is_up:
-                waits = "Slurm rejects its jobs, or lets them wait until it is"
+                waits = "Slurm rejects its jobs, or leaves them pending until it is up"
                 self.warnings.append(f"partition {item.name} is not up: {waits}")
         spare = config.resources.spare_nodes
         if spare:
@@ -305,7 +307,7 @@ class SlurmDraft(LaunchDraft):
     def _sbatch(
         self, asked: ResourceRequest, tasks_per_node: int, threads: int | None, notice: str
     ) -> Options:
-        """The options of sbatch; `notice` is the signal before the time limit, such as ``USR2@120``."""
+        """Return the options of sbatch; `notice` is the warning signal option, such as ``USR2@120``."""
         config, resources = self.loaded.config, self.loaded.config.resources
         options: Options = {
             "job-name": config.name,
@@ -317,7 +319,8 @@ class SlurmDraft(LaunchDraft):
         if threads is not None:
             options["cpus-per-task"] = threads * asked.workers_per_node // tasks_per_node
         if asked.gpus_per_node is not None:
-            # Slurm takes several types as all of them on each node, so a list of partitions stands for them.
+            # Slurm reads several types as a request for all of them on each node. So a list of partitions
+            # selects the type instead.
             kind = f"{asked.gpu_type}:" if asked.gpu_type else ""
             prefix = "gpu:" if self.cluster.gpu_option == "gres" else ""
             options[self.cluster.gpu_option] = f"{prefix}{kind}{asked.gpus_per_node}"
@@ -340,7 +343,7 @@ class SlurmDraft(LaunchDraft):
         return options | resources.extra
 
     def _partition_names(self, asked: ResourceRequest) -> str | None:
-        """The partitions to name in the request, which the GPU types may choose."""
+        """Return the partitions to name in the request, which may follow from the GPU types."""
         refused = partition_refusals(asked, self.cluster)
         able = [item for item in asked.partitions if item.name not in refused]
         if able and (len(asked.names) > 1 or asked.gpu_types):
@@ -355,7 +358,7 @@ class SlurmDraft(LaunchDraft):
         return self.loaded.config.resources.partition
 
     def _bad_nodes(self, asked: ResourceRequest) -> list[str]:
-        """Recently failed hosts to exclude, as many as the job can spare."""
+        """Return recently failed hosts to exclude, as many as the job can spare."""
         bad, capacity = self.cluster.bad_nodes, spare_capacity(asked)
         named = asked.named_nodes if bad else []
         excluded = [host for host in bad if host not in named][:capacity]
@@ -369,7 +372,7 @@ class SlurmDraft(LaunchDraft):
         return excluded
 
     def _unknown(self, key: str, message: str, hint: str) -> None:
-        """Report a value that is known only to the cluster.
+        """Report a problem with a value that only the cluster can determine.
 
         Raises SlurmError if Slurm did not answer.
         """
@@ -379,7 +382,7 @@ class SlurmDraft(LaunchDraft):
 
 
 def _reserved_options(config: RunConfig) -> Iterator[KeyProblem]:
-    """A problem for every extra option that another key or trainkit itself sets."""
+    """Yield a problem for every extra option that another key or trainkit itself sets."""
     for option, value in config.resources.extra.items():
         key = f"resources.extra.{option}"
         if option in _KEYS:
@@ -394,7 +397,7 @@ def _reserved_options(config: RunConfig) -> Iterator[KeyProblem]:
 
 
 def _bound_gpus(config: RunConfig) -> Iterator[tuple[str, str, int, int]]:
-    """(key, value, GPUs of each task, tasks of each GPU) of each extra option that binds GPUs to tasks."""
+    """Yield (key, value, GPUs per task, tasks per GPU) for each extra option that binds GPUs to tasks."""
     sections = {"resources.extra": config.resources.extra, "launch.srun_extra": config.launch.srun_extra}
     for section, options in sections.items():
         for option, value in options.items():
@@ -407,14 +410,15 @@ def _bound_gpus(config: RunConfig) -> Iterator[tuple[str, str, int, int]]:
 
 
 FULL_RANGES = (24, 11)
-"""A version of Slurm that takes a list, ``--nodes=2,4``, and gives a job with tasks as many nodes as it has.
+"""The first Slurm version known to accept a list of node counts such as ``--nodes=2,4``.
 
-22.05 takes a range only, and counts nodes by tasks: with ``--ntasks-per-node`` it gives the fewest.
+This version also gives a job with tasks as many nodes as possible. Slurm 22.05 accepts only a range, and
+derives the node count from the tasks: with ``--ntasks-per-node`` it allocates the smallest count.
 """
 
 
 def in_one_job(plans: Sequence[LaunchPlan], version: tuple[int, ...]) -> list[LaunchPlan]:
-    """The plans for several numbers of nodes, the most first, as one job has them."""
+    """Return the plans for several node counts, largest first, adapted to a single job."""
     is_old, sizes = version < FULL_RANGES, [plan.num_nodes for plan in reversed(plans)]
     is_range = is_old or sizes == list(range(sizes[0], sizes[-1] + 1))
     nodes = f"{sizes[0]}-{sizes[-1]}" if is_range else ",".join(map(str, sizes))
@@ -427,9 +431,10 @@ def _in_one_job(
     assert plan.slurm is not None
     assert first.slurm is not None
     assert least.slurm is not None
-    # The job survives the loss of a node, and the run continues on the others.
+    # The job survives the loss of a node, and the run continues on the remaining nodes.
     sbatch: Options = {**first.slurm.sbatch, "nodes": nodes, "no-kill": True}
-    if "exclude" in least.slurm.sbatch:  # the job starts without the bad nodes that its fewest can spare
+    # The smallest node count decides how many bad nodes the job can exclude.
+    if "exclude" in least.slurm.sbatch:
         sbatch["exclude"] = least.slurm.sbatch["exclude"]
     srun = plan.slurm.srun
     if is_old:

@@ -1,8 +1,8 @@
-"""The step of a Slurm job: its argv, its tasks and their rendezvous, and whom Slurm signals.
+"""The step of a Slurm job: its argv, its tasks, their rendezvous, and the processes that Slurm signals.
 
 At the rendezvous the first task publishes the port on which rank 0 listens. The batch shell has
-SLURM_PROCID=0 too, but it is not a task of a step: only SLURM_STEP_ID tells them apart. Before Slurm 26.05 it
-has none; since then the shells of a job have the numbers of their special steps.
+SLURM_PROCID=0 too, but it is not a task of a step. Only SLURM_STEP_ID distinguishes them: before Slurm 26.05
+the batch shell has no SLURM_STEP_ID, and since then a job's shells have the numbers of special steps.
 """
 
 from __future__ import annotations
@@ -41,19 +41,20 @@ from trainkit.slurm.control import kill_steps
 from trainkit.slurm.hosts import node_addr, tasks_per_node
 
 FIRST_SPECIAL_STEP = -16
-"""Step numbers from here to -1 are batch, extern and interactive steps, whose only process is not a rank.
+"""The lowest number of a special step. Steps from here to -1 are batch, extern and interactive steps without
+ranks.
 
-They are 32 bits long: Slurm 26.05 writes -6 where older versions write 4294967290.
+The numbers have 32 bits: Slurm 26.05 writes -6 where older versions write 4294967290.
 """
 BATCH_STEP = -5
 RESOLVE_PATIENCE_S = 20.0
 RESOLVE_RETRY_S = 2.0
 PATIENCE_S = 0.5
-"""How long after the agent its ranks may receive a signal that Slurm sends to both."""
+"""Seconds by which the ranks may receive a signal later than their agent, if Slurm sends it to both."""
 
 
 def slurm_job_id(environ: Mapping[str, str] = os.environ) -> str | None:
-    """The id of this process's job, ``123_4`` for a task of an array; None outside of a job."""
+    """Return the id of this process's job, ``123_4`` for a task of an array; None outside of a job."""
     if environ.get("SLURM_ARRAY_JOB_ID") and environ.get("SLURM_ARRAY_TASK_ID"):
         return f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
     return environ.get("SLURM_JOB_ID")
@@ -62,21 +63,21 @@ def slurm_job_id(environ: Mapping[str, str] = os.environ) -> str | None:
 def step_argv(
     step: Sequence[str], plan: LaunchPlan, hosts: Sequence[str], overlap: bool = False
 ) -> list[str]:
-    """The argv that starts the ranks on the first of these hosts, derived from the step in the batch script.
+    """Return the argv that starts the ranks on the first of these hosts, based on the script's step.
 
-    Without spare nodes or a range of nodes the step uses all hosts of the job, and its argv is
-    unchanged. Set `overlap` when Slurm may still count an earlier step as running, which then occupies the
-    job's memory: a step on an unreachable host cannot be ended.
-    Raises TrainkitError when there are fewer hosts than the plan has nodes, or the step does not use srun.
+    Without spare nodes or a range of nodes, the step uses all hosts of the job and its argv is unchanged. A
+    step on an unreachable host cannot be ended; Slurm may still count it as running and its memory as used.
+    Set `overlap` in this case. Raises TrainkitError if there are fewer hosts than the plan has nodes, or if
+    the step does not use srun.
     """
     if len(hosts) < plan.num_nodes:
-        good = f"{len(hosts)} of the job's are good: {','.join(hosts) or 'none'}"
+        good = f"{len(hosts)} of the job's hosts are good: {','.join(hosts) or 'none'}"
         raise TrainkitError(f"the step needs {plan.num_nodes} nodes, but only {good}")
     options = ["--overlap", "--mem=0"] if overlap else []
     if plan.may_lose_nodes:
         options.append(f"--nodelist={','.join(hosts[: plan.num_nodes])}")
     if plan.sizes and plan.slurm is not None:
-        # The script has the options for the most nodes, and Slurm takes the last of two equal options.
+        # The script has the options for the largest node count. If options repeat, Slurm takes the last one.
         sized = {f"--{name}=": plan.slurm.srun[name] for name in ("nodes", "ntasks")}
         step = [word for word in step if not word.startswith(tuple(sized))]
         options += [f"{name}{value}" for name, value in sized.items()]
@@ -92,24 +93,27 @@ def step_argv(
 
 
 class StepListener:
-    """A child of the agent that notes the notices it receives: its ranks have received the same.
+    """A child of the agent that records the stop signals it receives, because its ranks receive them too.
 
-    Whom Slurm signals depends on its `ProctrackType`, on the version and on how it was asked.
+    The processes that Slurm signals depend on `ProctrackType`, on the Slurm version and on the kind of
+    request.
     """
 
     def __init__(self) -> None:
-        """Start it; call after the ranks, with the notice signals blocked."""
+        """Start the listener; call this after the ranks have started, with the stop signals blocked."""
         self._reader, writer = os.pipe()
         self._heard: set[int] = set()
         before_listening = processes.dies_with(os.getpid(), signal.SIGKILL)
         if os.fork() == 0:
             try:
-                os.setpgid(0, 0)  # as the ranks
+                os.setpgid(0, 0)  # the ranks have separate process groups too
                 before_listening()
-                # A connection of the agent ends when the last process that has it closes it.
+                # Close inherited files, because an agent's connection stays open until every process has
+                # closed it.
                 for file in list(Path("/proc/self/fd").iterdir()):
                     if int(file.name) > 2 and int(file.name) != writer:
-                        with contextlib.suppress(OSError):  # that of the listing itself
+                        # The directory listing's own file is already closed.
+                        with contextlib.suppress(OSError):
                             os.close(int(file.name))
                 while True:
                     os.write(writer, bytes([signal.sigwait(NOTICE_SIGNALS)]))
@@ -119,11 +123,11 @@ class StepListener:
 
     def has_heard(self, number: signal.Signals) -> bool:
         deadline_s = time.monotonic() + PATIENCE_S
-        while number not in self._heard and (left_s := deadline_s - time.monotonic()) > 0:
-            if select.select([self._reader], [], [], left_s)[0]:
+        while number not in self._heard and (remaining_s := deadline_s - time.monotonic()) > 0:
+            if select.select([self._reader], [], [], remaining_s)[0]:
                 received = os.read(self._reader, 64)
                 if not received:
-                    return False  # it was killed
+                    return False  # the listener was killed
                 self._heard.update(received)
         return number in self._heard
 
@@ -133,23 +137,23 @@ class SlurmTask(Task):
     """One task of a step."""
 
     job_id: str
-    """``123``, or ``123_4`` for a task of an array."""
+    """The id of the job, such as ``123``, or ``123_4`` for a task of an array."""
     step_id: str
     restart_count: int
     task: int
-    """Index of the task in the step (SLURM_PROCID)."""
+    """The index of the task in the step (SLURM_PROCID)."""
     node_rank: int
     local_task: int
     tasks: tuple[int, ...]
-    """Number of tasks on each node."""
+    """The number of tasks on each node."""
     hosts: tuple[str, ...]
-    """By node rank; not necessarily in alphabetical order."""
+    """The hosts by node rank, not necessarily in alphabetical order."""
     launcher_port: str = ""
-    """The port of the step's srun: distinguishes steps even after Slurm has reset its job ids."""
+    """The port of the step's srun, which distinguishes steps even after Slurm has reset its job ids."""
 
     @property
     def rank(self) -> int:
-        # Counted node by node, whatever the order of srun's tasks.
+        # Ranks are counted node by node, whatever the order of srun's tasks.
         return sum(self.tasks[: self.node_rank]) + self.local_task
 
     @property
@@ -164,7 +168,7 @@ class SlurmTask(Task):
         return slurm_rendezvous(attempt, plan, self)
 
     def end_step(self) -> None:
-        """End all tasks of the step; raises TrainkitError if Slurm does not."""
+        """End all tasks of the step; raise TrainkitError if Slurm does not end them."""
         kill_steps([(self.job_id, self.step_id)], "TERM")
 
     def listen(self) -> StepListener:
@@ -172,9 +176,9 @@ class SlurmTask(Task):
 
 
 def reason_not_a_task(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Why this process is not a task of a Slurm step; None when it is one.
+    """Return why this process is not a task of a Slurm step; None if it is one.
 
-    Raises UsageError when the number of the step is not one.
+    Raises UsageError if SLURM_STEP_ID is not a number.
     """
     if "SLURM_JOB_ID" not in environ:
         return "this process is not in a Slurm job"
@@ -188,9 +192,9 @@ def reason_not_a_task(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def find_slurm_task(environ: Mapping[str, str] = os.environ) -> SlurmTask | None:
-    """The step task that this process runs as; None if it is not one.
+    """Return the step task that this process runs as; None if this process is not a task.
 
-    Raises UsageError when Slurm's variables are incomplete, contradict each other, or describe a step across
+    Raises UsageError if Slurm's variables are incomplete, contradict each other, or describe a step across
     components of a heterogeneous job.
     """
     if reason_not_a_task(environ) is not None:
@@ -229,19 +233,22 @@ def find_slurm_task(environ: Mapping[str, str] = os.environ) -> SlurmTask | None
 
 
 def step_task() -> SlurmTask:
-    """The step task that this process runs as; raises NotATask, and UsageError as `find_slurm_task` does."""
+    """Return the step task that this process runs as; raise NotATask if this process is not a task.
+
+    Raises UsageError as `find_slurm_task` does.
+    """
     if (task := find_slurm_task()) is None:
         raise NotATask(f"this is not a task of a Slurm step: {reason_not_a_task()}")
     return task
 
 
 def _is_in_one_component(environ: Mapping[str, str]) -> bool:
-    """Whether all nodes of this step belong to one component of the heterogeneous job."""
+    """Return whether all nodes of this step belong to one component of the heterogeneous job."""
     hosts = expand_hosts(_text(environ, "SLURM_STEP_NODELIST"))
     components = [
         expand_hosts(nodes) for name, nodes in environ.items() if name.startswith("SLURM_NODELIST_HET_GROUP_")
     ]
-    # Components can share a node, which a step across them lists twice.
+    # Components can share a node. A step across these components lists the node twice.
     return len(set(hosts)) == len(hosts) and any(set(hosts) <= set(nodes) for nodes in components)
 
 
@@ -265,10 +272,10 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 
 
 def slurm_rendezvous(attempt: AttemptDir, plan: LaunchPlan, task: SlurmTask) -> Rendezvous:
-    """The rendezvous of an agent that is a task of a Slurm step; waits for rank 0's port.
+    """Return the rendezvous of an agent that is a task of a Slurm step; wait for rank 0's port.
 
-    Raises TrainkitError when the step does not match the plan or no port is published in time, and
-    StopSignalReceived when a notice signal arrives meanwhile.
+    Raises TrainkitError if the step does not match the plan or no port is published in time, and
+    StopSignalReceived if a stop signal arrives in the meantime.
     """
     check_step(plan, task)
     per_gpu = plan.per == "gpu"
@@ -284,7 +291,7 @@ def slurm_rendezvous(attempt: AttemptDir, plan: LaunchPlan, task: SlurmTask) -> 
 
 
 def resolves(name: str) -> bool:
-    """Whether a name or address has an address here."""
+    """Return whether a name or address resolves on this host."""
     try:
         return bool(socket.getaddrinfo(name, None))
     except (OSError, UnicodeError):
@@ -292,10 +299,10 @@ def resolves(name: str) -> bool:
 
 
 def master_address(task: SlurmTask, published: str | None = None) -> str:
-    """The name or address of the step's first host: its NodeName if that resolves here, else its NodeAddr.
+    """Return the name of the step's first host if it resolves here, else its NodeAddr.
 
     `published` is the address that the first task uses, which saves a request to Slurm's controller. Raises
-    TrainkitError when neither resolves, and StopSignalReceived when a notice signal arrives meanwhile.
+    TrainkitError if neither resolves, and StopSignalReceived if a stop signal arrives in the meantime.
     """
     if task.num_nodes == 1:
         return LOCAL_ADDR
@@ -320,13 +327,13 @@ def master_address(task: SlurmTask, published: str | None = None) -> str:
         if time.monotonic() >= deadline_s:
             raise TrainkitError(
                 f"the node name {name} does not resolve on {socket.gethostname()}{problem}",
-                hint=f"`getent hosts {name}` and `scontrol show node {name}` there must give an address",
+                hint=f"`getent hosts {name}` and `scontrol show node {name}` must print an address there",
             )
         pause(RESOLVE_RETRY_S)
 
 
 def _peer_address(name: str) -> str:
-    """The address of another host, to find the interface towards it; its name when none is known."""
+    """Return the address of another host, to find the interface towards it; its name if unknown."""
     if resolves(name):
         return name
     try:
@@ -337,7 +344,7 @@ def _peer_address(name: str) -> str:
 
 
 def check_step(plan: LaunchPlan, task: SlurmTask) -> None:
-    """Raise FatalError when the step does not match the plan."""
+    """Raise FatalError if the step does not match the plan."""
     planned = tuple(plan.workers_of(node) if plan.per == "gpu" else 1 for node in range(plan.num_nodes))
     if task.tasks != planned:
         raise FatalError(
@@ -354,7 +361,7 @@ def _shape(tasks: tuple[int, ...]) -> str:
 
 
 def publish_port(attempt: AttemptDir, task: SlurmTask, addr: str) -> RendezvousRecord:
-    """Choose a free port on this host, on which rank 0 runs, and publish it to the other tasks.
+    """Choose a free port on this host, on which rank 0 runs, and publish the port to the other tasks.
 
     Only the user can read the file.
     """
@@ -371,15 +378,15 @@ def await_port(
     *,
     is_supervised: bool = True,
 ) -> RendezvousRecord:
-    """Wait for the port that the first task of the step publishes; returns the rendezvous file's content.
+    """Wait for the port that the step's first task publishes; return the content of the rendezvous file.
 
-    Raises TrainkitError after the timeout and, in a step without a supervisor, when another task has failed.
+    Raises TrainkitError after the timeout and, in a step without a supervisor, if another task has failed.
     """
     try:
         record = wait_for_json(
             attempt.rendezvous_file,
             timeout_s,
-            accept=lambda record: bool(record["step"] == task.key),  # not from an earlier start
+            accept=lambda record: bool(record["step"] == task.key),  # the file may be from an earlier start
             pause=pause if is_supervised else PauseUntilFailure(attempt),
             creates=True,
         )

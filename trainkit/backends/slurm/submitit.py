@@ -1,4 +1,4 @@
-"""Runs on Slurm as jobs of submitit: its script, which runs a pickled call."""
+"""The backend for Slurm jobs of submitit, whose script runs a pickled call."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ IGNORE_SIGNALS = (
     "# When Slurm signals this shell, its supervisor must live on to record how the job ended.",
     "trap : TERM INT USR2",
 )
-"""Not needed in the script of the sbatch backend, where the supervisor replaces the shell."""
+"""Lines that keep the shell alive. The sbatch backend needs none, because its supervisor replaces the shell.
+"""
 
 
 def _own_folder(folder: Path) -> Iterator[str]:
-    """Lines of bash that end the job unless this user made the folder of its pickle, which is executed."""
+    """Yield bash lines that end the job unless this user owns the folder of the executed pickle."""
     word = quote(str(folder))
     yield f"[[ -O {word} && ! -L {word} ]] ||"
     yield f"    {{ printf 'trainkit: %s is not the folder that was submitted\\n' {word} >&2; exit 2; }}"
@@ -36,7 +37,7 @@ def _own_folder(folder: Path) -> Iterator[str]:
 class SubmititJob:
     """The callable that submitit pickles and runs in the batch shell of its jobs.
 
-    submitit's own requeue is never used: the supervisor handles the signals and requeues the job itself after
+    submitit's requeue is never used. The supervisor handles the signals, and requeues the job itself after
     the ranks have saved.
     """
 
@@ -44,7 +45,7 @@ class SubmititJob:
 
     @whole_paths()
     def __call__(self) -> None:
-        from trainkit.job.supervisor import supervise_job  # which the command that submits needs not
+        from trainkit.job.supervisor import supervise_job  # the submitting command does not need it
 
         run = RunDir(Path(self.run_dir))
         code = supervise_job(run, read_json(run.step_file, executes=True), "submitit")
@@ -54,18 +55,18 @@ class SubmititJob:
 
 
 class SubmititBackend(SbatchBackend):
-    """A job of submitit, with its own script around the part that starts the ranks."""
+    """A job of submitit, which adds a script around the lines that start the ranks."""
 
     name = "submitit"
     template = "partials/setup.sh.j2"
 
     def finish_script(self, run: RunDir, script: JobScript) -> JobScript:
-        """The script that submitit makes; raises UsageError for options that it cannot pass."""
+        """Return submitit's script; raise UsageError for options that submitit cannot pass."""
         from submitit import AutoExecutor
 
         for name, value in script.directives.items():
             if value is not True:
-                directive(value)  # raises for values that an #SBATCH line cannot contain
+                directive(value)  # this raises for values that an #SBATCH line cannot contain
             if "\\" in str(value):
                 raise UsageError(
                     f"submitit cannot pass --{name}={value!r}, which contains a backslash",
@@ -95,7 +96,7 @@ class SubmititBackend(SbatchBackend):
         return "trainkit does not submit arrays through submitit", "add --backend sbatch"
 
     def submit(self, attempt: AttemptDir, new: NewAttempt, token: str) -> str:
-        """Submit the script, and give its job the pickle that it waits for, for a minute."""
+        """Submit the script, and write the pickle that the job waits up to a minute for."""
         from submitit.core.utils import DelayedSubmission, JobPaths
 
         run = attempt.run
@@ -105,6 +106,6 @@ class SubmititBackend(SbatchBackend):
         ensure_folder(pickle.parent, 0o700)
         DelayedSubmission(SubmititJob(str(run.path))).dump(pickle)
         job = super().submit(attempt, new, token)
-        # submitit replaces a %j in the folder's own path too.
+        # submitit also replaces a %j in the folder's own path.
         JobPaths(pickle.parent, split_job(job)[0]).move_temporary_file(pickle, "submitted_pickle")
         return job

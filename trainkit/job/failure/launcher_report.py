@@ -1,7 +1,8 @@
-"""What launchers print about what failed first: torchrun, accelerate and DeepSpeed a rank, srun a task.
+"""Finds in a launcher's output what failed first.
 
-The first three exit with 1, or with the exit code of that rank as a byte: 247 is -9, death by SIGKILL. So an
-agent also watches the ranks of its launcher.
+torchrun, accelerate and DeepSpeed report a rank, and srun reports a task. The first three exit with 1, or
+with the exit code of the failed rank as a byte; for example, 247 is -9, death by SIGKILL. So an agent also
+watches the ranks of its launcher.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _TORCHRUN = re.compile(
     r"time\s*: (?P<time>\S+)\n\s*host\s*: (?P<host>\S*)\n"
     r"\s*rank\s*: (?P<rank>\d+) .*\n\s*exitcode\s*: (?P<code>-?\d+)"
 )
-"""A rank in the report of torchrun, which accelerate runs for more than one rank."""
+"""Matches a rank in the report of torchrun, which accelerate uses for more than one rank."""
 _OTHERS = "Failures:"
 _ROOT_CAUSE = "Root Cause (first observed failure)"
 _ACCELERATE = re.compile(r"in \w+_launcher\n.*\n.* died with <Signals\.\w+: (?P<number>\d+)>")
@@ -36,34 +37,37 @@ _SPAWN = re.compile(
     r"|.*ProcessExitedException: process (?P<killed>\d+) terminated with signal (?P<name>SIG\w+))",
     re.MULTILINE,
 )
-"""What torch.multiprocessing.spawn prints."""
+"""Matches the report of torch.multiprocessing.spawn."""
 _DEEPSPEED = re.compile(r"exits with return code = -(?P<number>\d+)")
-"""DeepSpeed prints it behind the command of its last rank, whichever has ended."""
+"""Matches DeepSpeed's report, which follows the command of the last rank, whichever rank has ended."""
 AT_ONCE_S = 5.0
-"""Torchrun itself kills what is left of its ranks after 30 s."""
+"""Seconds within which ranks count as failing together. torchrun itself kills remaining ranks after 30 s."""
 
 
 @dataclass(frozen=True)
 class RankExit:
-    """How a rank below a launcher ended."""
+    """The end of a rank below a launcher."""
 
     code: int
-    """Its exit code; negative for a signal."""
+    """The exit code; negative for a signal."""
     rank: int | None = None
-    """In the world; None when the launcher does not say."""
+    """The global rank; None if the launcher does not report it."""
     index: int = 0
-    """The line of its output in which the launcher says so."""
+    """The line number of the report in the launcher's output."""
     host: str = ""
     time: str = ""
 
     @property
     def killed_outside_launcher(self) -> bool:
-        """Whether a signal from outside ended it: launchers send SIGTERM, a rank raises SIGABRT itself."""
+        """Return whether a signal from outside ended the rank.
+
+        Launchers send SIGTERM themselves, and a rank raises SIGABRT itself.
+        """
         return self.code < 0 and self.code not in (-signal.SIGTERM, -signal.SIGABRT)
 
 
 def first_exit(lines: Sequence[str]) -> RankExit | None:
-    """The rank that failed first; None if the launcher names none, or only one that it has stopped itself."""
+    """Return the rank that failed first; None if the launcher names none, or one that it ended itself."""
     text = "\n".join(lines)
     start = text.rfind(_ROOT_CAUSE)
     if start < 0:
@@ -78,7 +82,8 @@ def first_exit(lines: Sequence[str]) -> RankExit | None:
     roots = [item for item in exits if item.index > _line(text, start)]
     if not roots:
         return None
-    # Of the ranks that ended since it last looked, torchrun calls the one with the lowest number the first.
+    # torchrun names the rank with the lowest number as the first, among the ranks that ended since its last
+    # check.
     first = roots[0]
     for item in exits:
         later_s = seconds_between(roots[0].time, parse_time(item.time))
@@ -89,7 +94,7 @@ def first_exit(lines: Sequence[str]) -> RankExit | None:
 
 
 def _first_of_script(lines: Sequence[str], text: str) -> RankExit | None:
-    """The first rank to fail of a script that has started the ranks itself."""
+    """Return the rank that failed first if a script has started the ranks itself."""
     for found in reversed(list(_SPAWN.finditer(text))):
         index = _line(text, found.end())
         if found["killed"] is None:
@@ -104,11 +109,14 @@ def _line(text: str, position: int) -> int:
 
 
 class LaunchedRanks:
-    """The processes of a launcher's ranks: a thread watches each, as only its parent can wait for it."""
+    """The processes of a launcher's ranks.
+
+    A thread watches each process, because only the parent of a process can wait for it.
+    """
 
     def __init__(self) -> None:
         self.first_exit: RankExit | None = None
-        """The exit of the first rank that failed; None as long as none has."""
+        """The exit of the first rank that failed; None if none has failed."""
         self._codes: dict[int, int | None] = {}
         self._lock = threading.Lock()
         self._watched: dict[int, threading.Thread | None] = {}
@@ -118,7 +126,7 @@ class LaunchedRanks:
 
     @property
     def codes(self) -> list[int | None]:
-        """The exit codes of the ranks that have ended; None where it came too late to see."""
+        """The exit codes of the ranks that have ended; None for a code that could not be read in time."""
         for pid, thread in self._watched.items():
             if thread is not None and not (PROC / str(pid)).exists():
                 thread.join(timeout=1.0)
@@ -126,16 +134,17 @@ class LaunchedRanks:
 
     @property
     def have_saved(self) -> bool:
-        """Whether all that have ended say that they have saved or finished, and one that it has saved."""
+        """Return whether all ended ranks report a save or success, and at least one reports a save."""
         codes = {*self.codes}
         return EXIT_STOPPED in codes and codes <= {EXIT_OK, EXIT_STOPPED}
 
     def watch(self, ranks: Mapping[int, int]) -> None:
-        """Watch these processes too: pid -> rank."""
+        """Watch further processes, given as a mapping from pid to rank."""
         for pid, rank in ranks.items():
             if pid not in self._watched:
                 self._watched[pid] = None
-                with contextlib.suppress(OSError):  # it has ended, or the kernel is older than Linux 5.3
+                # The process has ended, or the kernel is older than Linux 5.3.
+                with contextlib.suppress(OSError):
                     arguments = (rank, pid, os.pidfd_open(pid))
                     thread = threading.Thread(target=self._await, args=arguments, name="rank", daemon=True)
                     thread.start()
@@ -150,7 +159,7 @@ class LaunchedRanks:
         self.record(pid, rank, code)
 
     def record(self, pid: int, rank: int, code: int | None) -> None:
-        """Note the exit code of one of them, which its parent knows for certain."""
+        """Record the exit code of a process as its parent knows it."""
         with self._lock:
             self._codes[pid] = self._codes.get(pid) if code is None else code
             if code and self.first_exit is None:
@@ -173,44 +182,44 @@ _ABORTED = re.compile(
 
 
 def launch_error(text: str) -> str | None:
-    """The message of srun in its output that Slurm could not start the step; None without one."""
+    """Return srun's message that Slurm could not start the step; None without one."""
     found = _NOT_STARTED.search(text)
     return None if found is None else found[0]
 
 
 def hosts_without_launch(text: str) -> tuple[str, ...]:
-    """The hosts on which srun reports that it could not start a task."""
+    """Return the hosts on which srun reports that it could not start a task."""
     return tuple(dict.fromkeys(match["host"] for match in _LAUNCH_FAILED.finditer(text)))
 
 
 def first_task_exit(attempt: AttemptDir) -> tuple[str, str] | None:
-    """(host, message) of the first failed task according to srun; the task may have left no record itself."""
+    """Return (host, message) of the first task that failed according to srun, even without a record."""
     exits = ((found["host"], found["how"]) for found in _TASK_EXIT.finditer(_output(attempt)))
     return next((found for found in exits if found[1] != f"Exited with exit code {EXIT_STOPPED}"), None)
 
 
 def was_aborted(attempt: AttemptDir) -> bool:
-    """Whether srun aborted the step: its exit code then ignores the tasks that it lost contact with.
+    """Return whether srun aborted the step, so that its exit code ignores tasks that it lost contact with.
 
-    If those are all tasks of the step, as when their host is cut off, the exit code is 0.
+    If srun lost contact with all tasks, for example because their host is cut off, its exit code is 0.
     """
     return _ABORTED.search(_output(attempt)) is not None
 
 
 def node_of_killed_task(attempt: AttemptDir) -> int | None:
-    """Node rank of the first failed task if that task was killed, else None."""
+    """Return the node rank of the first failed task if this task was killed, else None."""
     host, how = first_task_exit(attempt) or ("", "")
     hosts = read_rendezvous(attempt).hosts
     return hosts.index(host) if how in ("Killed", "Terminated", _OUT_OF_MEMORY) and host in hosts else None
 
 
 def was_terminated(attempt: AttemptDir) -> bool:
-    """Whether SIGTERM killed the first failed task."""
+    """Return whether SIGTERM killed the first failed task."""
     return (first_task_exit(attempt) or ("", ""))[1] == "Terminated"
 
 
 def ran_out_of_memory(attempt: AttemptDir) -> bool:
-    """Whether the memory limit of the job killed the first failed task."""
+    """Return whether the memory limit of the job killed the first failed task."""
     return (first_task_exit(attempt) or ("", ""))[1] == _OUT_OF_MEMORY
 
 

@@ -33,14 +33,16 @@ if TYPE_CHECKING:
 
 
 _THROWN = re.compile(r"^  what\(\): +(.+)$", re.MULTILINE)
-"""What C++ prints of an exception that ends a process with SIGABRT, such as one of NCCL's watchdog thread."""
+"""Matches the message of a C++ exception that ended a process with SIGABRT, such as one of NCCL's watchdog
+thread."""
 FINAL = ("ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError")
 """Exceptions that a restart would raise again."""
 
 
 LOG_TAIL_LINES = 20
 LOG_TAIL_BYTES = 262_144
-"""A launcher writes the tracebacks of all its ranks into one log."""
+"""The number of bytes to read from the end of a log. A launcher writes the tracebacks of all its ranks into
+one log."""
 
 
 def _last_lines(path: Path) -> list[str]:
@@ -56,7 +58,7 @@ def _last_lines(path: Path) -> list[str]:
 def killed_rank(
     attempt: AttemptDir, worker: int, exit_code: int, seen: RankExit | None = None
 ) -> RankExit | None:
-    """The rank whose death has ended a launcher or a script that starts ranks; None without one.
+    """Return the rank whose death ended a launcher or a script that starts ranks; None without one.
 
     `seen` is the first exit below a launcher that the agent saw.
     """
@@ -77,10 +79,11 @@ def record_silent_death(
     killed: RankExit | None = None,
     is_job: bool = True,
 ) -> None:
-    """Write the failure record of a worker that wrote none itself: killed, out of memory, or a COMMAND.
+    """Write the failure record of a worker that wrote none itself.
 
-    `worker` is its rank; a launcher has that of the first rank of its node. `killed` is the rank whose death
-    has ended a launcher, and `exit_code` then that of the rank.
+    The worker was killed, ran out of memory, or is a COMMAND. `worker` is the rank of the worker; for a
+    launcher, the first rank of its node. `killed` is the rank whose death ended a launcher. If it is given,
+    `exit_code` is the exit code of this rank.
     """
     if attempt.rank_error(worker).exists():
         return
@@ -91,27 +94,27 @@ def record_silent_death(
 
 
 def lacks_result(attempt: AttemptDir, rank: int) -> bool:
-    """Whether a rank of a function has left no result; the first rank of a host creates their folder."""
+    """Return whether a rank of a function has left no result; the first rank of a host creates the folder."""
     file = attempt.rank_result(rank)
     return file.parent.is_dir() and not file.exists()
 
 
 def record_missing_result(attempt: AttemptDir, rank: int, node_rank: int) -> None:
-    """Write the failure record of a rank of a function that exited with 0 before the function returned."""
+    """Write the failure record of a rank that exited with 0 before its function returned."""
     message = "exited with 0 before its function returned"
     failure = RankFailure(rank, node_rank, type=NO_RESULT, message=message, exit_code=EXIT_FAILED)
     _write(attempt, rank, replace(failure, final=True))
 
 
 def _write(attempt: AttemptDir, worker: int, failure: RankFailure) -> None:
-    """Write the failure record of a worker of this host, with the end of its log."""
+    """Write the failure record of a worker on this host, with the end of its log."""
     log = (failure.log_tail or _last_lines(attempt.rank_log(worker)))[-LOG_TAIL_LINES:]
     record = to_json(replace(failure, host=own_host(), time=utc_now(), log_tail=log))
     write_json(attempt.rank_error(worker), {**record, "traceback": None})
 
 
 def _out_of_memory(exit_code: int, is_job: bool) -> RankFailure:
-    """The failure of a process that the kernel killed to free memory."""
+    """Return the failure of a process that the kernel killed to free memory."""
     hint = "lower the batch size or the number of loader processes"
     if is_job:
         hint = f"raise resources.mem, or {hint}"
@@ -120,7 +123,7 @@ def _out_of_memory(exit_code: int, is_job: bool) -> RankFailure:
 
 
 def _death(attempt: AttemptDir, rank: int, exit_code: int) -> RankFailure:
-    """What is known of the death of a worker that wrote no record."""
+    """Return the known facts about the death of a worker that wrote no record."""
     description = describe_exit(exit_code)
     if exit_code == EXIT_STUCK:
         hang = next((hang for hang in read_hangs(attempt) if hang.rank == rank), None)
@@ -156,7 +159,7 @@ def record_refusal(attempt: AttemptDir, rank: int, node_rank: int, error: Traink
 
 
 def first_rank_failure(attempt: AttemptDir) -> RankFailure | None:
-    """The first failure among the ranks' records, with the end of its log; None without records."""
+    """Return the first failure among the ranks' records, with the end of its log; None without records."""
     refresh_listing(attempt.errors_dir)
     found = first_of(rank_failures(attempt))
     if found is None:
@@ -168,13 +171,13 @@ def first_rank_failure(attempt: AttemptDir) -> RankFailure | None:
 
 
 def first_exit_code(attempt: AttemptDir) -> int | None:
-    """The exit code of the first failing rank; None when no rank left a record."""
+    """Return the exit code of the first failed rank; None if no rank left a record."""
     first = first_rank_failure(attempt)
     return None if first is None else first.exit_code or EXIT_FAILED
 
 
 def lost_host_failure(attempt: AttemptDir, lost: Sequence[str]) -> RankFailure:
-    """The failure when hosts were lost, which also explains the errors of ranks on other hosts."""
+    """Return the failure for lost hosts, which also explains the errors of ranks on other hosts."""
     hosts = read_rendezvous(attempt).hosts
     more = f"; nor {'do' if len(lost) > 2 else 'does'} {', '.join(lost[1:])}" if len(lost) > 1 else ""
     return RankFailure(
@@ -188,14 +191,14 @@ def lost_host_failure(attempt: AttemptDir, lost: Sequence[str]) -> RankFailure:
 
 
 def dead_host_failure(host: str, died_at: datetime | None) -> RankFailure:
-    """The failure of an attempt whose first host died together with the supervisor."""
+    """Return the failure of an attempt whose first host died together with the supervisor."""
     failure = agent_failure(None, "its host died, or its supervisor was killed")
     time = failure.time if died_at is None else as_utc(died_at)
     return replace(failure, host=host or None, type="HostLost", time=time)
 
 
 def agent_failure(node_rank: int | None, reason: str, exit_code: int | None = None) -> RankFailure:
-    """The failure when no rank left a record, because the job failed outside its workers."""
+    """Return the failure if no rank left a record, because the job failed outside its workers."""
     return RankFailure(
         node_rank=node_rank,
         host=own_host(),
@@ -215,8 +218,8 @@ _NOT_HARDWARE = re.compile(
     r"|no kernel image|out of memory",
     re.IGNORECASE,
 )
-"""The CUDA errors of a program: it asks for a GPU that it does not see, as with one GPU bound to each task,
-computes with a wrong index, lacks the kernels of this GPU, or needs more memory than the GPU has."""
+"""Matches CUDA errors that the program causes. It requests a GPU that it does not see, computes with a wrong
+index, lacks the kernels of this GPU, or needs more memory than the GPU has."""
 
 
 def find_first_failure(
@@ -226,10 +229,10 @@ def find_first_failure(
     lost_nodes: Sequence[str] = (),
     launch_error: str | None = None,
 ) -> RankFailure | None:
-    """The first failure: a lost host, else in a hang the blocking rank, else the first failing rank.
+    """Return the first failure: a lost host, else the blocking rank in a hang, else the first failed rank.
 
-    `launch_error` is srun's message if it could not start the step. None when nothing failed or the failure
-    is unknown.
+    `launch_error` is srun's message if it could not start the step. Returns None if nothing failed or the
+    failure is unknown.
     """
     if all(code in (EXIT_OK, EXIT_STOPPED) for code in observed.exit_codes):
         return None
@@ -248,10 +251,10 @@ def find_first_failure(
 
 
 def _unlike_failure(attempt: AttemptDir, plan: LaunchPlan, first: RankFailure) -> RankFailure | None:
-    """The failure if gloo has ended a rank that received other data than it expected; None if it has not.
+    """Return the failure if gloo ended a rank that received unexpected data, else None.
 
-    That rank may be right itself, and those that lose their connection to it have failed before. No host is
-    at fault.
+    The rank itself may be right, and the ranks that lose their connection to it fail before it. No host is at
+    fault.
     """
     failures = [failure for _, failure in rank_failures(attempt)]
     found = next((one for one in (first, *failures) if _MISMATCH.search(str(one.message))), None)
@@ -269,9 +272,10 @@ def _unlike_failure(attempt: AttemptDir, plan: LaunchPlan, first: RankFailure) -
 
 
 def _blamed_for_timeout(attempt: AttemptDir, plan: LaunchPlan, first: RankFailure) -> RankFailure:
-    """The failure of those that others waited for until a collective timed out, if the flight records tell.
+    """Return the failure of the ranks that others waited for until a collective timed out.
 
-    torch has every rank write its record then: one without a record counts if most others have one.
+    When the collective times out, torch has every rank write its record. A rank without a record counts as at
+    fault if most other ranks have one. Returns `first` if the flight records do not show the ranks at fault.
     """
     if not _TIMED_OUT.search("\n".join([str(first.message), *first.log_tail])):
         return first
@@ -286,7 +290,10 @@ def _blamed_for_timeout(attempt: AttemptDir, plan: LaunchPlan, first: RankFailur
 
 
 def signal_of_death(failure: RankFailure | None, exit_codes: Sequence[int]) -> str | None:
-    """Which of `ENDING_SIGNALS` ended what failed first, by its record or else the exit codes; else None."""
+    """Return which of `ENDING_SIGNALS` ended the first failed process; None if none did.
+
+    The failure's record decides, or without one the exit codes.
+    """
     codes = exit_codes if failure is None else [failure.exit_code or EXIT_OK]
     number = next((code - SIGNALLED for code in codes if is_death_by_notice(code)), signal.SIGTERM)
     died = any(map(is_death_by_notice, codes)) if failure is None else failure.died_of_notice
@@ -294,24 +301,28 @@ def signal_of_death(failure: RankFailure | None, exit_codes: Sequence[int]) -> s
 
 
 def _killed_agent_failure(attempt: AttemptDir, plan: LaunchPlan, node_rank: int | None) -> RankFailure | None:
-    """The failure of an agent that was killed before any rank failed: its ranks left no record."""
+    """Return the failure of an agent that was killed before any rank failed, so its ranks left no record."""
     if node_rank is None:
         return None
     first = plan.first_rank_of(node_rank)
     if any(attempt.rank_error(rank).exists() for rank in range(first, first + plan.workers_of(node_rank))):
-        return None  # its agent was still alive
-    # SIGTERM ends one that still starts, before it waits for signals.
+        return None  # the agent was still alive
+    # SIGTERM ends an agent that is still starting, before it waits for signals.
     number = signal.SIGTERM if was_terminated(attempt) else signal.SIGKILL
     failure = agent_failure(node_rank, "its agent was killed", signal_exit_code(number))
     if ran_out_of_memory(attempt):
-        oom = _out_of_memory(signal_exit_code(signal.SIGKILL), is_job=True)  # srun says so of a job alone
+        # The report of srun exists only for a job.
+        oom = _out_of_memory(signal_exit_code(signal.SIGKILL), is_job=True)
         failure = replace(failure, type=oom.type, message=oom.message, hint=oom.hint)
     hosts = read_rendezvous(attempt).hosts
     return replace(failure, host=hosts[node_rank]) if node_rank < len(hosts) else failure
 
 
 def suspect_host(failure: RankFailure) -> tuple[str, Kind] | None:
-    """The host that a failure implicates, and as what kind; None when the program failed or was ended."""
+    """Return the host that a failure implicates, and the kind of suspicion.
+
+    Returns None if the program failed or was ended.
+    """
     if not failure.host or failure.died_of_notice:
         return None
     if failure.node:

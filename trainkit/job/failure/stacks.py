@@ -1,8 +1,8 @@
-"""Stacks of the ranks of a running attempt on demand: requests and replies are files.
+"""Collects the stacks of the ranks of a running attempt; requests and replies are files.
 
 ``attempts/NNN/stacks/requests/ID.json`` is a request, ``…/requests/ID/rank-NNNN.json`` a reply. Each agent
-reads the request and signals its ranks, which reply themselves; the agent replies for those that cannot, with
-the lock files of compile caches that they may wait for.
+reads the request and signals its ranks, which reply themselves. The agent replies for ranks that cannot, and
+adds the lock files of compile caches that they may wait for.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ class Reply:
     host: str
     pid: int
     how: str
-    """``asked`` when the rank replied itself, ``py-spy``, or empty without stacks."""
+    """The source of the stacks: ``asked`` if the rank replied itself, ``py-spy``, or empty without stacks."""
     threads: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """The frames of each thread, innermost first; the training thread comes first."""
     step: int | None = None
     phase: str | None = None
     since_s: float | None = None
-    """Seconds since the rank entered that phase."""
+    """Seconds since the rank entered the phase."""
     problem: str = ""
-    """Why there are no stacks."""
+    """The reason why there are no stacks."""
     lock: LockFile | None = None
-    """The one that a rank that did not reply itself may wait for."""
+    """The lock file that a rank which did not reply itself may wait for."""
 
     @property
     def is_stopped(self) -> bool:
-        """Whether its process cannot run at all."""
+        """Return whether the rank's process cannot run at all."""
         return self.problem in STATE_PROBLEMS.values()
 
     @property
@@ -74,12 +74,12 @@ class Request:
         return self.file.with_suffix("")
 
     def rank(self) -> int | None:
-        """The rank whose stacks are requested; None for all."""
+        """Return the rank whose stacks are requested; None for all ranks."""
         rank = read_json(self.file)["rank"]
         return rank if isinstance(rank, int) else None
 
     def with_flights(self) -> bool:
-        """Whether torch shall also write which collectives the ranks have called."""
+        """Return whether torch must also write which collectives the ranks have called."""
         return read_json(self.file).get("flights") is True
 
     def reply_file(self, rank: int) -> Path:
@@ -90,7 +90,7 @@ class Request:
         write_json(self.reply_file(reply.rank), asdict(reply))
 
     def replies(self) -> list[Reply]:
-        """The replies so far, by rank."""
+        """Return the replies so far, by rank."""
         return read_each(Reply, self.replies_dir)
 
     def withdraw(self) -> None:
@@ -102,14 +102,14 @@ class Request:
 
 
 def find_requests(attempt: AttemptDir) -> list[Request]:
-    """The open requests of an attempt."""
+    """Return the open requests of an attempt."""
     return [Request(path) for path in sorted(attempt.stacks_dir.glob("requests/*.json"))]
 
 
 def request_stacks(attempt: AttemptDir, rank: int | None, *, flights: bool = False) -> Request:
-    """Request the stacks of one rank, or of all if None, and with `flights` the flight records of a command.
+    """Request the stacks of one rank, or of all ranks if None; `flights` adds a command's flight records.
 
-    Raises OSError when the folder cannot be written.
+    Raises OSError if the folder cannot be written.
     """
     request = Request(attempt.stacks_dir / "requests" / f"{os.urandom(6).hex()}.json")
     for folder in (attempt.stacks_dir, request.file.parent, request.replies_dir):
@@ -119,9 +119,9 @@ def request_stacks(attempt: AttemptDir, rank: int | None, *, flights: bool = Fal
 
 
 def gather(attempt: AttemptDir, num_ranks: int, rank: int | None, timeout_s: float) -> list[Reply]:
-    """Request the stacks of `rank`, or of all ranks if None; returns the replies by rank.
+    """Request the stacks of `rank`, or of all ranks if None; return the replies by rank.
 
-    Fewer come after the timeout. Raises OSError when the run folder cannot be written.
+    Some replies are missing after the timeout. Raises OSError if the run folder cannot be written.
     """
     request, deadline_s = request_stacks(attempt, rank), time.monotonic() + timeout_s
     wanted = num_ranks if rank is None else 1
@@ -134,7 +134,7 @@ def gather(attempt: AttemptDir, num_ranks: int, rank: int | None, timeout_s: flo
 
 
 def group_replies(replies: Sequence[Reply]) -> list[list[Reply]]:
-    """The replies grouped by main stack, smallest group first; replies without stacks are left out."""
+    """Group the replies by main stack, smallest group first, and omit replies without stacks."""
     groups: dict[tuple[str, ...], list[Reply]] = {}
     for reply in replies:
         if reply.threads:
@@ -144,17 +144,17 @@ def group_replies(replies: Sequence[Reply]) -> list[list[Reply]]:
 
 @dataclass(frozen=True)
 class Silence:
-    """What the ranks of a silent command wait for, as far as it can be seen."""
+    """An explanation of what the ranks of a silent command wait for."""
 
     text: str
-    """One sentence."""
+    """The explanation in one sentence."""
     rank: int | None = None
     host: str | None = None
     lock: str | None = None
 
 
 def explain_silence(replies: Sequence[Reply], blame: Blame | None = None) -> Silence:
-    """What the ranks of an attempt wait for: lock files, the ranks at fault, or what their stacks say."""
+    """Explain what an attempt's ranks wait for: lock files, the ranks at fault, or calls in their stacks."""
     waiting = [(reply, reply.lock) for reply in replies if reply.lock is not None]
     if waiting:
         first, lock = max(waiting, key=lambda item: item[1].is_certain)
@@ -169,7 +169,7 @@ def explain_silence(replies: Sequence[Reply], blame: Blame | None = None) -> Sil
         subject = f"rank {blame.ranks[0]} " if len(blame.ranks) == 1 else ""
         return Silence(f"{subject}{blame.text}", blame.ranks[0] if blame.ranks else None, host)
     if not replies:
-        return Silence("none of its ranks could be looked at in time")
+        return Silence("none of its ranks could be inspected in time")
     groups = group_replies(replies)
     first = groups[0][0] if groups else replies[0]
     where = f" is in {first.main_stack[0]}" if first.main_stack else f": {first.problem}"
@@ -177,11 +177,12 @@ def explain_silence(replies: Sequence[Reply], blame: Blame | None = None) -> Sil
 
 
 REPLY_S = 3.0
-"""How long a rank may take to reply itself."""
+"""Seconds that a rank may take to reply itself."""
 REQUEST_POLL_S = 0.05
 SPY_TIMEOUT_S = 20.0
 WAITS_FOR_LOCK = "file_baton.py:"
-"""The file of torch in which a rank waits for the lock of an extension, in one of its innermost frames."""
+"""The torch file in which a rank waits for an extension's lock, as it appears in one of the innermost frames.
+"""
 
 STATE_PROBLEMS = {
     "T": "its process is stopped (SIGSTOP, or Slurm suspended it)",
@@ -191,7 +192,7 @@ STATE_PROBLEMS = {
 
 
 def describe_state(pid: int) -> str:
-    """Why a process cannot run Python code, from its kernel state; empty if it can or has ended."""
+    """Return why a process cannot run Python code, by its kernel state; empty if it can or has ended."""
     try:
         stat = process_stat(pid)
     except OSError:
@@ -205,11 +206,14 @@ class StackCollector:
     def __init__(self, attempt: AttemptDir, replies_itself: bool) -> None:
         self._attempt = attempt
         self._replies_itself = replies_itself
-        """Whether the ranks are the built-in trainer, which replies itself."""
+        """True if the ranks are the built-in trainer, which replies itself."""
         self._handled: set[Path] = set()
 
     def poll(self, ranks: Callable[[], Mapping[int, int]]) -> None:
-        """Reply to new requests, each in its own thread; `ranks` returns the running ranks and their pids."""
+        """Reply to new requests, each in a separate thread.
+
+        `ranks` returns the running ranks and their pids.
+        """
         for request in find_requests(self._attempt):
             if request.file not in self._handled:
                 self._handled.add(request.file)
@@ -217,7 +221,7 @@ class StackCollector:
                 threading.Thread(target=self._reply, args=arguments, name="stacks", daemon=True).start()
 
     def _reply(self, request: Request, ranks: Mapping[int, int]) -> None:
-        with contextlib.suppress(OSError, ValueError, KeyError):  # withdrawn or damaged
+        with contextlib.suppress(OSError, ValueError, KeyError):  # the request was withdrawn or is damaged
             wanted = request.rank()
             silent = {rank: pid for rank, pid in ranks.items() if wanted in (None, rank)}
             if self._replies_itself:
@@ -229,7 +233,7 @@ class StackCollector:
 
 
 def _await_replies(request: Request, ranks: Mapping[int, int]) -> dict[int, int]:
-    """Signal ranks to reply and wait; returns the ranks that did not reply, with their pids."""
+    """Signal ranks to reply and wait; return the ranks that did not reply, with their pids."""
     for pid in ranks.values():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, STACKS_SIGNAL)
@@ -242,9 +246,9 @@ def _await_replies(request: Request, ranks: Mapping[int, int]) -> dict[int, int]
 
 
 def spy_on(rank: int, pid: int) -> Reply:
-    """The stacks of a process as read by py-spy, or the reason why there are none; the locks in its way."""
+    """Read a process's stacks with py-spy; return them or the problem, and the lock in its way."""
     host = socket.gethostname()
-    # Also look in this interpreter's folder, which need not be on PATH.
+    # The interpreter's folder is searched too, because it need not be on PATH.
     spy = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
     problem = describe_state(pid)
     if spy is None:
@@ -262,7 +266,7 @@ def spy_on(rank: int, pid: int) -> Reply:
 
 
 def _spy(spy: str, pid: int) -> dict[str, list[str]]:
-    """The frames of each thread of a Python process as py-spy dumps them, the main thread first."""
+    """Return the frames of each thread of a Python process from py-spy's dump, the main thread first."""
     argv = [spy, "dump", "--json", "--pid", str(pid)]
     done = subprocess.run(argv, capture_output=True, encoding="utf-8", timeout=SPY_TIMEOUT_S)
     if done.returncode != 0:
@@ -276,14 +280,14 @@ def _spy(spy: str, pid: int) -> dict[str, list[str]]:
     }
 
 
-# torch locks the build of an extension by the existence of a file, which stays when its holder is killed: a
+# torch locks the build of an extension with a file, which remains if the process that created it is killed. A
 # process that needs the extension then waits forever, without output.
 EXTENSIONS = (
     ("TORCH_EXTENSIONS_DIR", ""),
     ("XDG_CACHE_HOME", "torch_extensions"),
     ("HOME", ".cache/torch_extensions"),
 )
-"""The variables that set the folder of the extensions, in their order, and the folder below their value."""
+"""The variables that set the folder of the extensions, in order, each with the folder below its value."""
 
 
 @dataclass(frozen=True)
@@ -292,20 +296,23 @@ class LockFile:
 
     path: str
     time: str
-    """When it was made: it is empty, so that is when it was last changed."""
+    """The creation time, which is also the time of the last change because the file is empty."""
     is_certain: bool
-    """Whether the stack of the rank shows that it waits for such a file, and this is the only one."""
+    """True if the rank's stack shows that it waits for such a file, and this is the only such file."""
 
 
 def find_lock(pid: int, stack: Sequence[str] = ()) -> LockFile | None:
-    """The newest lock file that a process may wait for; with its stack, only if that shows that it waits."""
+    """Return the newest lock file that a process may wait for.
+
+    A given stack must show that the process waits for a lock.
+    """
     if stack and not any(WAITS_FOR_LOCK in frame for frame in stack[:3]):
         return None
     environ = processes.environ_of(pid)
     folder = next((Path(environ[name], below) for name, below in EXTENSIONS if environ.get(name)), None)
     found = []
     for path in () if folder is None else (*folder.glob("*/lock"), *folder.glob("*/*/lock")):
-        with contextlib.suppress(OSError):  # released meanwhile
+        with contextlib.suppress(OSError):  # the lock was released in the meantime
             found.append((path.stat().st_mtime, str(path)))
     if not found:
         return None

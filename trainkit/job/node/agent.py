@@ -1,10 +1,11 @@
 """The agent of a node or GPU: starts its workers, forwards signals to them and returns their exit code.
 
-``python -m trainkit.job.node.agent RUN_DIR --attempt N --node-rank I --master-port P`` on one machine, and
-``python -m trainkit.job.node.agent RUN_DIR`` as a task of a step, which determines its node and ranks.
-`trainkit run` calls `run_task` itself, in a step and as a rank of another launcher.
+On one machine, the command is ``python -m trainkit.job.node.agent RUN_DIR --attempt N --node-rank I
+--master-port P``. A task of a step runs ``python -m trainkit.job.node.agent RUN_DIR``, and Slurm's variables
+determine its node and ranks. `trainkit run` calls `run_task` itself, in a step and as a rank of another
+launcher.
 
-Exit code: see `trainkit.job.signals.combine_exit_codes`.
+`trainkit.job.signals.combine_exit_codes` determines the exit code.
 """
 
 from __future__ import annotations
@@ -80,13 +81,14 @@ from trainkit.shipped import Guard
 
 POLL_S = 2.0
 RELAY_S = 0.1
-"""How often is looked whether something has passed a notice on, while what waits for it is stopped."""
+"""Seconds between two checks whether a signal has been forwarded, while processes that wait for it are
+stopped."""
 DRAIN_S = 0.2
-"""How often a pipe is read that nobody else reads any more."""
+"""Seconds between two reads of a pipe that no other process reads any more."""
 NOTICE_PATIENCE_S = 10.0
-"""How long after a rank the agent itself may receive a signal that Slurm sends to both."""
+"""Seconds by which the agent may receive a signal later than its rank, if Slurm sends it to both."""
 HANG_REPORT_S = 2.0
-"""How long after the first hang report the other ranks have to write theirs."""
+"""Seconds after the first hang report in which the other ranks can write their reports."""
 
 
 class Agent(ProcessGroup):
@@ -98,15 +100,15 @@ class Agent(ProcessGroup):
         self.plan, self.workload = plan, plan.workload
         self.attended = plan.attended_rank
         self.has_launcher = plan.workload.has_launcher
-        """Whether the only child is a launcher, such as torchrun, that starts the ranks of the node."""
+        """True if the only child is a launcher, such as torchrun, which starts the ranks of the node."""
         self.rendezvous = rendezvous
         self.codes: list[int] = []
-        """Exit codes in the order in which the workers ended."""
+        """The exit codes in the order in which the workers ended."""
         self.received: signal.Signals | None = None
-        """The last notice signal."""
+        """The last stop signal."""
         self._notice = CommandNotice(plan)
         self._died_s: dict[int, float] = {}
-        """Monotonic time at which a member was found ended before any notice."""
+        """The monotonic time at which a member was found to have ended before any stop signal."""
         self._pipes = OutputPipes()
         self._held_s = 0.0
         self._listener: Listener | None = None
@@ -117,7 +119,7 @@ class Agent(ProcessGroup):
         self._collector = StackCollector(attempt, replies_itself=not plan.workload.is_command)
         self._oom_kills = count_oom_kills()
         self._hang_s: float | None = None
-        """Monotonic time at which the first hang was seen."""
+        """The monotonic time at which the first hang was seen."""
 
     poll_interval_s = POLL_S
 
@@ -126,7 +128,7 @@ class Agent(ProcessGroup):
         network, reason = network_environ(self.plan.environment.network, rendezvous.peer)
         if not self.plan.is_here:
             print(f"node {rendezvous.node_rank} is {socket.gethostname()}; {reason}", flush=True)
-        # gloo records what it does too, but torch writes only the records of NCCL.
+        # gloo records its calls too, but torch writes only NCCL's records.
         flight = flight_environ(self.attempt, self.plan) if self.plan.device == "cuda" else {}
         local_ranks = rendezvous.local_ranks[:1] if self.has_launcher else rendezvous.local_ranks
         ignored = (signal.SIGUSR2,) if self.workload.ignores_usr2 else ()
@@ -152,12 +154,13 @@ class Agent(ProcessGroup):
                 )
             self._notice.groups[self.running[rank_env.rank].pid] = rank_env.rank
         if isinstance(rendezvous.task, Task):
-            # After the ranks: what it hears, all of them have received.
+            # The listener starts after the ranks, so that all ranks have received whatever signal it
+            # receives.
             self._listener = rendezvous.task.listen()
         self._companions = self._guard.each(lambda one: one.companion(self.attempt, self.plan, rendezvous))
 
     def _input_of(self, rank: int) -> AbstractContextManager[int | IO[bytes]]:
-        """The standard input of a process: for rank 0 of a command what the run keeps, or the shell's."""
+        """Return the stdin of a rank; a command's rank 0 gets the run's input file or the shell's stdin."""
         if rank == 0 and self.workload.is_command:
             with contextlib.suppress(FileNotFoundError):
                 return self.attempt.run.input_file.open("rb")
@@ -166,10 +169,11 @@ class Agent(ProcessGroup):
         return contextlib.nullcontext(subprocess.DEVNULL)
 
     def forward_signal(self, received: signal.Signals) -> None:
-        """Forward a notice to the ranks that Slurm has not signalled itself.
+        """Forward a stop signal to the ranks that Slurm has not signalled itself.
 
-        A command gets one only, with its own signal: a second may interrupt its save. A launcher gets none if
-        its ranks run: at the second signal it would kill ranks that are saving.
+        A command gets only one signal, the one that it handles, because a second signal may interrupt its
+        save. A launcher gets none if its ranks are running, because at the second signal it would kill ranks
+        that are saving.
         """
         is_for_agents = received == AGENT_SIGNAL
         heard = not is_for_agents and self._listener is not None and self._listener.has_heard(received)
@@ -194,7 +198,7 @@ class Agent(ProcessGroup):
         self.kill_within(self.plan.grace_s + KILL_MARGIN_S)
 
     def poll(self) -> None:
-        """End the workers when a newer attempt has taken over or a peer failed; serve requests for stacks."""
+        """End the workers if a newer attempt has taken over or a peer failed; serve requests for stacks."""
         attempt = self.attempt
         newer = superseding_attempt(attempt)
         if newer is not None:
@@ -211,7 +215,7 @@ class Agent(ProcessGroup):
         if self.workload.is_command and not self.has_launcher:
             self._hold_pipes()
             self._notice.send_to_repeated(self.running)
-        # Without a supervisor nothing else ends these workers, which may wait in a collective forever.
+        # Without a supervisor, nothing else ends these workers, which may wait in a collective forever.
         is_unsupervised = not self.plan.has_supervisor and self.deadline_s is None
         if is_unsupervised and (has_hangs or any(attempt.errors_dir.glob("rank-*.json"))):
             self.kill_within(PEER_EXIT_S)
@@ -219,7 +223,7 @@ class Agent(ProcessGroup):
             self._guard.call(name, companion.poll)
 
     def _hold_pipes(self) -> None:
-        """Keep the pipes open into which what saves prints, and read what nobody reads after a notice."""
+        """Keep the output pipes of saving processes open, and read orphaned pipes after a stop signal."""
         if self.received is None and time.monotonic() > self._held_s + POLL_S:
             self._held_s = time.monotonic()
             for rank, member in self.running.items():
@@ -230,7 +234,7 @@ class Agent(ProcessGroup):
             self.poll_interval_s = min(self.poll_interval_s, DRAIN_S)
 
     def _pids(self) -> dict[int, int]:
-        """The pids of the ranks on this node, by rank."""
+        """Return the pids of the ranks on this node, by rank."""
         if not self.has_launcher:
             return {rank: worker.pid for rank, worker in self.running.items()}
         pids = [pid for launcher in self.running.values() for pid in processes.ranks_below(launcher.pid)]
@@ -238,7 +242,7 @@ class Agent(ProcessGroup):
         return {rank: pid for pid, rank in ranks.items() if rank is not None}
 
     def _dump_silent_ranks(self, has_hangs: bool) -> None:
-        """In a hang, have local ranks without a report dump their stacks: faulthandler handles SIGQUIT."""
+        """Have ranks without a hang report dump their stacks; faulthandler handles SIGQUIT."""
         if not has_hangs:
             self._hang_s, self.poll_interval_s = None, POLL_S
         elif self._hang_s is None:
@@ -270,7 +274,8 @@ class Agent(ProcessGroup):
             return code
         if not self.has_launcher:
             return self._notice.exit_code(rank, code, signal_exit_code(self.received))
-        # A launcher exits with 1 whatever its ranks return: after a notice they ended as requested.
+        # A launcher exits with 1 whatever its ranks return. After a stop signal, its ranks ended as
+        # requested.
         saved = EXIT_STOPPED if self._ranks.have_saved else signal_exit_code(self.received)
         return saved if code == EXIT_FAILED else code
 
@@ -287,8 +292,8 @@ class Agent(ProcessGroup):
             self.kill_within(PEER_EXIT_S)
         self.codes.append(code)
         if killed or code in (EXIT_OK, EXIT_STOPPED) or self.died_of_notice(code):
-            return  # killed by this agent or by the notice: not a failure of the worker
-        with contextlib.suppress(OSError):  # a full disk must not prevent ending the others
+            return  # this agent or the stop signal killed the worker, which is not a failure of the worker
+        with contextlib.suppress(OSError):  # a full disk must not prevent the end of the other workers
             which = rank if dead is None else "?" if dead.rank is None else dead.rank
             print(f"rank {which} ended with {describe_exit(code)}", flush=True)
             out_of_memory = self._ran_out_of_memory(code)
@@ -303,24 +308,24 @@ class Agent(ProcessGroup):
             )
 
     def _killed_rank(self, worker: int, code: int) -> RankExit | None:
-        """The rank whose death has ended the launcher, as far as that is known; None without one."""
+        """Return the rank whose death ended the launcher; None if there is none or it is unknown."""
         if not self.workload.is_command:
             return None
         dead = killed_rank(self.attempt, worker, code, self._ranks.first_exit)
-        # The ranks of a command that is the only one are those that it has started.
+        # If a command is the only worker, the reported ranks are the processes that it started itself.
         is_worker = len(self.rendezvous.local_ranks) == 1 if self.has_launcher else self.plan.world_size > 1
         return replace(dead, rank=worker) if dead is not None and is_worker else dead
 
     def _ran_out_of_memory(self, code: int) -> bool:
-        """Whether the kernel's OOM killer killed the worker that ended with this code."""
+        """Return whether the kernel's OOM killer killed the worker that ended with this code."""
         before, self._oom_kills = self._oom_kills, count_oom_kills()
         grew = before is not None and self._oom_kills is not None and self._oom_kills > before
         return grew and code == signal_exit_code(signal.SIGKILL)
 
     def run(self) -> None:
         if self.workload.is_command:
-            # The ranks of torchrun are in sessions of their own, so they can only be found as descendants.
-            # What saves may outlive the shell that has started it.
+            # The ranks of torchrun are in separate sessions, so they can only be found as descendants. A
+            # process that saves may outlive the shell that started it.
             processes.adopt_orphans()
         try:
             super().run()
@@ -337,7 +342,7 @@ class Agent(ProcessGroup):
 
 @whole_paths()
 def main(argv: Sequence[str] | None = None) -> int:
-    """Read the command line and run one node's agent; returns its exit code."""
+    """Read the command line and run one node's agent; return its exit code."""
     replace_unencodable()
     run_dir, *options = sys.argv[1:] if argv is None else argv
     values = {name: int(value) for name, value in zip(options[::2], options[1::2], strict=True)}
@@ -351,18 +356,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_agent(attempt: AttemptDir, plan: LaunchPlan, rendezvous: Rendezvous) -> int:
-    """Run the workers of an agent until all have ended; returns their combined exit code."""
+    """Run the workers of an agent until all have ended; return their combined exit code."""
     agent = Agent(attempt, plan, rendezvous)
     agent.run()
     codes = agent.codes
     if EXIT_STOPPED in codes:
-        # Some workers saved: ignore those that the notice killed because they do not handle it.
+        # Some workers saved, so ignore workers that the stop signal killed because they do not handle it.
         codes = [code for code in codes if not agent.died_of_notice(code)]
     return combine_exit_codes(codes)
 
 
 def run_step_task(run: RunDir, number: int) -> int:
-    """Run the agent of this task of a scheduler's step; returns its exit code. Call with signals blocked."""
+    """Run the agent of this task of a scheduler's step; return its exit code.
+
+    Call this with the signals blocked.
+    """
     attempt = run.attempt(number)
     try:
         task = step_task()
@@ -373,7 +381,10 @@ def run_step_task(run: RunDir, number: int) -> int:
 
 
 def run_task(attempt: AttemptDir, task: Task) -> int:
-    """Run the agent of a task, which waits for the plan; returns its exit code. Call with signals blocked."""
+    """Wait for the plan, and run the agent of a task; return its exit code.
+
+    Call this with the signals blocked.
+    """
     try:
         plan = await_plan(attempt)
     except StopSignalReceived as stop:
@@ -385,7 +396,7 @@ def run_task(attempt: AttemptDir, task: Task) -> int:
 
 
 def run_node(attempt: AttemptDir, plan: LaunchPlan, task: Task) -> int:
-    """Run the agent of a task of a step, or of a rank of another launcher; returns its exit code."""
+    """Run the agent of a step's task or of another launcher's rank; return its exit code."""
     redirect_output(attempt.node_log(task.node_rank))
     rank = plan.first_rank_of(min(task.node_rank, plan.num_nodes - 1)) + task.local_task
     local_ranks = (task.local_task,) if plan.per == "gpu" else range(plan.workers_per_node)
@@ -401,14 +412,14 @@ def run_node(attempt: AttemptDir, plan: LaunchPlan, task: Task) -> int:
 
 
 def asked_by(received: signal.Signals, attempt: AttemptDir) -> signal.Signals:
-    """The notice for which a signal stands, which may be one for agents alone."""
+    """Return the stop signal that a received signal stands for; AGENT_SIGNAL stands for another one."""
     if received != AGENT_SIGNAL:
         return received
     return signal.SIGTERM if record_of(attempt).is_cancelled else signal.SIGUSR2
 
 
 def _refuse(attempt: AttemptDir, rank: int, node_rank: int, error: Exception) -> int:
-    """Record what keeps a rank from starting, such as a missing command or interface, as its failure."""
+    """Record why a rank cannot start, such as a missing command or interface, as its failure."""
     refusal = error if isinstance(error, TrainkitError) else TrainkitError(f"cannot start a rank: {error}")
     print(refusal.render(), flush=True)
     record_refusal(attempt, rank, node_rank, refusal)
@@ -416,17 +427,17 @@ def _refuse(attempt: AttemptDir, rank: int, node_rank: int, error: Exception) ->
 
 
 def superseding_attempt(attempt: AttemptDir) -> int | None:
-    """The newest later attempt whose ranks have started on other hosts; None without one.
+    """Return the newest later attempt whose ranks have started on other hosts; None without one.
 
-    A host that was cut off and becomes reachable again thereby ends its old ranks. An attempt that is pending
+    This ends the old ranks on a host that was cut off and becomes reachable again. An attempt that is pending
     or never started does not count.
     """
     run = attempt.run
-    # Not by the name of the next attempt: an NFS client would remember for a minute that it is missing, and
-    # the agent of that attempt on this node would wait for as long.
+    # The file of the next attempt is not looked up by name. An NFS client would cache for a minute that the
+    # file is missing, and the next attempt's agent on this node would wait for this minute.
     newest = run.latest_number() or 0
     later = range(newest, attempt.number, -1)
-    # Its first task has published its port, so that its ranks start.
+    # The first task has published its port, so the ranks of this attempt start.
     return next((number for number in later if read_rendezvous(run.attempt(number)).port), None)
 
 

@@ -1,10 +1,11 @@
-"""Which processes of a command a notice is for, and what is kept until they have saved.
+"""Finds the processes of a command that must get a stop signal, and protects them until they have saved.
 
-A shell, `time`, `accelerate launch` or a Python with `subprocess` handles no notice: the signal would end it,
-and with it the training below that saves. Programs that only start others, such as `uv run` and `timeout`,
-are passed over. Any other that handles a notice above a training, such as a trap or torchrun, gets it. If
-that is a shell or only waits for a child, the training is stopped until the kernel lists the signal there as
-pending; if none comes, trainkit sends it. However many arrive meanwhile, the training hears one.
+A shell, `time`, `accelerate launch` or a Python with `subprocess` does not handle stop signals. The signal
+would end it, and with it the training below that saves. Programs that only start others, such as `uv run` and
+`timeout`, are skipped. Any other process above a training that handles the signal gets it, such as torchrun
+or a shell with a trap. If this process is a shell or only waits for a child, the training is stopped until
+the kernel lists the forwarded signal as pending there. If none arrives, trainkit sends the signal. The
+training sees only one signal, however many arrive in the meantime.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ from trainkit.plan.workload import STARTERS
 
 ENDED_BY = (*NOTICE_SIGNALS, signal.SIGUSR1)
 _DATA_WORKER = {signal.SIGBUS, signal.SIGSEGV, signal.SIGFPE, signal.SIGTERM}
-"""What a worker of torch's DataLoader handles, in C and only to die of it."""
+"""Signals that a worker of torch's DataLoader handles in C, only in order to die."""
 STOPS_S = 1.0
-"""How long a process may take to stop: one that reads from a disk stops afterwards."""
+"""Seconds that a process may take to stop; a process that reads from a disk stops only afterwards."""
 STOP_POLL_S = 0.002
 PASSED_ON_SHARE = 0.25
-"""The part of the grace time after which nothing more is expected to pass a notice on."""
+"""The fraction of the grace time after which no process is expected to forward a stop signal any more."""
 
 
 def takers(
     roots: Iterable[int], children: Mapping[int, list[int]], numbers: Collection[signal.Signals] = SAVES_ON
 ) -> dict[int, signal.Signals]:
-    """The topmost processes that handle one of these signals, `roots` included: pid -> its first signal.
+    """Map the topmost processes that handle one of these signals, including `roots`, to their first one.
 
-    One of `STARTERS` is among them only if nothing below it handles one.
+    One of `STARTERS` is included only if no process below it handles one of the signals.
     """
     found: dict[int, signal.Signals] = {}
     for pid in roots:
@@ -53,14 +54,15 @@ def takers(
                 found |= started
                 continue
             found[pid] = number
-            # A shell calls its trap when the program has ended for which it waits: that has to hear it too.
+            # A shell calls its trap only after the program in its foreground has ended, so this program must
+            # get the signal too.
             below = [child for child in below if is_in_foreground(child)] if is_shell(pid) else []
         found |= takers(below, children, numbers)
     return found
 
 
 def savers_below(pid: int, children: Mapping[int, list[int]]) -> Iterator[int]:
-    """The topmost programs below one that handles a notice, to which it may pass that on."""
+    """Yield the topmost programs below a process that handle a stop signal, so that it may forward one."""
     for child in children.get(pid, []):
         if not _is_multiprocessing(child) and _handled(child) & {*SAVES_ON}:
             yield child
@@ -74,16 +76,16 @@ def _first_handled(pid: int, numbers: Collection[signal.Signals]) -> signal.Sign
 
 
 def _handled(pid: int) -> set[int]:
-    """The signals that a process handles or, without a handler, waits for."""
+    """Return the signals that a process handles or, without a handler, waits for."""
     caught = own_handlers(signal_mask(pid, "SigCgt"))
-    if caught >= _DATA_WORKER and signal.SIGILL not in caught:  # which faulthandler handles as well
+    if caught >= _DATA_WORKER and signal.SIGILL not in caught:  # faulthandler also handles SIGILL
         return set()
     blocked = {*SAVES_ON} & signal_mask(pid, "SigBlk") - signal_mask(pid, "SigIgn")
     return caught if _is_multiprocessing(pid) else caught | blocked
 
 
 def _is_multiprocessing(pid: int) -> bool:
-    """Whether a process is a worker of a Python program: a fork of its parent, or one that it has spawned."""
+    """Return whether a process is a worker of a Python program, either a fork of its parent or spawned."""
     argv, parent = processes.proc_file(pid, "cmdline"), processes.parent_pid(pid)
     return b"--multiprocessing-fork" in argv or (
         parent is not None and argv == processes.proc_file(parent, "cmdline")
@@ -91,7 +93,7 @@ def _is_multiprocessing(pid: int) -> bool:
 
 
 def _is_starter(pid: int) -> bool:
-    """Whether a process runs one of `STARTERS`, which may be a script of Python or Perl."""
+    """Return whether a process runs one of `STARTERS`, which may be a script of Python or Perl."""
     name = processes.proc_file(pid, "comm").decode(errors="replace").strip()
     if name.startswith(("python", "perl")):
         words = processes.proc_file(pid, "cmdline").decode(errors="replace").split("\0")[1:]
@@ -100,12 +102,12 @@ def _is_starter(pid: int) -> bool:
 
 
 def _only_waits(pid: int) -> bool:
-    """Whether a process is a shell, or waits for the end of a child at this moment: no training does."""
+    """Return whether a process is a shell, or is just waiting for a child to end, which no training does."""
     return is_shell(pid) or processes.proc_file(pid, "wchan").startswith(b"do_wait")
 
 
 def _await_stop(pids: Iterable[int]) -> None:
-    """Wait until these processes have stopped: one that still runs would handle the next signal before."""
+    """Wait until these processes have stopped, because running ones would handle the next signal first."""
     deadline_s = time.monotonic() + STOPS_S
     for pid in pids:
         while processes.is_running(pid) and not processes.is_stopped(pid) and time.monotonic() < deadline_s:
@@ -113,44 +115,47 @@ def _await_stop(pids: Iterable[int]) -> None:
 
 
 def was_signalled(pid: int) -> bool:
-    """Whether a notice may have ended a process, or what it has started, whose exit code a shell returns."""
+    """Return whether a stop signal may have ended a process, or its child whose exit code a shell returns."""
     code = processes.exit_code_of_zombie(pid) or EXIT_OK
     return (signal_exit_code(-code) if code < 0 else code) in map(signal_exit_code, ENDED_BY)
 
 
 @dataclass
 class _Relay:
-    """A process that has got the notice, and what it may pass that on to, which is stopped meanwhile."""
+    """A process that has got the stop signal, and the processes that it may forward the signal to.
+
+    The processes below are stopped in the meantime.
+    """
 
     rank: int
     above: int
     below: dict[int, signal.Signals]
-    """The signal of each that still is."""
+    """The signal for each process that is still stopped."""
     waiting: set[int]
-    """Which of them only wait, and may pass it on themselves."""
+    """The processes that only wait, and may forward the signal themselves."""
     until_s: float
-    """Monotonic time after which it has passed nothing on."""
+    """The monotonic time after which the process counts as not forwarding the signal."""
 
 
 class CommandNotice:
-    """The notice to the members of an agent, which run a command, and what saves below each."""
+    """The stop signal to the members of an agent that run a command, and to saving processes below them."""
 
     def __init__(self, plan: LaunchPlan) -> None:
         self.configured, self.has_launcher = plan.workload.signal, plan.workload.has_launcher
         named = self.configured != "auto"
         self._numbers = (signal.Signals[f"SIG{self.configured}"],) if named else SAVES_ON
         self._asked: set[bytes] = set()
-        """The command lines of what was asked to save below a member."""
+        """The command lines of the processes below members that were asked to save."""
         self.groups: dict[int, int] = {}
-        """The rank of each member, by its pid: also that of the process group of what it starts."""
+        """Maps the pid of each member, which is also its process group, to the member's rank."""
         self._heard: signal.Signals | None = None
-        """The notice, if Slurm has sent it to the processes of the command as well."""
+        """The stop signal, if Slurm has sent it to the command's processes as well."""
         self._savers: dict[int, LaunchedRanks] = {}
-        """By rank, the processes below the member that handle the notice."""
+        """The processes below each member that handle the stop signal, by rank."""
         self._kept: dict[int, set[int]] = {}
-        """By rank, those that may outlive the member."""
+        """The processes that may outlive the member, by rank."""
         self._orphaned: set[int] = set()
-        """The ranks whose member has failed since."""
+        """The ranks whose member has failed since the signal."""
         self._relays: list[_Relay] = []
         self._patience_s = min(PASSED_ON_S, plan.grace_s * PASSED_ON_SHARE)
 
@@ -161,14 +166,17 @@ class CommandNotice:
     def send(
         self, members: Mapping[int, subprocess.Popen[bytes]], heard: signal.Signals | None = None
     ) -> None:
-        """Ask each member's processes to save that have not `heard` it from Slurm."""
+        """Ask the processes of each member to save, unless they have `heard` the signal from Slurm."""
         self._heard = heard
         for rank, member in members.items():
             self._savers[rank], self._kept[rank] = LaunchedRanks(), set()
             self._send(rank, member)
 
     def send_to_repeated(self, members: Mapping[int, subprocess.Popen[bytes]]) -> None:
-        """Ask what a member has started again since, such as a shell in a loop: the same command line."""
+        """Ask processes to save that a member has restarted since, as a shell in a loop does.
+
+        Restarted processes are recognized by their command line.
+        """
         if not self._asked:
             return
         children = processes.children_by_parent()
@@ -184,7 +192,8 @@ class CommandNotice:
         children, configured = processes.children_by_parent(), self.configured
         has_ended, found = processes.ended(member), dict[int, signal.Signals]()
         orphans, below_member = self._orphans_of(rank, children), dict[int, signal.Signals]()
-        # A child that ends at this moment is listed below the member or, like its own, below this agent.
+        # A child that ends at this moment is listed below the member or, like the child's children, below
+        # this agent.
         roots = [*children.get(member.pid, []), *orphans] if has_ended else self._ranks_of(member.pid)
         for root in roots:
             handlers = takers([root], children, self._numbers)
@@ -192,15 +201,16 @@ class CommandNotice:
             if not has_ended and not handlers:
                 handlers = {root: processes.signal_handled_by(root, configured)}
             found |= handlers
-        if not roots and not has_ended:  # a launcher that has started no rank yet
+        if not roots and not has_ended:  # this launcher has not started a rank yet
             os.kill(member.pid, signal.SIGTERM)
         found = {pid: number for pid, number in found.items() if pid not in self._kept[rank]}
-        # Before the signal, of which a shell may end.
+        # Find the processes before the signal, because it may end a shell between them.
         below = {pid: {*savers_below(pid, children)} for pid in found}
         waiting = {*filter(_only_waits, found)}
         kept = {*found}.union(*(below[pid] for pid in waiting)) - {member.pid}
         if not has_ended and all(is_shell(pid) or _is_starter(pid) for pid in below_member):
-            # Slurm has ended a shell that stood between them, and so has signalled what that left.
+            # Slurm has ended a shell in between, and so has also signalled the processes that the shell left
+            # behind.
             kept.update(takers(orphans, children, self._numbers))
         self._kept[rank] |= kept
         self._asked |= {processes.proc_file(pid, "cmdline") for pid in found.keys() - {member.pid}}
@@ -215,7 +225,7 @@ class CommandNotice:
     def _signal(
         self, rank: int, numbers: Mapping[int, signal.Signals], below: Mapping[int, Iterable[int]]
     ) -> None:
-        """Signal processes, and stop before what is `below` those that only wait."""
+        """Signal processes; before that, stop the processes `below` the ones that only wait."""
         relays = []
         for pid in numbers.keys() & below.keys():
             handled = {saver: _first_handled(saver, self._numbers) for saver in below[pid]}
@@ -230,14 +240,14 @@ class CommandNotice:
         self._relays += relays
 
     def poll(self) -> bool:
-        """Continue what has the notice from above, or gets none there; returns whether some still wait."""
+        """Continue processes that got the forwarded signal or will not get it; return whether some remain."""
         for relay in [*self._relays]:
-            # In this order: what has ended has passed the notice on before.
+            # This is checked first, because a process that has ended has forwarded the signal before.
             is_over = not processes.is_running(relay.above) or time.monotonic() > relay.until_s
             for pid in [*relay.below]:
                 pending = signal_mask(pid, "ShdPnd") & {*ENDED_BY}
                 if pending or is_over or not processes.is_running(pid):
-                    # A signal that is pending does not arrive a second time.
+                    # A signal that is already pending does not arrive a second time.
                     number = signal.Signals(min(pending)) if pending else relay.below[pid]
                     below = {*savers_below(pid, processes.tree_of(pid))} if pid in relay.waiting else {}
                     self._kept[relay.rank].update(below)
@@ -250,21 +260,21 @@ class CommandNotice:
         return bool(self._relays)
 
     def _ranks_of(self, member: int) -> list[int]:
-        """The ranks to notify: `member` itself, or those of a launcher; empty while it has started none."""
+        """Return the ranks to notify: `member`, or the ranks that a launcher has started so far."""
         if not self.has_launcher:
             return [member]
-        # A launcher of a single process, such as accelerate, gives it no RANK.
+        # A launcher of a single process, such as accelerate, does not set RANK.
         return processes.ranks_below(member) or processes.descendants(member)[:1]
 
     def _is_notice_for(self, pid: int, heard: signal.Signals) -> bool:
-        """Whether a rank of a command that has received a signal from Slurm needs no other."""
+        """Return whether a command's rank that received this signal from Slurm needs no other signal."""
         if self.configured == "auto":
-            # It may have had a handler of its own, and restored the default action in it.
+            # The rank may have had a handler that restored the default action.
             return heard != signal.SIGUSR2 or not processes.ignores(pid, heard)
         return heard.name == f"SIG{self.configured}"
 
     def _orphans_of(self, rank: int, children: Mapping[int, list[int]]) -> list[int]:
-        """What a member has started and, with its end, left to this agent."""
+        """Return the processes that a member started and, by ending, left to this agent."""
 
         def is_of_rank(pid: int) -> bool:
             group, environ = _group_of(pid), processes.environ_of(pid)
@@ -275,47 +285,48 @@ class CommandNotice:
         return list(filter(is_of_rank, children.get(os.getpid(), [])))
 
     def may_be_of_notice(self, rank: int, member: subprocess.Popen[bytes]) -> bool:
-        """Whether Slurm may have signalled a member that has failed.
+        """Return whether Slurm may have signalled a member that has failed.
 
-        Either the member died of the signal, or it is a shell or one of `STARTERS` and has left what saves:
-        make exits with 2 if Slurm has ended its recipe, and a trap may exit with any code. The crash of
-        any other program is reported at once, whatever it has left.
+        Either the member died of the signal, or it is a shell or one of `STARTERS` and has left processes
+        that save. For example, make exits with 2 if Slurm has ended its recipe, and a trap may exit with any
+        code. The crash of any other program is reported at once, whatever it has left.
         """
         if was_signalled(member.pid):
             return True
         if processes.exit_code_of_zombie(member.pid) in (None, EXIT_OK, EXIT_STOPPED):
             return False
-        name = processes.proc_file(member.pid, "comm").decode(errors="replace").strip()  # all that is left
+        # The name is the only information that remains.
+        name = processes.proc_file(member.pid, "comm").decode(errors="replace").strip()
         if name not in (*SHELLS, *STARTERS):
             return False
         children = processes.children_by_parent()
         return bool(takers(self._orphans_of(rank, children), children, self._numbers))
 
     def keeps(self, rank: int, member: subprocess.Popen[bytes]) -> bool:
-        """Whether something still saves that a member, which has ended, has started."""
+        """Return whether a process that an ended member started is still saving."""
         if rank not in self._savers or self.has_launcher:
             return False
-        # Also by make, which exits with 2 where Slurm has ended its recipe.
+        # This includes make, which exits with 2 if Slurm has ended its recipe.
         has_failed = processes.exit_code_of_zombie(member.pid) not in (EXIT_OK, EXIT_STOPPED)
         if has_failed and rank not in self._orphaned:
             self._orphaned.add(rank)
-            for _ in range(2):  # others get another parent during the first pass
+            for _ in range(2):  # other processes get a new parent during the first pass
                 self._send(rank, member)
         return any(map(processes.is_running, self._kept[rank]))
 
     def exit_code(self, rank: int, code: int, of_notice: int) -> int:
-        """The exit code of what has saved below a member, or else `code`, its own."""
+        """Return the exit code of the processes below a member that saved, else the member's `code`."""
         codes = {*self._savers[rank].codes} if rank in self._savers else set()
         if not codes or code == EXIT_STOPPED:
             return code
         if codes <= {EXIT_OK, EXIT_STOPPED}:
             return EXIT_STOPPED if EXIT_STOPPED in codes else EXIT_OK
-        # A wrapper may exit with 1 whatever what it has started returns.
+        # A wrapper may exit with 1 whatever its child returns.
         failed = any(one is not None and one > EXIT_OK and one != EXIT_STOPPED for one in codes)
         return of_notice if code == EXIT_FAILED and not failed else code
 
     def reap_orphans(self) -> None:
-        """Reap what members have left to this agent, and note the exit codes of what has saved."""
+        """Reap the processes that members have left to this agent, and record the exit codes of savers."""
         for pid in processes.children_of(os.getpid()) if self.groups else ():
             code = processes.exit_code_of_zombie(pid)
             if code is None or pid in self.groups:

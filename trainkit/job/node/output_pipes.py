@@ -1,4 +1,4 @@
-"""The pipes between the processes of a command, kept open for what saves when their reader has ended."""
+"""Keeps a command's pipes open for processes that are still saving after the reader has ended."""
 
 from __future__ import annotations
 
@@ -13,32 +13,33 @@ from trainkit.job.processes import link_of, proc_file
 from trainkit.run.process import PROC
 
 DEAD_READER_S = 3.0
-"""How long after its reader a pipe is kept: a notice that has ended the reader arrives meanwhile."""
+"""Seconds that a pipe is kept after its reader has ended, because the stop signal that ended the reader may
+still arrive."""
 
 
 @dataclass
 class _Pipe:
     log: Path
     reader: int
-    """The agent's own end."""
+    """The agent's own end of the pipe."""
     others: dict[int, str]
-    """The processes that read it, each with the link to its end."""
+    """Maps the pid of each process that reads the pipe to the link of its end."""
     unread_since_s: float | None = None
 
 
 class OutputPipes:
-    """The pipes into which what handles a notice prints, as to `tee`.
+    """The pipes from processes that handle a stop signal, for example to `tee`.
 
-    Slurm may signal every process of a step, and `tee` dies of it: the next line that the training prints
-    while it saves would raise BrokenPipeError. The agent has each of these pipes open too, and after the
-    notice reads those that nobody else reads any more, into the log of the rank.
+    Slurm may signal every process of a step, and `tee` dies of the signal. The next line that the training
+    prints while it saves would then raise BrokenPipeError. So the agent opens each of these pipes too. After
+    the stop signal, it copies pipes that no other process reads to the log of the rank.
     """
 
     def __init__(self) -> None:
         self._pipes: dict[str, _Pipe] = {}
 
     def hold(self, writers: Iterable[int], tree: Collection[int], log: Path) -> None:
-        """Open the pipes of these processes that others of the same tree read."""
+        """Open the pipes of these processes that other processes of the same tree read."""
         ends = {(pid, fd): link_of(pid, f"fd/{fd}") for pid in writers for fd in (1, 2)}
         new = {link for link in ends.values() if link.startswith("pipe:") and link not in self._pipes}
         if not new:
@@ -49,18 +50,18 @@ class OutputPipes:
                 readers.setdefault(link, {})[pid] = end
         for (pid, fd), link in ends.items():
             if link in readers and link not in self._pipes:
-                with contextlib.suppress(OSError):  # it has just ended
+                with contextlib.suppress(OSError):  # the process has just ended
                     own = os.open(PROC / str(pid) / "fd" / str(fd), os.O_RDONLY | os.O_NONBLOCK)
                     self._pipes[link] = _Pipe(log, own, readers[link])
 
     def poll(self, *, has_notice: bool) -> bool:
-        """Read what nobody else reads; without a notice close it. Returns whether there is such a pipe."""
+        """Copy unread pipes to the log, or close them without a stop signal; return whether any remain."""
         is_unread = False
         for link, pipe in list(self._pipes.items()):
             if any(link_of(pid, end) == link for pid, end in pipe.others.items()):
                 continue
             pipe.unread_since_s = pipe.unread_since_s or time.monotonic()
-            # Without a notice its writer is to die of it, as of the end of `head`.
+            # Without a stop signal, the writer must die of the broken pipe, as with `head`.
             is_recent = time.monotonic() < pipe.unread_since_s + DEAD_READER_S
             is_open = _append(pipe) if has_notice else is_recent
             is_unread |= is_open
@@ -71,7 +72,7 @@ class OutputPipes:
 
 
 def _reading_ends(pid: int, links: Collection[str]) -> Iterator[tuple[str, str]]:
-    with contextlib.suppress(OSError):  # it has ended
+    with contextlib.suppress(OSError):  # the process has ended
         for file in (PROC / str(pid) / "fd").iterdir():
             if (link := link_of(pid, f"fd/{file.name}")) in links:
                 flags = proc_file(pid, f"fdinfo/{file.name}").partition(b"flags:")[2].split()
@@ -80,10 +81,10 @@ def _reading_ends(pid: int, links: Collection[str]) -> Iterator[tuple[str, str]]
 
 
 def _append(pipe: _Pipe) -> bool:
-    """Append what is in a pipe to the log; returns whether there may be more."""
+    """Append the content of a pipe to the log; return whether there may be more."""
     with contextlib.suppress(BlockingIOError):
         while read := os.read(pipe.reader, 65536):
-            with contextlib.suppress(OSError), pipe.log.open("ab") as log:  # a full disk
+            with contextlib.suppress(OSError), pipe.log.open("ab") as log:  # the disk may be full
                 log.write(read)
         return False
     return True

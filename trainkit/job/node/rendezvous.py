@@ -20,7 +20,7 @@ from trainkit.run.files import wait_for_json
 from trainkit.run.rundir import AttemptDir
 
 LOCAL_ADDR = "127.0.0.1"
-"""The address of rank 0 when all nodes are this machine."""
+"""The address of rank 0 if all nodes are this machine."""
 
 NUM_CANDIDATES = 64
 LOWEST_PORT = 10_000
@@ -30,7 +30,7 @@ DEFAULT_EPHEMERAL = (32_768, 60_999)
 
 
 def ephemeral_range() -> tuple[int, int]:
-    """The range of ports that the kernel uses for outgoing connections, as (first, last), both included."""
+    """Return the kernel's port range for outgoing connections, as (first, last), both included."""
     try:
         low, high = EPHEMERAL_RANGE.read_text().split()
         return int(low), int(high)
@@ -39,14 +39,14 @@ def ephemeral_range() -> tuple[int, int]:
 
 
 def candidate_ports() -> list[int]:
-    """Random ports that no outgoing connection gets; empty if the kernel uses all ports for these."""
+    """Return random ports that no outgoing connection uses; empty if the kernel may use all ports."""
     low, high = ephemeral_range()
     pool = [port for port in range(LOWEST_PORT, HIGHEST_PORT) if not low <= port <= high]
     return secrets.SystemRandom().sample(pool, min(NUM_CANDIDATES, len(pool)))
 
 
 def is_free(port: int) -> bool:
-    """Whether rank 0 could listen on a port; binds to all addresses, as TCPStore does."""
+    """Return whether rank 0 could listen on a port; binds to all addresses, as TCPStore does."""
     with socket.socket() as probe:
         try:
             probe.bind(("", port))
@@ -56,7 +56,7 @@ def is_free(port: int) -> bool:
 
 
 def choose_port() -> int:
-    """A free port on this machine for the rendezvous of an attempt; raises TrainkitError if there is none."""
+    """Choose a free port on this machine for a rendezvous; raise TrainkitError if there is none."""
     candidates = candidate_ports()
     if not candidates:
         with socket.socket() as probe:
@@ -75,11 +75,11 @@ def choose_port() -> int:
 RENDEZVOUS_TIMEOUT_S = 300.0
 FAILURE_POLL_S = 2.0
 VISIBLE_TIMEOUT_S = 65.0
-"""An NFS client may remember for a minute that a name is missing."""
+"""Seconds to wait for a file, because an NFS client may cache for a minute that the file is missing."""
 
 
 class StopSignalReceived(Exception):
-    """A notice signal arrived before the workers had started."""
+    """A stop signal arrived before the workers had started."""
 
     def __init__(self, received: signal.Signals) -> None:
         super().__init__(received.name)
@@ -87,28 +87,28 @@ class StopSignalReceived(Exception):
 
 
 class NotATask(TrainkitError):
-    """This process is not a task of a scheduler's step."""
+    """Raised if this process is not a task of a scheduler's step."""
 
 
 class Listener(Protocol):
-    """Notes the stop signals that the ranks of an agent receive."""
+    """Records the stop signals that the ranks of an agent receive."""
 
     def has_heard(self, number: signal.Signals) -> bool:
-        """Whether the ranks have received a signal that the agent has just received."""
+        """Return whether the ranks have received a signal that the agent has just received."""
 
 
 class Task(ABC):
     """The role of an agent: a task in the step of a scheduler, or a rank of another launcher."""
 
     has_scheduler = True
-    """Whether no other start has the same key, and a signal reaches all tasks."""
+    """True if the key is unique to this start, and a signal reaches all tasks."""
     task: int
-    """Its index among all tasks."""
+    """The index among all tasks."""
     node_rank: int
     local_task: int
-    """Its index among the tasks of its node."""
+    """The index among the tasks of the node."""
     tasks: tuple[int, ...]
-    """Number of tasks on each node."""
+    """The number of tasks on each node."""
 
     @property
     def num_tasks(self) -> int:
@@ -120,18 +120,18 @@ class Task(ABC):
 
     @property
     def is_first(self) -> bool:
-        """Whether it is the first task of the step, which speaks for all."""
+        """Return whether this is the first task of the step, which acts for all tasks."""
         return self.task == 0
 
     @property
     @abstractmethod
     def rank(self) -> int:
-        """The rank of the first task of its node, and how many tasks of the node come before it."""
+        """The task's rank; for a task per node, the rank of the node's first worker."""
 
     @property
     @abstractmethod
     def first(self) -> str:
-        """The task that announces the run, in words."""
+        """The task that announces the run, as text for messages."""
 
     @property
     @abstractmethod
@@ -140,14 +140,17 @@ class Task(ABC):
 
     @abstractmethod
     def meet(self, attempt: AttemptDir, plan: LaunchPlan) -> Rendezvous:
-        """The rendezvous of its agent; waits until the first task has published it.
+        """Return the rendezvous of the task's agent; wait until the first task has published it.
 
-        Raises TrainkitError when the step does not match the plan or nothing is published in time, and
-        StopSignalReceived when a notice signal arrives meanwhile.
+        Raises TrainkitError if the step does not match the plan or nothing is published in time, and
+        StopSignalReceived if a stop signal arrives in the meantime.
         """
 
     def listen(self) -> Listener | None:
-        """Start to listen, if the ranks may be signalled too; call after them, with the signals blocked."""
+        """Start a listener if the ranks may be signalled too.
+
+        Call this after the ranks have started, with the signals blocked.
+        """
         return None
 
 
@@ -160,39 +163,40 @@ class Rendezvous:
     master_addr: str
     master_port: int
     peer: str | None
-    """Another host of the job; None when all ranks are on this host."""
+    """Another host of the job; None if all ranks are on this host."""
     nonce: str = ""
-    """Random: by it the ranks of an attempt tell its rank 0 from that of another job."""
+    """A random value with which the ranks of an attempt recognize their rank 0 if another job uses the same
+    address."""
     task: Task | None = None
-    """What its agent is; None for a local run, whose supervisor starts and signals all agents."""
+    """The role of the agent; None for a local run, whose supervisor starts and signals all agents."""
 
     @property
     def has_rank_0(self) -> bool:
-        """Whether rank 0 is one of the agent's workers."""
+        """Return whether rank 0 is one of the agent's workers."""
         return self.node_rank == 0 and 0 in self.local_ranks
 
 
 def record_notice(attempt: AttemptDir, received: signal.Signals, task: Task, time: str = "") -> None:
     """Record a signal for the supervisor of a step, or for rank 0 of another launcher."""
     if task.has_scheduler and not task.is_first:
-        return  # the scheduler has signalled all tasks
+        return  # the scheduler has signalled all tasks, and the first one records the signal
     if not task.has_scheduler and any(attempt.errors_dir.glob("rank-*.json")):
-        return  # a launcher ends the other ranks with a signal
-    with contextlib.suppress(OSError):  # the ranks have received it, even if the disk is full
+        return  # a launcher ends the other ranks with a signal after a failure
+    with contextlib.suppress(OSError):  # the ranks have received the signal, even if the disk is full
         more = {"time": time} if time else {}
         log_event(attempt.run, attempt.number, "signal", signal=received.name, **more)
 
 
 def recorded_notices(attempt: AttemptDir) -> list[signal.Signals]:
-    """The signals of `record_notice`."""
+    """Return the signals that `record_notice` has recorded."""
     events = read_events(attempt.run, "signal", attempt=attempt.number)
     return [signal.Signals[str(event.values["signal"])] for event in events]
 
 
 def await_plan(attempt: AttemptDir, timeout_s: float = VISIBLE_TIMEOUT_S) -> LaunchPlan:
-    """Wait until this host sees the plan of the attempt, and return it.
+    """Wait until this host sees the plan of the attempt, and return the plan.
 
-    Raises TrainkitError after the timeout, and StopSignalReceived when a notice signal arrives meanwhile.
+    Raises TrainkitError after the timeout, and StopSignalReceived if a stop signal arrives in the meantime.
     """
     try:
         return LaunchPlan.from_dict(wait_for_json(attempt.plan_file, timeout_s, pause=pause))
@@ -204,27 +208,27 @@ def await_plan(attempt: AttemptDir, timeout_s: float = VISIBLE_TIMEOUT_S) -> Lau
 
 
 def pause(seconds: float) -> None:
-    """Wait; raises StopSignalReceived when a notice signal arrives meanwhile."""
+    """Wait; raise StopSignalReceived if a stop signal arrives in the meantime."""
     received = processes.wait_for_signal(seconds)
     if received is not None and received != signal.SIGCHLD:
         raise StopSignalReceived(received)
 
 
 def new_nonce() -> str:
-    """The nonce of an attempt; it must reach no file that others can read."""
+    """Return a new nonce for an attempt; it must never be in a file that others can read."""
     return secrets.token_hex(16)
 
 
 def local_rendezvous(plan: LaunchPlan, node_rank: int, master_port: int, nonce: str = "") -> Rendezvous:
-    """The rendezvous of an agent of a local run, in which all nodes are this machine."""
+    """Return the rendezvous of an agent of a local run, whose nodes are all this machine."""
     ranks = tuple(range(plan.workers_of(node_rank)))
     return Rendezvous(node_rank, ranks, LOCAL_ADDR, master_port, None, nonce)
 
 
 class PauseUntilFailure:
-    """Pauses while a task waits for others, which may be gone.
+    """Pauses while a task waits for other tasks, which may have ended.
 
-    Raises TrainkitError when one has failed, and StopSignalReceived after a notice signal to any.
+    Raises TrainkitError if another task has failed, and StopSignalReceived if any task got a stop signal.
     """
 
     def __init__(self, attempt: AttemptDir) -> None:

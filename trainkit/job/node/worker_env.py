@@ -1,6 +1,6 @@
 """The environment and argv of the workers that an agent starts.
 
-The variables of a worker include those by which gloo and NCCL select their network interfaces.
+The variables of a worker include the network interfaces for gloo and NCCL.
 """
 
 from __future__ import annotations
@@ -38,19 +38,22 @@ from trainkit.shipped import Guard, in_ranks, with_launcher
 
 STARTUP_FOLDER = Path(__file__).parents[1] / "startup"
 ALLOCATOR_VARIABLES = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
-"""Where a user may have set up torch's allocator, under its present name and former ones."""
+"""The variables with which a user may have configured torch's allocator, under current and older names."""
 BUFFER_VARIABLES = {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"}
-"""Where a user may have set up torch's flight recorder, under its present names and former ones."""
+"""The variables with which a user may have configured torch's flight recorder, under current and older names.
+"""
 NUM_RECORDED = 2000
-"""Collectives that torch remembers, its own default since 2.13: 1.5 us a call, and 3 MB."""
+"""The number of collectives that torch remembers, its default since 2.13. Recording costs 1.5 us per call,
+and 3 MB."""
 AT_START_VARIABLE = "TRAINKIT_JOB_AT_START"
-"""Files that `trainkit.job.python_start` loads."""
+"""The variable with the files that `trainkit.job.python_start` loads."""
 DONE_FILE_VARIABLE = "TRAINKIT_JOB_DONE_FILE"
-"""Path of a file that a command creates when it is done: exit code 0 after a notice then means finished."""
+"""The variable with the path of a file that a command creates when it is done. Exit code 0 after a stop
+signal then means finished."""
 
 
 def worker_rank(plan: LaunchPlan, rendezvous: Rendezvous, local_rank: int) -> RankEnv:
-    """The rank environment of one worker; ranks are numbered node by node."""
+    """Return the rank environment of one worker; ranks are numbered node by node."""
     return RankEnv(
         rank=plan.first_rank_of(rendezvous.node_rank) + local_rank,
         local_rank=local_rank,
@@ -66,9 +69,9 @@ def worker_rank(plan: LaunchPlan, rendezvous: Rendezvous, local_rank: int) -> Ra
 
 
 def configured_environ(plan: LaunchPlan, inherited: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a process that is no rank yet: inherited, then `launch.env`."""
+    """Return the environment of a process that is not a rank yet: inherited variables, then `launch.env`."""
     environ = {name: value for name, value in inherited.items() if name not in RANK_VARIABLES}
-    # On Slurm the script has set PYTHONPATH already, with the code snapshot in front.
+    # On Slurm the script has already set PYTHONPATH, with the code snapshot in front.
     kept = {"PYTHONPATH"} if plan.is_job else set()
     return environ | {name: value for name, value in plan.environment.variables.items() if name not in kept}
 
@@ -82,10 +85,10 @@ def worker_environ(
     defaults: Mapping[str, str],
     code: CodeCopy | None = None,
 ) -> dict[str, str]:
-    """The complete environment of one worker: inherited, `launch.env`, trainkit's defaults, then its rank.
+    """Return a worker's environment: inherited variables, `launch.env`, trainkit's defaults, its rank.
 
-    `defaults` are those of this host and attempt, such as the network interface.
-    With a copy of the code, Python imports from there what the user has installed from the copied folder.
+    `defaults` are the defaults of this host and attempt, such as the network interface. If there is a copy of
+    the code, Python imports packages of the original folder from the copy instead.
     """
     environ = configured_environ(plan, inherited)
     environ.setdefault(
@@ -95,17 +98,18 @@ def worker_environ(
     for name, value in defaults.items():
         environ.setdefault(name, value)
     if plan.is_here and plan.device == "cuda":
-        # Those that the supervisor has got for the run, of those that launch.env may name.
+        # Prefer the GPUs that the supervisor reserved for the run; else use the GPUs in launch.env.
         visible = inherited.get(VISIBLE, environ.get(VISIBLE))
         if visible is not None or plan.num_nodes > 1:
             environ[VISIBLE] = gpu_slice(plan, rank_env.node_rank, visible)
     if "SLURM_ARRAY_TASK_ID" in environ and attempt.run.name.isdigit():
-        environ["SLURM_ARRAY_TASK_ID"] = attempt.run.name  # a group of several arrays numbers its tasks anew
+        # A group of several arrays numbers the tasks of each array anew.
+        environ["SLURM_ARRAY_TASK_ID"] = attempt.run.name
     if not plan.workload.has_launcher:
         environ.update(rank_env.to_environ())
         environ[NONCE_VARIABLE] = rank_env.nonce
     if (venv := plan.environment.venv) is not None:
-        # What its bin/activate does.
+        # These variables are what bin/activate sets.
         environ["VIRTUAL_ENV"] = venv
         environ["PATH"] = f"{venv}/bin:{environ.get('PATH', os.defpath)}"
         environ.pop("PYTHONHOME", None)
@@ -135,16 +139,15 @@ def worker_environ(
             _keep_git_inside(environ, plan, [str(attempt.run.path), str(Path(code.code).parent)])
         return environ
     if plan.device == "cuda" and not ALLOCATOR_VARIABLES & environ.keys():
-        # Sizes that change, as those of the last batch of a validation, would otherwise split the memory into
-        # pieces that nothing fits in.
+        # Changing sizes, for example in the last batch of a validation, would otherwise fragment the memory.
         environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     return environ
 
 
 def _keep_git_inside(environ: dict[str, str], plan: LaunchPlan, folders: Sequence[str]) -> None:
-    """Have Git take no repository above these folders, nor one that the shell of the submission names.
+    """Keep Git from using a repository above these folders, or one that the submitting shell names.
 
-    A run folder inside of the project would otherwise answer with what the project is now.
+    A run folder inside the project would otherwise show Git the project's current state.
     """
     for name in GIT_LOCATIONS - plan.environment.variables.keys():
         environ.pop(name, None)
@@ -155,20 +158,23 @@ def _keep_git_inside(environ: dict[str, str], plan: LaunchPlan, folders: Sequenc
 def _add_for_command(environ: dict[str, str], plan: LaunchPlan, attempt: AttemptDir) -> None:
     environ[DONE_FILE_VARIABLE] = str(attempt.done_file)
     if not plan.workload.has_launcher:
-        # As torchrun does, so that a framework takes these ranks and not those that Slurm's variables
-        # suggest: Lightning, which would, also ignores SIGTERM then.
+        # Set the variable as torchrun does, so that a framework uses these ranks and not the ranks that
+        # Slurm's variables suggest. With Slurm's variables, Lightning would also ignore SIGTERM.
         environ["TORCHELASTIC_RUN_ID"] = f"{attempt.run.path.name}-{attempt.number}"
         return
-    # How long torchrun waits for its ranks after SIGTERM; its default is 30 s.
+    # The time that torchrun waits for its ranks after SIGTERM; its default is 30 s.
     environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(plan.grace_s)))
     if plan.workload.launcher == "accelerate" and plan.device == "cpu":
-        # Without it, accelerate on a host without GPUs runs every rank as a single process.
+        # Without this variable, accelerate on a host without GPUs runs every rank as a single process.
         environ.setdefault("ACCELERATE_USE_CPU", "true")
 
 
 @cache
 def rank_folders(temporary: str | None, run: RunDir, keeps: bool) -> OwnFolders:
-    """The folders of the ranks on this host; says once if they are not in TMPDIR. Raises OSError."""
+    """Return the private folders of the ranks on this host; print a note if they are not in TMPDIR.
+
+    Raises OSError.
+    """
     environ = {} if temporary is None else {"TMPDIR": temporary}
     found = own_folders(environ, run.caches_dir / own_host(), keeps=keeps)
     shared = f"temporary files are in {found.temporary}: every user can create files in {temporary}"
@@ -178,13 +184,13 @@ def rank_folders(temporary: str | None, run: RunDir, keeps: bool) -> OwnFolders:
 
 
 def with_own_folders(environ: Mapping[str, str], plan: LaunchPlan, run: RunDir) -> dict[str, str]:
-    """The variables with private folders for temporary files and caches."""
-    # launch.env.TMPDIR is the way to have ranks share a folder with other programs.
+    """Return the environment with private folders for temporary files and caches."""
+    # Users set launch.env.TMPDIR if ranks must share a folder with other programs.
     return rank_folders(environ.get("TMPDIR"), run, "TMPDIR" in plan.environment.variables).added_to(environ)
 
 
 def own_threads(plan: LaunchPlan, rank_env: RankEnv, inherited: Mapping[str, str]) -> int:
-    """The number of CPU threads per worker, derived from this node's CPUs when the plan sets none."""
+    """Return the number of CPU threads per worker on this node, for a plan that sets none."""
     given = inherited.get("SLURM_CPUS_PER_TASK", "")
     num_cpus = len(os.sched_getaffinity(0))
     if given.isdigit():
@@ -194,7 +200,7 @@ def own_threads(plan: LaunchPlan, rank_env: RankEnv, inherited: Mapping[str, str
 
 
 def gpu_slice(plan: LaunchPlan, node_rank: int, visible: str | None) -> str:
-    """CUDA_VISIBLE_DEVICES of one node of a local run, whose nodes share this machine's GPUs.
+    """Return CUDA_VISIBLE_DEVICES for one node of a local run, whose nodes share this machine's GPUs.
 
     `visible` is the inherited CUDA_VISIBLE_DEVICES; None means all GPUs, numbered from 0.
     """
@@ -204,7 +210,7 @@ def gpu_slice(plan: LaunchPlan, node_rank: int, visible: str | None) -> str:
 
 
 def worker_argv(plan: LaunchPlan, rank_env: RankEnv, run: RunDir) -> tuple[str, ...]:
-    """The argv of an agent's child process: a rank, or the launcher of all ranks on a node."""
+    """Return the argv of an agent's child process: a rank, or the launcher of all ranks on a node."""
     if not plan.workload.is_command:
         trainer = module_argv("trainkit.trainer", str(run.path))
         python = plan.environment.python
@@ -235,13 +241,13 @@ INFINIBAND = Path("/sys/class/infiniband")
 
 
 def network_environ(preset: str, peer: str | None) -> tuple[dict[str, str], str]:
-    """The variables for a preset or a named interface, and the reason for them in one sentence.
+    """Return the variables for a preset or a named interface, and the reason for them in one sentence.
 
-    `peer` is another host of the job; None when all ranks are on this host. gloo gets the interface on the
-    route to it. NCCL, which prefers InfiniBand and can use several interfaces, chooses by itself unless the
-    config names an interface or this host has only one.
+    `peer` is another host of the job, or None if all ranks are on this host. gloo gets the interface on the
+    route to `peer`. NCCL prefers InfiniBand and can use several interfaces. So NCCL chooses by itself, unless
+    the config names an interface or this host has only one.
 
-    Raises UsageError when this host has no such interface, or no InfiniBand device for the preset ``ib``.
+    Raises UsageError if this host has no such interface, or no InfiniBand device for the preset ``ib``.
     """
     if preset not in PRESETS:
         names = [name for _, name in socket.if_nameindex()]
@@ -267,35 +273,35 @@ def network_environ(preset: str, peer: str | None) -> tuple[dict[str, str], str]
 
 
 def _nccl(name: str) -> dict[str, str]:
-    # NCCL takes a name for a prefix: without the sign, eth1 would include eth10.
+    # NCCL treats a name as a prefix. Without the equals sign, eth1 would include eth10.
     return {"NCCL_SOCKET_IFNAME": f"={name}"}
 
 
 def interface_to(host: str) -> str | None:
-    """The interface on the route to a host; None when unknown."""
+    """Return the interface on the route to a host; None if unknown."""
     return addresses().get(address_towards(host) or "")
 
 
 def address_towards(host: str) -> str | None:
-    """This host's IPv4 address on the route to another one; None when unknown."""
+    """Return this host's IPv4 address on the route to another host; None if unknown."""
     try:
         found = socket.getaddrinfo(host, DISCARD_PORT, socket.AF_INET, socket.SOCK_DGRAM)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(found[0][4])  # selects a route; sends nothing
+            probe.connect(found[0][4])  # this selects a route but sends nothing
             return str(probe.getsockname()[0])
     except OSError:
         return None
 
 
 def addresses() -> Mapping[str, str]:
-    """Mapping from each IPv4 address of this host to its interface."""
+    """Map each IPv4 address of this host to its interface."""
     names = [name for _, name in socket.if_nameindex()]
     found = {name: _ask(SIOCGIFADDR, name) for name in names}
     return {socket.inet_ntoa(answer[20:24]): name for name, answer in found.items() if answer is not None}
 
 
 def usable_interfaces() -> list[str]:
-    """The interfaces that can reach other hosts: up, with an IPv4 address, neither loopback nor virtual."""
+    """Return the interfaces that can reach other hosts: up, with IPv4, neither loopback nor virtual."""
     return [
         name
         for name in addresses().values()
@@ -310,9 +316,9 @@ def _flags(name: str) -> int:
 
 
 def _ask(request: int, name: str) -> bytes | None:
-    """The kernel's answer about an interface, a struct ifreq; None if it has no such property."""
+    """Return the kernel's answer about an interface, a struct ifreq; None if it lacks the property."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             return fcntl.ioctl(probe.fileno(), request, struct.pack("256s", name.encode()[:15]))
         except OSError:
-            return None  # no IPv4 address
+            return None  # the interface has no IPv4 address
