@@ -221,7 +221,7 @@ def test_a_password_in_a_tracking_uri_is_not_shown(tmp_path: Path) -> None:
 
 def test_the_file_store_of_mlflow(tmp_path: Path) -> None:
     [found] = problems(tmp_path, "logging.mlflow={tracking_uri: 'file:///data/mlruns'}")
-    assert "which MLflow 3 does not write any more\n  hint: name the folder without file:" in found
+    assert "which MLflow 3 cannot write\n  hint: remove file: to use a SQLite store" in found
 
 
 @pytest.mark.parametrize("key", all_keys())

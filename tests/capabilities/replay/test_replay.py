@@ -17,7 +17,7 @@ from tests.support.ranks import start_ranks, wait_for_all
 from tests.support.replays import DDP, FSDP, OPTIONS, add_job, call, files_of
 from tests.support.runs import TIMEOUT_S, environs, log_text, make_attempt, train
 from trainkit.capabilities.replay import replay
-from trainkit.capabilities.replay.compare import rank_record
+from trainkit.capabilities.replay.compare import rank_records
 from trainkit.cli.main import main
 from trainkit.run.events import read_metrics
 from trainkit.run.rundir import RunDir
@@ -148,7 +148,7 @@ def test_a_flipped_bit_in_a_gradient_names_the_rank_and_the_host(
     assert call(capsys, "replay", str(run), "--step", "6")[1]["verdict"] == "equal"
     # Without the records of the ranks it does not guess.
     for rank in range(2):
-        assert rank_record(attempt, rank, 4)
+        assert rank_records(attempt, rank, 4)
         attempt.rank_record(rank).unlink()
     culprit = call(capsys, "replay", str(run), "--step", "4")[1]["culprit"]
     assert (culprit["ranks"], culprit["what"]) == ([], "the ranks have no records of step 4")

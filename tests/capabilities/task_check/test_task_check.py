@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from trainkit.capabilities.task_check.worker import Smoke, smoke
+from trainkit.cli.main import main
 from trainkit.config import load_config
 from trainkit.config.schema import RunConfig
 from trainkit.trainer.task_check import definite_problem
@@ -272,7 +273,7 @@ def test_an_optimizer_without_a_turn_in_the_first_step() -> None:
     none = step.replace('["a0"]\n', "[]\n")
     without = CODE.replace(LOSS, LOSS + none).replace("def loss(", "def other(")
     [problem] = Smoke(config_of(without)).problems()
-    assert "turns() named none in step 1, and Mine does not define loss" in problem.message
+    assert "turns() was empty in step 1, and loss() is not defined" in problem.message
     both = config_of(
         CODE.replace(LOSS, LOSS + step), "optimizer.state_dtype=bf16", "optimizer.betas=[0.9,0.95]"
     )
@@ -415,3 +416,19 @@ def test_found_by_two_ranks(case: str) -> None:
     problems = smoke(config_of(CODE.replace(before, after) + SHARDS))
     assert len(problems) == bool(message), problems
     assert all(message in item.message and hint in item.hint for item in problems), problems
+
+
+@pytest.mark.parametrize("setting", ["optimizer.name=adamw_8bit", "optimizer.state_dtype=bf16"])
+def test_an_optimizer_of_the_config_is_refused_at_submit_for_a_task_with_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], setting: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(CODE + OWN_STEP)
+    Path("run.yaml").write_text("name: t\ndevice: cpu\ntask: mine.py:Mine\ntrain: {steps: 2}\n")
+    assert main(["check", "run.yaml"]) == 0
+    assert main(["check", "run.yaml", "--set", setting]) == 2
+    key, _, value = setting.partition("=")
+    assert (
+        f"--set {setting}: {key}: is {value}, but Mine has optimizers of its own" in capsys.readouterr().err
+    )
+    assert main(["check", "run.yaml", "--set", setting, "--set", "launch.setup=[cd .]"]) == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
@@ -51,6 +51,11 @@ class SaveRequest:
     record: Mapping[str, object]
     is_best: bool
     reason: str
+    wait_for_logs: Callable[[], None] | None = None
+    """Waits until everything that was logged up to this step is on disk; called before the publication.
+
+    A resume from the checkpoint does not compute these steps again, so nothing of them may be missing.
+    """
 
 
 class CheckpointSaver:
@@ -134,6 +139,8 @@ class CheckpointSaver:
 
         In the writing thread, so that no step waits.
         """
+        if request.wait_for_logs is not None:
+            request.wait_for_logs()
         manifest = {
             "version": MANIFEST_VERSION,
             "step": request.step,
