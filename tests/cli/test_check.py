@@ -138,7 +138,7 @@ def test_what_cannot_be_reported_is_said(config: str, capsys: pytest.CaptureFixt
     assert [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")] == [
         "warning: requeue.slow_hosts has no effect: only a job on Slurm can leave out a host",
         "warning: notify.webhook is MY_HOOK, which is not set in this shell",
-        "warning: notify.mail has no effect: Slurm sends the emails, and this run starts here",
+        "warning: notify.mail has no effect, because the run does not use Slurm",
     ]
 
 

@@ -105,8 +105,8 @@ notify.mail=me@x.org resources.mail_type=ALL
     notify.mail: is set, and so is resources.mail_type
     hint: remove one of them
 notify.mail=me@x.org notify.on=[stalled,slow]
-    notify.mail: is set, but notify.on has none of the events that Slurm knows: finished, failed, requeued
-    hint: add one of them, or remove notify.mail
+    notify.mail: is set, but notify.on contains no event that Slurm can email: finished, failed, requeued
+    hint: add one of these events, or remove notify.mail
 """
 
 
@@ -187,7 +187,7 @@ def test_the_url_of_a_webhook_must_not_be_written_down(tmp_path: Path, url: str)
     text = problem(tmp_path, f"notify.webhook={url}")
     assert text == (
         "--set notify.webhook: notify.webhook: is not the name of an environment variable\n"
-        "  hint: export TRAINKIT_WEBHOOK_URL=URL in the shell that submits, and leave notify.webhook out"
+        "  hint: export TRAINKIT_WEBHOOK_URL=URL in the shell that submits, and remove notify.webhook"
     )
     assert "launch.env.MY_HOOK: looks like a secret" in problem(
         tmp_path, "notify.webhook=MY_HOOK", f"launch.env.MY_HOOK={url}"

@@ -50,10 +50,10 @@ def planned(run: RunDir, first: int, last: int | None = None, layout: str = "sam
 def test_the_nearest_checkpoint_and_the_cost(run: RunDir) -> None:
     for first, last, begin in ((1, 1, 0), (4, 4, 0), (5, 5, 4), (8, 9, 4), (9, 9, 8), (20, 20, 8)):
         assert planned(run, first, last).start_step == begin
-    with pytest.raises(UsageError, match="has not computed step 21: its last record is of step 10"):
+    with pytest.raises(UsageError, match="has not computed step 21: its last recorded step is 10"):
         planned(run, 21)  # a step up to 20 may have been the last one, of which there is no record
     cost = planned(run, 4).cost
-    assert cost == "computing 4 steps from the initial weights on 2 cpu ranks; the run took 4m00s for that"
+    assert cost == "computing 4 steps from the initial weights on 2 cpu ranks; the run took 4m00s for them"
     # A checkpoint was removed.
     run.checkpoint_dir(8).rmdir()
     assert planned(run, 10).cost.startswith("computing 6 steps from checkpoint step-00000004 on 2 cpu ranks;")
