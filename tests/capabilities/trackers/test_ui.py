@@ -287,7 +287,7 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("logging.mlflow={tracking_uri: 'http://host:5000'}", "mlflow", "is on the server http://host:5000"),
         ("logging.mlflow=null", "mlflow", "is not in MLflow: logging.mlflow is null"),
         ("logging.tensorboard=false", "tensorboard", "has no tensorboard/: logging.tensorboard is false"),
-        ("logging.tensorboard=auto", "tensorboard", "first record on, if it has tensorboard"),
+        ("logging.tensorboard=auto", "tensorboard", "if the package tensorboard is installed"),
     ],
 )
 def test_nothing_to_show(

@@ -209,8 +209,9 @@ def _refuse_changes(run: RunDir, at: RunStep, start_step: int) -> None:
         if found:
             origin = f"checkpoint step-{start_step:08d}" if start_step else "the initial weights"
             raise UsageError(
-                f"step {at.step} would be computed from {origin}, but attempt {before.attempt.number} computed "
-                f"step {step} with other values than attempt {at.attempt.number}: {'; '.join(found)}",
+                f"step {at.step} would be computed from {origin}, but attempt {before.attempt.number} "
+                f"computed step {step} with other values than attempt {at.attempt.number}: "
+                f"{'; '.join(found)}",
                 hint="replay a step whose preceding checkpoint was saved after the change",
             )
 
