@@ -395,7 +395,7 @@ ON_TWO_RANKS = {
     "end of a rank": (
         "x, y = batch",
         f"x, y = batch\n        {BY_RANK} and os._exit(3)",
-        "rank 1 of 2 ended without an answer",
+        "rank 1 of 2 ended without a result",
         "ends Python",
     ),
     "state by rank": (
