@@ -140,7 +140,7 @@ def _own_attempt(run: RunDir, world: World, env: RankEnv) -> AttemptDir:
             attempt.create()
             # `trainkit status` and other commands show these values.
             plan = LaunchPlan(
-                backend="launcher",  # also for a process that a shell has started directly
+                backend="launcher",  # this name also covers a process that a shell has started
                 num_nodes=env.num_nodes,
                 workers_per_node=env.local_world_size,
                 device=world.device.type,
@@ -456,7 +456,7 @@ class Attached:
             code, reason = EXIT_OK, "all steps are done"
         elif self._outcome == "stopped":
             reason = f"saved after {self._stop.signal_name or 'another rank was asked to stop'}"
-        elif first := first_of(rank_failures(self._attempt)):  # after it, a launcher also stops this rank
+        elif first := first_of(rank_failures(self._attempt)):  # a failure of another rank also ends this one
             failure = replace(first[1], more={})
             code, reason = failure.exit_code or EXIT_FAILED, f"rank {failure.rank} failed"
         state: Action = self._outcome or ("stopped" if failure is None else "failed")

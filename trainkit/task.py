@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import default_collate
 
-from trainkit.adapters import add_adapters as add_adapters  # part of the API of a task
+from trainkit.adapters import add_adapters as add_adapters  # tasks import it from here
 from trainkit.capability import Recorder
 from trainkit.config.schema import RunConfig
 from trainkit.config.training import DataConfig

@@ -110,7 +110,7 @@ class OwnOptimizers(ShardedOptimizer):
             name: [float(group["lr"]) for group in optimizer.param_groups]
             for name, optimizer in self._optimizers.items()
         }
-        self.collect_state()  # raises an error now if the state cannot be saved later
+        self.collect_state()  # this raises an error now if the state cannot be saved later
 
     @property
     def kinds(self) -> dict[str, str]:
@@ -374,7 +374,7 @@ def _merged(path: str, now: object, before: object, saved: object, changed: list
     factor that the schedule has reached.
     """
     match now, before, saved:
-        case dict(), dict(), dict() if not isinstance(now, Counter):  # such as the milestones of MultiStepLR
+        case dict(), dict(), dict() if not isinstance(now, Counter):  # MultiStepLR counts milestones
             both = now.keys() & before.keys() & saved.keys()
             if re.fullmatch(r"\.groups\.\d+", path) and "initial_lr" in both:
                 # The constructor of a scheduler has already multiplied `lr`, so compare `initial_lr`.
@@ -403,7 +403,7 @@ def _merged(path: str, now: object, before: object, saved: object, changed: list
 def _is_same(one: object, other: object) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return torch.equal(one, other)
-    if isinstance(one, Counter):  # a checkpoint has it as a dictionary
+    if isinstance(one, Counter):  # a checkpoint stores a Counter as a dictionary
         return one == other
     return type(one) is type(other) and one == other
 

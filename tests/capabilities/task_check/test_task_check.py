@@ -396,7 +396,7 @@ ON_TWO_RANKS = {
         "x, y = batch",
         f"x, y = batch\n        {BY_RANK} and os._exit(3)",
         "rank 1 of 2 ended without a result",
-        "ends Python",
+        "ends the process",
     ),
     "state by rank": (
         LOSS,

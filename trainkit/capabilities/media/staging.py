@@ -69,7 +69,7 @@ def stage_image(what: str, image: object) -> Staged:
 def _pixels(what: str, image: object) -> Tensor:
     """Return an image as a tensor [height, width, channels]."""
     convert, mode = getattr(image, "convert", None), getattr(image, "mode", None)
-    if isinstance(mode, str) and callable(convert):  # of PIL
+    if isinstance(mode, str) and callable(convert):  # a PIL image
         image = np.asarray(image if mode in ("L", "RGB", "RGBA") else convert("RGB"))
     if isinstance(image, np.ndarray):
         found = _tensor(what, image)

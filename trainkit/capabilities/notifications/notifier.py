@@ -177,7 +177,7 @@ def message(attempt: AttemptDir, plan: LaunchPlan, notification: Notification) -
 
     run, job, total_steps = attempt.run, read_job(attempt.run), None
     entry, step = job.of_attempt(attempt.number), notification.step
-    if not plan.workload.is_command:  # a COMMAND ignores it
+    if not plan.workload.is_command:  # a COMMAND ignores train.steps
         total_steps = read_effective(attempt.config_file).train.steps
     where = f"job {entry.job_id or None}, attempt {attempt.number}"
     at = "" if step is None else f", step {step}" + ("" if total_steps is None else f"/{total_steps}")

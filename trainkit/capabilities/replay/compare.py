@@ -41,9 +41,9 @@ class ComparedStep:
     difference: float | None
     """The largest relative difference of the values; None if the step was not recorded."""
     is_exact: bool
-    """Whether the values must be equal to the last digit, because nothing that affects rounding differs."""
+    """True if nothing that affects rounding differs, so the values must be equal to the last digit."""
     is_equal: bool | None
-    """Whether the values are equal, within rounding unless `is_exact`; None if the step was not recorded."""
+    """True if the values are equal, within rounding unless `is_exact`; None if the step was not recorded."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Comparison:
     verdict: str
     """``equal``, ``different`` or ``unknown``."""
     is_exact: bool
-    """Whether every step is equal to the last digit or must be."""
+    """True if every step is equal to the last digit or must be."""
     tolerance: float
     """The relative difference up to which steps that are not exact count as equal."""
     rounding: tuple[str, ...]

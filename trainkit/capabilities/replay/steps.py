@@ -73,7 +73,7 @@ class RunStep:
     stop: int
     """The position after its last sample."""
     is_stream: bool
-    """Whether the samples come from a stream and have no position."""
+    """True if the samples come from a stream, which has no positions."""
     began: Start = field(default_factory=Start)
 
 

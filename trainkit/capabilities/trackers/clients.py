@@ -134,7 +134,7 @@ class MlflowRun:
     """
 
     def __init__(self, settings: MlflowConfig, facts: Facts, key: str) -> None:
-        # Fail early if a server does not respond, because the next call of `update` tries again.
+        # Fail early if a server does not respond, because the sender tries again later.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
         # MLflow must not write into the output of `trainkit sync --json`.

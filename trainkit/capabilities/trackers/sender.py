@@ -46,7 +46,7 @@ class TrackerSender(Companion):
                     ignored=(signal.SIGTERM, signal.SIGINT, signal.SIGUSR2),
                     stdin=subprocess.PIPE,
                 )
-        except OSError as error:  # the ranks run without it
+        except OSError as error:  # the ranks do not need this process
             log_line(f"warning: the metrics are not sent ({error}); `trainkit sync` sends them later")
 
     def end(self, *, is_finished: bool) -> None:

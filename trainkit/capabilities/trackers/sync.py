@@ -185,7 +185,7 @@ class RunTracker:
         except (ModuleNotFoundError, TrainkitError):
             self.release()
             raise
-        except Exception as error:  # client libraries raise many types
+        except Exception as error:  # client libraries raise errors of many types
             problem = one_line(error)
             self._tracker = None
         position = self._known_position()
@@ -196,7 +196,7 @@ class RunTracker:
                 self._record(replace(position, time=utc_now(), problem=problem))
         finally:
             if self._tracker is None:
-                self.release()  # so that `trainkit sync` can take over
+                self.release()  # `trainkit sync` can then send the steps
         num_pending = sum(item.step <= limit for item in unsent)
         return Sent(self.name, num_sent, num_pending, len(unsent) - num_pending, position.place, problem)
 
@@ -291,12 +291,12 @@ def update(tracker: RunTracker, state: str = "running") -> bool:
     try:
         sent = tracker.update(state, closes=state != "running")
     except LockBusy:
-        return True  # `trainkit sync` sends at the moment
+        return True  # `trainkit sync` is running and sends the steps
     except ModuleNotFoundError as error:
         line = install_line(tracker.name)
         show(f"warning: {tracker.name}: {error}; after `{line}`, `trainkit sync` sends the metrics")
         return False
-    except Exception as error:  # keep trying, because the run lasts longer than most problems
+    except Exception as error:  # the problem may be temporary, so the next call tries again
         show(f"{tracker.name}: {one_line(error)}")
         return False
     if sent.num_sent or sent.problem:
