@@ -123,7 +123,7 @@ IN_A_SMOKE_TEST = {
     "empty stream": (DATASET, "        return Stream(0)", "train_dataset() has no samples", "paths"),
     "empty": (DATASET, "        return []", "train_dataset() has no samples", "paths"),
     "unreadable": (DATASET, "        return Broken()", "KeyError: 'column'", ""),
-    "changing": (DATASET, "        return Changing()", "item 0 differs when it is read twice", "seeding"),
+    "changing": (DATASET, "        return Changing()", "item 0 differs when it is read twice", "do not seed"),
     "ragged": (DATASET, "        return [torch.ones(i % 3 + 1) for i in range(9)]", "cannot be joined", ""),
     "unpicklable": (
         LOSS,
@@ -133,7 +133,7 @@ IN_A_SMOKE_TEST = {
     ),
     "a tensor": (LOSS, "        return error.sum()", "returned a Tensor", "trainkit.task.Loss"),
     "mean": ("error.sum()", "error.mean()", "that is a mean", 'reduction="sum"'),
-    "batches": ("error.numel()", "1", "count 1 instead of 2", "not batches"),
+    "batches": ("error.numel()", "1", "count 1 instead of 2", "number of samples"),
     "vector": ("error.sum()", "error", "the total of its loss has shape [2, 1]", "total.sum()"),
     "detached": ("error.sum()", "error.sum().detach()", "has no gradient", "detach"),
     "unused": ("model(x)", "model[0](x)[:, :1]", "gives no gradient to 1.weight, 1.bias", "requires_grad_"),
