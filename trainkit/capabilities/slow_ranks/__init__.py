@@ -52,7 +52,7 @@ class SlowRanks(Capability):
 
     def watch(self, attempt: AttemptDir, plan: LaunchPlan, hosts: Hosts) -> Watch | None:
         part, has_spare = slow_ranks_plan(plan), len(hosts.good) > plan.fewest_nodes
-        is_inspected = plan.workload.is_command and part.look_s is not None
+        is_inspected = plan.workload.is_command and part.inspect_after_s is not None
         # Without a spare node, the job would wait in the queue, which may cost more than the slow host.
         leaves = part.slow_hosts == "restart" and has_spare
         if not (is_inspected or leaves):

@@ -22,7 +22,7 @@ class SlowRanksPlan(Part):
     slow_after_s: float = 300.0
 
     @property
-    def look_s(self) -> float | None:
+    def inspect_after_s(self) -> float | None:
         """Return the seconds without output before a command is inspected, at most half of `silence_s`."""
         limits = (self.inspect_s, None if self.silence_s is None else self.silence_s / 2)
         return min((limit for limit in limits if limit is not None), default=None)
@@ -30,9 +30,9 @@ class SlowRanksPlan(Part):
     @property
     def silence(self) -> str:
         """Describe the treatment of a command that prints nothing."""
-        if self.look_s is None:
+        if self.inspect_after_s is None:
             return "not watched: requeue.inspect_s and requeue.silence_s are null"
-        reported = f"before the first line, or at a lock file, reported after {self.look_s:g} s"
+        reported = f"before the first line, or at a lock file, reported after {self.inspect_after_s:g} s"
         if self.silence_s is None:
             return f"{reported}; never ended, as requeue.silence_s is null"
         return f"{reported}; ended as a hang after {self.silence_s:g} s"

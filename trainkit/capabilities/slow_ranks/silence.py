@@ -21,31 +21,31 @@ from trainkit.run.events import log_event
 from trainkit.run.files import utc_now, write_json
 from trainkit.run.rundir import AttemptDir
 
-LOOK_S = 30.0
+STACKS_TIMEOUT_S = 30.0
 """Seconds that the agents may take to collect stacks, since py-spy takes up to 20 s for a process."""
 
 
 class SilenceWatch:
     """Inspects a command when its ranks write no output, no metrics and no heartbeat.
 
-    After `SlowRanksPlan.look_s`, the watch collects the stacks of the ranks. It logs an event ``silent`` if
+    After `SlowRanksPlan.inspect_after_s`, the watch collects the stacks of the ranks. It logs an event ``silent`` if
     no rank has printed anything yet, or if a rank may wait for a lock file. The event ``silent_over`` follows
     with the next output. After `requeue.silence_s`, the watch writes the hang reports that ranks of the
     built-in trainer write themselves.
     """
 
     def __init__(self, attempt: AttemptDir, plan: LaunchPlan) -> None:
-        """Watch an attempt; `SlowRanksPlan.look_s` of the plan must not be None."""
+        """Watch an attempt; `SlowRanksPlan.inspect_after_s` of the plan must not be None."""
         policy = slow_ranks_plan(plan)
-        assert policy.look_s is not None
+        assert policy.inspect_after_s is not None
         self._attempt = attempt
         self._plan = plan
-        self._look_s = policy.look_s
+        self._inspect_after_s = policy.inspect_after_s
         self._limit_s = float("inf") if policy.silence_s is None else policy.silence_s
-        self._output = OutputWatch(attempt, self._look_s, with_logs=True)
+        self._output = OutputWatch(attempt, self._inspect_after_s, with_logs=True)
         self._silent_s = 0.0
-        self._look: Request | None = None
-        self._look_until_s = 0.0
+        self._request: Request | None = None
+        self._request_until_s = 0.0
         self._silence: Silence | None = None
         self._stacks: dict[int, tuple[str, ...]] = {}
         """Maps each rank that counts as running to its stack frames."""
@@ -60,16 +60,16 @@ class SilenceWatch:
                     log_event(self._attempt.run, self._attempt.number, "silent_over")
                 self._forget()
             self._silent_s = silent_s
-        if self._silent_s <= self._look_s:
+        if self._silent_s <= self._inspect_after_s:
             return
         if self._silence is None:
-            if self._look is None:
-                self._look = request_stacks(self._attempt, None, flights=True)
-                self._look_until_s = time.monotonic() + LOOK_S
-            replies = self._look.replies()
-            if len(replies) < self._plan.world_size and time.monotonic() < self._look_until_s:
+            if self._request is None:
+                self._request = request_stacks(self._attempt, None, flights=True)
+                self._request_until_s = time.monotonic() + STACKS_TIMEOUT_S
+            replies = self._request.replies()
+            if len(replies) < self._plan.world_size and time.monotonic() < self._request_until_s:
                 return
-            self._look.withdraw()
+            self._request.withdraw()
             self._silence = self._explain(replies)
             self._log(self._silence)
         if self._silent_s > self._limit_s:
@@ -92,9 +92,9 @@ class SilenceWatch:
         )
 
     def _forget(self) -> None:
-        if self._look is not None:
-            self._look.withdraw()
-        self._look, self._silence, self._is_reported, self._silent_s = None, None, False, 0.0
+        if self._request is not None:
+            self._request.withdraw()
+        self._request, self._silence, self._is_reported, self._silent_s = None, None, False, 0.0
 
     def _log(self, silence: Silence) -> None:
         if self._output.has_output and silence.lock is None:
