@@ -329,7 +329,7 @@ def test_saves_that_fail_in_a_row_and_a_silence_are_reported(
     wait(40)
     saves, silence = notifications
     assert (saves.event, saves.step) == ("stalled", 40)
-    assert saves.text == "cannot save checkpoints: 2 in a row failed, since step 30: OSError: disk full"
+    assert saves.text == "cannot save checkpoints: 2 saves in a row failed since step 30: OSError: disk full"
     assert (silence.event, silence.text, silence.host) == ("stalled", "no output for 610 s", "b")
     assert silence.command == "diagnose"
 

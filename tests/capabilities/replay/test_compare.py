@@ -75,11 +75,11 @@ def test_a_step_that_was_not_recorded_is_unknown(folders: tuple[RunDir, RunDir])
 
 
 CASES = {
-    "forward": ({2: {"loss_sum": 1.5}}, [2], ["n1"], "its loss: the forward pass"),
+    "forward": ({2: {"loss_sum": 1.5}}, [2], ["n1"], "its loss, in the forward pass"),
     "backward": ({3: {"local_gradient": 1.5}}, [3], ["n1"], "its gradient before the reduction"),
     "shard": ({0: {"square_sum": 1.5}, 1: {"square_sum": 2.5}}, [0, 1], ["n0"], "after the reduction"),
     "both": ({1: {"local_gradient": 1.5, "square_sum": 1.5}, 2: {"square_sum": 9.5}}, [1], ["n0"], "before"),
-    "all": ({rank: {"square_sum": 1.5} for rank in range(4)}, [], ["n0", "n1"], "of all ranks"),
+    "all": ({rank: {"square_sum": 1.5} for rank in range(4)}, [], ["n0", "n1"], "every rank differs"),
     "none": ({}, [], ["n0", "n1"], "only the sum over the ranks"),
 }
 
@@ -116,7 +116,7 @@ def test_each_turn_of_a_step_is_compared(folders: tuple[RunDir, RunDir]) -> None
     culprit = replayed(folders).culprit
     assert (culprit.ranks, culprit.hosts) == ((2,), ("n1",))
     assert "before the reduction" in culprit.what
-    assert "turn 1 of 2, optimizer d" in culprit.what
+    assert "turn 1 of 2 (optimizer d)" in culprit.what
     record_rank(folders[1].attempt(1), 3, 4, turn=3, optimizer="d")
     assert replayed(folders).culprit.ranks == ()
 

@@ -60,6 +60,6 @@ class ProgressWatch(Watch):
             self._seen.add(event)
             failed = self._seen.failed_saves
             if len(failed) == FAILED_SAVES:
-                since = f"{len(failed)} in a row failed, since step {failed[0].step}"
+                since = f"{len(failed)} saves in a row failed since step {failed[0].step}"
                 text = f"cannot save checkpoints: {since}: {event.text('error')}"
                 self._notifier.send(self._attempt, Notification("stalled", text, "status", step=event.step))

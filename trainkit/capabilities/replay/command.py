@@ -220,7 +220,7 @@ def _verdict_lines(found: Comparison) -> Iterator[str]:
     why = "; ".join(found.rounding)
     bad = found.first_different
     if found.verdict == EQUAL and found.is_exact:
-        yield "equal to the last digit: the data or the optimisation, not the hardware"
+        yield "equal to the last digit: the cause is the data or the optimisation, not the hardware"
     elif found.verdict == EQUAL:
         yield f"equal within {found.tolerance:g}: a larger spike is due to the data or the optimisation"
         yield f"a smaller hardware error would not be visible, because rounding differs: {why}"
@@ -231,7 +231,7 @@ def _verdict_lines(found: Comparison) -> Iterator[str]:
         yield f"`--layout same` on the same hardware compares to the last digit; now it cannot: {why}"
     else:
         more = "" if bad.is_exact else f" by more than {found.tolerance:g}, at once"
-        yield f"different since step {bad.step}{more}: the hardware or a library, not the data"
+        yield f"different since step {bad.step}{more}: the cause is the hardware or a library, not the data"
         if not bad.is_exact:
             yield f"not compared to the last digit: {why}"
         culprit = found.culprit

@@ -221,10 +221,10 @@ def _culprit(
     for turn in range(num_turns):
         # An error in one turn changes the weights with which all ranks compute the next turn.
         optimizer = was[0][turn].get("optimizer")
-        where = "" if optimizer is None else f"; turn {turn + 1} of {num_turns}, optimizer {optimizer}"
+        where = "" if optimizer is None else f", in turn {turn + 1} of {num_turns} (optimizer {optimizer})"
         for name, label in (
-            ("loss_sum", "its loss: the forward pass"),
-            ("local_gradient", "its gradient before the reduction: the backward pass"),
+            ("loss_sum", "its loss, in the forward pass"),
+            ("local_gradient", "its gradient before the reduction, in the backward pass"),
             ("square_sum", "its shard of the gradient after the reduction"),
         ):
             differing = other(name, turn)
@@ -234,8 +234,8 @@ def _culprit(
             if len(differing) < num_ranks or num_ranks == 1:
                 own_hosts = tuple(dict.fromkeys(hosts[rank] for rank in differing))
                 return Culprit(tuple(differing), own_hosts, text)
-            return Culprit((), all_hosts, f"of all ranks {text}")
-    return Culprit((), all_hosts, "only the sum over the ranks")
+            return Culprit((), all_hosts, f"every rank differs: {text}")
+    return Culprit((), all_hosts, "no rank differs, only the sum over the ranks")
 
 
 def rank_records(attempt: AttemptDir, rank: int, step: int) -> list[dict[str, object]]:

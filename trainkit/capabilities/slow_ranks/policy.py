@@ -32,9 +32,10 @@ class SlowRanksPlan(Part):
         """Describe the treatment of a command that prints nothing."""
         if self.inspect_after_s is None:
             return "not watched: requeue.inspect_s and requeue.silence_s are null"
-        reported = f"before the first line, or at a lock file, reported after {self.inspect_after_s:g} s"
+        case = "if nothing was printed yet or a rank waits for a lock file"
+        reported = f"reported after {self.inspect_after_s:g} s {case}"
         if self.silence_s is None:
-            return f"{reported}; never ended, as requeue.silence_s is null"
+            return f"{reported}; never ended, because requeue.silence_s is null"
         return f"{reported}; ended as a hang after {self.silence_s:g} s"
 
 

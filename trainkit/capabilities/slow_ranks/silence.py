@@ -28,10 +28,10 @@ STACKS_TIMEOUT_S = 30.0
 class SilenceWatch:
     """Inspects a command when its ranks write no output, no metrics and no heartbeat.
 
-    After `SlowRanksPlan.inspect_after_s`, the watch collects the stacks of the ranks. It logs an event ``silent`` if
-    no rank has printed anything yet, or if a rank may wait for a lock file. The event ``silent_over`` follows
-    with the next output. After `requeue.silence_s`, the watch writes the hang reports that ranks of the
-    built-in trainer write themselves.
+    After `SlowRanksPlan.inspect_after_s`, the watch collects the stacks of the ranks. It logs an event
+    ``silent`` if no rank has printed anything yet, or if a rank may wait for a lock file. The event
+    ``silent_over`` follows with the next output. After `requeue.silence_s`, the watch writes the hang reports
+    that ranks of the built-in trainer write themselves.
     """
 
     def __init__(self, attempt: AttemptDir, plan: LaunchPlan) -> None:

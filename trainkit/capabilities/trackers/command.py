@@ -118,7 +118,9 @@ def ui(run_name: str, tool: str, port: int | None) -> None:
         argv = ["mlflow", "server", "--backend-store-uri", store, "--workers", "1", *place]
     elif not any(run.tensorboard_dir.is_dir() or _is_script(run) for run in runs):
         raise _no_tensorboard(found, runs)
-    refuse_shared_host(f"{tool}'s page", f"`trainkit report {found.word}` makes a file for you alone")
+    refuse_shared_host(
+        f"{tool}'s page", f"`trainkit report {found.word}` creates a file that only you can read"
+    )
     _refuse_busy(port)
     environ, start = own_environ(), _MODULE
     if tool == "tensorboard":
