@@ -197,7 +197,9 @@ class OwnOptimizers(ShardedOptimizer):
             hint = "pass it to an optimizer, or freeze it in build_model: parameter.requires_grad_(False)"
             raise self._error(f"has no optimizer for {listed(none)}", hint)
         if several:
-            raise self._error(f"has two optimizers for {listed(several)}", "pass each parameter to one")
+            raise self._error(
+                f"has two optimizers for {listed(several)}", "pass each parameter to only one optimizer"
+            )
 
     def _error(self, message: str, hint: str) -> TaskError:
         return refusal(self._config, f"optimizers() {message}", hint)
