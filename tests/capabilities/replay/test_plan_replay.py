@@ -53,7 +53,7 @@ def test_the_nearest_checkpoint_and_the_cost(run: RunDir) -> None:
     with pytest.raises(UsageError, match="has not computed step 21: its last recorded step is 10"):
         planned(run, 21)  # a step up to 20 may have been the last one, of which there is no record
     cost = planned(run, 4).cost
-    assert cost == "computing 4 steps from the initial weights on 2 cpu ranks; the run took 4m00s for them"
+    assert cost == "computing 4 steps from the initial weights on 2 cpu ranks; the run needed 4m00s"
     # A checkpoint was removed.
     run.checkpoint_dir(8).rmdir()
     assert planned(run, 10).cost.startswith("computing 6 steps from checkpoint step-00000004 on 2 cpu ranks;")

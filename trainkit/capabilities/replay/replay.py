@@ -133,7 +133,7 @@ class ReplayPlan:
         ]
         if not times:
             return text
-        return f"{text}; the run took {duration(count * median(times))} for them"
+        return f"{text}; the run needed {duration(count * median(times))}"
 
 
 def plan_replay(
