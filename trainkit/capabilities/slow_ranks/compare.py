@@ -31,7 +31,7 @@ update, which shows the speed of a rank but is a small share of the step.
 MIN_SLOW_S = 3.0
 """Seconds that a rank must be slow, because short steps on busy hosts vary."""
 FEW = 4
-"""In a smaller group, a slow rank affects the median, so it is compared with only the other ranks."""
+"""The group size below which a rank is compared with only the others, as it would affect the median."""
 
 
 def _median_times(times: Iterable[tuple[float, float]]) -> tuple[float, float]:

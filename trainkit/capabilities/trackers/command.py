@@ -48,7 +48,7 @@ _OF_LINKS = (
     f"import atexit, shutil; {_START}atexit.register(shutil.rmtree, sys.argv[2], True); "
     f"from trainkit.capabilities.trackers.board import follow; follow(sys.argv[2]); {_TENSORBOARD}"
 )
-"""Like `_TENSORBOARD`; it also writes the files of scripts and removes the temporary folder at the end."""
+"""The code of `_TENSORBOARD`, which also writes the files of scripts and finally removes its folder."""
 MAX_NAME = 60
 """The largest length of a run's name in characters, because a file name has at most 255 bytes."""
 
