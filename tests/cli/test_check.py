@@ -135,9 +135,9 @@ def test_what_cannot_be_reported_is_said(config: str, capsys: pytest.CaptureFixt
     given = ["notify.webhook=MY_HOOK", "notify.mail=me@x.org", "requeue.slow_hosts=restart"]
     assert main(["check", config, *(word for text in given for word in ("--set", text))]) == 0
     assert [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")] == [
-        "warning: requeue.slow_hosts has no effect: only a job on Slurm can leave out a host",
+        "warning: requeue.slow_hosts has no effect: only a job on Slurm can exclude a host",
         "warning: notify.webhook is MY_HOOK, which is not set in this shell",
-        "warning: notify.mail has no effect: Slurm sends the emails, and this run starts here",
+        "warning: notify.mail has no effect, because the run does not use Slurm",
     ]
 
 

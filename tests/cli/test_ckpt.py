@@ -12,7 +12,7 @@ from tests.support.said import said
 from trainkit.cli.main import main
 from trainkit.run.events import log_event
 from trainkit.run.files import read_json, write_json
-from trainkit.run.manifest import published, set_aside, trial_best_at
+from trainkit.run.manifest import point_best_at, published, set_aside
 from trainkit.run.record import add_attempt
 from trainkit.run.rundir import RunDir
 
@@ -29,7 +29,7 @@ def run(tmp_path: Path) -> RunDir:
         change(checkpoint, layout={"dp_shard": 2, "tp": 1}, world_size=2)
         log_event(run, 1, "checkpoint_commit", step=step, reason="every_steps")
         if step == 20:
-            trial_best_at(checkpoint)
+            point_best_at(checkpoint)
     return run
 
 

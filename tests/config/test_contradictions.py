@@ -106,8 +106,8 @@ notify.mail=me@x.org resources.mail_type=ALL
     notify.mail: is set, and so is resources.mail_type
     hint: remove one of them
 notify.mail=me@x.org notify.on=[stalled,slow]
-    notify.mail: is set, but notify.on has none of the events that Slurm knows: finished, failed, requeued
-    hint: add one of them, or remove notify.mail
+    notify.mail: is set, but notify.on contains no event that Slurm can email: finished, failed, requeued
+    hint: add one of these events, or remove notify.mail
 """
 
 

@@ -18,6 +18,7 @@ from trainkit.observe.ranking import (
     LESS,
     MAX_NAMED,
     MAX_NAMES,
+    MORE,
     Measured,
     Ranking,
     UnknownMetricError,

@@ -19,12 +19,12 @@ from trainkit.run.manifest import (
     newest_intact,
     obsolete,
     partials,
+    point_best_at,
     published,
     rejects,
     remove,
     seal,
     set_aside,
-    trial_best_at,
 )
 
 SHARDS = ("__0_0.distcp", "__1_0.distcp")
@@ -215,9 +215,9 @@ def test_best_link_moves_and_survives_a_leftover(tmp_path: Path) -> None:
     (tmp_path / "best").symlink_to("step-00000007.rejected")
     assert best_step(tmp_path) is None
     (tmp_path / f".best-{os.getpid()}").symlink_to("nowhere")
-    trial_best_at(first)
+    point_best_at(first)
     assert best_step(tmp_path) == 1
-    trial_best_at(second)
+    point_best_at(second)
     assert best_step(tmp_path) == 2
     assert (tmp_path / "best").resolve() == second.path.resolve()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "step-00000001", "step-00000002"]

@@ -316,6 +316,19 @@ def test_a_spike_is_written_at_once(tmp_path: Path) -> None:
     assert list(read_jsonl(file))[-1]["square_sum"] == "inf"
 
 
+def test_each_turn_is_compared_with_its_own_norms(tmp_path: Path) -> None:
+    attempt = RunDir(tmp_path).attempt(1)
+    attempt.path.mkdir(parents=True)
+    records = RankRecords(attempt, 0, "n0", LocalGradient())
+    for step in (1, 2):
+        records.add(step, 1.0, (2.0, 4.0, 3.0), 1, "d")
+        records.add(step, 50.0, (2.0, 4.0, 3.0), 2, "g")
+    assert not attempt.rank_record(0).exists(), "no turn has a spike"
+    records.add(3, 10.0, (2.0, 4.0, 3.0), 1, "d")
+    found = [(item["step"], item["turn"], item["optimizer"]) for item in read_jsonl(attempt.rank_record(0))]
+    assert found == [(1, 1, "d"), (1, 2, "g"), (2, 1, "d"), (2, 2, "g"), (3, 1, "d")]
+
+
 def test_the_file_keeps_its_newer_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "MAX_BYTES", 2000)
     attempt = RunDir(tmp_path).attempt(1)

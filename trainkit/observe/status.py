@@ -121,8 +121,8 @@ class Progress:
     """The newest validation loss."""
     first_val_loss: float | None = None
     tokens_per_s: float | None = None
-    samples_per_s: float | None = None
-    """The same for what counts samples; None for what counts tokens."""
+    samples_per_s: float | None = field(default=None, metadata=OPTIONAL)
+    """The speed in samples, of a run whose losses count samples; None for a run that counts tokens."""
     metrics_age_s: float | None = None
     """Seconds since the last record in metrics.jsonl."""
     diverged_since: int | None = None

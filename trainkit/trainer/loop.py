@@ -262,7 +262,8 @@ class Trainer:
             self.clock.begin_step(data_wait_s if number == 0 else 0.0)
             totals, square_sum = self._compute_gradient(batch.of_turn(number, turn), turn, data_wait_s)
             is_last = number == len(turns) - 1
-            reports.append((turn, self._apply_gradient(totals, square_sum, lr, is_last=is_last)))
+            report = self._apply_gradient(totals, square_sum, lr, number, turn, is_last=is_last)
+            reports.append((turn, report))
         self.optimizer.end_step()
         report = join_turns(reports)
         self._update_state(batch, report)
@@ -316,7 +317,9 @@ class Trainer:
         sums = all_reduce_sum(local, self.world)
         return sums[:-1], sums[-1]
 
-    def _apply_gradient(self, totals: Tensor, square_sum: Tensor, lr: float, *, is_last: bool) -> StepReport:
+    def _apply_gradient(
+        self, totals: Tensor, square_sum: Tensor, lr: float, number: int, turn: str, *, is_last: bool
+    ) -> StepReport:
         """Clip and apply the gradient of a turn, or skip it on all ranks if it is not finite."""
         self.progress.enter("update")
         divisor = (totals[1] / self.nominal_count).float() * self.loss_scale.value
@@ -339,8 +342,8 @@ class Trainer:
         if self.built.buffers is not None:
             self.built.buffers.settle(self.world)
         report = readback.finish()
-        if is_last:  # one record of each step
-            self.rank_records.add(self.state.step + 1, report.grad_norm, readback.own)
+        counted = number + 1 if turn else 0  # a step without turns has one record, of turn 0
+        self.rank_records.add(self.state.step + 1, report.grad_norm, readback.own, counted, turn)
         return report
 
     def _is_logged(self, step: int) -> bool:
@@ -525,7 +528,8 @@ class Trainer:
             self.saver.finish()  # its tensors may not change before
             record["state"], tensors = self._own.collect()
             self.saver.tensors = {**self._whole_state, **tensors}
-        self.saver.save(SaveRequest(self.state.step, record, self._is_best, reason), blocking)
+        wait_for_logs = self._recorder.written()
+        self.saver.save(SaveRequest(self.state.step, record, self._is_best, reason, wait_for_logs), blocking)
         if self._is_best:
             self._best_in_flight = self.state.step
         self._is_best = False

@@ -127,6 +127,15 @@ class TensorBoardLog:
         except Exception as error:  # nobody reads the result of this thread
             log.error(f"cannot write step {step} to TensorBoard ({error})")
 
+    def flush(self) -> None:
+        """Write everything added so far to disk."""
+        try:
+            with self._lock:
+                if self._writer is not None:
+                    self._writer.flush()
+        except Exception as error:  # training continues without TensorBoard
+            log.error(f"cannot write to TensorBoard ({error})")
+
     def begin(self, first_step: int | None) -> None:
         """Write what was held, and what is added from now on, as of an attempt with this first step."""
         with self._lock:
@@ -347,7 +356,8 @@ class RankRecords:
         """The sum of the loss, checksum and sum of squares of the current step, float64 [] each."""
         self._pending: deque[dict[str, object]] = deque(maxlen=MAX_PENDING)
         self._flushed_s = time.monotonic()
-        self._last_norm = math.inf
+        self._last_norms: dict[int, float] = {}
+        """Maps the number of a turn, 0 without turns, to the gradient norm of its newest record."""
 
     def begin_step(self, *, is_due: bool) -> None:
         """Begin a step, which is recorded if it is due."""
@@ -363,15 +373,20 @@ class RankRecords:
         if self._local_gradient.is_due:
             self.values += [self._local_gradient.take(device), square_sum.to(device)]
 
-    def add(self, step: int, grad_norm: float, own: Sequence[float]) -> None:
-        """Add the record of a step with the values of `values`; without any, the step is not due."""
+    def add(self, step: int, grad_norm: float, own: Sequence[float], turn: int = 0, name: str = "") -> None:
+        """Add the record of a step with the values of `values`; without any, the step is not due.
+
+        A step in which optimizers take turns has one record per turn: `turn` counts from 1, and `name` is the
+        optimizer of the turn.
+        """
         if not own:
             return
         values = dict(zip(("loss_sum", "local_gradient", "square_sum"), own, strict=True))
         shown = {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
-        self._pending.append({"step": step, "host": self._host, **shown})
-        is_spike = not grad_norm <= SPIKE_RATIO * self._last_norm
-        self._last_norm = grad_norm
+        of_turn = {"turn": turn, "optimizer": name} if turn else {}
+        self._pending.append({"step": step, **of_turn, "host": self._host, **shown})
+        is_spike = not grad_norm <= SPIKE_RATIO * self._last_norms.get(turn, math.inf)
+        self._last_norms[turn] = grad_norm
         if is_spike or time.monotonic() - self._flushed_s > FLUSH_S:
             self.flush()
 

@@ -175,7 +175,7 @@ def test_a_curve_is_sampled_at_equal_times() -> None:
 def test_a_row_without_its_image(tmp_path: Path) -> None:
     row = {"image": "1.png", "question": "q", "answer": "x"}
     file = write(tmp_path / "train.jsonl", [row])
-    with pytest.raises(UsageError, match=r"train\.jsonl:1: there is no image .*1\.png"):
+    with pytest.raises(UsageError, match=r"train\.jsonl:1: image .*1\.png does not exist"):
         MediumSamples(file, MediumFormat("image", 8, 4), "bytes", 50)
 
 
@@ -189,7 +189,7 @@ def test_a_row_without_its_image(tmp_path: Path) -> None:
         ("size: 0", "task_args.size is 0"),
         ("patch: '4'", "task_args.patch is 4"),
         ("queries: -1", "task_args.queries is -1"),
-        ("medium: curve, size: 64, patch: 1", "data.seq_len is 64, of which the medium takes 64"),
+        ("medium: curve, size: 64, patch: 1", "data.seq_len is 64, but the curve alone takes 64 tokens"),
         ("mediun: curve", "task_args do not fit: got an unexpected keyword argument 'mediun'"),
     ],
 )
@@ -225,7 +225,7 @@ def test_the_example_files(tmp_path: Path) -> None:
 
 
 GOOD = {"curve": [1, 2.5, 3], "question": "up?", "answer": "yes"}
-BAD_CURVE = "its curve is not a list of at least two finite numbers, or pairs of them"
+BAD_CURVE = "its curve is not a list of at least two finite numbers or pairs of finite numbers"
 BAD: list[tuple[Any, str]] = [
     ("{", "it is not JSON in UTF-8: Expecting property name"),
     (b'{"answer": "\xff"}', "it is not JSON in UTF-8: 'utf-8' codec can't decode byte 0xff in position 12"),

@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.said import said
 from trainkit.capabilities.task_check.worker import Smoke, smoke
+from trainkit.cli.main import main
 from trainkit.config import load_config
 from trainkit.config.schema import RunConfig
 from trainkit.trainer.task_check import definite_problem
@@ -123,7 +124,7 @@ IN_A_SMOKE_TEST = {
     "empty stream": (DATASET, "        return Stream(0)", "train_dataset() has no samples", "paths"),
     "empty": (DATASET, "        return []", "train_dataset() has no samples", "paths"),
     "unreadable": (DATASET, "        return Broken()", "KeyError: 'column'", ""),
-    "changing": (DATASET, "        return Changing()", "item 0 differs when it is read twice", "seeding"),
+    "changing": (DATASET, "        return Changing()", "item 0 differs when it is read twice", "do not seed"),
     "ragged": (DATASET, "        return [torch.ones(i % 3 + 1) for i in range(9)]", "cannot be joined", ""),
     "unpicklable": (
         LOSS,
@@ -133,7 +134,7 @@ IN_A_SMOKE_TEST = {
     ),
     "a tensor": (LOSS, "        return error.sum()", "returned a Tensor", "trainkit.task.Loss"),
     "mean": ("error.sum()", "error.mean()", "that is a mean", 'reduction="sum"'),
-    "batches": ("error.numel()", "1", "count 1 instead of 2", "not batches"),
+    "batches": ("error.numel()", "1", "count 1 instead of 2", "number of samples"),
     "vector": ("error.sum()", "error", "the total of its loss has shape [2, 1]", "total.sum()"),
     "detached": ("error.sum()", "error.sum().detach()", "has no gradient", "detach"),
     "unused": ("model(x)", "model[0](x)[:, :1]", "gives no gradient to 1.weight, 1.bias", "requires_grad_"),
@@ -395,8 +396,8 @@ ON_TWO_RANKS = {
     "end of a rank": (
         "x, y = batch",
         f"x, y = batch\n        {BY_RANK} and os._exit(3)",
-        "rank 1 of 2 ended without an answer",
-        "ends Python",
+        "rank 1 of 2 ended without a result",
+        "ends the process",
     ),
     "state by rank": (
         LOSS,
@@ -416,3 +417,19 @@ def test_found_by_two_ranks(case: str) -> None:
     problems = smoke(config_of(CODE.replace(before, after) + SHARDS))
     assert len(problems) == bool(message), problems
     assert all(message in item.message and hint in item.hint for item in problems), problems
+
+
+@pytest.mark.parametrize("setting", ["optimizer.name=adamw_8bit", "optimizer.state_dtype=bf16"])
+def test_an_optimizer_of_the_config_is_refused_at_submit_for_a_task_with_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], setting: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(CODE + OWN_STEP)
+    Path("run.yaml").write_text("name: t\ndevice: cpu\ntask: mine.py:Mine\ntrain: {steps: 2}\n")
+    assert main(["check", "run.yaml"]) == 0
+    assert main(["check", "run.yaml", "--set", setting]) == 2
+    key, _, value = setting.partition("=")
+    assert (
+        f"--set {setting}: {key}: is {value}, but Mine has optimizers of its own" in capsys.readouterr().err
+    )
+    assert main(["check", "run.yaml", "--set", setting, "--set", "launch.setup=[cd .]"]) == 0

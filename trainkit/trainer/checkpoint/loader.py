@@ -27,11 +27,11 @@ from trainkit.run.manifest import (
     is_newer,
     partials,
     plain_damage,
+    point_best_at,
     published,
     rejects,
     remove,
     set_aside,
-    trial_best_at,
     unreadable,
 )
 from trainkit.run.rundir import MANIFEST_NAME, AttemptDir, RunDir
@@ -153,7 +153,7 @@ def _restore_best_link(checkpoint: Checkpoint) -> None:
     best = next((c for c in published(checkpoint.path.parent) if c.step == step), None)
     if best is not None and best_step(checkpoint.path.parent) != step:
         try:
-            trial_best_at(best)
+            point_best_at(best)
         except OSError as error:
             log.error(f"cannot point `best` at {best.path.name} ({error})")
 

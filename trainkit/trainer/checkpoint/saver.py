@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
@@ -30,10 +30,10 @@ from trainkit.run.manifest import (
     FileSum,
     best_step,
     obsolete,
+    point_best_at,
     published,
     remove,
     seal,
-    trial_best_at,
 )
 from trainkit.run.rundir import MANIFEST_NAME, PARTIAL_SUFFIX, AttemptDir
 from trainkit.trainer.checkpoint.storage import HashingWriter
@@ -51,6 +51,11 @@ class SaveRequest:
     record: Mapping[str, object]
     is_best: bool
     reason: str
+    wait_for_logs: Callable[[], None] | None = None
+    """Waits until everything that was logged up to this step is on disk; called before the publication.
+
+    A resume from the checkpoint does not compute these steps again, so nothing of them may be missing.
+    """
 
 
 class CheckpointSaver:
@@ -134,6 +139,8 @@ class CheckpointSaver:
 
         In the writing thread, so that no step waits.
         """
+        if request.wait_for_logs is not None:
+            request.wait_for_logs()
         manifest = {
             "version": MANIFEST_VERSION,
             "step": request.step,
@@ -147,7 +154,7 @@ class CheckpointSaver:
         try:
             _sync_folder(target.parent)
             if request.is_best:
-                trial_best_at(Checkpoint(target, request.step))
+                point_best_at(Checkpoint(target, request.step))
             for old in obsolete(published(target.parent), self._keep_last, best_step(target.parent)):
                 remove(old.path)
         except OSError as error:
@@ -210,7 +217,7 @@ class CheckpointSaver:
         if not self._world.is_main:
             return
         try:
-            trial_best_at(Checkpoint(self._run.checkpoint_dir(self.last_step), self.last_step))
+            point_best_at(Checkpoint(self._run.checkpoint_dir(self.last_step), self.last_step))
         except OSError as error:
             log.error(f"cannot point `best` at step {self.last_step} ({error})")
 
