@@ -459,7 +459,7 @@ class Trainer:
             found = f"the metrics are {', '.join(names)}" if names else "the run has no validation"
             raise FatalError(
                 f"checkpoint.best_metric is {metric}, but {found}",
-                hint="name a metric that the task logs (for validation, with val_ before it), or set it to null",
+                hint="name a metric that the task logs (val_NAME for validation), or set it to null",
             )
 
     def _update_best(self, values: Mapping[str, float]) -> None:
