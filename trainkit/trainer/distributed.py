@@ -188,8 +188,6 @@ def join_world(
     on_arrival: Callable[[], None] = lambda: None,
     store_file: Path | None = None,
 ) -> World | None:
-    """Wait for the other ranks and build the mesh; returns None if the ranks agreed to stop.
-
     """Wait for the other ranks and build the mesh; return None if the ranks agreed to stop.
 
     With `mesh_of_one`, a single rank has a mesh too. `on_arrival` is called after all ranks have arrived and
