@@ -216,7 +216,7 @@ class Empty(Letters):
     ("stream", "error", "message"),
     [
         (TensorState(), TaskError, "cannot be saved as JSON: Object of type Tensor is not"),
-        (TupleState(), TaskError, "cannot be saved as JSON: it is not the same afterwards"),
+        (TupleState(), TaskError, "cannot be saved as JSON: it would be restored with other values"),
         (RaisingState(), RuntimeError, "state_dict() of the stream failed: KeyError: 'at'"),
         (Consumed(), TaskError, "has another sample 0 when it is iterated over again"),
         (ConsumedInAnEpoch(), TaskError, "epoch 1 of its stream, counted from 0, has no samples"),
@@ -256,7 +256,7 @@ class Forgetful(StatefulLetters):
 
 def test_a_stream_that_resumes_elsewhere_is_refused() -> None:
     saved = next(batches(Forgetful(10))).stream
-    with pytest.raises(TaskError, match="comes to another sample than number 3") as found:
+    with pytest.raises(TaskError, match="its stream does not continue with sample 3") as found:
         next(batches(Forgetful(10), start=4, saved=saved))
     assert "a resume reads over the earlier samples" in found.value.hint
     assert read(batches(Letters(10), start=4, saved=saved), 1)[0][0] == "e", "without the methods it can"

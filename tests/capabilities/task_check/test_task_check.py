@@ -118,7 +118,7 @@ IN_A_SMOKE_TEST = {
         "another sample 0 when it is",
         "begin anew",
     ),
-    "stream that forgets": (DATASET, "        return Forgetful()", "comes to another sample", "buffer"),
+    "stream that forgets": (DATASET, "        return Forgetful()", "does not continue with sample", "buffer"),
     "empty stream": (DATASET, "        return Stream(0)", "train_dataset() has no samples", "paths"),
     "empty": (DATASET, "        return []", "train_dataset() has no samples", "paths"),
     "unreadable": (DATASET, "        return Broken()", "KeyError: 'column'", ""),
