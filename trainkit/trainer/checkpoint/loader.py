@@ -185,7 +185,7 @@ def agree_on_damage(candidate: Checkpoint, world: World) -> str:
 
 
 def _inspect(candidate: Checkpoint, world: World) -> tuple[str, str, str]:
-    """Return (damage of the files, damage in this rank's share of the hashes, read error), each "" if none."""
+    """Return (damage of files, damage in this rank's share of hashes, read error), each "" if none."""
     try:
         plain = plain_damage(candidate)
         return plain, "" if plain else hash_damage(candidate, world.rank, world.size), ""
@@ -227,7 +227,7 @@ def read_initial_weights(weights: Sequence[Weight], read: ReadWeight, *, resumed
         value = read(weight.name, index)
         if value.shape != shard.shape:
             raise FatalError(
-                f"the file has shape {list(value.shape)} for {weight.name} {[(i.start, i.stop) for i in index]}",
+                f"the file has shape {list(value.shape)}, not {list(shard.shape)}, for {weight.name}",
                 hint="the model and its files do not belong together",
             )
         shard.copy_(value)

@@ -74,7 +74,7 @@ class CheckpointSaver:
         """The reason why the newest save failed; empty if it succeeded."""
 
     def allocate_buffers(self) -> None:
-        """Allocate the staging buffers in the background, so that the first save is as fast as later saves."""
+        """Allocate the staging buffers in the background, so that the first save is as fast as the next."""
         allocating = self.stager.stage(self.tensors)
         assert isinstance(allocating, Future)
         self._allocating = allocating

@@ -67,7 +67,7 @@ class StateBuffers:
 
     @torch.no_grad()
     def settle(self, world: World) -> None:
-        """Keep the new values of replaced buffers, and set all ranks to rank 0's values; call after a step."""
+        """Keep the new values of replaced buffers, and copy rank 0's values to all ranks; call after a step."""
         for name, (module, key) in self._owners.items():
             saved, now = self.tensors[name], module.get_buffer(key)
             if now is not saved:
