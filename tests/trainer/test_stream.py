@@ -268,7 +268,9 @@ def test_other_samples_at_the_position_of_the_checkpoint_are_refused() -> None:
             return (item if index < 3 else "new" for index, item in enumerate(super().__iter__()))
 
     saved = next(batches(Letters())).stream
-    with pytest.raises(TaskError, match="sample 3 of its stream is not the one that the checkpoint"):
+    with pytest.raises(
+        TaskError, match="sample 3 of its stream is not the sample after which the checkpoint"
+    ):
         next(batches(Changed(), start=4, saved=saved))
 
 

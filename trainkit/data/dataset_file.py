@@ -42,8 +42,8 @@ TOKEN_BYTES = {"uint16": 2, "uint32": 4}
 PLACES = [("token", "<i8"), ("place", "<i8"), ("input", "<i4"), ("form", "u1")]
 """The fields of each text in a shard.
 
-They are its first token, `units.Piece.place`, the index of its file in inputs.json, and the index of the
-file's form in `inputs.FORMS`. A text is a row, or up to 64 KiB of a text file.
+The fields are the first token of the text, `units.Piece.place`, the index of the text's file in inputs.json,
+and the index of the file's form in `inputs.FORMS`. A text is a row, or up to 64 KiB of a text file.
 """
 
 
@@ -100,7 +100,7 @@ class DatasetFile:
 
 
 def write_shared_json(path: Path, value: object, staging: Path) -> None:
-    """Write JSON in `staging`, then rename it; its mode follows the umask, because teams share datasets."""
+    """Write JSON in `staging`, then rename it; the mode follows the umask, since teams share datasets."""
     staged = staging / path.name
     with staged.open("w", encoding="utf-8") as stream:
         stream.write(json.dumps(value, indent=1, ensure_ascii=False) + "\n")

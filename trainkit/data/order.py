@@ -58,8 +58,8 @@ class Schedule:
     """Assigns positions to sources in proportion to integer weights; repeats after the sum of the weights.
 
     Of the first n positions, each source has its share n x weight / sum, rounded up or down, for every n. In
-    a window of positions, a source deviates from its share by less than two samples. This is the chairman
-    assignment problem (Tijdeman, 1980), solved by earliest deadline first. Sample j of a source comes at the
+    a window of positions, a source deviates from its share by less than two samples. The schedule solves the
+    chairman assignment problem (Tijdeman, 1980) by earliest deadline first. Sample j of a source comes at the
     earliest where the share of the source exceeds j - 1, and at the latest where the share reaches j.
     """
 
@@ -121,7 +121,7 @@ def _feistel(values: _Words, keys: _Words, num_rows: int, num_columns: int) -> _
 def _mix(words: _Words) -> _Words:
     """Mix words so that every input bit reaches every output bit.
 
-    This is the finaliser of splitmix64 (Steele, Lea and Flood, 2014).
+    The function is the finaliser of splitmix64 (Steele, Lea and Flood, 2014).
     """
     mixed: _Words = (words ^ (words >> np.uint64(30))) * _MIX_1
     mixed = (mixed ^ (mixed >> np.uint64(27))) * _MIX_2

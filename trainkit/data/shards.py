@@ -35,9 +35,9 @@ class TokenShards:
     """One split of a prepared dataset, cut into samples of `seq_len` + 1 tokens.
 
     Sample i begins at token i x seq_len. The last token of a sample is therefore the first token of the next
-    sample, and every token but the first is predicted once. Samples cross documents and shards. Opening
-    checks file sizes and reads no tokens. Several threads can read the same object, which can be forked and
-    pickled.
+    sample, and every token but the first is predicted once. Samples cross documents and shards. Opening a
+    split checks file sizes and reads no tokens. Several threads can read the same object, which can be forked
+    and pickled.
     """
 
     def __init__(self, folder: str | Path, split: str, seq_len: int, checks_sizes: bool = True) -> None:

@@ -29,7 +29,7 @@ def prepared_folder(config: DataConfig) -> Path | None:
 
 
 MAX_PERIOD = 100_000
-"""Maximum number of samples after which the order of the sources repeats; it limits exact weights."""
+"""Maximum number of samples after which the order of the sources repeats; weights are rounded for this."""
 
 
 def is_mixture(config: DataConfig) -> bool:

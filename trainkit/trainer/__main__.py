@@ -30,7 +30,7 @@ def main() -> None:
     """Run one worker and end the process with its exit code."""
     # Garbage collections would add a fifth to the import time of torch, and find nothing to free.
     gc.disable()
-    # Install the handlers before importing torch, which takes seconds in which a signal must not be lost.
+    # Install the handlers before importing torch: the import takes seconds, and no signal may be lost.
     stop = StopRequest()
     stop.install()
     progress = Progress()

@@ -75,7 +75,7 @@ AnyTask = CausalLM | UserTask
 def build_task(config: RunConfig, run: RunDir | None = None, checks_data: bool = True) -> AnyTask:
     """Return the task of a config; a run loads the user's code from its code snapshot.
 
-    With `checks_data`, this rank checks the size of every data shard. One rank of a job does so for all.
+    With `checks_data`, this rank checks the size of every data shard, which one rank does for a whole job.
     """
     if not config.has_decoder:
         return UserTask(config, run)
@@ -139,7 +139,7 @@ class CompileCache:
         """Load the code that an earlier attempt saved; skip it if it is damaged or from another torch."""
         file = self._run.compiled_file
         try:
-            with open_private(file) as stream:  # torch unpickles it
+            with open_private(file) as stream:  # private, because torch unpickles the content
                 info = torch.compiler.load_cache_artifacts(stream.read())
             self._loaded = set() if info is None else {*chain(*info.artifacts.values())}
         except FileNotFoundError:
@@ -213,7 +213,7 @@ class BuiltModel:
     update_scales: Callable[[], None] = lambda: None
     """Computes the scales of weights that are gathered in float8; call it after every change of weights."""
     after_step: Callable[[], None] = lambda: None
-    """Calls `Task.after_step`."""
+    """Calls `Task.after_step`, if the task defines the method."""
 
 
 def build(
@@ -242,7 +242,7 @@ def build_model_parts(task: CausalLM, plan: LaunchPlan, world: World) -> list[Mo
     pp, schedule = plan.layout.pp, task.config.parallel.pp_schedule
     if pp == 1:
         return [_build_part(task, plan, world, None)]
-    from trainkit.trainer.parallel.pipeline import stage_specs  # see `assemble`
+    from trainkit.trainer.parallel.pipeline import stage_specs  # imported late, see `assemble`
 
     stages = stage_specs(world.place.pp, pp, schedule, task.shape.num_layers)
     return [_build_part(task, plan, world, stage) for stage in stages]

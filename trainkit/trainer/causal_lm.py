@@ -122,7 +122,7 @@ class BatchSource:
         size = self.batch.global_batch_size
         starts = position + size * np.arange(num_steps, dtype=np.int64)
         stops = starts + size
-        if self.end_position is not None:  # the data may end within a step
+        if self.end_position is not None:  # because the data may end within a step
             stops = np.minimum(stops, self.end_position)
         rows = self._positions(starts)
         valid = rows < stops[:, None, None]

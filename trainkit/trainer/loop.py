@@ -145,7 +145,7 @@ class Trainer:
         self.attempt, self.plan, self.world, self.task = attempt, plan, world, task
         self.config, self.stop, self.progress = task.config, stop, progress
         config, layout = task.config, plan.layout
-        with progress.within("load"):  # before the build, which may read the weights of a large model
+        with progress.within("load"):  # check before the build, which may read the weights of a large model
             chosen = choose_checkpoint(attempt, world)
             if chosen is not None:
                 refuse_other_run(*chosen, task)
@@ -156,7 +156,7 @@ class Trainer:
         compiled = config.parallel.compile is True or by_default
         self.compile_cache = CompileCache(attempt.run) if compiled else None
         if self.compile_cache is not None and world.rank % plan.workers_per_node == 0:
-            self.compile_cache.load()  # before the collective that all ranks begin with
+            self.compile_cache.load()  # load before the first collective of all ranks
         own = make_own_optimizers(task, self.built.weights, layout)
         self.optimizer: ShardedOptimizer = own or ShardedAdamW(
             self.built.weights, config.optimizer, layout, compiled=compiled
@@ -212,7 +212,7 @@ class Trainer:
         if self._eval_due() and not self._evaluate()[0]:
             return self._end("asked to stop during validation")
         if self._is_best:
-            # This state is already saved: it is the checkpoint that this attempt resumed from.
+            # This state is already saved, in the checkpoint from which this attempt resumed.
             self.saver.mark_best()
             self._is_best = False
         self._published_best = self.state.best_value, self.state.best_step

@@ -102,7 +102,7 @@ class TensorBoardLog:
         self._add(step, lambda writer: writer.add_image(name, pixels, step, dataformats="HWC"))
 
     def text(self, name: str, text: str, step: int) -> None:
-        """Add a text."""
+        """Add a text to the log."""
         self._add(step, lambda writer: writer.add_text(name, text, step))
 
     def histogram(self, name: str, sums: Sequence[float], counts: Sequence[float], step: int) -> None:

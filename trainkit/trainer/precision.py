@@ -102,7 +102,7 @@ class LossScale:
 FLOAT8_DTYPE = torch.bfloat16
 """The compute dtype that float8 requires."""
 FLOAT8_MULTIPLE = 16
-"""float8 tensor cores require matrix dimensions that are multiples of this."""
+"""Float8 tensor cores require matrix dimensions that are multiples of this number."""
 FLOAT8_CAPABILITY = (8, 9)
 """Compute capability of Ada, the first GPUs with float8; Hopper has (9, 0)."""
 

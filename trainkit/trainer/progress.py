@@ -4,8 +4,8 @@ The training thread writes, other threads read. Each update assigns one tuple, s
 or the new state without a lock. A step makes a handful of updates.
 
 A thread that holds the GIL reads stacks in Python, so the other threads are paused. faulthandler's C handler
-reads stacks of running threads, and crashed a busy process in about one of 250 calls. It is therefore
-installed only for SIGQUIT, the last resort for a rank that never releases the GIL.
+reads stacks of running threads, and crashed a busy process in about one of 250 calls. The handler is
+therefore installed only for SIGQUIT, the last resort for a rank that never releases the GIL.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def thread_stacks() -> dict[str, list[str]]:
     main = threading.main_thread().ident
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     order = sorted(frames, key=lambda ident: ident != main)
-    # Threads started by C++ have no name, and names may repeat.
+    # The identifier is needed because threads started by C++ have no name, and names may repeat.
     return {f"{names.get(ident, 'native')} {ident:#x}": _walk(frames[ident]) for ident in order}
 
 
@@ -199,7 +199,9 @@ def _walk(innermost: FrameType) -> list[str]:
 
 def write_flight_record(attempt: AttemptDir, rank: int, device: str) -> None:
     """Write the collectives that this rank has called, for `job.flight_records`, if torch records them."""
-    from trainkit.trainer.torch_private import flight_record  # this module is imported before torch
+    from trainkit.trainer.torch_private import (
+        flight_record,
+    )  # imported late, because this module is imported before torch
 
     if (record := flight_record(device, NUM_COLLECTIVES)) is not None:
         ensure_folder(attempt.stacks_dir)

@@ -5,7 +5,7 @@ processes. Dropout depends on (seed, sample, layer, element). Initial weights de
 element), so each rank fills its own shard and all layouts start with identical weights.
 
 The mixing function is the finaliser of MurmurHash3 (Austin Appleby, public domain) on 32-bit integers,
-with a second key mixed in half-way. It is not cryptographic.
+with a second key mixed in half-way. The function is not cryptographic.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_STRIDE = -1640531527  # 0x9E3779B9 as int32; odd, and spreads neighbouring counters
+_STRIDE = -1640531527  # 0x9E3779B9 as int32, which is odd and spreads neighbouring counters
 _MULTIPLY_1 = -2048144789  # 0x85EBCA6B
 _MULTIPLY_2 = -1028477387  # 0xC2B2AE35
 _UNIT = 1.0 / (1 << 24)

@@ -166,7 +166,7 @@ class ForkedLoader:
         if self._loader is not None:
             return iter(self._loader)
         for _ in range(MAX_STARTS):
-            is_started = mmap.mmap(-1, max(1, self._num_workers))  # shared with the workers
+            is_started = mmap.mmap(-1, max(1, self._num_workers))  # memory shared with the workers
             loader = DataLoader(self._dataset, worker_init_fn=partial(_note, is_started), **self._options)
             items = iter(loader)
             stuck = _stuck_workers(data_workers(items), is_started)

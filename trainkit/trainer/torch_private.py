@@ -1,6 +1,6 @@
 """Every private API of torch that trainkit uses, its purpose, and what to do if torch removes it.
 
-No other file of trainkit names a private API, and a test checks that. Modules that are slow to import, such
+A test checks that no other file of trainkit names a private API. Modules that are slow to import, such
 as pipelines and the memory tracker, are imported by the functions that need them.
 """
 
@@ -39,7 +39,7 @@ from trainkit.formats import JsonObject
 
 try:
     from torch.distributed._functional_collectives import all_gather_single_autograd as _all_gather
-except ImportError:  # torch 2.11 and 2.12
+except ImportError:  # torch 2.11 and 2.12 have another name
     from torch.distributed._functional_collectives import all_gather_tensor_autograd as _all_gather
 
 Tensors = Sequence[Tensor]
@@ -465,7 +465,7 @@ def collective_kind(op: Any) -> str | None:
 def join_fake_world(rank: int, world_size: int) -> None:
     """Make this process one rank of a world in which all collectives return at once.
 
-    If torch removes the store, keep a copy of it, because no documented backend does the same.
+    If torch removes the store, keep a copy of the store, because no documented backend does the same.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

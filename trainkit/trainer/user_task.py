@@ -88,7 +88,7 @@ class UserTask:
             self.task.export(model, folder)
 
     def data_identity(self) -> dict[str, object]:
-        """Return the values that determine the sample at each position; they must not change on resume."""
+        """Return the values that determine the sample at each position, which must not change on resume."""
         config = self.config
         identity = {
             "fingerprint": self.train_data.fingerprint,

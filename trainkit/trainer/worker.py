@@ -113,7 +113,7 @@ def fix_kernels(plan: LaunchPlan, deterministic: bool) -> None:
     torch.use_deterministic_algorithms(True)  # operations without such a kernel raise an error
     # Filling would reveal reads of uninitialised memory, but also write every buffer that FSDP gathers into.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS raises an error
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS raises an error without this setting
     if plan.world_size > 1:
         # A ring adds in the order of the ranks, which are numbered host by host. NVLS adds in any order.
         os.environ.setdefault("NCCL_ALGO", "Ring")

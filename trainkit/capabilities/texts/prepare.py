@@ -2,7 +2,7 @@
 
 The work is split into independent units. Each unit publishes its shards by rename, then its record. A killed
 preparation therefore resumes where it stopped, and the result is byte-identical for any number of workers and
-interruptions. `dataset.json` is written last. `exclusive` keeps other processes out meanwhile.
+interruptions. `dataset.json` is written last. Meanwhile, `exclusive` keeps other processes out of the folder.
 """
 
 from __future__ import annotations

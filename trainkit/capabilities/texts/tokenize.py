@@ -61,7 +61,7 @@ def _load(path: str) -> Any:
 
     try:
         library = tokenizers.Tokenizer.from_file(path)
-    except Exception as error:  # the library raises plain Exceptions
+    except Exception as error:  # the library raises plain Exception
         raise UsageError(
             f"tokenizer {shown_path(path)} cannot be loaded by tokenizers {tokenizers.__version__}: {error}",
             hint="install a newer version of tokenizers, or save the tokenizer again",

@@ -111,7 +111,7 @@ class HFCausalLM(Task):
 
     @torch.no_grad()
     def build_adapters(self) -> nn.Module:
-        """Return the model of a run with `model.lora` for an export; only tensors that peft saves have memory.
+        """Return the model with `model.lora` for an export; only the tensors that peft saves have memory.
 
         Trained parameters have no values yet.
         """

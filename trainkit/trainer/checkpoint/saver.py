@@ -106,12 +106,12 @@ class CheckpointSaver:
                     self.tensors, storage_writer=writer, process_group=group, no_dist=alone
                 )
                 future.set_result(saved)
-            # CheckpointException is not derived from Exception.
+            # Name CheckpointException too, because it is not derived from Exception.
             except (Exception, CheckpointException) as error:
                 future.set_exception(error)
         else:
             if self._world.device.type == "cuda":
-                # The stager copies on its own stream while the optimizer's kernels may still be running.
+                # Wait, because the stager copies on its own stream while the optimizer's kernels may run.
                 torch.cuda.current_stream().synchronize()
             response = state_dict_saver.async_save(
                 self.tensors,
@@ -132,7 +132,7 @@ class CheckpointSaver:
     ) -> None:
         """Publish a checkpoint: write the manifest with the files of all ranks, then rename the folder.
 
-        This runs on the coordinator in the writing thread, so that no step waits.
+        The coordinator publishes in the writing thread, so that no step waits.
         """
         manifest = {
             "version": MANIFEST_VERSION,

@@ -67,7 +67,7 @@ class StateBuffers:
 
     @torch.no_grad()
     def settle(self, world: World) -> None:
-        """Keep the new values of replaced buffers, and copy rank 0's values to all ranks; call after a step."""
+        """Keep the values of replaced buffers, and copy rank 0's values to all ranks; call after a step."""
         for name, (module, key) in self._owners.items():
             saved, now = self.tensors[name], module.get_buffer(key)
             if now is not saved:
@@ -80,7 +80,7 @@ class StateBuffers:
 class StreamState:
     """The position of a stream just before the last sample of a step, and a digest of that sample.
 
-    A resume reads the sample again to check that it has reached the right position.
+    A resume reads the sample again to check that the stream is at the right position.
     """
 
     epoch: int

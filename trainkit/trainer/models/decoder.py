@@ -199,7 +199,7 @@ class Decoder(Model):
     eos_id: int | None = None
     """If set, this token ends a document, and tokens attend only within their document.
 
-    This needs the embedding and the whole sequence on one rank.
+    The embedding and the whole sequence must then be on one rank.
     """
     masks_blocks: bool = False
     """True if the attention modules take a mask of `document_blocks`; see `attend_in_blocks`."""

@@ -1,8 +1,8 @@
 """Context parallelism: each rank has a slice of the sequence and gathers the keys and values of all ranks.
 
-Llama 3 (arXiv 2407.21783) does the same. With few key/value heads, the all-gather is cheap compared with the
-attention, and any attention kernel can be used. Each rank has one chunk from the front of the sequence and
-one chunk from the back, which balances the work of causal attention.
+Llama 3 (arXiv 2407.21783) was trained in the same way. With few key/value heads, the all-gather is cheap
+compared with the attention, and any attention kernel can be used. Each rank has one chunk from the front of
+the sequence and one chunk from the back, which balances the work of causal attention.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trainkit.trainer.torch_private import (
 Attend = Callable[..., Tensor]
 """Computes attention of queries [B, H, T, C] to keys and values [B, K, S, C], with or without a mask."""
 FLASH_MULTIPLE = 8
-"""Flash attention requires head dimensions that are multiples of this."""
+"""Flash attention requires head dimensions that are multiples of this number."""
 FLASH_CAPABILITY = (8, 0)
 """Compute capability of Ampere, the first GPUs with flash attention."""
 

@@ -101,7 +101,7 @@ def apply_data_parallel(
 ) -> None:
     """Wrap the model in place, so that gradients are averaged over the data-parallel ranks.
 
-    The average includes context-parallel ranks, each of which has the gradient of its slice. A model is
+    The average includes context-parallel ranks, because each rank has the gradient of its slice. A model is
     wrapped even if there is nothing to average, because wrapping casts the parameters. `layers` are joined to
     units; the default is the layers and ends of a `Model`. The modules in `float32` are not cast.
     """
@@ -120,7 +120,7 @@ def apply_data_parallel(
             for block in unit:
                 replicate(block, replicate_mesh, policy)
         for module in (*first, *last):
-            if _num_bytes(module) >= MIN_UNIT_BYTES:  # a norm belongs to the root
+            if _num_bytes(module) >= MIN_UNIT_BYTES:  # a norm by itself belongs to the root
                 replicate(module, replicate_mesh, policy)
         replicate(model, replicate_mesh, policy)
         return
@@ -228,10 +228,11 @@ MIN_BUCKET_BYTES = 4 * 2**20
 
 
 class HostReduction:
-    """Averages the gradients of a model over a group; they are averaged when `backward` returns.
+    """Averages the gradients of a model over a group before `backward` returns.
 
     Each bucket is reduced as soon as its last gradient is ready. All ranks reduce the buckets in the same
-    order, whatever the order of their gradients. If there are float32 masters, their gradients are averaged.
+    order, whatever the order of their gradients. With float32 masters, the gradients of the masters are
+    averaged.
     """
 
     def __init__(

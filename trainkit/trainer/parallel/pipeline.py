@@ -171,10 +171,10 @@ def stage_specs(pp_rank: int, pp: int, schedule: PipelineSchedule, num_layers: i
 
 
 def sum_tied_gradients(params: Sequence[nn.Parameter], world: World) -> None:
-    """Keep a tied embedding and head equal if they are on different stages; `params` are this rank's.
+    """Sum the gradients of a tied embedding and head on different stages; `params` are those on this rank.
 
-    Each of the two has its own gradient. Both get the sum, which is the gradient of the shared weight, so
-    their updates are equal. Call this after the last backward pass of a step.
+    The embedding and the head each have a gradient. The sum is the gradient of the shared weight. Both
+    parameters get the sum, so their updates are equal. Call this after the last backward pass of a step.
     """
     grads = [local_tensor(cast(Tensor, param.grad)) for param in params]
     if not grads:
