@@ -125,7 +125,7 @@ def _reading(file: Path) -> Iterator[None]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise FatalError(f"{file} is damaged or of another format: {error}", "download it again") from None
     except OSError as error:
-        # The disk may work again at a restart.
+        # A restart may succeed if the disk error was temporary.
         raise FatalError(f"{file} cannot be read: {error.strerror}", exit_code=EXIT_FAILED) from None
 
 

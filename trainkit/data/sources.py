@@ -38,10 +38,10 @@ def is_mixture(config: DataConfig) -> bool:
 
 
 def components(config: DataConfig) -> list[DataConfig]:
-    """Return one config per source of a mixture, in order; any other config is its only component.
+    """Return one config per source of a mixture, in order; for any other config, return it alone.
 
     `data.val_source` is prepared with the first source of texts, and nothing is held out of the other
-    sources. Prepared datasets keep the key, so that it is refused for them as for a single dataset.
+    sources. The configs of prepared datasets keep the key, so that it is refused as for a single dataset.
     """
     if not isinstance(config.source, Mapping):
         return [config]

@@ -136,7 +136,7 @@ class CompileCache:
         self._loaded: set[str] = set()
 
     def load(self) -> None:
-        """Load the code that an earlier attempt saved; skip it if it is damaged or from another torch."""
+        """Load the code that an earlier attempt saved; skip code that is damaged or from another torch."""
         file = self._run.compiled_file
         try:
             with open_private(file) as stream:  # private, because torch unpickles the content
@@ -226,7 +226,7 @@ def build(
     if isinstance(task, UserTask):
         return build_for_task(task, world, progress, local_gradient)
     config, model_parts = task.config, build_model_parts(task, plan, world)
-    # Offloaded parameters stay on the host until FSDP copies a block to the device. Buffers do not.
+    # FSDP copies offloaded parameters to the device block by block, but it does not copy buffers.
     param_device = torch.device("cpu") if config.parallel.offload else world.device
     for model in model_parts:
         model.to_empty(device=param_device)

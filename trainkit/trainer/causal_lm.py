@@ -55,7 +55,7 @@ class Microbatch:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Return a batch on the device; moves tensors in containers and dataclasses, and objects with ``to``."""
+    """Move a batch to the device: tensors, also in containers and dataclasses, and objects with ``to``."""
     if device.type == "cpu":
         return value
     if isinstance(value, Tensor):
@@ -262,7 +262,7 @@ class CausalLM:
     def batches(
         self, split: str, batch: Batch, world: World, state: TrainingState, end: int | None
     ) -> PrefetchedBatches:
-        """Return the batches of a split for this rank, from a state to position `end` or without end.
+        """Return this rank's batches of a split, from a state on, and up to position `end` if it is given.
 
         The result can be iterated over repeatedly.
         """

@@ -3,11 +3,11 @@
 torch's rendezvous blocks in C++ until the last rank has arrived. Nothing can name the missing ranks, and a
 rank that gets a stop signal meanwhile either hangs or leaves the others hanging. At the barrier here, each
 rank reports to the store and then polls one key, which decides for all ranks. The last rank to arrive sets
-the key to "go", a rank with a stop signal sets it to "stop", and after the timeout rank 0 sets it to the
-missing ranks. The first value wins.
+the key to "go", a rank with a stop signal sets it to "stop", and after the timeout rank 0 sets it to the list
+of missing ranks. The first value wins.
 
-Thousands of ranks poll one server, so each polls less often than in a small job. The store has a wait of
-its own that needs only one request, but a stop signal cannot interrupt it.
+Thousands of ranks poll one server, so each polls less often than in a small job. The store also has a wait
+function that needs only one request, but a stop signal cannot interrupt it.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class World:
     cp_group: dist.ProcessGroup | None = None
     """The ranks that share a sequence; None without context parallelism."""
     nonce: str = field(default="", repr=False)
-    """A secret of this attempt, with which ranks tell each other's values from a stranger's."""
+    """A secret of this attempt, by which ranks distinguish each other's values from a stranger's."""
     is_simulated: bool = False
     """True if the other ranks do not exist and tensors have no values."""
 
@@ -237,7 +237,7 @@ def make_world(
     timeout: timedelta = COLLECTIVE_TIMEOUT,
     nonce: str = "",
 ) -> World:
-    """Return the World of this rank, with the nonce of its attempt; call it after `init_process_group`."""
+    """Return the World of this rank, with the nonce of its attempt; call this after `init_process_group`."""
     checkpoint_group = dist.new_group(backend="gloo", timeout=timeout)
     mesh = build_mesh(device, layout)
     for group in mesh.get_all_groups():
@@ -360,7 +360,7 @@ def _as_tensor(text: bytes, size: int) -> torch.Tensor:
 
 
 def group_ender() -> Callable[[], None]:
-    """Return a function that destroys the process groups and waits a limited time for the end.
+    """Return a function that destroys the process groups and waits a limited time until they are destroyed.
 
     Create it before Python shuts down, when threads can still be started.
     """

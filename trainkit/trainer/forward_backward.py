@@ -96,7 +96,7 @@ class _ChunkedLoss(torch.autograd.Function):
     """Computes the loss of hidden states [N, D] and its gradients, one chunk of tokens after the other.
 
     Only the logits of one chunk exist at a time, and no logits are computed twice. The weight's gradient is
-    summed over the chunks in float32. With a `scale`, float32 [], the gradients are those of loss x `scale`.
+    summed over the chunks in float32. With a `scale`, float32 [], the gradients belong to loss x `scale`.
     The backward pass then divides them by `scale` and multiplies them by the factor that it receives, which
     is usually equal to `scale`.
     """
@@ -181,7 +181,8 @@ class OneByOne(ForwardBackward[M]):
     def _forward(self, micro: M, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the loss with its gradient, float32 [], and the sums of this rank in `on_loss` format.
 
-        The caller multiplies the loss by `scale`. A loss that computes its gradients earlier needs `scale`.
+        The caller multiplies the loss by `scale`. A loss that computes gradients in its forward pass uses
+        `scale` too.
         """
 
 
@@ -192,7 +193,7 @@ class SequentialForwardBackward(OneByOne[Microbatch]):
     model: nn.Module
     context: ForwardContext
     loss_chunks: int = 1
-    """If above 1, the model computes the loss of this many chunks of tokens one after the other."""
+    """If above 1, the model computes the loss in this many chunks of tokens, one after the other."""
 
     def _loss_context(self) -> AbstractContextManager[object]:
         return self.context.loss_parallel()
@@ -294,8 +295,8 @@ class TaskForwardBackward(OneByOne[TaskBatch]):
         for value in (metrics[name] for name in self.metric_names):
             numbers += list(value) if isinstance(value, tuple) else [value, count]
         found = torch.stack([_number(value, device) for value in numbers])
-        # Do not multiply the sums by the weight, because a filler batch may not be finite. Tensor-parallel
-        # ranks have the same loss, so one of them counts.
+        # Do not multiply the sums by the weight, because the loss of a filler batch may not be finite.
+        # Tensor-parallel ranks have the same loss, so one of them counts.
         counts = micro.weight and self.world.counts_samples
         return total * micro.weight, found if counts else torch.zeros_like(found)
 

@@ -420,7 +420,7 @@ class Trainer:
             self.metrics.write(self.state, report, lr, validation, self.observers.values)
 
     def _eval_due(self) -> bool:
-        """Return whether validation is due and not done, even by the previous attempt, at this step."""
+        """Return whether validation is due at this step, unless an attempt has already done it."""
         train, step = self.config.train, self.state.step
         if self.evaluator is None or self.state.last_eval_step == step:
             return False

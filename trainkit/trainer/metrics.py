@@ -302,7 +302,7 @@ MAX_BYTES = 2**20
 MAX_PENDING = 10_000
 FLUSH_S = 60.0
 SPIKE_RATIO = 3.0
-"""Factor between two gradient norms above which a record is written at once: the process may end soon."""
+"""If a gradient norm grows by more than this factor, its record is written at once, before a crash."""
 CHECKSUM_BITS = 52
 """Number of bits that a float64 represents exactly."""
 _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -364,7 +364,7 @@ class RankRecords:
             self.values += [self._local_gradient.take(device), square_sum.to(device)]
 
     def add(self, step: int, grad_norm: float, own: Sequence[float]) -> None:
-        """Add the record of a step from the numbers in `values`; without numbers, the step is not due."""
+        """Add the record of a step; `own` has the numbers of `values`, or is empty if the step is not due."""
         if not own:
             return
         values = dict(zip(("loss_sum", "local_gradient", "square_sum"), own, strict=True))

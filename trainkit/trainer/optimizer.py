@@ -27,7 +27,7 @@ from trainkit.trainer.torch_private import any_length, copy_each, norm_of_each, 
 
 NORM_CHUNK = 1 << 16
 COMPILED_DEVICES = ("cuda",)
-"""Devices on which compiled kernels update the shards. Shards on a CPU are offloaded or of a short run."""
+"""Devices with compiled updates of the shards. Shards on a CPU are offloaded or belong to short runs."""
 TINY = 1e-30
 """Replaces 0, which has no logarithm."""
 WHOLE_ELEMENTS = 1 << 24
@@ -166,8 +166,8 @@ class ShardedAdamW(ShardedOptimizer):
     def step(self, lr: float, divisor: Tensor, skip: Tensor) -> None:
         for group in self._adamw.param_groups:
             group["lr"] = lr * group["lr_scale"]
-        # Offloaded parameters are on the host. torch would copy these two asynchronously to the host, before
-        # they are computed.
+        # Offloaded parameters are on the host. torch would copy `divisor` and `skip` to the host
+        # asynchronously, before they are computed.
         divisor, skip = (value.to(self._locals[0].device) for value in (divisor, skip))
         casts, updated, counted = dict(self._casts), dict[nn.Parameter, Tensor](), 1 - skip
         for group in self._adamw.param_groups:

@@ -132,7 +132,7 @@ def apply_float8(layers: list[nn.Module], *, rowwise: bool = False, emulate: boo
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    # Pad, because the inner dimension of weight gradients is the number of tokens, of any value.
+    # Pad, because the inner dimension of weight gradients is the number of tokens, which varies.
     recipe = Float8LinearConfig.from_recipe_name("rowwise" if rowwise else "tensorwise")
     config = replace(recipe, emulate=emulate, pad_inner_dim=True)
     for layer in layers:
@@ -145,7 +145,7 @@ def _fits(module: nn.Module, name: str) -> bool:
 
 
 class Float8Gather:
-    """Gathers the shards of matrices that multiply in float8 in float8, with scales equal on all ranks.
+    """Gathers the weight shards for float8 matrix products in float8, with the same scales on all ranks.
 
     Gathering in float8 halves the bytes of bf16 and changes no product. A matrix gathered in bf16 and then
     cast to float8 has the same bits: rounding keeps the order of numbers, so the largest number of the bf16

@@ -70,7 +70,7 @@ class CurrentPhase(NamedTuple):
     """The step being computed; None before the first step."""
     phase: Phase
     phase_index: int
-    """Number of phases entered since the step began, or since the process started before the first step."""
+    """Number of phases entered since the step began or, before the first step, since the process started."""
     since_s: float
     """Monotonic time at which the phase was entered."""
 
@@ -235,7 +235,7 @@ class Watchdog:
         threading.Thread(target=self._answer, name="stacks", daemon=True).start()
 
     def watch(self, plan: LaunchPlan) -> None:
-        """Start to watch the deadline after a stop signal and, unless the config disables that, hangs."""
+        """Start to watch the deadline after a stop signal, and hangs unless the config disables this."""
         threading.Thread(target=self._watch_deadline, args=(plan,), name="deadline", daemon=True).start()
         if plan.requeue.hang_factor is not None:
             threading.Thread(target=self._watch_hangs, args=(plan,), name="watchdog", daemon=True).start()

@@ -2,7 +2,7 @@
 
 4-bit weights use the NormalFloat of QLoRA (arXiv 2305.14314). An 8-bit average has a code per element, and a
 float32 scale per block of a matrix row, as in "8-bit Optimizers via Block-wise Quantization" (arXiv
-2110.02861). There are three differences:
+2110.02861). trainkit differs from the paper in three points:
 
 - Blocks do not cross rows, so that ranks can shard rows without cutting a block.
 - A scale has the sign of its block's largest element, which is therefore exact even if negative.
@@ -28,11 +28,11 @@ from trainkit.trainer.models.model import ReadWeight
 BLOCK = 64
 """Number of weights that share a scale, as in QLoRA."""
 SCALE_BLOCK = 256
-"""Number of scales that share a scale."""
+"""Number of scales that share a second-level scale."""
 
 
 def _bitsandbytes() -> Any:
-    # bitsandbytes warns that a kernel for inference is missing.
+    # Silence bitsandbytes, which warns that a kernel for inference is missing.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     import bitsandbytes.functional as functional
 

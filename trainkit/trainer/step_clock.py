@@ -51,7 +51,7 @@ def typical_times(steps: Sequence[Times]) -> Times:
 
 
 class StepClock:
-    """Measures the times of this rank, on a GPU those of its stream, and never waits for the device."""
+    """Measures the times of this rank, on a GPU the times of its stream, without waiting for the device."""
 
     def __init__(self, world: World, layout: Layout) -> None:
         self._world = world
@@ -119,7 +119,7 @@ class RankObservers:
     """The capabilities that observe the times of all ranks, on rank 0; their errors do not end the run."""
 
     def __init__(self, attempt: AttemptDir, plan: LaunchPlan, world: World) -> None:
-        """Set up the observers; all ranks must do so, because it is a collective."""
+        """Set up the observers; all ranks must call this, because it gathers the host names."""
         hosts = gather_from_all(own_host(), world)
         self._attempt, self._own = attempt, list[tuple[str, RankObserver]]()
         if world.is_main and world.size > 1:

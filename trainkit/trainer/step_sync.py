@@ -96,7 +96,7 @@ def pack_report(
 ) -> Tensor:
     """Return this rank's terms of the step report, float64 [5 + 2 x metrics] on the device.
 
-    `sums` is the loss. Without `num_tokens`, `sums` has the loss and its divisor, and this pair per metric.
+    `sums` is the loss. Without `num_tokens`, `sums` has the loss and its divisor, and such a pair per metric.
     """
     sums = sums.detach().double().view(-1)
     numbers = [float(stop), float(save), data_wait_s]

@@ -261,7 +261,7 @@ class _Reader(IterableDataset[Any]):
                 seed_generators(stable_key(seed, "train", "collate", first))
                 ready, items = (self.collate(items), stable_key(seed, "train", "pass", first), 1.0), []
                 request = next(requests, None)
-        # Yield the last microbatch after the samples of the other ranks, because its state follows them.
+        # Yield the last microbatch after the other ranks' samples, because its StreamState comes after them.
         assert ready is not None
         yield *ready, None if before is None else StreamState(*before, digest_of(item))
 

@@ -37,7 +37,7 @@ log = getLogger(__name__)
 PREFETCH = 2
 """Number of items that each worker reads ahead; an item of a task is a microbatch."""
 START_S = 30.0
-"""Seconds after which a worker that does not run yet is taken to hang in its fork."""
+"""Seconds after which a worker that does not run yet is considered to hang in its fork."""
 MAX_STARTS = 3
 POLL_S = 0.01
 SAMPLED_ELEMENTS = 1024

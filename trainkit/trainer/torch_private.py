@@ -220,7 +220,7 @@ def any_length(tensor: Tensor) -> Tensor:
 
 
 def all_gather_dim(local: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Return the tensors of all ranks, concatenated along `dim`; gradients are reduced, and it compiles.
+    """Return all ranks' tensors, concatenated along `dim`; gradients are reduced, and the call compiles.
 
     If torch removes the function, write an autograd function around `dist.all_gather_into_tensor` and
     `dist.reduce_scatter_tensor`.

@@ -101,7 +101,7 @@ class UserTask:
     def batches(
         self, split: str, batch: Batch, world: World, state: TrainingState, end: int | None
     ) -> TaskBatches:
-        """Return the batches of a split for this rank, from a state to position `end` or without end.
+        """Return this rank's batches of a split, from a state on, and up to position `end` if it is given.
 
         The batches of the validation can be iterated over repeatedly.
         """

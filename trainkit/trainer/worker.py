@@ -99,7 +99,7 @@ def run_unless_stopped(stop: StopRequest, work: Callable[[], T], device: torch.d
 
 
 def fix_kernels(plan: LaunchPlan, deterministic: bool) -> None:
-    """Choose kernels by their results instead of their speed; with `deterministic`, only such kernels.
+    """Choose kernels by their results, not their speed; with `deterministic`, only deterministic kernels.
 
     Two equal runs on GPUs then differ only by the rounding of sums in a different order. With `deterministic`
     they are bit-identical. Call this before anything is compiled and before the first collective. Environment
@@ -110,7 +110,7 @@ def fix_kernels(plan: LaunchPlan, deterministic: bool) -> None:
         os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
     if not deterministic:
         return
-    torch.use_deterministic_algorithms(True)  # operations without such a kernel raise an error
+    torch.use_deterministic_algorithms(True)  # operations without a deterministic kernel raise an error
     # Filling would reveal reads of uninitialised memory, but also write every buffer that FSDP gathers into.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS raises an error without this setting

@@ -18,7 +18,7 @@ from trainkit.data.dataset_file import TRAIN, VAL, TokenizerIdentity, is_dataset
 from trainkit.errors import KeyProblem
 
 _READ_IN_FULL = 2 << 20
-"""Total bytes up to which texts are read completely; of more, only sizes and the first rows are read."""
+"""Texts of at most this many bytes are read completely; of larger texts, sizes and the first rows are."""
 _FILES_OPENED = 8
 _ROWS_READ = 20
 _LONGEST_ROW = 1 << 20

@@ -69,7 +69,7 @@ KINDS = ".txt, .jsonl, .txt.gz, .jsonl.gz or .parquet"
 SAVED_FILES = {"state.json", "dataset_info.json"}
 """Files in every folder that `save_to_disk` of a Hugging Face dataset wrote."""
 SAVED_SPLITS = "dataset_dict.json"
-"""File in a folder that contains one such folder per split."""
+"""File in a folder that contains one saved dataset per split."""
 
 _STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 

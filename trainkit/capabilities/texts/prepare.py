@@ -193,7 +193,7 @@ class _Preparation:
         return file
 
     def compare(self) -> DatasetFile:
-        """Return the finished dataset in the folder; raise DatasetMismatch if it was made differently."""
+        """Return the finished dataset in the folder; raise DatasetMismatch if it has other inputs."""
         file = read_dataset_file(self.folder)
         if file.tokenizer != self.tokenizer:
             raise _mismatch(self.folder, f"made with the tokenizer {file.tokenizer.name}")

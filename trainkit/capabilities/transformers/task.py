@@ -263,7 +263,7 @@ def read_whole(folder: Path) -> Any:
 
 
 def find_stored(model: Any, weights: StoredWeights) -> tuple[dict[nn.Parameter, str], str]:
-    """Return the name in the files per parameter, and why the files cannot be used; fill the buffers."""
+    """Return each parameter's name in the files, and why the files cannot be used; fill the buffers."""
     found = {}
     saved, prefix = model.state_dict(), f"{model.base_model_prefix}."
     buffers = [(name, item) for name, item in model.named_buffers() if name in saved]
@@ -287,7 +287,7 @@ def _no_split(tp: int, message: str, hint: str) -> TaskError:
 
 
 def save_pretrained(model: Any, folder: Path, dtype: torch.dtype, *, merge: bool) -> None:
-    """Write a model like transformers, or its adapters like peft; `merge` adds adapters to the model."""
+    """Write a model as transformers does, or its adapters as peft does; `merge` adds them to the model."""
     is_adapted = hasattr(model, "merge_and_unload")
     if merge and not is_adapted:
         raise UsageError("--merge is for runs with model.lora", hint="remove --merge")

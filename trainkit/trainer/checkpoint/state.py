@@ -154,7 +154,7 @@ def tensor_paths(value: object) -> Iterator[str]:
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the state that `encode` wrote."""
+    """Rebuild the state that `encode` wrote."""
     if not isinstance(value, dict):
         return value
     [(kind, content)] = value.items()

@@ -105,7 +105,7 @@ class HashingWriter(FileSystemWriter):
             single_file_per_rank=True,
             sync_files=True,
             overwrite=False,
-            # A thread of torch would use a stream of its current device, which is the first GPU.
+            # In a thread of torch, the copy would use a stream of the thread's device, the first GPU.
             per_thread_copy_ahead=COPY_AHEAD if from_device else 0,
         )
         self._hashing = _HashingFileSystem()

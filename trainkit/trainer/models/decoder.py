@@ -69,7 +69,7 @@ def document_mask(tokens: Tensor, eos_id: int, dtype: torch.dtype) -> Tensor:
     """Return the mask [B, 1, T, T] of causal attention within the documents of tokens [B, T].
 
     `eos_id` ends a document. The mask is 0 where a position attends, else -inf. Attention kernels would
-    convert a boolean mask to such a mask in every layer, and keep each for the backward pass.
+    convert a boolean mask to such a mask in every layer, and keep every such mask for the backward pass.
     """
     documents = _documents(tokens, eos_id)
     allowed = (documents[:, :, None] == documents[:, None, :]).tril()
@@ -81,7 +81,7 @@ def document_blocks(tokens: Tensor, eos_id: int) -> BlockMask:
     """Return the mask of `document_mask` in the form for `block_attention`.
 
     The kernel of `block_attention` computes the mask, and skips blocks of other documents. The first and last
-    document of each block determine these blocks, because document numbers rise with the position.
+    document of each block determine the blocks to skip, because document numbers rise with the position.
     """
     documents, length = _documents(tokens, eos_id), tokens.shape[1]
     starts = torch.arange(0, length, MASK_BLOCK, device=tokens.device)
@@ -93,7 +93,7 @@ def document_blocks(tokens: Tensor, eos_id: int) -> BlockMask:
         return (query >= key) & (documents[sample, query] == documents[sample, key])
 
     def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the number of blocks in each row, and block numbers that begin with these blocks."""
+        """Return the number of selected blocks per row, and block numbers with the selected blocks first."""
         marks = blocks[:, None].byte()
         return marks.sum(-1).int(), marks.argsort(dim=-1, descending=True, stable=True).int()
 
@@ -107,7 +107,7 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
 
 
 def _documents(tokens: Tensor, eos_id: int) -> Tensor:
-    """Return the number of each token's document, int64 [B, T]; the end token belongs to its document."""
+    """Return the index of each token's document, int64 [B, T]; an end token is part of its document."""
     is_end = tokens == eos_id
     return is_end.cumsum(1) - is_end.long()
 
@@ -179,7 +179,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Linear):
-    """The projection to logits, which can compute the loss instead, so that nobody else needs all logits."""
+    """The projection to logits, or directly to the loss, which avoids having all logits in memory."""
 
     def forward(self, x: Tensor, loss: HeadLoss | None = None) -> Tensor:
         return super().forward(x) if loss is None else loss(x, self.weight)

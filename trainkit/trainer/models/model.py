@@ -112,7 +112,7 @@ class Model(nn.Module):
     @property
     @abstractmethod
     def attentions(self) -> list[nn.Module]:
-        """Return modules whose `attend(q, k, v)` needs a whole sequence; context parallelism replaces it."""
+        """Return modules with an `attend(q, k, v)` of whole sequences, which context parallelism replaces."""
 
     @property
     @abstractmethod
@@ -141,7 +141,7 @@ class Model(nn.Module):
                 set_tensor(self, later, params[first])
 
     def canonical(self, name: str) -> str:
-        """Return the name under which a parameter is saved; tied parameters are saved under the first."""
+        """Return the name under which a parameter is saved, which is the first name of tied parameters."""
         return self.TIED.get(name, name) if self.is_tied else name
 
     @property
@@ -165,7 +165,7 @@ class Weight:
     is_read: bool = False
     """True if `BuiltModel.read_weight` reads the initial value from files."""
     is_reread: bool = False
-    """True if every start gives the parameter the same value, which holds as long as nothing changes it."""
+    """True if the parameter has the same value at every start, as long as nothing changes it."""
     is_changed: bool = False
     """True if code other than the optimizer may change the parameter."""
 

@@ -71,7 +71,7 @@ def all_gather_attention(
 
 
 def attention_to_last(device: torch.device, dtype: torch.dtype, head_dim: int) -> Attend:
-    """Return causal attention for queries at the last positions of the keys, with the fastest kernel."""
+    """Return causal attention for queries at the last positions of the keys, with other layouts' kernel."""
     if not has_flash_attention(device, dtype) or head_dim % FLASH_MULTIPLE:
         return masked_attention_to_last
     queries = torch.empty(1, 2, 128, head_dim, device=device, dtype=dtype, requires_grad=True)

@@ -294,5 +294,5 @@ class HostReduction:
 
 
 def make_buckets(params: list[nn.Parameter], min_bytes: int = MIN_BUCKET_BYTES) -> list[list[nn.Parameter]]:
-    """Group parameters by at least `min_bytes` from last to first, as their gradients become ready."""
+    """Split parameters into groups of at least `min_bytes`, from last to first, as gradients become ready."""
     return _groups(reversed(params), lambda param: param.nbytes, min_bytes)
