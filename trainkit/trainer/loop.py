@@ -212,7 +212,7 @@ class Trainer:
         if self._eval_due() and not self._evaluate()[0]:
             return self._end("asked to stop during validation")
         if self._is_best:
-            # This state is already saved, in the checkpoint from which this attempt resumed.
+            # The checkpoint that this attempt resumed from already contains this state.
             self.saver.mark_best()
             self._is_best = False
         self._published_best = self.state.best_value, self.state.best_step

@@ -31,7 +31,7 @@ COMPILED_DEVICES = ("cuda",)
 TINY = 1e-30
 """Replaces 0, which has no logarithm."""
 WHOLE_ELEMENTS = 1 << 24
-"""Number of elements from which a shard with float32 averages has a separate compiled kernel.
+"""Minimum number of elements of a shard with float32 averages that has a separate compiled kernel.
 
 Smaller shards share torch's kernel, because the host takes as long to start a compiled kernel as a GPU takes
 to update 10 million elements.

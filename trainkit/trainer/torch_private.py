@@ -436,7 +436,7 @@ def dump_memory_history(file: str) -> None:
 # Simulation of one rank: tensors without values, collectives without other ranks
 
 FakeTensors = FakeTensorMode
-"""The mode in which tensors have shapes but no values.
+"""The mode that gives tensors shapes but no values.
 
 If torch removes the mode, use the meta device without the memory tracker, so that `plan` alone estimates the
 memory.
@@ -463,7 +463,7 @@ def collective_kind(op: Any) -> str | None:
 
 
 def join_fake_world(rank: int, world_size: int) -> None:
-    """Make this process one rank of a world in which all collectives return at once.
+    """Make this process one rank of a world whose collectives all return at once.
 
     If torch removes the store, keep a copy of the store, because no documented backend does the same.
     """

@@ -120,7 +120,7 @@ def _spans(number: int, source: Input, val_fraction: float, unit_bytes: int) -> 
 
 
 def split_offset(stream: IO[bytes], size: int, val_fraction: float) -> int:
-    """Return the offset of the validation split: the first line start in the last `val_fraction` of a text."""
+    """Return the offset of the validation split, the first line start in a text's last `val_fraction`."""
     target = size - round(size * val_fraction)
     border = _cut(stream, target, size, whole_lines=False)
     return border if border < size else _character_border(stream, target, size)
@@ -166,7 +166,7 @@ def _character_border(stream: IO[bytes], target: int, size: int) -> int:
 
 
 PIECE_BYTES = 1 << 16
-"""Approximate size of the pieces in which texts are tokenised; pieces are cut at line ends."""
+"""Texts are tokenised in pieces of about this size, which are cut at line ends."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from trainkit.folders import shown_path
 from trainkit.run.manifest import file_hash
 
 LONG_ROW_BYTES = 1 << 20
-"""Size from which a row is reported as long, because such a row fills many samples."""
+"""A row of at least this size is reported as long, because it fills many samples."""
 _MAX_LISTED = 5
 _BLOCK = 1 << 20
 

@@ -20,7 +20,7 @@ from trainkit.task import ParameterOptions
 from trainkit.trainer.torch_private import shard_like, shard_offset
 
 Role = Literal["embedding", "norm", "stream", "whole_input", "column", "row", "head"]
-"""The way in which tensor parallelism splits a module.
+"""Names how tensor parallelism splits a module.
 
 ``column`` and ``row`` split a matrix by its outputs and by its inputs. ``whole_input`` gathers the whole
 sequence. A ``norm``, or another position-wise module of the ``stream``, gets only this rank's slice of the
