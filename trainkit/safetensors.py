@@ -123,7 +123,7 @@ def _reading(file: Path) -> Iterator[None]:
     try:
         yield
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise FatalError(f"{file} is damaged or of another format: {error}", "download it again") from None
+        raise FatalError(f"{file} is damaged or has another format: {error}", "download it again") from None
     except OSError as error:
         # A restart may succeed if the disk error was temporary.
         raise FatalError(f"{file} cannot be read: {error.strerror}", exit_code=EXIT_FAILED) from None

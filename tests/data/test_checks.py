@@ -64,7 +64,7 @@ def test_a_short_validation_split(data_config, tmp_path):
     fractions = {"source": str(tmp_path / "a.txt"), "seq_len": 128}
     found = only(data_config(**fractions, val_fraction=0.01))
     assert found[0] == "data.val_fraction"
-    assert found[2] == "raise it, set it to 0 for no validation, or add more text"
+    assert found[2] == "raise the fraction, set it to 0 for no validation, or add more text"
     assert inspect_data(data_config(**fractions, val_fraction=0.2)).problems == ()
     assert inspect_data(data_config(**fractions, val_fraction=0.0)).problems == ()
 

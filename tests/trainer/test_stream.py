@@ -218,7 +218,7 @@ class Empty(Letters):
         (TensorState(), TaskError, "cannot be saved as JSON: Object of type Tensor is not"),
         (TupleState(), TaskError, "cannot be saved as JSON: it would be restored with other values"),
         (RaisingState(), RuntimeError, "state_dict() of the stream failed: KeyError: 'at'"),
-        (Consumed(), TaskError, "has another sample 0 when it is iterated over again"),
+        (Consumed(), TaskError, "sample 0 of its stream is different"),
         (ConsumedInAnEpoch(), TaskError, "epoch 1 of its stream, counted from 0, has no samples"),
         (Empty(), TaskError, "train_dataset() has no samples"),
     ],

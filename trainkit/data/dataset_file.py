@@ -278,7 +278,7 @@ def _eos_token(path: Path, ids: dict[str, int]) -> str:
         raise UsageError(
             f"tokenizer {shown_path(path)} has no token {named!r}, "
             "which tokenizer_config.json names as eos_token",
-            hint="both files have to come from one model",
+            hint="both files must come from the same model",
         )
     for token in EOS_NAMES:
         if token in ids:

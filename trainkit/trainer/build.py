@@ -396,7 +396,7 @@ def check_same_weights(model: nn.Module, config: RunConfig, world: World) -> Non
     found = gather_from_all(digest_of(model), world)
     different = next((rank for rank, value in enumerate(found) if value != found[0]), None)
     if different is not None:
-        message = f"build_model() returned another model on rank {different} than on rank 0"
+        message = f"build_model() returned a different model on rank {different} than on rank 0"
         hint = "read the same files, and do not seed random, numpy.random or torch"
         raise refusal(config, message, hint)
 

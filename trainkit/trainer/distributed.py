@@ -63,7 +63,7 @@ MAX_FILES = 65_536
 """Limit of open files; a job of a thousand ranks needs a few thousand files."""
 ONE_PROCESS = Layout()
 DIGEST_BYTES = hashlib.sha256().digest_size
-STRANGER_HINT = "every user who reaches the compute nodes can: see `docs/slurm-admins.md`"
+STRANGER_HINT = "every user who can reach the compute nodes can do this: see `docs/slurm-admins.md`"
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 T = TypeVar("T")
 
@@ -170,7 +170,9 @@ def bind_to_gpu(device: torch.device) -> None:
         near = {cpu for low, _, high in ranges for cpu in range(int(low), int(high or low) + 1)} & allowed
         if near != allowed and len(near) >= torch.get_num_threads():
             os.sched_setaffinity(0, near)
-            log.info(f"bound to {len(near)} of {len(allowed)} CPUs, those next to the GPU (launch.numa)")
+            log.info(
+                f"bound to the {len(near)} of {len(allowed)} CPUs next to the GPU (launch.numa)"
+            )
 
 
 def _refuse(problem: tuple[str, str] | None, subject: str = "") -> None:
@@ -555,7 +557,7 @@ def _own_part(env: RankEnv, timeout: timedelta) -> Store:
             raise TrainkitError(
                 f"rank {env.rank} has reached another job at {env.master_addr}:{env.master_port}, "
                 "not rank 0 of its own attempt",
-                hint="that job took the port before rank 0 could; the next attempt chooses another one",
+                hint="that job took the port before rank 0 could; the next attempt chooses another port",
             )
         store.set_timeout(timeout)
     return PrefixStore(_digest(env, "keys"), store)

@@ -307,18 +307,22 @@ class TaskForwardBackward(OneByOne[TaskBatch]):
         if mode not in self._names:
             taken = sorted(set(names) & RECORD_KEYS)
             if taken:
-                raise refusal(self.config, f"a metric is called {taken[0]}", "every record has that key")
+                raise refusal(
+                    self.config,
+                    f"a metric is called {taken[0]}",
+                    "rename it, because every record has that key",
+                )
             self._refuse_same_name(mode, names)
             others = gather_from_all(list(names), self.world, self._group)
             self._names[mode] = names
             if any(other != others[0] for other in others):
                 listed = sorted({", ".join(other) or "none" for other in others})
-                hint = f"return the same ones for every batch: {' | '.join(listed)}"
+                hint = f"return the same metrics for every batch: {' | '.join(listed)}"
                 raise refusal(self.config, "the ranks have different metrics", hint)
         elif names != self._names[mode]:
             before, now = ", ".join(self._names[mode]) or "none", ", ".join(names) or "none"
             message = f"the metrics of its loss changed from {before} to {now}"
-            raise refusal(self.config, message, "return the same ones for every batch")
+            raise refusal(self.config, message, "return the same metrics for every batch")
 
     def _refuse_same_name(self, mode: tuple[bool, str], names: Sequence[str]) -> None:
         """Raise TaskError if the losses of two optimizers have a metric of the same name."""
@@ -380,5 +384,5 @@ def check_replicated_gradients(config: RunConfig, model: nn.Module, mesh: Device
     ]
     if wrong:
         message = f"the tensor-parallel ranks have different gradients of {listed(wrong)}"
-        hint = "give its module replicated_with_grad_allreduce if its input is split; seed nothing by rank"
+        hint = "give its module replicated_with_grad_allreduce if its input is split, and do not seed by rank"
         raise refusal(config, f"{message}, outside tensor_plan()", hint)

@@ -64,7 +64,7 @@ class StreamData:
             )
             raise TaskError("train.epochs", message, "set train.steps, and remove train.epochs")
         if isinstance(samples, Iterator):
-            hint = "return an object whose __iter__() begins anew: a class with `def __iter__(self): yield …`"
+            hint = "return an object whose __iter__() starts over: a class with `def __iter__(self): yield …`"
             message = f"train_dataset() returned a {type(samples).__name__}, which can be read only once"
             raise refusal(config, message, hint)
         self.samples: Any = samples
@@ -141,7 +141,7 @@ class Cursor:
                 message = "train_dataset() has no samples"
                 if self.epoch > 0:
                     message = f"epoch {self.epoch} of its stream, counted from 0, has no samples"
-                hint = "its __iter__() must begin anew for every epoch; check the paths it reads from"
+                hint = "its __iter__() must start over for every epoch; check the paths it reads from"
                 raise self._refusal(message, hint, "__iter__")
             self.epoch, self.samples, self._iterator = self.epoch + 1, 0, None
 
@@ -197,9 +197,9 @@ class Cursor:
         """Raise TaskError unless the stream begins with the samples of its fingerprint."""
         first = [] if self._is_restored or self.epoch > 0 else self._data.first
         if self.samples < len(first) and digest_of(item) != first[self.samples]:
-            message = f"its stream has another sample {self.samples} when it is iterated over again"
+            message = f"sample {self.samples} of its stream is different when the stream is read again"
             raise self._refusal(
-                message, "__iter__() must begin anew, in the same order on all ranks", "__iter__"
+                message, "__iter__() must start over, in the same order on all ranks", "__iter__"
             )
 
     def _refusal(self, message: str, hint: str, method: str) -> TaskError:

@@ -140,10 +140,12 @@ class UserTask:
                 hint = "define read_weight(), which returns its initial value"
                 raise refusal(self.config, f"{name} of its model is on the meta device", hint)
         if not any(param.requires_grad for param in model.parameters()):
-            raise refusal(self.config, "no parameter of its model requires a gradient", "unfreeze some")
+            raise refusal(
+                self.config, "no parameter of its model requires a gradient", "unfreeze some parameters"
+            )
         if self.config.model.lora is not None and not adapted_layers(model):
             message = "build_model() added no adapters for model.lora"
-            raise refusal(self.config, message, "pass a module to trainkit.task.add_adapters in it")
+            raise refusal(self.config, message, "call trainkit.task.add_adapters in it")
         self._shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
         for name, layer in quantized_layers(model).items():  # their weights are not parameters
             self._shapes[f"{name}.weight"] = tuple(layer.shape)

@@ -256,7 +256,7 @@ def load_task_model(
     before = Checkpoint(Path(reader.path), 0).manifest().data.get(BASE_FINGERPRINT)
     if before is not None and before != task.task.base_fingerprint:
         raise UsageError(
-            f"{config.model.hf or 'what read_weight() reads'} has changed since the checkpoint was saved",
+            f"{config.model.hf or 'the source of read_weight()'} has changed since the checkpoint was saved",
             hint="restore its files",
         )
     saved = saved_tensors(reader, "model.")

@@ -110,7 +110,7 @@ def unreadable(path: str | Path, error: OSError) -> UsageError:
     """Return the error for a source that cannot be read."""
     return UsageError(
         f"data source {shown_path(path)} cannot be read: {error.strerror or error}",
-        hint="check the path and the disk, and make it readable (chmod u+r, a folder u+rx)",
+        hint="check the path and the disk, and make the path readable (chmod u+r, for a folder u+rx)",
     )
 
 
@@ -139,9 +139,9 @@ def _expand(source: str, role: str, val_fraction: float) -> Iterator[Input]:
         close = near(path.name, siblings)
         hint = "check the path" if close is None else f"did you mean {shown_path(path.with_name(close))}?"
         if "${" in source:
-            hint = "nothing evaluates ${…}: write the path, or set the variable TRAINKIT_DATA__SOURCE"
+            hint = "trainkit does not expand ${…}: write the path, or set the variable TRAINKIT_DATA__SOURCE"
         if "," in source:
-            hint = f"a list has brackets: [{shown_path(path)}]"
+            hint = f"write a list in brackets: [{shown_path(path)}]"
         raise UsageError(f"data source {shown_path(path)} does not exist", hint=hint) from None
     except OSError as error:
         raise unreadable(path, error) from None

@@ -243,7 +243,7 @@ class SpanReader:
             block = stream.read(min(PIECE_BYTES, end - position))
             if not block:
                 message = f"{self.span.source.shown} was truncated while being read"
-                raise UsageError(message, hint="start again when nothing writes to it")
+                raise UsageError(message, hint="start again when no process writes to the file")
             self._hash.update(block)
             position += len(block)
             kept += block

@@ -203,7 +203,7 @@ def load_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor], world: Worl
     if problem:
         raise FatalError(
             f"checkpoint {checkpoint.path} belongs to another model ({problem})",
-            hint="resume with the model section it was trained with, or start a new run",
+            hint="resume with the model section that the run was trained with, or start a new run",
         )
     state_dict_loader.load(
         tensors, storage_reader=reader, process_group=world.checkpoint_group, no_dist=not world.distributed
@@ -267,7 +267,7 @@ def load_initial_weights(
     if problem:
         raise FatalError(
             f"the weights of {checkpoint.path} do not fit: {problem}",
-            hint="model.init_include takes only the parameters whose names match, such as ['encoder.*']",
+            hint="set model.init_include to load only matching parameters, such as ['encoder.*']",
         )
     group, no_dist = world.checkpoint_group, not world.distributed
     state_dict_loader.load(own, storage_reader=reader, process_group=group, no_dist=no_dist)

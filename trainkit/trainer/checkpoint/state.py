@@ -139,7 +139,7 @@ def encode(path: str, value: Any, tensors: dict[str, Tensor]) -> Any:
         return value
     raise FatalError(
         f"{path} cannot be saved: it is a {type(value).__name__}",
-        hint="let every tracked state_dict consist of tensors, numbers, strings, lists and dictionaries",
+        hint="use only tensors, numbers, strings, lists and dictionaries in a tracked state_dict",
     )
 
 

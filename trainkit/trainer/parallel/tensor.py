@@ -207,7 +207,9 @@ def _style(config: RunConfig, path: str, module: nn.Module, value: object, tp: i
     own = [key for key, _ in [*module.named_parameters(), *module.named_buffers()]]
     if not isinstance(module, nn.Linear | nn.Embedding) or not set(own) <= {"weight", "bias"}:
         message = f"{path} is a {type(module).__name__}, which {_shown(value)} in tensor_plan() cannot split"
-        raise refusal(config, message, "it splits nn.Linear and nn.Embedding; others need a ParallelStyle")
+        raise refusal(
+            config, message, "a name splits nn.Linear and nn.Embedding; other modules need a ParallelStyle"
+        )
     is_embedding, is_colwise = isinstance(module, nn.Embedding), isinstance(style, ColwiseParallel)
     width = {
         (False, False): "in_features",
@@ -222,7 +224,9 @@ def _style(config: RunConfig, path: str, module: nn.Module, value: object, tp: i
         raise TaskError("parallel.tp", message, hint)
     if isinstance(module, nn.Embedding) and isinstance(style, RowwiseParallel) and style.use_local_output:
         if module.padding_idx is not None or module.max_norm is not None:
-            message = f"{path} has padding_idx or max_norm, which {_shown(value)} in tensor_plan() cannot do"
+            message = (
+                f"{path} has padding_idx or max_norm, which {_shown(value)} in tensor_plan() does not support"
+            )
             raise refusal(config, message, "use colwise_gather_output")
         # The style of torch cannot be compiled, because its gradient would be wrong.
         return VocabularyParallel(style.output_layouts[0])
