@@ -170,9 +170,7 @@ def bind_to_gpu(device: torch.device) -> None:
         near = {cpu for low, _, high in ranges for cpu in range(int(low), int(high or low) + 1)} & allowed
         if near != allowed and len(near) >= torch.get_num_threads():
             os.sched_setaffinity(0, near)
-            log.info(
-                f"bound to the {len(near)} of {len(allowed)} CPUs next to the GPU (launch.numa)"
-            )
+            log.info(f"bound to the {len(near)} of {len(allowed)} CPUs next to the GPU (launch.numa)")
 
 
 def _refuse(problem: tuple[str, str] | None, subject: str = "") -> None:

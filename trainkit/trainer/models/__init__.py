@@ -78,5 +78,7 @@ def refuse_unsupported_layout(config: RunConfig, architecture: type[Model]) -> N
     wrong = min((counts - expected) + (expected - counts), default=None)
     if wrong is not None:
         found = f"{name} cannot be cut into {stages} stages: parameter {wrong} is in {counts[wrong]} of them"
-        hint = "create only the layers of `stage`, like trainkit/trainer/models/decoder.py; or use parallel.pp 1"
+        hint = (
+            "create only the layers of `stage`, like trainkit/trainer/models/decoder.py; or use parallel.pp 1"
+        )
         raise TaskError("parallel.pp", f"is {parallel.pp}, but {found}", hint)
