@@ -82,7 +82,7 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """This rank's share of the samples of one optimizer step."""
+    """The samples of one optimizer step on this rank."""
 
     microbatches: list[Any]
     num_tokens: int | None

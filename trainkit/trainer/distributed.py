@@ -70,7 +70,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """This rank, its device and its process groups."""
+    """A rank with its device and its process groups."""
 
     rank: int
     size: int
@@ -364,21 +364,21 @@ def group_ender() -> Callable[[], None]:
 
     Create it before Python shuts down, when threads can still be started.
     """
-    asked = threading.Event()
+    requested = threading.Event()
 
     def end() -> None:
-        asked.wait()
+        requested.wait()
         dist.destroy_process_group()
 
-    ends = threading.Thread(target=end, daemon=True)
-    ends.start()
+    thread = threading.Thread(target=end, daemon=True)
+    thread.start()
 
-    def ask() -> None:
-        asked.set()
+    def request_end() -> None:
+        requested.set()
         # NCCL waits for the other ranks, and one of them may no longer respond.
-        ends.join(GROUPS_END_S)
+        thread.join(GROUPS_END_S)
 
-    return ask
+    return request_end
 
 
 def exit_process(exit_code: int) -> None:
@@ -428,7 +428,7 @@ def startup_barrier(
     if file is None and env.rank != 0 and not _wait_for_main(env, stop, timeout_s):
         return None
     deadline = time.monotonic() + timeout_s
-    store = _own_part(env, timeout) if file is None else _store_in(file, env, timeout)
+    store = _open_attempt_store(env, timeout) if file is None else _store_in(file, env, timeout)
     if stop:
         # Set "stop" before arriving, because the last rank that arrives sets "go".
         _decide(env, store, "stop")
@@ -537,7 +537,7 @@ def _store_in(file: Path, env: RankEnv, timeout: timedelta) -> Store:
     return PrefixStore(_digest(env, "keys"), store)
 
 
-def _own_part(env: RankEnv, timeout: timedelta) -> Store:
+def _open_attempt_store(env: RankEnv, timeout: timedelta) -> Store:
     """Return the section of rank 0's store that belongs to this attempt, without the keys of other jobs.
 
     Raises TrainkitError if the store at the address of rank 0 belongs to another job.

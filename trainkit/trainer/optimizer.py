@@ -133,7 +133,7 @@ class ShardedAdamW(ShardedOptimizer):
         *,
         compiled: bool = False,
     ) -> None:
-        """With `compiled`, a GPU uses compiled kernels for large shards and for averages not in float32."""
+        """If `compiled`, a GPU uses compiled kernels for large shards and for averages not in float32."""
         super().__init__(weights, layout)
         groups: dict[tuple[float, float], list[nn.Parameter]] = defaultdict(list)
         for shard, weight in zip(self._locals, self._weights, strict=True):

@@ -17,7 +17,7 @@ from trainkit.trainer.step_sync import copy_from_main
 
 
 class StateTensors:
-    """This rank's shards of the weights and of the optimizer's state."""
+    """The shards of the weights and of the optimizer's state on this rank."""
 
     def __init__(
         self, weights: Sequence[Weight], optimizer: ShardedOptimizer, buffers: StateBuffers | None = None
