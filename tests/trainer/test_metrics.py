@@ -242,7 +242,7 @@ def test_without_tensorboard_one_line_says_so(
         log.close()
     [line] = caplog.records
     assert line.levelname == "INFO"
-    assert line.getMessage().startswith("writes no TensorBoard files: ")
+    assert line.getMessage().startswith("cannot write TensorBoard files: ")
     assert "`pip install 'tensorboard>=2.16'`" in line.getMessage()
     assert not (tmp_path / "tensorboard").exists()
 

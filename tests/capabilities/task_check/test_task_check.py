@@ -112,15 +112,15 @@ IN_A_SMOKE_TEST = {
         DATASET,
         "        return iter([1])",
         "returned a list_iterator, which can be read only once",
-        "begins anew",
+        "starts over",
     ),
     "stream that differs": (
         DATASET,
         "        return Unordered()",
-        "another sample 0 when it is",
-        "begin anew",
+        "sample 0 of its stream is different",
+        "start over",
     ),
-    "stream that forgets": (DATASET, "        return Forgetful()", "comes to another sample", "buffer"),
+    "stream that forgets": (DATASET, "        return Forgetful()", "does not continue with sample", "buffer"),
     "empty stream": (DATASET, "        return Stream(0)", "train_dataset() has no samples", "paths"),
     "empty": (DATASET, "        return []", "train_dataset() has no samples", "paths"),
     "unreadable": (DATASET, "        return Broken()", "KeyError: 'column'", ""),
@@ -378,7 +378,7 @@ ON_TWO_RANKS = {
     "model by rank": (
         MODEL,
         f"        torch.manual_seed({BY_RANK})\n" + MODEL,
-        "build_model() returned another model on rank 1",
+        "build_model() returned a different model on rank 1",
         "do not seed",
     ),
     "metric by rank": (
