@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.mutated_runs import make_project
 from trainkit.cli.main import main
+from trainkit.function import ARGV
 from trainkit.run.registry import register
 from trainkit.run.rundir import RunDir
 from trainkit.terminal import text_width
@@ -128,6 +129,27 @@ def test_a_run_is_one_line_whatever_its_name(
     at = lines[0].index("STATE")
     states = {run["state"] for run in known if "states" not in run}
     assert sum(_column(line, at).startswith(tuple(states)) for line in lines) >= len(NAMES)
+
+
+def test_the_runs_of_a_function_are_one_line(project: Path, show: Show) -> None:
+    names = ["work", "work-2", "work-3", "work-4"]
+    for name in names:
+        run = RunDir(shutil.copytree(project / "runs" / "finished", project / "runs" / name))
+        plan, job = json.loads(run.plan_file.read_text()), json.loads(run.job_file.read_text())
+        run.plan_file.write_text(json.dumps({**plan, "command": [*ARGV]}))
+        run.job_file.write_text(json.dumps({**job, "name": "work"}))
+        register(run, "work")
+    (project / "runs" / "work-4" / "attempts" / "001" / "end.json").unlink()
+    shown = show("status", columns=120)[0]
+    line = next(line for line in shown.splitlines() if line.startswith("runs/work"))
+    assert "runs/work (4 runs)" in line
+    assert f"{RED}1 died, 3 finished\x1b[0m" in line
+    assert shown.splitlines()[-1] == "--all shows each run of a function"
+    shown = show("status --all", columns=120)[0]
+    assert [line.split()[0] for line in shown.splitlines() if line.startswith("runs/work")] == [
+        f"runs/{name}" for name in reversed(names)
+    ]
+    assert len(json.loads(show("status --json")[0])) == len(shown.splitlines()) - 1
 
 
 def _column(line: str, at: int) -> str:

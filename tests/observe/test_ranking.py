@@ -28,7 +28,15 @@ from trainkit.observe.ranking import (
     rank,
 )
 from trainkit.run.end import Best
-from trainkit.run.events import MAX_WITHOUT, best_result, diverged_since, log_event
+from trainkit.run.events import (
+    MAX_WITHOUT,
+    best_result,
+    diverged_since,
+    first_steps,
+    log_event,
+    newest_step,
+    read_events,
+)
 from trainkit.run.files import append_jsonl, to_json, write_json
 from trainkit.run.group import RunGroup, create_task_run
 from trainkit.run.record import claim_entry
@@ -228,6 +236,31 @@ def test_steps_that_a_later_attempt_computed_again(tmp_path: Path) -> None:
     log(run, {"val_loss": "4 3 1"})
     log(run, {"val_loss": "2"}, attempt=2, first=3)
     assert measure(run, Ranking("val_loss")).result == Best("val_loss", 2.0, 3)
+
+
+def test_a_resumed_attempt_that_has_not_logged_the_metric_yet(tmp_path: Path) -> None:
+    """Steps that the newest attempt computes again are lost, also before it has logged the metric."""
+    trained, command = RunDir(tmp_path / "trained"), RunDir(tmp_path / "command")
+    for run in (trained, command):
+        run.path.mkdir()
+        log(run, {"f1": ".1 .2 .9 .9", "loss": "4 3 2 1", "val_loss": "4 3 2 1"})
+    log_event(trained, 2, "training", step=2)
+    log(command, {"loss": "2.5"}, attempt=2, first=3)
+    for run, loss in ((trained, Best("loss", 3.0, 2)), (command, Best("loss", 2.5, 3))):
+        assert measure(run, Ranking("f1", "max")).result == Best("f1", 0.2, 2)
+        assert measure(run, Ranking("val_loss")).result == Best("val_loss", 3.0, 2)
+        assert measure(run, Ranking("loss")).result == loss
+        assert best_result(run) == Best("val_loss", 3.0, 2)
+    assert newest_step(trained, first_steps(trained, read_events(trained))) == 2
+
+
+def test_the_table_of_a_group_has_no_steps_that_are_computed_again(tmp_path: Path) -> None:
+    group = make_group(tmp_path, {0: {"seed": 0}})
+    run = started(group, 0, {"loss": "4 3 2 1", "val_loss": "4 3 2 1"})
+    claim_entry(run, 2, 1)
+    log_event(run, 2, "training", step=2)
+    (trial,) = status(group, "val_loss").trials
+    assert (trial.best, trial.step) == (Best("val_loss", 3.0, 2), 2)
 
 
 def test_the_best_metric_of_the_config_ranks(tmp_path: Path) -> None:

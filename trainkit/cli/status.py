@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import join, quote
 from typing import TYPE_CHECKING
@@ -25,12 +25,14 @@ from trainkit.observe.group import (
     GroupStatus,
     TrialStatus,
     column_of,
+    count_states,
     most_relevant,
     sorted_trials,
     state_counts,
 )
 from trainkit.observe.ranking import UnknownMetricError, asked_metric, config_ranking, rank
 from trainkit.observe.status import (
+    Place,
     Progress,
     RunStatus,
     capability_rows,
@@ -39,6 +41,7 @@ from trainkit.observe.status import (
     loss_text,
     reading_of,
 )
+from trainkit.observe.values import is_call
 from trainkit.run.end import Best
 from trainkit.run.events import with_divergence
 from trainkit.run.files import to_json
@@ -46,6 +49,7 @@ from trainkit.run.group import RunGroup
 from trainkit.run.history import Restart
 from trainkit.run.registry import find_to_read
 from trainkit.run.rundir import RUNS_FOLDER, RunDir
+from trainkit.scheduler import JobInfo
 from trainkit.shipped import SHIPPED, placed, restart_cause
 from trainkit.terminal import (
     BAD,
@@ -66,6 +70,10 @@ if TYPE_CHECKING:
 
 HEADING = ("RUN", "STATE", "ATTEMPT", "WORKERS", "STEP", "LOSS", "TOKENS/S", "AGE")
 MAX_ENDED_RUNS = 15
+MAX_READ = 200
+"""The ended runs that are read where many are calls of one function."""
+MIN_CALLS = 3
+"""The runs of one function that the list shows as one line."""
 MAX_TRIALS = 20
 MAX_REASON = 60
 MIN_NAME = 24
@@ -193,9 +201,53 @@ def show_runs(
         click.echo(_not_shown(len(status.trials) - len(shown)))
 
 
+@dataclass(frozen=True)
+class Calls:
+    """The runs of one Python function that have the same name and are in the same folder."""
+
+    runs: Sequence[RunStatus]
+
+    @property
+    def is_active(self) -> bool:
+        """Return whether any of the runs may still make progress."""
+        return any(run.is_active for run in self.runs)
+
+    @property
+    def states(self) -> dict[str, int]:
+        """Map each state to its number of runs, the most urgent state first."""
+        return count_states(run.state for run in self.runs)
+
+    def row(self, cwd: Path) -> Sequence[str]:
+        """Return the line of these runs: its folder and age are those of the newest run."""
+        newest = self.runs[0]
+        folder = Path(newest.run_dir).with_name(newest.name)
+        state = Styled(state_counts(self.states), state_style(next(iter(self.states))))
+        place = f"{relative_path(str(folder), cwd)} ({len(self.runs)} runs)"
+        return place, state, "-", workers_text(newest.place), "-", "-", "-", duration(newest.age_s)
+
+
+def with_calls(statuses: Sequence[RunStatus | GroupStatus]) -> list[RunStatus | GroupStatus | Calls]:
+    """Replace the runs of a function by one `Calls`, if there are `MIN_CALLS` of them or more."""
+    calls: dict[tuple[Path, str], list[RunStatus]] = {}
+    for one in statuses:
+        if isinstance(one, RunStatus) and is_call(one.command):
+            calls.setdefault((Path(one.run_dir).parent, one.name), []).append(one)
+    found: list[RunStatus | GroupStatus | Calls] = []
+    for one in statuses:
+        runs = calls.get((Path(one.run_dir).parent, one.name), [])
+        if len(runs) < MIN_CALLS or one not in runs:
+            found.append(one)
+        elif one is runs[0]:
+            found.append(Calls(runs))
+    return found
+
+
 def _show_all_runs(show_all: bool, as_json: bool, below: Path | None) -> None:
+    def query(ids: Sequence[str]) -> Mapping[str, JobInfo] | None:
+        return query_jobs_or_warn(ids, warn)
+
     max_ended = None if show_all or as_json else MAX_ENDED_RUNS
-    statuses, num_hidden = read_all(max_ended, lambda ids: query_jobs_or_warn(ids, warn), {}, warn, below)
+    statuses, num_hidden = read_all(max_ended, query, {}, warn, below)
     if as_json:
         _echo_json_of(statuses)
         return
@@ -203,14 +255,23 @@ def _show_all_runs(show_all: bool, as_json: bool, below: Path | None) -> None:
         where = "" if below is None else f" in {below}"
         click.echo(f"no runs yet{where}: `trainkit submit` starts one", err=True)
         return
-    statuses.sort(key=lambda status: not status.is_active)
-    num_shown = len(statuses)
+    if show_all:
+        shown: list[RunStatus | GroupStatus | Calls] = [*statuses]
+    else:
+        shown = with_calls(statuses)
+        if num_hidden and len(shown) < len(statuses):  # there is space for more of them
+            statuses, num_hidden = read_all(MAX_READ, query, {}, warn, below)
+            shown = with_calls(statuses)
+    shown.sort(key=lambda status: not status.is_active)
+    num_shown = len(shown)
     if not show_all:
-        num_shown = min(num_shown, MAX_ENDED_RUNS + sum(status.is_active for status in statuses))
-    click.echo(_runs_table(runs_rows(statuses[:num_shown], Path.cwd()), terminal_width()))
-    num_hidden += len(statuses) - num_shown
+        num_shown = min(num_shown, MAX_ENDED_RUNS + sum(status.is_active for status in shown))
+    click.echo(_runs_table(runs_rows(shown[:num_shown], Path.cwd()), terminal_width()))
+    num_hidden += sum(len(one.runs) if isinstance(one, Calls) else 1 for one in shown[num_shown:])
     if num_hidden:
         click.echo(_not_shown(num_hidden))
+    elif any(isinstance(one, Calls) for one in shown):
+        click.echo("--all shows each run of a function")
 
 
 def _show_chosen(choice: Choice, below: Path | None, as_json: bool) -> None:
@@ -258,7 +319,7 @@ def _runs_table(rows: Sequence[Sequence[str]], fit: int | None) -> str:
     return f"in {cut_in_the_middle(str(shared), fit - 4)}:\n{text}" if shared.is_absolute() else text
 
 
-def runs_rows(statuses: Sequence[RunStatus | GroupStatus], cwd: Path) -> list[Sequence[str]]:
+def runs_rows(statuses: Sequence[RunStatus | GroupStatus | Calls], cwd: Path) -> list[Sequence[str]]:
     """A heading, and a row per run or group, which its folder identifies: names need not be unique."""
     speeds = [speed(one.progress) for one in statuses if isinstance(one, RunStatus)]
     units = {unit for value, unit in speeds if value is not None}
@@ -275,8 +336,10 @@ def speed(progress: Progress) -> tuple[float | None, str]:
     return progress.tokens_per_s, "tokens"
 
 
-def _row(status: RunStatus | GroupStatus, cwd: Path, usual: str) -> Sequence[str]:
-    """The row of a run or group; `usual` is the unit of the speeds that are shown without one."""
+def _row(status: RunStatus | GroupStatus | Calls, cwd: Path, usual: str) -> Sequence[str]:
+    """Return the row of a run, a group or calls; a speed in the unit `usual` is shown without its unit."""
+    if isinstance(status, Calls):
+        return status.row(cwd)
     place, age = relative_path(status.run_dir, cwd), duration(status.age_s)
     state = styled_state(status)
     if isinstance(status, GroupStatus):
@@ -287,9 +350,14 @@ def _row(status: RunStatus | GroupStatus, cwd: Path, usual: str) -> Sequence[str
         return place, state, "-", workers, "-", best, "-", age
     loss, (value, unit) = loss_text(status, cell(status.progress.loss, ".4f")), speed(status.progress)
     shown = cell(value, ",.0f") if unit == usual or value is None else f"{value:,.0f} {unit}"
-    workers = f"{cell(status.place.num_nodes)} x {cell(status.place.workers_per_node)}"
+    workers = workers_text(status.place)
     done = _steps(status.progress)
     return place, state, cell(status.attempt), workers, done, loss, shown, age
+
+
+def workers_text(place: Place) -> str:
+    """Return the number of nodes and of workers per node, such as ``2 x 8``."""
+    return f"{cell(place.num_nodes)} x {cell(place.workers_per_node)}"
 
 
 def styled_state(status: RunStatus | GroupStatus | TrialStatus) -> Styled:
@@ -306,7 +374,7 @@ def run_details(status: RunStatus, rows: Mapping[str, Mapping[str, str]] = {}) -
     failed, run = status.failure, quote(shown_path(status.run_dir))
     reason = f" - {status.reason}" if status.reason else ""
     place, progress = status.place, status.progress
-    workers = f"{cell(place.num_nodes)} x {cell(place.workers_per_node)} on {cell(place.device)}"
+    workers = f"{workers_text(place)} on {cell(place.device)}"
     workers += f", partition {place.partition}" if place.partition else ""
     workers += f" ({place.gpu_type})" if place.gpu_type else ""
     job = cell(status.job_id) + (f" on {place.cluster}" if place.cluster else "")

@@ -30,9 +30,11 @@ from trainkit.observe.ranking import (
 from trainkit.observe.status import ACTIVE_STATES, STATE_EVENTS, attempt_state
 from trainkit.run.end import AttemptEnd, Best, read_newest_end
 from trainkit.run.events import (
+    BEGINNINGS,
     best_of,
     diverged_in,
     diverged_since,
+    first_steps,
     newest_step,
     read_events,
     with_divergence,
@@ -390,7 +392,7 @@ def _read(group: RunGroup, index: int, rankings: Sequence[Ranking]) -> TrialFile
         return files
     run = group.run(index)
     with suppress(OSError):
-        events = [] if files.is_over else list(read_events(run, *STATE_EVENTS, "evaluated"))
+        events = [] if files.is_over else list(read_events(run, *STATE_EVENTS, *BEGINNINGS, "evaluated"))
         if best is None:
             since = diverged_since(run)
         if since is None and not files.is_over and (best := best_of(run, events)) is not None:
@@ -407,7 +409,9 @@ def _read(group: RunGroup, index: int, rankings: Sequence[Ranking]) -> TrialFile
             is_printing = is_command and run.attempt(entry.attempt).rank_log(0).exists()
             has_metrics = run.metrics_file.exists() or is_printing
             seen = attempts_of(events).get(entry.attempt)
-            files = replace(files, seen=seen, step=newest_step(run), has_metrics=has_metrics)
+            files = replace(
+                files, seen=seen, step=newest_step(run, first_steps(run, events)), has_metrics=has_metrics
+            )
     return files
 
 

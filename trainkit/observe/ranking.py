@@ -18,7 +18,16 @@ from trainkit.errors import UsageError
 from trainkit.formats import did_you_mean, mask_secrets
 from trainkit.observe.logs import clean
 from trainkit.run.end import Best
-from trainkit.run.events import Entry, best_of, by_step, diverged_since, read_events, read_steps, steps_of
+from trainkit.run.events import (
+    BEGINNINGS,
+    best_of,
+    by_step,
+    diverged_since,
+    first_steps,
+    read_events,
+    read_steps,
+    steps_of,
+)
 from trainkit.run.files import Record, read_jsonl
 from trainkit.run.rundir import RunDir
 
@@ -120,14 +129,14 @@ def measure(run: RunDir, ranking: Ranking) -> Measured:
     if metric in NOT_METRICS:
         return Measured(None, since)
     if metric == "loss":
-        last = best_of(run, ())
+        last = best_of(run, read_events(run, *BEGINNINGS))
         return Measured(None if since is not None else last, since, since is not None or last is not None)
-    records: Iterable[Entry] = read_events(run, "evaluated") if metric == "val_loss" else ()
-    values = by_step(records, metric)
+    begins = first_steps(run, read_events(run, *BEGINNINGS))
+    values = by_step(read_events(run, "evaluated"), metric, begins) if metric == "val_loss" else {}
     if not values:
         # Not by the line alone: another program may write a name with escapes.
         words = [metric] if json.dumps(metric) == f'"{metric}"' else []
-        values = by_step(steps_of(read_jsonl(run.metrics_file, words)), metric)
+        values = by_step(steps_of(read_jsonl(run.metrics_file, words)), metric, begins)
     finite = [Best(metric, value, step) for step, value in values.items() if value is not None]
     # A metric that was never a number was not measured; a loss that never was one has diverged.
     is_logged = bool(finite) or (bool(values) and metric.endswith("loss"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from shlex import join
 
 from trainkit.function import ARGV
@@ -41,9 +41,13 @@ def asked_of(run: RunDir, plan: PlanRecord | None = None, config: FlatConfig | N
 
 
 def is_function(plan: PlanRecord) -> bool:
-    """Whether a run with this plan calls a function."""
-    command = plan.command
-    return command is not None and command[1:] == [*ARGV[1:]]
+    """Return whether a run with this plan calls a function."""
+    return is_call(plan.command)
+
+
+def is_call(command: Sequence[str] | None) -> bool:
+    """Return whether the COMMAND of a run calls a Python function."""
+    return command is not None and [*command[1:]] == [*ARGV[1:]]
 
 
 def with_effect(config: Mapping[str, object], plan: PlanRecord) -> FlatConfig:

@@ -21,8 +21,9 @@ from tests.support.groups import make_group
 from tests.support.watched_runs import NOW, requeued_job, running_job, unreachable
 from trainkit.capabilities.watch.screen import RunScreen, TextScreen, WatchApp, joined
 from trainkit.control.cancel import CancelResult
-from trainkit.run.group import RunGroup
-from trainkit.run.record import AttemptRecord, JobRecord
+from trainkit.run.files import append_jsonl
+from trainkit.run.group import RunGroup, create_task_run
+from trainkit.run.record import AttemptRecord, JobRecord, claim_entry
 from trainkit.run.registry import register
 from trainkit.run.rundir import RunDir
 from trainkit.scheduler import JobState
@@ -281,6 +282,30 @@ def test_a_sweep_is_one_line_and_opens(folder: Path) -> None:
         await shows(pilot, "1 active, 0 ended")
 
     drive(None, use, query)
+
+
+def test_the_metric_that_ranks_a_group_is_switched(folder: Path) -> None:
+    group = make_group(folder, {index: {"seed": index} for index in range(2)}, "12")
+    for index in range(2):
+        run = group.run(index)
+        create_task_run(run)
+        claim_entry(run, 1, 1)
+        for name, value in (("loss", 1.0 + index), ("accuracy", 0.5)):
+            append_jsonl(run.metrics_file, {"step": 3, "attempt": 1, name: value})
+
+    async def use(pilot: Pilot[Any], app: WatchApp) -> None:
+        await shows(pilot, "LAST LOSS")
+        for key, heading in zip(
+            "mmmM", ("BEST ACCURACY (max)", "LAST LOSS", "LAST LOSS", "LAST LOSS"), strict=True
+        ):
+            await pilot.press(key)
+            await shows(pilot, heading)
+        await pilot.press("M")
+        await shows(pilot, "BEST ACCURACY (max)")
+        await pilot.press("question_mark")
+        await shows(pilot, "Rank the runs by the next metric")
+
+    drive(RunGroup(group.path), use)
 
 
 def test_a_run_that_is_not_in_a_list_leads_to_the_list(folder: Path) -> None:

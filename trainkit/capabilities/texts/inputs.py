@@ -138,8 +138,6 @@ def _expand(source: str, role: str, val_fraction: float) -> Iterator[Input]:
         siblings = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
         close = near(path.name, siblings)
         hint = "check the path" if close is None else f"did you mean {shown_path(path.with_name(close))}?"
-        if "${" in source:
-            hint = "nothing evaluates ${…}: write the path, or set the variable TRAINKIT_DATA__SOURCE"
         if "," in source:
             hint = f"a list has brackets: [{shown_path(path)}]"
         raise UsageError(f"data source {shown_path(path)} does not exist", hint=hint) from None

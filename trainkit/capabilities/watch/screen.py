@@ -36,6 +36,7 @@ from trainkit.errors import EXIT_INTERRUPTED, EXIT_OK, TrainkitError
 from trainkit.observe.current import read_all, read_group
 from trainkit.observe.group import GroupStatus, TrialStatus, most_relevant, state_counts
 from trainkit.observe.logs import last_texts
+from trainkit.observe.ranking import MAX_NAMED, logged_names
 from trainkit.observe.status import RunStatus, read_status
 from trainkit.run.group import RunGroup
 from trainkit.run.history import RunHistory
@@ -340,6 +341,38 @@ class ListScreen(ReadingScreen):
             self.notify("this run has not started yet")
 
 
+class GroupScreen(ListScreen):
+    """The runs of a group, ranked by a metric that the user can switch."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("m", "metric(1)", "Metric", show=False, tooltip="Rank the runs by the next metric"),
+        Binding("M", "metric(-1)", "Metric", show=False, tooltip="Rank the runs by the previous metric"),
+    ]
+
+    def __init__(self, group: RunGroup, interval_s: float, poller: SlurmPoller) -> None:
+        super().__init__(self._read_group, interval_s, poller)
+        self._group = group
+        self._metric: str | None = None
+        """The metric that ranks the runs; None for the metric of their config."""
+
+    def _read_group(self) -> GroupStatus:
+        return read_group(self._group, self._poller.jobs, self._metric)
+
+    @work(thread=True, exclusive=True)
+    def action_metric(self, step: int) -> None:
+        """Rank the runs by their next logged metric; after the last one, by the metric of the config."""
+        result: object
+        try:
+            runs = [self._group.run(index) for index in self._group.created()[:MAX_NAMED]]
+            choices = [None, *sorted(logged_names(runs))]
+            at = choices.index(self._metric) if self._metric in choices else 0
+            self._metric = choices[(at + step) % len(choices)]
+            result = self._read_group()
+        except (OSError, TrainkitError) as error:
+            result = error
+        self.call_later(self.take, result)
+
+
 class TextScreen(ReadingScreen):
     """Lines to scroll through."""
 
@@ -428,10 +461,10 @@ class WatchApp(App[int]):
         if isinstance(found, RunDir):
             self.push_screen(RunScreen(found, self._interval_s, self._poller, self.clock))
             return
-        query = self._poller.jobs
-        read: Callable[[], object] = partial(read_all, MAX_ENDED_RUNS, query, {}, warn)
         if found is not None:
-            read = partial(read_group, found, query)
+            self.push_screen(GroupScreen(found, self._interval_s, self._poller))
+            return
+        read = partial(read_all, MAX_ENDED_RUNS, self._poller.jobs, {}, warn)
         self.push_screen(ListScreen(read, self._interval_s, self._poller))
 
     def action_leave(self) -> None:
