@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import join, quote
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
 import click
@@ -80,6 +81,8 @@ MIN_NAME = 24
 """Columns that a name or another text gets before others are left out."""
 LABEL = 12
 """Columns before the value of a detail."""
+WRAPPED = ("state", "used", "restarts", "failure", "hint", "diagnosis")
+"""Details that a terminal shows on several lines, below each other."""
 SHORTENED = {"best": cut_in_the_middle, "last event": cut}
 """Details that a terminal shows on one line; `--json` has the whole of them."""
 MINOR = (HEADING.index("ATTEMPT"), HEADING.index("WORKERS"), HEADING.index("TOKENS/S"))
@@ -195,8 +198,10 @@ def show_runs(
     shown = most_relevant(status, num_shown) if sort_key is None else status.trials[:num_shown]
     if show_all and sort_key is None:
         shown = status.trials
-    rows = trial_rows(status, shown, [column] if column in ("step", "age") else [])
-    click.echo(f"{_details(lines)}\n\n{table(rows, fit=terminal_width(), cuts=True)}")
+    width = terminal_width()
+    more = [column] if column in ("step", "age") else []
+    rows = trial_rows(status, shown, more, max_reason=max(MAX_REASON, width or 0))
+    click.echo(f"{_details(lines)}\n\n{table(rows, fit=width, cuts=True)}")
     if len(shown) < len(status.trials):
         click.echo(_not_shown(len(status.trials) - len(shown)))
 
@@ -310,11 +315,11 @@ def _runs_table(rows: Sequence[Sequence[str]], fit: int | None) -> str:
     if shared.is_absolute():
         rows = [rows[0], *([place.name, *own] for place, (_, *own) in zip(places, rows[1:], strict=True))]
     widths = [min(MIN_NAME, max(map(text_width, cells))) for cells in zip(*rows, strict=True)]
-    kept = list(range(len(widths)))
-    for index in MINOR:
-        if sum(widths[one] + len(GAP) for one in kept) <= fit + len(GAP):
-            break
-        kept.remove(index)
+    kept = [index for index in range(len(widths)) if index not in MINOR]
+    for index in reversed(MINOR):
+        if sum(widths[one] + len(GAP) for one in (*kept, index)) <= fit + len(GAP):
+            kept.append(index)
+    kept.sort()
     text = table([[row[index] for index in kept] for row in rows], fit=fit, cuts=True)
     return f"in {cut_in_the_middle(str(shared), fit - 4)}:\n{text}" if shared.is_absolute() else text
 
@@ -434,28 +439,44 @@ def restarts_line(restarts: Sequence[Restart]) -> str:
 
 
 def _details(lines: Mapping[str, str]) -> str:
-    """One value per line, without those that are empty; a terminal has short forms of `SHORTENED` ones."""
+    """Return the values that are not empty, each with its label, in lines that fit into the terminal."""
     fit = terminal_width()
-    shown = dict(lines) if fit is None else {key: _fitted(key, text, fit) for key, text in lines.items()}
-    return "\n".join(f"{key:<10}  {painted(value)}" for key, value in shown.items() if value)
+    shown = {key: [text] if fit is None else _fitted(key, text, fit - LABEL) for key, text in lines.items()}
+    return "\n".join(
+        f"{key if index == 0 else '':<10}  {painted(line)}"
+        for key, texts in shown.items()
+        for index, line in enumerate(texts)
+        if line
+    )
 
 
-def _fitted(key: str, value: str, fit: int) -> str:
-    if (shorten := SHORTENED.get(key)) is None:
-        return value
-    short = shorten(plain(value), fit - LABEL)
-    return Styled(short, value.style) if isinstance(value, Styled) else short
+def _fitted(key: str, value: str, width: int) -> list[str]:
+    """Return a value as lines of that width, if its label is in `SHORTENED` or `WRAPPED`."""
+    texts = [value]
+    if key in SHORTENED:
+        texts = [SHORTENED[key](plain(value), width)]
+    elif key in WRAPPED:
+        texts = wrap(plain(value), max(MIN_NAME, width), break_long_words=False, break_on_hyphens=False)
+    return [Styled(text, value.style) for text in texts] if isinstance(value, Styled) else texts
 
 
 def trial_rows(
-    status: GroupStatus, trials: Sequence[TrialStatus], more: Sequence[str] = ()
+    status: GroupStatus,
+    trials: Sequence[TrialStatus],
+    more: Sequence[str] = (),
+    max_reason: int = MAX_REASON,
 ) -> list[Sequence[str]]:
-    """A heading, and a row per run of a group; `more` are other columns that it has: ``step`` and ``age``."""
+    """Return a heading and a row per trial; `more` names further columns, of ``step`` and ``age``.
+
+    A reason of more than `max_reason` characters is cut.
+    """
     keys = [key.upper() for key in short_keys(status.keys)]
     own = [key.upper() for key in more]
     rows: list[Sequence[str]] = [["TRIAL", "STATE", *own, *keys, status.ranking.heading, "REASON"]]
     for trial in trials:
-        short = trial.problem if len(trial.problem) <= MAX_REASON else trial.problem[: MAX_REASON - 1] + "…"
+        short = trial.problem
+        if len(short) > max_reason:
+            short = f"{short[: max_reason - 1]}…"
         name = os.path.relpath(trial.run_dir, status.run_dir)
         figures = {"step": cell(trial.step), "age": duration(trial.age_s)}
         own = [figures[key] for key in more]
