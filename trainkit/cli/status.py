@@ -1,4 +1,4 @@
-"""``trainkit status``: the state of runs, and how it is written for a terminal."""
+"""``trainkit status``: prints the state of runs in a terminal or as JSON."""
 
 from __future__ import annotations
 
@@ -72,21 +72,21 @@ if TYPE_CHECKING:
 HEADING = ("RUN", "STATE", "ATTEMPT", "WORKERS", "STEP", "LOSS", "TOKENS/S", "AGE")
 MAX_ENDED_RUNS = 15
 MAX_READ = 200
-"""The ended runs that are read where many are calls of one function."""
+"""The number of ended runs that are read if many of them are calls of one function."""
 MIN_CALLS = 3
-"""The runs of one function that the list shows as one line."""
+"""The number of runs of one function from which on the list shows them as one line."""
 MAX_TRIALS = 20
 MAX_REASON = 60
 MIN_NAME = 24
-"""Columns that a name or another text gets before others are left out."""
+"""The columns that a name or another text gets before whole columns are omitted."""
 LABEL = 12
-"""Columns before the value of a detail."""
+"""The width of the label of a detail."""
 WRAPPED = ("state", "used", "restarts", "failure", "hint", "diagnosis")
-"""Details that a terminal shows on several lines, below each other."""
+"""The details that a terminal shows on several lines below each other."""
 SHORTENED = {"best": cut_in_the_middle, "last event": cut}
-"""Details that a terminal shows on one line; `--json` has the whole of them."""
+"""The details that a terminal cuts to one line. `--json` prints them in full."""
 MINOR = (HEADING.index("ATTEMPT"), HEADING.index("WORKERS"), HEADING.index("TOKENS/S"))
-"""The columns of the runs that say least, from the least on."""
+"""The columns that a narrow terminal omits, the least important column first."""
 
 
 @as_command(
@@ -130,7 +130,8 @@ def command(
         raise UsageError(text, hint="leave one of them out")
     below = Path(RUNS_FOLDER) if only_here else None
     if where or tags or (sort_key is not None and run_name is None):
-        from trainkit.cli.choose_runs import parse_choice  # what knows the config is slow to import
+        # slow to import, because it loads the schema of the config
+        from trainkit.cli.choose_runs import parse_choice
 
         _show_chosen(parse_choice(where, tags, sort_key), below, as_json)
         return
@@ -140,7 +141,8 @@ def command(
             raise UsageError(f"--sort {sort_key}: {found.shown} is one run", hint="leave it out")
         history, status, _ = look_at(found, warn)
         rows = capability_rows(reading_of(history, status))
-        # The values of shipped ones have keys of their own.
+        # The values of shipped capabilities have keys in the status, so only the rows of other capabilities
+        # are added.
         others = {name: own for name, own in rows.items() if name not in SHIPPED}
         value = {**status.to_dict(), **({"rows": others} if others else {})}
         if metric is not None:
@@ -162,10 +164,10 @@ def show_runs(
     sort_key: str | None = None,
     below: Path | None = None,
 ) -> None:
-    """Print the runs of a group; for None all runs, or active ones and the newest others.
+    """Print the runs of a group, or for None all active runs and the newest ended runs.
 
-    Those of a group are ranked by `metric`, and sorted by a column or a metric; of all runs, only those in a
-    folder `below` are printed, if it is given.
+    `metric` ranks the runs of a group, and `sort_key` is a column or a metric by which they are sorted.
+    `below` limits the list of all runs to the runs in that folder.
     """
     if found is None:
         _show_all_runs(show_all, as_json, below)
@@ -208,7 +210,7 @@ def show_runs(
 
 @dataclass(frozen=True)
 class Calls:
-    """The runs of one Python function that have the same name and are in the same folder."""
+    """The runs of one Python function with the same name in the same folder."""
 
     runs: Sequence[RunStatus]
 
@@ -223,7 +225,7 @@ class Calls:
         return count_states(run.state for run in self.runs)
 
     def row(self, cwd: Path) -> Sequence[str]:
-        """Return the line of these runs: its folder and age are those of the newest run."""
+        """Return the line of these runs. The folder and the age belong to the newest run."""
         newest = self.runs[0]
         folder = Path(newest.run_dir).with_name(newest.name)
         state = Styled(state_counts(self.states), state_style(next(iter(self.states))))
@@ -232,7 +234,7 @@ class Calls:
 
 
 def with_calls(statuses: Sequence[RunStatus | GroupStatus]) -> list[RunStatus | GroupStatus | Calls]:
-    """Replace the runs of a function by one `Calls`, if there are `MIN_CALLS` of them or more."""
+    """Replace the runs of a function by one `Calls` if there are at least `MIN_CALLS` of them."""
     calls: dict[tuple[Path, str], list[RunStatus]] = {}
     for one in statuses:
         if isinstance(one, RunStatus) and is_call(one.command):
@@ -264,7 +266,8 @@ def _show_all_runs(show_all: bool, as_json: bool, below: Path | None) -> None:
         shown: list[RunStatus | GroupStatus | Calls] = [*statuses]
     else:
         shown = with_calls(statuses)
-        if num_hidden and len(shown) < len(statuses):  # there is space for more of them
+        # the list has space for more of the runs that were not read
+        if num_hidden and len(shown) < len(statuses):
             statuses, num_hidden = read_all(MAX_READ, query, {}, warn, below)
             shown = with_calls(statuses)
     shown.sort(key=lambda status: not status.is_active)
@@ -280,7 +283,7 @@ def _show_all_runs(show_all: bool, as_json: bool, below: Path | None) -> None:
 
 
 def _show_chosen(choice: Choice, below: Path | None, as_json: bool) -> None:
-    """Print the runs of a choice, with a column for each key that was asked for."""
+    """Print the chosen runs with a column for each requested key."""
     chosen = choice.apply(read_all(None, lambda ids: query_jobs_or_warn(ids, warn), {}, warn, below)[0])
     statuses = [run.status for run in chosen]
     if as_json:
@@ -294,7 +297,7 @@ def _show_chosen(choice: Choice, below: Path | None, as_json: bool) -> None:
 
 
 def _echo_json_of(statuses: Sequence[RunStatus | GroupStatus]) -> None:
-    """Print the runs of a list as JSON, groups without their trials."""
+    """Print the runs of a list as JSON; groups are printed without their trials."""
     values = [status.to_dict() for status in statuses]
     for value in values:
         value.pop("points", None)
@@ -302,10 +305,10 @@ def _echo_json_of(statuses: Sequence[RunStatus | GroupStatus]) -> None:
 
 
 def _runs_table(rows: Sequence[Sequence[str]], fit: int | None) -> str:
-    """The table of runs, each of them on one line of a terminal of that width.
+    """Return the table of runs with one line per run, at most `fit` columns wide.
 
-    Where it is too narrow, folders that all runs share are above the table, and columns that say least are
-    left out: `trainkit status RUN` has them.
+    In a narrow terminal, a folder that all runs share is printed above the table, and the least important
+    columns are omitted. `trainkit status RUN` prints these values.
     """
     if fit is None:
         return table(rows)
@@ -325,7 +328,10 @@ def _runs_table(rows: Sequence[Sequence[str]], fit: int | None) -> str:
 
 
 def runs_rows(statuses: Sequence[RunStatus | GroupStatus | Calls], cwd: Path) -> list[Sequence[str]]:
-    """A heading, and a row per run or group, which its folder identifies: names need not be unique."""
+    """Return a heading and a row per run or group.
+
+    The folder identifies a row, because names need not be unique.
+    """
     speeds = [speed(one.progress) for one in statuses if isinstance(one, RunStatus)]
     units = {unit for value, unit in speeds if value is not None}
     if units != {"samples"}:
@@ -335,14 +341,17 @@ def runs_rows(statuses: Sequence[RunStatus | GroupStatus | Calls], cwd: Path) ->
 
 
 def speed(progress: Progress) -> tuple[float | None, str]:
-    """The speed of a run per second, and its unit: samples where its losses count those, else tokens."""
+    """Return the speed of a run per second and its unit.
+
+    The unit is ``samples`` if the losses of the run count samples, else ``tokens``.
+    """
     if progress.samples_per_s is not None:
         return progress.samples_per_s, "samples"
     return progress.tokens_per_s, "tokens"
 
 
 def _row(status: RunStatus | GroupStatus | Calls, cwd: Path, usual: str) -> Sequence[str]:
-    """Return the row of a run, a group or calls; a speed in the unit `usual` is shown without its unit."""
+    """Return the row of a run, a group or calls. A speed in the usual unit is shown without the unit."""
     if isinstance(status, Calls):
         return status.row(cwd)
     place, age = relative_path(status.run_dir, cwd), duration(status.age_s)
@@ -366,7 +375,7 @@ def workers_text(place: Place) -> str:
 
 
 def styled_state(status: RunStatus | GroupStatus | TrialStatus) -> Styled:
-    """The state of a run, or the number of runs of a group in each state, in the style of the worst one."""
+    """Return the state of a run, or the number of runs in each state, in the style of the worst state."""
     if isinstance(status, GroupStatus):
         return Styled(state_counts(status.states), state_style(next(iter(status.states), "")))
     since = status.progress.diverged_since if isinstance(status, RunStatus) else status.diverged_since
@@ -375,7 +384,10 @@ def styled_state(status: RunStatus | GroupStatus | TrialStatus) -> Styled:
 
 
 def run_details(status: RunStatus, rows: Mapping[str, Mapping[str, str]] = {}) -> str:
-    """One run in detail, its failure first, then one value per line; `rows` are those of capabilities."""
+    """Return the details of one run: its failure, then one value per line.
+
+    `rows` are the lines that capabilities add.
+    """
     failed, run = status.failure, quote(shown_path(status.run_dir))
     reason = f" - {status.reason}" if status.reason else ""
     place, progress = status.place, status.progress
@@ -423,7 +435,7 @@ def run_details(status: RunStatus, rows: Mapping[str, Mapping[str, str]] = {}) -
 
 
 def restarts_line(restarts: Sequence[Restart]) -> str:
-    """A one-line summary of all restarts: their number and causes, and the duration of the last one."""
+    """Return a summary of all restarts in one line: number, causes, and the duration of the last restart."""
     counts = Counter(restart.cause for restart in restarts)
     shown = [
         f"{count} {'requested' if cause == 'asked' else restart_cause(cause).words}"
@@ -439,7 +451,7 @@ def restarts_line(restarts: Sequence[Restart]) -> str:
 
 
 def _details(lines: Mapping[str, str]) -> str:
-    """Return the values that are not empty, each with its label, in lines that fit into the terminal."""
+    """Return a line per value that is not empty, with its label, in the width of the terminal."""
     fit = terminal_width()
     shown = {key: [text] if fit is None else _fitted(key, text, fit - LABEL) for key, text in lines.items()}
     return "\n".join(
@@ -451,7 +463,7 @@ def _details(lines: Mapping[str, str]) -> str:
 
 
 def _fitted(key: str, value: str, width: int) -> list[str]:
-    """Return a value as lines of that width, if its label is in `SHORTENED` or `WRAPPED`."""
+    """Return the lines of a value: the labels in `SHORTENED` and `WRAPPED` fit into the given width."""
     texts = [value]
     if key in SHORTENED:
         texts = [SHORTENED[key](plain(value), width)]
@@ -486,12 +498,15 @@ def trial_rows(
 
 
 def _not_shown(count: int) -> str:
-    """The last line of a truncated list."""
+    """Return the last line of a list from which runs are omitted."""
     return f"{count:,} more not shown; --all shows them"
 
 
 def _steps(progress: Progress) -> str:
-    """``12/200``, or ``12`` when the total is unknown, as for a COMMAND."""
+    """Return the step and the total, such as ``12/200``.
+
+    The total is omitted if it is unknown, as for a COMMAND.
+    """
     if progress.total_steps is None:
         return cell(progress.step)
     return f"{cell(progress.step)}/{progress.total_steps}"

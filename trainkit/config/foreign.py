@@ -25,7 +25,7 @@ _OF_ACCELERATE = (
     "mixed_precision",
 )
 MAX_KEYS = 2
-"""The keys that an error names as the reason."""
+"""The maximum number of keys that an error names as its reason."""
 _COMMANDS_OF_LIGHTNING = ("fit", "validate", "test", "predict")
 """LightningCLI writes the config of each command in a section with the name of the command."""
 
@@ -54,7 +54,7 @@ def _keys_of_lightning(file: Entry) -> list[str]:
     """Return the keys that LightningCLI writes and trainkit does not know."""
     commands = [key for key in _present(file, _COMMANDS_OF_LIGHTNING) if file.value[key].is_mapping]
     trainer = file.find(("trainer",))
-    # The keys of `train` in a section `trainer` are a config of trainkit with a typing error.
+    # A section `trainer` with keys of `train` is a typing error in a config of trainkit.
     if trainer is not None and trainer.is_mapping and not set(trainer.value) <= set(sections()["train"]):
         commands.append("trainer")
     classes = [f"{key}.class_path" for key in file.value if file.find((key, "class_path")) is not None]
@@ -62,7 +62,7 @@ def _keys_of_lightning(file: Entry) -> list[str]:
 
 
 def _sweep_hint(file: Entry) -> str:
-    """Return the command that replaces a sweep file: with ``program``, a command that runs that program."""
+    """Return the command that replaces a sweep file; it runs the ``program`` of the file if there is one."""
     program, parameters = file.find(("program",)), file.value["parameters"]
     if program is None or not parameters.is_mapping or not parameters.value:
         return SWEEPS
