@@ -1,4 +1,4 @@
-"""``trainkit bench``: measures a config on several layouts, or with several settings."""
+"""``trainkit bench``: measures a config on several layouts or with several settings."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ WIDTH = 100
 
 
 class BenchGroup(Group):
-    """The kinds of benches; without one, `--sweep` tells which."""
+    """The two kinds of benches. Without a kind, the option `--sweep` decides which one is meant."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -74,7 +74,7 @@ def command() -> None:
 
 
 def _columns(own: Mapping[str, str]) -> str:
-    """The help text about the columns of summary.csv."""
+    """Return the help text about the columns of summary.csv."""
     columns = {**own, **COLUMNS}
     width = max(map(len, columns)) + 4
     lines = []
@@ -85,7 +85,10 @@ def _columns(own: Mapping[str, str]) -> str:
 
 
 def _bench_options(what: str, folder: str) -> Callable[[options.Function], options.Function]:
-    """The options of every bench; `what` names its trials, `folder` the default folder."""
+    """Return the options that every bench has.
+
+    `what` is the name of the trials in help texts, and `folder` is the default folder.
+    """
     count = click.IntRange(min=1)
     repeats = f"Run all {what} N times, one round after another, to see how much they vary."
     at_once = "Maximum runs in parallel; default: 1, so that none disturbs another."
@@ -213,7 +216,7 @@ def _bench(
 
 
 def _describe(planned: PlannedBench) -> None:
-    """Print the changes to the config, the trials that run, and those that do not."""
+    """Print the changes to the config, the trials that will run, and the trials that cannot run."""
     facts = [("bench", change.sentence) for change in planned.changes]
     count, repeats = len(planned.trials), planned.repeats
     what = planned.kind if planned.kind == "layouts" else "points"
@@ -246,7 +249,7 @@ def _list(planned: PlannedBench, as_json: bool) -> None:
 
 
 def _run(planned: PlannedBench, submission: Submission, out: Path | None, follow: bool, as_json: bool) -> int:
-    """Start the runs as one group; on this machine, or with --follow, wait and write the summary."""
+    """Start the runs as one group. On this machine, or with --follow, wait and write the summary."""
     created = create_submission(submission, ["trainkit", *sys.argv[1:]], out, OPTION)
     print_created(created)
     group, is_here = RunGroup(created.run.path), planned.plan.is_here
@@ -263,7 +266,7 @@ def _run(planned: PlannedBench, submission: Submission, out: Path | None, follow
         click.echo(f"{shown_path(bench.folder)}: job {job_id}; `trainkit cancel {shown}` ends it", err=True)
         wait_for_runs(bench, lambda text: click.echo(text, err=True), end_line)
     except BaseException as error:
-        if is_here and group.exists():  # what could not be started is removed
+        if is_here and group.exists():  # this removes runs that could not be started
             cancel_group(group, now=True, wait=False)
         if not isinstance(error, KeyboardInterrupt):
             raise
@@ -276,7 +279,10 @@ def _run(planned: PlannedBench, submission: Submission, out: Path | None, follow
 
 
 def summarize(bench: Bench, as_json: bool) -> int:
-    """Write and print the summary of what has been measured so far; 1 when nothing has."""
+    """Write and print the summary of the measurements so far.
+
+    Returns exit code 1 if nothing has been measured.
+    """
     rows, fastest, num_open = write_summary(bench, warn)
     plots: list[Path] = []
     if can_plot():

@@ -1,4 +1,4 @@
-"""The summary of a bench: summary.csv, a table for the terminal, and the fastest trial."""
+"""The summary of a bench: summary.csv, a table for the terminal, plots, and the fastest trial."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from trainkit.run.files import write_atomic
 
 @dataclass(frozen=True)
 class Fastest:
-    """The fastest of several trials that finished."""
+    """The fastest of several trials that finished, compared with the second fastest."""
 
     name: str
     speed: float
@@ -36,7 +36,7 @@ class Fastest:
     second: str
     second_speed: float
     is_clear: bool | None
-    """Whether all of its repeats were faster than all of the second's; None if each ran once."""
+    """Whether every repeat was faster than every repeat of the second trial; None if each trial ran once."""
 
     def __str__(self) -> str:
         gain = self.speed / self.second_speed - 1
@@ -47,7 +47,7 @@ class Fastest:
 
 
 def end_line(bench: Bench, trial: TrialStatus) -> str:
-    """One line about a run that has ended."""
+    """Return a line about a run that has ended."""
     item = bench.runs[trial.index]
     row = measured(training_curve(bench.run_dir(item)), bench.length.measured)
     which = f"{item.name} (repeat {item.repeat})" if bench.repeats > 1 else item.name
@@ -61,7 +61,8 @@ def end_line(bench: Bench, trial: TrialStatus) -> str:
 def write_summary(bench: Bench, warn: Callable[[str], None]) -> tuple[list[Row], Fastest | None, int]:
     """Write summary.csv from the measurements so far.
 
-    Returns its rows, the fastest trial unless fewer than two have finished, and how many runs have not ended.
+    Returns the rows, the fastest trial, and the number of runs that have not ended. The fastest trial is None
+    if fewer than two trials have finished.
     """
     by_run: dict[str, Row] = {}
     found = look_at_runs(bench, warn)
@@ -76,7 +77,7 @@ def write_summary(bench: Bench, warn: Callable[[str], None]) -> tuple[list[Row],
 
 
 def measured_speeds(bench: Bench) -> dict[int, float | None]:
-    """The tokens per second of each run, by its index in the group, for `trainkit report`."""
+    """Return the tokens per second of each run, by its index in the group, for `trainkit report`."""
     return {
         index: measured(training_curve(bench.run_dir(item)), bench.length.measured)["tokens_per_s"]
         for index, item in enumerate(bench.runs)
@@ -84,7 +85,7 @@ def measured_speeds(bench: Bench) -> dict[int, float | None]:
 
 
 def find_fastest(bench: Bench, trials: Sequence[tuple[Row, Sequence[Row]]]) -> Fastest | None:
-    """The first of sorted trials, compared with the second."""
+    """Return the first of the sorted trials, compared with the second."""
     finished = [(row, runs) for row, runs in trials if row["status"] == FINISHED and speed(row)]
     if len(finished) < 2:
         return None
@@ -98,7 +99,7 @@ def find_fastest(bench: Bench, trials: Sequence[tuple[Row, Sequence[Row]]]) -> F
 
 
 def row_name(keys: Sequence[str], row: Row) -> str:
-    """The name of the trial of a row."""
+    """Return the name of the trial of a row."""
     return trial_name({key: row[key] for key in keys})
 
 
@@ -134,7 +135,7 @@ COLUMNS = {
 }
 
 
-# Column, heading, format of its values.
+# The fields of an entry are the column, its heading and the format of its values.
 _SHOWN = (
     ("device_batch_size", "BATCH", ""),
     ("samples_per_s", "SAMPLES/S", ",.1f"),
@@ -152,11 +153,11 @@ _SHOWN = (
     ("status", "STATUS", ""),
 )
 _OPTIONAL = ("tokens_per_s_min", "tokens_per_s_max", "mfu")
-"""Columns that are left out where no row has a value."""
+"""The columns that the table omits if no row has a value."""
 
 
 def csv_text(keys: Sequence[str], rows: Sequence[Row]) -> str:
-    """The text of summary.csv: numbers with six digits, empty cells for unknown values."""
+    """Return the text of summary.csv. Numbers have six digits, and the cell of an unknown value is empty."""
     names = [*keys, *COLUMNS]
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
@@ -174,7 +175,7 @@ def _cell(value: object) -> str:
 
 
 def summary_table(keys: Sequence[str], rows: Sequence[Row], fit: int | None = None) -> str:
-    """One line per trial, and below them the failures."""
+    """Return a line per trial, followed by the failures."""
     swept = [key.rpartition(".")[2] for key in keys]
     columns = [
         item
@@ -200,26 +201,26 @@ PLOTS = {
     "data_wait_s": "wait for data, seconds per step",
     "exposed_comm_s": "exposed communication, seconds per step",
 }
-"""Column -> label of its axis."""
+"""Maps the plotted columns to the labels of their axes."""
 INSTALL_HINT = install_line("plot")
 
 
 def can_plot() -> bool:
-    """Whether matplotlib is installed."""
+    """Return whether matplotlib is installed."""
     return find_spec("matplotlib") is not None
 
 
 def write_plots(keys: Sequence[str], rows: Sequence[Row], folder: Path) -> tuple[list[Path], list[str]]:
-    """Plot every column that has values; returns the files, and the columns without values.
+    """Plot every column that has values.
 
-    Raises OSError when the folder cannot be written.
+    Returns the written files and the columns without values. Raises OSError if the folder cannot be written.
     """
     ensure_folder(folder)
     written, empty = [], []
     for column, label in PLOTS.items():
         file = folder / f"{column}.png"
         if all(row[column] is None for row in rows):
-            file.unlink(missing_ok=True)  # a plot of an earlier summary
+            file.unlink(missing_ok=True)  # an earlier summary may have left this plot
             empty.append(column)
             continue
         _draw(keys, rows, column, label, file)
@@ -232,7 +233,7 @@ def _draw(keys: Sequence[str], rows: Sequence[Row], column: str, label: str, fil
 
     figure = Figure(figsize=(8.0, 1.2 + 0.35 * len(rows)), layout="constrained")
     axes = figure.subplots()
-    bars = list(reversed(rows))  # the first row on top
+    bars = list(reversed(rows))  # bars are drawn from the bottom, so that the first row is on top
     drawn = axes.barh([row_name(keys, row) for row in bars], [row[column] or 0.0 for row in bars])
     axes.bar_label(drawn, [_mark(row, column) for row in bars], padding=4)
     axes.margins(x=0.15)

@@ -1,4 +1,4 @@
-"""`trainkit generate`: continue a prompt with the model of a run."""
+"""`trainkit generate`: starts the process that continues a prompt with the model of a run."""
 
 from __future__ import annotations
 
@@ -51,10 +51,11 @@ def command(
     as_json: bool,
     **options: object,
 ) -> int:
-    """Continue PROMPT with the best checkpoint of RUN, else the newest, on one process.
+    """Continue PROMPT with the best checkpoint of RUN, else the newest, in one process.
 
-    The text appears as it is generated. PROMPT is read from stdin if it is -. It is encoded as the training
-    data, without special tokens. Weights are fp32 on a CPU, and of precision.dtype on a GPU.
+    The text appears while it is generated. PROMPT is read from stdin if it is -. PROMPT is encoded like the
+    training data, without special tokens. Weights are fp32 on a CPU; on a GPU they have the type of
+    precision.dtype.
     """
     from trainkit.job.processes import module_argv
     from trainkit.run.own_folders import own_environ
@@ -70,7 +71,7 @@ def command(
         "as_json": as_json,
         **options,
     }
-    # Another process: only the trainer may import torch.
+    # The model runs in another process, because commands must not import torch.
     argv = module_argv("trainkit.capabilities.generate.worker")
     code = subprocess.run(argv, input=json.dumps(request), text=True, env=own_environ()).returncode
     return code if code >= 0 else EXIT_FAILED
