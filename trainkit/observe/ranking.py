@@ -32,7 +32,7 @@ from trainkit.run.files import Record, read_jsonl
 from trainkit.run.rundir import RunDir
 
 Mode = Literal["min", "max"]
-"""Whether the lowest or the highest value of a metric is the best; the values of ``checkpoint.best_mode``."""
+"""The mode of a metric says whether its lowest or its highest value is the best, as ``checkpoint.best_mode`` does."""
 NOT_METRICS = frozenset({"step", "time", "attempt", "tokens"})
 """The keys of a record in metrics.jsonl that describe the step and are not metrics."""
 LESS = "loss err error nll ppl perplexity wer cer mse rmse mae fid"

@@ -70,7 +70,7 @@ class PlannedBench:
     length: BenchLength
     repeats: int
     keep_name: bool
-    """Whether the runs keep the name of the config."""
+    """True if the runs keep the name of the config."""
     gatherer: Gatherer = field(default_factory=Gatherer)
     trials: list[BenchTrial] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)

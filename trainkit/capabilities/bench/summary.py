@@ -36,7 +36,7 @@ class Fastest:
     second: str
     second_speed: float
     is_clear: bool | None
-    """Whether every repeat was faster than every repeat of the second trial; None if each trial ran once."""
+    """True if every repeat was faster than every repeat of the second trial; None if each trial ran once."""
 
     def __str__(self) -> str:
         gain = self.speed / self.second_speed - 1

@@ -1,4 +1,4 @@
-"""``trainkit debug``: lend this terminal to a rank that waits at breakpoint()."""
+"""``trainkit debug``: lends this terminal to a rank that waits at breakpoint()."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ def command(run_name: str, rank: int) -> None:
 
 
 def attach(attempt: AttemptDir, rank: int) -> None:
-    """Lend this terminal to a rank that waits at breakpoint(), until the rank or the user ends that.
+    """Lend this terminal to a rank that waits at breakpoint(), until the rank or the user ends the session.
 
-    Runs on the host of the rank. Raises UsageError for a rank that does not wait.
+    If the rank is on another host, the command runs again on that host. Raises UsageError if the rank does
+    not wait.
     """
     from trainkit.capabilities.shell.shell import require_terminal, run_next_to, running_job
 

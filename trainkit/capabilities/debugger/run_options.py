@@ -1,4 +1,4 @@
-"""``trainkit run --debug`` and ``--post-mortem``: one rank gets the terminal, or waits for an editor."""
+"""``trainkit run --debug`` and ``--post-mortem``: debug one rank in the terminal or in an editor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainkit.errors import UsageError
 from trainkit.folders import user_name
 from trainkit.formats import there_are
 
-if TYPE_CHECKING:  # the help of the command waits for this module
+if TYPE_CHECKING:  # `trainkit run --help` imports this module, so slow imports are avoided
     from trainkit.plan.launch import LaunchPlan
     from trainkit.plan.workload import Workload
 
@@ -31,7 +31,7 @@ EXAMPLES = "--debug 1, --debug=debugpy or --debug=debugpy:1"
 
 
 def run_options(function: Callable[..., int]) -> Callable[..., int]:
-    """Add the options to a command."""
+    """Add the options of the debugger to a command."""
 
     @functools.wraps(function)
     def command(
@@ -54,10 +54,10 @@ def run_options(function: Callable[..., int]) -> Callable[..., int]:
 
 
 class Debugging(Choice):
-    """A run of which one rank is debugged."""
+    """A run in which one rank is debugged."""
 
     plan: DebugPlan
-    """What was typed, once it was checked."""
+    """The plan that `check` makes of the typed options."""
 
     def __init__(self, text: str, post_mortem: bool) -> None:
         self.text, self.post_mortem = text, post_mortem
@@ -101,7 +101,7 @@ class Debugging(Choice):
         return replace(plan, reasons={**plan.reasons, "debug": reason})
 
     def _reason(self, plan: LaunchPlan) -> str:
-        """Where the debugger of the rank is; UsageError without debugpy."""
+        """Return where the debugger of the rank is; raises UsageError if debugpy is missing."""
         from trainkit.launch.packages import NoAnswer, find_packages
 
         debug = self.plan

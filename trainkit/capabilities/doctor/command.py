@@ -1,4 +1,4 @@
-"""``trainkit doctor``: whether this machine, or the nodes of a cluster, can run a job."""
+"""``trainkit doctor``: checks whether this machine or the nodes of a cluster can run a job."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def command(
     found: list[Finding] = []
     with exit_on_stop(), closing(_checks(loaded, run_dir.absolute(), nodes, quick)) as checks:
         for of_nodes, group in groupby(checks, key=lambda check: check.host is not None):
-            if of_nodes:  # they arrive together
+            if of_nodes:  # the findings of all nodes arrive together
                 of_all = list(group)
                 found += of_all
                 if not as_json:
@@ -124,7 +124,7 @@ def _line(check: Finding) -> str:
 
 
 def _echo_nodes(checks: Sequence[Finding]) -> None:
-    """Print what is well once for all nodes, and what is not well for those of which it is said alike."""
+    """Print each passed check once for all nodes, and each problem once for all nodes that share it."""
     num_nodes = len({check.host for check in checks})
     for name in dict.fromkeys(check.name for check in checks):
         same = [check for check in checks if check.name == name]

@@ -32,14 +32,14 @@ class Scenario:
     name: str
     description: str
     graceful: bool = False
-    """Whether the run gets a stop signal early enough to save, so that no step may be computed twice."""
+    """True if the run gets a stop signal early enough to save, so that no step may be computed twice."""
     cause: str | None = None
     """The entry of `requeue.on` that permits the restart; None if the run restarts with any config."""
     by_hand: bool = False
-    """Whether the drill itself resumes the run, because the scenario ends the whole job."""
+    """True if the drill itself resumes the run, because the scenario ends the whole job."""
     needs_slurm: bool = False
     needs_checkpoints: bool = False
-    """Whether the drill must know where and when the trainer saves."""
+    """True if the drill must know where and when the trainer saves."""
 
 
 SCENARIOS = (
