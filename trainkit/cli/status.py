@@ -119,9 +119,9 @@ def command(
 ) -> None:
     """Show active runs and the 15 newest other runs, or RUN in detail.
 
-    RUN is a job id, a run name, a run folder or `last`. The list shows a group of runs as one line; given as
-    RUN, its runs are counted and listed, failures first. RUN can also be a bench, whose runs are listed.
-    --json always prints all runs, newest first.
+    RUN is a job id, a run name, a run folder or `last`. The list shows a group of runs as one line, and so
+    the runs of one Python function. If RUN is a group or a bench, its runs are counted and listed, failures
+    first. --json always prints all runs, newest first.
     """
     if run_name is None and metric is not None:
         raise UsageError(f"--metric {metric} is for a run or a group", hint="name it")

@@ -330,7 +330,7 @@ class GroupFiles:
         if files.job_id is None and self.group.part_of(files.trial.index) is None and self.group.job_id:
             return ("cancelled", None) if self.group.record.cancelled_at else ("pending", WAITS_FOR_ROOM)
         if files.job_id is None:
-            return "unknown", "unknown whether it was submitted"
+            return "unknown", "it is unknown whether the job was submitted"
         name = self.jobs[files.trial.index]
         job = None if jobs is None else jobs.get(name)
         # A job is missing in the answer if its cluster did not answer.
@@ -351,7 +351,7 @@ class GroupFiles:
         if alive is False and record.cancelled_at is not None:
             return "cancelled", "cancelled before it started"
         if alive is False:
-            again = f"`trainkit resume {quote(str(self.group.path))}` runs what is left"
+            again = f"`trainkit resume {quote(str(self.group.path))}` starts the remaining runs"
             return "died", f"the process that starts the runs has ended; {again}"
         return ("unknown", None) if alive is None else ("pending", "waits for the runs before it")
 

@@ -32,7 +32,7 @@ from trainkit.run.files import Record, read_jsonl
 from trainkit.run.rundir import RunDir
 
 Mode = Literal["min", "max"]
-"""The mode of a metric says whether its lowest or its highest value is the best, as ``checkpoint.best_mode`` does."""
+"""The mode of a metric: its lowest or its highest value is the best, as in ``checkpoint.best_mode``."""
 NOT_METRICS = frozenset({"step", "time", "attempt", "tokens"})
 """The keys of a record in metrics.jsonl that describe the step and are not metrics."""
 LESS = "loss err error nll ppl perplexity wer cer mse rmse mae fid"

@@ -171,9 +171,9 @@ def test_a_bench_of_another_version_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"repeats": 0}, "its runs have other values than its keys"),
-        ({"keys": ["tp"]}, "its runs have other values than its keys"),
-        ({"runs": []}, "its runs are not those of sweep.json"),
+        ({"repeats": 0}, "the values of its runs do not match its keys"),
+        ({"keys": ["tp"]}, "the values of its runs do not match its keys"),
+        ({"runs": []}, "its runs differ from the runs in sweep.json"),
     ],
 )
 def test_a_bench_whose_parts_do_not_fit_is_refused(bench: Bench, changes: Any, message: str) -> None:

@@ -144,7 +144,7 @@ def test_a_job_without_a_terminal(desk, terminal):
     assert "breakpoint() for `trainkit debug`" in desk.status(run)["reason"]
     refused = desk.types("debug", str(run.path), "--rank", "2")
     assert refused.returncode == 2
-    assert "rank 2 is not at a breakpoint()\n\nhint: ranks 0-1 of this run may be" in refused.stderr
+    assert "rank 2 is not at a breakpoint()\n\nhint: ranks 0-1 of this run may wait at one" in refused.stderr
     terminal.type([*TRAINKIT, "debug", str(run.path), "--rank", "1"])
     terminal.wait_for(r"\(Pdb\)$")
     terminal.close_window()
@@ -311,7 +311,9 @@ def test_a_rank_of_another_launcher_has_no_debugger(tmp_path, monkeypatch, capsy
     for name, value in {**given, "MASTER_ADDR": "host0", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     assert main(["run", "--debug"]) == 2
-    assert "hint: elsewhere breakpoint() waits for `trainkit debug RUN --rank N`" in capsys.readouterr().err
+    assert (
+        "hint: in other runs, breakpoint() waits for `trainkit debug RUN --rank N`" in capsys.readouterr().err
+    )
     assert not Path("runs").exists()
 
 
@@ -333,7 +335,7 @@ def test_a_terminal_is_lent_to_no_other_user(tmp_path, monkeypatch):
         (attempt.path / "debugger" / "rank-0000-1.json").write_text(json.dumps(record))
         monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
         monkeypatch.setattr(os, "geteuid", lambda: 61234)
-        with pytest.raises(UsageError, match=f"is said to be a process of user {os.getuid()}"):
+        with pytest.raises(UsageError, match=f"belongs to user {os.getuid()}"):
             attach(attempt, 0)
 
 

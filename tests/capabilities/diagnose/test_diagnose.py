@@ -95,7 +95,7 @@ def test_the_advice_has_the_values_of_the_run(tmp_path: Path) -> None:
 def test_a_hang_says_which_ranks_wait(tmp_path: Path) -> None:
     _, found = diagnosis_of("hang", tmp_path)
     assert found.cause.startswith(f"rank 1 on {HOST} blocks the others: does not respond")
-    assert "waiting for it: rank 0" in found.advice
+    assert "ranks that wait for it: rank 0" in found.advice
     assert any(item.file.startswith("attempts/001/hangs/") for item in found.evidence)
 
 
@@ -194,7 +194,7 @@ def test_an_exception_comes_before_a_loss_that_was_nan(tmp_path: Path) -> None:
         "exception",
         f"rank 0 on {HOST} raised an exception: ValueError: boom",
     )
-    assert "diverged since step 310, which may be why" in found.advice
+    assert "the run has diverged since step 310, which may be the cause" in found.advice
     assert found.evidence[-1].file == "metrics.jsonl"
 
 
@@ -214,7 +214,7 @@ def test_a_loop_by_hand_is_started_again_by_its_own_command(tmp_path: Path) -> N
     )
     found = newest(run)
     assert (found.name, found.rank) == ("network", 1)
-    assert found.cause.startswith("rank 1 left no record, as a process that is killed")
+    assert found.cause.startswith("rank 1 left no record, as if the process was killed")
     assert found.advice[0] == "`torchrun train.py` resumes from the newest checkpoint, if there is one"
     run.attempt(1).rank_error(0).unlink()
     found = newest(run)
@@ -302,10 +302,10 @@ def test_an_attempt_that_never_started(run: RunDir) -> None:
     assert found.cause == "no known cause was found: the job ended before the supervisor began"
     job = replace(job, exit_signal=53)
     found, logs = newest(run, job=job), run.attempt(1).logs_dir
-    cause = f"Slurm did not start the job: a node could not open its log in {logs}"
+    cause = f"Slurm did not start the job: a node could not open the log in {logs}"
     assert (found.name, found.cause) == ("log-not-opened", cause)
     logs.rmdir()
-    cause = f"Slurm did not start the job: it could not open its log, whose folder {logs} does not exist"
+    cause = f"Slurm did not start the job: it could not open the log, whose folder {logs} does not exist"
     assert newest(run, job=job).cause == cause
 
 
@@ -351,7 +351,7 @@ def add_events(run: RunDir, *events: tuple[str, str, dict[str, Any]]) -> None:
         (
             True,
             "../data/x.txt",
-            "it is there as {above}/data/x.txt, but not in {run}/work/sub, the copy of the code",
+            "the file is {above}/data/x.txt, but not in {run}/work/sub, the copy of the code",
         ),
         (True, "nowhere.txt", "relative paths start in {run}/work/sub, the copy of {above}/code in which"),
         (False, "nowhere.txt", "relative paths start at {above}/code"),
@@ -389,7 +389,7 @@ def test_a_signal_explains_only_what_follows_it(tmp_path: Path) -> None:
     found = newest(run)
     assert (found.name, found.confidence, found.rank) == ("stop-signal", "likely", 0)
     assert found.evidence[0].place == "events.jsonl:5"
-    cause = f"the job received SIGUSR2, after which rank 0 on {HOST} failed: ended with exit code 1"
+    cause = f"rank 0 on {HOST} failed after the job had received SIGUSR2: ended with exit code 1"
     assert found.cause == cause
     assert "  5: 00:00:09  signal  signal=SIGUSR2" in "\n".join(diagnosis_lines(found))
 
@@ -417,7 +417,7 @@ def test_a_node_that_is_drained(run: RunDir) -> None:
     end = {"state": "stopped", "action": "requeue", "cause": "preempted", "reason": reason, "time": TEN}
     write_json(run.attempt(1).end_file, end)
     found = newest(run)
-    cause = "the ranks were ended on n3, which an administrator takes out of service"
+    cause = "the ranks on n3 were ended, because an administrator takes the host out of service"
     assert (found.name, found.cause) == ("drained", cause)
 
 
@@ -468,6 +468,6 @@ def test_a_slow_rank_is_named_with_the_time_limit(run: RunDir) -> None:
     add_events(run, *(("01", "checkpoint_commit", {"step": step}) for step in range(500)))
     line = "rank 3 on n2 was slow since step 7 (compute): 200 ms a step, the other ranks 100 ms; "
     assert any(item.startswith(f"{line}`trainkit doctor --nodes 2`") for item in newest(run).advice)
-    assert any(item.endswith("leaves n2 out at the next restart") for item in newest(run).advice)
+    assert any(item.endswith("excludes n2 at the next restart") for item in newest(run).advice)
     add_events(run, ("02", "slow_rank_over", {"rank": 3, "host": "n2"}))
     assert not any("slow" in item for item in newest(run).advice)

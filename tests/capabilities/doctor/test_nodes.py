@@ -75,7 +75,7 @@ def test_preemption_says_how_jobs_are_notified() -> None:
     config = {**CONFIG, "PreemptType": "preempt/qos", "PreemptMode": "REQUEUE"}
     partition = "PartitionName=low GraceTime=60"
     (found,) = [item for item in settings_checks(config, partition) if item.name == "preemption"]
-    assert (found.state, found.value) == ("ok", "partition low: REQUEUE, GraceTime 60 s, notice by SIGTERM")
+    assert (found.state, found.value) == ("ok", "partition low: REQUEUE, GraceTime 60 s, stop signal SIGTERM")
     config["PreemptParameters"] = "youngest_first,send_user_signal"
     (found,) = [item for item in settings_checks(config, partition) if item.name == "preemption"]
-    assert found.value.endswith("notice by SIGTERM and the job's own signal")
+    assert found.value.endswith("stop signal SIGTERM and the job's own signal")

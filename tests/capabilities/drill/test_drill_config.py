@@ -71,7 +71,7 @@ def test_what_a_drill_changes_if_it_has_to(load, num_steps, device, decay_steps)
     [
         ("cpu", 2.002, None, None),
         ("cuda", 2.002, 1e-3, "losses differ by up to 1.0e-03 of their value"),
-        ("cuda", None, None, "losses cannot be compared: a step has one in only one of the runs"),
+        ("cuda", None, None, "losses cannot be compared, because a step has a loss in only one of the runs"),
     ],
 )
 def test_on_gpus_an_equal_run_without_deterministic_kernels_is_compared(

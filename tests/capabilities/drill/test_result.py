@@ -71,7 +71,7 @@ def rejected(first: int, resumed: int, step: int) -> RunOutcome:
 
 
 NOT_BACK, AGAIN = record(no_restart="no nodes"), "steps were recomputed; the maximum is"
-ALONE = "it did not restart by itself: no nodes"
+ALONE = "it did not restart automatically: no nodes"
 FAILED_END, NO_END = AttemptEnd("failed", reason="exit code 3"), AttemptEnd()
 ONLY_END = "passed: only its end was checked: the COMMAND writes no steps to metrics.jsonl"
 UNNOTICED = "failed: the damage to the checkpoint of step 10 was not detected"

@@ -83,4 +83,4 @@ def test_a_run_of_which_slurm_says_nothing_is_waited_for(
     watch = RunWatch(run, poll_s=0.01, patience_s=0.0, log_line=lines.append)
     assert not watch.until(lambda: False)
     assert not watch.is_stuck
-    assert lines[0] == "unknown whether run is in the queue: Slurm does not answer"
+    assert lines[0] == "it is unknown whether run is in the queue: Slurm does not answer"

@@ -164,9 +164,9 @@ def read_bench(folder: Path) -> Bench:
         group = bench.group
         folders = [group.folder(index) for index in group.trials]
         if [str(bench.folder / item.run) for item in bench.runs] != folders:
-            raise ValueError("its runs are not those of sweep.json")
+            raise ValueError("its runs differ from the runs in sweep.json")
         if bench.repeats < 1 or any(item.values.keys() != set(bench.keys) for item in bench.runs):
-            raise ValueError("its runs have other values than its keys")
+            raise ValueError("the values of its runs do not match its keys")
         return bench
     except FileNotFoundError:
         hint = "`trainkit bench layouts` and `trainkit bench settings` create one and print its folder"

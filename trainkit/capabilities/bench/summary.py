@@ -103,7 +103,7 @@ def row_name(keys: Sequence[str], row: Row) -> str:
     return trial_name({key: row[key] for key in keys})
 
 
-LAYOUT_COLUMN = {LAYOUT: "as --layout takes it: degrees above 1 and other requested keys"}
+LAYOUT_COLUMN = {LAYOUT: "layout in the form of --layout: degrees above 1 and other requested keys"}
 COLUMNS = {
     "dp_replicate": "degree",
     "dp_shard": "degree",
@@ -113,13 +113,13 @@ COLUMNS = {
     "device_batch_size": "samples per process and accumulation step",
     "pp_microbatches": "microbatches per device batch; empty without a pipeline",
     "repeats": "number of runs with measured steps",
-    "steps": "number of measured steps of all repeats, without warm-up and profiled ones",
-    "samples_per_s": "of all processes; like the next columns, the median over the measured steps of a run, "
-    "and over the repeats",
-    "tokens_per_s": "of all processes",
-    "tokens_per_s_min": "of the slowest repeat; empty with one",
-    "tokens_per_s_max": "of the fastest repeat; empty with one",
-    "tokens_per_s_per_gpu": "per process on a machine without GPUs",
+    "steps": "number of measured steps of all repeats, without warm-up and profiled steps",
+    "samples_per_s": "samples per second of all processes; like the next columns, the median over the "
+    "measured steps of a run, and over the repeats",
+    "tokens_per_s": "tokens per second of all processes",
+    "tokens_per_s_min": "tokens per second of the slowest repeat; empty with one repeat",
+    "tokens_per_s_max": "tokens per second of the fastest repeat; empty with one repeat",
+    "tokens_per_s_per_gpu": "tokens per second per GPU, or per process on a machine without GPUs",
     "mfu": "model FLOPs utilization, 0 to 1; empty where the peak of the device is unknown, as for CPUs",
     "step_s": "seconds per optimizer step",
     "step_s_p10": "a tenth of the measured steps took less",
@@ -128,10 +128,10 @@ COLUMNS = {
     "mem_gib_peak": "peak memory in GiB on rank 0: of its GPU, else resident memory of the process",
     "exposed_comm_s": "seconds per step spent waiting for communication without computing: the mean over up "
     "to 4 ranks in the last two steps, which the profiler slows; empty without a profile",
-    "loss": "of the last step",
-    "status": "finished, failed, or another state of the run; with repeats, of how many",
-    "verdict": "the first failure; empty for a finished run",
-    "run": "folders of its runs in that of the bench",
+    "loss": "loss of the last step",
+    "status": "finished, failed, or another state of the run; with repeats, also the number of runs in it",
+    "verdict": "root cause of the failure; empty for a finished run",
+    "run": "folders of the runs, relative to the folder of the bench",
 }
 
 

@@ -46,9 +46,9 @@ def run_options(function: Callable[..., int]) -> Callable[..., int]:
         is_flag=False,
         flag_value="0",
         metavar="[RANK|debugpy]",
-        help="Give the terminal to this rank, for breakpoint(); default: 0. debugpy waits for an editor.",
+        help="Give this rank the terminal for breakpoint(); default: 0. debugpy waits for an editor.",
     )
-    post_mortem_option = option("--post-mortem", "Debug that rank where an exception ends it.")
+    post_mortem_option = option("--post-mortem", "Debug that rank at the exception that ends it.")
     typed: Callable[..., int] = debug_option(post_mortem_option(command))
     return typed
 
@@ -68,7 +68,7 @@ class Debugging(Choice):
         if not is_alone:
             raise UsageError(
                 "--debug is for a run on this machine alone",
-                hint="elsewhere breakpoint() waits for `trainkit debug RUN --rank N`",
+                hint="in other runs, breakpoint() waits for `trainkit debug RUN --rank N`",
             )
 
     def _plan(self, workload: Workload) -> DebugPlan:

@@ -124,7 +124,7 @@ def _disk_values(run: RunDir, *, is_command: bool) -> dict[str, str]:
         values = {"newest_step": str(checkpoints[-1].step)}
     else:
         none = "no checkpoint of trainkit" if is_command else "no checkpoint"
-        own = "its command continues from what it has saved itself" if is_command else f"there is {none}"
+        own = "its command continues from its own saves" if is_command else f"there is {none}"
         values = {"no_checkpoint": none, "starts_again": own}
     # The folder may be on a disk that fails. The advice then omits these values.
     with suppress(OSError):

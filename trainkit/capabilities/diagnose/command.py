@@ -39,8 +39,8 @@ _UNBROKEN = "\0"
 def command(run_name: str, number: int | None, as_json: bool) -> None:
     """Name the first failing rank of RUN, the cause with its evidence, and what to do.
 
-    For an exception of your own code, it names file and line. Says `unknown`, with the last lines of that
-    rank, where no known cause explains the failure.
+    For an exception in your own code, `diagnose` names the file and the line. If no known cause explains the
+    failure, it prints `unknown` and the last lines of the failed rank.
     """
     from trainkit.capabilities.diagnose.diagnose import diagnose
 

@@ -401,7 +401,9 @@ class _Case:
         if first is not None and not is_of_job and first.text is not match.text:
             evidence.append(first.text.evidence(0))
         if signature.role == "fallback" and (curve := self._best(self.files.curve_text())):
-            advice.append(f"diverged since step {curve.groups['nan_step']}, which may be why")
+            advice.append(
+                f"the run has diverged since step {curve.groups['nan_step']}, which may be the cause"
+            )
             evidence.append(curve.evidence)
         return self._make(
             name=signature.name,
@@ -475,7 +477,7 @@ class _Case:
         failure = first.failure
         host = failure.host or (None if rank is None else self.files.host_of(rank))
         return self._make(
-            cause=f"{_subject(rank, host)} failed first, for no known cause: {first.text.lines[0]}",
+            cause=f"{_subject(rank, host)} failed first, for an unknown cause: {first.text.lines[0]}",
             rank=rank,
             host=host or None,
             step=failure.step,

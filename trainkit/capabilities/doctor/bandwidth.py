@@ -118,7 +118,9 @@ def bandwidth_checks(
     expected, name = _expected(found.backend, links) if len(layout.hosts) > 1 else (None, "")
     where = f"{layout.world_size} ranks ({found.backend}, {found.size_mib} MiB)"
     value = f"{found.all_reduce_gbit_s:,.1f} Gbit/s bus bandwidth over {where}"
-    hint = f"under {SLOW_SHARE:.0%} of what {name} should give: check launch.network, cables and other jobs"
+    hint = (
+        f"this is below {SLOW_SHARE:.0%} of the speed of {name}: check launch.network, cables and other jobs"
+    )
     is_slow = expected is not None and found.all_reduce_gbit_s < SLOW_SHARE * expected
     yield warn_if(is_slow, "all-reduce", value, hint)
     speeds = sorted((speed, source, target) for source, target, speed in found.links)
@@ -128,7 +130,7 @@ def bandwidth_checks(
         f"{slowest:,.1f} Gbit/s from {source} to {target}, the slowest of {len(speeds)}; median {median:,.1f}"
     )
     if expected is not None:
-        value += f"; {name} should give {expected:,.0f}"
+        value += f"; the speed of {name} is {expected:,.0f}"
     if slowest < ODD_SHARE * median:
         suspects = [item for item in speeds if item[0] < ODD_SHARE * median]
         pairs = "; ".join(f"{source} to {target}" for _, source, target in suspects[:4])

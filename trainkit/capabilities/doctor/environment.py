@@ -94,7 +94,7 @@ def check_python(request: Request) -> Finding:
     """Check the interpreter of the ranks, and whether trainkit is tested with its version."""
     found = _packages(request)
     if isinstance(found, NoAnswer):
-        hint = "the environment must be on a filesystem of all nodes; launch.venv, python, … choose it"
+        hint = "the environment must be on a filesystem that all nodes mount; launch.venv or python sets it"
         return Finding("Python", "failure", str(found), hint)
     version = tuple(map(int, found.python.split(".")[:2]))
     value = f"{found.python} ({found.program})"
@@ -102,7 +102,9 @@ def check_python(request: Request) -> Finding:
     if version < PYTHONS[0]:
         return Finding("Python", "failure", value, f"use Python {oldest} to {newest}")
     if "trainkit" not in found.files:
-        return Finding("Python", "failure", f"{value} has no trainkit", "install trainkit there too")
+        return Finding(
+            "Python", "failure", f"{value} has no trainkit", "install trainkit in that environment"
+        )
     installed = found.versions["trainkit"]
     if installed != __version__:
         hint = "install the same version there, or use the `trainkit` of that environment"
@@ -116,7 +118,7 @@ def check_torch(request: Request) -> Finding:
     """Check the release of torch, and whether it can use the GPUs."""
     found = _torch(request)
     if isinstance(found, NoAnswer):
-        hint = f"`{request.python[0]} -c 'import torch'` shows all of it"
+        hint = f"`{request.python[0]} -c 'import torch'` shows the whole error"
         if found.is_slow:
             hint = "the filesystem of the environment is slow: copy it to a local disk, or use a container"
         return Finding("torch", "failure", str(found), hint)
@@ -131,7 +133,7 @@ def check_torch(request: Request) -> Finding:
     if has_driver and (unusable := build.problem(driver=detect_machine().driver_cuda)):
         return Finding("torch", "failure", f"{value}: {unusable[0]}", unusable[1])
     if has_driver and not found.gpus:
-        hint = "install a torch for the CUDA that the line `driver` has, or update the driver"
+        hint = "install a torch for the CUDA version in the line `driver`, or update the driver"
         if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
             hint = "CUDA_VISIBLE_DEVICES is empty, which hides the GPUs: unset it"
         return Finding("torch", "failure", f"{value}: sees no GPU", hint)
@@ -175,7 +177,7 @@ def with_interpreter(
         hint = "run `trainkit doctor` in that environment, or read the first lines of a job's log"
         text = f"checked {argv[0]} without {names}, which the job runs first"
         if not is_known:
-            text = f"checked the environment of this command; the job uses that of {names}"
+            text = f"checked the environment of this command; the job uses the environment of {names}"
         checks.append(Finding("environment", "warning", text, hint))
     env = tuple((name, launch.env[name]) for name in IMPORT_VARIABLES if name in launch.env)
     return replace(request, python=argv, env=env), checks

@@ -202,7 +202,7 @@ def gpu_finding(nvml: Any, gpu: str) -> Finding:
     if memory is not None and memory.used > BUSY_SHARE * memory.total:
         return Finding(name, "warning", value, "another process uses its memory: `nvidia-smi` lists them")
     is_hot = temperature is not None and temperature >= HOT_C
-    return warn_if(is_hot, name, value, "it is hot and will lower its clocks: check its cooling")
+    return warn_if(is_hot, name, value, "the GPU is hot and will lower its clocks: check its cooling")
 
 
 def _known(nvml: Any, query: Callable[[], T]) -> T | None:

@@ -211,7 +211,7 @@ def _reported(reports: Sequence[NodeReport], num_nodes: int, step: NodesStep, wa
         return Finding("nodes", "failure", value, hint)
     missing = sorted({*reports[0].peers, reports[0].host} - set(names))
     value = f"{num_nodes - len(reports)} of {num_nodes} nodes did not report ({','.join(missing)})"
-    hint = "see that the Python environment and the code are on a filesystem of all nodes"
+    hint = "check that the Python environment and the code are on a filesystem that all nodes mount"
     return Finding("nodes", "failure", f"{value}: {step.problem(missing, waited_s)}", hint)
 
 
@@ -297,14 +297,14 @@ def settings_checks(config: Mapping[str, str], partitions: str) -> Iterator[Find
     hint = "trainkit passes --requeue, and submits a new job where the site forbids it"
     yield warn_if(off, "requeue", "JobRequeue is 0" if off else "jobs can be requeued", hint)
     kill_wait = config.get("KillWait", "unknown")
-    hint = "at the time limit SIGKILL follows this soon; requeue.grace_s asks for an earlier notice"
+    hint = "SIGKILL follows the time limit after this time; requeue.grace_s requests an earlier stop signal"
     yield warn_if(_seconds(kill_wait, MIN_GRACE_S) < MIN_GRACE_S, "KillWait", kill_wait, hint)
     if "slurmdbd" in config.get("AccountingStorageType", ""):
         yield Finding("accounting", "ok", "sacct knows how old jobs ended")
     else:
         age = config.get("MinJobAge", "soon")
         value = f"none: Slurm forgets a job {age} after its end"
-        hint = "how a job ended is then known from its run folder only"
+        hint = "trainkit then learns only from the run folder how a job ended"
         yield warn_if(_seconds(age, MIN_JOB_AGE_S) < MIN_JOB_AGE_S, "accounting", value, hint)
 
 
@@ -326,10 +326,10 @@ def _preemption(config: Mapping[str, str], partitions: str) -> Iterator[Finding]
     for item in preempted:
         grace_s = _seconds(item.get("GraceTime", ""), 0)
         mode = item.get("PreemptMode", default)
-        value = f"partition {item['PartitionName']}: {mode}, GraceTime {grace_s} s, notice by {signal}"
+        value = f"partition {item['PartitionName']}: {mode}, GraceTime {grace_s} s, stop signal {signal}"
         hint = (
-            "a preempted run has no time for a save: set checkpoint.every_minutes to what you can lose, "
-            "or ask for a GraceTime of 30 s"
+            "a preempted run has no time to save: set checkpoint.every_minutes to the time you can lose, "
+            "or ask the administrators for a GraceTime of 30 s"
         )
         yield warn_if(grace_s < MIN_GRACE_S, "preemption", value, hint)
 

@@ -69,9 +69,9 @@ REFERENCE, NOT_DETERMINISTIC = "uninterrupted", "not-deterministic"
 @options.config_options()
 @options.launcher_option
 @option("--steps N", f"Steps of each run; default: {DEFAULT_STEPS}.", type=click.IntRange(min=MIN_STEPS))
-@option("--seed N", "Seed for choosing times and targets.", type=int, default=0)
+@option("--seed N", "Seed of the random times and targets.", type=int, default=0)
 @option("--only NAME", "Run only this scenario; repeatable.", type=click.Choice(NAMES), multiple=True)
-@option("--list", "List the scenarios and which are possible here; run nothing.", name="only_list")
+@option("--list", "List the scenarios and whether each is possible here; run nothing.", name="only_list")
 @options.json_option
 def command(
     request: ConfigRequest,
@@ -85,8 +85,8 @@ def command(
     """Interrupt short runs of CONFIG in every way possible here, and compare their losses with those of an
     uninterrupted run.
 
-    All files are written to a new folder, runs/drill-TIME. The exit code is 0 only if every scenario that was
-    tried passed. Only runs of the built-in trainer are shortened: limit the steps of a COMMAND yourself.
+    All files are written to a new folder, runs/drill-TIME. The exit code is 0 only if every tried scenario
+    passed. A drill shortens only runs of the built-in trainer, so limit the steps of a COMMAND yourself.
     Ctrl-C cancels the current run.
     """
     workload = options.trailing_workload(launcher)
@@ -98,7 +98,7 @@ def command(
     if workload.reads_input:
         raise UsageError(
             f"drill starts the COMMAND several times, and {workload.argv[0]} reads standard input",
-            hint="write its input to a file and name that in the COMMAND",
+            hint="write the input to a file, and name the file in the COMMAND",
         )
     loaded = request.load_to_plan(workload)
     if loaded.config.logging.pattern == "auto":
@@ -217,7 +217,7 @@ class Drill:
             self.log_line(f"{NOT_DETERMINISTIC}: {error}")
             return
         self.difference = largest_difference(self.reference, steps)
-        how = "cannot be compared: a step has one in only one of the runs"
+        how = "cannot be compared, because a step has a loss in only one of the runs"
         if self.difference is not None:
             how = f"differ by up to {self.difference:.1e} of their value"
         self.log_line(f"{NOT_DETERMINISTIC}: losses {how}")

@@ -144,7 +144,7 @@ def _problems(
         problems.append(f"the run {outcome.end.state or 'died'}: {reason}")
     should_restart = scenario.cause is None or scenario.cause in requeue_on
     if result.no_restart and should_restart:
-        problems.append(f"it did not restart by itself: {result.no_restart}")
+        problems.append(f"it did not restart automatically: {result.no_restart}")
     problems += outcome.damages
     rejected = {event.step for event in outcome.events if event.name == "checkpoint_rejected"}
     if result.damaged_step is not None and result.damaged_step not in rejected:

@@ -45,17 +45,15 @@ class Scenario:
 SCENARIOS = (
     Scenario("signal", "SIGUSR2: save and requeue", graceful=True),
     Scenario("rank", "SIGKILL of one rank", cause="crash"),
-    Scenario("node", "SIGKILL of everything on one node", cause="crash"),
-    Scenario(
-        "mid-save", "SIGKILL of all ranks while a save is written", cause="crash", needs_checkpoints=True
-    ),
+    Scenario("node", "SIGKILL of all processes on one node", cause="crash"),
+    Scenario("mid-save", "SIGKILL of all ranks during a save", cause="crash", needs_checkpoints=True),
     Scenario(
         "damaged-checkpoint",
-        "the whole job killed, bytes of its newest checkpoint flipped",
+        "SIGKILL of the whole job, then flipped bytes in its newest checkpoint",
         by_hand=True,
         needs_checkpoints=True,
     ),
-    Scenario("requeue", "scontrol requeue from outside", graceful=True, needs_slurm=True),
+    Scenario("requeue", "scontrol requeue by another user or program", graceful=True, needs_slurm=True),
 )
 NAMES = tuple(scenario.name for scenario in SCENARIOS)
 
@@ -194,7 +192,7 @@ class RunWatch:
         try:
             job = backend_of(entry).job(entry)
         except SlurmUnreachable as error:
-            self.log_line(f"unknown whether {self.run.name} is in the queue: {error.message}")
+            self.log_line(f"it is unknown whether {self.run.name} is in the queue: {error.message}")
             return True  # the next query follows after another `patience_s`
         return job is not None and job.state.is_waiting
 
@@ -210,8 +208,8 @@ class RunWatch:
         return read_newest_end(self.run.path) or AttemptEnd()
 
 
-OVER = "the run was over before it could be interrupted: give it more steps"
-NOTHING_LEFT = "no step was left after the restart: give it more steps"
+OVER = "the run ended before it could be interrupted: give it more steps"
+NOTHING_LEFT = "no steps remained after the restart: give the run more steps"
 MAX_TRIES = 3
 """A small model may finish its save before the kill arrives. The drill then tries the next save."""
 
@@ -282,7 +280,7 @@ class ScenarioRunner:
             if self.scenario.name != "mid-save" or self._save_was_cut_off():
                 break
             if number == MAX_TRIES:
-                self.result.missed = f"{MAX_TRIES} times the save was over before the ranks were dead"
+                self.result.missed = f"{MAX_TRIES} times, the save was complete before the ranks were dead"
         if not self.result.refused:
             self.watch.until(lambda: False)
         if self.watch.is_stuck:

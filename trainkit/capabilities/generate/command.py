@@ -23,23 +23,25 @@ from trainkit.errors import EXIT_FAILED
 )
 @run_argument
 @click.argument("prompt")
-@option("--step N", "The checkpoint of this step.", type=click.IntRange(min=0))
-@option("--max-tokens N", "Tokens after which to stop.", type=click.IntRange(1), default=200)
+@option("--step N", "Use the checkpoint of this step.", type=click.IntRange(min=0))
+@option("--max-tokens N", "Maximum number of new tokens.", type=click.IntRange(1), default=200)
 @option(
     "--temperature T",
-    "Randomness of the text; 0 always takes the most likely token.",
+    "Randomness of the text; 0 always chooses the most likely token.",
     type=click.FloatRange(min=0.0),
     default=0.8,
 )
-@option("--top-k K", "Only the K most likely tokens.", type=click.IntRange(min=1))
+@option("--top-k K", "Choose among the K most likely tokens.", type=click.IntRange(min=1))
 @option(
     "--top-p P",
-    "Only the most likely tokens, up to a total probability of P.",
+    "Choose among the most likely tokens with a total probability of P.",
     type=click.FloatRange(min=0.0, max=1.0, min_open=True),
 )
 @option("--seed", "The same seed gives the same text.", type=int, default=0)
-@option("--tokenizer FILE", "The tokenizer.json of prepared data.")
-@option("--device", "Where the model runs.", type=click.Choice(["auto", "cpu", "cuda"]), default="auto")
+@option("--tokenizer FILE", "The tokenizer.json with which the data was prepared.")
+@option(
+    "--device", "Device on which the model runs.", type=click.Choice(["auto", "cpu", "cuda"]), default="auto"
+)
 @option("--dtype", "Data type of the weights.", type=click.Choice(["fp32", "bf16", "fp16"]))
 @trust_option
 @json_option

@@ -68,7 +68,7 @@ def generate(request: JsonObject) -> None:
     if wanted == "cuda" and not has_gpu:
         raise UsageError(
             "--device cuda: this machine has no GPU that torch can use",
-            hint="--device cpu computes without one",
+            hint="use --device cpu",
         )
     device = torch.device("cuda" if has_gpu and wanted != "cpu" else "cpu")
     model = _load(config, request, device, tokenizer.identity.vocab_size)

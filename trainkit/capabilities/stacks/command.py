@@ -59,7 +59,9 @@ def command(run_name: str, rank: int | None, as_json: bool) -> None:
     if waits.lock is not None:
         click.echo(waits.text)
     if silent:
-        click.echo(f"no response from {rank_list(silent)}: ended, or the host does not respond")
+        click.echo(
+            f"no response from {rank_list(silent)}: the process has ended, or the host does not respond"
+        )
 
 
 def _ask_stacks(run: RunDir, rank: int | None) -> tuple[AttemptDir, list[Reply], list[int]]:

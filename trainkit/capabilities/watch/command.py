@@ -29,7 +29,7 @@ PIPE_WIDTH = 120
 @click.argument("run_name", metavar="[RUN]", required=False, shell_complete=complete_run)
 @option(
     "--interval S",
-    "Seconds between two readings of the run folder; Slurm is asked every 10 s at most.",
+    "Seconds between two readings of the run folder; Slurm is queried every 10 s at most.",
     name="interval_s",
     type=click.FloatRange(min=0.2),
     default=INTERVAL_S,
@@ -47,7 +47,7 @@ def command(run_name: str | None, interval_s: float, once: bool, as_json: bool) 
     found = None if run_name is None else find_run_or_group(run_name)
     if not (once or as_json) and sys.stdout.isatty() and sys.stdin.isatty():
         if find_spec("textual") is None:
-            hint = f"`{install_line('watch')}`; `trainkit watch --once` and `trainkit status` do without"
+            hint = f"`{install_line('watch')}`; `trainkit watch --once` and `trainkit status` work without it"
             raise UsageError("the package textual is not installed", hint=hint)
         from trainkit.capabilities.watch.screen import watch
 

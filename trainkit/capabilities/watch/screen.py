@@ -257,13 +257,13 @@ class RunScreen(ReadingScreen):
         self.notify(text, markup=False)
 
     def _cancel(self) -> str:
-        refuse_foreign(self.run_dir.path, "`trainkit cancel --trust` acts on what it says all the same")
+        refuse_foreign(self.run_dir.path, "`trainkit cancel --trust` cancels it anyway")
         return cancel_run(self.run_dir, now=False, wait=False, warn=self._notify_plain).message
 
     def _requeue(self) -> str:
         from trainkit.control.requeue import requeue_run
 
-        refuse_foreign(self.run_dir.path, "`trainkit requeue --trust` executes it all the same")
+        refuse_foreign(self.run_dir.path, "`trainkit requeue --trust` requeues it anyway")
         requeued = requeue_run(self.run_dir)
         entry = requeued.entry
         if requeued.is_started:
