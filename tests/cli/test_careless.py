@@ -1,4 +1,4 @@
-"""The most careless commands: what each prints, and that its hint works when it is followed."""
+"""Types careless commands, compares their errors and hints, and follows some of the hints."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ FILES = {
 
 
 def make_folder(folder: Path) -> None:
-    """Files, four runs, and one more that still runs."""
+    """Create files, four ended runs, and a run that still runs."""
     for name, text in FILES.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(text.encode())
@@ -126,13 +126,14 @@ def make_folder(folder: Path) -> None:
 
 
 def typed(line: str) -> tuple[int, str]:
-    """The exit code and the standard error of a command."""
+    """Return the exit code and the standard error of a command."""
     with contextlib.redirect_stderr(io.StringIO()) as err:
         return main(shlex.split(line)[1:]), err.getvalue()
 
 
 TABLE = Path(__file__).with_name("careless.txt")
-"""A command in each paragraph, with its error and its hint, and often a command that follows the hint."""
+"""The file with the commands. Each paragraph has a command, its error, its hint, and often a command that
+follows the hint."""
 CASES = [
     dict(re.split("(?:: | )", line, maxsplit=1) for line in text.splitlines())
     for text in TABLE.read_text().split("\n\n")
@@ -150,7 +151,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def here(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder in which commands are typed, on a machine without Slurm and without a GPU."""
+    """Return the folder in which commands are typed, on a machine without Slurm and without a GPU."""
     monkeypatch.chdir(project)
     monkeypatch.setenv("PATH", str(project / "bin"))
     return project
@@ -163,7 +164,7 @@ def test_a_careless_command(here: Path, case: dict[str, str]) -> None:
     hint = case["hint"].replace("SHIPPED", ", ".join(shipped_config_names()))
     assert (code, err.partition("error: ")[2]) == (2, f"{case['error']}\n\nhint: {hint}\n")
     assert str(here) not in err
-    assert sorted(here.rglob("*")) == before  # nothing was started or written
+    assert sorted(here.rglob("*")) == before  # the command started and wrote nothing
     if "then" in case:
         code, err = typed(case["then"])
         assert code == 0, err

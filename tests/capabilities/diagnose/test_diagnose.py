@@ -1,4 +1,4 @@
-"""`diagnose` on broken runs: recorded ones, a few that are made again, and what could mislead it."""
+"""Tests `diagnose` on broken runs: recorded runs, runs that are created again, and misleading files."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def newest(run: RunDir, job: SlurmJob | None = None) -> Diagnosis:
 
 
 def recorded_job(content: dict[str, Any]) -> SlurmJob | None:
-    """Slurm's view of the job, where it was recorded too."""
+    """Return Slurm's view of the job if it was recorded."""
     fields = content.get("slurm")
     return None if fields is None else SlurmJob(**{**fields, "state": JobState(fields["state"])})
 
 
 def shown(found: Diagnosis, expected: dict[str, object]) -> dict[str, object]:
-    """The expected fields of a diagnosis; all ranks fail alike where no rank is expected."""
+    """Return the expected fields of a diagnosis. If no rank is expected, all ranks fail in the same way."""
     fields = {key: getattr(found, key) for key in expected}
     return fields | {"rank": None} if expected.get("rank", 0) is None else fields
 
@@ -61,7 +61,7 @@ def test_names_the_first_rank_and_the_cause(name: str, tmp_path: Path) -> None:
 
 
 def test_the_set_covers_the_causes() -> None:
-    """24 causes of runs that failed for real or of errors of real tools."""
+    """The recorded runs cover 24 causes, from runs that really failed or from errors of real tools."""
     contents = [yaml.safe_load((FOLDER / f"{name}.yaml").read_text()) for name in RECORDED]
     assert len({content["expect"].get("name") for content in contents if is_real(content)}) >= 24
 
@@ -109,7 +109,7 @@ def test_evidence_is_the_line_of_the_file(tmp_path: Path) -> None:
 
 
 def failed(folder: Path, log: bytes, message: str = "ended with exit code 1", kind: str = "exit") -> RunDir:
-    """A run of which rank 0 failed, with this output."""
+    """Create a run whose rank 0 failed with this output."""
     folder.mkdir(exist_ok=True)
     run = RunDir(folder)
     attempt = run.attempt(1)
@@ -135,7 +135,8 @@ def failed(folder: Path, log: bytes, message: str = "ended with exit code 1", ki
 )
 def test_errors_of_a_gpu_and_of_its_program(tmp_path: Path, error: str, name: str, advice: str) -> None:
     message = f"{error}\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
-    for kind in ("AcceleratorError", "exit"):  # raised in Python, or by NCCL's watchdog, which aborts
+    # raised in Python, or by NCCL's watchdog, which aborts the process
+    for kind in ("AcceleratorError", "exit"):
         text = message if kind != "exit" else f"killed by SIGABRT: [Rank 0] Process group watchdog: {error}"
         found = newest(failed(tmp_path / kind, b"", text, kind))
         assert found.name == name
@@ -199,7 +200,7 @@ def test_an_exception_comes_before_a_loss_that_was_nan(tmp_path: Path) -> None:
 
 
 def test_a_loop_by_hand_is_started_again_by_its_own_command(tmp_path: Path) -> None:
-    """Its ranks were killed, but one that has recorded what it noticed."""
+    """All ranks were killed, and one of them recorded a lost connection before."""
     run = failed(tmp_path, b"", "Connection closed by peer", "RuntimeError")
     run.attempt(1).end_file.unlink()
     create_job(run, backend="local", name="run", cwd="/home/me", code=None)
@@ -232,7 +233,7 @@ def test_an_error_long_before_the_end_was_handled(tmp_path: Path) -> None:
 def test_a_huge_log_is_read_at_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "rank-0000.log"
     with path.open("wb") as stream:
-        stream.seek(2**30)  # a sparse file: no disk is needed
+        stream.seek(2**30)  # the file is sparse and takes no disk space
         stream.write(b"\nCUDA out of memory\n")
     text = read_log(path, tmp_path, "log")
     assert text.first_line is None
@@ -276,7 +277,7 @@ def test_a_killed_rank_comes_with_the_memory_of_its_host(tmp_path: Path) -> None
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    """A run with an attempt that has written nothing."""
+    """Return a run with an attempt that has written nothing."""
     RunDir(tmp_path).attempt(1).create()
     return RunDir(tmp_path)
 
@@ -310,7 +311,10 @@ def test_an_attempt_that_never_started(run: RunDir) -> None:
 
 
 def test_a_start_that_failed(run: RunDir) -> None:
-    """Slurm names the node where the script recorded nothing; with a record it need not be asked."""
+    """Slurm names the node if the batch script recorded none.
+
+    If the script recorded it, Slurm is not queried.
+    """
     create_job(run, backend="sbatch", name="x", cwd=str(run.path), code=None)
     add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     run.attempt(1).supervisor_log.write_text("bash: /venv/bin/activate: No such file or directory\n")
@@ -338,7 +342,7 @@ def test_a_start_that_failed(run: RunDir) -> None:
 
 
 def add_events(run: RunDir, *events: tuple[str, str, dict[str, Any]]) -> None:
-    """Events of attempt 1 as (second, name, values)."""
+    """Add events to attempt 1, given as (second, name, values)."""
     with run.events_file.open("a") as stream:
         for second, name, values in events:
             record = {"time": f"2026-01-01T00:00:{second}.000Z", "attempt": 1, "event": name, **values}
@@ -406,7 +410,7 @@ def test_a_stop_that_was_recorded_is_no_failure(run: RunDir, reason: str) -> Non
     write_json(run.attempt(1).end_file, {"state": "stopped", "cause": None, "reason": reason})
     found = newest(run)
     assert (found.state, found.cause) == ("nothing failed", f"the run stopped: {reason}")
-    # Its agent heard the signal after the rank had died of it.
+    # The agent received the signal after the rank had died of it.
     record = {"rank": 0, "host": HOST, "time": TEN, "type": "exit", "message": "killed by SIGTERM"}
     write_json(run.attempt(1).rank_error(0), {**record, "exit_code": 143})
     assert newest(run).cause == f"the run stopped: {reason}"
@@ -433,7 +437,8 @@ def test_a_save_that_the_end_cut_off(run: RunDir) -> None:
     unsaved = "the save of step 50 began at 00:00:03 UTC and was not completed: "
     (run.attempt(1).config_file).write_text("name: x\nrequeue: {grace_s: 20}\n")
     assert f"{unsaved}raise requeue.grace_s (now 20 s) if it needs more time" in newest(run).advice
-    run.checkpoint_dir(50).mkdir(parents=True)  # published, which a moment later would have been recorded
+    # the checkpoint is published, and its event would have followed a moment later
+    run.checkpoint_dir(50).mkdir(parents=True)
     assert not any("was not completed" in item for item in newest(run).advice)
 
 

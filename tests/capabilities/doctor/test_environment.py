@@ -1,4 +1,4 @@
-"""The checks of the interpreter and the packages of a job."""
+"""Tests the checks of the interpreter and the packages of a job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainkit.cli.main import main
 
 
 def report(capsys: pytest.CaptureFixture[str], *args: str, code: int) -> dict[str, tuple[str, str]]:
-    """Name of each check -> its state and value."""
+    """Map the name of each check to its state and value."""
     assert main(["doctor", "--quick", "--json", *args]) == code
     checks = json.loads(capsys.readouterr().out)["checks"]
     return {check["name"]: (check["state"], check["value"]) for check in checks}

@@ -1,4 +1,4 @@
-"""The checks of one node: its GPUs, with a driver that is made up, names, interfaces, ports and folders."""
+"""Tests the checks of one node with a made-up GPU driver, and with names, interfaces, ports and folders."""
 
 from __future__ import annotations
 

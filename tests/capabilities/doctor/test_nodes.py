@@ -1,4 +1,4 @@
-"""What `trainkit doctor` says of nodes that differ, and of Slurm's settings."""
+"""Tests the findings of `trainkit doctor` about nodes that differ and about Slurm's settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainkit.job.preflight import Finding
     ],
 )
 def test_packages_that_differ(versions: list[str | None], host: str | None, text: str) -> None:
-    """A node is blamed if most have another version."""
+    """A node is named if most other nodes have another version."""
     reports = [
         NodeReport(name, 0, 7, versions={} if version is None else {"torch": version})
         for name, version in zip("abc", versions, strict=False)

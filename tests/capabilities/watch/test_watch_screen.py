@@ -1,4 +1,4 @@
-"""`trainkit watch` driven by Textual's pilot: what it shows, compared with stored screens, and its keys.
+"""Drives `trainkit watch` with Textual's pilot, and compares its screens with stored ones.
 
 ``REWRITE_SCREENS=1 pytest tests/capabilities/watch`` writes the screens again.
 """
@@ -51,7 +51,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def screen_text(app: WatchApp) -> str:
-    """What is on the screen, as text."""
+    """Return the text on the screen."""
     return "".join(f"{strip.text.rstrip()}\n" for strip in app.screen._compositor.render_strips())
 
 
@@ -199,7 +199,7 @@ def test_requeue_says_what_it_did_or_why_it_could_not(folder: Path, monkeypatch:
     answers: list[object] = [
         Requeued(JobRecord(), AttemptRecord(3, "4712"), True),
         UsageError("4711 is already pending"),
-        UsageError("runs/[/b] cannot be read"),  # no markup
+        UsageError("runs/[/b] cannot be read"),  # the text contains no markup
     ]
 
     def requeue(run: RunDir) -> object:
@@ -245,8 +245,9 @@ def test_a_folder_that_is_deleted(folder: Path) -> None:
 
     async def use(pilot: Pilot[Any], app: WatchApp) -> None:
         await wait_for(pilot, lambda: view_of(app), "no view")
-        run.path.rename(folder / "deleted")  # at once: half a folder could be read while it is deleted
-        # Wraps at a column that depends on the length of the path.
+        # renamed at once, because the app could read half of a folder during its deletion
+        run.path.rename(folder / "deleted")
+        # The message wraps at a column that depends on the length of the path.
         message = "cannot be read: No such file or directory; shown is what was read at"
         await wait_for(pilot, lambda: message in " ".join(screen_text(app).split()), "no message")
         await shows(pilot, "step 600 of 600")
@@ -336,7 +337,7 @@ def test_a_damaged_file_of_the_run(name: str, content: str, folder: Path) -> Non
     (run.path / name).write_bytes(content.encode("latin-1"))
 
     def is_shown(text: str) -> bool:
-        """Whether it has either the error, or what the other files say."""
+        """Return whether the screen shows the error or the content of the other files."""
         return text.startswith("! ") or "step 600 of 600" in text or "INCOMPLETE" in text
 
     async def use(pilot: Pilot[Any], app: WatchApp) -> None:
