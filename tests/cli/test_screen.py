@@ -1,4 +1,4 @@
-"""What `status`, `diagnose` and errors look like in a terminal: colours, one line per run, any width."""
+"""Tests the output of `status`, `diagnose` and errors in a terminal: colours, one line per run, any width."""
 
 import json
 import os
@@ -13,6 +13,7 @@ import pytest
 from benchmarks.mutated_runs import make_project
 from tests.support.said import said
 from trainkit.cli.main import main
+from trainkit.function import ARGV
 from trainkit.run.registry import register
 from trainkit.run.rundir import RunDir
 from trainkit.terminal import text_width
@@ -23,7 +24,7 @@ Show = Callable[..., tuple[str, str]]
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with runs that have finished and failed, and a group."""
+    """Return a folder with runs that have finished and failed, and a group."""
     folder = tmp_path / "project"
     make_project(folder, ["finished", "crashed", "sweep"])
     monkeypatch.chdir(folder)
@@ -33,7 +34,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def show(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Show:
-    """What a command prints to stdout and stderr, both of them a terminal of that width, or neither."""
+    """Return a function that prints a command to a terminal of a given width, or to a pipe."""
 
     def run(line: str, *, columns: int | None = 100) -> tuple[str, str]:
         for stream in (sys.stdout, sys.stderr):
@@ -64,7 +65,7 @@ def test_states_have_colours_in_a_terminal(project: Path, show: Show, line: str)
     shown, _ = show(line)
     for text in SHOWN[line]:
         assert text in shown, shown
-    # Never by colour alone.
+    # The colours only repeat the words.
     assert click.unstyle(shown) == show(f"--no-color {line}")[0]
 
 
@@ -77,7 +78,7 @@ def test_nobody_gets_colours_who_wants_none(
     before, after = "--no-color " * (name == "--no-color"), " --json" * (name == "json")
     for line in (*SHOWN, "compare runs/finished runs/crashed", "status nothing", "check"):
         out, err = show(f"{before}{line}{after}", columns=None if name == "a pipe" else 100)
-        # A terminal shows an error after --json on stdout, as the result.
+        # In a terminal, an error of --json is the result, so it is printed to stdout.
         assert "\x1b" not in out + err, line
         if name == "json":
             json.loads(out)
@@ -123,7 +124,7 @@ def test_a_run_is_one_line_whatever_its_name(
     assert len(lines) == 1 + len(known)
     assert all(text_width(line) <= columns for line in lines), lines
     assert lines[0].split()[:2] == ["RUN", "STATE"]
-    # Shortened in the middle: what tells two runs of a kind apart is at the end of the name.
+    # A name is shortened in the middle, because similar runs differ at the end of their names.
     assert any(line.startswith("runs/short ") for line in lines) == (where == "here")
     assert any(line.startswith("short ") for line in lines) == (where == "elsewhere")
     at = lines[0].index("STATE")
@@ -131,8 +132,29 @@ def test_a_run_is_one_line_whatever_its_name(
     assert sum(_column(line, at).startswith(tuple(states)) for line in lines) >= len(NAMES)
 
 
+def test_the_runs_of_a_function_are_one_line(project: Path, show: Show) -> None:
+    names = ["work", "work-2", "work-3", "work-4"]
+    for name in names:
+        run = RunDir(shutil.copytree(project / "runs" / "finished", project / "runs" / name))
+        plan, job = json.loads(run.plan_file.read_text()), json.loads(run.job_file.read_text())
+        run.plan_file.write_text(json.dumps({**plan, "command": [*ARGV]}))
+        run.job_file.write_text(json.dumps({**job, "name": "work"}))
+        register(run, "work")
+    (project / "runs" / "work-4" / "attempts" / "001" / "end.json").unlink()
+    shown = show("status", columns=120)[0]
+    line = next(line for line in shown.splitlines() if line.startswith("runs/work"))
+    assert "runs/work (4 runs)" in line
+    assert f"{RED}1 died, 3 finished\x1b[0m" in line
+    assert shown.splitlines()[-1] == "--all shows each run of a function"
+    shown = show("status --all", columns=120)[0]
+    assert [line.split()[0] for line in shown.splitlines() if line.startswith("runs/work")] == [
+        f"runs/{name}" for name in reversed(names)
+    ]
+    assert len(json.loads(show("status --json")[0])) == len(shown.splitlines()) - 1
+
+
 def _column(line: str, at: int) -> str:
-    """What begins at a column of a terminal."""
+    """Return the text that begins at a column of a terminal."""
     used = 0
     for index, char in enumerate(line):
         if used >= at:

@@ -1,4 +1,4 @@
-"""Commands on runs whose files were changed: what once broke one, and a few hundred changes of a seed."""
+"""Runs commands on runs with changed files: changes that once broke a command, and random changes."""
 
 import json
 import os
@@ -42,7 +42,7 @@ FOUND = (
     ("bench", "bench.json", None, ("runs", 1, "run"), "\0"),
     ("bench", "bench.json", None, ("runs", 1, "values"), {"a": [1]}),
 )
-"""Changes of a value after which a command ended with an exception."""
+"""Changes of a value that once made a command end with an exception."""
 HOSTILE = (
     ("finished", "metrics.jsonl", "a folder"),
     ("finished", "metrics.jsonl", "zeros"),
@@ -56,12 +56,12 @@ HOSTILE = (
     ("crashed", "attempts/002/end.json", "a socket"),
     ("crashed", "plan.json", "zeros"),
 )
-"""What stands in the place of a file."""
+"""The content that replaces a file."""
 
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder in which commands are typed, on a machine without Slurm."""
+    """Return a folder in which commands are typed, on a machine without Slurm."""
     folder = tmp_path / "project"
     make_project(folder, ["bench", "command-crashed", "crashed", "finished", "sbatch", "sweep"])
     monkeypatch.chdir(folder)
@@ -70,14 +70,14 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def faults(name: str) -> list[str]:
-    """What is wrong with how the most common commands that read the run end, and a dry run of it."""
+    """Run the most common commands that read a run, and a dry run of it; return their problems."""
     lines = (*READING[:13], "submit {run} --dry-run", "status --sort loss --all")
     found = [
         (line, typed(line.format(run=f"runs/{name}", other=f"runs/{NEIGHBOUR}")))
         for line in lines
         if line.split()[-1] != "--dry-run" or name not in ("bench", "sweep")
     ]
-    said = found[1][1].output + found[1][1].errors  # of `status --json`
+    said = found[1][1].output + found[1][1].errors  # the output of `status --json`
     names = () if name == "bench" else (name, NEIGHBOUR)
     hidden = [f"{one} is hidden" for one in names if f"runs/{one}" not in said]
     return [f"{line}: {ended.wrong}" for line, ended in found if ended.wrong] + hidden

@@ -14,7 +14,7 @@ from trainkit.errors import EXIT_FAILED, EXIT_USAGE, ConfigError, TrainkitError,
 
 SIMILAR = 0.75
 """`sumbit` is like `submit` (0.83); `wait` is not like `watch` (0.67)."""
-PROGRAM = re.compile(r"(\S*/)?(python[0-9.]*|torchrun|accelerate|deepspeed|bash|sh)|\S*\.(py|sh)")
+PROGRAM = re.compile(r"(\S*/)?(python[0-9.]*|torchrun|accelerate|deepspeed|wandb|bash|sh)|\S*\.(py|sh)")
 SETTING = re.compile(r"-*(?P<key>[A-Za-z_]+(\.[A-Za-z_]+)+)=(?P<value>.+)")
 DASHES = "\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}"
 """What a word processor or a web page makes of ``--``."""
@@ -30,7 +30,7 @@ OTHER_COMMANDS = {
         "submit --dry-run": ("dry-run", "dryrun", "dry_run", "preview"),
         "schema": ("config", "keys", "options"),
     },
-    **{"submit --sweep KEY=VALUE,VALUE": ("sweep", "multirun"), "ckpt verify": ("verify",)},
+    **{"submit --sweep KEY=VALUE,VALUE": ("sweep", "multirun", "agent"), "ckpt verify": ("verify",)},
     **{"ckpt ls": ("checkpoint", "checkpoints", "ckpts"), "ckpt export": ("export", "convert")},
     **{"export": ("convert", "save"), "prepare": ("tokenize", "tokenise"), "validate": ("check", "verify")},
     **{"ckpt prune": ("prune", "clean"), "data prepare": ("prepare", "tokenize", "tokenise")},
@@ -54,6 +54,12 @@ HERE = "a run works in the folder in which it is submitted: `cd` there first"
 IS_SET = "trainkit sets it itself: leave it out"
 IS_HERE = "`trainkit run` is on this machine: leave it out"
 ASKS_NOTHING = "trainkit asks nothing: leave it out"
+WRITES_ACCELERATE = (
+    "trainkit writes the config of accelerate: `trainkit submit --launcher accelerate -- train.py`"
+)
+OWN_LIGHTNING = (
+    "a LightningCLI of your own comes after --: `trainkit submit --launcher lightning -- main.py {args}`"
+)
 RENDEZVOUS = "trainkit chooses address, port and ranks itself: leave it out"
 BY_HAND = "leave it out; on several hosts without Slurm, start `torchrun … -m trainkit run CONFIG` on each"
 OTHER_WAYS = {
@@ -71,6 +77,9 @@ OTHER_WAYS = {
     **dict.fromkeys(("--yes", "-y", "--force", "--overwrite", "--no-input"), ASKS_NOTHING),
     **dict.fromkeys(("--wait", "-W"), "`--follow` stays until the run has ended"),
     **dict.fromkeys(("--quiet", "--silent"), "what is not the result goes to stderr: `2>/dev/null` hides it"),
+    **dict.fromkeys(
+        ("--sweep_id", "--sweep-id", "--count"), "`--sweep KEY=VALUE,VALUE` starts a run for each value"
+    ),
     "--verbose": "`trainkit --debug COMMAND …` shows where an error comes from",
     "--wrap": "a program of your own comes after --: `trainkit submit -- COMMAND`",
     **dict.fromkeys(
@@ -105,7 +114,7 @@ SBATCH_KEYS = {"-x": "exclude", "-M": "clusters"}
 """Short options of sbatch, by the long one or the key."""
 SLURM_ALONE = ("--time", "--partition", "--account", "--qos", "--constraint", "--mem", "--exclusive")
 """Options of a job, which have no effect on what runs here."""
-WORD_IS_VALUE = ("bf16", "fp16", "fp32")
+WORD_IS_VALUE = ("bf16", "fp16", "fp32", "cpu")
 """Options of other programs that say the value of a key."""
 OTHER_NAMES = {
     "--nodes": ("-N", "--nnodes", "--num_machines", "--num-machines"),
@@ -168,6 +177,12 @@ def _command_hint(args: Sequence[str], known: Sequence[str], program: str) -> st
         return f"did you mean `{program} ls {quote(args[0])}`?"
     if name == program:
         return f"did you mean `{join(args)}`?"
+    if is_top and args[:2] == ["accelerate", "config"]:
+        return WRITES_ACCELERATE
+    if is_top and args[:2] in (["wandb", "sweep"], ["wandb", "agent"]):
+        name = args[1]
+    if is_top and name == "fit" and len(args) > 1:
+        return OWN_LIGHTNING.format(args=join(args))
     same = (
         own
         for own, others in OTHER_COMMANDS.items()
@@ -255,6 +270,10 @@ def _program_at(args: Sequence[str], context: click.Context | None) -> int:
 def _with_dashes(args: Sequence[str], first: int) -> str:
     """The words that were meant, where the ``--`` before a program was forgotten."""
     own, program = [word for word in args[:first] if word.strip(DASHES + "-")], args[first:]
+    launcher = program[0].rpartition("/")[2]
+    script = next((at for at, word in enumerate(program) if word.endswith(".py")), 0)
+    if launcher in ("torchrun", "accelerate", "deepspeed") and script and "--launcher" not in own:
+        own, program = [*own, "--launcher", launcher], program[script:]
     # The launchers start Python themselves.
     python = ["python"] if program[0].endswith(".py") and "--launcher" not in own else []
     shell = ["bash"] if program[0].endswith(".sh") else []
@@ -372,11 +391,16 @@ def _help_hint(args: Sequence[str]) -> str:
 
 def _setting_hint(found: re.Match[str], known: Sequence[str] = ("--set",)) -> str:
     """The option for ``key=value``: several values of a key that takes one are a sweep."""
-    from trainkit.config.suggest import accepts
+    from trainkit.config.schema import is_known, meant
+    from trainkit.config.suggest import accepts, other_key_says
 
     path, value = tuple(found["key"].split(".")), found["value"]
+    if not is_known(path):
+        if said := other_key_says(path[-1]):
+            return said
+        path = tuple((meant(path) or found["key"]).split("."))
     is_sweep = "--sweep" in known and "," in value and not accepts(path, value)
-    return f"did you mean {'--sweep' if is_sweep else '--set'} {quote(found['key'] + '=' + value)}?"
+    return f"did you mean {'--sweep' if is_sweep else '--set'} {quote('.'.join(path) + '=' + value)}?"
 
 
 def _option_hint(error: click.NoSuchOption, args: Sequence[str]) -> str:
@@ -397,6 +421,8 @@ def _option_hint(error: click.NoSuchOption, args: Sequence[str]) -> str:
         return f"did you mean {_with_value(sorted(same), value)}?"
     if typed == "-c" and "--set" in known and (value or "").isdigit():
         return f"did you mean --set resources.cpus_per_gpu={value}?"
+    if args[1:2] == ["fit"]:
+        return OWN_LIGHTNING.format(args=join(args[1:]))
     if typed in ("--config", "-c", "--file", "--model") and _names_config(typed, value):
         return f"CONFIG has no option: `{program} {quote(value or 'CONFIG')}`"
     if typed in ("--env", "-e", "--export") and "--set" in known and "=" in (value or ""):
@@ -406,6 +432,9 @@ def _option_hint(error: click.NoSuchOption, args: Sequence[str]) -> str:
         return RESUMES.format(run=quote(value) if is_run else "RUN")  # type: ignore[arg-type]
     if args[0] == "run" and typed in ("--local", "--here", "--backend", *SLURM_ALONE):
         return IS_HERE
+    if typed.startswith("--trainer.") and "--set" in known:
+        of_trainer = _key_hint("--" + typed.removeprefix("--trainer."), value, (), known)
+        return of_trainer or OWN_LIGHTNING.format(args=join(args[1:]))
     if typed in OTHER_WAYS:
         return OTHER_WAYS[typed]
     if typed == "--dry-run" and args[0] == "run":
@@ -515,6 +544,7 @@ def _bad_value(param: click.Parameter, args: Sequence[str]) -> tuple[str, str] |
     """What is wrong with a number or choice, in the words of a config's problems, and what was meant."""
     from trainkit.config.schema import allowed_values, schema_words
     from trainkit.config.suggest import readings
+    from trainkit.folders import INTERPOLATION, NOT_EVALUATED
 
     kind, name = param.type, _name(param)
     # An argument with a choice is the only one of its command.
@@ -545,6 +575,8 @@ def _bad_value(param: click.Parameter, args: Sequence[str]) -> tuple[str, str] |
 
     meant = next(filter(accept, readings(value, choices)), None)
     message = f"{name} {value}: must be {words}"
+    if INTERPOLATION.search(value):
+        return message, f"{NOT_EVALUATED}: write the value"
     if value == "all" and name == "--rank":
         return message, "did you mean --all?"
     if (counted := _with_value([name], value)) != name:

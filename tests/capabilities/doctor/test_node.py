@@ -1,4 +1,4 @@
-"""The checks of one node: its GPUs, with a driver that is made up, names, interfaces, ports and folders."""
+"""Tests the checks of one node with a made-up GPU driver, and with names, interfaces, ports and folders."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def used_by(*pids: int) -> dict[str, Any]:
     ("changes", "state", "hint"),
     [
         ({}, "ok", ""),
-        ({"Temperature": 91}, "warning", "it is hot"),
+        ({"Temperature": 91}, "warning", "the GPU is hot"),
         (used_by(77), "warning", "process 77 uses it: `ps -o user,args -p 77`"),
         (used_by(7, 8), "warning", "processes 7, 8 use it: `ps -o user,args -p 7,8`"),
         ({"MemoryInfo": memory(30, 80)}, "warning", "another process uses its memory"),

@@ -1,4 +1,4 @@
-"""The results of a drill: curves that are compared, and what is made of a run."""
+"""Tests how the losses of a run are compared, and how the result of a scenario is decided."""
 
 import json
 from dataclasses import replace
@@ -33,7 +33,7 @@ EVERYTHING = ("preempted", "timeout", "node_fail", "crash", "hang")
 
 
 def run_of(first: int, resumed: int, **more) -> RunOutcome:
-    """A run that did the steps up to `first`, and resumed from the checkpoint of step `resumed`."""
+    """Return a run that computed the steps up to `first`, and resumed from step `resumed`."""
     again = [StepRecord({**one.values, "attempt": 2}) for one in REFERENCE[resumed:]]
     events = [
         Event({"event": "training", "attempt": 1, "step": 0}),
@@ -48,7 +48,7 @@ def judged(name: str, record: Result, outcome: RunOutcome, reference=REFERENCE, 
 
 
 def record(action: str = "", **more) -> Result:
-    """What a scenario knows before its run is judged."""
+    """Return the result of a scenario before its run is evaluated."""
     return Result("", action=action, **more)
 
 
@@ -72,7 +72,7 @@ def rejected(first: int, resumed: int, step: int) -> RunOutcome:
 
 
 NOT_BACK, AGAIN = record(no_restart="no nodes"), "steps were recomputed; the maximum is"
-ALONE = "it did not restart by itself: no nodes"
+ALONE = "it did not restart automatically: no nodes"
 FAILED_END, NO_END = AttemptEnd("failed", reason="exit code 3"), AttemptEnd()
 ONLY_END = "passed: only its end was checked: the COMMAND writes no steps to metrics.jsonl"
 UNNOTICED = "failed: the damage to the checkpoint of step 10 was not detected"
@@ -81,7 +81,7 @@ UNNOTICED = "failed: the damage to the checkpoint of step 10 was not detected"
 @pytest.mark.parametrize(
     ("name", "found", "outcome", "more", "expected"),
     [
-        # A kill costs at most the interval between two saves, if that is known, and what a save takes.
+        # A kill costs at most the interval between two saves, and the steps that are computed during a save.
         ("rank", record(), run_of(14, 9), {}, "passed: "),
         ("rank", record(), run_of(14, 8), {}, f"failed: 6 {AGAIN} 5"),
         ("rank", record(), run_of(25, 0), {"interval": None}, "passed: "),
@@ -92,14 +92,14 @@ UNNOTICED = "failed: the damage to the checkpoint of step 10 was not detected"
         ("signal", record(), run_of(12, 12, end=FAILED_END), {}, "failed: the run failed: exit code 3"),
         ("signal", record(), run_of(12, 12, end=NO_END), {}, "failed: the run died: it recorded no reason"),
         ("rank", record(stuck="no progress"), run_of(12, 12, end=NO_END), {}, "failed: no progress"),
-        # A missing restart fails only where the config asks for one.
+        # A missing restart is a failure only if the config requests a restart.
         ("rank", NOT_BACK, run_of(12, 10), {}, f"failed: {ALONE}"),
         ("rank", NOT_BACK, run_of(12, 10), {"on": ("hang",)}, "passed: resumed by the drill: no nodes"),
         ("signal", NOT_BACK, run_of(12, 12), {"on": ()}, f"failed: {ALONE}"),
         ("signal", record(), run_of(12, 12, damages=["step-30: gone"]), {}, "failed: step-30: gone"),
         ("damaged-checkpoint", record(damaged_step=5), rejected(12, 10, 5), {}, "passed: "),
         ("damaged-checkpoint", record(damaged_step=10), rejected(12, 10, 5), {}, UNNOTICED),
-        # What could not be done has not passed.
+        # A scenario that could not be carried out has not passed.
         ("rank", record(missed="it was over"), run_of(30, 30), {}, "missed: it was over"),
         ("requeue", record(refused="scontrol: no"), run_of(12, 12), {}, "skipped: scontrol: no"),
         ("rank", record(), run_of(12, 10, steps=[], events=[]), {"reference": []}, ONLY_END),

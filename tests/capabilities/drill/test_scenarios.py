@@ -68,7 +68,7 @@ def run(tmp_path) -> RunDir:
 def test_a_run_of_which_slurm_says_nothing_is_waited_for(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The controller can be away for as long as nothing is heard of the run."""
+    """The drill waits for a silent run, because the Slurm controller may be unreachable for a long time."""
     looks: list[None] = []
 
     def away(entry: object) -> None:

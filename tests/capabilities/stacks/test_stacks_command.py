@@ -1,4 +1,4 @@
-"""`trainkit stacks` as it is typed, with a program in place of py-spy."""
+"""Runs `trainkit stacks` with a program in place of py-spy."""
 
 import json
 import sys
@@ -24,7 +24,7 @@ print(json.dumps([other, main]))
 
 @pytest.fixture
 def spied(desk):
-    """A desk where a program stands in for py-spy: rank 2 reads, rank 3 cannot be seen, the others wait."""
+    """A program stands in for py-spy. Rank 2 reads, rank 3 cannot be inspected, and the other ranks wait."""
     folder = desk.folder / "bin"
     folder.mkdir()
     (folder / "py-spy").write_text(SPY.format(python=sys.executable))

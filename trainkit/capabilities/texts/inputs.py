@@ -138,8 +138,6 @@ def _expand(source: str, role: str, val_fraction: float) -> Iterator[Input]:
         siblings = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
         close = near(path.name, siblings)
         hint = "check the path" if close is None else f"did you mean {shown_path(path.with_name(close))}?"
-        if "${" in source:
-            hint = "trainkit does not expand ${…}: write the path, or set the variable TRAINKIT_DATA__SOURCE"
         if "," in source:
             hint = f"write a list in brackets: [{shown_path(path)}]"
         raise UsageError(f"data source {shown_path(path)} does not exist", hint=hint) from None
