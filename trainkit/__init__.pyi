@@ -41,15 +41,15 @@ def submit(
 ) -> Run[Returned]:
     """Start a run on Slurm, or in the background on this machine, as ``trainkit submit`` does.
 
-    `work` is a config, which the built-in trainer trains, or a function, which each rank calls with `args`
-    and whose value `Run.result` returns; `functools.partial` gives it keyword arguments, and an option that
-    is a parameter of the function is refused. `command` runs a program instead, also through a `launcher`
-    such as ``torchrun``. A function or a command may have a `config` for its job. The run waits for those
-    that `after` names, a run or several.
+    `work` is a config for the built-in trainer, or a function that each rank calls with `args`. `Run.result`
+    returns the value of the function. Use `functools.partial` to pass keyword arguments to the function: an
+    option with the name of one of its parameters is refused. `command` runs a program instead, optionally
+    through a `launcher` such as ``torchrun``. A function or a command may have a `config` for its job. The
+    run starts after the runs in `after` have finished.
 
-    `options` are those of the command line, such as ``nodes=2``, ``gpus_per_node=4``, ``time="1:00:00"``,
-    ``name``, ``note`` and ``tags``, and sections of the config, as ``train={"steps": 50}``. Raises
-    UsageError, ConfigError and SlurmError, each with a `hint`, before anything starts.
+    `options` are the options of the command line, such as ``nodes=2``, ``gpus_per_node=4``,
+    ``time="1:00:00"``, ``name``, ``note`` and ``tags``, and sections of the config, such as ``train={"steps":
+    50}``. Raises UsageError, ConfigError and SlurmError, each with a `hint`, before anything starts.
     """
 
 def sweep(
@@ -70,8 +70,9 @@ def sweep(
 ) -> Group[Returned]:
     """Start a run for each combination of `values`, at most `limit` at once, as ``submit --sweep`` does.
 
-    They are values of config keys, or the keyword arguments of a function. Without a `limit` Slurm decides,
-    and on this machine the runs start one after another. Raises what `submit` raises.
+    The keys of `values` are config keys, or the keyword arguments of a function. Without a `limit`, Slurm
+    decides how many run at once, and on this machine the runs start one after another. Raises the same errors
+    as `submit`.
     """
 
 def map_array(
@@ -91,5 +92,5 @@ def map_array(
 ) -> Group[Returned]:
     """Start a run of a function for each item of `iterables`, at most `limit` at once, as one group.
 
-    Like `map`, it stops with the shortest of them. Raises what `submit` raises.
+    Like `map`, it stops at the end of the shortest iterable. Raises the same errors as `submit`.
     """

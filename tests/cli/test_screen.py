@@ -180,3 +180,31 @@ def test_only_the_runs_of_this_folder(
     (project / "empty").mkdir()
     monkeypatch.chdir(project / "empty")
     said(show("status --here")[1])
+
+
+def test_a_long_detail_goes_on_below_its_value(project: Path, show: Show) -> None:
+    lines = click.unstyle(show("status runs/crashed", columns=80)[0]).splitlines()
+    at = next(index for index, line in enumerate(lines) if line.startswith("state "))
+    assert lines[at].startswith("state       failed - a worker ended")
+    assert lines[at + 1].startswith(" " * 12 + "same failure")
+    assert all(text_width(line) <= 80 for line in lines[at:])
+    whole = show("status runs/crashed", columns=None)[0]
+    assert any(len(line) > 100 for line in whole.splitlines() if line.startswith("state "))
+
+
+def test_the_reason_of_a_trial_uses_a_wide_terminal(project: Path, show: Show) -> None:
+    wide, usual = (show("status runs/sweep", columns=columns)[0] for columns in (200, 80))
+    assert "a restart cannot help" in wide
+    assert "a restart" not in usual
+    assert all(text_width(line) <= 80 for line in click.unstyle(usual).split("\n\n")[1].splitlines())
+
+
+@pytest.mark.parametrize("columns", [80, 120, 200])
+def test_the_keys_of_a_comparison_are_whole(project: Path, show: Show, columns: int) -> None:
+    shutil.copytree(project / "runs" / "finished", project / "runs" / "finished-with-another-long-name")
+    config = project / "runs" / "finished-with-another-long-name" / "config.yaml"
+    config.write_text(config.read_text().replace("device_batch_size: 2", "device_batch_size: 4"))
+    runs = "runs/finished runs/crashed runs/finished-with-another-long-name"
+    shown = click.unstyle(show(f"compare {runs}", columns=columns)[0])
+    assert "\ntrain.device_batch_size  " in shown
+    assert all(text_width(line) <= columns for line in shown.splitlines())

@@ -123,7 +123,7 @@ class Progress:
     """The newest validation loss."""
     first_val_loss: float | None = None
     tokens_per_s: float | None = None
-    samples_per_s: float | None = None
+    samples_per_s: float | None = field(default=None, metadata=OPTIONAL)
     """Samples per second of a run whose loss counts samples; None for a run whose loss counts tokens."""
     metrics_age_s: float | None = None
     """Seconds since the last record in metrics.jsonl."""

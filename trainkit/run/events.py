@@ -344,14 +344,17 @@ def by_step(records: Iterable[Entry], metric: str, begins: Mapping[int, int] = {
 
 
 def best_result(run: RunDir) -> Best | None:
-    """The lowest validation loss of a run, else its newest; None without, and of one that has diverged."""
+    """Return the lowest validation loss of a run, or its newest loss if it was never validated.
+
+    Return None without a loss, and for a run that has diverged.
+    """
     if diverged_since(run) is not None:
         return None
     return best_of(run, read_events(run, "evaluated", *BEGINNINGS))
 
 
 def best_of(run: RunDir, events: Iterable[Event]) -> Best | None:
-    """The best result of a run that has not diverged, whose ``evaluated`` events are among these."""
+    """Return the best result of a run that has not diverged; `events` contain its ``evaluated`` events."""
     events = list(events)
     begins = first_steps(run, events)
     values = by_step((event for event in events if event.name == "evaluated"), "val_loss", begins)

@@ -317,7 +317,9 @@ class Trainer:
         sums = all_reduce_sum(local, self.world)
         return sums[:-1], sums[-1]
 
-    def _apply_gradient(self, totals: Tensor, square_sum: Tensor, lr: float, *, is_last: bool) -> StepReport:
+    def _apply_gradient(
+        self, totals: Tensor, square_sum: Tensor, lr: float, number: int, turn: str, *, is_last: bool
+    ) -> StepReport:
         """Clip and apply the gradient of a turn, or skip the update on all ranks if it is not finite."""
         self.progress.enter("update")
         divisor = (totals[1] / self.nominal_count).float() * self.loss_scale.value
@@ -340,8 +342,8 @@ class Trainer:
         if self.built.buffers is not None:
             self.built.buffers.settle(self.world)
         report = readback.finish()
-        if is_last:  # add one record per step, not per turn
-            self.rank_records.add(self.state.step + 1, report.grad_norm, readback.own)
+        counted = number + 1 if turn else 0  # a step without turns has one record, of turn 0
+        self.rank_records.add(self.state.step + 1, report.grad_norm, readback.own, counted, turn)
         return report
 
     def _is_logged(self, step: int) -> bool:

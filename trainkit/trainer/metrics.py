@@ -373,8 +373,12 @@ class RankRecords:
         if self._local_gradient.is_due:
             self.values += [self._local_gradient.take(device), square_sum.to(device)]
 
-    def add(self, step: int, grad_norm: float, own: Sequence[float]) -> None:
-        """Add the record of a step; `own` has the numbers of `values`, or is empty if the step is not due."""
+    def add(self, step: int, grad_norm: float, own: Sequence[float], turn: int = 0, name: str = "") -> None:
+        """Add the record of a step; `own` has the numbers of `values`, or is empty if the step is not due.
+
+        A step in which optimizers take turns has one record per turn: `turn` counts from 1, and `name` is the
+        optimizer of the turn.
+        """
         if not own:
             return
         values = dict(zip(("loss_sum", "local_gradient", "square_sum"), own, strict=True))
