@@ -10,6 +10,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests.support import said
+
 hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
 
@@ -52,8 +54,11 @@ def isolated_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
 
 
 @pytest.fixture(autouse=True)
-def home_of_its_own(isolated_environment: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def home_of_its_own(
+    isolated_environment: None, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[None]:
     """Give each test its own home and environment: no test sees the runs or variables of another."""
+    said.begin(request.node)
     before = dict(os.environ)
     with pytest.MonkeyPatch.context() as patch:
         _move_in(tmp_path_factory.getbasetemp() / "homes" / str(next(_numbers)), patch)

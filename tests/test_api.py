@@ -594,7 +594,7 @@ def test_a_table_says_what_cannot_be_read(folder: Path) -> None:
 
 
 def test_a_warning_names_the_line_of_the_caller() -> None:
-    text = "notify.mail has no effect: Slurm sends the emails, and this run starts here"
+    text = "notify.mail has no effect, because the run does not use Slurm"
     with pytest.warns(UserWarning, match=text) as caught:
         trainkit.submit(command=["true"], notify={"mail": "me@x.org"}, now=True).wait(LIMIT_S)
     assert {one.filename for one in caught if one.category is UserWarning} == {__file__}

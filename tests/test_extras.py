@@ -216,7 +216,7 @@ assert os.waitstatus_to_exitcode(pty.spawn([sys.executable, "-m", "trainkit", "w
     assert "hint: `pip install 'textual>=8,<9'`; `trainkit watch --once` and `trainkit status` do" in shown
     log = (tmp_path / "runs/quickstart/attempts/001/logs/rank-0000.log").read_text()
     [line] = [line for line in log.splitlines() if "tensorboard" in line.lower()]
-    assert "writes no TensorBoard files: No module named 'tensorboard'" in line
+    assert "cannot write TensorBoard files: No module named 'tensorboard'" in line
 
 
 def test_every_extra_has_a_use_here() -> None:

@@ -80,12 +80,12 @@ def test_the_fingerprint_changes_with_the_values(tmp_path: Path) -> None:
     ("content", "message"),
     [
         (b"", "it ends too early"),
-        (struct.pack("<Q", 1 << 60) + b"{}", "is damaged or of another format"),
-        (struct.pack("<Q", 2) + b"[]", "is damaged or of another format"),
-        (struct.pack("<Q", 9) + b"not json!", "is damaged or of another format"),
+        (struct.pack("<Q", 1 << 60) + b"{}", "is damaged or has another format"),
+        (struct.pack("<Q", 2) + b"[]", "is damaged or has another format"),
+        (struct.pack("<Q", 9) + b"not json!", "is damaged or has another format"),
         (
             struct.pack("<Q", 58) + b'{"x": {"dtype": "F32", "shape": [2], "data_offsets": [0,8]}}'[:58],
-            "is damaged or of another format",
+            "is damaged or has another format",
         ),
     ],
 )

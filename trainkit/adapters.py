@@ -1,4 +1,4 @@
-"""Low-rank adapters of peft: the key `model.lora`."""
+"""Adds low-rank adapters of peft to a model, as the config key `model.lora` requests."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ ADAPTER = "default"
 """The name of the adapter in peft."""
 HINT = "it has the arguments of peft.LoraConfig, such as r, lora_alpha and target_modules"
 UNSUPPORTED = ("layer_replication", "ensure_weight_tying")
-"""Arguments of LoraConfig with which several modules share parameters."""
+"""Arguments of LoraConfig that make several modules share parameters."""
 NEEDS_WEIGHTS = ("use_dora", "use_qalora", "loftq_config", "eva_config", "corda_config", "lora_ga_config")
-"""Arguments of LoraConfig with which the initial values of the adapters depend on the model's weights."""
+"""Arguments of LoraConfig that make the initial adapters depend on the weights of the model."""
 
 
 def require(module: str, key: str, extra: str) -> None:
@@ -33,10 +33,10 @@ def require(module: str, key: str, extra: str) -> None:
 
 
 def add_adapters(module: nn.Module, config: RunConfig) -> None:
-    """Add the adapters of ``model.lora`` to a module of a model, in place, and freeze its other parameters.
+    """Add the adapters of ``model.lora`` to a module in place, and freeze its other parameters.
 
-    Does nothing if the key is not set. What is outside `module` is trained as before. Raises FatalError if
-    the adapters do not fit it.
+    Does nothing if the key is not set. Modules outside `module` are trained as before. Raises FatalError if
+    the adapters do not fit `module`.
     """
     lora = config.model.lora
     if lora is None:
@@ -47,19 +47,19 @@ def add_adapters(module: nn.Module, config: RunConfig) -> None:
     if settings.modules_to_save:
         raise FatalError(
             f"model.lora.modules_to_save is {settings.modules_to_save}, but task is {config.task}",
-            hint="remove it: the task decides what is trained besides the adapters",
+            hint="remove it: the task decides which other parameters are trained",
         )
     is_on_meta = any(param.is_meta for param in module.parameters())
     if is_on_meta and not is_independent(lora):
         raise FatalError(
-            f"model.lora is {lora}, for which the weights of {name} must be in memory",
+            f"model.lora is {lora}, which requires the weights of {name} in memory",
             hint="build it without parameters_on_meta",
         )
     apply_lora(module, settings, name, wraps=False)
 
 
 def lora_config(lora: JsonObject, task_type: str | None = None) -> Any:
-    """The config of peft; raises FatalError for what it or trainkit does not take."""
+    """Create the LoraConfig of peft; raises FatalError for arguments that peft or trainkit rejects."""
     import peft
 
     for name in UNSUPPORTED:
@@ -75,10 +75,11 @@ def lora_config(lora: JsonObject, task_type: str | None = None) -> Any:
 
 
 def apply_lora(model: nn.Module, settings: Any, name: str, *, wraps: bool) -> nn.Module:
-    """Add adapters to a model, or with `wraps` return it in one of peft, which saves only them.
+    """Add adapters to a model in place, and return the model.
 
-    Adapters of weights on the meta device get memory and their initial values. Raises TrainkitError (exit
-    code 78) if peft cannot add them to the model, which the error calls `name`.
+    With `wraps`, return a `PeftModel` instead, which saves only the adapters. Adapters of weights on the meta
+    device get memory and initial values. Raises FatalError if peft cannot add the adapters; `name` is the
+    name of the model in the error.
     """
     import peft
 
@@ -100,18 +101,18 @@ def apply_lora(model: nn.Module, settings: Any, name: str, *, wraps: bool) -> nn
 
 
 def check_targets(module: nn.Module, settings: Any, model: str) -> None:
-    """Raise FatalError if adapters are for a module that `model` does not have."""
+    """Raise FatalError if `target_modules` names a module that does not exist."""
     targets = settings.target_modules
     if targets is None or targets == "all-linear":
-        return  # peft knows the modules, or raises
-    # As in peft, a string is a pattern for the whole name, and a list has the ends of names.
+        return  # peft chooses the modules itself, or raises an error
+    # In peft, a string is a pattern for the whole name, and a list contains the ends of names.
     if isinstance(targets, str):
         patterns = {targets: targets}
     else:
         patterns = {end: rf"(.*\.)?{re.escape(end)}" for end in targets}
     for target, pattern in patterns.items():
         if not any(re.fullmatch(pattern, name) for name, _ in module.named_modules()):
-            # Those that have a matrix of their own.
+            # Only modules with their own matrix can have adapters.
             found = {
                 name.rpartition(".")[2]
                 for name, part in module.named_modules()
@@ -124,7 +125,7 @@ def check_targets(module: nn.Module, settings: Any, model: str) -> None:
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
-    """The modules of a model that have low-rank adapters, by name."""
+    """Return the modules of a model that have low-rank adapters, by name."""
     from peft.tuners.lora import LoraLayer
 
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
@@ -132,18 +133,18 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
 
 @torch.no_grad()
 def merge_adapters(model: nn.Module) -> None:
-    """Add the adapters of `add_adapters` to the weights, in place; the names are again those without them."""
+    """Add the adapters to the weights in place, and restore the original names of the modules."""
     for name, layer in adapted_layers(model).items():
         layer.merge()
         model.set_submodule(name, layer.get_base_layer())
 
 
 def is_independent(lora: JsonObject) -> bool:
-    """Whether the initial values of adapters do not depend on the weights that they adapt."""
+    """Return whether the initial adapters do not depend on the weights of the model."""
     return lora.get("init_lora_weights", True) in (True, "gaussian") and keeps_base(lora)
 
 
 def keeps_base(lora: JsonObject) -> bool:
-    """Whether peft leaves the weights of the model as they are."""
+    """Return whether peft keeps the weights of the model unchanged."""
     is_simple = lora.get("init_lora_weights", True) in (True, False, "gaussian")
     return is_simple and not any(lora.get(key) for key in NEEDS_WEIGHTS)

@@ -133,6 +133,8 @@ def make_private(folder: Path, others: int = 0o077) -> bool:
     )
 
 
+INTERPOLATION = re.compile(r"\$\{[^{}]+\}")
+NOT_EVALUATED = "trainkit does not evaluate ${…}"
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 
 
@@ -143,6 +145,8 @@ def typed_path(text: str, cwd: Path) -> Path:
         if url[1] in ("hf", "https", "http"):
             hint += "; `hf download` fetches models and data sets of the hub"
         raise UsageError(f"{text} is a URL, not a path", hint=hint)
+    if INTERPOLATION.search(text):
+        raise UsageError(f"{text} is not a path: {NOT_EVALUATED}", hint="write the path itself")
     if "\0" in text:
         raise UsageError(f"{text!r} has a NUL character, which a path cannot contain", hint="check the path")
     try:

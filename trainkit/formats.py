@@ -51,12 +51,14 @@ def table(
         if max_width is not None:
             widths = [min(width, max_width) for width in widths[:-1]] + widths[-1:]
         return "\n".join(_line(row, widths, right) for row in rows)
-    for columns in (range(0 if cuts else num_keys, len(widths)), range(len(widths))):
-        while columns and _width(widths) > fit and max(widths[index] for index in columns) > MIN_COLUMN:
-            widths[max(columns, key=lambda index: widths[index])] -= 1
+    first = 0 if cuts else num_keys  # the first column that may be narrowed, while there is another choice
+    least = [width if index < first else min(width, MIN_COLUMN) for index, width in enumerate(widths)]
     here = len(widths)
-    while _width(widths[:here]) > fit and here > num_keys + 1:
+    while _width(least[:here]) > fit and here > num_keys + 1:
         here -= 1
+    for columns in (range(first, here), range(here)):
+        while columns and _width(widths[:here]) > fit and max(widths[at] for at in columns) > MIN_COLUMN:
+            widths[max(columns, key=lambda index: widths[index])] -= 1
     lines = []
     for row in rows:
         cells = [

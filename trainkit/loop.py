@@ -1,4 +1,4 @@
-"""Your own training loop, with the recovery of the built-in one.
+"""Adds checkpoints, resuming and stop signals to your own training loop.
 
 ::
 
@@ -8,7 +8,7 @@
     model = DistributedDataParallel(make_model().to(run.device))
     optimizer = torch.optim.AdamW(model.parameters())
     run.track(model=model, optimizer=optimizer)       # what a checkpoint contains
-    for step in run.steps(1000, save_every=100):      # resumes, saves, and stops when the run is asked to
+    for step in run.steps(1000, save_every=100):      # resumes, saves, and handles stop signals
         batch = data[run.sample_indices(step, len(data), batch_size=32)]
         ...
         run.log(loss=loss)
@@ -85,22 +85,22 @@ from trainkit.trainer.stateless_random import stable_key
 
 log = getLogger(__name__)
 GRACE_S = 120.0
-"""How long `trainkit cancel` waits for a run that trainkit did not start."""
+"""Seconds that `trainkit cancel` waits for a run that trainkit did not start."""
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def attach(run_dir: str | os.PathLike[str] | None = None) -> Attached:
-    """Join the other ranks and the run that this process belongs to; call once, before the model is built.
+    """Join the other ranks of this process and its run; call this once, before the model is built.
 
-    Initialises the default process group unless there is one. `run_dir` is the run folder of a process that
-    trainkit has not started, by default ``runs/attached``; its ranks must share it.
-    Raises SystemExit(75) if the run was asked to stop before all ranks had arrived.
+    Initialises the default process group unless it is initialised already. `run_dir` is the run folder of a
+    process that trainkit did not start; the default is ``runs/attached``. All ranks must share the folder.
+    Raises SystemExit(75) if a stop signal arrives before all ranks have joined.
     """
     return Attached(run_dir or "runs/attached")
 
 
 def _show_log(rank: int) -> None:
-    """Print what trainkit logs on rank 0, unless the program has set up logging itself."""
+    """Print the log of trainkit on rank 0, unless the program has configured logging itself."""
     root = getLogger("trainkit")
     if rank == 0 and not root.hasHandlers():
         handler = StreamHandler(sys.stdout)
@@ -110,14 +110,14 @@ def _show_log(rank: int) -> None:
 
 
 def _join(env: RankEnv, device: torch.device, stop: StopRequest, *, has_launcher: bool) -> World | None:
-    """The world of this rank; None if the ranks agreed to stop.
+    """Join the process group and return the world of this rank, or None if the ranks agreed to stop.
 
-    A launcher such as torchrun listens at the address itself.
+    With `has_launcher`, a launcher such as torchrun provides the rendezvous.
     """
     layout = Layout(dp_replicate=env.world_size)
     if not dist.is_initialized():
         if env.world_size > 1 and not has_launcher:
-            # Names the hosts of ranks that do not arrive.
+            # This function also names the hosts of ranks that do not arrive.
             return join_world(env, device, layout, stop)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         if env.world_size == 1:
@@ -128,7 +128,7 @@ def _join(env: RankEnv, device: torch.device, stop: StopRequest, *, has_launcher
 
 
 def _own_attempt(run: RunDir, world: World, env: RankEnv) -> AttemptDir:
-    """The next attempt of a run that trainkit did not start, created by rank 0, as commands read it."""
+    """Create the next attempt of a run that trainkit did not start, with the files that commands read."""
     number = 0
     if world.is_main:
         ensure_folder(run.path, parents=True)
@@ -138,9 +138,9 @@ def _own_attempt(run: RunDir, world: World, env: RankEnv) -> AttemptDir:
             attempt = run.next_attempt()
             number = attempt.number
             attempt.create()
-            # What commands show of it.
+            # `trainkit status` and other commands show these values.
             plan = LaunchPlan(
-                backend="launcher",  # or nothing but the shell has started it
+                backend="launcher",  # this name also covers a process that a shell has started
                 num_nodes=env.num_nodes,
                 workers_per_node=env.local_world_size,
                 device=world.device.type,
@@ -161,19 +161,19 @@ def _own_attempt(run: RunDir, world: World, env: RankEnv) -> AttemptDir:
 
 
 def _command_by_hand() -> tuple[str, ...]:
-    """How this process was started: through torchrun, which then is its parent, or by itself."""
+    """Return the command line of this process, or of torchrun if torchrun has started it."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        with suppress(OSError):  # /proc may not show the processes of others
-            words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().split(b"\0")[:-1]
-            return tuple(map(os.fsdecode, words))
+        with suppress(OSError):  # /proc may hide the processes of other users
+            arguments = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().split(b"\0")[:-1]
+            return tuple(map(os.fsdecode, arguments))
     return tuple(sys.orig_argv)
 
 
 class Attached:
-    """A rank of a run whose loop is the user's own; made by `attach`.
+    """A rank of a run with the user's own training loop; `attach` creates it.
 
-    It has `rank`, `local_rank`, `world_size` and `device`, as in torch; `run_dir`, the folder of the run; and
-    `attempt`, how many times the run has started, from 1 on.
+    The attributes `rank`, `local_rank`, `world_size` and `device` have their meaning in PyTorch. `run_dir` is
+    the folder of the run, and `attempt` counts the starts of the run from 1.
     """
 
     def __init__(self, run_dir: str | os.PathLike[str]) -> None:
@@ -208,17 +208,17 @@ class Attached:
         self._tracked: dict[str, object] = {}
         self._values: dict[str, float | Tensor] = {}
         self._records: deque[dict[str, object]] = deque(maxlen=10_000)
-        """What metrics.jsonl will get at the next write."""
+        """Records that are not in metrics.jsonl yet."""
         self._board: TensorBoardLog | None = None
         self._recorder = Recorder()
         if self.is_main:
             if plan is None or read_effective(attempt.config_file).logging.tensorboard is not False:
                 self._board = TensorBoardLog(attempt.run, None)
             self._recorder = of_media().recorder()(attempt, self._progress, self._board)
-        # For small collectives: saves use the group of the checkpoints.
+        # A separate group for small collectives, because saves use the checkpoint group concurrently.
         self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
         self._stops: tuple[Tensor, dist.Work] | None = None
-        """Whether a rank was asked to stop at the last step, when that is known."""
+        """The all-reduce of the stop flags that the last step started, and its result."""
         self._saver = CheckpointSaver(attempt, world, {}, keep_last=3)
         self._rank_info = RankInfo(env.rank, env.node_rank, own_host())
         self._watchdog = Watchdog(attempt, self._rank_info, self._progress, stop)
@@ -226,7 +226,7 @@ class Attached:
         self._end_groups = group_ender() if owns_group else None
         self._is_by_hand = plan is None
         self._outcome: Action | None = None
-        """How the loop has ended, if it has."""
+        """The result of the loop; None while it runs."""
         self._report_failures()
         atexit.register(self._close)
         if plan is not None:
@@ -234,15 +234,18 @@ class Attached:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0."""
+        """Return whether this is rank 0."""
         return self.rank == 0
 
     def track(self, **objects: Any) -> None:
-        """Add objects to the checkpoints under their names; call before `steps`.
+        """Add objects to the checkpoints under their names; call this before `steps`.
 
-        Modules, also in DistributedDataParallel or sharded with `fully_shard`; optimizers of a tracked
-        module; and anything else with `state_dict` and `load_state_dict`, such as a learning rate scheduler,
-        whose state consists of tensors and of what JSON can represent.
+        An object can be:
+
+        - a module, also one wrapped in DistributedDataParallel or sharded with `fully_shard`;
+        - an optimizer of a tracked module;
+        - any object with `state_dict` and `load_state_dict`, such as a learning rate scheduler, whose state
+          consists of tensors and JSON values.
         """
         self._tracked |= objects
 
@@ -255,17 +258,18 @@ class Attached:
         keep_last: int | None = 3,
         seed: int | None = 0,
     ) -> Iterator[int]:
-        """The numbers of the steps from 1, or after a resume from the newest checkpoint, to `total`.
+        """Yield the numbers of the steps up to `total`, starting at 1 or after the newest checkpoint.
 
-        After a step it writes what was logged, every `log_every` steps, which waits for the device; saves the
-        tracked objects, every `save_every` steps and after the last, and keeps the newest `keep_last` of
-        these checkpoints, with None all of them; and ends the process with exit code 75 after a save if the
-        run was asked to stop: every rank after the same step, at most two after the signal. A loop that is
-        left with ``break`` is not saved: call `save` first.
+        - Every `log_every` steps, it writes the logged values, which waits for the device.
+        - Every `save_every` steps and after the last step, it saves the tracked objects. It keeps the newest
+          `keep_last` checkpoints; None keeps all checkpoints.
+        - After a stop signal, it saves and ends the process with exit code 75. All ranks stop after the same
+          step, at most two steps after the signal.
 
-        Before each step, torch's generators are seeded by `seed`, step and rank, so that dropout is the same
-        after a resume; None leaves them alone. Raises TrainkitError if a checkpoint does not fit the tracked
-        objects, CheckpointError if the last state cannot be saved.
+        Before each step, PyTorch's random number generators are seeded with `seed`, step and rank, so that
+        dropout is the same after a resume; None does not seed them. A ``break`` saves nothing; call `save`
+        first. Raises TrainkitError if a checkpoint does not fit the tracked objects, and CheckpointError if
+        the last state cannot be saved.
         """
         self._saver = CheckpointSaver(self._attempt, self._world, {}, keep_last)
         self._progress.enter("load")
@@ -304,7 +308,7 @@ class Attached:
         self._outcome = "finished"
 
     def _any_stopped_at_last_step(self) -> bool:
-        """Whether a rank was asked to stop when this was called last; in the background: no step waits."""
+        """Return whether a rank had a stop signal at the previous call, so that no step has to wait."""
         before, value = self._stops, torch.tensor(float(bool(self._stop)))
         work = dist.all_reduce(value, group=self._group, async_op=True)
         assert work is not None
@@ -315,23 +319,23 @@ class Attached:
         return bool(before[0])
 
     def save(self, step: int) -> None:
-        """Save the tracked objects as the state after `step`, and wait for it; on every rank.
+        """Save the tracked objects as the state after `step`, and wait; every rank must call this method.
 
-        Raises CheckpointError if that fails.
+        Raises CheckpointError if the save fails.
         """
         self._save(step, "asked", blocking=True)
         self._saver.require_saved(step)
 
     @contextmanager
     def without_hang_detection(self) -> Iterator[None]:
-        """Let a part of a step, such as a validation, take longer than steps usually do; on every rank."""
+        """Pause hang detection within the block, for example during a validation; call this on every rank."""
         with self._progress.within("unwatched"):
             yield
 
     def log(self, **values: Any) -> None:
-        """Set values of the current step, of which the means over the ranks are logged.
+        """Set values of the current step; `steps` logs their means over the ranks.
 
-        values: numbers or tensors with one element; every rank has the same names.
+        values: numbers or tensors with one element. Every rank must log the same names.
         """
         self._values |= values
 
@@ -340,44 +344,47 @@ class Attached:
     ) -> None:
         """Log an image; the report, TensorBoard, MLflow and W&B show it.
 
-        image: a tensor [height, width] or [channels, height, width], an array of numpy [height, width] or
-        [height, width, channels], or an image of PIL. Floats are from 0 to 1, whole numbers from 0 to 255.
-        step: by default the current one. A step keeps the first image of each name.
-        Callable on every rank, or on some: rank 0 keeps its own. Raises UsageError for what is no image.
+        image: a tensor [height, width] or [channels, height, width], a NumPy array [height, width] or
+        [height, width, channels], or a PIL image. Floats range from 0 to 1, integers from 0 to 255.
+        step: the default is the current step. If a name is logged several times in a step, the first image is
+        kept.
+
+        Any rank may call this, but only the images of rank 0 are kept. Raises UsageError if `image` is not an
+        image.
         """
         self._recorder.image(name, image, step, caption)
 
     def log_histogram(self, name: str, values: object, step: int | None = None) -> None:
-        """Log the histogram of the numbers in a tensor, an array or a list; otherwise as `log_image`."""
+        """Log the histogram of the numbers in a tensor, an array or a list; see `log_image` for the rules."""
         self._recorder.histogram(name, values, step)
 
     def log_text(self, name: str, text: str, step: int | None = None) -> None:
-        """Log a text, such as a generated sample; otherwise as `log_image`."""
+        """Log a text, such as a generated sample; see `log_image` for the rules."""
         self._recorder.text(name, text, step)
 
     def sample_indices(
         self, step: int, num_samples: int, batch_size: int, *, seed: int = 0, shuffle: bool = True
     ) -> list[int]:
-        """The indices of this rank's samples in a step, of which each rank has `batch_size`.
+        """Return the indices of the `batch_size` samples that this rank trains on in a step.
 
-        Every sample is used once per epoch, in another order in each. The samples of a step are a function of
-        its number, so there is no position to save; they are the same on any number of ranks if
-        ``batch_size x world_size`` is.
+        Every epoch uses each sample once, in a different order. The samples of a step depend only on its
+        number, so there is no position to save. All ranks together use the same samples whenever
+        ``batch_size x world_size`` is the same.
         """
         first = ((step - 1) * self.world_size + self.rank) * batch_size
         found: list[int] = sample_index(range(first, first + batch_size), num_samples, seed, shuffle).tolist()
         return found
 
     def _write(self, step: int, step_s: float) -> None:
-        """Write the means of the logged values; a collective, also for a rank that has logged nothing."""
+        """Write the means of the logged values; a collective, even if a rank has logged nothing."""
         names = sorted(self._values)
         shown = ", ".join(names)
         extremes = torch.tensor([stable_key(shown), -stable_key(shown)])
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group)
         if int(extremes[0]) != -int(extremes[1]):
             raise FatalError(
-                f"the ranks differ in run.log(): this one has {shown or 'nothing'}",
-                hint="log the same names on every rank, not on rank 0 alone",
+                f"the ranks differ in run.log(): rank {self.rank} has logged {shown or 'nothing'}",
+                hint="log the same names on every rank, not only on rank 0",
             )
         if not names:
             return
@@ -386,7 +393,7 @@ class Attached:
         dist.all_reduce(sums, group=self._group)
         if not self.is_main:
             return
-        means = {  # None for what is not finite, as the trainer writes it
+        means = {  # like the trainer, write null for a value that is not finite
             name: mean if math.isfinite(mean) else None
             for name, mean in zip(names, (sums / self.world_size).tolist(), strict=True)
         }
@@ -413,22 +420,23 @@ class Attached:
                 "progress": {"step": step},
                 "state": values,
             }
-            self._saver.save(SaveRequest(step, record, is_best=False, reason=reason), blocking)
+            wait_for_logs = self._recorder.written()
+            self._saver.save(SaveRequest(step, record, False, reason, wait_for_logs), blocking)
             # The next step may change the tensors at once.
             self._saver.wait_until_staged()
 
     def _end(self, step: int, reason: str) -> None:
-        """Save unless this step is saved already; raises CheckpointError if that fails."""
+        """Save unless this step is saved already; raises CheckpointError if the save fails."""
         self._progress.enter("end")
         self._saver.finish()
         if self._tracked and step > 0:
             if self._saver.last_step != step:
                 self._save(step, reason, blocking=True)
             self._saver.require_saved(step)
-        self._progress.enter("unwatched")  # what the program does next takes as long as it takes
+        self._progress.enter("unwatched")  # the rest of the program may take any time
 
     def _close(self) -> None:
-        """Release what this process holds; when Python exits."""
+        """Close logs, save buffers and process groups when Python exits."""
         self._saver.close()
         self._recorder.close()
         if self._board is not None:
@@ -442,13 +450,13 @@ class Attached:
         gc.collect()
 
     def _record_end(self) -> None:
-        """Record how a run has ended that trainkit did not start, and so does not supervise."""
+        """Record the end of a run that has no supervisor because trainkit did not start it."""
         code, reason, failure = EXIT_STOPPED, "the program ended before the last step", None
         if self._outcome == "finished":
             code, reason = EXIT_OK, "all steps are done"
         elif self._outcome == "stopped":
             reason = f"saved after {self._stop.signal_name or 'another rank was asked to stop'}"
-        elif first := first_of(rank_failures(self._attempt)):  # of any rank: a launcher then stops this one
+        elif first := first_of(rank_failures(self._attempt)):  # a failure of another rank also ends this one
             failure = replace(first[1], more={})
             code, reason = failure.exit_code or EXIT_FAILED, f"rank {failure.rank} failed"
         state: Action = self._outcome or ("stopped" if failure is None else "failed")
@@ -462,7 +470,7 @@ class Attached:
         record_event(self._attempt, event, state=state, exit_code=code, reason=reason)
 
     def _restore(self) -> int:
-        """Load the newest intact checkpoint, if there is one; returns its step, else 0."""
+        """Load the newest intact checkpoint and return its step; return 0 without a checkpoint."""
         chosen = choose_checkpoint(self._attempt, self._world)
         if chosen is None:
             return 0
@@ -490,21 +498,21 @@ class Attached:
         return step
 
     def _wanted(self, name: str, item: Any, saved: Mapping[str, TensorStorageMetadata]) -> dict[str, Tensor]:
-        """The tensors of an object to load, in place if they exist."""
+        """Return the tensors to load; those of modules and optimizers are loaded in place."""
         if not isinstance(item, nn.Module | Optimizer):
-            # Its state may have grown since it was created.
+            # The saved state may have more entries than the new object.
             found = {path: saved[path] for path in saved if path.startswith(f"{name}.")}
             return {path: torch.empty(at.size, dtype=at.properties.dtype) for path, at in found.items()}
         tensors: dict[str, Tensor] = {}
         encode(name, self._state_of(name, item), tensors)
         if isinstance(item, Optimizer):
             for path in [path for path in tensors if path not in saved]:
-                # Of a parameter that never had a gradient: there is no state, which torch creates to load it.
+                # PyTorch creates this state, but the checkpoint has none for parameters without gradients.
                 tensors.pop(path).zero_()
         return tensors
 
     def _state(self) -> tuple[dict[str, Tensor], dict[str, object]]:
-        """The tensors of all tracked objects by their paths, and the rest of their states by name."""
+        """Return the tensors of all tracked objects by path, and their encoded states by name."""
         tensors: dict[str, Tensor] = {}
         values = {}
         for name, item in self._tracked.items():
@@ -512,7 +520,7 @@ class Attached:
         return tensors, values
 
     def _check_tracked(self) -> None:
-        """Raise TrainkitError for what could not be saved; only optimizers have their state later."""
+        """Raise TrainkitError for objects that cannot be saved; optimizers have no state yet."""
         for name, item in self._tracked.items():
             if isinstance(item, Optimizer):
                 self._model_of(name, item)
@@ -530,25 +538,25 @@ class Attached:
         if isinstance(item, nn.Module):
             set_model_state_dict(item, state)
         elif isinstance(item, Optimizer):
-            # With the zeros of what the checkpoint does not have.
+            # State that the checkpoint lacks keeps the zeros of `_wanted`.
             state = {**self._state_of(name, item), **state}
             set_optimizer_state_dict(self._model_of(name, item), item, state, options=FLAT)
         else:
             item.load_state_dict(state)
 
     def _model_of(self, name: str, optimizer: Optimizer) -> nn.Module:
-        """The tracked module whose parameters an optimizer updates."""
+        """Return the tracked module whose parameters an optimizer updates."""
         params = {param for group in optimizer.param_groups for param in group["params"]}
         for item in self._tracked.values():
             if isinstance(item, nn.Module) and params <= set(item.parameters()):
                 return item
         raise FatalError(
-            f"the parameters of {name} are not those of one tracked module",
-            hint="track the module with it: run.track(model=model, optimizer=optimizer)",
+            f"no tracked module contains all parameters of {name}",
+            hint="track the module too: run.track(model=model, optimizer=optimizer)",
         )
 
     def _report_failures(self) -> None:
-        """Record an exception that ends this process, with its step, for the verdict of the run."""
+        """Record an exception that ends this process, and its step, for the root cause of the run."""
         show = sys.excepthook
 
         def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

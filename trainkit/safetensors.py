@@ -1,4 +1,4 @@
-"""Reads parts of the tensors in safetensors files, and writes such files."""
+"""Read slices of the tensors in safetensors files, and write such files."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ INDEX_NAME = "model.safetensors.index.json"
 FILE_NAME = "model.safetensors"
 HEADER_LENGTH = struct.Struct("<Q")
 MAX_HEADER_BYTES = 100_000_000
-"""The limit of the format."""
+"""Maximum size of a header in this format."""
 TAIL_BYTES = 1 << 16
-"""Bytes at the end of each file that count for the fingerprint."""
+"""Number of bytes at the end of each file that count for the fingerprint."""
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -39,7 +39,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class _Stored:
-    """Where a tensor is."""
+    """The place of a tensor in a file, with its dtype and shape."""
 
     file: Path
     start: int
@@ -48,10 +48,10 @@ class _Stored:
 
 
 class StoredWeights:
-    """The tensors in the safetensors files of a folder, of which any part can be read by itself."""
+    """The tensors in the safetensors files of a folder; any slice of a tensor can be read separately."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the headers of all files; raises FatalError if there are none or one is damaged."""
+        """Read the headers of all files; raise FatalError if there are no files or a file is damaged."""
         self.folder = folder
         self._headers: dict[Path, bytes] = {}
         self._tensors: dict[str, _Stored] = {}
@@ -63,7 +63,7 @@ class StoredWeights:
 
     @property
     def fingerprint(self) -> str:
-        """Changes with the names, shapes, sizes and last bytes of the files."""
+        """Return a digest that changes with the names, shapes, sizes and last bytes of the files."""
         digest = hashlib.sha256()
         for file, header in self._headers.items():
             size = file.stat().st_size
@@ -76,9 +76,9 @@ class StoredWeights:
         return self._tensors[name].shape
 
     def read(self, name: str, index: Sequence[slice] = ()) -> Tensor:
-        """Read a tensor, or the part at `index`, one slice for each of the first dimensions.
+        """Read a tensor, or a slice of it; `index` has one slice for each of the first dimensions.
 
-        Only the rows in the first slice are read from the file. Raises FatalError if it is too short.
+        Only the rows in the first slice are read from the file. Raises FatalError if the file is too short.
         """
         stored = self._tensors[name]
         start, num_rows, shape = 0, None, stored.shape
@@ -119,18 +119,18 @@ class StoredWeights:
 
 @contextmanager
 def _reading(file: Path) -> Iterator[None]:
-    """Raise FatalError for a file that cannot be read or does not have the format."""
+    """Raise FatalError for a file that cannot be read or has another format."""
     try:
         yield
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise FatalError(f"{file} is damaged or of another format: {error}", "download it again") from None
+        raise FatalError(f"{file} is damaged or has another format: {error}", "download it again") from None
     except OSError as error:
-        # A restart may find the disk in order again.
+        # A restart may succeed if the disk error was temporary.
         raise FatalError(f"{file} cannot be read: {error.strerror}", exit_code=EXIT_FAILED) from None
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files with the weights of a folder: a single file comes before an index, as in transformers."""
+    """Return the weight files of a folder; a single file takes precedence over an index."""
     if (folder / FILE_NAME).is_file():
         return [folder / FILE_NAME]
     index = folder / INDEX_NAME
@@ -148,7 +148,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _read(file: Path, offset: int, num_bytes: int) -> bytearray:
-    """Some bytes of a file; mapped files are slow on network filesystems."""
+    """Read bytes of a file, without mapping the file, which is slow on network filesystems."""
     buffer = bytearray(num_bytes)
     view = memoryview(buffer)
     with file.open("rb", buffering=0) as stream:

@@ -1,4 +1,4 @@
-"""The most careless commands: what each prints, and that its hint works when it is followed."""
+"""Types careless commands, compares their errors and hints, and follows some of the hints."""
 
 from __future__ import annotations
 
@@ -69,6 +69,39 @@ FILES = {
     "range.yaml": "resources: {time: 1:00:00-2:00:00}\n",
     "variable.yaml": "launch: {env: {A: '${oc.env:HOME}'}}\n",
     "remark.yaml": "note: ${oc.env:USER}\n",
+    "sweep.yaml": "method: grid\nparameters:\n  lr: {values: [1e-4, 3e-4]}\n",
+    "bayes.yaml": (
+        "program: train.py\nmethod: bayes\nmetric:\n  name: val_loss\n  goal: minimize\nparameters:\n"
+        "  learning_rate:\n    min: 0.0001\n    max: 0.1\nearly_terminate:\n  type: hyperband\n"
+    ),
+    "random.yaml": (
+        "program: train.py\nname: my sweep\nproject: p\nmethod: random\nparameters:\n"
+        "  seed: {values: [1, 2]}\ncommand:\n- ${env}\n- python3\n- ${program}\n- ${args}\n"
+    ),
+    "accelerate.yaml": (
+        "compute_environment: LOCAL_MACHINE\ndebug: false\ndistributed_type: MULTI_GPU\n"
+        "downcast_bf16: 'no'\ngpu_ids: all\nmachine_rank: 0\nmain_training_function: main\n"
+        "mixed_precision: bf16\nnum_machines: 1\nnum_processes: 4\nrdzv_backend: static\n"
+        "same_network: true\ntpu_env: []\nuse_cpu: false\n"
+    ),
+    "fsdp.yaml": (
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nfsdp_config:\n"
+        "  fsdp_sharding_strategy: FULL_SHARD\nnum_processes: 8\n"
+    ),
+    "lightning.yaml": (
+        "seed_everything: 42\ntrainer:\n  accelerator: gpu\n  devices: 4\n  max_epochs: 3\nmodel:\n"
+        "  class_path: my.Model\n  init_args:\n    lr: 0.1\ndata:\n  class_path: my.Data\n"
+    ),
+    "fit.yaml": "fit:\n  trainer:\n    max_epochs: 3\n",
+    "trainer.yaml": "trainer: {devices: 4}\n",
+    "opt.yaml": "optimizer:\n  class_path: torch.optim.Adam\n  init_args: {lr: 0.1}\n",
+    "lr.yaml": "optimizer: {lr: '${oc.env:LR}'}\n",
+    "dim.yaml": "model: {dim: 64, ffn_dim: '${model.dim}'}\n",
+    "nested.yaml": "train: {steps: '${oc.decode:${oc.env:STEPS}}'}\n",
+    "now.yaml": "name: run-${now:%Y-%m-%d}\n",
+    "part.yaml": "optimizer: {betas: ['${beta}', 0.95]}\n",
+    "sec.yaml": "optimizer: ${optim}\n",
+    "init.yaml": "model: {init_from: '${oc.env:CKPT}/x'}\n",
     "config/a.yaml": "seed: 1\n",
     "train.py": "print(1)\n",
     "run.sh": "true\n",
@@ -76,7 +109,7 @@ FILES = {
 
 
 def make_folder(folder: Path) -> None:
-    """Files, four runs, and one more that still runs."""
+    """Create files, four ended runs, and a run that still runs."""
     for name, text in FILES.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(text.encode())
@@ -93,13 +126,14 @@ def make_folder(folder: Path) -> None:
 
 
 def typed(line: str) -> tuple[int, str]:
-    """The exit code and the standard error of a command."""
+    """Return the exit code and the standard error of a command."""
     with contextlib.redirect_stderr(io.StringIO()) as err:
         return main(shlex.split(line)[1:]), err.getvalue()
 
 
 TABLE = Path(__file__).with_name("careless.txt")
-"""A command in each paragraph, with its error and its hint, and often a command that follows the hint."""
+"""The file with the commands. Each paragraph has a command, its error, its hint, and often a command that
+follows the hint."""
 CASES = [
     dict(re.split("(?:: | )", line, maxsplit=1) for line in text.splitlines())
     for text in TABLE.read_text().split("\n\n")
@@ -117,7 +151,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def here(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder in which commands are typed, on a machine without Slurm and without a GPU."""
+    """Return the folder in which commands are typed, on a machine without Slurm and without a GPU."""
     monkeypatch.chdir(project)
     monkeypatch.setenv("PATH", str(project / "bin"))
     return project
@@ -130,7 +164,7 @@ def test_a_careless_command(here: Path, case: dict[str, str]) -> None:
     hint = case["hint"].replace("SHIPPED", ", ".join(shipped_config_names()))
     assert (code, err.partition("error: ")[2]) == (2, f"{case['error']}\n\nhint: {hint}\n")
     assert str(here) not in err
-    assert sorted(here.rglob("*")) == before  # nothing was started or written
+    assert sorted(here.rglob("*")) == before  # the command started and wrote nothing
     if "then" in case:
         code, err = typed(case["then"])
         assert code == 0, err

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.runs import make_attempt
+from tests.support.said import said
 from trainkit.cli import logs
 from trainkit.cli.logs import print_end
 from trainkit.cli.main import main
@@ -40,7 +41,7 @@ def test_a_log_is_not_in_memory(tmp_path, monkeypatch, capsys):
     attempt.rank_log(0).write_text("one\nthirteen\ntwo")
     monkeypatch.setattr(logs, "MAX_LINE_BYTES", 5)
     assert main(["logs", str(attempt.run.path)]) == 0
-    assert capsys.readouterr().out == "one\nthirt\neen\ntwo\n"
+    said(capsys.readouterr().out)
     assert main(["logs", str(attempt.run.path), "--lines", "1"]) == 0
     assert capsys.readouterr().out == "two\n"
 
@@ -53,7 +54,7 @@ def test_following_ends_with_how_the_run_ended(desk):
     assert (followed.stdout, followed.returncode) == ("attempt 2 rank 0\n█\n", 1)
     ended = json.loads(status.stdout)
     assert followed.stderr.splitlines()[0] == f"{ended['state']}: {ended['reason']}"
-    assert f"next: `trainkit diagnose runs/{run.name}` says what to do" in followed.stderr
+    said(followed.stderr)
 
 
 def test_what_is_not_there(desk):
@@ -74,12 +75,8 @@ def test_a_job_that_ended_before_or_after_its_supervisor_began(
     create_job(run, backend="sbatch", name="x", cwd=str(tmp_path), code=None)
     add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     assert print_end(run, read_job(run).attempts[-1]) == EXIT_FAILED
-    shown = f"`trainkit status {tmp_path}` shows what Slurm reports"
-    assert capsys.readouterr().err == f"died: the job ended before the supervisor began; {shown}\n"
+    said(capsys.readouterr().err)
     claim_entry(run, 1, 1)
     run.attempt(1).supervisor_log.write_text("slurmstepd: error\n")
     assert print_end(run, read_job(run).attempts[-1]) == EXIT_FAILED
-    log = run.attempt(1).supervisor_log
-    assert capsys.readouterr().err == (
-        f"died: the supervisor exited without recording an end; {log} ends with: slurmstepd: error\n"
-    )
+    said(capsys.readouterr().err)

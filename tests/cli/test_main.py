@@ -13,6 +13,7 @@ from click.shell_completion import ShellComplete
 
 import trainkit
 from tests.support.programs import run_program
+from tests.support.said import said
 from trainkit.__main__ import program
 from trainkit.cli import main as main_module
 from trainkit.cli.help import Command
@@ -225,7 +226,7 @@ def test_completion_lists_commands_without_loading_them():
     }
     argv = [sys.executable, "-m", "trainkit"]
     done = run_program(*argv, cwd=ROOT, env=environ)
-    assert done.stdout == "plain,replay\nplain,report\nplain,requeue\nplain,resume\n"
+    said(done.stdout)
 
 
 def said_on_a_full_disk(folder, *args, unbuffered=""):
@@ -244,7 +245,7 @@ def test_an_output_that_does_not_fit_on_the_disk(tmp_path, args, unbuffered):
     code, err = said_on_a_full_disk(tmp_path, *args, unbuffered=unbuffered)
     assert code == 1
     first, _, hint = err.partition("\n\n")
-    assert first == "error: the output cannot be written: No space left on device"
+    said(first)
     assert hint.startswith("hint: free space")
 
 

@@ -1,4 +1,4 @@
-"""`--metric` and `--sort` of `trainkit status` and `trainkit compare`, as they are typed."""
+"""Tests `--metric` and `--sort` of `trainkit status` and `trainkit compare`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ACCURACIES = {"0": [0.5, 0.75, 0.7], "1": [], "2": [0.25, 0.5]}
 
 @pytest.fixture(autouse=True)
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a sweep of a trial that has failed and two that have finished, which log an accuracy."""
+    """Return a folder with a sweep of one failed and two finished trials, which log an accuracy."""
     sweep = unpack_run(GOLDEN / "folders" / "sweep", tmp_path, os.uname().nodename)
     for index, values in ACCURACIES.items():
         file = RunDir(sweep / index).metrics_file
@@ -34,7 +34,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def trials(out: str) -> list[list[str]]:
-    """The rows of a table of trials, with its heading."""
+    """Return the rows of a table of trials, with its heading."""
     return [line.split() for line in out.split("\n\n")[-1].splitlines()]
 
 

@@ -1,4 +1,4 @@
-"""What `status`, `diagnose` and errors look like in a terminal: colours, one line per run, any width."""
+"""Tests the output of `status`, `diagnose` and errors in a terminal: colours, one line per run, any width."""
 
 import json
 import os
@@ -11,7 +11,9 @@ import click
 import pytest
 
 from benchmarks.mutated_runs import make_project
+from tests.support.said import said
 from trainkit.cli.main import main
+from trainkit.function import ARGV
 from trainkit.run.registry import register
 from trainkit.run.rundir import RunDir
 from trainkit.terminal import text_width
@@ -22,7 +24,7 @@ Show = Callable[..., tuple[str, str]]
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with runs that have finished and failed, and a group."""
+    """Return a folder with runs that have finished and failed, and a group."""
     folder = tmp_path / "project"
     make_project(folder, ["finished", "crashed", "sweep"])
     monkeypatch.chdir(folder)
@@ -32,7 +34,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def show(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Show:
-    """What a command prints to stdout and stderr, both of them a terminal of that width, or neither."""
+    """Return a function that prints a command to a terminal of a given width, or to a pipe."""
 
     def run(line: str, *, columns: int | None = 100) -> tuple[str, str]:
         for stream in (sys.stdout, sys.stderr):
@@ -63,7 +65,7 @@ def test_states_have_colours_in_a_terminal(project: Path, show: Show, line: str)
     shown, _ = show(line)
     for text in SHOWN[line]:
         assert text in shown, shown
-    # Never by colour alone.
+    # The colours only repeat the words.
     assert click.unstyle(shown) == show(f"--no-color {line}")[0]
 
 
@@ -76,7 +78,7 @@ def test_nobody_gets_colours_who_wants_none(
     before, after = "--no-color " * (name == "--no-color"), " --json" * (name == "json")
     for line in (*SHOWN, "compare runs/finished runs/crashed", "status nothing", "check"):
         out, err = show(f"{before}{line}{after}", columns=None if name == "a pipe" else 100)
-        # A terminal shows an error after --json on stdout, as the result.
+        # In a terminal, an error of --json is the result, so it is printed to stdout.
         assert "\x1b" not in out + err, line
         if name == "json":
             json.loads(out)
@@ -122,7 +124,7 @@ def test_a_run_is_one_line_whatever_its_name(
     assert len(lines) == 1 + len(known)
     assert all(text_width(line) <= columns for line in lines), lines
     assert lines[0].split()[:2] == ["RUN", "STATE"]
-    # Shortened in the middle: what tells two runs of a kind apart is at the end of the name.
+    # A name is shortened in the middle, because similar runs differ at the end of their names.
     assert any(line.startswith("runs/short ") for line in lines) == (where == "here")
     assert any(line.startswith("short ") for line in lines) == (where == "elsewhere")
     at = lines[0].index("STATE")
@@ -130,8 +132,29 @@ def test_a_run_is_one_line_whatever_its_name(
     assert sum(_column(line, at).startswith(tuple(states)) for line in lines) >= len(NAMES)
 
 
+def test_the_runs_of_a_function_are_one_line(project: Path, show: Show) -> None:
+    names = ["work", "work-2", "work-3", "work-4"]
+    for name in names:
+        run = RunDir(shutil.copytree(project / "runs" / "finished", project / "runs" / name))
+        plan, job = json.loads(run.plan_file.read_text()), json.loads(run.job_file.read_text())
+        run.plan_file.write_text(json.dumps({**plan, "command": [*ARGV]}))
+        run.job_file.write_text(json.dumps({**job, "name": "work"}))
+        register(run, "work")
+    (project / "runs" / "work-4" / "attempts" / "001" / "end.json").unlink()
+    shown = show("status", columns=120)[0]
+    line = next(line for line in shown.splitlines() if line.startswith("runs/work"))
+    assert "runs/work (4 runs)" in line
+    assert f"{RED}1 died, 3 finished\x1b[0m" in line
+    assert shown.splitlines()[-1] == "--all shows each run of a function"
+    shown = show("status --all", columns=120)[0]
+    assert [line.split()[0] for line in shown.splitlines() if line.startswith("runs/work")] == [
+        f"runs/{name}" for name in reversed(names)
+    ]
+    assert len(json.loads(show("status --json")[0])) == len(shown.splitlines()) - 1
+
+
 def _column(line: str, at: int) -> str:
-    """What begins at a column of a terminal."""
+    """Return the text that begins at a column of a terminal."""
     used = 0
     for index, char in enumerate(line):
         if used >= at:
@@ -153,7 +176,35 @@ def test_only_the_runs_of_this_folder(
     assert str(other.path) in show("status --all", columns=None)[0]
     assert str(other.path) not in show("status --here --all", columns=None)[0]
     assert "other" not in show("status --here --sort loss", columns=None)[0]
-    assert "but finished is named" in show("status finished --here")[1]
+    said(show("status finished --here")[1])
     (project / "empty").mkdir()
     monkeypatch.chdir(project / "empty")
-    assert "no runs yet in runs" in show("status --here")[1]
+    said(show("status --here")[1])
+
+
+def test_a_long_detail_goes_on_below_its_value(project: Path, show: Show) -> None:
+    lines = click.unstyle(show("status runs/crashed", columns=80)[0]).splitlines()
+    at = next(index for index, line in enumerate(lines) if line.startswith("state "))
+    assert lines[at].startswith("state       failed - a worker ended")
+    assert lines[at + 1].startswith(" " * 12 + "same failure")
+    assert all(text_width(line) <= 80 for line in lines[at:])
+    whole = show("status runs/crashed", columns=None)[0]
+    assert any(len(line) > 100 for line in whole.splitlines() if line.startswith("state "))
+
+
+def test_the_reason_of_a_trial_uses_a_wide_terminal(project: Path, show: Show) -> None:
+    wide, usual = (show("status runs/sweep", columns=columns)[0] for columns in (200, 80))
+    assert "a restart cannot help" in wide
+    assert "a restart" not in usual
+    assert all(text_width(line) <= 80 for line in click.unstyle(usual).split("\n\n")[1].splitlines())
+
+
+@pytest.mark.parametrize("columns", [80, 120, 200])
+def test_the_keys_of_a_comparison_are_whole(project: Path, show: Show, columns: int) -> None:
+    shutil.copytree(project / "runs" / "finished", project / "runs" / "finished-with-another-long-name")
+    config = project / "runs" / "finished-with-another-long-name" / "config.yaml"
+    config.write_text(config.read_text().replace("device_batch_size: 2", "device_batch_size: 4"))
+    runs = "runs/finished runs/crashed runs/finished-with-another-long-name"
+    shown = click.unstyle(show(f"compare {runs}", columns=columns)[0])
+    assert "\ntrain.device_batch_size  " in shown
+    assert all(text_width(line) <= columns for line in shown.splitlines())

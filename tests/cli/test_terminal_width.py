@@ -1,4 +1,4 @@
-"""Every command that prints a table fits it to the terminal, and leaves it alone elsewhere."""
+"""Tests that every command fits its table to a terminal, and does not change it in a pipe."""
 
 import os
 import re
@@ -23,7 +23,7 @@ COMMANDS = (
 )
 
 NO_TABLE = ("folder ", "workers_per_node: ")
-"""Lines above and below a table: a path, which is copied as a whole, and a sentence."""
+"""The lines around a table: a path, which is printed in full so that it can be copied, and a sentence."""
 
 
 @pytest.mark.parametrize("line", COMMANDS)
@@ -51,7 +51,7 @@ def test_a_table_fits_the_terminal(
     lines = [one for one in fitted.splitlines() if not one.startswith(NO_TABLE)]
     too_long = [one for one in lines if len(one) > 80]
     assert too_long == [], fitted
-    if line.startswith("status"):  # a run is one line, without the columns that say least
+    if line.startswith("status"):  # a run takes one line, and the least important columns are omitted
         return
     words = [re.sub(r"\s", "", text) for text in (whole, fitted)]
     assert sorted(set(words[0])) == sorted(set(words[1]))

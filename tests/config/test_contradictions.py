@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.said import said
 from tests.support.tables import messages
 from trainkit.config import LoadedConfig, dump_effective, load_config
 from trainkit.config.validation import OF_BASH
@@ -105,8 +106,8 @@ notify.mail=me@x.org resources.mail_type=ALL
     notify.mail: is set, and so is resources.mail_type
     hint: remove one of them
 notify.mail=me@x.org notify.on=[stalled,slow]
-    notify.mail: is set, but notify.on has none of the events that Slurm knows: finished, failed, requeued
-    hint: add one of them, or remove notify.mail
+    notify.mail: is set, but notify.on contains no event that Slurm can email: finished, failed, requeued
+    hint: add one of these events, or remove notify.mail
 """
 
 
@@ -127,11 +128,7 @@ def test_what_does_not_contradict(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["HF_TOKEN", "WANDB_API_KEY", "MY_PASSWORD"])
 def test_a_secret_must_not_be_written_down(tmp_path: Path, name: str) -> None:
-    assert problem(tmp_path, f"launch.env.{name}=abc") == (
-        f"--set launch.env.{name}: launch.env.{name}: looks like a secret, "
-        "but the config is written to the run folder\n"
-        f"  hint: export {name} in the shell instead; the job inherits it"
-    )
+    said(problem(tmp_path, f"launch.env.{name}=abc"))
 
 
 @pytest.mark.parametrize(
@@ -185,20 +182,15 @@ def test_what_is_no_path(tmp_path: Path, key: str, path: str, message: str) -> N
 @pytest.mark.parametrize("url", ["https://hooks.example.org/services/T0P", "hooks.example.org/x", "a b"])
 def test_the_url_of_a_webhook_must_not_be_written_down(tmp_path: Path, url: str) -> None:
     text = problem(tmp_path, f"notify.webhook={url}")
-    assert text == (
-        "--set notify.webhook: notify.webhook: is not the name of an environment variable\n"
-        "  hint: export TRAINKIT_WEBHOOK_URL=URL in the shell that submits, and leave notify.webhook out"
-    )
-    assert "launch.env.MY_HOOK: looks like a secret" in problem(
-        tmp_path, "notify.webhook=MY_HOOK", f"launch.env.MY_HOOK={url}"
-    )
+    said(text)
+    said(problem(tmp_path, "notify.webhook=MY_HOOK", f"launch.env.MY_HOOK={url}"))
 
 
 @pytest.mark.parametrize("line", ["export HF_TOKEN=hf_abcdefgh", "A_KEY='long enough' python x.py"])
 def test_a_secret_in_a_line_of_setup(tmp_path: Path, line: str) -> None:
     text = problem(tmp_path, f"launch.setup=[{json.dumps(line)}]")
     assert "launch.setup: sets " in text
-    assert "which looks like a secret" in text
+    said(text)
     assert "abcdefgh" not in text
     assert "long enough" not in text
 

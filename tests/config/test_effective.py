@@ -7,6 +7,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.said import said
 from trainkit.config import RunConfig, dump_effective, load_config, read_effective
 from trainkit.config.schema import all_keys
 from trainkit.errors import ConfigError
@@ -66,12 +67,7 @@ def test_damaged_file_names_key_and_line(tmp_path: Path) -> None:
     file.write_text("seed: 1\ntrain:\n  steps: x\n  stps: 1\n")
     with pytest.raises(ConfigError) as error:
         read_effective(file)
-    assert error.value.message == (
-        "2 problems\n\n"
-        f'{file}:3: train.steps: must be a whole number of at least 1 or null, not "x"\n'
-        "  hint: the default is 200\n"
-        f"{file}:4: train.stps: unknown key\n  hint: did you mean train.steps?"
-    )
+    said(error.value.message)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.said import said
 from trainkit.config import LoadedConfig, load_config
 from trainkit.errors import ConfigError
 
@@ -52,10 +53,7 @@ def test_one_file_extended_twice_is_no_circle(tmp_path: Path) -> None:
 
 def test_circle(tmp_path: Path) -> None:
     files = {"run.yaml": "seed: 1\nextends: a.yaml\n", "a.yaml": "extends: run.yaml\n"}
-    assert message(tmp_path, files) == (
-        "a.yaml:1: extends: run.yaml extends a.yaml extends run.yaml: this is circular\n"
-        "  hint: remove `extends` from one of these files"
-    )
+    said(message(tmp_path, files))
 
 
 def test_shipped_configs_and_profiles_are_found_from_anywhere(tmp_path: Path) -> None:
@@ -74,17 +72,12 @@ def test_missing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", ["1", "[a.yaml, 2]", "{a: b}", '""'])
 def test_not_names(tmp_path: Path, value: str) -> None:
     text = message(tmp_path, {"run.yaml": f"extends: {value}\n", "a.yaml": "seed: 1\n"})
-    expected = "run.yaml:1: extends: must be the name of a file or a list of names"
-    assert text == f"{expected}\n  hint: for example quickstart"
+    said(text)
 
 
 def test_problems_of_an_extended_file_have_its_lines(tmp_path: Path) -> None:
     files = {"run.yaml": "extends: a.yaml\nnodes: 1\n", "a.yaml": "\ntrain: {stepz: 1}\n"}
-    assert message(tmp_path, files) == (
-        "2 problems\n\n"
-        "a.yaml:2: train.stepz: unknown key\n  hint: did you mean train.steps?\n"
-        "run.yaml:2: nodes: unknown key\n  hint: did you mean resources.nodes?"
-    )
+    said(message(tmp_path, files))
 
 
 @pytest.mark.parametrize("place", ["sub/profiles", "profiles", "configs/profiles"])
@@ -99,8 +92,5 @@ def test_profile_places(tmp_path: Path, place: str) -> None:
 
 def test_no_such_profile(tmp_path: Path) -> None:
     files = {"run.yaml": "seed: 1\n", "profiles/big.yaml": "seed: 1\n"}
-    assert message(tmp_path, files, profile="smok") == (
-        "--profile smok: unknown profile 'smok'\n  hint: did you mean smoke? "
-        "profiles: aggressive, balanced, big, conservative, smoke"
-    )
+    said(message(tmp_path, files, profile="smok"))
     assert "unknown profile '../run'" in message(tmp_path, files, profile="../run")  # a name and no path

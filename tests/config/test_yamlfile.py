@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.said import said
 from trainkit.config.yamlfile import parse_value, read_yaml_file
 from trainkit.errors import ConfigError
 
@@ -103,7 +104,7 @@ def test_all_problems_of_the_form_at_once(tmp_path: Path) -> None:
 
 
 def test_missing_file(tmp_path: Path) -> None:
-    assert problem(tmp_path / "a.yaml") == "a.yaml: file not found\n  hint: check the path"
+    said(problem(tmp_path / "a.yaml"))
 
 
 def test_folder(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from job_tree import wait_for
 
 from tests.support.programs import FORWARDS, PASSES_NOTHING_ON, is_running, run_program
 from tests.support.runs import start_local
+from tests.support.said import said
 from trainkit.backends.local import backend as local
 from trainkit.job.processes import descendants, exit_code_of_zombie, link_of
 from trainkit.run.files import read_json
@@ -43,7 +44,7 @@ def test_exit_code_of_a_worker_is_the_jobs(start_job):
     end = job.end()
     assert (end["state"], end["exit_code"]) == ("failed", 3)
     assert end["verdict"]["rank"] == 1
-    assert end["verdict"]["message"] == "ended with exit code 3"
+    said(end["verdict"]["message"])
     assert "rank_failed" in job.events()
 
 
@@ -58,7 +59,7 @@ def test_an_exception_at_once_is_not_tried_again_for_nothing(start_job, code, at
     job = start_job(code, nodes=2, requeue={"on": ("crash",)})
     end = job.end(attempts)
     assert (job.run.attempt_numbers()[-1], end["state"]) == (attempts, "failed")
-    assert end["reason"] == f"a worker ended with exit code 1; not started again: {reason}"
+    said(end["reason"])
     assert end["verdict"]["hint"].endswith(
         "--new-code` after a fix; without --new-code the same code runs again"
     )
@@ -269,7 +270,7 @@ def test_full_disk_still_ends_everything(start_job):
     job.run.events_file.symlink_to("/dev/full")
     os.kill(job.entry.pid, signal.SIGTERM)
     wait_for(lambda: not any(map(is_running, [job.entry.pid, *everything])))
-    assert "No space left on device" in job.run.attempt(1).supervisor_log.read_text()
+    said(job.run.attempt(1).supervisor_log.read_text())
     assert read_json(job.run.attempt(1).end_file)["state"] == "stopped"
 
 
@@ -290,7 +291,7 @@ def test_plan_that_cannot_be_read_is_a_failure_with_its_reason(start_job, monkey
     wait_for(second.end_file.exists)
     end = read_json(second.end_file)
     assert (end["state"], end["exit_code"], end["verdict"]["rank"]) == ("failed", 1, None)
-    assert "plan.json cannot be read: Expecting property name" in end["reason"]
+    said(end["reason"])
     wait_for(lambda: entry.alive() is False)
 
 

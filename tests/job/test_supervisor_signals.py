@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from slurm_job import RUNNING, Slurm, record_signal, step
 
+from tests.support.said import said
 from trainkit.backends.slurm import allocation
 from trainkit.backends.slurm.allocation import SlurmAllocation
 from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED
@@ -284,7 +285,7 @@ def test_a_host_that_is_lost_is_no_place_to_start_again(
     slurm.job, slurm.lost = RUNNING, ("node1",)
     end = step(run, "raise SystemExit(137)")[1]
     assert (end["action"], end["cause"]) == ("requeue", "node_fail")
-    assert end["reason"] == "lost node1; resumes (restart 1)"
+    said(end["reason"])
 
 
 @pytest.mark.parametrize(
@@ -308,7 +309,7 @@ def test_a_job_that_slurm_does_not_start_again(
     result, end = step(run, f"raise SystemExit({ended_with})", *(record_signal(run, one) for one in signals))
     state = "stopped" if signals else "failed"
     assert (result, end["state"], end["action"], end["cause"]) == (ended_with, state, state, cause)
-    assert end["reason"] == f"{reason}; not started again: scontrol: Job 7 may not be requeued"
+    said(end["reason"])
 
 
 def dies_by(number: int, *, record: bool) -> str:
@@ -433,9 +434,7 @@ def test_a_death_on_a_node_that_is_drained(
     assert end["cause"] == ("preempted" if is_drained else "crash")
     if is_drained:
         assert (end["action"], end["verdict"]) == ("requeue", None)
-        assert end["reason"] == (
-            "ended by SIGTERM, and no worker reported a save while node1 is drained; resumes (restart 1)"
-        )
+        said(end["reason"])
 
 
 def test_a_segmentation_fault_is_judged_at_once_and_noted(

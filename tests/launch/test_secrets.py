@@ -5,6 +5,7 @@ from urllib.parse import quote as url_quote
 import pytest
 
 from tests.support.runs import make_attempt
+from tests.support.said import said
 from trainkit.cli.main import main
 from trainkit.errors import UsageError
 from trainkit.formats import mask_secrets
@@ -20,7 +21,7 @@ NAMES = ("HF_TOKEN", "WANDB_API_KEY")
 def test_leak_is_refused_without_showing_it() -> None:
     with pytest.raises(UsageError) as caught:
         refuse_leaks(f"curl -H 'Bearer {TOKEN}'", "submit.sbatch", NAMES, {"HF_TOKEN": TOKEN})
-    assert caught.value.message == "the value of HF_TOKEN would be written into submit.sbatch"
+    said(caught.value.message)
     assert TOKEN not in caught.value.render()
 
 

@@ -79,7 +79,7 @@ def test_a_pipe_that_never_ends(shell) -> None:
     try:
         assert "without data" in shell("exec $ask train", stdin=reading)[0]
         said = shell("exec $ask python3 - 2>&1", stdin=reading)
-        assert said[0] == "waiting for the end of standard input, which the run keeps"
+        said(said[0])
         assert said[-2].endswith("nothing has come from it for 0.4 s")
     finally:
         os.close(reading)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.said import said
 from trainkit.errors import UsageError
 from trainkit.folders import shipped_templates
 from trainkit.launch import script as templates
@@ -42,7 +43,7 @@ def test_which_template_is_taken(project: Path) -> None:
     # A checkout of trainkit overrides nothing, and nothing outside of the folder is taken.
     assert templates._folders(shipped_templates().parent) == [shipped_templates()]
     (project / "secret.j2").write_text("x")
-    assert "there is no template '../secret.j2'" in refusal(project, "../secret.j2").message
+    said(refusal(project, "../secret.j2").message)
 
 
 VERBATIM = "{{ y }} {% raw %} \\1 \\g<0>"
@@ -96,7 +97,7 @@ def test_undefined_attribute_in_an_included_template(project: Path) -> None:
     path = write(project, "\n\n{{ environment.modulse }}", "partials/x.j2")
     error = refusal(project, **CONTEXT)
     assert error.message.startswith(f"{path}:3: ")
-    assert "has no attribute 'modulse'" in error.message
+    said(error.message)
     assert str(shipped_templates()) in error.hint
 
 

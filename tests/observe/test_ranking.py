@@ -1,4 +1,4 @@
-"""One metric ranks a set of runs, and a run that has diverged is never the best."""
+"""Tests that one metric ranks a set of runs, and that a run that has diverged is never the best."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.groups import make_group
+from tests.support.said import said
 from trainkit.observe import ranking
 from trainkit.observe.group import GroupFiles, GroupStatus, most_relevant
 from trainkit.observe.ranking import (
@@ -28,7 +29,15 @@ from trainkit.observe.ranking import (
     rank,
 )
 from trainkit.run.end import Best
-from trainkit.run.events import MAX_WITHOUT, best_result, diverged_since, log_event
+from trainkit.run.events import (
+    MAX_WITHOUT,
+    best_result,
+    diverged_since,
+    first_steps,
+    log_event,
+    newest_step,
+    read_events,
+)
 from trainkit.run.files import append_jsonl, to_json, write_json
 from trainkit.run.group import RunGroup, create_task_run
 from trainkit.run.record import claim_entry
@@ -36,11 +45,11 @@ from trainkit.run.rundir import RunDir
 
 NOW = datetime(2026, 1, 1, 0, 0, 30, tzinfo=timezone.utc)
 Curves = dict[str, str]
-"""Metric -> its values from step 1 on; ``.`` for a step that has none."""
+"""Maps a metric to its values from step 1 on, where ``.`` stands for a step without a value."""
 
 
 def log(run: RunDir, curves: Curves, attempt: int = 1, first: int = 1) -> None:
-    """Log curves as the trainer and a COMMAND do: a validation loss is an event."""
+    """Log curves as the trainer and a COMMAND do. A validation loss is logged as an event."""
     columns = {name: text.split() for name, text in curves.items()}
     for index in range(max(map(len, columns.values()), default=0)):
         found = {name: values[index] for name, values in columns.items() if len(values) > index}
@@ -66,7 +75,7 @@ def ended(run: RunDir, state: str = "finished") -> None:
 
 
 def group_of(folder: Path, runs: list[Curves | None], **checkpoint: object) -> RunGroup:
-    """A group of runs that have finished with these curves; None for one that has not started."""
+    """Return a group of finished runs with these curves; None stands for a run that has not started."""
     group = make_group(folder, {index: {"seed": index} for index in range(len(runs))})
     config = group.record.config
     group.update(config={**config, "checkpoint": {**config["checkpoint"], **checkpoint}})
@@ -82,11 +91,11 @@ def status(group: RunGroup, metric: str | None = None) -> GroupStatus:
 
 FALLS = " ".join(f"{1 / step:.4f}" for step in range(1, 21))
 TENTH = ". " * 9
-MIX: list[Curves | None] = [  # what mix.py of a sweep with k=a,b prints
+MIX: list[Curves | None] = [  # printed by mix.py in a sweep with k=a,b
     {"loss": FALLS, "val_loss": f"{TENTH}0.05 {TENTH}0.025"},
     {"loss": " ".join(f"{0.001 * step:.4f}" for step in range(1, 21))},
 ]
-NAN: list[Curves | None] = [  # and nan.py with lr=0.01,0.1,0.3
+NAN: list[Curves | None] = [  # printed by nan.py with lr=0.01,0.1,0.3
     {"loss": FALLS, "val_loss": f"{TENTH}0.05 {TENTH}0.025"},
     {"loss": FALLS, "val_loss": f"{TENTH}0.05 {TENTH}0.025"},
     {"loss": "60 " + "nan " * 19, "val_loss": f"{TENTH}nan {TENTH}nan"},
@@ -107,7 +116,8 @@ NAN: list[Curves | None] = [  # and nan.py with lr=0.01,0.1,0.3
         ([{"val_loss": "1 3"}, {"val_loss": "2 2"}], None, "BEST VAL_LOSS", "01", [1.0, 2.0]),
         ([{"loss": "nan"}, {"loss": "inf"}], None, "LAST LOSS", "01", [None, None]),
         ([{"loss": "1 nan"}, {"loss": "9 9"}], None, "LAST LOSS", "10", [None, 9.0]),
-        ([{"loss": "1 nan 2"}, {"loss": "9 9"}], None, "LAST LOSS", "01", [2.0, 9.0]),  # it has recovered
+        # the run has recovered
+        ([{"loss": "1 nan 2"}, {"loss": "9 9"}], None, "LAST LOSS", "01", [2.0, 9.0]),
         (
             [{"loss": "1 1", "val_loss": "1 nan"}, {"val_loss": "7 8"}],
             None,
@@ -230,6 +240,31 @@ def test_steps_that_a_later_attempt_computed_again(tmp_path: Path) -> None:
     assert measure(run, Ranking("val_loss")).result == Best("val_loss", 2.0, 3)
 
 
+def test_a_resumed_attempt_that_has_not_logged_the_metric_yet(tmp_path: Path) -> None:
+    """Steps that the newest attempt computes again do not count, even before it has logged the metric."""
+    trained, command = RunDir(tmp_path / "trained"), RunDir(tmp_path / "command")
+    for run in (trained, command):
+        run.path.mkdir()
+        log(run, {"f1": ".1 .2 .9 .9", "loss": "4 3 2 1", "val_loss": "4 3 2 1"})
+    log_event(trained, 2, "training", step=2)
+    log(command, {"loss": "2.5"}, attempt=2, first=3)
+    for run, loss in ((trained, Best("loss", 3.0, 2)), (command, Best("loss", 2.5, 3))):
+        assert measure(run, Ranking("f1", "max")).result == Best("f1", 0.2, 2)
+        assert measure(run, Ranking("val_loss")).result == Best("val_loss", 3.0, 2)
+        assert measure(run, Ranking("loss")).result == loss
+        assert best_result(run) == Best("val_loss", 3.0, 2)
+    assert newest_step(trained, first_steps(trained, read_events(trained))) == 2
+
+
+def test_the_table_of_a_group_has_no_steps_that_are_computed_again(tmp_path: Path) -> None:
+    group = make_group(tmp_path, {0: {"seed": 0}})
+    run = started(group, 0, {"loss": "4 3 2 1", "val_loss": "4 3 2 1"})
+    claim_entry(run, 2, 1)
+    log_event(run, 2, "training", step=2)
+    (trial,) = status(group, "val_loss").trials
+    assert (trial.best, trial.step) == (Best("val_loss", 3.0, 2), 2)
+
+
 def test_the_best_metric_of_the_config_ranks(tmp_path: Path) -> None:
     runs: list[Curves | None] = [
         {"loss": "1", "val_loss": "1", "val_accuracy": ".1"},
@@ -336,7 +371,7 @@ def test_a_metric_that_no_run_has_is_refused_with_those_that_they_have(tmp_path:
     for asked in ("acuracy", "step", "attempt", "time", ""):
         with pytest.raises(UnknownMetricError, match=f"no run has logged {asked}") as error:
             GroupFiles(group, asked)
-        assert "they have logged accuracy, loss, lr, val_loss" in str(error.value.hint)
+        said(str(error.value.hint))
     with pytest.raises(UnknownMetricError) as error:
         GroupFiles(group, "acuracy")
     assert str(error.value.hint).startswith("did you mean accuracy? ")
@@ -344,7 +379,7 @@ def test_a_metric_that_no_run_has_is_refused_with_those_that_they_have(tmp_path:
     empty = group_of(tmp_path / "empty", [None])
     with pytest.raises(UnknownMetricError) as error:
         GroupFiles(empty, "loss")
-    assert error.value.hint == "they have logged nothing yet"
+    said(error.value.hint)
 
 
 def test_the_hint_shows_some_names_without_what_moves_a_cursor_and_secrets(tmp_path: Path) -> None:
@@ -377,4 +412,4 @@ def test_sort_may_be_the_metric_and_no_other_one() -> None:
     )
     with pytest.raises(Exception, match="--sort acc is not a column of runs that are ranked by f1") as error:
         asked_metric("f1", "acc", ("step",))
-    assert error.value.hint == "it can be step, f1"
+    said(error.value.hint)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.said import said
 from trainkit.cli.usage import _cut_setting
 from trainkit.errors import UsageError
 from trainkit.formats import short_keys, shown
@@ -88,7 +89,7 @@ def test_a_command_can_contain_swept_values() -> None:
     )
     with pytest.raises(UsageError, match="unknown key rate") as caught:
         sweep_trials(["rate=1,2"], command)
-    assert caught.value.hint == "write {rate} in the COMMAND where its value belongs"
+    said(caught.value.hint)
 
 
 def test_every_combination_the_last_key_fastest() -> None:
@@ -112,9 +113,7 @@ def test_a_typing_error_does_not_make_a_million_runs() -> None:
 
 
 def test_for_people() -> None:
-    assert shown({"optimizer.lr": 0.1, "data.source": "a b", "train.epochs": None}) == (
-        "optimizer.lr=0.1, data.source=a b, train.epochs=null"
-    )
+    said(shown({"optimizer.lr": 0.1, "data.source": "a b", "train.epochs": None}))
     assert short_keys(["optimizer.lr", "train.steps"]) == ["lr", "steps"]
     assert short_keys(["model.dropout", "other.dropout", "seed"]) == [
         "model.dropout",

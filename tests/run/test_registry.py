@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.groups import make_group
+from tests.support.said import said
 from trainkit.capabilities.bench.run_bench import BENCH_FILE
 from trainkit.cli.usage import as_typed
 from trainkit.errors import UsageError
@@ -54,7 +55,7 @@ def test_runs_below_here_need_no_index(tmp_path):
     assert not index_file().exists()
     with pytest.raises(UsageError, match="unknown run 'smal'") as caught:
         find_run("smal")
-    assert caught.value.hint == "did you mean small? `trainkit status` lists the runs"
+    said(caught.value.hint)
 
 
 def test_a_run_that_writes_a_bench_of_its_own_is_a_run(tmp_path):
@@ -226,14 +227,14 @@ def test_a_command_that_acts_takes_no_name_of_another_folder(tmp_path, monkeypat
     register(run, "exp")
     for text in ("exp", "last"):
         assert find_run(text).path == run.path
-        assert capsys.readouterr().err == f"note: {text} is a run of another folder: {run.path}\n"
+        said(capsys.readouterr().err)
         with pytest.raises(UsageError, match=f"is not a run of this folder: it is {run.path}") as caught:
             find_run(text, acts=True)
-        assert caught.value.hint == f"type its folder to act on it: {run.path}"
+        said(caught.value.hint)
         typed = as_typed(caught.value, ["cancel", text, "--now"])
-        assert typed.hint == f"`trainkit cancel {run.path} --now` acts on this run"
+        said(typed.hint)
         typed = as_typed(caught.value, [text, "--note", text, text, "--", text])
-        assert typed.hint == f"`trainkit {text} --note {text} {run.path} -- {text}` acts on this run"
+        said(typed.hint)
     for text in (str(run.path), "local-exp"):
         assert find_run(text, acts=True).path == run.path
     with pytest.raises(UsageError, match="unknown run 'exq'"):

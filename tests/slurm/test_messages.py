@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.said import said
 from trainkit.slurm.client import (
     FIELD,
     RECORD,
@@ -66,11 +67,11 @@ def test_cleaned() -> None:
         f"{SUBMIT}Invalid partition name specified\n"
         'Try "sbatch --help" for more information\n'
     )
-    assert cleaned(words) == "invalid partition specified: nope\nInvalid partition name specified"
-    assert cleaned("slurm_load_jobs error: Invalid job id specified\n") == "Invalid job id specified"
-    assert cleaned("sbatch: fatal: Could not establish it") == "Could not establish it"
-    assert cleaned("sbatch: Job 3 to start at noon") == "Job 3 to start at noon"
-    assert cleaned("a site's own word: error: x") == "a site's own word: error: x"
+    said(cleaned(words))
+    said(cleaned("slurm_load_jobs error: Invalid job id specified\n"))
+    said(cleaned("sbatch: fatal: Could not establish it"))
+    said(cleaned("sbatch: Job 3 to start at noon"))
+    said(cleaned("a site's own word: error: x"))
 
 
 @pytest.mark.parametrize(

@@ -194,5 +194,6 @@ def make_trainer(rank: int, attempt: AttemptDir, keep_labels: bool = False, **pr
 
 def close(trainer: Any) -> None:
     """What a worker does at its end."""
+    trainer.rank_records.flush()
     trainer.batches.close()
     trainer.saver.close()

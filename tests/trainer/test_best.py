@@ -107,9 +107,7 @@ def test_the_best_by_accuracy_is_linked_listed_and_kept_after_a_resume(
     assert main(["ckpt", "ls", str(run)]) == 0
     assert f"best val_accuracy={found[step]:.4f}" in capsys.readouterr().out
     attempt = train(run, [*options, "checkpoint.best_metric=val_loss"])
-    assert "best checkpoint was that of val_accuracy max, and is now that of val_loss max" in log_text(
-        attempt
-    )
+    assert "checkpoint.best_metric was val_accuracy max and is now val_loss max" in log_text(attempt)
 
 
 @pytest.mark.slow
@@ -117,7 +115,7 @@ def test_the_best_by_accuracy_is_linked_listed_and_kept_after_a_resume(
 def test_a_metric_that_never_comes_ends_the_run_at_once(tmp_path: Path, metric: str) -> None:
     options = [f"task={tasks.__file__}:Classify", "train.eval_every=2", f"checkpoint.best_metric={metric}"]
     attempt = train(tmp_path / "run", options, expect=EXIT_NO_RESTART)
-    assert f"checkpoint.best_metric is {metric}, but there is" in log_text(attempt)
+    assert f"checkpoint.best_metric is {metric}, but the " in log_text(attempt)
     assert "step=2" not in log_text(attempt)
 
 

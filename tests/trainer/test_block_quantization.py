@@ -92,7 +92,7 @@ def test_a_shard_that_cuts_a_block_is_refused() -> None:
         "optimizer.name is adamw_8bit, but tensor parallelism cuts a block: a rank has 768 of the 4096 "
         "elements of a row of w"
     )
-    assert error.value.hint == "shard its rows into parts of a multiple of 512 elements, or use adamw"
+    assert error.value.hint == "shard its rows into chunks of a multiple of 512 elements, or use adamw"
 
 
 def test_skip_changes_no_bit() -> None:

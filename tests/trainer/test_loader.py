@@ -24,9 +24,9 @@ from trainkit.run.manifest import (
     best_step,
     find_damage,
     partials,
+    point_best_at,
     published,
     seal,
-    trial_best_at,
 )
 from trainkit.run.rundir import RunDir
 from trainkit.trainer.checkpoint import loader
@@ -120,7 +120,7 @@ def test_when_none_is_intact_a_person_decides(run: RunDir) -> None:
     assert len(rejections(run)) == 3
     for folder in run.checkpoints_dir.glob("*.rejected"):
         shutil.rmtree(folder)
-    with pytest.raises(CheckpointError, match=r"those recorded in events.jsonl are gone"):
+    with pytest.raises(CheckpointError, match=r"the checkpoints recorded in events.jsonl are gone"):
         choose_checkpoint(run.attempt(2), ALONE)
     run.events_file.unlink()
     assert chosen_step(run) is None
@@ -216,7 +216,7 @@ def test_best_link_that_a_crash_left_behind_is_put_right(run: RunDir) -> None:
     newest = Checkpoint(run.checkpoint_dir(3), 3)
     manifest = {**newest.content(), "progress": {"best_step": 2}}
     write_json(newest.manifest_file, {**manifest, SEAL: seal(manifest)})
-    trial_best_at(Checkpoint(run.checkpoint_dir(1), 1))
+    point_best_at(Checkpoint(run.checkpoint_dir(1), 1))
     chosen = choose_checkpoint(run.attempt(2), ALONE)
     assert chosen[0].step == 3
     assert best_step(run.checkpoints_dir) == 2

@@ -218,13 +218,13 @@ def test_a_loss_that_is_nan_does_not_end_the_loop(
 def test_a_value_of_one_rank_alone_is_refused(tmp_path: Path) -> None:
     """Else its sum over the ranks would be mixed up with the next gradient."""
     assert start(tmp_path, 2, 12, 0, "main-logs") == [1, 1]
-    assert "the ranks differ in run.log(): this one has loss, lr" in (tmp_path / "log-0").read_text()
+    assert "the ranks differ in run.log(): rank 0 has logged loss, lr" in (tmp_path / "log-0").read_text()
 
 
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("no-model", "the parameters of optimizer are not those of one tracked module"),
+        ("no-model", "no tracked module contains all parameters of optimizer"),
         ("unserializable", "odd.when cannot be saved"),
     ],
 )

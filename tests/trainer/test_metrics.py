@@ -242,7 +242,7 @@ def test_without_tensorboard_one_line_says_so(
         log.close()
     [line] = caplog.records
     assert line.levelname == "INFO"
-    assert line.getMessage().startswith("writes no TensorBoard files: ")
+    assert line.getMessage().startswith("cannot write TensorBoard files: ")
     assert "`pip install 'tensorboard>=2.16'`" in line.getMessage()
     assert not (tmp_path / "tensorboard").exists()
 
@@ -314,6 +314,19 @@ def test_a_spike_is_written_at_once(tmp_path: Path) -> None:
     assert found[0] == {"step": 1, **fields}
     records.add(4, math.nan, (math.nan, 4.0, math.inf))
     assert list(read_jsonl(file))[-1]["square_sum"] == "inf"
+
+
+def test_each_turn_is_compared_with_its_own_norms(tmp_path: Path) -> None:
+    attempt = RunDir(tmp_path).attempt(1)
+    attempt.path.mkdir(parents=True)
+    records = RankRecords(attempt, 0, "n0", LocalGradient())
+    for step in (1, 2):
+        records.add(step, 1.0, (2.0, 4.0, 3.0), 1, "d")
+        records.add(step, 50.0, (2.0, 4.0, 3.0), 2, "g")
+    assert not attempt.rank_record(0).exists(), "no turn has a spike"
+    records.add(3, 10.0, (2.0, 4.0, 3.0), 1, "d")
+    found = [(item["step"], item["turn"], item["optimizer"]) for item in read_jsonl(attempt.rank_record(0))]
+    assert found == [(1, 1, "d"), (1, 2, "g"), (2, 1, "d"), (2, 2, "g"), (3, 1, "d")]
 
 
 def test_the_file_keeps_its_newer_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

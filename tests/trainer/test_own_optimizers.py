@@ -88,9 +88,9 @@ def test_a_chain_of_layouts_and_a_step_without_all_turns(tmp_path: Path) -> None
         run_cases(tmp_path, [Case("chain", case.num_procs, case.parallel, stop)], common)
     assert worst_difference(tmp_path / "chain", tmp_path / "alone") < 2e-2
     records = read_jsonl(RunDir(tmp_path / "alone").attempt(1).rank_record(0))
-    steps = [record["step"] for record in records]
-    assert steps == [*dict.fromkeys(steps)]
-    assert {1, 2} <= {*steps}
+    turns = [(record["step"], record["turn"], record["optimizer"]) for record in records]
+    assert turns == [*dict.fromkeys(turns)]
+    assert turns[:4] == [(1, 1, "d"), (2, 1, "d"), (2, 2, "d"), (2, 3, "g")]
     assert "peak lr" not in log_text(RunDir(tmp_path / "alone").attempt(1))
     assert [("g_loss" in item) for item in logged(tmp_path / "chain")] == [False, True] * 3
 
@@ -114,9 +114,6 @@ def test_killed_after_any_step(tmp_path: Path, num_procs: int) -> None:
         wait_for(workers)
     train(run.path, options, num_procs)
     same_everywhere(tmp_path / "whole", run.path)
-
-
-def test_what_cannot_be_sharded_is_refused_before_the_first_step(tmp_path: Path) -> None: ...
 
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -398,7 +395,7 @@ REFUSED: dict[str, tuple[Callable[[Parameters], Any], str, str]] = {
     "number": (lambda p: {1: optim.SGD(p.values())}, "named an optimizer 1", "letters"),
     "space": (lambda p: {"the d": optim.SGD(p.values())}, "named an optimizer 'the d'", "letters"),
     "unicode dot": (lambda p: {"d.é": optim.SGD(p.values())}, "named an optimizer 'd.é'", "letters"),
-    "val": (lambda p: {"val": optim.SGD(p.values())}, "named an optimizer 'val'", 'not "val"'),
+    "val": (lambda p: {"val": optim.SGD(p.values())}, "named an optimizer 'val'", '"val" is reserved'),
     "no name": (
         lambda p: {"": optim.SGD([p["a.weight"]]), "b": optim.SGD([p["b.weight"]])},
         "named an optimizer ''",
@@ -417,7 +414,7 @@ REFUSED: dict[str, tuple[Callable[[Parameters], Any], str, str]] = {
     "foreign": (
         lambda p: optim.SGD([*p.values(), nn.Parameter(torch.ones(1))]),
         "a tensor that is not one of its parameters",
-        "from the argument",
+        "the argument",
     ),
     "lbfgs": (lambda p: optim.LBFGS(p.values()), "returned LBFGS, whose step() needs closure", "Adam"),
     "step": (lambda p: Wanting(p.values()), "returned Wanting, whose step() needs loss", "Adam"),
@@ -475,6 +472,44 @@ def test_a_scheduler_with_a_start_factor_keeps_the_factor_that_it_has_reached(
         assert "_last_lr" not in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (
+            lambda milestones: scheduled(lr_scheduler.MultiStepLR, milestones),
+            "scheduler.milestones is {3: 1, 7: 1}, was {3: 1, 6: 1}",
+        ),
+        (
+            lambda milestones: (
+                lambda parameters: lr_scheduler.SequentialLR(
+                    sgd := optim.SGD(parameters.values(), lr=0.1),
+                    [lr_scheduler.ConstantLR(sgd, factor, 100) for factor in (1.0, 0.5, 0.1)],
+                    milestones,
+                )
+            ),
+            "scheduler._milestones.1 is 7, was 6",
+        ),
+    ],
+    ids=["multi", "sequence"],
+)
+def test_milestones_that_the_task_changes_count_and_are_logged(
+    make: Callable[[list[int]], Any], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny()
+    optimizers = own(model, make([3, 6]))
+    for step in range(1, 5):
+        step_of(optimizers, model, step)
+    same, changed, expected = (own(tiny(), make(milestones)) for milestones in ([3, 6], [3, 7], [3, 7]))
+    through_a_checkpoint(optimizers, same)
+    assert "milestones" not in caplog.text
+    through_a_checkpoint(optimizers, changed)
+    assert said in caplog.text
+    for step in range(1, 5):
+        step_of(expected, model, step)
+    lrs = [[step_of(one, model, step) for step in range(5, 10)] for one in (changed, expected)]
+    assert lrs[0] == lrs[1]
+
+
 def test_turns_name_optimizers() -> None:
-    with pytest.raises(TaskError, match=r"turns\(\) has no optimizer 'g' to name"):
+    with pytest.raises(TaskError, match=r"turns\(\) named 'g', which optimizers\(\) did not return"):
         own(tiny(), one(optim.SGD), turns=("g",)).turns()

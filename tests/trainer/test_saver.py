@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -92,6 +93,21 @@ def test_goes_round(tmp_path: Path, tensors: dict[str, Tensor], make_saver: Any,
     assert chosen[1].progress == {"step": 5}
     assert events(tmp_path, "checkpoint_begin")[0]["step"] == 5
     assert events(tmp_path, "checkpoint_commit")[0]["step"] == 5
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_published_once_the_logs_of_its_steps_are_written(
+    tmp_path: Path, make_saver: Any, blocking: bool
+) -> None:
+    """A resume does not log these steps again."""
+    saver, published_before = make_saver(tmp_path), []
+
+    def wait() -> None:
+        published_before.append(steps(tmp_path))
+
+    saver.save(replace(request(5), wait_for_logs=wait), blocking)
+    saver.finish()
+    assert (published_before, steps(tmp_path)) == ([[]], [5])
 
 
 def test_state_may_change_as_soon_as_it_is_staged(

@@ -216,9 +216,9 @@ class Empty(Letters):
     ("stream", "error", "message"),
     [
         (TensorState(), TaskError, "cannot be saved as JSON: Object of type Tensor is not"),
-        (TupleState(), TaskError, "cannot be saved as JSON: it is not the same afterwards"),
+        (TupleState(), TaskError, "cannot be saved as JSON: it would be restored with other values"),
         (RaisingState(), RuntimeError, "state_dict() of the stream failed: KeyError: 'at'"),
-        (Consumed(), TaskError, "has another sample 0 when it is iterated over again"),
+        (Consumed(), TaskError, "sample 0 of its stream is different"),
         (ConsumedInAnEpoch(), TaskError, "epoch 1 of its stream, counted from 0, has no samples"),
         (Empty(), TaskError, "train_dataset() has no samples"),
     ],
@@ -256,7 +256,7 @@ class Forgetful(StatefulLetters):
 
 def test_a_stream_that_resumes_elsewhere_is_refused() -> None:
     saved = next(batches(Forgetful(10))).stream
-    with pytest.raises(TaskError, match="comes to another sample than number 3") as found:
+    with pytest.raises(TaskError, match="its stream does not continue with sample 3") as found:
         next(batches(Forgetful(10), start=4, saved=saved))
     assert "a resume reads over the earlier samples" in found.value.hint
     assert read(batches(Letters(10), start=4, saved=saved), 1)[0][0] == "e", "without the methods it can"
@@ -268,7 +268,9 @@ def test_other_samples_at_the_position_of_the_checkpoint_are_refused() -> None:
             return (item if index < 3 else "new" for index, item in enumerate(super().__iter__()))
 
     saved = next(batches(Letters())).stream
-    with pytest.raises(TaskError, match="sample 3 of its stream is not the one that the checkpoint"):
+    with pytest.raises(
+        TaskError, match="sample 3 of its stream is not the sample after which the checkpoint"
+    ):
         next(batches(Changed(), start=4, saved=saved))
 
 

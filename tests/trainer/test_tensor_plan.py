@@ -301,7 +301,7 @@ def test_a_task_without_a_plan_is_refused_at_submit(
     assert main([*common, "parallel.tp=2"]) == 2
     err = capsys.readouterr().err
     assert "parallel.tp: is 2, but NoPlan does not define tensor_plan" in err
-    assert "hint: it names the modules to split, see docs/own-task.md" in err
+    assert "hint: define tensor_plan(), see docs/own-task.md" in err
     assert main(["check", "t.yaml", "--gpus-per-node", "2", "--set", f"task={FILE}:Speak"]) == 0
     for key, what in (("pp", "cut into stages"), ("cp", "split a sequence over ranks")):
         assert main([*common, f"parallel.{key}=2"]) == 2

@@ -388,4 +388,11 @@ def trailing_workload(launcher: str) -> Workload:
             f"--launcher {launcher} starts Python itself, but the COMMAND begins with {workload.argv[0]}",
             hint=f"omit it: -- {shlex.join(workload.argv[1:]) or 'train.py …'}",
         )
+    if workload.has_launcher and Path(workload.argv[0]).name == launcher:
+        script = next((at for at, word in enumerate(workload.argv) if word.endswith(".py")), 0)
+        rest = shlex.join(workload.argv[script:]) if script else "train.py …"
+        raise UsageError(
+            f"--launcher {launcher} starts {launcher} itself, but the COMMAND begins with {workload.argv[0]}",
+            hint=f"write the script alone: -- {rest}",
+        )
     return workload

@@ -1,13 +1,14 @@
-"""``trainkit status``: the state of runs, and how it is written for a terminal."""
+"""``trainkit status``: prints the state of runs in a terminal or as JSON."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import join, quote
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
 import click
@@ -25,12 +26,14 @@ from trainkit.observe.group import (
     GroupStatus,
     TrialStatus,
     column_of,
+    count_states,
     most_relevant,
     sorted_trials,
     state_counts,
 )
 from trainkit.observe.ranking import UnknownMetricError, asked_metric, config_ranking, rank
 from trainkit.observe.status import (
+    Place,
     Progress,
     RunStatus,
     capability_rows,
@@ -39,6 +42,7 @@ from trainkit.observe.status import (
     loss_text,
     reading_of,
 )
+from trainkit.observe.values import is_call
 from trainkit.run.end import Best
 from trainkit.run.events import with_divergence
 from trainkit.run.files import to_json
@@ -46,6 +50,7 @@ from trainkit.run.group import RunGroup
 from trainkit.run.history import Restart
 from trainkit.run.registry import find_to_read
 from trainkit.run.rundir import RUNS_FOLDER, RunDir
+from trainkit.scheduler import JobInfo
 from trainkit.shipped import SHIPPED, placed, restart_cause
 from trainkit.terminal import (
     BAD,
@@ -66,16 +71,22 @@ if TYPE_CHECKING:
 
 HEADING = ("RUN", "STATE", "ATTEMPT", "WORKERS", "STEP", "LOSS", "TOKENS/S", "AGE")
 MAX_ENDED_RUNS = 15
+MAX_READ = 200
+"""The number of ended runs that are read if many of them are calls of one function."""
+MIN_CALLS = 3
+"""The number of runs of one function from which on the list shows them as one line."""
 MAX_TRIALS = 20
 MAX_REASON = 60
 MIN_NAME = 24
-"""Columns that a name or another text gets before others are left out."""
+"""The columns that a name or another text gets before whole columns are omitted."""
 LABEL = 12
-"""Columns before the value of a detail."""
+"""The width of the label of a detail."""
+WRAPPED = ("state", "used", "restarts", "failure", "hint", "diagnosis")
+"""The details that a terminal shows on several lines below each other."""
 SHORTENED = {"best": cut_in_the_middle, "last event": cut}
-"""Details that a terminal shows on one line; `--json` has the whole of them."""
+"""The details that a terminal cuts to one line. `--json` prints them in full."""
 MINOR = (HEADING.index("ATTEMPT"), HEADING.index("WORKERS"), HEADING.index("TOKENS/S"))
-"""The columns of the runs that say least, from the least on."""
+"""The columns that a narrow terminal omits, the least important column first."""
 
 
 @as_command(
@@ -108,9 +119,9 @@ def command(
 ) -> None:
     """Show active runs and the 15 newest other runs, or RUN in detail.
 
-    RUN is a job id, a run name, a run folder or `last`. The list shows a group of runs as one line; given as
-    RUN, its runs are counted and listed, failures first. RUN can also be a bench, whose runs are listed.
-    --json always prints all runs, newest first.
+    RUN is a job id, a run name, a run folder or `last`. The list shows a group of runs as one line, and so
+    the runs of one Python function. If RUN is a group or a bench, its runs are counted and listed, failures
+    first. --json always prints all runs, newest first.
     """
     if run_name is None and metric is not None:
         raise UsageError(f"--metric {metric} is for a run or a group", hint="name it")
@@ -119,7 +130,8 @@ def command(
         raise UsageError(text, hint="leave one of them out")
     below = Path(RUNS_FOLDER) if only_here else None
     if where or tags or (sort_key is not None and run_name is None):
-        from trainkit.cli.choose_runs import parse_choice  # what knows the config is slow to import
+        # slow to import, because it loads the schema of the config
+        from trainkit.cli.choose_runs import parse_choice
 
         _show_chosen(parse_choice(where, tags, sort_key), below, as_json)
         return
@@ -129,7 +141,8 @@ def command(
             raise UsageError(f"--sort {sort_key}: {found.shown} is one run", hint="leave it out")
         history, status, _ = look_at(found, warn)
         rows = capability_rows(reading_of(history, status))
-        # The values of shipped ones have keys of their own.
+        # The values of shipped capabilities have keys in the status, so only the rows of other capabilities
+        # are added.
         others = {name: own for name, own in rows.items() if name not in SHIPPED}
         value = {**status.to_dict(), **({"rows": others} if others else {})}
         if metric is not None:
@@ -151,10 +164,10 @@ def show_runs(
     sort_key: str | None = None,
     below: Path | None = None,
 ) -> None:
-    """Print the runs of a group; for None all runs, or active ones and the newest others.
+    """Print the runs of a group, or for None all active runs and the newest ended runs.
 
-    Those of a group are ranked by `metric`, and sorted by a column or a metric; of all runs, only those in a
-    folder `below` are printed, if it is given.
+    `metric` ranks the runs of a group, and `sort_key` is a column or a metric by which they are sorted.
+    `below` limits the list of all runs to the runs in that folder.
     """
     if found is None:
         _show_all_runs(show_all, as_json, below)
@@ -187,15 +200,61 @@ def show_runs(
     shown = most_relevant(status, num_shown) if sort_key is None else status.trials[:num_shown]
     if show_all and sort_key is None:
         shown = status.trials
-    rows = trial_rows(status, shown, [column] if column in ("step", "age") else [])
-    click.echo(f"{_details(lines)}\n\n{table(rows, fit=terminal_width(), cuts=True)}")
+    width = terminal_width()
+    more = [column] if column in ("step", "age") else []
+    rows = trial_rows(status, shown, more, max_reason=max(MAX_REASON, width or 0))
+    click.echo(f"{_details(lines)}\n\n{table(rows, fit=width, cuts=True)}")
     if len(shown) < len(status.trials):
         click.echo(_not_shown(len(status.trials) - len(shown)))
 
 
+@dataclass(frozen=True)
+class Calls:
+    """The runs of one Python function with the same name in the same folder."""
+
+    runs: Sequence[RunStatus]
+
+    @property
+    def is_active(self) -> bool:
+        """Return whether any of the runs may still make progress."""
+        return any(run.is_active for run in self.runs)
+
+    @property
+    def states(self) -> dict[str, int]:
+        """Map each state to its number of runs, the most urgent state first."""
+        return count_states(run.state for run in self.runs)
+
+    def row(self, cwd: Path) -> Sequence[str]:
+        """Return the line of these runs. The folder and the age belong to the newest run."""
+        newest = self.runs[0]
+        folder = Path(newest.run_dir).with_name(newest.name)
+        state = Styled(state_counts(self.states), state_style(next(iter(self.states))))
+        place = f"{relative_path(str(folder), cwd)} ({len(self.runs)} runs)"
+        return place, state, "-", workers_text(newest.place), "-", "-", "-", duration(newest.age_s)
+
+
+def with_calls(statuses: Sequence[RunStatus | GroupStatus]) -> list[RunStatus | GroupStatus | Calls]:
+    """Replace the runs of a function by one `Calls` if there are at least `MIN_CALLS` of them."""
+    calls: dict[tuple[Path, str], list[RunStatus]] = {}
+    for one in statuses:
+        if isinstance(one, RunStatus) and is_call(one.command):
+            calls.setdefault((Path(one.run_dir).parent, one.name), []).append(one)
+    found: list[RunStatus | GroupStatus | Calls] = []
+    for one in statuses:
+        runs = calls.get((Path(one.run_dir).parent, one.name), [])
+        if len(runs) < MIN_CALLS or one not in runs:
+            found.append(one)
+        elif one is runs[0]:
+            found.append(Calls(runs))
+    return found
+
+
 def _show_all_runs(show_all: bool, as_json: bool, below: Path | None) -> None:
+    def query(ids: Sequence[str]) -> Mapping[str, JobInfo] | None:
+        return query_jobs_or_warn(ids, warn)
+
     max_ended = None if show_all or as_json else MAX_ENDED_RUNS
-    statuses, num_hidden = read_all(max_ended, lambda ids: query_jobs_or_warn(ids, warn), {}, warn, below)
+    statuses, num_hidden = read_all(max_ended, query, {}, warn, below)
     if as_json:
         _echo_json_of(statuses)
         return
@@ -203,18 +262,28 @@ def _show_all_runs(show_all: bool, as_json: bool, below: Path | None) -> None:
         where = "" if below is None else f" in {below}"
         click.echo(f"no runs yet{where}: `trainkit submit` starts one", err=True)
         return
-    statuses.sort(key=lambda status: not status.is_active)
-    num_shown = len(statuses)
+    if show_all:
+        shown: list[RunStatus | GroupStatus | Calls] = [*statuses]
+    else:
+        shown = with_calls(statuses)
+        # the list has space for more of the runs that were not read
+        if num_hidden and len(shown) < len(statuses):
+            statuses, num_hidden = read_all(MAX_READ, query, {}, warn, below)
+            shown = with_calls(statuses)
+    shown.sort(key=lambda status: not status.is_active)
+    num_shown = len(shown)
     if not show_all:
-        num_shown = min(num_shown, MAX_ENDED_RUNS + sum(status.is_active for status in statuses))
-    click.echo(_runs_table(runs_rows(statuses[:num_shown], Path.cwd()), terminal_width()))
-    num_hidden += len(statuses) - num_shown
+        num_shown = min(num_shown, MAX_ENDED_RUNS + sum(status.is_active for status in shown))
+    click.echo(_runs_table(runs_rows(shown[:num_shown], Path.cwd()), terminal_width()))
+    num_hidden += sum(len(one.runs) if isinstance(one, Calls) else 1 for one in shown[num_shown:])
     if num_hidden:
         click.echo(_not_shown(num_hidden))
+    elif any(isinstance(one, Calls) for one in shown):
+        click.echo("--all shows each run of a function")
 
 
 def _show_chosen(choice: Choice, below: Path | None, as_json: bool) -> None:
-    """Print the runs of a choice, with a column for each key that was asked for."""
+    """Print the chosen runs with a column for each requested key."""
     chosen = choice.apply(read_all(None, lambda ids: query_jobs_or_warn(ids, warn), {}, warn, below)[0])
     statuses = [run.status for run in chosen]
     if as_json:
@@ -228,7 +297,7 @@ def _show_chosen(choice: Choice, below: Path | None, as_json: bool) -> None:
 
 
 def _echo_json_of(statuses: Sequence[RunStatus | GroupStatus]) -> None:
-    """Print the runs of a list as JSON, groups without their trials."""
+    """Print the runs of a list as JSON; groups are printed without their trials."""
     values = [status.to_dict() for status in statuses]
     for value in values:
         value.pop("points", None)
@@ -236,10 +305,10 @@ def _echo_json_of(statuses: Sequence[RunStatus | GroupStatus]) -> None:
 
 
 def _runs_table(rows: Sequence[Sequence[str]], fit: int | None) -> str:
-    """The table of runs, each of them on one line of a terminal of that width.
+    """Return the table of runs with one line per run, at most `fit` columns wide.
 
-    Where it is too narrow, folders that all runs share are above the table, and columns that say least are
-    left out: `trainkit status RUN` has them.
+    In a narrow terminal, a folder that all runs share is printed above the table, and the least important
+    columns are omitted. `trainkit status RUN` prints these values.
     """
     if fit is None:
         return table(rows)
@@ -249,17 +318,20 @@ def _runs_table(rows: Sequence[Sequence[str]], fit: int | None) -> str:
     if shared.is_absolute():
         rows = [rows[0], *([place.name, *own] for place, (_, *own) in zip(places, rows[1:], strict=True))]
     widths = [min(MIN_NAME, max(map(text_width, cells))) for cells in zip(*rows, strict=True)]
-    kept = list(range(len(widths)))
-    for index in MINOR:
-        if sum(widths[one] + len(GAP) for one in kept) <= fit + len(GAP):
-            break
-        kept.remove(index)
+    kept = [index for index in range(len(widths)) if index not in MINOR]
+    for index in reversed(MINOR):
+        if sum(widths[one] + len(GAP) for one in (*kept, index)) <= fit + len(GAP):
+            kept.append(index)
+    kept.sort()
     text = table([[row[index] for index in kept] for row in rows], fit=fit, cuts=True)
     return f"in {cut_in_the_middle(str(shared), fit - 4)}:\n{text}" if shared.is_absolute() else text
 
 
-def runs_rows(statuses: Sequence[RunStatus | GroupStatus], cwd: Path) -> list[Sequence[str]]:
-    """A heading, and a row per run or group, which its folder identifies: names need not be unique."""
+def runs_rows(statuses: Sequence[RunStatus | GroupStatus | Calls], cwd: Path) -> list[Sequence[str]]:
+    """Return a heading and a row per run or group.
+
+    The folder identifies a row, because names need not be unique.
+    """
     speeds = [speed(one.progress) for one in statuses if isinstance(one, RunStatus)]
     units = {unit for value, unit in speeds if value is not None}
     if units != {"samples"}:
@@ -269,14 +341,19 @@ def runs_rows(statuses: Sequence[RunStatus | GroupStatus], cwd: Path) -> list[Se
 
 
 def speed(progress: Progress) -> tuple[float | None, str]:
-    """The speed of a run per second, and its unit: samples where its losses count those, else tokens."""
+    """Return the speed of a run per second and its unit.
+
+    The unit is ``samples`` if the losses of the run count samples, else ``tokens``.
+    """
     if progress.samples_per_s is not None:
         return progress.samples_per_s, "samples"
     return progress.tokens_per_s, "tokens"
 
 
-def _row(status: RunStatus | GroupStatus, cwd: Path, usual: str) -> Sequence[str]:
-    """The row of a run or group; `usual` is the unit of the speeds that are shown without one."""
+def _row(status: RunStatus | GroupStatus | Calls, cwd: Path, usual: str) -> Sequence[str]:
+    """Return the row of a run, a group or calls. A speed in the usual unit is shown without the unit."""
+    if isinstance(status, Calls):
+        return status.row(cwd)
     place, age = relative_path(status.run_dir, cwd), duration(status.age_s)
     state = styled_state(status)
     if isinstance(status, GroupStatus):
@@ -287,13 +364,18 @@ def _row(status: RunStatus | GroupStatus, cwd: Path, usual: str) -> Sequence[str
         return place, state, "-", workers, "-", best, "-", age
     loss, (value, unit) = loss_text(status, cell(status.progress.loss, ".4f")), speed(status.progress)
     shown = cell(value, ",.0f") if unit == usual or value is None else f"{value:,.0f} {unit}"
-    workers = f"{cell(status.place.num_nodes)} x {cell(status.place.workers_per_node)}"
+    workers = workers_text(status.place)
     done = _steps(status.progress)
     return place, state, cell(status.attempt), workers, done, loss, shown, age
 
 
+def workers_text(place: Place) -> str:
+    """Return the number of nodes and of workers per node, such as ``2 x 8``."""
+    return f"{cell(place.num_nodes)} x {cell(place.workers_per_node)}"
+
+
 def styled_state(status: RunStatus | GroupStatus | TrialStatus) -> Styled:
-    """The state of a run, or the number of runs of a group in each state, in the style of the worst one."""
+    """Return the state of a run, or the number of runs in each state, in the style of the worst state."""
     if isinstance(status, GroupStatus):
         return Styled(state_counts(status.states), state_style(next(iter(status.states), "")))
     since = status.progress.diverged_since if isinstance(status, RunStatus) else status.diverged_since
@@ -302,11 +384,14 @@ def styled_state(status: RunStatus | GroupStatus | TrialStatus) -> Styled:
 
 
 def run_details(status: RunStatus, rows: Mapping[str, Mapping[str, str]] = {}) -> str:
-    """One run in detail, its failure first, then one value per line; `rows` are those of capabilities."""
+    """Return the details of one run: its failure, then one value per line.
+
+    `rows` are the lines that capabilities add.
+    """
     failed, run = status.failure, quote(shown_path(status.run_dir))
     reason = f" - {status.reason}" if status.reason else ""
     place, progress = status.place, status.progress
-    workers = f"{cell(place.num_nodes)} x {cell(place.workers_per_node)} on {cell(place.device)}"
+    workers = f"{workers_text(place)} on {cell(place.device)}"
     workers += f", partition {place.partition}" if place.partition else ""
     workers += f" ({place.gpu_type})" if place.gpu_type else ""
     job = cell(status.job_id) + (f" on {place.cluster}" if place.cluster else "")
@@ -350,7 +435,7 @@ def run_details(status: RunStatus, rows: Mapping[str, Mapping[str, str]] = {}) -
 
 
 def restarts_line(restarts: Sequence[Restart]) -> str:
-    """A one-line summary of all restarts: their number and causes, and the duration of the last one."""
+    """Return a summary of all restarts in one line: number, causes, and the duration of the last restart."""
     counts = Counter(restart.cause for restart in restarts)
     shown = [
         f"{count} {'requested' if cause == 'asked' else restart_cause(cause).words}"
@@ -366,28 +451,44 @@ def restarts_line(restarts: Sequence[Restart]) -> str:
 
 
 def _details(lines: Mapping[str, str]) -> str:
-    """One value per line, without those that are empty; a terminal has short forms of `SHORTENED` ones."""
+    """Return a line per value that is not empty, with its label, in the width of the terminal."""
     fit = terminal_width()
-    shown = dict(lines) if fit is None else {key: _fitted(key, text, fit) for key, text in lines.items()}
-    return "\n".join(f"{key:<10}  {painted(value)}" for key, value in shown.items() if value)
+    shown = {key: [text] if fit is None else _fitted(key, text, fit - LABEL) for key, text in lines.items()}
+    return "\n".join(
+        f"{key if index == 0 else '':<10}  {painted(line)}"
+        for key, texts in shown.items()
+        for index, line in enumerate(texts)
+        if line
+    )
 
 
-def _fitted(key: str, value: str, fit: int) -> str:
-    if (shorten := SHORTENED.get(key)) is None:
-        return value
-    short = shorten(plain(value), fit - LABEL)
-    return Styled(short, value.style) if isinstance(value, Styled) else short
+def _fitted(key: str, value: str, width: int) -> list[str]:
+    """Return the lines of a value: the labels in `SHORTENED` and `WRAPPED` fit into the given width."""
+    texts = [value]
+    if key in SHORTENED:
+        texts = [SHORTENED[key](plain(value), width)]
+    elif key in WRAPPED:
+        texts = wrap(plain(value), max(MIN_NAME, width), break_long_words=False, break_on_hyphens=False)
+    return [Styled(text, value.style) for text in texts] if isinstance(value, Styled) else texts
 
 
 def trial_rows(
-    status: GroupStatus, trials: Sequence[TrialStatus], more: Sequence[str] = ()
+    status: GroupStatus,
+    trials: Sequence[TrialStatus],
+    more: Sequence[str] = (),
+    max_reason: int = MAX_REASON,
 ) -> list[Sequence[str]]:
-    """A heading, and a row per run of a group; `more` are other columns that it has: ``step`` and ``age``."""
+    """Return a heading and a row per trial; `more` names further columns, of ``step`` and ``age``.
+
+    A reason of more than `max_reason` characters is cut.
+    """
     keys = [key.upper() for key in short_keys(status.keys)]
     own = [key.upper() for key in more]
     rows: list[Sequence[str]] = [["TRIAL", "STATE", *own, *keys, status.ranking.heading, "REASON"]]
     for trial in trials:
-        short = trial.problem if len(trial.problem) <= MAX_REASON else trial.problem[: MAX_REASON - 1] + "…"
+        short = trial.problem
+        if len(short) > max_reason:
+            short = f"{short[: max_reason - 1]}…"
         name = os.path.relpath(trial.run_dir, status.run_dir)
         figures = {"step": cell(trial.step), "age": duration(trial.age_s)}
         own = [figures[key] for key in more]
@@ -397,12 +498,15 @@ def trial_rows(
 
 
 def _not_shown(count: int) -> str:
-    """The last line of a truncated list."""
+    """Return the last line of a list from which runs are omitted."""
     return f"{count:,} more not shown; --all shows them"
 
 
 def _steps(progress: Progress) -> str:
-    """``12/200``, or ``12`` when the total is unknown, as for a COMMAND."""
+    """Return the step and the total, such as ``12/200``.
+
+    The total is omitted if it is unknown, as for a COMMAND.
+    """
     if progress.total_steps is None:
         return cell(progress.step)
     return f"{cell(progress.step)}/{progress.total_steps}"

@@ -14,7 +14,7 @@ from trainkit.errors import EXIT_FAILED, EXIT_USAGE, ConfigError, TrainkitError,
 
 SIMILAR = 0.75
 """Minimum similarity of a suggestion; `sumbit` and `submit` have 0.83, `wait` and `watch` have 0.67."""
-PROGRAM = re.compile(r"(\S*/)?(python[0-9.]*|torchrun|accelerate|deepspeed|bash|sh)|\S*\.(py|sh)")
+PROGRAM = re.compile(r"(\S*/)?(python[0-9.]*|torchrun|accelerate|deepspeed|wandb|bash|sh)|\S*\.(py|sh)")
 SETTING = re.compile(r"-*(?P<key>[A-Za-z_]+(\.[A-Za-z_]+)+)=(?P<value>.+)")
 DASHES = "\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}"
 """Dashes that a word processor or a web page writes in place of ``--``."""
@@ -30,7 +30,7 @@ OTHER_COMMANDS = {
         "submit --dry-run": ("dry-run", "dryrun", "dry_run", "preview"),
         "schema": ("config", "keys", "options"),
     },
-    **{"submit --sweep KEY=VALUE,VALUE": ("sweep", "multirun"), "ckpt verify": ("verify",)},
+    **{"submit --sweep KEY=VALUE,VALUE": ("sweep", "multirun", "agent"), "ckpt verify": ("verify",)},
     **{"ckpt ls": ("checkpoint", "checkpoints", "ckpts"), "ckpt export": ("export", "convert")},
     **{"export": ("convert", "save"), "prepare": ("tokenize", "tokenise"), "validate": ("check", "verify")},
     **{"ckpt prune": ("prune", "clean"), "data prepare": ("prepare", "tokenize", "tokenise")},
@@ -54,6 +54,10 @@ HERE = "a run uses the folder where you submit it: `cd` to that folder first"
 IS_SET = "trainkit sets this option itself; omit it"
 IS_HERE = "`trainkit run` always uses this machine; omit this option"
 ASKS_NOTHING = "trainkit never asks for confirmation; omit this option"
+WRITES_ACCELERATE = (
+    "trainkit writes the config of accelerate: `trainkit submit --launcher accelerate -- train.py`"
+)
+OWN_LIGHTNING = "your own LightningCLI follows --: `trainkit submit --launcher lightning -- main.py {args}`"
 RENDEZVOUS = "trainkit chooses address, port and ranks itself; omit this option"
 BY_HAND = (
     "omit this option; on several hosts without Slurm, start `torchrun … -m trainkit run CONFIG` on each host"
@@ -73,6 +77,9 @@ OTHER_WAYS = {
     **dict.fromkeys(("--yes", "-y", "--force", "--overwrite", "--no-input"), ASKS_NOTHING),
     **dict.fromkeys(("--wait", "-W"), "`--follow` waits until the run has ended"),
     **dict.fromkeys(("--quiet", "--silent"), "diagnostics go to stderr; `2>/dev/null` hides them"),
+    **dict.fromkeys(
+        ("--sweep_id", "--sweep-id", "--count"), "`--sweep KEY=VALUE,VALUE` starts a run for each value"
+    ),
     "--verbose": "`trainkit --debug COMMAND …` shows where an error comes from",
     "--wrap": "your own program follows --: `trainkit submit -- COMMAND`",
     **dict.fromkeys(
@@ -107,7 +114,7 @@ SBATCH_KEYS = {"-x": "exclude", "-M": "clusters"}
 """SBATCH_SHORT maps short options of sbatch to long options, and SBATCH_KEYS maps them to config keys."""
 SLURM_ALONE = ("--time", "--partition", "--account", "--qos", "--constraint", "--mem", "--exclusive")
 """Options of a Slurm job, which have no effect on a run in the foreground."""
-WORD_IS_VALUE = ("bf16", "fp16", "fp32")
+WORD_IS_VALUE = ("bf16", "fp16", "fp32", "cpu")
 """Options of other programs whose name is the value of a config key."""
 OTHER_NAMES = {
     "--nodes": ("-N", "--nnodes", "--num_machines", "--num-machines"),
@@ -170,6 +177,12 @@ def _command_hint(args: Sequence[str], known: Sequence[str], program: str) -> st
         return f"did you mean `{program} ls {quote(args[0])}`?"
     if name == program:
         return f"did you mean `{join(args)}`?"
+    if is_top and args[:2] == ["accelerate", "config"]:
+        return WRITES_ACCELERATE
+    if is_top and args[:2] in (["wandb", "sweep"], ["wandb", "agent"]):
+        name = args[1]
+    if is_top and name == "fit" and len(args) > 1:
+        return OWN_LIGHTNING.format(args=join(args))
     same = (
         own
         for own, others in OTHER_COMMANDS.items()
@@ -257,6 +270,10 @@ def _program_at(args: Sequence[str], context: click.Context | None) -> int:
 def _with_dashes(args: Sequence[str], first: int) -> str:
     """Return the command line with the ``--`` that the user forgot before a program."""
     own, program = [word for word in args[:first] if word.strip(DASHES + "-")], args[first:]
+    launcher = program[0].rpartition("/")[2]
+    script = next((at for at, word in enumerate(program) if word.endswith(".py")), 0)
+    if launcher in ("torchrun", "accelerate", "deepspeed") and script and "--launcher" not in own:
+        own, program = [*own, "--launcher", launcher], program[script:]
     # The launchers start Python themselves.
     python = ["python"] if program[0].endswith(".py") and "--launcher" not in own else []
     shell = ["bash"] if program[0].endswith(".sh") else []
@@ -375,11 +392,16 @@ def _help_hint(args: Sequence[str]) -> str:
 
 def _setting_hint(found: re.Match[str], known: Sequence[str] = ("--set",)) -> str:
     """Return a hint for ``key=value``; several values of a key that takes one value need ``--sweep``."""
-    from trainkit.config.suggest import accepts
+    from trainkit.config.schema import is_known, meant
+    from trainkit.config.suggest import accepts, other_key_says
 
     path, value = tuple(found["key"].split(".")), found["value"]
+    if not is_known(path):
+        if said := other_key_says(path[-1]):
+            return said
+        path = tuple((meant(path) or found["key"]).split("."))
     is_sweep = "--sweep" in known and "," in value and not accepts(path, value)
-    return f"did you mean {'--sweep' if is_sweep else '--set'} {quote(found['key'] + '=' + value)}?"
+    return f"did you mean {'--sweep' if is_sweep else '--set'} {quote('.'.join(path) + '=' + value)}?"
 
 
 def _option_hint(error: click.NoSuchOption, args: Sequence[str]) -> str:
@@ -400,6 +422,8 @@ def _option_hint(error: click.NoSuchOption, args: Sequence[str]) -> str:
         return f"did you mean {_with_value(sorted(same), value)}?"
     if typed == "-c" and "--set" in known and (value or "").isdigit():
         return f"did you mean --set resources.cpus_per_gpu={value}?"
+    if args[1:2] == ["fit"]:
+        return OWN_LIGHTNING.format(args=join(args[1:]))
     if typed in ("--config", "-c", "--file", "--model") and _names_config(typed, value):
         return f"CONFIG is an argument, not an option: `{program} {quote(value or 'CONFIG')}`"
     if typed in ("--env", "-e", "--export") and "--set" in known and "=" in (value or ""):
@@ -409,6 +433,9 @@ def _option_hint(error: click.NoSuchOption, args: Sequence[str]) -> str:
         return RESUMES.format(run=quote(value) if is_run else "RUN")  # type: ignore[arg-type]
     if args[0] == "run" and typed in ("--local", "--here", "--backend", *SLURM_ALONE):
         return IS_HERE
+    if typed.startswith("--trainer.") and "--set" in known:
+        of_trainer = _key_hint("--" + typed.removeprefix("--trainer."), value, (), known)
+        return of_trainer or OWN_LIGHTNING.format(args=join(args[1:]))
     if typed in OTHER_WAYS:
         return OTHER_WAYS[typed]
     if typed == "--dry-run" and args[0] == "run":
@@ -518,6 +545,7 @@ def _bad_value(param: click.Parameter, args: Sequence[str]) -> tuple[str, str] |
     """Return a message and a hint for an invalid number or choice, in the style of config problems."""
     from trainkit.config.schema import allowed_values, schema_words
     from trainkit.config.suggest import readings
+    from trainkit.folders import INTERPOLATION, NOT_EVALUATED
 
     kind, name = param.type, _name(param)
     # An argument with a choice is the only argument of its command.
@@ -548,6 +576,8 @@ def _bad_value(param: click.Parameter, args: Sequence[str]) -> tuple[str, str] |
 
     meant = next(filter(accept, readings(value, choices)), None)
     message = f"{name} {value}: must be {words}"
+    if INTERPOLATION.search(value):
+        return message, f"{NOT_EVALUATED}: write the value"
     if value == "all" and name == "--rank":
         return message, "did you mean --all?"
     if (counted := _with_value([name], value)) != name:

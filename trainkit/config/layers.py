@@ -10,6 +10,7 @@ from shlex import quote
 from typing import Any, NamedTuple
 
 from trainkit.config import schema
+from trainkit.config.foreign import foreign_problem
 from trainkit.config.running import WEBHOOK_VARIABLE
 from trainkit.config.suggest import unknown_problem
 from trainkit.config.yamlfile import (
@@ -230,6 +231,9 @@ class Layers:
             self.problems += error.problems
             return EMPTY
         entry = as_this_version(entry)
+        if (foreign := foreign_problem(entry, shown)) is not None:
+            self.problems.append(foreign)
+            return EMPTY
         own = {key: value for key, value in entry.value.items() if key != "extends"}
         result = EMPTY
         for name, origin in self._extended(entry):

@@ -11,6 +11,7 @@ from unicodedata import combining, normalize
 
 from pydantic import ValidationError
 
+from trainkit.config.foreign import LIGHTNING, SWEEPS
 from trainkit.config.schema import (
     all_keys,
     allowed_values,
@@ -24,6 +25,7 @@ from trainkit.config.schema import (
 )
 from trainkit.config.yamlfile import WHOLE, Entry, parse_value
 from trainkit.errors import Problem
+from trainkit.folders import INTERPOLATION, NOT_EVALUATED
 from trainkit.formats import near, plural, time_limit_s, time_text
 from trainkit.shipped import load, shipped_classes
 
@@ -57,7 +59,6 @@ _SETTINGS = re.compile(r"[,;]\s*(?=[a-z_]+(?:\.[a-z_]+)*=)")
 _FACTORS = {"k": 1000, "m": 10**6}
 MAX_WHOLE = 10**18
 _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
-INTERPOLATION = re.compile(r"\$\{[^{}]+\}")
 MEMORY = ("resources", "mem")
 GPU_TYPE = ("resources", "gpu_type")
 TIME = ("resources", "time")
@@ -81,13 +82,20 @@ _OPTIMIZER = "other optimizers need your own training loop; see docs/own-script.
 _LAUNCHES = "trainkit sets this value; `--launcher accelerate` passes accelerate a config"
 _FOLDER = "`--run-dir DIR` sets the run folder, which contains all output of the run"
 _HYDRA = "`python app.py -m hydra/launcher=trainkit KEY=VALUE,VALUE` submits a Hydra application"
-_SWEEPS = "`trainkit submit CONFIG --sweep KEY=VALUE,VALUE` runs a config with several values"
+_TRAINER = (
+    "did you mean train? The devices, num_nodes, max_epochs and precision of Lightning's Trainer are"
+    " resources.gpus_per_node, resources.nodes, train.epochs and precision.dtype"
+)
 OTHER_KEYS_SAY = {
     **dict.fromkeys(("batch_size", "batchsize", "bs", "batch"), _BATCH),
     **dict.fromkeys(("fsdp", "strategy", "fsdp_config", "sharding_strategy", "ddp"), _SHARDS),
-    **dict.fromkeys(("program", "method", "parameters", "metric", "early_terminate", "run_cap"), _SWEEPS),
+    "fsdp_sharding_strategy": _SHARDS,
+    **dict.fromkeys(("program", "method", "parameters", "metric", "early_terminate", "run_cap"), SWEEPS),
     **dict.fromkeys(("compute_environment", "distributed_type", "main_training_function"), _LAUNCHES),
     **dict.fromkeys(("machine_rank", "main_process_ip", "main_process_port", "rdzv_backend"), _LAUNCHES),
+    **dict.fromkeys(("config_file", "multi_gpu", "dynamo_backend", "deepspeed_config_file"), _LAUNCHES),
+    **dict.fromkeys(("class_path", "init_args", "dict_kwargs"), LIGHTNING.format(file="FILE")),
+    "trainer": _TRAINER,
     **dict.fromkeys(("output_dir", "save_dir", "log_dir", "logging_dir", "default_root_dir"), _FOLDER),
     **dict.fromkeys(("hydra", "_target_", "_partial_", "_recursive_", "_self_"), _HYDRA),
     **dict.fromkeys(("momentum", "nesterov"), _OPTIMIZER),
@@ -219,6 +227,8 @@ def _time_range(text: str) -> tuple[str, str] | None:
 def value_hint(path: tuple[str, ...], found: Entry, origin: str) -> str:
     """Return a hint on how to write the value of a key whose value was rejected."""
     value = found.plain()
+    if has_interpolation(value if isinstance(value, str) else show_value(value)):
+        return not_evaluated(path, origin)
     if path == WHOLE and isinstance(value, dict):
         return "give each source a weight, such as {web: 0.7, code: 0.3}; their sum does not matter"
     if len(path) == 1 and isinstance(value, list) and value and all(isinstance(one, dict) for one in value):
@@ -241,8 +251,6 @@ def value_hint(path: tuple[str, ...], found: Entry, origin: str) -> str:
         return "??? is a missing value of Hydra: write one, or leave the key out for its default"
     if path[0] in sections() and len(path) == 1:
         return _section_hint(path[0], typed, origin)
-    if INTERPOLATION.search(typed):
-        return f"the interpolation of Hydra is not evaluated; the variable {variable_of(path)} sets this key"
     if path == ("name",):
         letters = normalize("NFKD", typed.replace("ß", "ss"))
         # Accents are removed, so that é becomes e.
@@ -268,6 +276,19 @@ def value_hint(path: tuple[str, ...], found: Entry, origin: str) -> str:
     if origin.startswith("--set ") and "," in typed and all(accepts(path, it) for it in typed.split(",")):
         return f"one run for each value: `trainkit submit --sweep {'.'.join(path)}={typed}`"
     return _default_hint(path)
+
+
+def has_interpolation(text: str) -> bool:
+    """Return whether a text contains an interpolation of Hydra, such as ``${oc.env:USER}``."""
+    return INTERPOLATION.search(text) is not None
+
+
+def not_evaluated(path: tuple[str, ...], origin: str = "") -> str:
+    """Return the hint for a value that contains an interpolation of Hydra."""
+    if len(path) == 1 and path[0] in sections():
+        return f"{NOT_EVALUATED}: write the keys of the section"
+    other = "" if origin.startswith("--") else f", or set the environment variable {variable_of(path)}"
+    return f"{NOT_EVALUATED}: write the value{other}"
 
 
 def variable_of(path: tuple[str, ...]) -> str:

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from trainkit.config.loaded import LoadedConfig
 from trainkit.config.schema import RunConfig, capabilities_of
-from trainkit.config.suggest import INTERPOLATION
 from trainkit.config.training import DECODER, TRANSFORMERS
 from trainkit.errors import KeyProblem, Problem
+from trainkit.folders import INTERPOLATION
 from trainkit.formats import NO_TOKENIZER, RESERVED_NAME, plural, time_limit_s
 from trainkit.shipped import load
 

@@ -1,1 +1,1 @@
-"""Turns text into token shards and reads them for the trainer. Never imports torch."""
+"""Turn text into token shards and read them for the trainer, without importing torch."""

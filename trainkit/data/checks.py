@@ -1,6 +1,6 @@
-"""Checks the data of a config before a run starts, by names, sizes and a few lines.
+"""Check the data of a config before a run starts, by names, sizes and a few lines.
 
-Imports neither numpy nor tokenizers, since `submit --dry-run` runs these checks.
+The module imports neither numpy nor tokenizers, because `submit --dry-run` runs these checks.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class DataFacts:
-    """What is known of the data of a config before any of it is tokenised."""
+    """The facts about the data of a config that can be found before any text is tokenised."""
 
     problems: tuple[KeyProblem, ...] = ()
     vocab_size: int = ANY_VOCABULARY
-    """The number of embedding rows: the largest id of its tokens plus one."""
+    """Number of embedding rows, which is the largest token id plus one."""
     mixture: str | None = None
-    """The weights of a mixture as they are used."""
+    """The shares of the sources of a mixture, as text; None without a mixture."""
 
 
 def inspect_data(config: DataConfig) -> DataFacts:
-    """What is quickly found out about the data of a config: its vocabulary, and problems that are certain.
+    """Return quick facts about the data of a config: its vocabulary, and problems that are certain.
 
     `trainkit data validate` reads all of the data.
     """
@@ -79,9 +79,9 @@ def inspect_data(config: DataConfig) -> DataFacts:
 def _inspect_source(
     config: DataConfig, tokenizer: TokenizerIdentity | None, unknown: Sequence[KeyProblem]
 ) -> tuple[list[KeyProblem], TokenizerIdentity | None]:
-    """The problems of one source, and the tokenizer of its tokens.
+    """Return the problems of one source, and the tokenizer of its tokens.
 
-    `tokenizer` is that of the config; None if it is `unknown`, for these reasons.
+    `tokenizer` is the tokenizer of the config, or None for the reasons in `unknown`.
     """
     problems: list[KeyProblem] = []
     folder = prepared_folder(config)
@@ -107,7 +107,7 @@ def _inspect_source(
 
 
 def tokenizer_vocab_size(config: DataConfig) -> int:
-    """The vocabulary size of a config's tokens, the number of embedding rows: the largest id plus one.
+    """Return the vocabulary size of a config's tokens: the largest id plus one, for the embedding rows.
 
     Raises UsageError if the tokenizer or the prepared dataset cannot be read.
     """
@@ -117,7 +117,7 @@ def tokenizer_vocab_size(config: DataConfig) -> int:
 
 
 def collect(problems: list[KeyProblem], key: str, check: Callable[[], T]) -> T | None:
-    """The result of a check, or None if it fails; its problem is added to `problems`."""
+    """Return the result of a check; if the check fails, add its problem to `problems` and return None."""
     try:
         return check()
     except UsageError as error:
@@ -142,7 +142,7 @@ def _length_problems(config: DataConfig, counts: Mapping[str, float], val_wanted
     message = f"at most {val:,} tokens are left for validation, fewer than data.seq_len {config.seq_len} + 1"
     if config.val_source:
         return [("data.val_source", f"{_named(config.val_source)}: {message}", "add more text there")]
-    hint = "raise it, set it to 0 for no validation, or add more text"
+    hint = "raise the fraction, set it to 0 for no validation, or add more text"
     return [("data.val_fraction", f"{config.val_fraction:g}: {message}", hint)]
 
 

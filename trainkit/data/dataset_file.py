@@ -1,13 +1,13 @@
-"""`dataset.json`, the description of a folder of token shards, and the identity of their tokenizer.
+"""Describe a folder of token shards in `dataset.json`, and identify the tokenizer of the tokens.
 
-A `tokenizer.json` is read as plain JSON, without the tokenizers library.
+A `tokenizer.json` is read as plain JSON, without the tokenizers library. A dataset has these files:
 
 ::
 
     DIR/dataset.json      this file, written last: a folder without it is not a dataset
     DIR/inputs.json       the source files with the hashes of their content
     DIR/train-00000.bin   tokens, little endian, without a header; the shards of a split in order
-    DIR/train-00000.places  where in the source files the texts of a shard begin; missing in older datasets
+    DIR/train-00000.places  the places in the source files where the texts of a shard begin; optional
     DIR/val-00000.bin
 """
 
@@ -32,7 +32,7 @@ DATASET_FILE = "dataset.json"
 FORMAT = "trainkit-token-shards"
 FORMAT_VERSION = 1
 LAYOUT_VERSION = 1
-"""Part of every fingerprint: increment it when the same text would yield different tokens."""
+"""Part of every fingerprint; increment it when the same text would yield different tokens."""
 TRAIN = "train"
 VAL = "val"
 SPLITS = (TRAIN, VAL)
@@ -40,13 +40,15 @@ TOKEN_BYTES = {"uint16": 2, "uint32": 4}
 """Bytes per token, by dtype."""
 
 PLACES = [("token", "<i8"), ("place", "<i8"), ("input", "<i4"), ("form", "u1")]
-"""The fields of each text in a shard: its first token, `units.Piece.place`, its index in inputs.json, and its
-index in `sources.FORMS`. A text is a row, or up to 64 KiB of a text file.
+"""The fields of each text in a shard.
+
+The fields are the first token of the text, `units.Piece.place`, the index of the text's file in inputs.json,
+and the index of the file's form in `inputs.FORMS`. A text is a row, or up to 64 KiB of a text file.
 """
 
 
 def places_file(shard: Path) -> Path:
-    """The file with the places of the texts in a shard."""
+    """Return the file with the places of the texts in a shard."""
     return shard.with_suffix(".places")
 
 
@@ -55,11 +57,11 @@ class TokenizerIdentity:
     """The tokenizer that produced the tokens."""
 
     kind: str
-    """``bytes`` or ``tokenizer.json``."""
+    """The kind of the tokenizer, ``bytes`` or ``tokenizer.json``."""
     name: str
     sha256: str
     vocab_size: int
-    """The largest id plus one: the number of rows an embedding needs."""
+    """The largest id plus one, which is the number of rows that an embedding needs."""
     eos_id: int
     eos_token: str
 
@@ -85,7 +87,7 @@ class DatasetFile:
     fingerprint: str
     """A hash of the tokenizer, the options and the text."""
     options: Options
-    """What determines the tokens, besides the tokenizer and the text."""
+    """The options that determine the tokens, apart from the tokenizer and the text."""
     splits: dict[str, tuple[Shard, ...]]
 
     def num_tokens(self, split: str) -> int:
@@ -108,12 +110,12 @@ def write_shared_json(path: Path, value: object, staging: Path) -> None:
 
 
 def is_dataset(folder: Path) -> bool:
-    """Whether a folder is a dataset that `data prepare` finished."""
+    """Return whether a folder is a dataset that `data prepare` finished."""
     return (folder / DATASET_FILE).is_file()
 
 
 def read_dataset_file(folder: Path) -> DatasetFile:
-    """Read `dataset.json`; raises UsageError if the folder is not a dataset that this version can read."""
+    """Read `dataset.json`; raise UsageError if the folder is not a dataset that this version can read."""
     path = folder / DATASET_FILE
     try:
         record = files.read_json(path)
@@ -143,7 +145,7 @@ def read_dataset_file(folder: Path) -> DatasetFile:
 
 
 def checked_dataset(folder: Path) -> DatasetFile:
-    """Read `dataset.json`, as `read_dataset_file` does, and check the sizes of all its shards."""
+    """Read `dataset.json` like `read_dataset_file`, and check the sizes of all shards."""
     file = read_dataset_file(folder)
     for split in SPLITS:
         check_shard_sizes(folder, file, split)
@@ -190,11 +192,11 @@ BYTES_IDENTITY = TokenizerIdentity(
     eos_token="<eos>",
 )
 EOS_NAMES = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[SEP]", "<|im_end|>")
-"""Tried in this order if no tokenizer_config.json names the token."""
+"""Names of end-of-document tokens, tried in this order if tokenizer_config.json names no token."""
 
 
 def identify(tokenizer: str) -> TokenizerIdentity:
-    """The identity of `bytes` or of the tokenizer.json at a path.
+    """Return the identity of `bytes` or of the tokenizer.json at a path.
 
     Raises UsageError if the file is missing, is not a tokenizer.json, or has no end-of-document token.
     """
@@ -206,9 +208,9 @@ def identify(tokenizer: str) -> TokenizerIdentity:
 
 
 def check_made_by(wanted: str, identity: TokenizerIdentity, folder: Path, used: TokenizerIdentity) -> None:
-    """Raise UsageError if a prepared dataset was made with another tokenizer than `data.tokenizer`.
+    """Raise UsageError if a prepared dataset was made with a tokenizer other than `data.tokenizer`.
 
-    `bytes` is the default of the config and accepts any tokenizer.
+    `bytes` is the default of the config, so it accepts any tokenizer.
     """
     if wanted != BYTES and identity.sha256 != used.sha256:
         raise UsageError(
@@ -219,20 +221,20 @@ def check_made_by(wanted: str, identity: TokenizerIdentity, folder: Path, used: 
 
 
 def refuse_several(used: Sequence[tuple[str, TokenizerIdentity]]) -> None:
-    """Raise UsageError if the sources of a mixture, each with its name, have different tokenizers."""
+    """Raise UsageError if the sources of a mixture have different tokenizers; `used` has their names."""
     (first, expected), *others = used
     for name, tokenizer in others:
         if tokenizer.sha256 != expected.sha256:
             raise UsageError(
                 f"the sources of a mixture need one tokenizer: {first} uses {expected.name}, "
                 f"{name} uses {tokenizer.name}",
-                hint="set data.tokenizer to that of the prepared datasets, or prepare them all with one",
+                hint="set data.tokenizer to the tokenizer of the prepared datasets, or prepare all with one",
             )
 
 
 @lru_cache(maxsize=4)
 def _read(tokenizer: str) -> tuple[str, dict[str, int]]:
-    """The sha256 of a tokenizer.json and the id of every token in it."""
+    """Return the sha256 of a tokenizer.json and the id of every token in it."""
     path, shown = Path(tokenizer), shown_path(tokenizer)
     try:
         content = path.read_bytes()
@@ -276,7 +278,7 @@ def _eos_token(path: Path, ids: dict[str, int]) -> str:
         raise UsageError(
             f"tokenizer {shown_path(path)} has no token {named!r}, "
             "which tokenizer_config.json names as eos_token",
-            hint="both files have to come from one model",
+            hint="both files must come from the same model",
         )
     for token in EOS_NAMES:
         if token in ids:

@@ -1,17 +1,18 @@
-"""The order of the data, as a pure function of integers.
+"""Compute the order of the data as a pure function of integers.
 
-A position counts samples over the whole training: position // num_samples is the epoch, the remainder the
-offset within it. Within an epoch, offsets are permuted by a keyed bijection that is computed, never stored,
-so any process can compute the sample at any position without state, memory or communication.
+A position counts samples over the whole training: position // num_samples is the epoch, and the remainder is
+the offset within the epoch. Within an epoch, a keyed bijection permutes the offsets. The bijection is
+computed, never stored, so any process can compute the sample at any position without state, memory or
+communication.
 
 The bijection is a Feistel network over a grid of rows x columns slightly larger than the data
-(Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): each round shifts one coordinate by a hash
-of the other. Offsets outside the data are permuted again until they are inside (cycle walking).
+(Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). Each round shifts one coordinate by a hash
+of the other coordinate. Offsets outside the data are permuted again until they are inside (cycle walking).
 
-A mixture assigns each position to one of its sources by a periodic schedule, and a source has an order of its
-own over the positions that it got.
+A mixture assigns each position to one of its sources by a periodic schedule. Each source has a separate order
+over its positions.
 
-Changing any constant here changes the data order of every resumed run: tests compare golden values.
+Changing any constant here changes the data order of every resumed run, so tests compare golden values.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ _WORD_MASK = (1 << 64) - 1
 
 
 def sample_index(positions: npt.ArrayLike, num_samples: int, seed: int, shuffle: bool) -> IntArray:
-    """The index of the sample at each global position, as int64 of the same shape.
+    """Return the index of the sample at each global position, as int64 of the same shape.
 
-    The positions of one epoch cover every sample exactly once; each epoch has its own order.
-    Raises ValueError for a negative position or a dataset without samples.
+    The positions of one epoch cover every sample exactly once, and each epoch has its own order. Raises
+    ValueError for a negative position or a dataset without samples.
     """
     if num_samples < 1:
         raise ValueError(f"num_samples must be at least 1, not {num_samples}")
@@ -56,10 +57,10 @@ def sample_index(positions: npt.ArrayLike, num_samples: int, seed: int, shuffle:
 class Schedule:
     """Assigns positions to sources in proportion to integer weights; repeats after the sum of the weights.
 
-    Of the first n positions, each source has its share n x weight / sum, rounded up or down, for every n; in
-    a window of positions, it deviates from its share by less than two samples. This is the chairman
-    assignment problem (Tijdeman, 1980), solved by earliest deadline first: sample j of a source comes neither
-    before the position at which its share exceeds j - 1 nor after the one at which it reaches j.
+    Of the first n positions, each source has its share n x weight / sum, rounded up or down, for every n. In
+    a window of positions, a source deviates from its share by less than two samples. The schedule solves the
+    chairman assignment problem (Tijdeman, 1980) by earliest deadline first. Sample j of a source comes at the
+    earliest where the share of the source exceeds j - 1, and at the latest where the share reaches j.
     """
 
     def __init__(self, weights: Sequence[int]) -> None:
@@ -80,14 +81,14 @@ class Schedule:
             _, self._sources[position], self._items[position] = heappop(ready)
 
     def at(self, positions: npt.ArrayLike) -> tuple[IntArray, IntArray]:
-        """The source of each position, and how many earlier positions the same source has."""
+        """Return the source of each position, and the number of earlier positions of the same source."""
         periods, offsets = np.divmod(np.asarray(positions, dtype=np.int64), self._period)
         sources = self._sources[offsets]
         return sources, periods * self._weights[sources] + self._items[offsets]
 
 
 def source_seed(seed: int, source: int) -> int:
-    """The seed of the order of one source of a mixture; the first has that of the run."""
+    """Return the seed for the order of one source of a mixture; the first source has the run's seed."""
     return seed + source * int(_GOLDEN)
 
 
@@ -118,7 +119,10 @@ def _feistel(values: _Words, keys: _Words, num_rows: int, num_columns: int) -> _
 
 
 def _mix(words: _Words) -> _Words:
-    """The finaliser of splitmix64 (Steele, Lea and Flood, 2014): every input bit reaches every output bit."""
+    """Mix words so that every input bit reaches every output bit.
+
+    The function is the finaliser of splitmix64 (Steele, Lea and Flood, 2014).
+    """
     mixed: _Words = (words ^ (words >> np.uint64(30))) * _MIX_1
     mixed = (mixed ^ (mixed >> np.uint64(27))) * _MIX_2
     mixed ^= mixed >> np.uint64(31)

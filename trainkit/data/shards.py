@@ -1,4 +1,4 @@
-"""Reads samples of fixed length from token shards, through memory maps."""
+"""Read samples of fixed length from token shards, through memory maps."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ from trainkit.errors import UsageError
 from trainkit.folders import shown_path
 
 MAX_OPEN_SHARDS = 256
-"""Memory maps that a dataset keeps open; each uses a file descriptor, often limited to 1,024 per process."""
+"""Number of memory maps that a dataset keeps open, because a process often has only 1,024 descriptors."""
 
 
 class TokenShards:
     """One split of a prepared dataset, cut into samples of `seq_len` + 1 tokens.
 
-    Sample i begins at token i x seq_len, so the last token of a sample is the first of the next one and every
-    token but the first is predicted once. Samples cross documents and shards. Opening checks file sizes and
-    reads no tokens. Safe to read from several threads, to fork and to pickle.
+    Sample i begins at token i x seq_len. The last token of a sample is therefore the first token of the next
+    sample, and every token but the first is predicted once. Samples cross documents and shards. Opening a
+    split checks file sizes and reads no tokens. Several threads can read the same object, which can be forked
+    and pickled.
     """
 
     def __init__(self, folder: str | Path, split: str, seq_len: int, checks_sizes: bool = True) -> None:
@@ -55,7 +56,7 @@ class TokenShards:
         if self.num_tokens < seq_len + 1:
             raise _too_short(self.folder, split, self.num_tokens, seq_len)
         self.num_samples = (self.num_tokens - 1) // seq_len
-        """Complete samples in one epoch; up to seq_len tokens at the end are unused."""
+        """Number of complete samples in one epoch; up to seq_len tokens at the end are unused."""
         dtype = np.dtype(file.dtype).newbyteorder("<")
         self._open_shard = lru_cache(maxsize=MAX_OPEN_SHARDS)(partial(_map_shard, self.folder, dtype))
 
@@ -63,11 +64,11 @@ class TokenShards:
         return TokenShards, (self.folder, self.split, self.seq_len, False)
 
     def sample_index(self, positions: IntArray, seed: int, shuffle: bool) -> IntArray:
-        """The index of the sample at each position of a training, as int64 of the same shape."""
+        """Return the index of the sample at each position of a training, as int64 of the same shape."""
         return sample_index(positions, self.num_samples, seed, shuffle)
 
     def read(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        """The tokens of the samples at `indices`, int64 of shape [len(indices), seq_len + 1].
+        """Return the tokens of the samples at `indices`, int64 of shape [len(indices), seq_len + 1].
 
         Raises IndexError for an index outside 0 <= index < num_samples.
         """
@@ -84,18 +85,18 @@ class TokenShards:
         return tokens
 
     def places(self, index: int) -> Iterator[tuple[Path, int, int]]:
-        """The shards of a sample, each with the range of its tokens there."""
+        """Yield each shard of a sample, with the range of the sample's tokens in the shard."""
         for shard, first, stop in self._pieces(index * self.seq_len):
             yield self.folder / shard.file, first, stop
 
     def tokens_of(self, shard: Path, first: int, stop: int) -> list[int]:
-        """Some tokens of a shard."""
+        """Return the tokens from `first` to `stop` of a shard."""
         num_tokens = next(item.num_tokens for item in self._shards if item.file == shard.name)
         found: list[int] = self._open_shard(shard.name, num_tokens)[first:stop].tolist()
         return found
 
     def _pieces(self, start: int) -> Iterator[tuple[Shard, int, int]]:
-        """The shards of a sample that begins at token `start`, each with the range of its tokens there."""
+        """Yield each shard of the sample that begins at token `start`, with the range of tokens in it."""
         number, missing = int(np.searchsorted(self._ends, start, side="right")), self.seq_len + 1
         while missing:
             shard = self._shards[number]
@@ -107,16 +108,17 @@ class TokenShards:
 
 
 def _map_shard(folder: Path, dtype: np.dtype[Any], file: str, num_tokens: int) -> npt.NDArray[Any]:
-    """The tokens of a shard; raises UsageError if it was cut off, which would shift all that follow."""
+    """Map the tokens of a shard; raise UsageError if a truncated shard would shift all later tokens."""
     check_shard_size(folder / file, num_tokens * dtype.itemsize)
     return np.memmap(folder / file, dtype=dtype, mode="r")
 
 
 class TokenMixture:
-    """The same split of several prepared datasets: their samples in a row, and an order that mixes them.
+    """The same split of several prepared datasets: their concatenated samples, and an order that mixes them.
 
-    With `weights`, positions are divided among the datasets in proportion, and each goes through epochs of
-    its own; without, the order is that of one dataset. Raises UsageError if their tokenizers differ.
+    With `weights`, positions are divided among the datasets in proportion, and each dataset has its own
+    epochs. Without `weights`, the order is the order of a single dataset. Raises UsageError if the tokenizers
+    differ.
     """
 
     def __init__(self, parts: Sequence[TokenShards], weights: Sequence[int] | None) -> None:
@@ -133,12 +135,12 @@ class TokenMixture:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the fingerprints and the weights."""
+        """Return a hash of the fingerprints and the weights."""
         content = {"parts": [part.fingerprint for part in self.parts], "weights": self.weights}
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def describe(self, names: Iterable[str]) -> Iterator[str]:
-        """The weight and size of each source, by the names of the sources."""
+        """Yield a line with the weight and size of each source; `names` are the names of the sources."""
         assert self.weights is not None
         for name, part, weight in zip(names, self.parts, self.weights, strict=True):
             share = weight / sum(self.weights)
@@ -146,7 +148,7 @@ class TokenMixture:
             yield f"{100 * share:.4g}% {name}: {part.num_samples:,} samples, an epoch every {epoch:,}"
 
     def sample_index(self, positions: IntArray, seed: int, shuffle: bool) -> IntArray:
-        """The index of the sample at each position of a training, as int64 of the same shape."""
+        """Return the index of the sample at each position of a training, as int64 of the same shape."""
         if self._schedule is None:
             return sample_index(positions, self.num_samples, seed, shuffle)
         sources, own_positions = self._schedule.at(positions)
@@ -158,7 +160,7 @@ class TokenMixture:
         return index
 
     def read(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        """The tokens of the samples at `indices`, as `TokenShards.read` returns them."""
+        """Return the tokens of the samples at `indices`, like `TokenShards.read`."""
         wanted = np.asarray(indices, dtype=np.int64)
         tokens = np.empty((wanted.size, self.seq_len + 1), dtype=np.int64)
         sources = np.searchsorted(self._ends, wanted, side="right")
@@ -172,10 +174,10 @@ class TokenMixture:
 def open_dataset(
     config: DataConfig, seq_len: int, split: str, checks_sizes: bool = True
 ) -> TokenShards | TokenMixture:
-    """The `train` or `val` split of the data of a config; prepares the data first if necessary.
+    """Open the `train` or `val` split of the data of a config; prepare the data first if necessary.
 
-    The validation split of a mixture is that of all its sources that have one. Raises UsageError for unusable
-    data and for a split shorter than one sample.
+    The validation split of a mixture combines the validation splits of its sources. Raises UsageError for
+    unusable data and for a split shorter than one sample.
     """
     folders = [ensure_prepared(part, checks_sizes) for part in components(config)]
     if not is_mixture(config):

@@ -1,6 +1,6 @@
-"""The sources of a config with their weights, and the folders of token shards that training reads.
+"""List the sources of a config with their weights, and find the folders of token shards for training.
 
-Imports neither numpy nor tokenizers: a dry run uses it.
+The module imports neither numpy nor tokenizers, because a dry run uses it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from trainkit.errors import UsageError
 from trainkit.shipped import text_preparer
 
 STDLIB = "stdlib"
-"""The source available on every machine: the Python sources of the interpreter."""
+"""The source that every machine has: the Python sources of the interpreter."""
 
 
 def prepared_folder(config: DataConfig) -> Path | None:
-    """The folder of token shards that `data.source` names; None when it names texts, or is a mixture."""
+    """Return the folder of token shards that `data.source` names, or None for texts and for a mixture."""
     sources = () if is_mixture(config) else listed(config.source)
     if len(sources) == 1 and sources[0] != STDLIB and is_dataset(Path(sources[0])):
         return Path(sources[0])
@@ -29,19 +29,19 @@ def prepared_folder(config: DataConfig) -> Path | None:
 
 
 MAX_PERIOD = 100_000
-"""Samples after which the order of the sources repeats, at most: weights are rounded to parts of it."""
+"""Maximum number of samples after which the order of the sources repeats; weights are rounded for this."""
 
 
 def is_mixture(config: DataConfig) -> bool:
-    """Whether `data.source` maps sources to weights."""
+    """Return whether `data.source` maps sources to weights."""
     return isinstance(config.source, Mapping)
 
 
 def components(config: DataConfig) -> list[DataConfig]:
-    """One config per source of a mixture, in order; any other config is its own component.
+    """Return one config per source of a mixture, in order; for any other config, return it alone.
 
-    `data.val_source` is prepared with the first texts, and nothing is held out of the others. Prepared
-    datasets keep the key too, so that it is refused as it is for a single one.
+    `data.val_source` is prepared with the first source of texts, and nothing is held out of the other
+    sources. The configs of prepared datasets keep the key, so that it is refused as for a single dataset.
     """
     if not isinstance(config.source, Mapping):
         return [config]
@@ -59,9 +59,10 @@ def components(config: DataConfig) -> list[DataConfig]:
 
 
 def integer_weights(config: DataConfig) -> tuple[int, ...]:
-    """The weights of a mixture in lowest terms, such as (7, 3) for 0.7 and 0.3.
+    """Return the weights of a mixture in lowest terms, such as (7, 3) for 0.7 and 0.3.
 
-    Their sum is at most about `MAX_PERIOD`; weights that need a larger one are rounded, to at least 1.
+    The sum of the weights is at most about `MAX_PERIOD`. Weights that need a larger sum are rounded, to at
+    least 1.
     """
     shares = [Fraction(str(weight)) for weight in cast(Mapping[str, float], config.source).values()]
     scale = math.lcm(*(share.denominator for share in shares))
@@ -79,12 +80,12 @@ def refuse_val_source(config: DataConfig, folder: Path) -> None:
     if listed(config.val_source):
         raise UsageError(
             f"data.val_source is set, but {folder} is a prepared dataset with its own validation split",
-            hint="remove data.val_source, or name the texts of both instead of the dataset",
+            hint="remove data.val_source, or set data.source to the texts instead of the dataset",
         )
 
 
 def listed(source: str | Sequence[str] | Mapping[str, float] | None) -> tuple[str, ...]:
-    """The sources of a key, of which there may be one, several or none."""
+    """Return the sources of a key, which may have one, several or none."""
     if source is None:
         return ()
     assert not isinstance(source, Mapping), "a mixture has one config per source"
@@ -92,18 +93,18 @@ def listed(source: str | Sequence[str] | Mapping[str, float] | None) -> tuple[st
 
 
 def has_validation(config: DataConfig, checks_sizes: bool = True) -> bool:
-    """Whether the data of a config has a `val` split; prepares the data first if necessary."""
+    """Return whether the data of a config has a `val` split; prepare the data first if necessary."""
     folders = [ensure_prepared(part, checks_sizes) for part in components(config)]
     return any(read_dataset_file(folder).num_tokens(VAL) > 0 for folder in folders)
 
 
 def ensure_prepared(config: DataConfig, checks_sizes: bool = True) -> Path:
-    """The folder with the token shards of a config without a mixture, or of a component of one.
+    """Return the folder with the token shards of a config without a mixture, or of a mixture's component.
 
-    A prepared `data.source` is used directly, with its own tokenizer; other sources are tokenised into the
-    cache once. If several processes call this, one prepares the data and the others wait. With `checks_sizes`
-    a cached dataset with missing or truncated shards is prepared again. Raises UsageError for unusable
-    sources and for a cache that cannot be written.
+    A prepared `data.source` is used directly, with its own tokenizer. Other sources are tokenised into the
+    cache once. If several processes call this, one process prepares the data and the others wait. With
+    `checks_sizes`, a cached dataset with missing or truncated shards is prepared again. Raises UsageError for
+    unusable sources and for a cache that cannot be written.
     """
     folder = prepared_folder(config)
     if folder is None:

@@ -34,12 +34,13 @@ def find_code_problems(loaded: LoadedConfig, folder: Path) -> list[Problem]:
     if any(elsewhere) or launch.modules or launch.setup:
         return []
     key, file = config.model_source
+    sections: dict[str, bool | set[str]] = {"parallel": True}
     if key == "task":
-        sections = {"task", "task_args", "parallel"}
+        sections |= {"task": True, "task_args": True, "optimizer": {"name", "state_dtype"}}
     elif config.model.hf is not None:
-        sections, file = {"model", "parallel"}, f"{config.model.hf}/config.json:"
+        sections, file = {**sections, "model": True}, f"{config.model.hf}/config.json:"
     elif file != DECODER:
-        sections = {"model", "data", "parallel"}
+        sections |= {"model": True, "data": True}
     else:
         return []
     # The trials of a sweep mostly share these values, so `_check` caches its result. The modification time is

@@ -1,4 +1,4 @@
-"""How runs are now: what their folders say, and what Slurm or this machine says of their jobs."""
+"""Reads the current state of runs from their run folders and from the state of their jobs."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ from trainkit.scheduler import JobInfo
 
 
 def look_at(run: RunDir, warn: Callable[[str], None]) -> tuple[RunHistory, RunStatus, JobInfo | None]:
-    """The history of a run, its status, and its job in Slurm; `warn` says why Slurm does not answer.
+    """Return the history of a run, its status, and its job in Slurm.
 
-    The run of a group that has not started need not have a folder.
+    `warn` receives a message if Slurm does not answer. A run of a group that has not started need not have a
+    folder.
     """
     record, job = read_job_status(run, lambda ids: query_jobs_or_warn(ids, warn))
     history = RunHistory(run)
@@ -41,7 +42,7 @@ def look_at(run: RunDir, warn: Callable[[str], None]) -> tuple[RunHistory, RunSt
 
 
 def _as_trial(status: RunStatus, group: RunGroup, index: int, warn: Callable[[str], None]) -> RunStatus:
-    """The status of a run that has not started, as its group knows it."""
+    """Return the status of a trial that has not started, which only its group knows."""
     seen, trial, plan = query_group(group, warn), group.trial(index), PlanRecord(group.record.plan)
     known = next(one for one in seen.trials if one.index == trial.index)
     place = replace(
@@ -56,7 +57,7 @@ def _as_trial(status: RunStatus, group: RunGroup, index: int, warn: Callable[[st
         name=f"{group.name}/{index}",
         state=known.state,
         reason=known.reason,
-        attempt=None if known.job_id is None else 1,  # which its task makes when it starts
+        attempt=None if known.job_id is None else 1,  # the task writes attempt 1 when it starts
         job_id=known.job_id,
         place=place,
         command=plan.command,
@@ -65,18 +66,23 @@ def _as_trial(status: RunStatus, group: RunGroup, index: int, warn: Callable[[st
 
 
 def query_group(group: RunGroup, warn: Callable[[str], None], metric: str | None = None) -> GroupStatus:
-    """The status of a group; looks its job up if Slurm has not acknowledged it.
+    """Return the status of a group, after looking up a job that Slurm has not acknowledged.
 
-    `metric` is what ranks its runs, by default the one of its config. UsageError if no run has logged it.
+    `metric` ranks the trials; by default the metric of their config does. Raises UsageError if no trial has
+    logged `metric`.
     """
-    from trainkit.backends.slurm.group_parts import recover_parts  # most runs are in no group
+    # slow to import, and most runs are in no group
+    from trainkit.backends.slurm.group_parts import recover_parts
 
     recover_parts(group)
     return read_group(group, lambda ids: query_jobs_or_warn(ids, warn), metric)
 
 
 def read_group(group: RunGroup, query: JobQuery, metric: str | None = None) -> GroupStatus:
-    """The status of a group, with one `query` of Slurm for its jobs; `metric` as in `query_group`."""
+    """Return the status of a group after one `query` of Slurm for all of its jobs.
+
+    `metric` has the same meaning as in `query_group`.
+    """
     files = GroupFiles(group, metric)
     return files.status(query(files.open_ids), datetime.now(timezone.utc))
 
@@ -88,11 +94,11 @@ def read_all(
     warn: Callable[[str], None],
     below: Path | None = None,
 ) -> tuple[list[RunStatus | GroupStatus], int]:
-    """The status of known runs and groups, newest first, with one `query` of Slurm for all of them.
+    """Return the status of known runs and groups, newest first, after one `query` of Slurm for all of them.
 
-    With `max_ended`, only that many of those that are over for certain; the second value counts the others.
-    `histories` keeps what was read of each run for the next call; `warn` names groups that cannot be read.
-    With `below`, only what is in that folder.
+    `max_ended` limits the number of ended runs that are read, and the second value counts the ended runs that
+    were skipped. `histories` caches the history of each run for the next call. `warn` receives a message for
+    each group that cannot be read. `below` limits the result to the runs in that folder.
     """
     known: list[tuple[RunDir, JobRecord] | GroupFiles] = []
     seen, newly_over, num_over, num_hidden = set(), [], 0, 0

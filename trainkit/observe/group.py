@@ -1,4 +1,7 @@
-"""The status of a group of runs: reads small files and the ends of large ones, since groups can be large."""
+"""The status of a group of runs.
+
+A group can be large, so only small files and the ends of large files are read.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +33,11 @@ from trainkit.observe.ranking import (
 from trainkit.observe.status import ACTIVE_STATES, STATE_EVENTS, attempt_state
 from trainkit.run.end import AttemptEnd, Best, read_newest_end
 from trainkit.run.events import (
+    BEGINNINGS,
     best_of,
     diverged_in,
     diverged_since,
+    first_steps,
     newest_step,
     read_events,
     with_divergence,
@@ -47,9 +52,9 @@ from trainkit.scheduler import JobInfo, JobState, on_cluster
 TRIALS_PER_TASK = 100
 NOT_CREATED = AttemptRecord()
 IN_END = ("val_loss", "loss")
-"""The metrics of which end.json has the best result, or the last one."""
+"""The metrics whose best result, or last result for ``loss``, is in end.json."""
 FAILED = ("failed", "died", "unknown")
-"""States that need attention, worst first."""
+"""The states that need attention, worst first."""
 ORDER = (
     *FAILED,
     "stopping",
@@ -63,84 +68,87 @@ ORDER = (
     "cancelled",
     "finished",
 )
-"""All states, most urgent first."""
+"""All states of a run, most urgent first."""
 
 
 def count_states(states: Iterable[str]) -> dict[str, int]:
-    """How many are in each state, most urgent first."""
+    """Return the number of runs in each state, most urgent state first."""
     counts = Counter(states)
     return {state: counts[state] for state in dict.fromkeys((*ORDER, *counts)) if counts[state]}
 
 
 def state_counts(states: Mapping[str, int]) -> str:
-    """``3 running, 97 pending``."""
+    """Return the counts of states as text, such as ``3 running, 97 pending``."""
     return ", ".join(f"{count:,} {state}" for state, count in states.items())
 
 
 @dataclass(frozen=True)
 class TrialFiles:
-    """The content of a trial's files."""
+    """The content of the files of a trial."""
 
     trial: Trial
     job_id: str | None
-    """The job of its newest attempt; None when unknown."""
+    """The job of the newest attempt, or None if it is unknown."""
     entry: AttemptRecord = NOT_CREATED
-    """Its newest attempt in job.json; of number 0 while the trial has no folder."""
+    """The newest attempt in job.json. Its number is 0 while the trial has no folder."""
     end: AttemptEnd | None = None
     seen: Attempt | None = None
-    """What the `STATE_EVENTS` of that attempt say, unless it is over."""
+    """The newest attempt as its `STATE_EVENTS` describe it; None if the attempt has ended."""
     results: Mapping[str, Best | None] = field(default_factory=dict)
-    """What it has of the metrics that may rank the group, by their names; None if it has diverged."""
+    """Maps each metric that may rank the group to the result of this trial, or to None if the trial has
+    diverged."""
     diverged_since: int | None = None
     step: int | None = None
-    """The newest step of one that is not over."""
+    """The newest logged step of a trial that has not ended."""
     has_metrics: bool = False
 
     @property
     def is_over(self) -> bool:
-        """Whether its newest attempt has ended and will not restart."""
+        """Return whether the newest attempt has ended and will not restart."""
         return self.end is not None and not self.end.resumes
 
 
 @dataclass(frozen=True)
 class TrialStatus:
-    """One trial at one moment."""
+    """The state of one trial at one moment."""
 
     index: int
     values: dict[str, object]
-    """The values of its trial, where a text that is a number is one."""
+    """The values of the trial by key. A text that spells a number is converted to that number."""
     state: str
-    """As in `trainkit.observe.status.RunStatus.state`."""
+    """One of the states of `trainkit.observe.status.RunStatus.state`."""
     reason: str | None
     job_id: str | None
     best: Best | None
-    """The result so far, of the metric that ranks the group; None too if it has diverged."""
+    """The result so far by the metric that ranks the group; None without a result or if the trial has
+    diverged."""
     run_dir: str
     diverged_since: int | None = None
-    """The step from which on its loss, or what ranks the group, is NaN or infinite, if it still is."""
+    """The first step of the unbroken series of NaN or infinite values that the trial still logs for its loss
+    or for the metric that ranks the group; None if it has not diverged."""
     cluster: str | None = field(default=None, metadata=OPTIONAL)
-    """The cluster of its job, if that is another one than here."""
+    """The cluster of the job, if it is not the cluster of this host."""
     written: dict[str, object] = field(default_factory=dict, metadata=LEFT_OUT)
-    """The values as they were written, for people."""
+    """The values as the user wrote them."""
     step: int | None = None
-    """The newest step; of one that has ended, that at which it did."""
+    """The newest logged step, or the last step of a trial that has ended."""
     age_s: float | None = None
-    """Seconds since its newest attempt was submitted."""
+    """Seconds since the newest attempt was submitted."""
 
     @property
     def score(self) -> float | None:
-        """The value of its result."""
+        """Return the value of the best result."""
         return None if self.best is None else self.best.value
 
     @property
     def problem(self) -> str:
-        """The reason as one line; empty for a run of which it is of no interest."""
+        """Return the reason of the state as one line, or an empty text for a trial without problems."""
         if self.state in ("running", "finished") and self.diverged_since is None:
             return ""
         return " ".join((self.reason or "").split())
 
     def texts(self, keys: Sequence[str]) -> list[str]:
-        """Its values of some keys."""
+        """Return the values of some keys as texts, with ``-`` for a key that the trial does not have."""
         return [masked_value(self.written[key], key) if key in self.written else "-" for key in keys]
 
     def __str__(self) -> str:
@@ -150,45 +158,45 @@ class TrialStatus:
 
 @dataclass(frozen=True)
 class GroupStatus:
-    """A group at one moment."""
+    """The state of a group at one moment."""
 
     name: str
     run_dir: str
     job_id: str | None
     array: str
     keys: list[str]
-    """The config keys in which its trials differ."""
+    """The config keys in which the trials differ."""
     num_nodes: int | None
     workers_per_node: int | None
     age_s: float | None
-    """Seconds since it was submitted."""
+    """Seconds since the group was submitted."""
     trials: list[TrialStatus]
     ranking: Ranking = field(default=LOSS, metadata=LEFT_OUT)
-    """What decides which of them is the best."""
+    """The metric that decides which trial is the best."""
 
     @property
     def states(self) -> dict[str, int]:
-        """The number of trials in each state, most urgent first."""
+        """Return the number of trials in each state, most urgent state first."""
         return count_states(trial.state for trial in self.trials)
 
     @property
     def is_active(self) -> bool:
-        """Whether any of its runs may still make progress."""
+        """Return whether any trial may still make progress."""
         return any(state in ACTIVE_STATES for state in self.states)
 
     @property
     def best(self) -> TrialStatus | None:
-        """The trial with the best result; None without any."""
+        """Return the trial with the best result, or None if no trial has a result."""
         found = [trial for trial in self.trials if trial.best is not None]
         return min(found, key=lambda trial: self.ranking.order(trial.score), default=None)
 
     @property
     def shown_trials(self) -> list[TrialStatus]:
-        """The trials of a table in a notebook, in their order."""
+        """Return the trials that a notebook shows, in the order of their indices."""
         return sorted(most_relevant(self, MAX_ROWS), key=attrgetter("index"))
 
     def columns(self) -> list[Column]:
-        """What a notebook shows of its `shown_trials`."""
+        """Return the columns that a notebook shows for `shown_trials`."""
         trials, keys = self.shown_trials, self.keys[:MAX_KEYS]
         texts = [trial.texts(keys) for trial in trials]
         return [
@@ -200,7 +208,7 @@ class GroupStatus:
         ]
 
     def summary(self) -> str:
-        """Its name and states in a line, and how much of it `columns` leaves out."""
+        """Return the name and the states in one line, and say which rows or keys `columns` omits."""
         parts = [f"{self.name}: {state_counts(self.states) or 'no runs'}"]
         for whole, limit, word in ((self.trials, MAX_ROWS, "runs"), (self.keys, MAX_KEYS, "keys")):
             if len(whole) > limit:
@@ -228,10 +236,13 @@ class GroupStatus:
 
 
 class GroupFiles:
-    """The files of a group's trials, read once; `status` adds what Slurm knows."""
+    """The files of all trials of a group, read once. `status` combines them with the answer of Slurm."""
 
     def __init__(self, group: RunGroup, metric: str | None = None) -> None:
-        """`metric` is what ranks the trials, if that is asked for; UsageError if no trial has logged it."""
+        """Read the files of a group; `metric` replaces the metric of the config as the ranking.
+
+        Raises UsageError if no trial has logged `metric`.
+        """
         self.group = group
         rankings = candidates(metric, _configured(group))
         read = [ranking for ranking in rankings if metric is not None or ranking.metric not in IN_END]
@@ -242,17 +253,18 @@ class GroupFiles:
         if metric is not None and metric not in known:
             raise UnknownMetricError(metric, [group.run(index) for index in group.created()])
         self._elsewhere: dict[str | None, str | None] = {}
-        """By cluster name: thousands of trials are on the same one."""
+        """Caches the result of `_cluster` by cluster name, because thousands of trials run on the same
+        cluster."""
         self.jobs = {
             files.trial.index: on_cluster(files.job_id, self._cluster(files))
             for files in self.trials
             if files.job_id is not None
         }
-        """The job of each trial for Slurm's commands, by its index."""
+        """Maps the index of each trial to the name of its job for the commands of Slurm."""
 
     @property
     def open_ids(self) -> list[str]:
-        """The jobs whose state in Slurm is needed."""
+        """Return the jobs whose state must be queried."""
         return [
             self.jobs[files.trial.index]
             for files in self.trials
@@ -260,11 +272,11 @@ class GroupFiles:
         ]
 
     def _is_here(self, files: TrialFiles) -> bool:
-        """Whether the newest attempt of a trial has a supervisor without Slurm, or will have."""
+        """Return whether the supervisor of a trial's newest or next attempt runs without Slurm."""
         return files.entry.backend is None if files.entry.attempt else self.group.record.process is not None
 
     def _cluster(self, files: TrialFiles) -> str | None:
-        """The cluster of the job of a trial, if Slurm's commands have to name it here."""
+        """Return the cluster of a trial's job if Slurm's commands must name it on this host, else None."""
         record = files.entry if files.entry.attempt else self.group.record
         if record.cluster not in self._elsewhere:
             self._elsewhere[record.cluster] = record.elsewhere
@@ -272,11 +284,11 @@ class GroupFiles:
 
     @property
     def is_over(self) -> bool:
-        """Whether all trials have ended and none will restart."""
+        """Return whether all trials have ended and none will restart."""
         return all(files.is_over for files in self.trials)
 
     def status(self, jobs: Mapping[str, JobInfo] | None, now: datetime) -> GroupStatus:
-        """The group's status; `jobs` is None when Slurm cannot be queried."""
+        """Return the status of the group; `jobs` is None if Slurm cannot be queried."""
         record, plan = self.group.record, PlanRecord(self.group.record.plan)
         return GroupStatus(
             name=self.group.name,
@@ -318,13 +330,13 @@ class GroupFiles:
         if files.job_id is None and self.group.part_of(files.trial.index) is None and self.group.job_id:
             return ("cancelled", None) if self.group.record.cancelled_at else ("pending", WAITS_FOR_ROOM)
         if files.job_id is None:
-            return "unknown", "unknown whether it was submitted"
+            return "unknown", "it is unknown whether the job was submitted"
         name = self.jobs[files.trial.index]
         job = None if jobs is None else jobs.get(name)
-        # Without one, its cluster does not answer.
+        # A job is missing in the answer if its cluster did not answer.
         alive = None if job is None else job.state is not JobState.UNKNOWN and not job.state.is_terminal
         if not files.entry.attempt:
-            # Its task has not created the folder yet.
+            # The task of this trial has not created the run folder yet.
             if alive is False and self.group.record.cancelled_at is not None:
                 return "cancelled", "cancelled before it started"
             return attempt_state(AttemptRecord(attempt=1), None, alive, job, Attempt(1), False)
@@ -339,7 +351,7 @@ class GroupFiles:
         if alive is False and record.cancelled_at is not None:
             return "cancelled", "cancelled before it started"
         if alive is False:
-            again = f"`trainkit resume {quote(str(self.group.path))}` runs what is left"
+            again = f"`trainkit resume {quote(str(self.group.path))}` starts the remaining runs"
             return "died", f"the process that starts the runs has ended; {again}"
         return ("unknown", None) if alive is None else ("pending", "waits for the runs before it")
 
@@ -350,7 +362,7 @@ class GroupFiles:
 
 
 def _configured(group: RunGroup) -> Ranking | None:
-    """The ranking that the configs of all trials ask for."""
+    """Return the ranking that the configs of all trials agree on, or None if they differ."""
     own = Record(group.record.config).record("checkpoint")
     common = {BEST_METRIC: own.text("best_metric"), BEST_MODE: own.text("best_mode")}
     others = (trial.config for trial in group.trials.values() if not trial.config.keys().isdisjoint(common))
@@ -358,12 +370,15 @@ def _configured(group: RunGroup) -> Ranking | None:
 
 
 def _read_trials(group: RunGroup, rankings: Sequence[Ranking]) -> list[TrialFiles]:
-    """Read the files of all trials; `rankings` are those whose results their metrics.jsonl has to give."""
+    """Read the files of all trials.
+
+    `rankings` are the rankings whose results must be read from metrics.jsonl.
+    """
     trials = group.trials
     created = group.created()
     found = {index: TrialFiles(trial, group.task_id(index)) for index, trial in trials.items()}
     shares = [created[first : first + TRIALS_PER_TASK] for first in range(0, len(created), TRIALS_PER_TASK)]
-    from concurrent.futures import ThreadPoolExecutor  # slow to load, and most runs are in no group
+    from concurrent.futures import ThreadPoolExecutor  # slow to import, and most runs are in no group
 
     with ThreadPoolExecutor(NUM_READERS) as readers:
         for share in readers.map(lambda share: [_read(group, index, rankings) for index in share], shares):
@@ -372,16 +387,17 @@ def _read_trials(group: RunGroup, rankings: Sequence[Ranking]) -> list[TrialFile
 
 
 def _read(group: RunGroup, index: int, rankings: Sequence[Ranking]) -> TrialFiles:
-    # By text and with no more than the newest attempt: there may be ten thousand trials.
+    # Join the path as text and parse only the newest attempt, because there may be ten thousand trials.
     folder = group.folder(index)
     attempts = read_object(f"{folder}/job.json").get("attempts")
     entry = attempt_of(attempts[-1]) if isinstance(attempts, list) and attempts else None
     entry, end = entry or NOT_CREATED, read_newest_end(folder)
     job_id = entry.job_id or group.task_id(index)
     best = None if end is None or end.resumes else end.best
-    # One file that cannot be read must not hide the other trials.
+    # A file that cannot be read must not hide the other trials.
     since = None
-    if best is not None:  # its validations had not diverged when it ended, or there would be none
+    # end.json has no best result if the validation loss had diverged, so only the training loss is checked
+    if best is not None:
         with suppress(OSError):
             since = diverged_in(f"{folder}/metrics.jsonl", "loss")
     results = {} if best is None else {best.metric: None if since is not None else best}
@@ -390,7 +406,7 @@ def _read(group: RunGroup, index: int, rankings: Sequence[Ranking]) -> TrialFile
         return files
     run = group.run(index)
     with suppress(OSError):
-        events = [] if files.is_over else list(read_events(run, *STATE_EVENTS, "evaluated"))
+        events = [] if files.is_over else list(read_events(run, *STATE_EVENTS, *BEGINNINGS, "evaluated"))
         if best is None:
             since = diverged_since(run)
         if since is None and not files.is_over and (best := best_of(run, events)) is not None:
@@ -402,17 +418,19 @@ def _read(group: RunGroup, index: int, rankings: Sequence[Ranking]) -> TrialFile
                 results[ranking.metric] = own.result
         files = replace(files, results=results, diverged_since=since)
         if not files.is_over:
-            # Rank 0 of a COMMAND need not write metrics.
+            # Rank 0 of a COMMAND need not write metrics, so its log shows that the run has begun.
             is_command = PlanRecord(group.record.plan).is_command
             is_printing = is_command and run.attempt(entry.attempt).rank_log(0).exists()
             has_metrics = run.metrics_file.exists() or is_printing
             seen = attempts_of(events).get(entry.attempt)
-            files = replace(files, seen=seen, step=newest_step(run), has_metrics=has_metrics)
+            files = replace(
+                files, seen=seen, step=newest_step(run, first_steps(run, events)), has_metrics=has_metrics
+            )
     return files
 
 
 def most_relevant(status: GroupStatus, count: int) -> list[TrialStatus]:
-    """The `count` most relevant trials: by state, failures first, then by result."""
+    """Return the `count` most relevant trials, sorted by state (failures first) and then by result."""
 
     def key(trial: TrialStatus) -> tuple[int, tuple[bool, float], int]:
         state = ORDER.index(trial.state) if trial.state in ORDER else 0
@@ -422,19 +440,20 @@ def most_relevant(status: GroupStatus, count: int) -> list[TrialStatus]:
 
 
 FIGURES = ("trial", "state", "step", "age")
-"""What a table of trials can be sorted by, next to the keys and the metric that ranks them."""
+"""The columns by which a table of trials can be sorted, besides the keys and the metric that ranks the
+trials."""
 
 
 def column_of(name: str, keys: Sequence[str], figures: Iterable[str] = FIGURES) -> str | None:
-    """The column of a table that is called so: one of its keys, in full or short, or of its figures."""
+    """Return the column with a name, or None: a key in its full or short form, or one of `figures`."""
     columns = {**dict(zip(short_keys(keys), keys, strict=True)), **{one: one for one in (*keys, *figures)}}
     return columns.get(name) or {short.lower(): column for short, column in columns.items()}.get(name.lower())
 
 
 def sorted_trials(status: GroupStatus, column: str | None) -> list[TrialStatus]:
-    """The trials by one of their columns, the smallest first; for None by their results, the best first.
+    """Return the trials sorted by a column in ascending order; for None, by result with the best first.
 
-    A key is the column of its name, also where a figure is called so.
+    If a key and a figure have the same name, the column is the key.
     """
     if column is None:
         return sorted(status.trials, key=lambda trial: status.ranking.order(trial.score))
@@ -448,6 +467,6 @@ def sorted_trials(status: GroupStatus, column: str | None) -> list[TrialStatus]:
 
 
 def value_order(value: Any) -> tuple[bool, bool, float, str]:
-    """The key by which values are sorted: numbers, then texts, then what has no value."""
+    """Return the sort key of a value: numbers sort first, then texts, then None."""
     is_number = isinstance(value, (int, float)) and not math.isnan(value)
     return value is None, not is_number, value if is_number else 0.0, cell(value)

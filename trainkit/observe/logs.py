@@ -1,4 +1,4 @@
-"""The logs of a run: which one has the output of a rank, their last lines, and how they are followed."""
+"""The logs of a run: finds the log of a rank, reads its last lines and follows it."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ from trainkit.run.rundir import AttemptDir, RunDir
 N = TypeVar("N", int, float)
 TAIL_BYTES = 262_144
 COUNTED_BYTES = 64 * 2**20
-"""Up to this size of a log, its lines are counted to give the number of one near the end."""
+"""The size in bytes up to which the lines of a log are counted, so that the last lines have numbers."""
 MAX_LINE = 1000
-"""Characters of a line that are searched and shown."""
+"""The number of characters of a line that are searched and shown."""
 MAX_LAST_LINES = 400
-"""A log is searched in its last lines; what a program has printed before, it has survived."""
+"""The number of lines at the end of a log that are searched for errors. The program survived earlier
+errors."""
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 
 
 def clean(line: str) -> str:
-    """A line without control characters, cut to `MAX_LINE` characters."""
-    line = line.rpartition("\r")[2] or line  # a progress bar
+    """Return a line without control characters, cut to `MAX_LINE` characters."""
+    line = line.rpartition("\r")[2] or line  # a progress bar overwrites its line
     return _CONTROL.sub("", line[: 4 * MAX_LINE])[:MAX_LINE].rstrip()
 
 
 def last_lines(path: Path) -> tuple[list[str], int | None]:
-    """The last lines of a log, and the number of the first one, if it is known.
+    """Return the last lines of a log, and the number of the first of them if it is known.
 
-    There are none of a log that is empty, missing or unreadable.
+    Returns no lines if the log is empty, missing or unreadable.
     """
     try:
         with open_file(path) as stream:
@@ -55,7 +56,7 @@ def last_lines(path: Path) -> tuple[list[str], int | None]:
 
 
 def last_texts(path: Path, count: int) -> list[str]:
-    """The last `count` complete lines of a file for a screen; none if it cannot be read."""
+    """Return the last `count` complete lines of a file for a screen, or none if the file cannot be read."""
     try:
         with open_file(path) as stream:
             lines = islice(reversed_lines(stream, stream.seek(0, os.SEEK_END)), 1, count + 1)
@@ -65,7 +66,10 @@ def last_texts(path: Path, count: int) -> list[str]:
 
 
 def start_of_last(stream: BinaryIO, count: int, *, unfinished: bool = False) -> int:
-    """Where the last `count` lines of a file begin, with `unfinished` also one without an end."""
+    """Return the position at which the last `count` lines of a file begin.
+
+    With `unfinished`, a last line without a line end counts as a line.
+    """
     end = stream.seek(0, os.SEEK_END)
     lines = reversed_lines(stream, end)
     last = len(next(lines))
@@ -76,7 +80,7 @@ def start_of_last(stream: BinaryIO, count: int, *, unfinished: bool = False) -> 
 
 POLL_S = 0.1
 LISTING_S = 1.0
-"""Seconds between looking for logs of ranks that start late."""
+"""Seconds between two searches for the logs of ranks that start late."""
 
 
 def _start_of_last(path: Path, count: int) -> int:
@@ -88,7 +92,10 @@ def _start_of_last(path: Path, count: int) -> int:
 
 
 def run_is_over(run: RunDir, alive: bool | None) -> bool:
-    """Whether a run has ended and will not resume; `alive` is its job's liveness, None if unknown."""
+    """Return whether a run has ended and will not resume.
+
+    `alive` says whether its job is alive, and is None if that is unknown.
+    """
     numbers = run.attempt_numbers()
     if not numbers or alive is False:
         return True
@@ -102,10 +109,10 @@ def follow(
     is_alive: Callable[[], bool | None],
     last: int | None = None,
 ) -> Iterator[tuple[str, str]]:
-    """The lines of the chosen logs as they are written, from `first_attempt` until the run is over.
+    """Yield each line of the chosen logs when it is written, from `first_attempt` until the run is over.
 
-    Each comes with the name of its log, such as ``rank-0000``. With `last`, starts with that many existing
-    lines of each log instead of all of them.
+    Yields pairs of the name of the log, such as ``rank-0000``, and the line. `last` limits the existing lines
+    that are yielded first to the last N lines of each log.
     """
     number = first_attempt
     while True:
@@ -113,17 +120,17 @@ def follow(
         tails: dict[str, Tail] = {}
         listed_s = float("-inf")
         while True:
-            # Checked before reading, so that everything written before the end is read.
+            # The state is checked before the logs are read, so that no line written before the end is missed.
             over = run_is_over(run, is_alive())
             if over and run.follow():
-                continue  # it was moved while it was looked at
+                continue  # the folder of the run was moved during the check
             passed = over or run.attempt(number + 1).path.is_dir()
             if passed or time.monotonic() - listed_s > LISTING_S or not tails:
                 listed_s = time.monotonic()
                 for path in logs_of(attempt):
                     if path.name not in tails:
                         tails[path.name] = Tail(path, 0 if last is None else _start_of_last(path, last))
-                    tails[path.name].path = path  # the run may have been moved
+                    tails[path.name].path = path  # the folder of the run may have been moved
             for tail in tails.values():
                 for text in tail.texts(unfinished=passed):
                     yield tail.path.stem, text
@@ -136,15 +143,17 @@ def follow(
 
 
 SEARCHED_BYTES = 65_536
-"""How much of the end of a command's log is searched for its progress: it may be one long line."""
+"""The number of bytes at the end of a command's log that are searched for its progress. A progress bar may be
+one long line."""
 
 
 def printed_metrics(log: Path, pattern: str | None) -> tuple[int | None, float | None]:
-    """The step and loss that a COMMAND has printed last into a log, as ``logging.pattern`` finds them."""
+    """Return the step and the loss that a COMMAND has printed last, as ``logging.pattern`` matches them."""
     with open_file(log) as stream:
         stream.seek(max(0, os.fstat(stream.fileno()).st_size - SEARCHED_BYTES))
         text = stream.read().decode(errors="replace")
-    # A progress bar overwrites its line; what follows the last end of a line is incomplete.
+    # A progress bar overwrites its line, so a carriage return ends a line too. The text after the last end of
+    # a line is incomplete.
     lines = reversed(re.split(r"[\r\n]", text)[:-1])
     found = None if pattern is None else next(filter(None, map(re.compile(pattern).search, lines)), None)
     values = {} if found is None else found.groupdict()
@@ -155,15 +164,15 @@ def _number(text: str | None, kind: Callable[[str], N]) -> N | None:
     try:
         return None if text is None else kind(text)
     except ValueError:
-        return None  # the pattern matches other text too
+        return None  # the pattern also matches text that is not a number
 
 
 MAX_NODES = 1_000_000
-"""More in a plan are damage."""
+"""A plan with more nodes than this is damaged."""
 
 
 def ranks_of_nodes(plan: PlanRecord) -> list[range]:
-    """The ranks of each node; empty when unknown."""
+    """Return the ranks of each node, or an empty list if they are unknown."""
     sizes = plan.values.get("node_sizes")
     if not isinstance(sizes, list):
         num_nodes = plan.count("num_nodes") or 0
@@ -174,7 +183,10 @@ def ranks_of_nodes(plan: PlanRecord) -> list[range]:
 
 
 def log_of(attempt: AttemptDir, plan: PlanRecord, rank: int) -> Path:
-    """The log with the output of a rank: a launcher writes that of all ranks of its node into one."""
+    """Return the log that contains the output of a rank.
+
+    A launcher such as torchrun writes the output of all ranks of a node to one log.
+    """
     if plan.text("launcher") not in (None, *PER_RANK):
         rank = next((ranks[0] for ranks in ranks_of_nodes(plan) if rank in ranks), rank)
     return attempt.rank_log(rank)

@@ -1,4 +1,4 @@
-"""Runs as HTML in a notebook: small tables in the colours of its page, in which nothing is secret."""
+"""Shows runs in a notebook as small HTML tables in the colours of the page, with secrets masked."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from trainkit.observe.logs import clean
 from trainkit.terminal import plain
 
 MAX_CELL = 200
-"""Characters of a cell."""
+"""The maximum number of characters in a cell."""
 MAX_MASKED = 10_000
-"""Characters of a text that are searched for secrets, of which `MAX_CELL` are shown."""
+"""The number of characters of a text that are searched for secrets before it is cut to `MAX_CELL`."""
 MAX_KEYS = 12
-"""Columns for the keys in which the runs of a group differ."""
+"""The maximum number of columns for the keys in which the runs of a group differ."""
 MAX_ROWS = 20
 LEFT = ' style="text-align:left"'
-"""Notebooks align cells for numbers."""
+"""Aligns a cell to the left, because notebooks align all cells as numbers."""
 WIDTH, HEIGHT = 120, 24
-"""Pixels of a curve."""
+"""The size of a curve in pixels."""
 MARGIN = 2
 
 
 class Markup(str):
-    """A cell that is HTML already."""
+    """A cell that is already HTML."""
 
     __slots__ = ()
 
 
 Column = tuple[str, Sequence[object]]
-"""The heading of a column and its cells, of which None is empty."""
+"""The heading of a column and its cells. A cell that is None is empty."""
 
 
 def table(columns: Iterable[Column]) -> str:
-    """A table of columns of equal length; one with nothing but None is left out."""
+    """Return a table of columns of equal length, without the columns in which every cell is None."""
     shown = [(name, cells) for name, cells in columns if any(one is not None for one in cells)]
     head = "".join(f"<th{LEFT}>{_text(name)}</th>" for name, _ in shown)
     names = [name for name, _ in shown]
@@ -46,7 +46,7 @@ def table(columns: Iterable[Column]) -> str:
 
 
 def details(values: Mapping[str, object]) -> str:
-    """A table of names and values, without those that are None."""
+    """Return a table of names and values, without the values that are None."""
     rows = (
         f"<tr><th{LEFT}>{_text(name)}</th><td{LEFT}>{_cell(name, value)}</td></tr>"
         for name, value in values.items()
@@ -56,12 +56,12 @@ def details(values: Mapping[str, object]) -> str:
 
 
 def paragraph(text: str) -> str:
-    """A line above or below a table."""
+    """Return a line above or below a table."""
     return f"<p>{_text(text)}</p>"
 
 
 def sparkline(points: Sequence[tuple[float, float]], name: str) -> Markup | None:
-    """A curve of finite points, oldest first, as a small picture; None of fewer than two."""
+    """Return a curve of finite points, oldest first, as a small picture; None for fewer than two points."""
     if len(points) < 2:
         return None
     every = -(-len(points) // WIDTH)
@@ -77,9 +77,9 @@ def sparkline(points: Sequence[tuple[float, float]], name: str) -> Markup | None
 
 
 def _scaled(values: Sequence[float], size: int) -> list[float]:
-    """Values as pixels within the margins; in the middle if all are the same."""
+    """Scale values to pixels within the margins. Equal values are drawn in the middle."""
     low, high = min(values), max(values)
-    # Halves, because the difference of the largest numbers is infinite.
+    # The values are halved, because the difference of the two largest numbers is infinite.
     span = high / 2 - low / 2
     if not span:
         return [size / 2] * len(values)
@@ -87,10 +87,11 @@ def _scaled(values: Sequence[float], size: int) -> list[float]:
 
 
 def shortened(value: object) -> str:
-    """A value that a function has returned, as Python shows it; strings are masked before they are cut."""
+    """Return the `repr` of a value that a function has returned. Strings are masked before they are cut."""
     try:
         return _SHORT.repr(value)
-    except Exception as error:  # of a class of the user's, which must not hide the rest of the table
+    # raised by a class of the user, whose error must not hide the rest of the table
+    except Exception as error:
         return f"<{type(value).__name__}, whose repr raised {type(error).__name__}>"
 
 
@@ -117,8 +118,8 @@ def _cell(name: str, value: object) -> str:
 
 
 def _text(text: str) -> str:
-    """A text as HTML, on one line, without what an encoder refuses."""
-    import html  # which is slow to load, and commands show no HTML
+    """Return a text as one line of HTML, without characters that cannot be encoded."""
+    import html  # slow to import, and no command shows HTML
 
     line = plain(clean(" ".join(text.split()))).encode("utf-8", "replace").decode()
     return html.escape(line if len(line) <= MAX_CELL else f"{line[: MAX_CELL - 1]}…")

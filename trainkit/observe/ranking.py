@@ -1,7 +1,7 @@
-"""Which metric ranks a set of runs, decided once from what they have, and the result of each by it.
+"""Chooses the metric that ranks a set of runs, and reads the result of each run by that metric.
 
-A metric is ranked by its best value in the run, and the training loss by its last one. A run that has
-diverged has no result: its model is lost, also if its best value was from before.
+The result of a run is the best value of the metric, or the last value of the training loss. A run that has
+diverged has no result, because its model is lost even if the best value was logged before.
 """
 
 from __future__ import annotations
@@ -18,33 +18,44 @@ from trainkit.errors import UsageError
 from trainkit.formats import did_you_mean, mask_secrets
 from trainkit.observe.logs import clean
 from trainkit.run.end import Best
-from trainkit.run.events import Entry, best_of, by_step, diverged_since, read_events, read_steps, steps_of
+from trainkit.run.events import (
+    BEGINNINGS,
+    best_of,
+    by_step,
+    diverged_since,
+    first_steps,
+    read_events,
+    read_steps,
+    steps_of,
+)
 from trainkit.run.files import Record, read_jsonl
 from trainkit.run.rundir import RunDir
 
 Mode = Literal["min", "max"]
-"""Whether the lowest or the highest value of a metric is the best, as in ``checkpoint.best_mode``."""
+"""The mode of a metric: its lowest or its highest value is the best, as in ``checkpoint.best_mode``."""
 NOT_METRICS = frozenset({"step", "time", "attempt", "tokens"})
-"""The keys of metrics.jsonl that say of which step a record is."""
+"""The keys of a record in metrics.jsonl that describe the step and are not metrics."""
 LESS = "loss err error nll ppl perplexity wer cer mse rmse mae fid"
-"""The parts of the name of a metric of which less is better, whatever else is in it."""
+"""The parts of a metric's name that mean that lower values are better. They take precedence over `MORE`."""
 MORE = (
     "acc accuracy top f1 f1score auc auroc ap map precision recall bleu rouge rougel iou miou dice psnr ssim"
     " r2 exact_match mrr ndcg success_rate spearman pearson mcc reward return score mfu per_s"
 )
-"""The parts of the name of a metric of which more is better, as in ``val_top1`` and ``tokens_per_s``."""
+"""The parts of a metric's name that mean that higher values are better, as in ``val_top1`` and
+``tokens_per_s``."""
 NUM_READERS = 4
-"""Threads that read runs in parallel: a network filesystem takes about a millisecond per file."""
+"""The number of threads that read runs in parallel. A network filesystem takes about a millisecond per
+file."""
 MAX_MEASURED = 16_384
-"""Results of ended runs that are kept."""
+"""The number of results of ended runs that are cached."""
 MAX_NAMED = 20
-"""Runs that are searched for the names of their metrics, for the hint of an error."""
+"""The number of runs whose metric names are read for the hint of an error."""
 MAX_NAMES = 40
-"""Names in a hint."""
+"""The maximum number of names in a hint."""
 
 
 def mode_of(metric: str) -> Mode:
-    """Whether less or more of a metric is better, by the parts of its name."""
+    """Return whether lower or higher values of a metric are better, judged by the parts of its name."""
     spelled = (re.sub(r"(?<=[a-z])(?=[A-Z])", "_", metric), metric)
     names = " ".join(f"_{re.sub(r'[^a-z0-9]+', '_', name.lower())}_" for name in spelled)
     less, more = (
@@ -55,25 +66,25 @@ def mode_of(metric: str) -> Mode:
 
 @dataclass(frozen=True)
 class Ranking:
-    """The metric by which runs are ranked, and whether less or more of it is better."""
+    """The metric by which runs are ranked, and whether lower or higher values are better."""
 
     metric: str
     mode: Mode = "min"
 
     @property
     def label(self) -> str:
-        """The result of a run, in words: ``best val_loss``, ``best accuracy (max)``, ``last loss``."""
+        """Return the name of a result: ``best val_loss``, ``best accuracy (max)`` or ``last loss``."""
         which = "last" if self.metric == "loss" else "best"
         return f"{which} {self.metric}" + (" (max)" if self.mode == "max" else "")
 
     @property
     def heading(self) -> str:
-        """The heading of a column of results: ``BEST VAL_LOSS``, ``BEST ACCURACY (max)``."""
+        """Return the heading of a column of results: ``BEST VAL_LOSS`` or ``BEST ACCURACY (max)``."""
         which, _, name = self.label.partition(" ")
         return f"{which.upper()} {name.replace(self.metric, self.metric.upper(), 1)}"
 
     def order(self, result: float | None) -> tuple[bool, float]:
-        """The key by which results are sorted: the best first, what is missing last."""
+        """Return the sort key of a result. The best result sorts first, and a missing result last."""
         if result is None:
             return True, 0.0
         return False, -result if self.mode == "max" else result
@@ -84,9 +95,9 @@ VAL_LOSS, LOSS = Ranking("val_loss"), Ranking("loss")
 
 
 def config_ranking(configs: Iterable[Mapping[str, object]]) -> Ranking | None:
-    """The ranking by ``checkpoint.best_metric`` and ``best_mode`` of configs with dotted keys.
+    """Return the ranking by ``checkpoint.best_metric`` and ``best_mode`` of configs with dotted keys.
 
-    None if those that can be read differ, or keep no best checkpoint.
+    Returns None if the readable configs differ, or if they keep no best checkpoint.
     """
     own = map(Record, filter(None, configs))
     found = {(one.text(BEST_METRIC), one.text(BEST_MODE)) for one in own}
@@ -95,7 +106,7 @@ def config_ranking(configs: Iterable[Mapping[str, object]]) -> Ranking | None:
 
 
 def candidates(asked: str | None, configured: Ranking | None) -> list[Ranking]:
-    """The rankings of which the first one counts that any run has a result of."""
+    """Return the possible rankings in order. The first ranking by which any run has a result is used."""
     known = [*([] if configured is None else [configured]), VAL_LOSS, LOSS]
     if asked is None:
         return known
@@ -105,31 +116,33 @@ def candidates(asked: str | None, configured: Ranking | None) -> list[Ranking]:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run has of a metric."""
+    """The result of a run by one metric."""
 
     result: Best | None = None
-    """None too if it has diverged."""
+    """The best result, or the last loss; None without a result or if the run has diverged."""
     diverged_since: int | None = None
-    """The step from which on its loss, its validation loss or the metric is NaN or infinite."""
+    """The first step from which the loss, the validation loss or the metric is NaN or infinite until the
+    newest step; None if the run has not diverged."""
     is_logged: bool = False
 
 
 def measure(run: RunDir, ranking: Ranking) -> Measured:
-    """Read what a run has of a metric. Raises OSError."""
+    """Read the result of a run by a metric; raises OSError if a file cannot be read."""
     metric, since = ranking.metric, diverged_since(run)
     if metric in NOT_METRICS:
         return Measured(None, since)
     if metric == "loss":
-        last = best_of(run, ())
+        last = best_of(run, read_events(run, *BEGINNINGS))
         return Measured(None if since is not None else last, since, since is not None or last is not None)
-    records: Iterable[Entry] = read_events(run, "evaluated") if metric == "val_loss" else ()
-    values = by_step(records, metric)
+    begins = first_steps(run, read_events(run, *BEGINNINGS))
+    values = by_step(read_events(run, "evaluated"), metric, begins) if metric == "val_loss" else {}
     if not values:
-        # Not by the line alone: another program may write a name with escapes.
+        # Lines are preselected by the name only if JSON writes it unchanged: another program may write a name
+        # with escapes.
         words = [metric] if json.dumps(metric) == f'"{metric}"' else []
-        values = by_step(steps_of(read_jsonl(run.metrics_file, words)), metric)
+        values = by_step(steps_of(read_jsonl(run.metrics_file, words)), metric, begins)
     finite = [Best(metric, value, step) for step, value in values.items() if value is not None]
-    # A metric that was never a number was not measured; a loss that never was one has diverged.
+    # A metric without any number was not measured, but a loss without any number has diverged.
     is_logged = bool(finite) or (bool(values) and metric.endswith("loss"))
     if since is None and is_logged:
         for step, value in reversed(values.items()):
@@ -141,7 +154,10 @@ def measure(run: RunDir, ranking: Ranking) -> Measured:
 
 
 def measure_ended(run: RunDir, ranking: Ranking) -> Measured:
-    """`measure` a run that has ended, again only if its files have changed, as `watch` looks each second."""
+    """Call `measure` for a run that has ended, and cache the result until the files of the run change.
+
+    `watch` reads the results again every few seconds.
+    """
     files = (run.metrics_file, run.events_file)
     found = [file.stat() if file.exists() else None for file in files]
     stamps = tuple((one.st_mtime_ns, one.st_size) if one is not None else None for one in found)
@@ -154,7 +170,7 @@ def _measured(folder: Path, ranking: Ranking, stamps: tuple[object, ...]) -> Mea
 
 
 def asked_metric(metric: str | None, sort: str | None, columns: Sequence[str]) -> str | None:
-    """The metric that ``--metric`` asks for, or ``--sort`` if it names none of the columns."""
+    """Return the metric that ``--metric`` requests, or ``--sort`` if it names none of the columns."""
     if None in (metric, sort) or metric == sort:
         return sort if metric is None else metric
     raise UsageError(
@@ -166,11 +182,12 @@ def asked_metric(metric: str | None, sort: str | None, columns: Sequence[str]) -
 def rank(
     runs: Sequence[RunDir], asked: str | None, configured: Ranking | None
 ) -> tuple[Ranking, list[Measured]]:
-    """The first of the `candidates` that any run has a result of, and what each has of it, read in parallel.
+    """Return the first of the `candidates` by which any run has a result, and the results of all runs.
 
-    Raises UsageError for a metric that was asked for and that no run has logged, and OSError.
+    The runs are read in parallel. Raises UsageError if no run has logged a requested metric, and OSError if a
+    file cannot be read.
     """
-    from concurrent.futures import ThreadPoolExecutor  # slow to load
+    from concurrent.futures import ThreadPoolExecutor  # slow to import
 
     found = list[Measured]()
     with ThreadPoolExecutor(NUM_READERS) as readers:
@@ -184,17 +201,17 @@ def rank(
 
 
 class UnknownMetricError(UsageError):
-    """No run has logged a metric that was asked for."""
+    """Raised for a requested metric that no run has logged."""
 
     def __init__(self, metric: str, runs: Sequence[RunDir]) -> None:
-        # Programs of others chose the names.
+        # Other programs chose these names, so they may contain secrets and control characters.
         self.names = sorted(clean(mask_secrets(name)) for name in logged_names(runs[:MAX_NAMED]))
         logged = f"they have logged {_some(self.names)}" if self.names else "they have logged nothing yet"
         super().__init__(f"no run has logged {metric}", hint=did_you_mean(metric, self.names) + logged)
         self.metric = metric
 
     def as_sort_key(self, columns: Iterable[str]) -> UsageError:
-        """The error for ``--sort``, which takes these columns too."""
+        """Return the error for ``--sort``, which also accepts these columns."""
         known = (*columns, *self.names)
         return UsageError(
             f"--sort {self.metric}: no column and no metric has this name",
@@ -203,13 +220,13 @@ class UnknownMetricError(UsageError):
 
 
 def _some(names: Sequence[str]) -> str:
-    """The first names of many, in a hint."""
+    """Return the first names of a list as text for a hint, with the number of the other names."""
     more = f" and {len(names) - MAX_NAMES:,} more" if len(names) > MAX_NAMES else ""
     return ", ".join(names[:MAX_NAMES]) + more
 
 
 def logged_names(runs: Iterable[RunDir]) -> set[str]:
-    """The metrics that runs have logged."""
+    """Return the names of all metrics that the runs have logged."""
     found = set[str]()
     for run in runs:
         for record in read_steps(run):

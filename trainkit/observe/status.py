@@ -1,4 +1,4 @@
-"""The status of a run, from its job.json and Slurm's answer, which the caller has, and its other files."""
+"""The status of a run, computed from its files, its job record and the answer of Slurm."""
 
 from __future__ import annotations
 
@@ -48,20 +48,21 @@ if TYPE_CHECKING:
     from trainkit.config import RunConfig
 
 FlatConfig = dict[str, Any]
-"""Dotted key of a config -> its value as JSON."""
+"""Maps the dotted keys of a config to their values as JSON."""
 STALE_S = 60.0
-"""Warn when metrics are older than this and than `STALE_INTERVALS` times their usual interval."""
+"""Seconds after which old metrics cause a warning, if they are also older than `STALE_INTERVALS` usual
+intervals."""
 STALE_INTERVALS = 10
 STATE_EVENTS = ("waiting", "started", "signal", "first_step", "paused", "continued")
 """The events that `attempt_state` needs."""
 ACTIVE_STATES = (*UNFINISHED_STATES, "unknown")
-"""States of a run that may still make progress."""
+"""The states of a run that may still make progress."""
 BATCH_LOG_LINES = 10
 MAX_SIZES = 8
-"""Attempts whose numbers of nodes are shown."""
+"""The maximum number of attempts whose numbers of nodes are shown."""
 FAILURE_LOG_LINES = 8
 CLOCKS_S = 2.0
-"""How much the clocks of a cluster's hosts may differ."""
+"""Seconds by which the clocks of the hosts of a cluster may differ."""
 
 
 LAST_KEYS = (
@@ -75,13 +76,13 @@ LAST_KEYS = (
     "slices_s",
     "total_s",
 )
-"""The keys that ``status --json`` prints after all others."""
+"""The keys that ``status --json`` prints after all other keys."""
 
 
 def failure_lines(failure: RankFailure, run: str, *, num_log_lines: int = FAILURE_LOG_LINES) -> list[str]:
-    """A first failure for people: rank and cause, the line of their code, the end of its log, and what next.
+    """Return the lines of a first failure: rank and cause, line of code, end of the log, and next command.
 
-    `run` is the run as a word of a command.
+    `run` is the quoted path of the run for a command line.
     """
     lines, code = [clean(" ".join(failure.line.split()))], failure.code
     if code is not None:
@@ -97,22 +98,23 @@ def failure_lines(failure: RankFailure, run: str, *, num_log_lines: int = FAILUR
 
 @dataclass(frozen=True)
 class Place:
-    """Where the newest attempt runs."""
+    """The place where the newest attempt runs."""
 
     cluster: str | None = field(metadata=OPTIONAL)
-    """The cluster of its job, if that is another one than here."""
+    """The cluster of the job, if it is not the cluster of this host."""
     host: str | None
     num_nodes: int | None
     workers_per_node: int | None
     device: str | None
     partition: str | None = None
-    """The one that Slurm chose, which is known where several were asked for; `gpu_type` likewise."""
+    """The partition that Slurm chose. The plan requests several partitions or GPU types if this or `gpu_type`
+    is set."""
     gpu_type: str | None = None
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the training of a run is."""
+    """The progress of the training of a run."""
 
     step: int | None = None
     total_steps: int | None = None
@@ -121,32 +123,35 @@ class Progress:
     """The newest validation loss."""
     first_val_loss: float | None = None
     tokens_per_s: float | None = None
-    samples_per_s: float | None = None
-    """The same for what counts samples; None for what counts tokens."""
+    samples_per_s: float | None = field(default=None, metadata=OPTIONAL)
+    """Samples per second of a run whose loss counts samples; None for a run whose loss counts tokens."""
     metrics_age_s: float | None = None
     """Seconds since the last record in metrics.jsonl."""
     diverged_since: int | None = None
-    """The step from which on the loss, or the validation loss, is NaN or infinite, if it still is; the reason
-    says it too."""
+    """The first step from which the loss or the validation loss is NaN or infinite until the newest step;
+    None if the run has not diverged. The reason of the state mentions it too."""
 
 
 @dataclass(frozen=True)
 class Used:
-    """What the attempts of a run took together."""
+    """The resources that all attempts of a run have used together."""
 
     num_starts: int = 0
-    """The attempts that have started."""
+    """The number of attempts that have started."""
     attempt_nodes: list[int] = field(default_factory=list)
-    """The number of nodes of each of them, oldest first."""
+    """The number of nodes of each attempt, oldest attempt first."""
     worker_hours: float | None = None
-    """The allocated hours of all ranks: GPU-hours of a run on GPUs."""
+    """The allocated hours of all ranks, which are GPU-hours for a run on GPUs."""
     slices_s: float | None = None
-    """Seconds that the slices of the run have taken since a command started it; None without slices."""
+    """Seconds that the slices of the run have taken since a command started the run; None without slices."""
     total_s: float | None = None
     """The seconds that all slices together may take."""
 
     def text(self, device: str | None) -> str:
-        """What several attempts took together, on GPUs if `device` is ``cuda``; empty for a single one."""
+        """Return the used resources as text, or an empty text for a single attempt.
+
+        `device` is the device of the plan: hours on ``cuda`` are GPU-hours.
+        """
         parts, sizes = [], self.attempt_nodes
         if self.num_starts > 1 and self.worker_hours is not None:
             time = worker_time(self.worker_hours, "GPU" if device == "cuda" else "worker")
@@ -161,7 +166,7 @@ class Used:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """One run at one moment; None where a value does not exist or is unknown."""
+    """The state of one run at one moment. A value is None if it does not exist or is unknown."""
 
     name: str
     run_dir: str
@@ -186,29 +191,29 @@ class RunStatus:
     warnings: list[str]
     used: Used
     batch_log: list[str] = field(default_factory=list)
-    """The last lines of the batch script, when it ended before the supervisor began."""
+    """The last lines of the batch script, if the script ended before the supervisor began."""
     lasting: list[Event] = field(default_factory=list, metadata=LEFT_OUT)
-    """The events of capabilities that last, while the newest attempt runs."""
+    """The events of capabilities that still hold while the newest attempt runs."""
     added: dict[str, object] = field(default_factory=dict, metadata=LEFT_OUT)
     """The keys that capabilities add to ``status --json``."""
 
     @property
     def is_command(self) -> bool:
-        """Whether a COMMAND runs, which need not write steps and saves nothing that trainkit knows of."""
+        """Return whether the run executes a COMMAND, whose steps and saves trainkit may not know."""
         return self.command is not None
 
     @property
     def is_active(self) -> bool:
-        """Whether it may still make progress."""
+        """Return whether the run may still make progress."""
         return self.state in ACTIVE_STATES
 
     @property
     def failure(self) -> RankFailure | None:
-        """The first failure of a run that has ended with it."""
+        """Return the first failure of a run that has ended."""
         return None if self.is_active else self.verdict
 
     def shown(self) -> dict[str, object]:
-        """What a notebook shows of it, None where there is nothing."""
+        """Return the values that a notebook shows. A value that does not exist is None."""
         step, progress = self.progress.step, self.progress
         of = "" if progress.total_steps is None else f" of {progress.total_steps:,}"
         return {
@@ -230,7 +235,10 @@ class RunStatus:
         return details(self.shown())
 
     def to_dict(self) -> dict[str, object]:
-        """The values in one object: the keys of `place`, `progress` and `used` stand among the others."""
+        """Return the values as one JSON object.
+
+        The keys of `place`, `progress` and `used` are on its top level.
+        """
         own = dict[str, object]()
         for part in fields(self):
             if part.metadata == LEFT_OUT:
@@ -243,14 +251,14 @@ class RunStatus:
 def read_status(
     history: RunHistory, job: JobRecord, alive: bool | None, now: datetime, slurm_job: JobInfo | None = None
 ) -> RunStatus:
-    """The status of a run with this job.json, whose events are read on.
+    """Return the status of a run with this job record, after reading the new events of its history.
 
-    `alive` is the liveness of its newest job, None when unknown; `slurm_job` is Slurm's information about
-    that job, None for a local run.
+    `alive` says whether the newest job is alive, and is None if that is unknown. `slurm_job` is the answer of
+    Slurm about that job, and None for a local run.
     """
     run, events = history.run, history.events
     metrics = list[StepRecord]()
-    with suppress(OSError):  # `_unreadable` says so
+    with suppress(OSError):  # `_unreadable` reports the error
         events.update()
         metrics = history.newest_steps()
     entry = job.newest or AttemptRecord()
@@ -262,9 +270,10 @@ def read_status(
     if plan.is_command and attempt is not None and not metrics:
         printed = run.attempt(attempt).rank_log(0)
         has_log = printed.exists()
-        if has_log and "log_pattern" not in plan.values:  # the agents of an earlier version found no curve
+        # an earlier version wrote no pattern into the plan, and its agents recorded no curve
+        if has_log and "log_pattern" not in plan.values:
             config = read_config(run.config_file)
-            with suppress(OSError):  # `_unreadable` says so
+            with suppress(OSError):  # `_unreadable` reports the error
                 step, loss = printed_metrics(printed, None if config is None else config.logging.pattern)
     own_metrics = [record for record in metrics if record.attempt == attempt]
     starts = [one for one in failed_starts(run, job, slurm_job) if one.job_id == entry.job_id]
@@ -276,10 +285,10 @@ def read_status(
     if attended is not None:
         reason = "; ".join(filter(None, (reason, load(attended).waits(plan))))
     since = None
-    with suppress(OSError):  # `_unreadable` says so
+    with suppress(OSError):  # `_unreadable` reports the error
         if (metrics and loss is None) or events.has_lost_val_loss:
             since = diverged_since(run, attempt)
-    # While the job starts on another node, that one counts.
+    # A failed start no longer matters once the job starts on another node.
     dead = starts[-1] if starts and state not in ("starting", "running") else None
     file = None if dead is None else batch_log(run, job, dead.job_id)
     log = [] if file is None else last_lines(file)[0]
@@ -345,7 +354,7 @@ def read_status(
 
 
 def reading_of(history: RunHistory, status: RunStatus) -> Reading:
-    """What was read of a run with this status, for capabilities."""
+    """Return the data of a run with this status in the form that capabilities read."""
     return Reading(history, read_plan(history.run), status.attempt, status.state, status.lasting)
 
 
@@ -354,7 +363,7 @@ def _failed(name: str, text: str) -> dict[str, object]:
 
 
 def notices_of(reading: Reading) -> list[Notice]:
-    """The warnings of capabilities about an attempt that runs, of which events last."""
+    """Return the warnings of capabilities about the events that still hold in a running attempt."""
     if not reading.lasting:
         return []
     found = ask_each(reading.plan.parts, lambda one: one.notices(reading), _failed_notice)
@@ -366,17 +375,20 @@ def _failed_notice(name: str, text: str) -> list[Notice]:
 
 
 def capability_rows(reading: Reading) -> dict[str, Mapping[str, str]]:
-    """The lines that each capability adds to the details of a run: capability -> label -> text."""
+    """Return the lines that capabilities add to the details of a run: capability -> label -> text."""
     return ask_each(reading.plan.parts, lambda one: one.rows(reading), lambda name, text: {name: text})
 
 
 def loss_text(status: RunStatus, loss: str) -> str:
-    """The loss of a run as it is shown, or since when it has none."""
+    """Return the given text of the loss, or the step since which the run has diverged."""
     return with_divergence(None, status.progress.diverged_since) or loss
 
 
 def _verdict(attempt: AttemptDir, job: JobRecord, end: AttemptEnd | None, state: str) -> RankFailure | None:
-    """The first failure of an attempt; if it died without recording one, that of its ranks."""
+    """Return the root cause of an attempt.
+
+    If the attempt died without recording one, return the first failure in the records of its ranks.
+    """
     if end is not None or state != "died":
         return None if end is None else end.verdict
     first = first_of(rank_failures(attempt, job))
@@ -392,10 +404,10 @@ def attempt_state(
     has_metrics: bool,
     starts: Sequence[FailedStart] = (),
 ) -> tuple[str, str | None]:
-    """State and reason of an attempt, from its job.json entry, its end.json and its state in Slurm.
+    """Return the state and the reason of an attempt from its job record, its end.json and Slurm's answer.
 
-    `seen` is what its events say of it, of which `STATE_EVENTS` are enough.
-    `starts` are those of its job that failed, as far as they are known.
+    `seen` is the attempt as its events describe it; `STATE_EVENTS` are sufficient. `starts` are the known
+    failed starts of its job.
     """
     state = _state(entry.attempt, end, alive, seen, has_metrics)
     reason = seen.waits_for if end is None else end.reason
@@ -430,7 +442,10 @@ def _state(
 def _slurm_state(
     state: str, end: AttemptEnd | None, job: JobInfo, entry: AttemptRecord, starts: Sequence[FailedStart]
 ) -> tuple[str, str | None]:
-    """State and reason of an attempt that has not ended or will resume, with its job's state in Slurm."""
+    """Return the state and the reason of an attempt whose job Slurm knows.
+
+    The attempt has not ended, or it will resume.
+    """
     reason = None if end is None else end.reason
     has_started = entry.started_at is not None
     if job.state.is_waiting:
@@ -453,7 +468,7 @@ def _slurm_state(
 
 
 def _failed_requeue(end: AttemptEnd | None, job: JobInfo, entry: AttemptRecord) -> str:
-    """An addition to the reason when Slurm should have requeued the job but did not restart it."""
+    """Return an addition to the reason if Slurm should have requeued the job but did not restart it."""
     if end is not None and end.action == "requeue":
         return f"; Slurm did not restart it after the requeue that followed: {end.summary or end.reason}"
     began = parse_time(entry.started_at)
@@ -463,13 +478,14 @@ def _failed_requeue(end: AttemptEnd | None, job: JobInfo, entry: AttemptRecord) 
 
 
 def _slurm_end(job: JobInfo) -> str:
-    """Slurm's information about the end of a job, as text."""
+    """Return Slurm's information about the end of a job as text."""
     words = [f"Slurm reports {job.slurm_state}"]
     if job.log_not_opened:
         return f"{words[0]}; it could not open the log of the job and did not start it"
     killed_by = job.exit_signal or max(0, (job.exit_code or 0) - SIGNALLED)
     if job.state is JobState.FAILED and killed_by:
-        # Slurm's reason is then RaisedSignal:9(Killed), but JobLaunchFailure in 22.05.
+        # For a signal, Slurm's reason only repeats it as RaisedSignal:9(Killed), and is JobLaunchFailure in
+        # 22.05.
         return f"{words[0]}; the job was killed by {signal_name(killed_by)}"
     if job.exit_code:
         meaning = " (state saved)" if job.exit_code == EXIT_STOPPED else ""
@@ -480,16 +496,19 @@ def _slurm_end(job: JobInfo) -> str:
 
 
 def _last_step(logged: int | None, end: AttemptEnd | None) -> int | None:
-    """The newest step: of a run that has ended in order, its last one, which need not be logged."""
+    """Return the newest step.
+
+    The last step of a run that finished or stopped need not have been logged, so end.json is read too.
+    """
     if end is None or end.step is None or end.state not in ("finished", "stopped"):
         return logged
     return max(end.step, logged or 0)
 
 
 def _total_steps(run: RunDir, logged: int | None, plan: PlanRecord) -> int | None:
-    """The total number of steps: as `logged` by the trainer, else `train.steps` of the config.
+    """Return the total number of steps that the trainer has `logged`, else `train.steps` of the config.
 
-    None for a COMMAND, which ignores the config's steps.
+    Returns None for a COMMAND, which ignores the steps of the config.
     """
     if logged is not None:
         return logged
@@ -498,8 +517,8 @@ def _total_steps(run: RunDir, logged: int | None, plan: PlanRecord) -> int | Non
 
 
 def read_config(file: Path) -> RunConfig | None:
-    """The effective config of a run or attempt; None if it cannot be read."""
-    from trainkit.config import read_effective  # its schema takes longer to load than all else here
+    """Return the effective config of a run or attempt, or None if it cannot be read."""
+    from trainkit.config import read_effective  # slow to import, because it loads the schema of the config
 
     try:
         return read_effective(file, executes=False)
@@ -508,7 +527,7 @@ def read_config(file: Path) -> RunConfig | None:
 
 
 def flat_config(run: RunDir) -> FlatConfig:
-    """The effective config of a run; empty when it cannot be read."""
+    """Return the effective config of a run with dotted keys, or an empty dictionary if it cannot be read."""
     from trainkit.config.schema import flatten
 
     config = read_config(run.config_file)
@@ -516,7 +535,10 @@ def flat_config(run: RunDir) -> FlatConfig:
 
 
 def _unreadable(run: RunDir, attempt: int | None) -> Iterator[str]:
-    """A warning for each file of a run that is there and cannot be read: the rest of the status is shown."""
+    """Yield a warning for each existing file of a run that cannot be read.
+
+    The rest of the status is still shown.
+    """
     logs = () if attempt is None else (run.attempt(attempt).rank_log(0),)
     for file in (run.job_file, run.plan_file, run.config_file, run.events_file, run.metrics_file, *logs):
         try:
@@ -547,14 +569,14 @@ def _warnings(
 
 
 def _save_warnings(attempt: Attempt) -> Iterator[str]:
-    """What the events say of a running attempt that cannot save."""
+    """Yield a warning if the events show that a running attempt cannot save."""
     if len(failed := attempt.failed_saves) >= FAILED_SAVES:
         since, error = f"since step {failed[0].step}", failed[-1].text("error")
         yield f"no checkpoint could be saved {since} ({len(failed)} saves in a row failed): {error}"
 
 
 def _usual_interval_s(metrics: list[StepRecord]) -> float:
-    """Median seconds between metrics records; 0 with fewer than two."""
+    """Return the median number of seconds between records of metrics, or 0 with fewer than two records."""
     times = [time for time in (parse_time(record.time) for record in metrics) if time is not None]
     intervals = sorted((b - a).total_seconds() for a, b in pairwise(times))
     return intervals[len(intervals) // 2] if intervals else 0.0

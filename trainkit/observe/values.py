@@ -1,8 +1,8 @@
-"""What a run was asked for, by key: its config, its COMMAND, and the values of its trial."""
+"""The requested values of a run by key: its config, its COMMAND, and the values of its trial."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from shlex import join
 
 from trainkit.function import ARGV
@@ -18,10 +18,11 @@ COMMAND = "COMMAND"
 
 
 def asked_of(run: RunDir, plan: PlanRecord | None = None, config: FlatConfig | None = None) -> FlatConfig:
-    """What a run was asked for, without keys that have no effect on it.
+    """Return the requested values of a run by key, without the keys that have no effect on it.
 
-    Empty if its config cannot be read; `config` is what `flat_config` has read already. Numbers of a COMMAND
-    and of Hydra are texts, as they were written: see `as_number`.
+    Returns an empty dictionary if the config cannot be read. `config` is the result of an earlier call of
+    `flat_config`. Numbers of a COMMAND and of Hydra are texts as the user wrote them; `as_number` converts
+    them.
     """
     from trainkit.config.schema import is_known
 
@@ -32,22 +33,29 @@ def asked_of(run: RunDir, plan: PlanRecord | None = None, config: FlatConfig | N
     command = plan.command
     if not command:
         return config | {key: value for key, value in own.items() if not is_known(tuple(key.split(".")))}
-    if is_function(plan):  # the parameters of a function may be named like keys
+    if is_function(plan):  # a parameter of the function may have the name of a config key
         return config | own
-    # A trial of a sweep has the command of its group, filled in with its values.
+    # The command of a trial is filled in with its values, so the command as typed is read instead.
     typed = Record(read_object(run.provenance_file)).texts("argv") if own else []
     words = typed[typed.index("--") + 1 :] if "--" in typed else command
     return {**own, **config, COMMAND: join(words)}
 
 
 def is_function(plan: PlanRecord) -> bool:
-    """Whether a run with this plan calls a function."""
-    command = plan.command
-    return command is not None and command[1:] == [*ARGV[1:]]
+    """Return whether a run with this plan calls a function."""
+    return is_call(plan.command)
+
+
+def is_call(command: Sequence[str] | None) -> bool:
+    """Return whether the COMMAND of a run calls a Python function."""
+    return command is not None and [*command[1:]] == [*ARGV[1:]]
 
 
 def with_effect(config: Mapping[str, object], plan: PlanRecord) -> FlatConfig:
-    """The keys of a config that have an effect on a run with this plan: a COMMAND has none of training."""
+    """Return the keys of a config that have an effect on a run with this plan.
+
+    Keys of training have no effect on a COMMAND.
+    """
     workload = Workload(tuple(plan.command or ()))
     launched = [part for part in plan.parts.values() if part.record("files").values]
     passed = {key for part in launched for key in part.texts("keys")}

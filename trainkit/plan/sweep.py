@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from trainkit.config.schema import default_values, is_known, meant, sections
-from trainkit.config.suggest import accepts
+from trainkit.config.suggest import accepts, has_interpolation, not_evaluated
 from trainkit.config.yamlfile import VARIABLES, parse_value
 from trainkit.errors import UsageError
 from trainkit.formats import shown_value
@@ -67,13 +67,12 @@ def parse_axis(text: str, command: Sequence[str] = ()) -> tuple[str, list[object
     path = tuple(key.split("."))
     if not equals or not all(path):
         name, colon, values_typed = text.partition(":")
-        is_colon = bool(colon) and is_known(tuple(name.split(".")))
-        raise UsageError(
-            f"{origin}: must have the form section.key=VALUE,VALUE,…",
-            hint=f"did you mean --sweep {name}={values_typed}?"
-            if is_colon
-            else "for example --sweep optimizer.lr=1e-4,3e-4",
-        )
+        hint = "for example --sweep optimizer.lr=1e-4,3e-4"
+        if colon and is_known(tuple(name.split("."))):
+            hint = f"did you mean --sweep {name}={values_typed}?"
+        elif text.endswith((".yaml", ".yml")):
+            hint = "--sweep takes no file; give it once for each key, such as --sweep optimizer.lr=1e-4,3e-4"
+        raise UsageError(f"{origin}: must have the form section.key=VALUE,VALUE,…", hint=hint)
     is_placeholder = not is_known(path) and names_key(command, key)
     if not is_placeholder and is_known(path) and (values_hint := _meant_values(path, raw)) is not None:
         raise UsageError(
@@ -85,10 +84,10 @@ def parse_axis(text: str, command: Sequence[str] = ()) -> tuple[str, list[object
     except ValueError:
         values = None
     if not isinstance(values, list):
-        raise UsageError(
-            f"{origin}: {raw!r} is not a list of YAML values",
-            hint='separate values with commas, and quote a value that contains a comma or bracket: "a,b"',
-        )
+        hint = 'separate values with commas, and quote a value that contains a comma or bracket: "a,b"'
+        if has_interpolation(raw):
+            hint = not_evaluated(path, origin)
+        raise UsageError(f"{origin}: {raw!r} is not a list of YAML values", hint=hint)
     if not values:
         raise UsageError(f"{origin}: there are no values", hint=f"for example --sweep {key}=1,2,3")
     own = sections().get(key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -232,9 +233,13 @@ def steps_of(records: Iterable[Mapping[str, object]]) -> Iterator[StepRecord]:
     return (StepRecord(record) for record in records if type(record.get("step")) is int)
 
 
-def newest_step(run: RunDir) -> int | None:
-    """Return the step of the last record of a run; None without records."""
-    return next((record.step for record in steps_of(read_jsonl_reversed(run.metrics_file))), None)
+def newest_step(run: RunDir, begins: Mapping[int, int] = {}) -> int | None:
+    """Return the step of the last record of a run, or None without one.
+
+    `begins` is the result of `first_steps`: it excludes the steps that the newest attempt computes again.
+    """
+    records = steps_of(read_jsonl_reversed(run.metrics_file))
+    return next((record.step for record in records if not _is_stale(record, begins)), None)
 
 
 def training_curve(run: RunDir) -> list[StepRecord]:
@@ -289,14 +294,45 @@ def with_divergence(reason: str | None, since: int | None) -> str | None:
     return f"{said}; {reason}" if reason else said
 
 
-def by_step(records: Iterable[Entry], metric: str) -> dict[int, float | None]:
-    """Map each step to the value of a metric, or to None if the value is not finite.
+BEGINNINGS = ("training", "resumed", "first_step")
+"""The events that `first_steps` needs."""
 
-    The last value counts for a step that was computed twice.
+
+def first_steps(run: RunDir, events: Iterable[Event]) -> dict[int, int]:
+    """Map attempts to the first step that they compute, as the `BEGINNINGS` among the events say.
+
+    A COMMAND logs no such events: the first record of the newest attempt in metrics.jsonl has its step.
+    """
+    found: dict[int, int] = {}
+    for event in events:
+        if event.name in BEGINNINGS and event.attempt is not None and event.step is not None:
+            found[event.attempt] = event.step + (event.name != "first_step")
+    records = steps_of(read_jsonl_reversed(run.metrics_file))
+    last = next(records, None)
+    if last is not None and last.attempt is not None and last.attempt > 1 and last.attempt not in found:
+        own = itertools.takewhile(lambda record: record.attempt == last.attempt, records)
+        found[last.attempt] = min([last.step, *(record.step for record in own)])
+    return found
+
+
+def _is_stale(record: Entry, begins: Mapping[int, int]) -> bool:
+    """Return whether a later attempt computes the step of a record again."""
+    attempt, step = record.attempt, record.count("step")
+    if attempt is None or step is None:
+        return False
+    return any(later > attempt and first <= step for later, first in begins.items())
+
+
+def by_step(records: Iterable[Entry], metric: str, begins: Mapping[int, int] = {}) -> dict[int, float | None]:
+    """Map each step to the value of a metric: None if it is not finite, the last value of a repeated step.
+
+    `begins` is the result of `first_steps`: an attempt need not have logged the metric.
     """
     found: dict[int, float | None] = {}
     attempt = None
     for record in records:
+        if _is_stale(record, begins):
+            continue
         if record.attempt != attempt:
             attempt, step = record.attempt, record.count("step")
             for stale in [one for one in found if step is not None and one >= step]:
@@ -312,16 +348,20 @@ def best_result(run: RunDir) -> Best | None:
 
     Return None without a loss, and for a run that has diverged.
     """
-    return None if diverged_since(run) is not None else best_of(run, read_events(run, "evaluated"))
+    if diverged_since(run) is not None:
+        return None
+    return best_of(run, read_events(run, "evaluated", *BEGINNINGS))
 
 
 def best_of(run: RunDir, events: Iterable[Event]) -> Best | None:
     """Return the best result of a run that has not diverged; `events` contain its ``evaluated`` events."""
-    values = by_step((event for event in events if event.name == "evaluated"), "val_loss")
+    events = list(events)
+    begins = first_steps(run, events)
+    values = by_step((event for event in events if event.name == "evaluated"), "val_loss", begins)
     evaluated = [Best("val_loss", value, step) for step, value in values.items() if value is not None]
     if evaluated:
         return min(evaluated, key=lambda best: best.value)
     for record in map(Record, read_jsonl_reversed(run.metrics_file, ["loss"])):
-        if (loss := record.number("loss")) is not None:
+        if (loss := record.number("loss")) is not None and not _is_stale(Entry(record.values), begins):
             return Best("loss", loss, record.count("step"))
     return None

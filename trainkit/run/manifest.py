@@ -284,7 +284,7 @@ def obsolete(
     return [checkpoint for checkpoint in ordered[:-keep_last] if checkpoint.step != best_step]
 
 
-def trial_best_at(checkpoint: Checkpoint) -> None:
+def point_best_at(checkpoint: Checkpoint) -> None:
     """Point the link `best` to this checkpoint."""
     link = checkpoint.path.with_name(BEST_LINK)
     staged = checkpoint.path.with_name(f".{BEST_LINK}-{os.getpid()}")

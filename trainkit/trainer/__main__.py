@@ -1,4 +1,4 @@
-"""``python -m trainkit.trainer RUN_DIR``: one worker of a run."""
+"""Run one worker of a run: ``python -m trainkit.trainer RUN_DIR``."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from trainkit.trainer.progress import CurrentPhase, Progress, RankInfo, Watchdog
 @whole_paths()
 def main() -> None:
     """Run one worker and end the process with its exit code."""
-    # Garbage collections would take a fifth of the import of torch, and find nothing to free.
+    # Garbage collections would add a fifth to the import time of torch, and find nothing to free.
     gc.disable()
-    # Before torch is imported, which takes seconds in which a signal must not be lost.
+    # Install the handlers before importing torch: the import takes seconds, and no signal may be lost.
     stop = StopRequest()
     stop.install()
     progress = Progress()
@@ -50,7 +50,7 @@ def main() -> None:
         on_error = guard.each(lambda one: one.in_trainer(plan, unwatched))
         import torch
 
-        if (problem := release_problem(torch.__version__)) is not None:  # it lacks what the trainer imports
+        if (problem := release_problem(torch.__version__)) is not None:  # the trainer's imports would fail
             raise UsageError(f"{sys.executable} {problem[0]}", hint=problem[1])
         worker = worker_of(plan.parts) or "trainkit.trainer.worker"
         work = importlib.import_module(worker).run_worker
@@ -63,14 +63,14 @@ def main() -> None:
         code = record_failure(attempt, rank_info, error, progress.current)
     watchdog.close()
     if "trainkit.trainer.distributed" not in sys.modules:
-        sys.exit(code)  # torch is missing, broken or too old: importing that module would fail too
+        sys.exit(code)  # torch is missing, broken or too old, so importing that module would fail too
     from trainkit.trainer.distributed import exit_process
 
     exit_process(code)
 
 
 def set_up_logging(rank: int) -> None:
-    """Log to stdout: rank 0 everything, other ranks only warnings, with their rank as a prefix."""
+    """Log to stdout: rank 0 logs everything, other ranks log only warnings, with their rank as a prefix."""
     replace_unencodable()
     prefix = "" if rank == 0 else f"[rank {rank}] "
     logging.basicConfig(
@@ -85,13 +85,13 @@ def set_up_logging(rank: int) -> None:
 def record_failure(
     attempt: AttemptDir, rank_info: RankInfo, error: BaseException, current: CurrentPhase
 ) -> int:
-    """Write the error record of this rank and log the error; returns the exit code."""
+    """Write the error record of this rank and log the error; return the exit code."""
     code = exit_code_of(error, current)
-    # Not of the exception that is being handled: in `sys.excepthook` there is none.
+    # Format `error` and not the exception being handled, because `sys.excepthook` handles none.
     trace = "".join(traceback.format_exception(error))
     own, message = users_line(trace.splitlines()), str(error)
     if hasattr(error, "exceptions") and (raised := last_exception(trace.splitlines())) is not None:
-        own, message = raised.code, raised.message  # a group says what is in it
+        own, message = raised.code, raised.message  # report the last exception in a group, not the group
     record = {
         **vars(rank_info),
         "time": utc_now(),
@@ -108,7 +108,8 @@ def record_failure(
     shown = error.render() if isinstance(error, TrainkitError) else trace
     try:
         if "gloo" in message:
-            # Before the record by which all ranks are ended: who called something else than the others?
+            # Write this before the error record, because the supervisor ends all ranks once it reads that
+            # record. The flight record shows which rank called another collective than the others.
             write_flight_record(attempt, rank_info.rank, "cpu")
         write_json(attempt.rank_error(rank_info.rank), record)
     except OSError as unwritable:
@@ -120,7 +121,7 @@ def record_failure(
 
 
 def exit_code_of(error: BaseException, current: CurrentPhase) -> int:
-    """The exit code for an error: 78 if a restart would fail in the same way, as with a missing module."""
+    """Return the exit code for an error; 78 if a restart would fail too, for example without a module."""
     if isinstance(error, UsageError):
         # A disk error may be resolved by the next start.
         return EXIT_FAILED if isinstance(error.__cause__, OSError) else EXIT_NO_RESTART

@@ -1,7 +1,7 @@
-"""Builds the model of a task for training, in the one order that works for every layout.
+"""Build the model of a task for training, in the one order that works for every layout.
 
-Pipeline split, tensor and context parallelism, activation checkpointing, compile, data parallelism, and only
-then memory and initial values: no rank ever allocates more of the model than its own shard.
+The order is pipeline split, tensor parallelism, context parallelism, activation checkpointing, compile, and
+data parallelism. Memory and initial values come last, so no rank ever allocates more than its own shard.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ AnyTask = CausalLM | UserTask
 
 
 def build_task(config: RunConfig, run: RunDir | None = None, checks_data: bool = True) -> AnyTask:
-    """The task of a config; a run loads the user's own code from its code snapshot.
+    """Return the task of a config; a run loads the user's code from its code snapshot.
 
-    With `checks_data` this rank looks at the size of every shard, which one of a job does.
+    With `checks_data`, this rank checks the size of every data shard, which one rank does for a whole job.
     """
     if not config.has_decoder:
         return UserTask(config, run)
@@ -104,13 +104,14 @@ def recompute_and_compile(
 ) -> None:
     """Wrap the forward of each block, in place, in activation checkpointing and in torch.compile.
 
-    `full` recomputes the whole block, `selective` all but attention, every second matmul and the reductions
-    over tensor-parallel ranks. Parameter names do not change. The dropout of `trainkit` is a function of the
-    sample, so the recomputation draws the same mask; other modules need `preserve_rng_state`.
+    `full` recomputes the whole block. `selective` keeps the results of attention, of every second matmul and
+    of reductions over tensor-parallel ranks, and recomputes the rest. Parameter names do not change. The
+    dropout of trainkit's models depends only on the sample, so the recomputation draws the same mask. Other
+    modules need `preserve_rng_state`.
     """
     for block in blocks:
         if mode == "full":
-            # Compile inside `checkpoint`: around it, the compiler would silently fall back to eager.
+            # Compile inside `checkpoint`: a compiler around it would silently fall back to eager mode.
             inner = torch.compile(block.forward) if compiled else block.forward
             block.forward = partial(
                 checkpoint, inner, use_reentrant=False, preserve_rng_state=preserve_rng_state
@@ -119,14 +120,15 @@ def recompute_and_compile(
         if mode == "selective":
             block.forward = _selectively(block.forward, preserve_rng_state)
         if compiled:
-            # Not `block.compile()`, which would include the FSDP hooks and fail on them.
+            # `block.compile()` would include the FSDP hooks and fail on them.
             block.forward = torch.compile(block.forward)
 
 
 class CompileCache:
-    """What torch has compiled for rank 0, kept in the run folder for the hosts of later attempts.
+    """The compiled code of rank 0, kept in the run folder for the hosts of later attempts.
 
-    torch itself keeps it on the disk of each host. It may compile again: for a CPU, and for other devices.
+    In addition, torch keeps compiled code on the disk of each host. torch still compiles again for a CPU, and
+    for devices of another kind.
     """
 
     def __init__(self, run: RunDir) -> None:
@@ -134,36 +136,36 @@ class CompileCache:
         self._loaded: set[str] = set()
 
     def load(self) -> None:
-        """Give this host what an attempt has saved; what is damaged or of another torch has no effect."""
+        """Load the code that an earlier attempt saved; skip code that is damaged or from another torch."""
         file = self._run.compiled_file
         try:
-            with open_private(file) as stream:  # torch unpickles it
+            with open_private(file) as stream:  # private, because torch unpickles the content
                 info = torch.compiler.load_cache_artifacts(stream.read())
             self._loaded = set() if info is None else {*chain(*info.artifacts.values())}
         except FileNotFoundError:
             pass
         except (OSError, UsageError) as error:
-            log.warning(f"cannot load what was compiled from {file} ({error})")
+            log.warning(f"cannot load the compiled code from {file} ({error})")
 
     def save(self) -> None:
-        """Save what was compiled, unless it is what was loaded."""
+        """Save the compiled code, unless all of it was loaded from the run folder."""
         found = torch.compiler.save_cache_artifacts()
         if found is None or self._loaded.issuperset(chain(*found[1].artifacts.values())):
             return
         try:
             write_atomic(self._run.compiled_file, found[0])
         except OSError as error:
-            log.error(f"cannot save what was compiled to {self._run.compiled_file} ({error})")
+            log.error(f"cannot save the compiled code to {self._run.compiled_file} ({error})")
 
     def source(self) -> str:
-        """Where the compiled code is from: the ``run`` or the ``host``; ``cold`` if any was made now."""
+        """Return the source of the compiled code: ``run``, ``host``, or ``cold`` if any was compiled now."""
         if compiled_anew():
             return "cold"
         return "run" if self._loaded else "host"
 
 
 def _selectively(inner: Callable[..., Any], preserve_rng_state: bool) -> Callable[..., Any]:
-    """The function with selective checkpointing; a closure, since the compiler cannot trace `partial`."""
+    """Return `inner` with selective checkpointing; a closure, since the compiler cannot trace `partial`."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(
@@ -179,7 +181,7 @@ def _selectively(inner: Callable[..., Any], preserve_rng_state: bool) -> Callabl
 
 
 def _selective_contexts() -> Any:
-    """A new policy per call, so that matmuls are counted from the start of each block."""
+    """Return contexts with a new policy, so that each call counts matmuls from the start of its block."""
     counts: Counter[bool] = Counter()
 
     def policy(context: Any, op: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -199,32 +201,32 @@ class BuiltModel:
     """The model on this rank and its forward and backward passes."""
 
     model_parts: Sequence[nn.Module]
-    """All of it, or some stages of a pipeline."""
+    """The whole model, or some stages of a pipeline."""
     weights: Sequence[Weight]
     forward_backward: ForwardBackward[Any]
     buffers: StateBuffers | None = None
-    """Buffers to save: those of a `Model` are functions of its shape."""
+    """Buffers to save; None for a `Model`, whose buffers follow from its shape."""
     read_weight: ReadWeight | None = None
-    """The initial values of the weights with `is_read`."""
+    """Reads the initial value of a weight that has `is_read` set."""
     sum_tied_gradients: Callable[[], None] = lambda: None
-    """Sums the gradients of an embedding and a head that are tied, but in different stages of a pipeline."""
+    """Sums the gradients of a tied embedding and head that are in different stages of a pipeline."""
     update_scales: Callable[[], None] = lambda: None
-    """Computes the scales of weights that are gathered in float8; call whenever the weights have changed."""
+    """Computes the scales of weights that are gathered in float8; call it after every change of weights."""
     after_step: Callable[[], None] = lambda: None
-    """Calls `Task.after_step`."""
+    """Calls `Task.after_step`, if the task defines the method."""
 
 
 def build(
     task: AnyTask, plan: LaunchPlan, world: World, progress: Progress, local_gradient: LocalGradient
 ) -> BuiltModel:
-    """The model of this rank on its device: split, in training mode, and with its initial values.
+    """Return the model of this rank on its device, split, in training mode, with its initial values.
 
-    Only the weights with `is_read` have no values yet.
+    The only weights without values are those with `is_read`, which are read later.
     """
     if isinstance(task, UserTask):
         return build_for_task(task, world, progress, local_gradient)
     config, model_parts = task.config, build_model_parts(task, plan, world)
-    # Offloaded parameters stay on the host: FSDP copies them to the device per block, but not the buffers.
+    # FSDP copies offloaded parameters to the device block by block, but it does not copy buffers.
     param_device = torch.device("cpu") if config.parallel.offload else world.device
     for model in model_parts:
         model.to_empty(device=param_device)
@@ -236,11 +238,11 @@ def build(
 
 
 def build_model_parts(task: CausalLM, plan: LaunchPlan, world: World) -> list[Model]:
-    """The parts of the model on this rank, one per pipeline stage: split, on the meta device."""
+    """Return the parts of the model on this rank, one per pipeline stage, on the meta device."""
     pp, schedule = plan.layout.pp, task.config.parallel.pp_schedule
     if pp == 1:
         return [_build_part(task, plan, world, None)]
-    from trainkit.trainer.parallel.pipeline import stage_specs  # see `assemble`
+    from trainkit.trainer.parallel.pipeline import stage_specs  # imported late, see `assemble`
 
     stages = stage_specs(world.place.pp, pp, schedule, task.shape.num_layers)
     return [_build_part(task, plan, world, stage) for stage in stages]
@@ -259,7 +261,7 @@ def assemble(
     for model in model_parts:
         model.train()
     positions = position_slice(world.place.cp, layout.cp, 0, 1, config.data.seq_len).attention
-    # With loss parallelism the logits are a DTensor. Compiled, float32 logits do not reach memory.
+    # Compiling keeps the float32 logits out of memory. With tensor parallelism, the logits may be a DTensor.
     is_compiled = compiles(parallel, layout, world.device.type) and layout.tp == 1
     context = ForwardContext(
         world,
@@ -269,7 +271,7 @@ def assemble(
     )
     update_scales = _gather_in_float8(task, layout, world, model_parts)
     if layout.pp > 1:
-        # Imported only if needed: it adds a quarter to the start-up time of the trainer.
+        # Import the pipeline only if needed: it adds a quarter to the start-up time of the trainer.
         from trainkit.trainer.parallel.pipeline import PipelineForwardBackward, sum_tied_gradients
 
         weights = weights_of(model_parts, is_read=task.reads_weights)
@@ -295,7 +297,7 @@ def assemble(
 def _gather_in_float8(
     task: CausalLM, layout: Layout, world: World, model_parts: list[Model]
 ) -> Callable[[], None]:
-    """Have sharded weights gathered in float8 if the config says so; what computes their scales."""
+    """Gather sharded weights in float8 if the config says so; return a function that updates their scales."""
     if task.config.precision.float8 != "gather" or layout.dp_shard * layout.cp == 1:
         return lambda: None
     assert world.mesh is not None
@@ -315,7 +317,7 @@ def _build_part(task: CausalLM, plan: LaunchPlan, world: World, stage: StageSpec
     if layout.tp > 1:
         assert world.mesh is not None
         apply_tensor_parallel(model, world.mesh["tp"], parallel)
-        # Before sharding, which would separate tied parameters.
+        # Tie the parameters before sharding, which would separate them.
         model.tie()
     kind, dtype, masked = world.device.type, config.precision.dtype, config.data.document_mask
     if world.cp_group is not None:
@@ -341,11 +343,11 @@ def _build_part(task: CausalLM, plan: LaunchPlan, world: World, stage: StageSpec
 
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-"""Modules whose weights have the type of their statistics, float32."""
+"""Modules whose weights have the dtype of their statistics, float32."""
 
 
 def build_module(task: UserTask, world: World) -> LossModule:
-    """The model of this rank on its device, wrapped for data parallelism."""
+    """Return the model of a task on this rank's device, wrapped for data parallelism."""
     config = task.config
     model, parallel, dtype = task.build_model(), config.parallel, DTYPES[config.precision.dtype]
     check_same_weights(model, config, world)
@@ -379,7 +381,7 @@ def build_module(task: UserTask, world: World) -> LossModule:
         offload=parallel.offload,
     )
     if hasattr(module, "set_reduce_scatter_unused_params"):  # from PyTorch 2.13 on
-        # The ranks reduce the gradients of all parameters, also of those that a batch does not use.
+        # The ranks reduce the gradients of all parameters, even if a batch does not use some of them.
         cast(Any, module).set_reduce_scatter_unused_params(True)
     allocate(module, torch.device("cpu") if parallel.offload else world.device)
     fill_shards(model, values)
@@ -390,11 +392,11 @@ def build_module(task: UserTask, world: World) -> LossModule:
 
 
 def check_same_weights(model: nn.Module, config: RunConfig, world: World) -> None:
-    """Raise TaskError if the model of this rank starts with other values than that of rank 0."""
+    """Raise TaskError if the initial weights of this rank differ from those on rank 0."""
     found = gather_from_all(digest_of(model), world)
     different = next((rank for rank, value in enumerate(found) if value != found[0]), None)
     if different is not None:
-        message = f"build_model() returned another model on rank {different} than on rank 0"
+        message = f"build_model() returned a different model on rank {different} than on rank 0"
         hint = "read the same files, and do not seed random, numpy.random or torch"
         raise refusal(config, message, hint)
 
@@ -402,7 +404,7 @@ def check_same_weights(model: nn.Module, config: RunConfig, world: World) -> Non
 def build_for_task(
     task: UserTask, world: World, progress: Progress, local_gradient: LocalGradient
 ) -> BuiltModel:
-    """The model of a user's task on this rank; see `build`."""
+    """Return the model of a user's task on this rank; see `build`."""
     config, module = task.config, build_module(task, world)
     model, dtype = module.model, DTYPES[config.precision.dtype]
     read_quantized(model, task.read_weight, world.device)
@@ -410,7 +412,7 @@ def build_for_task(
     is_cast = dtype != torch.float32 and not isinstance(module, FSDPModule)
     masters = cast_weights(model, dtype, keep=BATCH_NORMS) if is_cast else {}
     weights = []
-    # Whether frozen parameters have the same values at every start, and checkpoints do not need them.
+    # True if frozen parameters have the same values at every start, so checkpoints can omit them.
     is_reread = bool(getattr(task.task, "rereads_frozen", False))
     is_changed = type(task.task).after_step is not Task.after_step
     for name, param in model.named_parameters():
@@ -426,7 +428,7 @@ def build_for_task(
 
 
 class AfterStep:
-    """Calls `Task.after_step` with the parameters of this rank in float32, and casts what it has changed."""
+    """Calls `Task.after_step` with this rank's float32 parameters, and updates their low-precision casts."""
 
     def __init__(
         self, module: LossModule, weights: Sequence[Weight], config: RunConfig, device: torch.device
@@ -442,7 +444,7 @@ class AfterStep:
         task, dtype = self._module.task, DTYPES[self._config.precision.dtype]
         seed = stable_key(self._config.seed, "after_step", task.step)
         seed_generators(seed)
-        torch.manual_seed(seed)  # on the device too
+        torch.manual_seed(seed)  # seeds the device too
         with torch.autocast(self._device.type, dtype, enabled=dtype != torch.float32):
             task.after_step(self._module.model, dict(self._parameters))
         if self._casts:

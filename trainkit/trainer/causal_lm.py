@@ -1,8 +1,8 @@
-"""The built-in task, next-token prediction on token shards, and its batches, prefetched in threads.
+"""The built-in task, next-token prediction on token shards, with batches that threads prefetch.
 
 Steps consume samples at consecutive global positions. Microbatch m of rank r takes `device_batch_size`
-samples from position ``start + (m x dp + r) x device_batch_size``, so the samples of a step depend only on
-its position, never on the number of ranks.
+samples from position ``start + (m x dp + r) x device_batch_size``. The samples of a step therefore depend
+only on the step's position, never on the number of ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from trainkit.trainer.models.model import Model, StageSpec
 from trainkit.trainer.stateless_random import hash_int32, stable_key
 
 IGNORE_LABEL = -100
-"""Label of padding in the last batch of the data, ignored by the loss and the token count."""
+"""Label of padding in the last batch of the data; the loss and the token count ignore it."""
 MAX_TOKENS_PER_READ = 1 << 16
 MAX_STEPS_PER_READ = 64
 """Maximum number of small steps that are read together; see `BatchSource.steps_at`."""
@@ -55,12 +55,12 @@ class Microbatch:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """A batch on the device: tensors, also in mappings, lists, tuples, dataclasses, objects with ``to``."""
+    """Move a batch to the device: tensors, also in containers and dataclasses, and objects with ``to``."""
     if device.type == "cpu":
         return value
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
-    # Such as the BatchEncoding of a tokenizer, or a PackedSequence, whose batch sizes stay on the CPU.
+    # Examples are the BatchEncoding of a tokenizer, and a PackedSequence, whose batch sizes stay on the CPU.
     if callable(getattr(value, "to", None)):
         return value.to(device)
     if isinstance(value, list | tuple):
@@ -82,18 +82,18 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """This rank's share of one optimizer step."""
+    """The samples of one optimizer step on this rank."""
 
     microbatches: list[Any]
     num_tokens: int | None
-    """Valid labels on this rank; None of a user's task, whose loss says by what it is divided."""
+    """Number of valid labels on this rank; None for a user's task, whose loss returns its own divisor."""
     num_samples: int
-    """Valid samples on all ranks together."""
+    """Number of valid samples on all ranks together."""
     stream: StreamState | None = None
-    """The position of a user's stream after the step, on rank 0."""
+    """Position of a user's stream after the step, on rank 0."""
 
     def of_turn(self, number: int, turn: str) -> StepBatch:
-        """The same samples for the loss of one of several optimizers, with random numbers of its own."""
+        """Return the same samples for one of several optimizers, with other random numbers for its loss."""
         if not turn:
             return self
         micros = [
@@ -105,7 +105,7 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class BatchSource:
-    """Reads the batch at any position; stateless, so threads can share it."""
+    """Reads the batch at any position; the source has no state, so threads can share it."""
 
     dataset: TokenShards | TokenMixture
     batch: Batch
@@ -118,11 +118,11 @@ class BatchSource:
     pin_memory: bool = False
 
     def steps_at(self, position: int, num_steps: int) -> list[StepBatch]:
-        """The batches of consecutive steps, read together to amortise the overhead of each operation."""
+        """Return the batches of consecutive steps, read together to amortise the cost of each operation."""
         size = self.batch.global_batch_size
         starts = position + size * np.arange(num_steps, dtype=np.int64)
         stops = starts + size
-        if self.end_position is not None:  # the data may end within a step
+        if self.end_position is not None:  # because the data may end within a step
             stops = np.minimum(stops, self.end_position)
         rows = self._positions(starts)
         valid = rows < stops[:, None, None]
@@ -147,13 +147,13 @@ class BatchSource:
         ]
 
     def _positions(self, starts: IntArray) -> IntArray:
-        """The positions that this rank reads, int64 [steps, microbatches, B]."""
+        """Return the positions that this rank reads, int64 [steps, microbatches, B]."""
         micro = np.arange(self.batch.accumulation_steps, dtype=np.int64) * self.dp_size + self.dp_rank
         offsets = micro[:, None] * self.batch.device_batch_size
         return starts[:, None, None] + offsets + np.arange(self.batch.device_batch_size, dtype=np.int64)
 
     def _sample_keys(self, positions: Tensor) -> Tensor:
-        """A dropout key per sample, int32, derived from its position in the training."""
+        """Return one dropout key per sample, int32, derived from the sample's position in the training."""
         low = (positions & 0x7FFFFFFF).to(torch.int32)
         return hash_int32(
             low, stable_key(self.seed, "sample"), (positions >> 31).to(torch.int32) * 0x2545F491
@@ -161,10 +161,10 @@ class BatchSource:
 
 
 class PrefetchedBatches:
-    """Iterates over a source's steps from `position`, prefetched by `num_workers` threads.
+    """Iterates over the steps of a source from `position`, which `num_workers` threads prefetch.
 
-    Copying tokens out of memory maps releases the GIL, so threads suffice: there are no processes to fork or
-    to clean up after a crash. Small steps are read in groups.
+    Threads suffice, because copying tokens out of memory maps releases the GIL. Processes would have to be
+    forked, and cleaned up after a crash. Small steps are read in groups.
     """
 
     def __init__(self, source: BatchSource, position: int, num_workers: int) -> None:
@@ -178,7 +178,7 @@ class PrefetchedBatches:
         )
 
     def __iter__(self) -> Iterator[StepBatch]:
-        """Begin at the first step again."""
+        """Restart at the first step."""
         self._steps = self._read()
         return self
 
@@ -202,11 +202,11 @@ class PrefetchedBatches:
 
 
 class CausalLM:
-    """Next-token prediction on token shards."""
+    """The built-in task: next-token prediction on token shards."""
 
     def __init__(self, config: RunConfig, run: RunDir | None, checks_data: bool) -> None:
         seq_len = config.data.seq_len
-        # Before the data is prepared, which may take long.
+        # Load the architecture before preparing the data, which may take long.
         self._model_class = load_architecture(config.model.architecture, run)
         refuse_unsupported_layout(config, self._model_class)
         self.train_data = open_dataset(config.data, seq_len, TRAIN, checks_data)
@@ -216,13 +216,13 @@ class CausalLM:
         self.num_params = self._model_class.num_params(self.shape)
         self.flops_per_sample: float | None = seq_len * self._model_class.flops_per_token(self.shape, seq_len)
         self.reads_weights = config.model.hf is not None and not config.model.from_scratch
-        """Whether the initial weights are those of `model.hf`."""
+        """True if the initial weights come from `model.hf`."""
         self._stored: StoredWeights | None = None
         self.config = config
         self._seq_len = seq_len
 
     def build_model(self, stage: StageSpec | None = None) -> Model:
-        """The model, or one pipeline stage of it, on the meta device."""
+        """Return the model, or one pipeline stage of the model, on the meta device."""
         with torch.device("meta"):
             model = self._model_class(self.shape, self._seq_len, stage)
         if self.config.data.document_mask:
@@ -231,17 +231,17 @@ class CausalLM:
         return model
 
     def read_weight(self, name: str, index: Sequence[slice]) -> Tensor:
-        """Read a part of the initial value of a parameter."""
-        if self._stored is None:  # not before: a resumed run does without the files
+        """Read a slice of the initial value of a parameter."""
+        if self._stored is None:  # opened late, because a resumed run does not need the files
             self._stored = StoredWeights(Path(str(self.config.model.hf)))
         return read_decoder_weight(self._stored, name, index)
 
     def nll_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The negative log-likelihood, summed over all valid labels, float32 []."""
+        """Return the negative log-likelihood, summed over all valid labels, float32 []."""
         nll_sum = F.cross_entropy(
             logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE_LABEL, reduction="sum"
         )
-        # A DTensor with loss parallelism, which splits logits over the vocabulary.
+        # Loss parallelism splits logits over the vocabulary, so the sum is a DTensor.
         return nll_sum.full_tensor() if isinstance(nll_sum, DTensor) else nll_sum
 
     def data_identity(self) -> dict[str, object]:
@@ -262,9 +262,9 @@ class CausalLM:
     def batches(
         self, split: str, batch: Batch, world: World, state: TrainingState, end: int | None
     ) -> PrefetchedBatches:
-        """The batches of a split for this rank from a state on, up to position `end` if it is not None.
+        """Return this rank's batches of a split, from a state on, and up to position `end` if it is given.
 
-        They can be iterated over again and again.
+        The result can be iterated over repeatedly.
         """
         data = self.train_data if split == TRAIN else self.val_data
         assert data is not None

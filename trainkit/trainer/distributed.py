@@ -1,12 +1,13 @@
-"""The device, the process groups and the device mesh of one rank, and the barrier before they exist.
+"""Set up the device, the process groups and the device mesh of a rank, after a startup barrier.
 
-torch's rendezvous blocks in C++ until the last rank has arrived: missing ranks cannot be named, and a rank
-that is asked to stop during it either hangs or leaves the others hanging. At the barrier each rank reports to
-the store and then polls one key, which decides for all: the last rank to arrive sets "go", a rank that was
-asked to stop sets "stop", rank 0 sets those that are missing after the timeout, and the first value wins.
+torch's rendezvous blocks in C++ until the last rank has arrived. Nothing can name the missing ranks, and a
+rank that gets a stop signal meanwhile either hangs or leaves the others hanging. At the barrier here, each
+rank reports to the store and then polls one key, which decides for all ranks. The last rank to arrive sets
+the key to "go", a rank with a stop signal sets it to "stop", and after the timeout rank 0 sets it to the list
+of missing ranks. The first value wins.
 
-Thousands of ranks ask one server, so they ask less often than a few. The store's own wait would ask once, but
-it cannot be interrupted by a stop signal.
+Thousands of ranks poll one server, so each polls less often than in a small job. The store also has a wait
+function that needs only one request, but a stop signal cannot interrupt it.
 """
 
 from __future__ import annotations
@@ -53,41 +54,42 @@ from trainkit.run.rundir import AttemptDir
 from trainkit.trainer.torch_private import authenticate_objects, fix_segments, set_timeout
 
 START_TIMEOUT = timedelta(minutes=30)
-"""Long, because one rank may compile in its first step while the others wait."""
+"""Time limit of the startup barrier, long because a rank may compile while the others wait."""
 COLLECTIVE_TIMEOUT = START_TIMEOUT + timedelta(minutes=1)
-"""Longer than the watchdog's limit: the watchdog names the blocking rank, a timed-out collective does not."""
+"""Timeout of collectives. The watchdog's limit is shorter, because the watchdog names the blocking rank."""
 LOCAL_TIMEOUT = timedelta(days=7)
-"""On one machine, where Ctrl-Z stops all ranks, some of them in a collective: it must not fail after `fg`."""
+"""Timeout on a single machine, where Ctrl-Z may stop ranks in a collective that must not fail after `fg`."""
 MAX_FILES = 65_536
-"""Open file limit; a job of a thousand ranks needs a few thousand files."""
+"""Limit of open files; a job of a thousand ranks needs a few thousand files."""
 ONE_PROCESS = Layout()
 DIGEST_BYTES = hashlib.sha256().digest_size
-STRANGER_HINT = "every user who reaches the compute nodes can: see `docs/slurm-admins.md`"
+STRANGER_HINT = "every user who can reach the compute nodes can do this: see `docs/slurm-admins.md`"
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class World:
-    """This rank, its device and its process groups."""
+    """A rank with its device and its process groups."""
 
     rank: int
     size: int
     device: torch.device
     mesh: DeviceMesh | None
-    """Dimensions ``dp_replicate`` and ``dp_shard``, and ``pp`` and ``tp`` if larger than 1. ``dp_shard``
-    includes cp: parameters are sharded over both. None for a single process without ``parallel.mesh_of_one``
-    and ``parallel.offload``.
+    """The device mesh; None for a single process without ``parallel.mesh_of_one`` and ``parallel.offload``.
+
+    The dimensions are ``dp_replicate`` and ``dp_shard``, and ``pp`` and ``tp`` if larger than 1. ``dp_shard``
+    includes cp, because parameters are sharded over dp_shard and cp together.
     """
     checkpoint_group: dist.ProcessGroup | None
-    """Separate from the other groups, since asynchronous saves run collectives in a thread of their own."""
+    """A separate group, because asynchronous saves run their collectives in another thread."""
     layout: Layout = ONE_PROCESS
     cp_group: dist.ProcessGroup | None = None
     """The ranks that share a sequence; None without context parallelism."""
     nonce: str = field(default="", repr=False)
-    """What only ranks of this attempt know, by which they tell each other's values from a stranger's."""
+    """A secret of this attempt, by which ranks distinguish each other's values from a stranger's."""
     is_simulated: bool = False
-    """Whether the other ranks do not exist and tensors have no values."""
+    """True if the other ranks do not exist and tensors have no values."""
 
     @property
     def is_main(self) -> bool:
@@ -100,26 +102,27 @@ class World:
 
     @property
     def dp_rank(self) -> int:
-        """The data-parallel rank, which selects the samples that this rank reads."""
+        """The data-parallel rank, which selects the samples to read."""
         return self.layout.dp_rank(self.rank)
 
     @property
     def counts_samples(self) -> bool:
-        """Whether this rank counts its samples: one of the ranks that share the same samples does."""
+        """Return whether this rank counts its samples; of the ranks that share samples, one counts them."""
         place = self.place
         return not (place.pp or place.cp or place.tp)
 
     @property
     def distributed(self) -> bool:
-        """Whether there are process groups."""
+        """Return whether this rank has process groups."""
         return self.mesh is not None
 
 
 def select_device(kind: str, local_rank: int, *, is_task: bool = False, dtype: str = "") -> torch.device:
-    """The device of this rank; `kind` is ``cpu`` or ``cuda``, `is_task` as for `gpu_index`.
+    """Select and return the device of this rank.
 
-    Raises TrainkitError when torch sees no GPU for this rank, or cannot use it, in `dtype`; with exit code 78
-    if it never would.
+    `kind` is ``cpu`` or ``cuda``, and `is_task` has the same meaning as for `gpu_index`. Raises TrainkitError
+    if torch sees no GPU for this rank or cannot use the GPU in `dtype`. The exit code is 78 if a restart
+    cannot help.
     """
     if kind == "cpu":
         return torch.device("cpu")
@@ -139,7 +142,7 @@ def select_device(kind: str, local_rank: int, *, is_task: bool = False, dtype: s
             exit_code=EXIT_NO_RESTART if is_bound else None,
         )
     device = torch.device("cuda", index)
-    # Also keeps DeviceMesh from selecting the GPU with the number in LOCAL_RANK.
+    # This call also keeps DeviceMesh from selecting the GPU whose number is in LOCAL_RANK.
     torch.cuda.set_device(device)
     try:
         torch.empty(1, device=device)
@@ -157,17 +160,17 @@ def select_device(kind: str, local_rank: int, *, is_task: bool = False, dtype: s
 
 
 def bind_to_gpu(device: torch.device) -> None:
-    """Restrict this process to the CPUs next to its GPU, unless Slurm bound it or left too few of them."""
+    """Restrict this process to the CPUs next to its GPU, unless too few of these CPUs are allowed."""
     gpu: Any = torch.cuda.get_device_properties(device)
     allowed = os.sched_getaffinity(0)
-    with contextlib.suppress(AttributeError, OSError, ValueError):  # as for some virtual GPUs
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # some virtual GPUs have no such address
         address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
         text = (PCI_DEVICES / address / "local_cpulist").read_text().strip()
         ranges = (part.partition("-") for part in text.split(","))
         near = {cpu for low, _, high in ranges for cpu in range(int(low), int(high or low) + 1)} & allowed
         if near != allowed and len(near) >= torch.get_num_threads():
             os.sched_setaffinity(0, near)
-            log.info(f"bound to {len(near)} of {len(allowed)} CPUs, those next to the GPU (launch.numa)")
+            log.info(f"bound to the {len(near)} of {len(allowed)} CPUs next to the GPU (launch.numa)")
 
 
 def _refuse(problem: tuple[str, str] | None, subject: str = "") -> None:
@@ -185,11 +188,11 @@ def join_world(
     on_arrival: Callable[[], None] = lambda: None,
     store_file: Path | None = None,
 ) -> World | None:
-    """Wait for the other ranks and build the mesh; returns None if the ranks agreed to stop.
+    """Wait for the other ranks and build the mesh; return None if the ranks agreed to stop.
 
-    `mesh_of_one`: whether a single rank has a mesh too; `on_arrival` is called when all ranks are there,
-    before they connect. Ranks of one machine meet in `store_file`, if given: every user of the machine
-    reaches a port. Raises TrainkitError for ranks that do not arrive, and for two that have the same GPU.
+    With `mesh_of_one`, a single rank has a mesh too. `on_arrival` is called after all ranks have arrived and
+    before they connect. Ranks of one machine meet in `store_file` if it is given, because every user of the
+    machine can reach a port. Raises TrainkitError if ranks are missing or two ranks have the same GPU.
     """
     if env.world_size == 1 and not mesh_of_one:
         return None if stop else World(0, 1, device, None, None)
@@ -202,7 +205,7 @@ def join_world(
         return None
     on_arrival()
     if gpu and device.index != env.local_rank:
-        # It is the only one that this rank sees, but may not be bound to this task alone.
+        # This rank sees only one GPU, but Slurm may not have bound that GPU to this task alone.
         refuse_shared_gpu(env, gpu, store)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = COLLECTIVE_TIMEOUT if file is None else LOCAL_TIMEOUT
@@ -212,7 +215,7 @@ def join_world(
 
 
 def gpu_uuid(device: torch.device) -> str:
-    """The UUID of a GPU; empty for a CPU, and for a MIG slice, which may report the UUID of the whole GPU."""
+    """Return the UUID of a GPU; "" for a CPU or a MIG slice, which may report the UUID of its whole GPU."""
     if device.type != "cuda":
         return ""
     properties = torch.cuda.get_device_properties(device)
@@ -220,7 +223,7 @@ def gpu_uuid(device: torch.device) -> str:
 
 
 def _raise_open_file_limit(count: int) -> None:
-    """Raise the open file limit of this process: every group opens sockets to all its ranks."""
+    """Raise the open file limit of this process, because every group opens sockets to all its ranks."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -234,21 +237,21 @@ def make_world(
     timeout: timedelta = COLLECTIVE_TIMEOUT,
     nonce: str = "",
 ) -> World:
-    """The world of this rank, with the nonce of its attempt; call after `init_process_group`."""
+    """Return the World of this rank, with the nonce of its attempt; call this after `init_process_group`."""
     checkpoint_group = dist.new_group(backend="gloo", timeout=timeout)
     mesh = build_mesh(device, layout)
     for group in mesh.get_all_groups():
         set_timeout(group, timeout)
     cp_group = context_group(layout, timeout)
-    # The first collective of a group connects its ranks: what keeps them from it is found now, not in a step.
+    # The first collective of a group connects its ranks. Run it now, so that a missing link shows up here.
     dist.all_reduce(torch.ones(1, device="cpu"), group=checkpoint_group)
     groups = [dist.group.WORLD, *mesh.get_all_groups(), *([] if cp_group is None else [cp_group])]
-    for each in dict.fromkeys(groups):  # a dimension over all ranks may be the group of all
+    for each in dict.fromkeys(groups):  # a mesh dimension over all ranks may be the default group
         one = torch.ones(1, device=device)
         dist.all_reduce(one, group=each)
         one.item()
     if layout.pp > 1:
-        # What a collective connects are not the pairs that exchange in a pipeline: neighbours, and both ends.
+        # A collective does not connect the pairs that a pipeline uses: neighbours, and first and last stage.
         group, own = mesh["pp"].get_group(), layout.place(rank).pp
         after, before = (own + 1) % layout.pp, (own - 1) % layout.pp
         ways = [(after, before), (before, after)]
@@ -262,9 +265,9 @@ def make_world(
 def exchange(
     group: dist.ProcessGroup, *operations: tuple[Callable[..., Any], torch.Tensor, int]
 ) -> list[dist.Work]:
-    """Start to send and receive: each is `dist.isend` or `dist.irecv`, a tensor, and a rank of the group.
+    """Start sends and receives, each given as `dist.isend` or `dist.irecv`, a tensor, and a group rank.
 
-    Alone, NCCL would first make a communicator for the pair; in a batch it uses that of the group.
+    NCCL would create a communicator for a pair that sends alone. A batch uses the group's communicator.
     """
     batch = [
         dist.P2POp(operation, tensor, group=group, group_peer=peer) for operation, tensor, peer in operations
@@ -273,20 +276,20 @@ def exchange(
 
 
 def build_mesh(device: torch.device, layout: Layout) -> DeviceMesh:
-    """The device mesh over which parameters are split."""
+    """Return the device mesh over which parameters are split."""
     sizes = {
         "pp": layout.pp,
         "dp_replicate": layout.dp_replicate,
         "dp_shard": layout.dp_shard * layout.cp,
         "tp": layout.tp,
     }
-    # Every dimension is a process group; `fully_shard` needs that of the shards even for one.
+    # Every dimension is a process group. `fully_shard` needs the shard group even if it has one rank.
     dims = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
     return init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
 
 
 def context_group(layout: Layout, timeout: timedelta = COLLECTIVE_TIMEOUT) -> dist.ProcessGroup | None:
-    """The ranks that share sequences with this one; None without context parallelism."""
+    """Return the group of ranks that share sequences with this rank, or None without context parallelism."""
     if layout.cp == 1:
         return None
     ranks = torch.arange(layout.world_size, device="cpu").view(-1, layout.cp, layout.tp)
@@ -297,7 +300,10 @@ def context_group(layout: Layout, timeout: timedelta = COLLECTIVE_TIMEOUT) -> di
 
 
 def broadcast_from_main(value: T, world: World) -> T:
-    """The value of rank 0, on all ranks, as JSON. Raises TrainkitError if a stranger has sent it."""
+    """Return the value of rank 0 on all ranks, sent as JSON.
+
+    Raises TrainkitError if a process that is not a rank of this attempt sent the value.
+    """
     if not world.distributed:
         return value
     text = seal(world.nonce, json.dumps(value).encode()) if world.is_main else b""
@@ -310,9 +316,10 @@ def broadcast_from_main(value: T, world: World) -> T:
 
 
 def gather_from_all(value: T, world: World, group: dist.ProcessGroup | None = None) -> list[T]:
-    """The values of all ranks, on all ranks, as JSON; tuples arrive as lists.
+    """Return the values of all ranks on all ranks, sent as JSON, so that tuples arrive as lists.
 
-    `group` is one of gloo, by default that of checkpoints. Raises TrainkitError if a stranger has sent one.
+    `group` must use gloo; the default is the checkpoint group. Raises TrainkitError if a process that is not
+    a rank of this attempt sent a value.
     """
     if not world.distributed:
         return [value] * world.size
@@ -329,12 +336,12 @@ def gather_from_all(value: T, world: World, group: dist.ProcessGroup | None = No
 
 
 def seal(nonce: str, value: bytes) -> bytes:
-    """A value behind a digest that only ranks of this attempt can compute."""
+    """Prefix a value with a digest that only ranks of this attempt can compute."""
     return _digest_of(nonce, value) + value
 
 
 def unseal(nonce: str, sealed: bytes) -> bytes:
-    """The value that a rank of this attempt has sealed. Raises TrainkitError if somebody else has made it."""
+    """Return the value that a rank of this attempt sealed; raise TrainkitError if the digest is wrong."""
     digest, value = sealed[:DIGEST_BYTES], sealed[DIGEST_BYTES:]
     if not hmac.compare_digest(digest, _digest_of(nonce, value)):
         raise TrainkitError(
@@ -344,7 +351,7 @@ def unseal(nonce: str, sealed: bytes) -> bytes:
 
 
 def _digest_of(nonce: str, value: bytes) -> bytes:
-    # Another key than that of the digests in the store, which everybody can read.
+    # This key differs from the key of the digests in the store, which everybody can read.
     return hmac.digest(f"values {nonce}".encode(), value, hashlib.sha256)
 
 
@@ -353,25 +360,25 @@ def _as_tensor(text: bytes, size: int) -> torch.Tensor:
 
 
 def group_ender() -> Callable[[], None]:
-    """What ends the process groups, and waits a limited time for that.
+    """Return a function that destroys the process groups and waits a limited time until they are destroyed.
 
-    Make it before Python exits, when no thread can be started.
+    Create it before Python shuts down, when threads can still be started.
     """
-    asked = threading.Event()
+    requested = threading.Event()
 
     def end() -> None:
-        asked.wait()
+        requested.wait()
         dist.destroy_process_group()
 
-    ends = threading.Thread(target=end, daemon=True)
-    ends.start()
+    thread = threading.Thread(target=end, daemon=True)
+    thread.start()
 
-    def ask() -> None:
-        asked.set()
+    def request_end() -> None:
+        requested.set()
         # NCCL waits for the other ranks, and one of them may no longer respond.
-        ends.join(GROUPS_END_S)
+        thread.join(GROUPS_END_S)
 
-    return ask
+    return request_end
 
 
 def exit_process(exit_code: int) -> None:
@@ -394,7 +401,7 @@ log = getLogger(__name__)
 
 
 def record_event(attempt: AttemptDir, event: str, **fields: Any) -> None:
-    """Append one event; on a full disk, log the error and continue."""
+    """Append an event to the run's events; on a full disk, log the error and continue."""
     try:
         log_event(attempt.run, attempt.number, event, **fields)
     except OSError as error:
@@ -403,27 +410,27 @@ def record_event(attempt: AttemptDir, event: str, **fields: Any) -> None:
 
 LOOPBACK = "127.0.0.1"
 IDENTITY_TIMEOUT = timedelta(seconds=60)
-"""How long rank 0 may take from listening to identifying itself, which it does first."""
+"""Time limit for rank 0 to identify itself, which it does first after it starts to listen."""
 STOP_GRACE_S = 20.0
-"""Seconds that a rank asked to stop allows for notifying the others."""
+"""Seconds that a rank with a stop signal spends on notifying the other ranks."""
 
 
 def startup_barrier(
     env: RankEnv, stop: StopRequest, timeout: timedelta, gpu: str = "", file: Path | None = None
 ) -> Store | None:
-    """Wait for all ranks; returns the store that they share, or None if they agreed to stop.
+    """Wait for all ranks; return the store that they share, or None if they agreed to stop.
 
-    `gpu` is the UUID of this rank's GPU, which `refuse_shared_gpu` compares; `file` is the store of ranks on
-    one machine, and without it rank 0 serves one. Raises TrainkitError with the ranks that are missing after
-    the timeout.
+    `gpu` is the UUID of this rank's GPU, for `refuse_shared_gpu`. `file` is the store for ranks on one
+    machine; without a file, rank 0 serves the store. Raises TrainkitError that names the ranks still missing
+    after the timeout.
     """
     timeout_s = timeout.total_seconds()
     if file is None and env.rank != 0 and not _wait_for_main(env, stop, timeout_s):
         return None
     deadline = time.monotonic() + timeout_s
-    store = _own_part(env, timeout) if file is None else _store_in(file, env, timeout)
+    store = _open_attempt_store(env, timeout) if file is None else _store_in(file, env, timeout)
     if stop:
-        # Before it arrives: if it is the last rank, it would set "go" first.
+        # Set "stop" before arriving, because the last rank that arrives sets "go".
         _decide(env, store, "stop")
     store.set(_arrival(env.rank), _sealed(env, _arrival(env.rank), f"{socket.gethostname()} {gpu}"))
     if store.add("num_arrived", 1) >= env.world_size and not _missing_ranks(env, store):
@@ -432,7 +439,7 @@ def startup_barrier(
         if stop:
             _decide(env, store, "stop")
         elif (env.rank == 0 or file is not None) and time.monotonic() > deadline:
-            # Named once: thousands of ranks would otherwise each ask for every other.
+            # Rank 0 lists the missing ranks for all: thousands of ranks would each query every other rank.
             missing = _missing_ranks(env, store)
             _decide(env, store, f"missing {json.dumps(missing)}" if missing else "go")
         else:
@@ -460,7 +467,7 @@ def startup_barrier(
 
 
 def refuse_shared_gpu(env: RankEnv, gpu: str, store: Store) -> None:
-    """Raise FatalError if a lower rank of this node has arrived with the same GPU."""
+    """Raise FatalError if a lower rank on this node has arrived with the same GPU."""
     for other in range(env.rank - env.local_rank, env.rank):
         if (_read(env, store, _arrival(other)) or "").endswith(f" {gpu}"):
             raise FatalError(
@@ -470,7 +477,7 @@ def refuse_shared_gpu(env: RankEnv, gpu: str, store: Store) -> None:
 
 
 def _pause_s(world_size: int) -> float:
-    """Seconds between two questions of a rank: the more ranks ask the same server, the longer."""
+    """Return the seconds between two polls of a rank, which grow with the number of ranks per server."""
     return min(2.0, max(0.05, world_size / 4000))
 
 
@@ -487,7 +494,7 @@ def _decide(env: RankEnv, store: Store, verdict: str) -> None:
 
 
 def _digest(env: RankEnv, text: str) -> str:
-    """What only the ranks of this attempt can compute; the nonce itself is never a part of a key or value."""
+    """Return a digest that only ranks of this attempt can compute, without revealing the nonce."""
     return hmac.new(env.nonce.encode(), text.encode(), hashlib.sha256).hexdigest()
 
 
@@ -496,16 +503,16 @@ def _sealed(env: RankEnv, key: str, text: str) -> str:
 
 
 def _read(env: RankEnv, store: Store, key: str) -> str | None:
-    """What a rank of this attempt has stored; None without it, or if somebody else has."""
+    """Return the value that a rank of this attempt stored, or None if no rank of this attempt did."""
     if not store.check([key]):
         return None
     digest, _, text = store.get(key).decode(errors="replace").partition(" ")
-    # As bytes: what a stranger has stored may not be ASCII, which `compare_digest` refuses in a string.
+    # Compare bytes: a stranger may have stored non-ASCII text, which `compare_digest` refuses as a string.
     return text if hmac.compare_digest(digest.encode(), _digest(env, f"{key} {text}").encode()) else None
 
 
 def _open_store(env: RankEnv, timeout: timedelta) -> TCPStore:
-    """Rank 0 listens, the others connect; on one machine it listens on the loopback interface only."""
+    """Open the store: rank 0 listens, on one machine only on the loopback interface, and others connect."""
     store = partial(
         TCPStore,
         env.master_addr,
@@ -523,17 +530,17 @@ def _open_store(env: RankEnv, timeout: timedelta) -> TCPStore:
 
 
 def _store_in(file: Path, env: RankEnv, timeout: timedelta) -> Store:
-    """The store in a file that only its user can open."""
+    """Return a store in a file that only its user can open."""
     os.close(os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
     store = FileStore(str(file))
     store.set_timeout(timeout)
     return PrefixStore(_digest(env, "keys"), store)
 
 
-def _own_part(env: RankEnv, timeout: timedelta) -> Store:
-    """The part of rank 0's store that belongs to this attempt, in which no other job's keys are.
+def _open_attempt_store(env: RankEnv, timeout: timedelta) -> Store:
+    """Return the section of rank 0's store that belongs to this attempt, without the keys of other jobs.
 
-    Raises TrainkitError when the store at the address of rank 0 is that of another job.
+    Raises TrainkitError if the store at the address of rank 0 belongs to another job.
     """
     store, identity = _open_store(env, timeout), _digest(env, "attempt")
     if env.rank == 0:
@@ -548,14 +555,14 @@ def _own_part(env: RankEnv, timeout: timedelta) -> Store:
             raise TrainkitError(
                 f"rank {env.rank} has reached another job at {env.master_addr}:{env.master_port}, "
                 "not rank 0 of its own attempt",
-                hint="that job took the port before rank 0 could; the next attempt chooses another one",
+                hint="that job took the port before rank 0 could; the next attempt chooses another port",
             )
         store.set_timeout(timeout)
     return PrefixStore(_digest(env, "keys"), store)
 
 
 def _wait_for_main(env: RankEnv, stop: StopRequest, timeout_s: float) -> bool:
-    """Wait until rank 0 listens; returns False if asked to stop before that."""
+    """Wait until rank 0 listens; return False if this rank got a stop signal before."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -574,7 +581,7 @@ def _wait_for_main(env: RankEnv, stop: StopRequest, timeout_s: float) -> bool:
 
 
 def _keep_store_alive(env: RankEnv, store: Store, num_ranks: int) -> None:
-    """Rank 0 runs the store, so it leaves last, after `num_ranks` ranks have read the verdict."""
+    """Keep rank 0, which runs the store, alive until `num_ranks` ranks have read the decision."""
     store.add("num_left", 1)
     deadline = time.monotonic() + STOP_GRACE_S
     while env.rank == 0 and store.add("num_left", 0) < num_ranks and time.monotonic() < deadline:

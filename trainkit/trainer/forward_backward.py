@@ -1,4 +1,4 @@
-"""The forward and backward passes of a step: of trainkit's own models without a pipeline, and of a task."""
+"""Run the forward and backward passes of a step, for trainkit's models without a pipeline and for tasks."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from trainkit.trainer.task_batches import TaskBatch, seed_generators
 from trainkit.trainer.user_code import listed, refusal
 
 NllSum = Callable[[Tensor, Tensor], Tensor]
-"""The negative log-likelihood of logits [B, T, vocab] and labels [B, T], float32 []."""
+"""Computes the summed negative log-likelihood, float32 [], of logits [B, T, vocab] and labels [B, T]."""
 OnLoss = Callable[[Tensor], None]
-"""Called with this rank's share of a step's loss as soon as it is known, before the last backward pass."""
+"""Receives this rank's share of a step's loss as soon as it is computed, before the last backward pass."""
 GradientSwitch = Callable[[bool], None]
 """Enables or disables gradient reduction; disabled for all but the last microbatch of a step."""
 
@@ -44,59 +44,61 @@ class ForwardBackward(Protocol[M]):
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """The names of the metrics in the sums of the last pass."""
+        """Return the names of the metrics in the sums of the last pass."""
         return ()
 
     def begin_step(self, step: int) -> None:
-        """Note which step the next passes are of."""
+        """Set the step to which the next passes belong."""
         return None
 
     def accumulate_gradient(self, microbatches: Sequence[M], scale: Tensor, on_loss: OnLoss) -> None:
         """Add the gradient of the summed loss x `scale`, a float32 [] on the device.
 
-        `on_loss` gets the sums of this rank: the negative log-likelihood, float32 []; or of a user's task the
-        loss, what it is divided by, and such a pair per metric, float64 [2 + 2 x metrics].
+        `on_loss` gets the sums of this rank. For a `Model` they are the negative log-likelihood, float32 [].
+        For a user's task they are the loss and its divisor, and the same pair per metric, float64
+        [2 + 2 x metrics].
         """
         ...
 
     def loss_sums(self, micro: M) -> Tensor:
-        """The sums of one microbatch, as `on_loss` gets them, without a gradient."""
+        """Return the sums of one microbatch in the format of `on_loss`, without a gradient."""
         ...
 
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """The settings of every pass: the loss, its parallelism, the positions of this rank."""
+    """The settings of every pass: the loss, its parallelism and the positions of this rank."""
 
     world: World
     nll_sum: NllSum
     use_loss_parallel: bool
     positions: Tensor | None = None
-    """On the device."""
+    """The positions of this rank in a sequence, on the device; None for all positions."""
 
     @property
     def loss_share(self) -> float:
-        """Factor of this rank's loss: tensor-parallel ranks compute the same loss; the first one counts."""
+        """Return 1.0 if the loss of this rank counts; of tensor-parallel ranks, only the first counts."""
         return 0.0 if self.world.place.tp else 1.0
 
     def local_batch(self, micro: Microbatch) -> Microbatch:
-        """A microbatch on the device, restricted to the positions of this rank."""
+        """Return a microbatch on the device, restricted to the positions of this rank."""
         micro, at = to_device(micro, self.world.device), self.positions
         if at is None:
             return micro
         return Microbatch(micro.tokens[:, at], micro.labels[:, at], micro.sample_keys)
 
     def loss_parallel(self) -> AbstractContextManager[object]:
-        """The context of loss parallelism; must be active during the backward pass too."""
+        """Return the context of loss parallelism, which must be active during the backward pass too."""
         return loss_parallel() if self.use_loss_parallel else nullcontext()
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """The loss of hidden states [N, D], a chunk of tokens after the other, and with it its gradients.
+    """Computes the loss of hidden states [N, D] and its gradients, one chunk of tokens after the other.
 
-    Only the logits of one chunk exist at a time, and none are computed twice. The weight's gradient is summed
-    over the chunks in float32. With a `scale`, float32 [], all gradients are computed of the loss x `scale`,
-    and divided by it only when the backward pass arrives, whose own factor is usually the same.
+    Only the logits of one chunk exist at a time, and no logits are computed twice. The weight's gradient is
+    summed over the chunks in float32. With a `scale`, float32 [], the gradients belong to loss x `scale`.
+    The backward pass then divides them by `scale` and multiplies them by the factor that it receives, which
+    is usually equal to `scale`.
     """
 
     @staticmethod
@@ -113,24 +115,24 @@ class _ChunkedLoss(torch.autograd.Function):
         total = torch.zeros((), device=x.device)
         x_grad = torch.empty_like(x) if has_gradient else x
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if has_gradient else weight
-        for part, of_part, part_grad in zip(
+        for chunk, chunk_labels, chunk_grad in zip(
             x.chunk(chunks), labels.chunk(chunks), x_grad.chunk(chunks), strict=True
         ):
-            logits = F.linear(part, weight).requires_grad_(has_gradient)
+            logits = F.linear(chunk, weight).requires_grad_(has_gradient)
             with torch.set_grad_enabled(has_gradient):
-                loss = nll_sum(logits[None], of_part[None])
+                loss = nll_sum(logits[None], chunk_labels[None])
             total += loss.detach()
             if has_gradient:
                 (gradient,) = torch.autograd.grad(loss, logits, scale)
-                torch.mm(gradient, weight, out=part_grad)
-                _add_product(weight_grad, gradient.t(), part)
+                torch.mm(gradient, weight, out=chunk_grad)
+                _add_product(weight_grad, gradient.t(), chunk)
         if has_gradient:
             ctx.gradients, ctx.scale = (x_grad, weight_grad), scale
         return total
 
     @staticmethod
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
-        # The context lives as long as the loss, which is longer than these may take memory.
+        # Drop the gradients from the context, which lives as long as the loss, to free their memory earlier.
         (x_grad, weight_grad), ctx.gradients = ctx.gradients, None
         is_float32 = x_grad.dtype == weight_grad.dtype
         scaled = weight_grad if is_float32 else torch.empty_like(weight_grad, dtype=x_grad.dtype)
@@ -139,7 +141,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to a float32 matrix; a GPU does it within the multiplication, unrounded."""
+    """Add left @ right to a float32 matrix; a GPU does so within the multiplication, without rounding."""
     if total.device.type == "cuda":
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
@@ -148,7 +150,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 @dataclass
 class OneByOne(ForwardBackward[M]):
-    """Passes without pipeline stages: one microbatch after the other."""
+    """Runs the passes without pipeline stages, one microbatch after the other."""
 
     sync_gradients: GradientSwitch
     progress: Progress
@@ -177,20 +179,21 @@ class OneByOne(ForwardBackward[M]):
 
     @abstractmethod
     def _forward(self, micro: M, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The loss with its gradient, float32 [], and the sums of this rank, as `on_loss` gets them.
+        """Return the loss with its gradient, float32 [], and the sums of this rank in `on_loss` format.
 
-        The caller multiplies the loss by `scale`; what computes gradients before that needs it.
+        The caller multiplies the loss by `scale`. A loss that computes gradients in its forward pass uses
+        `scale` too.
         """
 
 
 @dataclass
 class SequentialForwardBackward(OneByOne[Microbatch]):
-    """ForwardBackward of a `Model` that is not cut into pipeline stages."""
+    """Runs the passes of a `Model` that has no pipeline stages."""
 
     model: nn.Module
     context: ForwardContext
     loss_chunks: int = 1
-    """Above 1 the model computes the loss, one part of the tokens after the other."""
+    """If above 1, the model computes the loss in this many chunks of tokens, one after the other."""
 
     def _loss_context(self) -> AbstractContextManager[object]:
         return self.context.loss_parallel()
@@ -208,8 +211,8 @@ class SequentialForwardBackward(OneByOne[Microbatch]):
 
         def loss(x: Tensor, weight: Tensor) -> Tensor:
             if not torch.is_grad_enabled():
-                weight = weight.detach()  # a parameter needs a gradient, also where none is computed
-            # fp16 gradients would underflow; in the other types, a resumed run keeps its bits.
+                weight = weight.detach()  # `requires_grad` of a parameter stays set while gradients are off
+            # fp16 gradients would underflow without the scale. In other dtypes it would only change rounding.
             early = scale if x.dtype == torch.float16 else None
             inputs = x.flatten(0, 1), weight, labels, nll_sum, chunks, early
             found: Tensor = _ChunkedLoss.apply(*inputs)  # type: ignore[no-untyped-call]
@@ -220,16 +223,16 @@ class SequentialForwardBackward(OneByOne[Microbatch]):
 
 
 class LossModule(nn.Module):
-    """The model and its loss as one module, the root of sharding.
+    """Combines the model and its loss in one module, which is the root of sharding.
 
-    The loss may then use any submodule of the model, since the parameters of the root stay gathered.
+    The parameters of the root stay gathered, so the loss can use any submodule of the model.
     """
 
     def __init__(self, model: nn.Module, task: Task, config: RunConfig) -> None:
         super().__init__()
         self.model = model
         self.read_names = frozenset(name for name, param in model.named_parameters() if param.is_meta)
-        """The parameters whose initial values are read, once each rank has its shard."""
+        """Names of the parameters whose initial values are read after each rank has its shard."""
         self.task = task
         self._config = config
 
@@ -245,7 +248,7 @@ class LossModule(nn.Module):
 
 @dataclass
 class TaskForwardBackward(OneByOne[TaskBatch]):
-    """ForwardBackward of a user's task."""
+    """Runs the passes of a user's task."""
 
     module: LossModule
     config: RunConfig
@@ -255,14 +258,14 @@ class TaskForwardBackward(OneByOne[TaskBatch]):
         self._dtype = DTYPES[self.config.precision.dtype]
         self._names: dict[tuple[bool, str], tuple[str, ...]] = {}
         self._pass = True, ""
-        """Whether the last pass was of the training, and whose loss it computed."""
+        """True if the last pass was in training, and the name of the optimizer whose loss it computed."""
         self._has_passed = False
-        # Not the group of the checkpoints, which a save may be using in its thread.
+        # A separate group is needed, because a save may use the checkpoint group in its thread.
         self._group = dist.new_group(backend="gloo") if self.world.distributed else None
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """The names of the metrics that the last pass returned, in training or validation."""
+        """Return the names of the metrics that the last pass returned, in training or validation."""
         return self._names.get(self._pass, ())
 
     def begin_step(self, step: int) -> None:
@@ -278,7 +281,7 @@ class TaskForwardBackward(OneByOne[TaskBatch]):
         device = self.world.device
         micro = to_device(micro, device)
         seed_generators(micro.seed)
-        torch.manual_seed(micro.seed)  # on the device too
+        torch.manual_seed(micro.seed)  # seeds the device too
         with torch.autocast(device.type, self._dtype, enabled=self._dtype != torch.float32):
             total, count, metrics = self.module(micro.data, micro.optimizer)
         if total.numel() != 1:
@@ -292,29 +295,34 @@ class TaskForwardBackward(OneByOne[TaskBatch]):
         for value in (metrics[name] for name in self.metric_names):
             numbers += list(value) if isinstance(value, tuple) else [value, count]
         found = torch.stack([_number(value, device) for value in numbers])
-        # Not multiplied: a filler may not be finite. Tensor-parallel ranks have the same loss: one counts.
+        # Do not multiply the sums by the weight, because the loss of a filler batch may not be finite.
+        # Tensor-parallel ranks have the same loss, so one of them counts.
         counts = micro.weight and self.world.counts_samples
         return total * micro.weight, found if counts else torch.zeros_like(found)
 
     def check_names(self, metrics: Collection[str], optimizer: str = "") -> None:
-        """Raise TaskError unless the metrics are the same on all ranks and in all batches of a loss."""
+        """Raise TaskError if the metrics of a loss differ between ranks or between batches."""
         names, mode = tuple(sorted(metrics)), (self.module.training, optimizer)
         self._pass = mode
         if mode not in self._names:
             taken = sorted(set(names) & RECORD_KEYS)
             if taken:
-                raise refusal(self.config, f"a metric is called {taken[0]}", "every record has that key")
+                raise refusal(
+                    self.config,
+                    f"a metric is called {taken[0]}",
+                    "rename it, because every record has that key",
+                )
             self._refuse_same_name(mode, names)
             others = gather_from_all(list(names), self.world, self._group)
             self._names[mode] = names
             if any(other != others[0] for other in others):
                 listed = sorted({", ".join(other) or "none" for other in others})
-                hint = f"return the same ones for every batch: {' | '.join(listed)}"
+                hint = f"return the same metrics for every batch: {' | '.join(listed)}"
                 raise refusal(self.config, "the ranks have different metrics", hint)
         elif names != self._names[mode]:
             before, now = ", ".join(self._names[mode]) or "none", ", ".join(names) or "none"
             message = f"the metrics of its loss changed from {before} to {now}"
-            raise refusal(self.config, message, "return the same ones for every batch")
+            raise refusal(self.config, message, "return the same metrics for every batch")
 
     def _refuse_same_name(self, mode: tuple[bool, str], names: Sequence[str]) -> None:
         """Raise TaskError if the losses of two optimizers have a metric of the same name."""
@@ -327,28 +335,32 @@ class TaskForwardBackward(OneByOne[TaskBatch]):
         twice = next((name for name in logged if logged.count(name) > 1), None)
         if twice is not None:
             message = f"{twice} is logged by more than one of the losses of {', '.join(turns)}"
-            raise refusal(self.config, message, "give each metric of loss_for() a name of its own")
+            raise refusal(self.config, message, "give each metric of loss_for() a unique name")
 
 
 def _number(value: Any, device: torch.device) -> Tensor:
-    """A number as float64 [] on the device."""
+    """Return a number as float64 [] on the device."""
     if isinstance(value, Tensor):
         return value.detach().to(device).double().view(())
-    # Filled on the device: a copy of a number would wait for all enqueued kernels.
+    # Fill on the device, because a copy from the host would wait for all enqueued kernels.
     return torch.full((), float(value), dtype=torch.float64, device=device)
 
 
 COMPARED_ELEMENTS = 256
-"""Elements of every gradient that tensor-parallel ranks compare."""
+"""Number of elements of every gradient that tensor-parallel ranks compare."""
 MAX_DIFFERENCE = 0.1
-"""Relative; far above the rounding of bf16, far below a gradient of which a rank has only its part."""
+"""Relative difference of two gradients above which they are not the same gradient.
+
+The value is far above the rounding of bf16, and far below the difference of two ranks' shares of a gradient.
+"""
 
 
 @torch.no_grad()
 def check_replicated_gradients(config: RunConfig, model: nn.Module, mesh: DeviceMesh) -> None:
-    """Raise TaskError if a parameter that the plan leaves whole has another gradient on another rank.
+    """Raise TaskError if a parameter that the plan does not split has different gradients on the ranks.
 
-    So it is where a module gets inputs that are split, and each rank computes only a part of the gradient.
+    The gradients differ if the module's input is split, because each rank then computes a share of the
+    gradient.
     """
     samples: dict[str, Tensor] = {}
     for path, param in model.named_parameters():
@@ -372,5 +384,5 @@ def check_replicated_gradients(config: RunConfig, model: nn.Module, mesh: Device
     ]
     if wrong:
         message = f"the tensor-parallel ranks have different gradients of {listed(wrong)}"
-        hint = "give its module replicated_with_grad_allreduce if its input is split; seed nothing by rank"
+        hint = "give its module replicated_with_grad_allreduce if its input is split, and do not seed by rank"
         raise refusal(config, f"{message}, outside tensor_plan()", hint)

@@ -1,4 +1,4 @@
-"""The training loop."""
+"""Run the training loop of an attempt: steps, validation, logging and saves."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ from trainkit.trainer.user_task import UserTask
 log = getLogger(__name__)
 GC_EVERY_STEPS = 100
 OF_VAL = "val_"
-"""The beginning of the names of metrics of the validation."""
+"""Prefix of the names of validation metrics."""
 
 
 class Evaluator:
@@ -70,8 +70,8 @@ class Evaluator:
         size = plan.batch.device_batch_size * layout.dp
         num_samples = task.val_data.num_samples
         if config.train.eval_batches is not None:
-            # Of the size in the config, if it has one: what the plan derives depends on the layout, and the
-            # losses before and after a resume on another one are compared.
+            # Prefer the batch size in the config: the planned one depends on the layout, but a run that
+            # resumes on another layout must validate on the same samples.
             batch_size = config.train.global_batch_size or plan.batch.global_batch_size
             num_samples = min(num_samples, config.train.eval_batches * batch_size)
         self._num_batches = -(-num_samples // size)
@@ -80,7 +80,7 @@ class Evaluator:
 
     @torch.no_grad()
     def run(self, built: BuiltModel, stop: StopRequest, progress: Progress) -> StepReport | None:
-        """The loss and metrics of the validation, equal on all ranks; None if a rank was asked to stop."""
+        """Return loss and metrics of the validation, equal on all ranks, or None if a rank has to stop."""
         totals: Tensor | None = None
         no_norm = torch.zeros((), device=self._world.device)
         readback: ReportReadback | None = None
@@ -97,7 +97,7 @@ class Evaluator:
                 )
                 all_reduce_sum(report, self._world)
                 totals = report if totals is None else totals + report
-                # That of the batch before: while the host waits for it, the device computes this one.
+                # Read back the previous report, so that the device computes this batch while the host waits.
                 if readback is not None and readback.finish().stop:
                     return None
                 readback = ReportReadback(self._world, totals, no_norm, built.forward_backward.metric_names)
@@ -109,28 +109,28 @@ class Evaluator:
         return None if total.stop else total
 
     def close(self) -> None:
-        """End the threads or processes that read the validation data."""
+        """Stop the threads or processes that read the validation data."""
         self._batches.close()
 
 
 class Trainer:
-    """The training loop of one attempt; `train` runs it until the end or a stop."""
+    """The training loop of one attempt; `train` runs the loop to its end or until a stop."""
 
     _steps_done = 0
-    """Steps of this attempt."""
+    """Number of steps that this attempt has done."""
     _was_not_finite = False
-    """Whether the last step was one of `TrainingState.nonfinite_in_a_row`."""
+    """True if the last step was counted in `TrainingState.nonfinite_in_a_row`."""
     _is_best = False
-    """Whether the current state has the best value of `checkpoint.best_metric` so far."""
+    """True if the current state has the best value of `checkpoint.best_metric` so far."""
     _best_in_flight: int | None = None
     """Step of a best checkpoint whose save may still be in progress."""
     _published_best: tuple[float | None, int | None] = (None, None)
-    """Value and step of the best checkpoint known to be published."""
+    """Value and step of the last best checkpoint that was surely published."""
     _last_save_s = 0.0
     _own: OwnState | None = None
-    """What a checkpoint has of a user's task besides its model."""
+    """The state of a user's task that a checkpoint contains in addition to the model."""
     _recorder = Recorder()
-    """Keeps what a user's task logs besides numbers."""
+    """Records the values that a user's task logs and that are not numbers."""
 
     def __init__(
         self,
@@ -145,18 +145,18 @@ class Trainer:
         self.attempt, self.plan, self.world, self.task = attempt, plan, world, task
         self.config, self.stop, self.progress = task.config, stop, progress
         config, layout = task.config, plan.layout
-        with progress.within("load"):  # before the build, which may read the weights of a large model
+        with progress.within("load"):  # check before the build, which may read the weights of a large model
             chosen = choose_checkpoint(attempt, world)
             if chosen is not None:
                 refuse_other_run(*chosen, task)
         local_gradient = LocalGradient()
         self.built = build(task, plan, world, progress, local_gradient)
-        # Of a task nothing is compiled unless the config says so.
+        # A user's task is compiled only if the config says so.
         by_default = config.has_decoder and compiles(config.parallel, layout, plan.device)
         compiled = config.parallel.compile is True or by_default
         self.compile_cache = CompileCache(attempt.run) if compiled else None
         if self.compile_cache is not None and world.rank % plan.workers_per_node == 0:
-            self.compile_cache.load()  # before the collective that all ranks begin with
+            self.compile_cache.load()  # load before the first collective of all ranks
         own = make_own_optimizers(task, self.built.weights, layout)
         self.optimizer: ShardedOptimizer = own or ShardedAdamW(
             self.built.weights, config.optimizer, layout, compiled=compiled
@@ -188,21 +188,21 @@ class Trainer:
             record_with(task.task, self._recorder)
         self.profiler = ProfileWindow(config.profiler, attempt.profile_dir, world)
         self.manifest_record = manifest_record(plan, task)
-        """The fields of every checkpoint manifest of this attempt, besides the training state."""
-        # Only the loss of a user's task knows what it is divided by.
+        """Fields of every checkpoint manifest of this attempt, in addition to the training state."""
+        # The loss of a user's task computes its own divisor, so the number of samples stands in for it.
         self.nominal_count = (
             plan.batch.global_batch_size if config.has_user_task else plan.batch.tokens_per_step
         )
-        """What the loss of a step is divided by, if all its tokens or samples are valid."""
+        """Divisor of the loss of a step if all tokens or samples of the step are valid."""
         self.clock = StepClock(world, layout)
         self.observers = RankObservers(attempt, plan, world)
         self.rank_records = RankRecords(attempt, world.rank, own_host(), local_gradient)
 
     def train(self) -> int:
-        """Train until the end or a stop; returns the worker's exit code.
+        """Train to the end or until a stop; return the worker's exit code.
 
         Raises DivergedError after `train.max_nonfinite_steps` consecutive steps without a finite loss and
-        gradient, or if no step had both, and CheckpointError if the last state cannot be saved.
+        gradient, or if no step had both. Raises CheckpointError if the last state cannot be saved.
         """
         self.progress.enter("begin")
         if self.evaluator is None and self.config.checkpoint.best_metric != "val_loss":
@@ -212,7 +212,7 @@ class Trainer:
         if self._eval_due() and not self._evaluate()[0]:
             return self._end("asked to stop during validation")
         if self._is_best:
-            # This state is already saved: it is the checkpoint that this attempt resumed from.
+            # The checkpoint that this attempt resumed from already contains this state.
             self.saver.mark_best()
             self._is_best = False
         self._published_best = self.state.best_value, self.state.best_step
@@ -228,7 +228,7 @@ class Trainer:
         return self._end()
 
     def step(self) -> int | None:
-        """Train one step, then validate, log and save if due; returns an exit code if training stops here."""
+        """Train one step, then validate, log and save if due; return an exit code if training ends here."""
         report, lr = self._optimizer_step()
         if self.state.nonfinite_in_a_row >= self.config.train.max_nonfinite_steps:
             self._log_step(report, lr, None)
@@ -244,7 +244,7 @@ class Trainer:
         return None
 
     def _optimizer_step(self) -> tuple[StepReport, float]:
-        """One optimizer step; never waits for the device before the update is enqueued."""
+        """Do one optimizer step; never wait for the device before the update is enqueued."""
         step = self.state.step + 1
         lr = learning_rate(step, self.total_steps, self.plan.lr, self.config.schedule)
         shown_lr = self.optimizer.begin_step(lr)
@@ -255,14 +255,15 @@ class Trainer:
         batch = next(self.batches)
         data_wait_s = time.monotonic() - started
         if self.built.buffers is not None and self.built.buffers.tensors:
-            # A forward pass may change them.
+            # A forward pass may change the buffers, so the save in progress must have copied them.
             self._await_staging()
         turns, reports = self.optimizer.turns(), list[tuple[str, StepReport]]()
         for number, turn in enumerate(turns):
             self.clock.begin_step(data_wait_s if number == 0 else 0.0)
             totals, square_sum = self._compute_gradient(batch.of_turn(number, turn), turn, data_wait_s)
             is_last = number == len(turns) - 1
-            reports.append((turn, self._apply_gradient(totals, square_sum, lr, is_last=is_last)))
+            report = self._apply_gradient(totals, square_sum, lr, number, turn, is_last=is_last)
+            reports.append((turn, report))
         self.optimizer.end_step()
         report = join_turns(reports)
         self._update_state(batch, report)
@@ -270,18 +271,18 @@ class Trainer:
         self.observers.add(step, report.rank_times, self.progress.last_step_s)
         self.profiler.after(step)
         if step % GC_EVERY_STEPS == 0:
-            # On all ranks at the same step: at random times, all would wait for the rank that collects.
+            # Collect on all ranks at the same step: otherwise each rank would make the others wait in turn.
             gc.collect(1)
         return report, shown_lr
 
     def _compute_gradient(self, batch: Any, turn: str, data_wait_s: float) -> tuple[Tensor, Tensor]:
-        """Compute the gradient of a turn, divided by the nominal count of the loss, for the optimizer.
+        """Compute the gradient of one optimizer's turn, divided by the nominal count of its loss.
 
-        Returns the sums of `pack_report` over all ranks and at the end of a window the times of each, float64
-        [5 + 2 x metrics (+ 2 x ranks)], and the gradient's sum of squares, float64 [].
+        Returns the sums of `pack_report` over all ranks, float64 [5 + 2 x metrics (+ 2 x ranks)], and the
+        gradient's sum of squares, float64 []. At the end of a window, the sums include each rank's times.
         """
-        # Gradients are averaged over the dp x cp ranks, hence the factor. `_apply_gradient` corrects for the
-        # actual count, which is known only then.
+        # Gradients are averaged over the dp x cp ranks, so multiply by their number. `_apply_gradient`
+        # corrects for the actual count, which is only known after the reduction.
         layout = self.plan.layout
         scale = self.loss_scale.value * (layout.dp * layout.cp / self.nominal_count)
         local_report: Tensor | None = None
@@ -292,14 +293,14 @@ class Trainer:
             nonlocal local_report, in_flight
             self.clock.end_forward()
             self.rank_records.keep_loss(sums)
-            # By the clock of rank 0: the step report tells the other ranks.
+            # The clock of rank 0 decides when to save, and the step report tells the other ranks.
             minutes, waited_s = self.config.checkpoint.every_minutes, time.monotonic() - self._last_save_s
             due = self.world.is_main and minutes is not None and waited_s > minutes * 60
             local_report = pack_report(self.world, sums, batch.num_tokens, bool(self.stop), due, data_wait_s)
             if is_reported(self.state.step + 1, self.world):
                 local_report = torch.cat((local_report, self.clock.report()))
             if self.optimizer.has_whole_gradient and self.world.distributed:
-                # Overlaps with the last backward pass.
+                # This reduction overlaps with the last backward pass.
                 in_flight = dist.all_reduce(local_report, async_op=True)
 
         self.built.forward_backward.accumulate_gradient(batch.microbatches, scale, on_loss)
@@ -316,8 +317,10 @@ class Trainer:
         sums = all_reduce_sum(local, self.world)
         return sums[:-1], sums[-1]
 
-    def _apply_gradient(self, totals: Tensor, square_sum: Tensor, lr: float, *, is_last: bool) -> StepReport:
-        """Clip and apply the gradient of a turn, or skip it on all ranks if it is not finite."""
+    def _apply_gradient(
+        self, totals: Tensor, square_sum: Tensor, lr: float, number: int, turn: str, *, is_last: bool
+    ) -> StepReport:
+        """Clip and apply the gradient of a turn, or skip the update on all ranks if it is not finite."""
         self.progress.enter("update")
         divisor = (totals[1] / self.nominal_count).float() * self.loss_scale.value
         grad_norm = square_sum.sqrt().float() / divisor
@@ -339,8 +342,8 @@ class Trainer:
         if self.built.buffers is not None:
             self.built.buffers.settle(self.world)
         report = readback.finish()
-        if is_last:  # one record of each step
-            self.rank_records.add(self.state.step + 1, report.grad_norm, readback.own)
+        counted = number + 1 if turn else 0  # a step without turns has one record, of turn 0
+        self.rank_records.add(self.state.step + 1, report.grad_norm, readback.own, counted, turn)
         return report
 
     def _is_logged(self, step: int) -> bool:
@@ -365,8 +368,7 @@ class Trainer:
             return
         state.nonfinite_in_a_row += 1
         if self.loss_scale.enabled and self.loss_scale.value.item() > 1.0:
-            # fp16 finds its loss scale through overflows; they count only if the scale cannot be halved
-            # again.
+            # fp16 finds its loss scale through overflows, so they count only once the scale cannot be halved.
             state.nonfinite_in_a_row = 0
         if self.world.is_main:
             since = state.step + 1 - state.nonfinite_in_a_row
@@ -383,7 +385,7 @@ class Trainer:
         )
 
     def _require_updated_weights(self) -> None:
-        """Raise DivergedError if every step of the run was skipped: it has trained nothing."""
+        """Raise DivergedError if every step of the run was skipped, so that the run has trained nothing."""
         if self.state.has_updated_weights or self.state.step == 0:
             return
         hint = "lower optimizer.lr, raise schedule.warmup_steps, or check the data"
@@ -416,12 +418,12 @@ class Trainer:
                 record_event(self.attempt, "first_step", step=step, step_s=step_s, **compiled)
         is_not_finite, was_not_finite = self.state.nonfinite_in_a_row > 0, self._was_not_finite
         self._was_not_finite = is_not_finite
-        # Also where it diverges and recovers, so that all who look at the run know the step.
+        # Also write the steps at which the loss diverges and recovers, so that every reader can find them.
         if self._is_logged(step) or validation is not None or is_not_finite or was_not_finite:
             self.metrics.write(self.state, report, lr, validation, self.observers.values)
 
     def _eval_due(self) -> bool:
-        """Whether validation is due at this step and was not done yet, possibly by the previous attempt."""
+        """Return whether validation is due at this step, unless an attempt has already done it."""
         train, step = self.config.train, self.state.step
         if self.evaluator is None or self.state.last_eval_step == step:
             return False
@@ -430,7 +432,7 @@ class Trainer:
         return step % (train.eval_every or 1) == 0 or step == self.total_steps
 
     def _evaluate(self) -> tuple[bool, StepReport | None]:
-        """Validate; returns (whether validation was completed, its result or None if it is not finite)."""
+        """Validate; return whether validation was completed, and its result or None if it is not finite."""
         assert self.evaluator is not None
         started = time.monotonic()
         found = self.evaluator.run(self.built, self.stop, self.progress)
@@ -454,16 +456,17 @@ class Trainer:
         return True, found
 
     def _require_best_metric(self, names: Collection[str], *, of_validation: bool) -> None:
-        """Raise TrainkitError if `checkpoint.best_metric` should be among these metrics and is not."""
+        """Raise FatalError if `checkpoint.best_metric` should be one of these names and is not."""
         metric = self.config.checkpoint.best_metric
         if metric is not None and metric.startswith(OF_VAL) == of_validation and metric not in names:
+            found = f"the metrics are {', '.join(names)}" if names else "the run has no validation"
             raise FatalError(
-                f"checkpoint.best_metric is {metric}, but there is {', '.join(names) or 'no validation'}",
-                hint="name a metric that the task logs, those of the validation with val_, or set it to null",
+                f"checkpoint.best_metric is {metric}, but {found}",
+                hint="name a metric that the task logs (val_NAME for validation), or set it to null",
             )
 
     def _update_best(self, values: Mapping[str, float]) -> None:
-        """Record the value of `checkpoint.best_metric`, if it is among these and the best one so far."""
+        """Record the value of `checkpoint.best_metric` if these values contain a new best one."""
         state, checkpoint = self.state, self.config.checkpoint
         value = values.get(checkpoint.best_metric or "", math.nan)
         if state.step == 0 or not math.isfinite(value):
@@ -475,7 +478,7 @@ class Trainer:
             state.best_value, state.best_step = value, state.step
 
     def _confirm_best(self) -> None:
-        """Wait for the save of a best checkpoint; if it failed, the previous one stays best."""
+        """Wait for the save of a best checkpoint; if the save failed, keep the previous best one."""
         if self._best_in_flight is None:
             return
         self._await_save()
@@ -493,7 +496,7 @@ class Trainer:
 
     @property
     def _saves_in_background(self) -> bool:
-        """Whether this attempt may save asynchronously; the last save of an attempt blocks."""
+        """Return whether this attempt may save asynchronously; the last save of an attempt blocks."""
         checkpoint, step = self.config.checkpoint, self.state.step
         every = checkpoint.every_steps
         by_step = every is not None and -(-step // every) * every < self.total_steps
@@ -522,10 +525,11 @@ class Trainer:
         self.state.loss_scale = self.loss_scale.state() if self.loss_scale.enabled else {}
         record = {**self.manifest_record, "progress": asdict(self.state)}
         if self._own is not None:
-            self.saver.finish()  # its tensors may not change before
+            self.saver.finish()  # the tensors of the previous save may not change before it ends
             record["state"], tensors = self._own.collect()
             self.saver.tensors = {**self._whole_state, **tensors}
-        self.saver.save(SaveRequest(self.state.step, record, self._is_best, reason), blocking)
+        wait_for_logs = self._recorder.written()
+        self.saver.save(SaveRequest(self.state.step, record, self._is_best, reason, wait_for_logs), blocking)
         if self._is_best:
             self._best_in_flight = self.state.step
         self._is_best = False
@@ -534,7 +538,7 @@ class Trainer:
             self.metrics.exclude(self._last_save_s - started)
 
     def close(self) -> None:
-        """Write what is pending, and end the threads and processes of this rank."""
+        """Write pending data, and stop the threads and processes of this rank."""
         self.rank_records.flush()
         self.batches.close()
         if self.evaluator is not None:
@@ -545,10 +549,10 @@ class Trainer:
         self.metrics.close()
 
     def _end(self, reason: str = "") -> int:
-        """Save unless this step is already saved; returns exit code 0, or 75 with a reason to stop early.
+        """Save unless this step is already saved; return exit code 0, or 75 with a reason to stop early.
 
-        Raises DivergedError if a training that is complete has changed no weights, and CheckpointError if the
-        save fails: the exit code promises that the state was saved.
+        Raises DivergedError if a complete training has changed no weights. Raises CheckpointError if the save
+        fails, because both exit codes promise a saved state.
         """
         self.progress.enter("end")
         self._await_save()

@@ -1,9 +1,9 @@
-"""Training metrics: one record and one log line per logged step, and what each rank computed by itself.
+"""Write training metrics: one record and one log line per logged step, and one record per rank.
 
-On the steps that are logged, a rank keeps its share of the loss, a checksum of its gradient before it is
-reduced, and the sum of squares of its gradient afterwards, so that `trainkit replay` can name the one that
-erred. They travel to the host with the step report, without another copy or collective, and are written to
-``attempts/NNN/ranks/rank-NNNN.jsonl`` once a minute.
+On logged steps, a rank keeps its share of the loss, a checksum of its gradient before the reduction, and the
+sum of squares of its gradient after the reduction. With these values, `trainkit replay` can name the rank
+that computed wrongly. The values travel to the host with the step report, without another copy or
+collective. Each rank writes its values to ``attempts/NNN/ranks/rank-NNNN.jsonl`` once a minute.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SCALARS = (
     "data_wait_s",
     "step_s",
 )
-"""What TensorBoard shows, besides a run's own metrics."""
+"""Scalars that TensorBoard shows, in addition to a run's own metrics."""
 RECORD_KEYS = frozenset(
     {
         *SCALARS,
@@ -66,17 +66,17 @@ RECORD_KEYS = frozenset(
         "other_ranks_s",
     }
 )
-"""The keys that every record can have; the metrics of a user's task have others."""
+"""Keys that any record can have; the metrics of a user's task need other names."""
 
 
 class TensorBoardLog:
     """Writes scalars in a thread, so that no step waits for the import or the disk.
 
-    Everything else is written by the thread that calls.
+    The calling thread writes everything else.
     """
 
     def __init__(self, run: RunDir, first_step: int | None) -> None:
-        """`first_step`: of this attempt; None holds what is added until `begin` or `close`."""
+        """`first_step` is the first step of the attempt; if None, values wait until `begin` or `close`."""
         self._run = run
         self._first_step = first_step
         self._held: list[tuple[int, Callable[[SummaryWriter], None]]] | None = (
@@ -88,7 +88,7 @@ class TensorBoardLog:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="tensorboard")
 
     def write(self, step: int, scalars: Mapping[str, float | None]) -> None:
-        """Add the values of one step that are known."""
+        """Add the values of one step; skip values that are None."""
 
         def add(writer: SummaryWriter) -> None:
             for name, value in scalars.items():
@@ -102,11 +102,11 @@ class TensorBoardLog:
         self._add(step, lambda writer: writer.add_image(name, pixels, step, dataformats="HWC"))
 
     def text(self, name: str, text: str, step: int) -> None:
-        """Add a text."""
+        """Add a text to the log."""
         self._add(step, lambda writer: writer.add_text(name, text, step))
 
     def histogram(self, name: str, sums: Sequence[float], counts: Sequence[float], step: int) -> None:
-        """Add the counts of bins of equal width; `sums` has the ends, the sum and the sum of squares."""
+        """Add a histogram of bins of equal width; `sums` is (lowest, highest, sum, sum of squares)."""
         low, high, total, square_sum = sums
         limits = [low + (high - low) * (index + 1) / len(counts) for index in range(len(counts))]
         values = low, high, sum(counts), total, square_sum, limits, list(counts)
@@ -123,12 +123,21 @@ class TensorBoardLog:
                     add(self._opened())
         except ImportError as error:
             self._is_missing = True
-            log.info(f"writes no TensorBoard files: {error} (`{install_line('tensorboard')}` adds it)")
-        except Exception as error:  # nobody reads the result of this thread
+            log.info(f"cannot write TensorBoard files: {error} (`{install_line('tensorboard')}` adds it)")
+        except Exception as error:  # log it here, because nobody reads the result of this thread
             log.error(f"cannot write step {step} to TensorBoard ({error})")
 
+    def flush(self) -> None:
+        """Write everything added so far to disk."""
+        try:
+            with self._lock:
+                if self._writer is not None:
+                    self._writer.flush()
+        except Exception as error:  # training continues without TensorBoard
+            log.error(f"cannot write to TensorBoard ({error})")
+
     def begin(self, first_step: int | None) -> None:
-        """Write what was held, and what is added from now on, as of an attempt with this first step."""
+        """Write the waiting values, and write new values at once, for an attempt with this first step."""
         with self._lock:
             held, self._held = self._held or [], None
             self._first_step = first_step
@@ -140,7 +149,7 @@ class TensorBoardLog:
             from torch.utils.tensorboard import SummaryWriter
 
             folder = self._run.tensorboard_dir
-            ensure_folder(folder)  # the writer would also make the folder of a run that was moved
+            ensure_folder(folder)  # the writer would create the folder even if the run was moved
             # purge_step hides steps that an earlier attempt computed after its last checkpoint.
             self._writer = SummaryWriter(str(folder), purge_step=self._first_step)
         return self._writer
@@ -148,7 +157,7 @@ class TensorBoardLog:
     def close(self) -> None:
         """Write pending records and close the log."""
         if self._held is not None:
-            self.begin(None)  # no step was computed again
+            self.begin(None)  # the log has no steps to hide
         self._pool.shutdown()
         try:
             if self._writer is not None:
@@ -188,7 +197,7 @@ class Metrics:
         self._interval = _Interval(time.monotonic())
 
     def start(self) -> None:
-        """Start measuring; call right before the first step."""
+        """Start measuring; call this right before the first step."""
         self._interval = _Interval(time.monotonic())
 
     def count(self, report: StepReport, num_samples: int) -> None:
@@ -212,22 +221,22 @@ class Metrics:
     ) -> None:
         """Write the record of the step that just ended, on rank 0, and begin a new interval.
 
-        `observed` are the values of the `RankObservers`.
+        `observed` contains the values of the `RankObservers`.
         """
         interval, self._interval = self._interval, _Interval(time.monotonic())
         if not self.world.is_main:
             return
         elapsed_s = max(1e-9, self._interval.started - interval.started - interval.paused_s)
         tokens_per_s = interval.tokens / elapsed_s
-        mfu = None  # where the FLOPs of the model or the device are unknown
+        mfu = None  # unknown if the FLOPs of the model or the device are unknown
         if self._peak_flops is not None and self.flops_per_sample is not None:
             flops_per_s = interval.samples / elapsed_s * self.flops_per_sample
             mfu = round(flops_per_s / (self._peak_flops * self.world.size), 4)
-        values: JsonObject = {  # None for what is not finite or not known
+        values: JsonObject = {  # None stands for a value that is unknown or not finite
             "step": state.step,
             "time": utc_now(),
             "attempt": self.attempt.number,
-            # fp16 overflows while it finds its loss scale: then only the gradient is not finite.
+            # While fp16 finds its loss scale, only the gradient overflows, and the loss can be recorded.
             "loss": report.loss if state.nonfinite_in_a_row == 0 and math.isfinite(report.loss) else None,
             "grad_norm": report.grad_norm if report.finite else None,
             "lr": lr,
@@ -244,7 +253,7 @@ class Metrics:
         if validation is not None:
             more["val_loss"] = validation.loss
             more |= {f"val_{name}": value for name, value in _finite(validation.metrics).items()}
-        # After those that could not be written; what a capability calls as the trainer does replaces nothing.
+        # Records that could not be written come first. A capability's values never replace the trainer's.
         self._unwritten.append({**values, **observed, **values, **more})
         self.flush()
         log.info(self._line(values, more.get("val_loss")))
@@ -253,11 +262,11 @@ class Metrics:
             self.tensorboard.write(state.step, {**scalars, **more})
 
     def flush(self) -> None:
-        """Write the pending records; those that cannot be written are kept."""
+        """Write the pending records, and keep records that cannot be written."""
         write_pending(self.attempt.run.metrics_file, self._unwritten)
 
     def close(self) -> None:
-        """Write what TensorBoard has not written yet."""
+        """Write the pending TensorBoard records."""
         if self.tensorboard is not None:
             self.tensorboard.close()
 
@@ -276,7 +285,7 @@ class Metrics:
 
 
 def write_pending(file: Path, pending: deque[dict[str, object]]) -> None:
-    """Append records to a file of JSON lines; those that cannot be written, as on a full disk, are kept."""
+    """Append records to a file of JSON lines; keep records that cannot be written, as on a full disk."""
     try:
         while pending:
             append_jsonl(file, pending[0])
@@ -286,37 +295,37 @@ def write_pending(file: Path, pending: deque[dict[str, object]]) -> None:
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics that can be written as JSON."""
+    """Return the metrics that can be written as JSON, which are the finite ones."""
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Peak memory of this process in GiB: allocated GPU memory, or resident memory on a CPU."""
+    """Return the peak memory of this process in GiB: allocated GPU memory, or resident memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
 
 
 MAX_BYTES = 2**20
-"""A larger file loses its older half."""
+"""File size above which the older half of a file is deleted."""
 MAX_PENDING = 10_000
 FLUSH_S = 60.0
 SPIKE_RATIO = 3.0
-"""A gradient norm of this many times the last one is written at once: what follows may end the process."""
+"""If a gradient norm grows by more than this factor, its record is written at once, before a crash."""
 CHECKSUM_BITS = 52
-"""What a float64 represents exactly."""
+"""Number of bits that a float64 represents exactly."""
 _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class LocalGradient:
-    """A checksum of this rank's gradient before its reduction; any changed bit changes it.
+    """A checksum of this rank's gradient before its reduction; any changed bit changes the checksum.
 
-    It adds the bits as whole numbers, so it does not depend on the order of the sum.
+    The checksum adds the bits as integers, so it does not depend on the order of the sum.
     """
 
     def __init__(self) -> None:
         self.is_due = False
-        """Whether the gradient of the current step is wanted."""
+        """True if the gradient of the current step is needed."""
         self._sums: list[Tensor] = []
 
     @torch.no_grad()
@@ -328,7 +337,7 @@ class LocalGradient:
             ]
 
     def take(self, device: torch.device) -> Tensor:
-        """The checksum of the step, float64 []; NaN where no gradient is reduced, or not by trainkit."""
+        """Return the checksum of the step, float64 []; NaN if trainkit reduces no gradient."""
         sums, self._sums = self._sums, []
         if not sums:
             return torch.full((), math.nan, dtype=torch.float64, device=device)
@@ -344,39 +353,45 @@ class RankRecords:
         self._host = host
         self._local_gradient = local_gradient
         self.values: list[Tensor] = []
-        """The sum of the loss, checksum and sum of squares of the current step, float64 [] each."""
+        """The loss sum, checksum and sum of squares of the current step, float64 [] each."""
         self._pending: deque[dict[str, object]] = deque(maxlen=MAX_PENDING)
         self._flushed_s = time.monotonic()
-        self._last_norm = math.inf
+        self._last_norms: dict[int, float] = {}
+        """Maps the number of a turn, 0 without turns, to the gradient norm of its newest record."""
 
     def begin_step(self, *, is_due: bool) -> None:
-        """Begin a step, which is recorded if it is due."""
+        """Begin a step, and record it if it is due."""
         self.values, self._local_gradient.is_due = [], is_due
 
     def keep_loss(self, sums: Tensor) -> None:
-        """Keep this rank's share of the loss, the first of the sums."""
+        """Keep this rank's share of the loss, which is the first of the sums."""
         if self._local_gradient.is_due:
             self.values.append(sums.detach().double().view(-1)[0].clone())
 
     def keep_gradient(self, square_sum: Tensor, device: torch.device) -> None:
-        """Keep the checksum of the gradient, and the sum of squares of what this rank has of it reduced."""
+        """Keep the checksum of the gradient, and the sum of squares of this rank's reduced gradient."""
         if self._local_gradient.is_due:
             self.values += [self._local_gradient.take(device), square_sum.to(device)]
 
-    def add(self, step: int, grad_norm: float, own: Sequence[float]) -> None:
-        """Add the record of a step with the values of `values`; without any, the step is not due."""
+    def add(self, step: int, grad_norm: float, own: Sequence[float], turn: int = 0, name: str = "") -> None:
+        """Add the record of a step; `own` has the numbers of `values`, or is empty if the step is not due.
+
+        A step in which optimizers take turns has one record per turn: `turn` counts from 1, and `name` is the
+        optimizer of the turn.
+        """
         if not own:
             return
         values = dict(zip(("loss_sum", "local_gradient", "square_sum"), own, strict=True))
         shown = {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
-        self._pending.append({"step": step, "host": self._host, **shown})
-        is_spike = not grad_norm <= SPIKE_RATIO * self._last_norm
-        self._last_norm = grad_norm
+        of_turn = {"turn": turn, "optimizer": name} if turn else {}
+        self._pending.append({"step": step, **of_turn, "host": self._host, **shown})
+        is_spike = not grad_norm <= SPIKE_RATIO * self._last_norms.get(turn, math.inf)
+        self._last_norms[turn] = grad_norm
         if is_spike or time.monotonic() - self._flushed_s > FLUSH_S:
             self.flush()
 
     def flush(self) -> None:
-        """Write the pending records; those that cannot be written are kept."""
+        """Write the pending records, and keep records that cannot be written."""
         self._flushed_s = time.monotonic()
         file = self._attempt.rank_record(self._rank)
         with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
-"""AdamW over local shards, with clipping and skipping fused into its single pass over the parameters.
+"""Update parameters with AdamW on local shards; the same pass over the parameters clips and skips.
 
-An optimizer never sees a DTensor: an element-wise update does not depend on the sharding, and plain tensors
-have a fraction of the dispatch overhead. Only the global gradient norm depends on the sharding.
+An optimizer never sees a DTensor, because an element-wise update does not depend on the sharding and plain
+tensors have a fraction of the dispatch overhead. Only the global gradient norm depends on the sharding.
 """
 
 from __future__ import annotations
@@ -27,18 +27,21 @@ from trainkit.trainer.torch_private import any_length, copy_each, norm_of_each, 
 
 NORM_CHUNK = 1 << 16
 COMPILED_DEVICES = ("cuda",)
-"""Whose shards are updated in compiled kernels: those of a host are offloaded, or of a short run."""
+"""Devices with compiled updates of the shards. Shards on a CPU are offloaded or belong to short runs."""
 TINY = 1e-30
-"""In place of 0, which has no logarithm."""
+"""Replaces 0, which has no logarithm."""
 WHOLE_ELEMENTS = 1 << 24
-"""A shard with float32 averages and this many elements or more has a compiled kernel of its own. The others
-share torch's: to start a compiled one takes the host as long as a GPU takes to update 10 million."""
+"""Minimum number of elements of a shard with float32 averages that has a separate compiled kernel.
+
+Smaller shards share torch's kernel, because the host takes as long to start a compiled kernel as a GPU takes
+to update 10 million elements.
+"""
 PIECE_ELEMENTS = 1 << 24
-"""Elements whose running averages are in float32 at a time, where they are kept in bf16 or 8 bits."""
+"""Number of elements that are converted at a time if running averages are kept in bf16 or 8 bits."""
 
 
 class ShardedOptimizer(ABC):
-    """What updates this rank's shards of the parameters that are trained: their gradients and its norm."""
+    """Updates this rank's shards of the trained parameters, and computes the norm of their gradients."""
 
     def __init__(self, weights: Sequence[Weight], layout: Layout) -> None:
         weights = [weight for weight in weights if weight.param.requires_grad]
@@ -52,14 +55,15 @@ class ShardedOptimizer(ABC):
         }
         self._by_share = self._group_by_share(layout.world_size // layout.pp)
         self.has_whole_gradient = set(self._by_share) == {1.0 / layout.world_size}
-        """Whether this rank has the whole gradient and can compute its global norm without communication."""
+        """True if this rank has the whole gradient and can compute its norm without communication."""
         if self.has_whole_gradient:
             self._by_share = {1.0: list(range(len(weights)))}
 
     def _group_by_share(self, stage_size: int) -> dict[float, list[int]]:
-        """Share of a parameter's squares that this rank adds to the global sum -> indices of parameters.
+        """Group the parameters by the share of their squares that this rank adds to the global sum.
 
-        A shard that n ranks of a pipeline stage have in common counts 1 / n on each of them.
+        Returns share -> indices of parameters. A shard that n ranks of a pipeline stage have in common counts
+        1 / n on each of these ranks.
         """
         groups: dict[float, list[int]] = defaultdict(list)
         for index, weight in enumerate(self._weights):
@@ -72,21 +76,21 @@ class ShardedOptimizer(ABC):
         return dict(groups)
 
     def begin_step(self, lr: float) -> float:
-        """Begin a step with the learning rate of the config's schedule; the one that is shown."""
+        """Begin a step with the learning rate of the config's schedule; return the learning rate to show."""
         return lr
 
     def turns(self) -> Sequence[str]:
-        """The optimizers that take turns in this step, each with a loss of its own; "" for one loss."""
+        """Return the optimizers that take turns in this step, each with a separate loss; "" for one loss."""
         return ("",)
 
     @torch.no_grad()
     def collect_gradients(self, turn: str = "") -> None:
-        """Hand the gradients to the optimizer; call once per turn, after its last backward pass."""
+        """Hand the gradients to the optimizer; call this once per turn, after its last backward pass."""
         for shard, param in zip(self._locals, self._params, strict=True):
             shard.grad = None if param.grad is None else local_tensor(param.grad)
 
     def square_sum(self) -> Tensor:
-        """The gradient's sum of squares, float64 []: global if `has_whole_gradient`, else a rank's term."""
+        """Return the gradient's sum of squares, float64 []; a rank's term unless `has_whole_gradient`."""
         total = torch.zeros((), dtype=torch.float64, device=self._locals[0].device)
         for share, indices in self._by_share.items():
             grads = [
@@ -101,11 +105,11 @@ class ShardedOptimizer(ABC):
     def step(self, lr: float, divisor: Tensor, skip: Tensor) -> None:
         """Update the parameters with gradient / divisor, or change nothing if skip is 1.
 
-        divisor, skip: float32 [] on the device, so that the host need not wait for their values.
+        `divisor` and `skip` are float32 [] on the device, so that the host need not wait for their values.
         """
 
     def end_step(self) -> None:
-        """End a step, after the update of its last turn."""
+        """End a step after the update of its last turn."""
         return None
 
     def zero_grad(self) -> None:
@@ -115,7 +119,7 @@ class ShardedOptimizer(ABC):
 
     @abstractmethod
     def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of the optimizer state, sharded like the parameters; loading fills them in place."""
+        """Yield (name, tensor) of the state, sharded like the parameters; a checkpoint is loaded in place."""
 
 
 class ShardedAdamW(ShardedOptimizer):
@@ -129,7 +133,7 @@ class ShardedAdamW(ShardedOptimizer):
         *,
         compiled: bool = False,
     ) -> None:
-        """With `compiled`, a GPU updates large shards, and averages not in float32, in compiled kernels."""
+        """If `compiled`, a GPU uses compiled kernels for large shards and for averages not in float32."""
         super().__init__(weights, layout)
         groups: dict[tuple[float, float], list[nn.Parameter]] = defaultdict(list)
         for shard, weight in zip(self._locals, self._weights, strict=True):
@@ -162,12 +166,12 @@ class ShardedAdamW(ShardedOptimizer):
     def step(self, lr: float, divisor: Tensor, skip: Tensor) -> None:
         for group in self._adamw.param_groups:
             group["lr"] = lr * group["lr_scale"]
-        # Offloaded parameters are on the host, to which torch would copy these asynchronously, before they
-        # are computed.
+        # Offloaded parameters are on the host. torch would copy `divisor` and `skip` to the host
+        # asynchronously, before they are computed.
         divisor, skip = (value.to(self._locals[0].device) for value in (divisor, skip))
         casts, updated, counted = dict(self._casts), dict[nn.Parameter, Tensor](), 1 - skip
         for group in self._adamw.param_groups:
-            # On the device, since the compiler would take each number for another constant.
+            # Keep the numbers on the device, because the compiler would treat each number as a new constant.
             rates = [torch.full((), group[key], device=skip.device) for key in ("lr", "weight_decay")]
             numbers = *rates, divisor, skip, *group["betas"], group["eps"]
             for shard in group["params"]:
@@ -185,7 +189,7 @@ class ShardedAdamW(ShardedOptimizer):
                     continue
                 updated[shard] = grad
                 shard.grad = None
-        # The others, with many in each kernel.
+        # torch updates the remaining shards, many in each kernel.
         scale_next_step(self._adamw, divisor, skip)
         self._adamw.step()
         for shard, grad in updated.items():
@@ -200,10 +204,10 @@ class ShardedAdamW(ShardedOptimizer):
     def _update_pieces(
         self, shard: nn.Parameter, grad: Tensor, group: dict[str, Any], divisor: Tensor, skip: Tensor
     ) -> None:
-        """Update as the fused kernel does, in float32, of whose results only the averages are rounded.
+        """Update a shard like the fused kernel, in float32, and round only the averages.
 
         The kernel needs weights, gradients and averages of one dtype, so it gets some rows at a time. The
-        averages of a step that is skipped are not rounded again.
+        averages of a skipped step are not rounded again.
         """
         beta1, beta2 = group["betas"]
         state = self._adamw.state[shard]
@@ -249,7 +253,7 @@ class ShardedAdamW(ShardedOptimizer):
 def _zero_average(
     shard: Tensor, weight: Weight, config: OptimizerConfig, values: Tensor
 ) -> Tensor | QuantizedAverage:
-    """A running average at the start of training; `values` are those of its codes in 8 bits."""
+    """Return a running average at the start of training; `values` are the values of its 8-bit codes."""
     if config.name == "adamw_8bit" and is_quantized(weight.param):
         return QuantizedAverage.zeros(shard, weight.param, weight.name, values.to(shard.device))
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[config.state_dtype]
@@ -261,7 +265,7 @@ def _in_float32(average: Tensor | QuantizedAverage) -> Tensor:
 
 
 def _round(average: Tensor | QuantizedAverage, updated: Tensor, skip: Tensor) -> None:
-    """Set an average to its updated value in float32, which it still has if `skip` is 1."""
+    """Set an average to its updated float32 value, which is the old value if `skip` is 1."""
     if isinstance(average, QuantizedAverage):
         average.quantize(updated, skip)
     else:
@@ -269,7 +273,7 @@ def _round(average: Tensor | QuantizedAverage, updated: Tensor, skip: Tensor) ->
 
 
 def _flat(*items: Tensor | QuantizedAverage | None) -> Iterator[list[Tensor]]:
-    """Views of a shard and others, for which `_update` is compiled once, whatever their shape."""
+    """Yield flat views of a shard and others, so that `_update` is compiled once for all shapes."""
     part = next((item.part for item in items if isinstance(item, QuantizedAverage)), None)
     for item in items:
         if isinstance(item, QuantizedAverage):
@@ -295,9 +299,10 @@ def _update(
     beta2: float,
     eps: float,
 ) -> None:
-    """What the fused kernel computes, in operations that the compiler joins with rounding and casting.
+    """Compute the same as the fused kernel, in operations that the compiler joins with rounding and casts.
 
-    A quantized average is given as its tensors: the compiler would take its numbers for variables.
+    A quantized average is passed as a list of its tensors, because the compiler would treat its numbers as
+    variables.
     """
     (weight,), (grad,) = weights, grads
     exp_avg, exp_avg_sq = (
@@ -308,7 +313,7 @@ def _update(
     first, second = _in_float32(exp_avg), _in_float32(exp_avg_sq)
     first_now = torch.lerp(first, grad, 1 - beta1)
     second_now = second * beta2 + (1 - beta2) * grad * grad
-    # 1 - beta ** step, as accurate in float32.
+    # This is 1 - beta ** step, computed accurately in float32.
     bias1, bias2 = (-torch.expm1((step + 1) * math.log(beta or TINY)) for beta in (beta1, beta2))
     updated = decayed - lr / bias1 * first_now / ((second_now / bias2).sqrt() + eps)
     is_skipped = skip > 0
@@ -321,7 +326,7 @@ def _update(
 
 
 def _pieces(shard: Tensor, *others: Tensor | QuantizedAverage) -> Iterator[tuple[Any, ...]]:
-    """Views of a shard, and of others that are split like it, of at most `PIECE_ELEMENTS` or one row."""
+    """Yield views of a shard, and of tensors split like it, of at most `PIECE_ELEMENTS` or one row."""
     if shard.numel() <= PIECE_ELEMENTS:
         yield shard, *others
         return
@@ -332,7 +337,7 @@ def _pieces(shard: Tensor, *others: Tensor | QuantizedAverage) -> Iterator[tuple
 def _in_chunks(tensors: list[Tensor]) -> list[Tensor]:
     """Split tensors on the CPU into chunks whose sum of squares is accurate in float32.
 
-    The CPU kernel sums sequentially: over 16 million elements the norm is 6e-4 too small, by an amount that
+    The CPU kernel sums sequentially. Over 16 million elements, its norm is 6e-4 too small, by an amount that
     depends on the layout. The CUDA kernel sums as a tree.
     """
     if tensors[0].device.type != "cpu":

@@ -1,9 +1,10 @@
-"""The optimizers, schedules and state that a user's task brings itself, and their part of a checkpoint."""
+"""Runs the optimizers and schedules that a user's task defines, and saves their state in checkpoints."""
 
 from __future__ import annotations
 
 import inspect
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
@@ -39,49 +40,52 @@ from trainkit.trainer.user_task import UserTask
 log = getLogger(__name__)
 ADAMS = {optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam}
 BY_ELEMENT = ADAMS | {optim.SGD, optim.RMSprop, optim.Adagrad, optim.Adadelta, optim.ASGD, optim.Rprop}
-"""Optimizers of torch whose update of an element depends on that element alone, so that a shard is enough."""
+"""PyTorch optimizers that update each element independently, so that they also work on a shard."""
 OPTIMIZERS, TASK, ON_HOST = "optimizers", "task", "on_host"
-"""Keys of a manifest's ``state``: the last one has the paths of tensors that are not on the device."""
+"""Keys in the ``state`` of a manifest; `ON_HOST` lists the paths of tensors that are kept on the CPU."""
 NAME = re.compile(r"[A-Za-z]\w*")
 SavedTensors = Mapping[str, TensorStorageMetadata]
 
 
 @dataclass(frozen=True)
 class SavedOptimizer:
-    """An optimizer in a manifest; all but `kind` as `encode` writes it."""
+    """An optimizer as a manifest stores it; `encode` has encoded all fields except `kind`."""
 
     kind: str
-    """Its class."""
+    """The name of its class."""
     parameters: dict[str, object]
-    """The state of each parameter by its name; none before its first update."""
+    """Maps a parameter name to its state; a parameter has an entry after its first update."""
     rest: object
-    """The state that is of no parameter."""
+    """The optimizer state that belongs to no parameter."""
     values: object
-    """The values of its groups, and the state of its scheduler."""
+    """The values of the parameter groups and the state of the scheduler."""
     initial: object
-    """The same as the task had made it."""
+    """The same values as the task created them, before the first step."""
     num_groups: int = 1
 
     @property
     def encoded(self) -> Iterator[object]:
-        """All that may have tensors."""
+        """Yield every encoded field that may refer to tensors."""
         yield from (*self.parameters.values(), self.rest, self.values, self.initial)
 
 
 def make_own_optimizers(
     task: CausalLM | UserTask, weights: Sequence[Weight], layout: Layout
 ) -> OwnOptimizers | None:
-    """The optimizers of a task that has some of its own; raises TaskError if they cannot be used."""
+    """Create the optimizers that a user's task defines, or return None if the config defines the optimizer.
+
+    Raises TaskError for an optimizer that trainkit does not support.
+    """
     if not isinstance(task, UserTask) or type(task.task).optimizers is Task.optimizers:
         return None
     return OwnOptimizers(task, weights, layout)
 
 
 class OwnOptimizers(ShardedOptimizer):
-    """The optimizers of a user's task on this rank's shards of the parameters.
+    """The optimizers of a user's task, which update this rank's shards of the parameters.
 
-    The host waits for the norm of the gradient before the update: most optimizers cannot skip one that is not
-    finite by themselves.
+    Most optimizers cannot skip a gradient that is not finite. The host therefore waits for the gradient norm
+    before each update.
     """
 
     def __init__(self, task: UserTask, weights: Sequence[Weight], layout: Layout) -> None:
@@ -101,25 +105,25 @@ class OwnOptimizers(ShardedOptimizer):
         self._refuse(found)
         self._active = list(self._optimizers)
         self._initial = {name: deepcopy(self._values(name)) for name in self._optimizers}
-        """Values as the task has made them."""
+        """Maps an optimizer name to its values as the task created them."""
         self._lrs = {
             name: [float(group["lr"]) for group in optimizer.param_groups]
             for name, optimizer in self._optimizers.items()
         }
-        self.collect_state()  # raises an error for what could not be saved
+        self.collect_state()  # this raises an error now if the state cannot be saved later
 
     @property
     def kinds(self) -> dict[str, str]:
-        """The class of each optimizer."""
+        """Map the name of each optimizer to the name of its class."""
         return {name: type(optimizer).__name__ for name, optimizer in self._optimizers.items()}
 
     @property
     def may_take_turns(self) -> bool:
-        """Whether the task says which optimizers take turns in a step."""
+        """Return whether the task defines `turns`."""
         return type(self._task).turns is not Task.turns
 
     def updated_by(self, turns: Collection[str]) -> set[str]:
-        """The names of the parameters that some turns update; "" updates all of them."""
+        """Return the names of the parameters that `turns` update; the turn "" updates all parameters."""
         chosen = self._optimizers.keys() if "" in turns else turns
         return {weight.name for name in chosen for weight, _ in self._owned(self._optimizers[name])}
 
@@ -131,12 +135,13 @@ class OwnOptimizers(ShardedOptimizer):
         return f"the task's own optimizer: {'; '.join(shown)}"
 
     def _refuse(self, found: object) -> None:
-        """Raise TaskError for what cannot be trained with."""
+        """Raise TaskError if the return value of `optimizers` cannot be used."""
         items = found.values() if isinstance(found, Mapping) else [found]
         wrong = [item for item in items if not isinstance(item, Optimizer | LRScheduler)]
         if wrong or not self._optimizers:
             message = f"returned {'no optimizer' if not wrong else f'a {type(wrong[0]).__name__}'}"
-            raise self._error(message, "return an Optimizer, a scheduler of one, or a dictionary of them")
+            hint = "return an Optimizer, a learning rate scheduler, or a dictionary of them"
+            raise self._error(message, hint)
         for name, optimizer in self._optimizers.items():
             self._refuse_name(name)
             self._refuse_kind(optimizer, self._schedulers.get(name))
@@ -146,7 +151,7 @@ class OwnOptimizers(ShardedOptimizer):
         if name == "" and len(self._optimizers) == 1:
             return
         if not isinstance(name, str) or not NAME.fullmatch(name) or LOSS_OF.format(name) in RECORD_KEYS:
-            hint = 'take names such as "generator", of letters, digits and _; not "val"'
+            hint = 'use a name of letters, digits and _, such as "generator"; "val" is reserved'
             raise self._error(f"named an optimizer {name!r}", hint)
 
     def _refuse_kind(self, optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
@@ -154,22 +159,22 @@ class OwnOptimizers(ShardedOptimizer):
         _, *takes = inspect.signature(type(optimizer).step).parameters.values()
         needs = [at.name for at in takes if at.default is at.empty and at.kind is at.POSITIONAL_OR_KEYWORD]
         if needs:
-            hint = "take one that needs the gradient of a step alone, such as Adam"
+            hint = "use an optimizer whose step() takes no arguments, such as Adam"
             raise self._error(f"returned {kind}, whose step() needs {needs[0]}", hint)
         if isinstance(optimizer, optim.SparseAdam):
-            raise self._error(f"returned {kind}, which needs sparse gradients", "take Adam")
+            raise self._error(f"returned {kind}, which needs sparse gradients", "use Adam")
         if isinstance(scheduler, ReduceLROnPlateau):
-            hint = "take a scheduler that depends on the number of steps"
+            hint = "use a scheduler that depends only on the number of steps"
             raise self._error("returned ReduceLROnPlateau, which needs a metric in each step", hint)
         if any("lr" not in group for group in optimizer.param_groups):
-            raise self._error(f"returned {kind}, which has a group without lr", "give each group an lr")
+            raise self._error(f"returned {kind}, which has a group without lr", "set lr in each group")
         is_by_element = type(optimizer) in BY_ELEMENT or getattr(optimizer, "by_element", False)
         sharded = [weight.name for weight in self._weights if _is_sharded(weight)]
         if sharded and not is_by_element:
             message = f"returned {kind}, but this rank has only a shard of {listed(sharded)}"
             hint = (
-                "train with dp_replicate alone, or take SGD or Adam; if it updates each element by its own "
-                "gradient alone, set by_element = True on it"
+                "train with dp_replicate only, or use SGD or Adam; if the optimizer updates each element "
+                "independently, set by_element = True on it"
             )
             raise self._error(message, hint)
 
@@ -180,17 +185,21 @@ class OwnOptimizers(ShardedOptimizer):
             for param in _params(optimizer):
                 if id(param) not in owners:
                     message = f"gave {type(optimizer).__name__} a tensor that is not one of its parameters"
-                    hint = "take them from the argument, not from the model, whose parameters may be sharded"
+                    hint = (
+                        "use the tensors in the argument of optimizers(); those of the model may be sharded"
+                    )
                     raise self._error(message, hint)
                 owners[id(param)].append(name)
         names = dict(zip(owners, (weight.name for weight in self._weights), strict=True))
         none = [names[key] for key, found in owners.items() if not found]
         several = [names[key] for key, found in owners.items() if len(found) > 1]
         if none:
-            hint = "give each parameter one, or freeze it in build_model: parameter.requires_grad_(False)"
+            hint = "pass it to an optimizer, or freeze it in build_model: parameter.requires_grad_(False)"
             raise self._error(f"has no optimizer for {listed(none)}", hint)
         if several:
-            raise self._error(f"has two optimizers for {listed(several)}", "give each parameter one")
+            raise self._error(
+                f"has two optimizers for {listed(several)}", "pass each parameter to only one optimizer"
+            )
 
     def _error(self, message: str, hint: str) -> TaskError:
         return refusal(self._config, f"optimizers() {message}", hint)
@@ -207,13 +216,12 @@ class OwnOptimizers(ShardedOptimizer):
             found = tuple(self._task.turns())
         unknown = [turn for turn in found if turn not in self._optimizers or not turn]
         if unknown:
-            hint = f"its optimizers() are {', '.join(filter(None, self._optimizers)) or 'one without a name'}"
-            raise refusal(self._config, f"turns() has no optimizer {unknown[0]!r} to name", hint)
+            names = ", ".join(filter(None, self._optimizers)) or "one optimizer without a name"
+            message = f"turns() named {unknown[0]!r}, which optimizers() did not return"
+            raise refusal(self._config, message, f"optimizers() returned {names}")
         if not found and getattr(type(self._task), "loss", None) is Task.loss:
-            message = (
-                f"turns() named none in step {self._task.step}, and {type(self._task).__name__} does not"
-            )
-            raise refusal(self._config, f"{message} define loss", "name an optimizer, or define loss()")
+            message = f"turns() was empty in step {self._task.step}, and loss() is not defined"
+            raise refusal(self._config, message, "name an optimizer in turns(), or define loss()")
         return found or ("",)
 
     @torch.no_grad()
@@ -221,7 +229,7 @@ class OwnOptimizers(ShardedOptimizer):
         super().collect_gradients()
         self._active = [turn] if turn else list(self._optimizers)
         for name in self._optimizers.keys() - self._active:
-            # What the loss of one optimizer gives to the parameters of another is not applied.
+            # The loss of a turn also produces gradients for parameters of other optimizers; drop them.
             for shard in _params(self._optimizers[name]):
                 shard.grad = None
 
@@ -243,10 +251,10 @@ class OwnOptimizers(ShardedOptimizer):
             scheduler.step()
 
     def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield from ()  # most of it exists after the first update only: see `collect_state`
+        yield from ()  # most of the state exists only after the first update; see `collect_state`
 
     def collect_state(self) -> tuple[dict[str, SavedOptimizer], dict[str, Tensor]]:
-        """The state of all optimizers, and its tensors, split like their parameters."""
+        """Return the state of all optimizers and its tensors, which are sharded like their parameters."""
         tensors: dict[str, Tensor] = {}
         values: dict[str, SavedOptimizer] = {}
         for name, optimizer in self._optimizers.items():
@@ -269,7 +277,7 @@ class OwnOptimizers(ShardedOptimizer):
         return values, tensors
 
     def _values(self, name: str) -> dict[str, object]:
-        """The values of the groups of an optimizer, and the state of its scheduler."""
+        """Return the values of an optimizer's groups and the state of its scheduler."""
         groups = [
             {key: _number(value) for key, value in group.items() if key != "params"}
             for group in self._optimizers[name].param_groups
@@ -278,33 +286,36 @@ class OwnOptimizers(ShardedOptimizer):
         return {"groups": groups, "scheduler": {} if scheduler is None else scheduler.state_dict()}
 
     def _owned(self, optimizer: Optimizer) -> Iterator[tuple[Weight, nn.Parameter]]:
-        """The parameters of an optimizer, with their shards."""
+        """Yield each parameter of an optimizer with its shard on this rank."""
         own = {id(param) for param in _params(optimizer)}
         for weight, shard in zip(self._weights, self._locals, strict=True):
             if id(shard) in own:
                 yield weight, shard
 
     def _as_saved(self, path: str, item: Tensor, weight: Weight, shard: Tensor) -> Tensor:
-        """A tensor of the state of a parameter, split like it if it has a value for each element."""
+        """Return a state tensor for a checkpoint, sharded like its parameter if it has the same shape."""
         if item.shape == shard.shape:
             return as_shard_of(item, weight.param)
         if _is_sharded(weight) and item.numel() != 1:
             raise self._error(
                 f"returned an optimizer whose {path} has shape {list(item.shape)}, but this rank's shard of "
                 f"{weight.name} has shape {list(shard.shape)}",
-                "its update is not by element: train with dp_replicate alone",
+                "it does not update each element independently; train with dp_replicate only",
             )
         return item
 
     def wanted(self, values: Mapping[str, SavedOptimizer], saved: SavedTensors) -> dict[str, Tensor]:
-        """The tensors of the parameters' state in a checkpoint: memory for what this rank has of them."""
+        """Allocate this rank's shards of the per-parameter state that a checkpoint contains.
+
+        Raises TaskError if a parameter now belongs to another optimizer.
+        """
         tensors: dict[str, Tensor] = {}
         for name, optimizer in self._optimizers.items():
             params = values[name].parameters
             owned = {weight.name: (weight, shard) for weight, shard in self._owned(optimizer)}
             if moved := sorted(params.keys() - owned.keys()):
                 message = f"gave {listed(moved)} to another optimizer than in the checkpoint"
-                raise self._error(message, "give it to the one that it had, or start a new run")
+                raise self._error(message, "restore the assignment, or start a new run")
             for param, state in params.items():
                 weight, shard = owned[param]
                 for path in tensor_paths(state):
@@ -314,16 +325,16 @@ class OwnOptimizers(ShardedOptimizer):
                         tensors[path] = as_shard_of(own, weight.param)
                     elif _is_sharded(weight) and size.numel() != 1:
                         message = f"returned {type(optimizer).__name__}, whose {path} cannot be sharded"
-                        raise self._error(message, "resume with dp_replicate alone")
+                        raise self._error(message, "resume with dp_replicate only")
         return tensors
 
     def load(self, values: Mapping[str, SavedOptimizer], tensors: Mapping[str, Tensor]) -> None:
-        """Take in the state of a checkpoint."""
+        """Load the state of all optimizers from a checkpoint."""
         for name, optimizer in self._optimizers.items():
             value = values[name]
             if value.num_groups != len(optimizer.param_groups):
                 message = f"returned {value.kind} with {len(optimizer.param_groups)} groups"
-                hint = f"the checkpoint has {value.num_groups}: return as many, or start a new run"
+                hint = f"the checkpoint has {value.num_groups} groups; return as many, or start a new run"
                 raise self._error(message, hint)
             optimizer.state.update(decode(value.rest, tensors))
             for weight, shard in self._owned(optimizer):
@@ -332,7 +343,7 @@ class OwnOptimizers(ShardedOptimizer):
             self._load_values(name, decode(value.initial, tensors), decode(value.values, tensors))
 
     def _load_values(self, name: str, initial: object, values: object) -> None:
-        """Continue with the values of a checkpoint, but for those that the task has changed since."""
+        """Load the values of a checkpoint, except values that the task has changed since."""
         optimizer, changed = self._optimizers[name], list[str]()
         merged = cast(Any, _merged("", self._initial[name], initial, values, changed))
         for group, found in zip(optimizer.param_groups, merged["groups"], strict=True):
@@ -345,7 +356,7 @@ class OwnOptimizers(ShardedOptimizer):
 
 
 def _is_sharded(weight: Weight) -> bool:
-    """Whether this rank has only a part of a parameter."""
+    """Return whether this rank has only a shard of a parameter."""
     param = weight.param
     if not isinstance(param, DTensor):
         return False
@@ -358,15 +369,17 @@ def _params(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def _merged(path: str, now: object, before: object, saved: object, changed: list[str]) -> object:
-    """What was saved, or what the task makes now where it made something else before; adds that to `changed`.
+    """Merge the value that the task creates `now` into the `saved` one, and return the result.
 
-    The learning rate of a group keeps the factor that it has reached.
+    A value that differs between `now` and `before`, the value that the task created when the run started,
+    replaces the saved value, and `changed` gets a line about it. A changed learning rate is multiplied by the
+    factor that the schedule has reached.
     """
     match now, before, saved:
-        case dict(), dict(), dict():
+        case dict(), dict(), dict() if not isinstance(now, Counter):  # MultiStepLR counts milestones
             both = now.keys() & before.keys() & saved.keys()
             if re.fullmatch(r"\.groups\.\d+", path) and "initial_lr" in both:
-                # A scheduler has multiplied `lr` already when the task has made it.
+                # The constructor of a scheduler has already multiplied `lr`, so compare `initial_lr`.
                 both -= {"lr"}
                 if before["initial_lr"]:
                     factor = now["initial_lr"] / before["initial_lr"]
@@ -379,8 +392,10 @@ def _merged(path: str, now: object, before: object, saved: object, changed: list
             return tuple(merged) if isinstance(now, tuple) else merged
     if _is_same(now, before):
         return saved
-    if not re.search(r"\._\w+(\.\d+)*$", path):  # what a scheduler keeps for itself follows from the rest
-        changed.append(f"{path.removeprefix('.')} is {now}, was {before}")
+    # Private values of a scheduler follow from its other values, except for the milestones of SequentialLR.
+    if not re.search(r"\._(?!milestones)\w+(\.\d+)*$", path):
+        shown = dict(now) if isinstance(now, Counter) else now
+        changed.append(f"{path.removeprefix('.')} is {shown}, was {before}")
     match now, before, saved:
         case float(), float(), float() if before and re.fullmatch(r"\.groups\.\d+\.lr", path):
             return saved * now / before
@@ -390,6 +405,8 @@ def _merged(path: str, now: object, before: object, saved: object, changed: list
 def _is_same(one: object, other: object) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return torch.equal(one, other)
+    if isinstance(one, Counter):  # a checkpoint stores a Counter as a dictionary
+        return one == other
     return type(one) is type(other) and one == other
 
 
@@ -398,7 +415,7 @@ def _number(value: object) -> object:
 
 
 def _set(group: MutableMapping[str, object], key: str, value: object) -> None:
-    """Set a value of a group, in place where it is a tensor."""
+    """Set a value of a parameter group, in place if the current value is a tensor."""
     if isinstance(tensor := group.get(key), Tensor) and isinstance(value, float | int):
         tensor.fill_(value)
     else:
@@ -406,7 +423,7 @@ def _set(group: MutableMapping[str, object], key: str, value: object) -> None:
 
 
 class OwnState:
-    """What a user's task has in a checkpoint besides its model: its optimizers, and `Task.state_dict`."""
+    """The state that a user's task adds to a checkpoint: its optimizers and its `Task.state_dict`."""
 
     def __init__(self, task: UserTask, optimizers: OwnOptimizers | None, world: World) -> None:
         self._task, self._config, self._world = task.task, task.config, world
@@ -414,16 +431,19 @@ class OwnState:
         self.optimizers = optimizers
 
     def has_all_turns(self, metrics: Collection[str]) -> bool:
-        """Whether a step with these metrics has those of each optimizer that may take turns in another."""
+        """Return whether `metrics` contains the loss of every optimizer.
+
+        A step in which only some optimizers take a turn lacks the losses of the others.
+        """
         if self.optimizers is None or not self.optimizers.may_take_turns:
             return True
         return all(LOSS_OF.format(name) in metrics for name in self.optimizers.kinds)
 
     def collect(self) -> tuple[dict[str, object], dict[str, Tensor]]:
-        """The state as JSON, and its tensors; on every rank.
+        """Return the state as JSON and its tensors; every rank must call this method.
 
-        Raises TaskError if that of the task is not the same on all of them, FatalError for what no checkpoint
-        can have.
+        Raises TaskError if `Task.state_dict` differs between ranks, and FatalError for a value that cannot be
+        saved.
         """
         values, tensors = dict[str, object](), dict[str, Tensor]()
         if self.optimizers is not None:
@@ -438,16 +458,15 @@ class OwnState:
             other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
             if other is not None:
                 message = f"state_dict() has other values on rank {other} than on rank 0"
-                raise refusal(
-                    self._config, message, "keep in it what does not depend on a rank's own samples"
-                )
-            # Copied, since the task may change them while they are being written.
+                hint = "return only values that do not depend on the samples of one rank"
+                raise refusal(self._config, message, hint)
+            # The task may change the tensors while they are being written, so save copies.
             tensors |= {path: item.clone() for path, item in found.items()}
         on_host = [path for path, item in tensors.items() if item.device != self._world.device]
         return ({**values, ON_HOST: on_host} if on_host else values), tensors
 
     def wanted(self, manifest: Manifest, reader: SafeReader) -> dict[str, Tensor]:
-        """The tensors in a checkpoint that `load` needs, to be filled."""
+        """Allocate the tensors that must be read from a checkpoint before `load` is called."""
         saved = cast(SavedTensors, reader.read_metadata().state_dict_metadata)
         state, optimizers = manifest.state, _saved_optimizers(manifest)
         tensors = {} if self.optimizers is None else self.optimizers.wanted(optimizers, saved)
@@ -460,14 +479,14 @@ class OwnState:
         return tensors
 
     def load(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-        """Take in the state of a checkpoint, whose tensors are those of `wanted`."""
+        """Load the state of a checkpoint; `tensors` are the ones that `wanted` allocated."""
         tensors = {path: local_tensor(item) for path, item in tensors.items()}
         if self.optimizers is not None:
             self.optimizers.load(_saved_optimizers(manifest), tensors)
         if not self._has_state:
             return
         if TASK not in manifest.state:
-            log.warning("the checkpoint has no state_dict() of the task: it begins with the one it has")
+            log.warning("the checkpoint has no state of the task, which keeps its initial state_dict()")
             return
         with errors_of_user(self._config, "load_state_dict() failed"):
             self._task.load_state_dict(decode(manifest.state[TASK], tensors))
@@ -476,9 +495,9 @@ class OwnState:
 def make_own_state(
     task: CausalLM | UserTask, optimizers: OwnOptimizers | None, world: World
 ) -> OwnState | None:
-    """What a task adds to its checkpoints; None if that is nothing.
+    """Return the state that a task adds to its checkpoints, or None if it adds nothing.
 
-    A collective. Raises TaskError or FatalError if no checkpoint could have it.
+    This is a collective. Raises TaskError or FatalError if the state cannot be saved.
     """
     if not isinstance(task, UserTask):
         return None
@@ -490,20 +509,21 @@ def make_own_state(
 
 
 def _saved_optimizers(manifest: Manifest) -> dict[str, SavedOptimizer]:
-    """The optimizers of a task in a checkpoint; none if they are those of the config."""
+    """Return the saved optimizers of a task; empty if the config defined the optimizer."""
     found = manifest.state.get(OPTIMIZERS, {})
     assert isinstance(found, dict)
     return {name: read_record(SavedOptimizer, value) for name, value in found.items()}
 
 
 def refuse_other_optimizers(manifest: Manifest, own: OwnState | None, name: str) -> None:
-    """Raise FatalError if a checkpoint is of other classes of optimizers than those of the task."""
+    """Raise FatalError unless a checkpoint was saved with the optimizer classes that the task uses now."""
     before = {key: item.kind for key, item in _saved_optimizers(manifest).items()}
     now = {} if own is None or own.optimizers is None else own.optimizers.kinds
     if before == now:
         return
     shown = [
-        ", ".join(f"{f'{key}: ' * bool(key)}{kind}" for key, kind in kinds.items()) or "that of the config"
+        ", ".join(f"{f'{key}: ' * bool(key)}{kind}" for key, kind in kinds.items())
+        or "the optimizer of the config"
         for kinds in (now, before)
     ]
     raise FatalError(

@@ -1,4 +1,4 @@
-"""Precision: weights in the compute type, loss scaling for fp16, and float8 through torchao."""
+"""Choose the precision: weights in the compute dtype, loss scaling for fp16, and float8 through torchao."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainkit.trainer.torch_private import norm_of_each, set_gather
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MAX_LOSS_SCALE = 2.0**100
-"""Keeps the scale finite: an infinite one could not be halved."""
+"""Upper limit that keeps the scale finite, because an infinite scale could not be halved."""
 
 
 def cast_weights(
@@ -30,14 +30,14 @@ def cast_weights(
     *,
     only_frozen: bool = False,
 ) -> dict[nn.Parameter, nn.Parameter]:
-    """Replace a model's float32 parameters by casts to `dtype`; returns cast -> float32 master.
+    """Replace a model's float32 parameters by casts to `dtype`; return cast -> float32 master.
 
     Modules of the types in `keep` stay in float32, and parameters of type `dtype` need no master. With
-    `only_frozen`, only parameters on the meta device that never change are cast: they need no master at all.
+    `only_frozen`, only frozen parameters on the meta device are cast, and none of them needs a master.
 
     The gradients of all passes of a step are summed in float32 in the ``grad`` of the masters, as
-    `fully_shard` sums them: a run computes the same whether or not it is sharded. Unlike those of autocast,
-    the casts last until the next update.
+    `fully_shard` does. A run therefore computes the same with and without sharding. Unlike the casts of
+    autocast, these casts last until the next update.
     """
     casts: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
@@ -67,10 +67,10 @@ def cast_weights(
 
 
 class LossScale:
-    """A loss factor that keeps fp16 gradients from underflowing; halved when they overflow.
+    """A loss factor that keeps fp16 gradients from underflowing and is halved when they overflow.
 
-    It stays on the device, so that the host never waits for it. Overflows are detected in the global gradient
-    norm, so all ranks skip the same steps.
+    The factor stays on the device, so that the host never waits for it. Overflows are detected in the global
+    gradient norm, so all ranks skip the same steps.
     """
 
     def __init__(self, config: PrecisionConfig, device: torch.device) -> None:
@@ -81,7 +81,7 @@ class LossScale:
         self._good_steps = torch.zeros((), dtype=torch.float32, device=device)
 
     def update(self, skipped: Tensor) -> None:
-        """Update the scale after a step; skipped: float32 [], 1 if the gradient was not finite."""
+        """Update the scale after a step; `skipped` is float32 [], 1 if the gradient was not finite."""
         if not self.enabled:
             return
         good = torch.where(skipped > 0, 0.0, self._good_steps + 1)
@@ -100,15 +100,15 @@ class LossScale:
 
 
 FLOAT8_DTYPE = torch.bfloat16
-"""The compute type, which float8 requires."""
+"""The compute dtype that float8 requires."""
 FLOAT8_MULTIPLE = 16
-"""float8 tensor cores require matrix dimensions that are multiples of this."""
+"""Float8 tensor cores require matrix dimensions that are multiples of this number."""
 FLOAT8_CAPABILITY = (8, 9)
-"""Compute capability of Ada; Hopper has (9, 0)."""
+"""Compute capability of Ada, the first GPUs with float8; Hopper has (9, 0)."""
 
 
 def require_float8(device: torch.device) -> None:
-    """Raise FatalError if torchao is missing or the device has no float8."""
+    """Raise FatalError if torchao is missing or the device does not support float8."""
     try:
         import torchao.float8  # noqa: F401
     except ImportError as error:
@@ -132,7 +132,7 @@ def apply_float8(layers: list[nn.Module], *, rowwise: bool = False, emulate: boo
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    # The inner dimension of weight gradients is the number of tokens, which may not be such a multiple.
+    # Pad, because the inner dimension of weight gradients is the number of tokens, which varies.
     recipe = Float8LinearConfig.from_recipe_name("rowwise" if rowwise else "tensorwise")
     config = replace(recipe, emulate=emulate, pad_inner_dim=True)
     for layer in layers:
@@ -140,21 +140,21 @@ def apply_float8(layers: list[nn.Module], *, rowwise: bool = False, emulate: boo
 
 
 def _fits(module: nn.Module, name: str) -> bool:
-    """Whether a module is linear, with dimensions that float8 tensor cores support."""
+    """Return whether a module is linear and has dimensions that float8 tensor cores support."""
     return isinstance(module, nn.Linear) and not any(size % FLOAT8_MULTIPLE for size in module.weight.shape)
 
 
 class Float8Gather:
-    """The scales of the matrices of this rank that multiply in float8.
+    """Gathers the weight shards for float8 matrix products in float8, with the same scales on all ranks.
 
-    Their shards are gathered in float8, which halves the bytes of bf16 and changes no product. What is
-    multiplied is bit for bit what a weight gathered in bf16 is cast to: rounding keeps the order of numbers,
-    so the largest one of a matrix in bf16 is the largest one of all its shards, rounded.
-    The weights stay float32 shards, which is all that optimizer, checkpoints and exports see.
+    Gathering in float8 halves the bytes of bf16 and changes no product. A matrix gathered in bf16 and then
+    cast to float8 has the same bits: rounding keeps the order of numbers, so the largest number of the bf16
+    matrix is the rounded largest number of all shards. The optimizer, checkpoints and exports see only the
+    float32 shards.
     """
 
     def __init__(self, model_parts: Iterable[nn.Module], group: dist.ProcessGroup) -> None:
-        """Make FSDP gather these matrices in float8; `group` has the shards of each."""
+        """Make FSDP gather these matrices in float8; the ranks of `group` have the shards of each."""
         from torchao.float8.float8_linear import Float8Linear
 
         modules = [module for part in model_parts for module in part.modules()]
@@ -164,7 +164,7 @@ class Float8Gather:
         if not linears:
             return
         self._float8 = linears[0].config.cast_config_weight.target_dtype
-        # 16 bytes apart: a compiled block would copy numbers at other addresses.
+        # Place the scales 16 bytes apart, because a compiled block would copy misaligned inputs.
         self._scales = torch.ones(len(linears), 4, device=self._shards[0].device)[:, 0]
         for linear, shard, scale in zip(linears, self._shards, self._scales, strict=True):
             num_rows = len(linear.weight)
@@ -172,7 +172,7 @@ class Float8Gather:
             set_gather(linear.weight, partial(self._cast, shard, num_rows, scale), after)
 
     def _cast(self, shard: Tensor, num_rows: int, scale: Tensor, num_ranks: int) -> Tensor:
-        """A shard in float8, with as many rows as the largest one."""
+        """Return a shard in float8, padded to the number of rows of the largest shard."""
         from torchao.float8.float8_utils import to_fp8_saturated
 
         rounded = shard.to(FLOAT8_DTYPE)
@@ -183,7 +183,7 @@ class Float8Gather:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Compute the scales, which all ranks agree on; call whenever the weights have changed."""
+        """Compute the scales, which are equal on all ranks; call this whenever the weights have changed."""
         if not self._shards:
             return
         from torchao.float8.float8_utils import amax_to_scale
@@ -196,7 +196,7 @@ class Float8Gather:
 
 
 def _as_cast(num_rows: int, scale: Tensor, config: object, gathered: Tensor) -> Tensor:
-    """What Float8Linear takes for a weight that it has cast itself."""
+    """Return a gathered weight in the form that Float8Linear makes when it casts a weight itself."""
     from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
 
     weight: Tensor = Float8TrainingTensor(

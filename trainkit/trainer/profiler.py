@@ -1,4 +1,4 @@
-"""Records a window of steps with torch.profiler, and says where their time went."""
+"""Record a window of steps with torch.profiler, and summarise where their time went."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ KINDS = (
     ("copies", re.compile(r"memcpy|memset|aten::(copy_|fill_|cat)", re.IGNORECASE)),
     ("elementwise", re.compile(r"")),
 )
-"""Kind of a kernel, or on a CPU of an operator, by its name; the first that matches."""
+"""Kinds of kernels, or of operators on a CPU, with a pattern for their names; the first match counts."""
 NUM_OPERATORS = 10
-"""Operators in the summary."""
+"""Number of operators in the summary."""
 
 
 class ProfileWindow:
@@ -52,7 +52,7 @@ class ProfileWindow:
         self._num_steps = 0
 
     def before(self, step: int) -> None:
-        """Start recording if this is the first step of the window; call right before a step."""
+        """Start recording if this is the first step of the window; call this right before a step."""
         if step != self._first:
             return
         activities = [torch.profiler.ProfilerActivity.CPU]
@@ -65,7 +65,7 @@ class ProfileWindow:
         self._started = time.perf_counter()
 
     def after(self, step: int) -> None:
-        """Stop recording if this is the last step of the window; call right after a step."""
+        """Stop recording if this is the last step of the window; call this right after a step."""
         if self._profile is None:
             return
         self._num_steps += 1
@@ -73,7 +73,7 @@ class ProfileWindow:
             self.close()
 
     def close(self) -> None:
-        """Stop recording and write what was recorded, even of an incomplete window."""
+        """Stop recording and write the recorded data, even if the window is incomplete."""
         if self._profile is None:
             return
         if self._cuda:
@@ -104,11 +104,12 @@ class ProfileWindow:
 
 
 def summary_of(events: Iterable[Any], num_steps: int, wall_s: float, *, cuda: bool) -> JsonObject:
-    """Where the time of profiled steps went, from the events of their profile; seconds are those of one step.
+    """Summarise where the time of profiled steps went, from the events of their profile.
 
-    `share` is of each kind of work and ``idle``, `largest_seconds_per_step` has the longest operators.
-    On a GPU, kernels count, and what runs at the same time counts for each; idle is when none ran. On a CPU,
-    operators count without those that they call, and idle is when none ran, such as Python between them.
+    `share` has one entry per kind of work and one for ``idle``. Seconds are per step, and
+    `largest_seconds_per_step` contains the longest operators. On a GPU, the events are kernels, concurrent
+    kernels count in full, and ``idle`` is the time without a kernel. On a CPU, the events are operators, each
+    without the operators that it calls, and ``idle`` is the time without an operator, for example in Python.
     """
     wanted = "CUDA" if cuda else "CPU"
     by_kind = {kind: 0.0 for kind, _ in KINDS}
@@ -135,7 +136,7 @@ def summary_of(events: Iterable[Any], num_steps: int, wall_s: float, *, cuda: bo
 
 
 def covered_s(spans: Iterable[tuple[float, float]]) -> float:
-    """Seconds that at least one of the spans, from start to end, covers."""
+    """Return the number of seconds that at least one of the spans (start, end) covers."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))

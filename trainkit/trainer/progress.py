@@ -1,11 +1,11 @@
-"""The step and phase that a rank is in, and its watchdogs: of the deadline after a stop signal, and of hangs.
+"""Track the step and phase of a rank, and watch for hangs and for the deadline after a stop signal.
 
 The training thread writes, other threads read. Each update assigns one tuple, so readers see either the old
 or the new state without a lock. A step makes a handful of updates.
 
-Stacks are read in Python by a thread that holds the GIL, so the other threads are paused. faulthandler's C
-handler reads stacks of running threads, and crashed a busy process in about one of 250 calls; it is installed
-only for SIGQUIT, the last resort for a rank that never releases the GIL.
+A thread that holds the GIL reads stacks in Python, so the other threads are paused. faulthandler's C handler
+reads stacks of running threads, and crashed a busy process in about one of 250 calls. The handler is
+therefore installed only for SIGQUIT, the last resort for a rank that never releases the GIL.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ Phase = Literal[
 ]
 """The phases of a rank, in order.
 
-A pipeline alternates forward and backward passes: `forward_backward` covers both. `record` writes metrics. A
-loop of the user's own is `unwatched` where it says so, and after its last step.
+A pipeline alternates forward and backward passes, so `forward_backward` covers both kinds. `record` writes
+metrics. A training loop of the user is `unwatched` where the loop says so, and after its last step.
 """
 
 NUM_RECENT = 64
@@ -67,17 +67,17 @@ class CurrentPhase(NamedTuple):
     """The step and phase of a rank at one moment."""
 
     step: int | None
-    """The step being computed; None before the first."""
+    """The step being computed; None before the first step."""
     phase: Phase
     phase_index: int
-    """Phases entered since the step began; before the first step, since the process started."""
+    """Number of phases entered since the step began or, before the first step, since the process started."""
     since_s: float
     """Monotonic time at which the phase was entered."""
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Which rank this process is, as its records of failures and hangs say it."""
+    """Identifies this process in its records of failures and hangs."""
 
     rank: int
     node_rank: int
@@ -102,7 +102,7 @@ class Progress:
 
     @contextlib.contextmanager
     def within(self, phase: Phase) -> Iterator[None]:
-        """Enter a phase for the duration of the block, and afterwards the phase before it again."""
+        """Enter a phase for the duration of the block, then return to the previous phase."""
         before = self.current.phase
         self.enter(phase)
         yield
@@ -115,24 +115,24 @@ class Progress:
         self.current = CurrentPhase(step, "data", 0, now)
 
     def end_step(self) -> None:
-        """Record the duration of the step and enter phase `record`, which is not part of it."""
+        """Record the duration of the step and enter phase `record`, which is not part of any step."""
         self.enter("record")
         self._recent_s[self._num_steps % NUM_RECENT] = self.current.since_s - self._began_s
         self._num_steps += 1
 
     @property
     def last_step_s(self) -> float:
-        """The duration of the last step in seconds."""
+        """Return the duration of the last step in seconds."""
         return self._recent_s[(self._num_steps - 1) % NUM_RECENT]
 
     @property
     def median_step_s(self) -> float | None:
-        """The median duration of the recent steps in seconds; None before the first has ended."""
+        """Return the median duration of the recent steps in seconds; None before the first step has ended."""
         num_steps = self._num_steps
         return statistics.median(self._recent_s[:num_steps]) if num_steps else None
 
     def has_completed(self, phase: Phase) -> bool:
-        """Whether this process has completed this phase at least once; the first time may take long."""
+        """Return whether this process has completed this phase once; the first time may take long."""
         return phase in self._completed
 
 
@@ -140,19 +140,19 @@ POLL_S = 1.0
 EXIT_AFTER_S = 60.0
 """Seconds after which a hanging rank exits if its supervisor has not killed it."""
 SLOW_PHASE_LIMIT_S = 30 * 60.0
-"""Minimum time limit of slow phases: saving, and the first run of any phase, which may compile."""
+"""Minimum time limit of slow phases, which are saves and the first run of any phase, which may compile."""
 SLOW_PHASES: tuple[Phase, ...] = ("save", "end")
 UNWATCHED_PHASES: tuple[Phase, ...] = ("start", "rendezvous", "unwatched")
-"""Tokenising the data may take hours, and the startup barrier has its own timeout."""
+"""Phases without a time limit: tokenising data may take hours, and the startup barrier has a timeout."""
 CONNECT_LIMIT_S = 240.0
-"""All ranks are there and have only to connect, which takes seconds; `requeue.hang_min_s` can raise it."""
+"""Time limit of phase `connect`, which takes seconds; `requeue.hang_min_s` can raise the limit."""
 SUSPENDED_S = 10.0
-"""A longer gap between two checks means that the process was suspended; that time does not count."""
+"""A longer gap between two checks means that the process was suspended, so the gap does not count."""
 NUM_COLLECTIVES = 200
 
 
 def _print_line(text: str) -> None:
-    """Print a line to stderr, not through the log, whose lock the hanging thread may hold."""
+    """Print a line to stderr, not through the log, because the hanging thread may hold the log's lock."""
     with contextlib.suppress(OSError):  # a full disk must not end the watchdog
         os.write(2, f"{text}\n".encode())
 
@@ -167,7 +167,7 @@ class Hang:
 
 
 def phase_limit_s(phase: Phase, progress: Progress, policy: RequeuePolicy) -> float | None:
-    """The time limit of a phase in seconds; None for phases without one."""
+    """Return the time limit of a phase in seconds, or None for phases without a limit."""
     if policy.hang_factor is None or phase in UNWATCHED_PHASES:
         return None
     if phase == "connect":
@@ -181,25 +181,27 @@ def phase_limit_s(phase: Phase, progress: Progress, policy: RequeuePolicy) -> fl
 
 
 def thread_stacks() -> dict[str, list[str]]:
-    """Thread -> its frames, innermost first; the main thread comes first, the calling one is left out."""
+    """Return thread -> frames, innermost first; the main thread comes first, this thread is omitted."""
     frames = sys._current_frames()
     del frames[threading.get_ident()]
     main = threading.main_thread().ident
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     order = sorted(frames, key=lambda ident: ident != main)
-    # Threads started by C++ have no name, and names may repeat.
+    # The identifier is needed because threads started by C++ have no name, and names may repeat.
     return {f"{names.get(ident, 'native')} {ident:#x}": _walk(frames[ident]) for ident in order}
 
 
 def _walk(innermost: FrameType) -> list[str]:
-    """The frames of a thread, innermost first."""
+    """Return the frames of a thread, innermost first."""
     frames = traceback.walk_stack(innermost)
     return [f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{line})" for frame, line in frames]
 
 
 def write_flight_record(attempt: AttemptDir, rank: int, device: str) -> None:
-    """Write which collectives this rank has called, for `job.flight_records`, where torch records them."""
-    from trainkit.trainer.torch_private import flight_record  # this module is imported before torch
+    """Write the collectives that this rank has called, for `job.flight_records`, if torch records them."""
+    from trainkit.trainer.torch_private import (
+        flight_record,
+    )  # imported late, because this module is imported before torch
 
     if (record := flight_record(device, NUM_COLLECTIVES)) is not None:
         ensure_folder(attempt.stacks_dir)
@@ -207,10 +209,10 @@ def write_flight_record(attempt: AttemptDir, rank: int, device: str) -> None:
 
 
 class Watchdog:
-    """Answers `trainkit stacks`, and ends this rank where it hangs or is still running at its deadline.
+    """Answers `trainkit stacks`, and ends this rank if it hangs or still runs at its deadline.
 
-    It reports a hang in the attempt's folder, and the supervisor ends all ranks. One that it does not end
-    exits with code 70.
+    The watchdog reports a hang in the attempt's folder, and the supervisor then ends all ranks. A rank that
+    the supervisor does not end exits with code 70.
     """
 
     def __init__(
@@ -219,27 +221,27 @@ class Watchdog:
         self._attempt, self._rank_info = attempt, rank_info
         self._progress, self._stop = progress, stop
         self._file = attempt.rank_stacks(rank_info.rank)
-        """The stacks of this rank."""
+        """File for the stacks of this rank."""
         self._checked_s = self._resumed_s = time.monotonic()
 
     def listen(self) -> None:
-        """Start answering requests for stacks and SIGQUIT."""
+        """Start to answer SIGQUIT and requests for stacks."""
         try:
             ensure_folder(self._file.parent)
-            # Opened here, since the C handler cannot open a file.
+            # Open the file here, because the C handler cannot open it.
             faulthandler.register(signal.SIGQUIT, self._file.open("a"), all_threads=True)
         except OSError as error:
             log.error(f"cannot write stacks to {self._file} ({error})")
         threading.Thread(target=self._answer, name="stacks", daemon=True).start()
 
     def watch(self, plan: LaunchPlan) -> None:
-        """Start watching the deadline after a stop signal, and hangs unless the config disables that."""
+        """Start to watch the deadline after a stop signal, and hangs unless the config disables this."""
         threading.Thread(target=self._watch_deadline, args=(plan,), name="deadline", daemon=True).start()
         if plan.requeue.hang_factor is not None:
             threading.Thread(target=self._watch_hangs, args=(plan,), name="watchdog", daemon=True).start()
 
     def close(self) -> None:
-        """Remove the file of the stacks if it is empty."""
+        """Remove the file for the stacks if it is empty."""
         faulthandler.unregister(signal.SIGQUIT)
         with contextlib.suppress(OSError):
             if self._file.stat().st_size == 0:
@@ -277,7 +279,7 @@ class Watchdog:
     def _watch_deadline(self, plan: LaunchPlan) -> None:
         """Exit with code 70 shortly before `grace_s` seconds have passed since a stop signal.
 
-        Writes the stacks of all threads first. A checkpoint that is being written is not published.
+        The stacks of all threads are written first. A checkpoint that is being written is not published.
         """
         allowed_s = max(0.0, plan.grace_s - min(10.0, 0.2 * plan.grace_s))
         self._stop.received.wait()
@@ -310,7 +312,7 @@ class Watchdog:
                 record.unlink(missing_ok=True)
 
     def find_hang(self, now_s: float, policy: RequeuePolicy) -> Hang | None:
-        """The hang of this rank, or None; call about once per second."""
+        """Return the hang of this rank, or None; call this about once per second."""
         if now_s > self._checked_s + SUSPENDED_S:
             self._resumed_s = now_s
         self._checked_s = now_s
@@ -319,11 +321,11 @@ class Watchdog:
         waited_s = now_s - max(current.since_s, self._resumed_s)
         if limit is None or waited_s < policy.hang_min_s / 2:
             return None
-        # A hang of one rank ends all ranks: those with a longer limit report their state before that.
+        # A hang of one rank ends all ranks, so ranks with a longer limit report their state now.
         return Hang(current, waited_s, limit) if waited_s > limit or self._others_hang() else None
 
     def _others_hang(self) -> bool:
-        """Whether a rank currently reports a hang; a rank that makes progress again removes its report."""
+        """Return whether a rank reports a hang; a rank that makes progress again removes its report."""
         try:
             return any(self._attempt.hangs_dir.glob("rank-*.json"))
         except OSError:
@@ -337,7 +339,7 @@ class Watchdog:
         ensure_folder(self._attempt.hangs_dir)
         record = {**vars(self._rank_info), "step": step, "phase": phase, "beat": phase_index}
         record |= {"waited_s": round(hang.waited_s, 3), "limit_s": round(hang.limit_s, 3)}
-        # Of the main thread, which runs the training loop.
+        # Record the stack of the main thread, which runs the training loop.
         stack = _walk(sys._current_frames()[threading.main_thread().ident or 0])
         record |= {"usual_s": self._progress.median_step_s, "time": utc_now(), "stack": stack}
         write_json(file, record)
@@ -345,7 +347,7 @@ class Watchdog:
         write_flight_record(self._attempt, self._rank_info.rank, device)
 
     def _wait_for_progress(self, hang: Hang, poll_s: float) -> None:
-        """Wait until there is progress again; exit with code 70 if there is none for `EXIT_AFTER_S`."""
+        """Wait until the rank makes progress; exit with code 70 if it makes none for `EXIT_AFTER_S`."""
         exit_s = time.monotonic() + EXIT_AFTER_S
         while self._progress.current == hang.current:
             if time.monotonic() > exit_s:

@@ -1,10 +1,12 @@
-"""Quantized storage: frozen linear layers in 4 bits under adapters, and running averages of AdamW in 8 bits.
+"""Store tensors quantized: frozen linear layers under adapters in 4 bits, averages of AdamW in 8 bits.
 
-4 bits are the NormalFloat of QLoRA, arXiv 2305.14314. 8 bits are a code per element, and a float32 scale per
-block of a matrix row: block-wise dynamic quantization, "8-bit Optimizers via Block-wise Quantization" (arXiv
-2110.02861), except: blocks do not cross rows, so that ranks can shard rows without cutting a block; a scale
-has the sign of its block's largest element, which is therefore exact even if negative; and a square is never
-rounded to 0, where the update would divide by eps alone.
+4-bit weights use the NormalFloat of QLoRA (arXiv 2305.14314). An 8-bit average has a code per element, and a
+float32 scale per block of a matrix row, as in "8-bit Optimizers via Block-wise Quantization" (arXiv
+2110.02861). trainkit differs from the paper in three points:
+
+- Blocks do not cross rows, so that ranks can shard rows without cutting a block.
+- A scale has the sign of its block's largest element, which is therefore exact even if negative.
+- A square is never rounded to 0, because the update would then divide by eps alone.
 """
 
 from __future__ import annotations
@@ -24,13 +26,13 @@ from trainkit.plan.step_work import row_blocks
 from trainkit.trainer.models.model import ReadWeight
 
 BLOCK = 64
-"""Weights that share a scale; QLoRA's."""
+"""Number of weights that share a scale, as in QLoRA."""
 SCALE_BLOCK = 256
-"""Scales that share a scale of their own."""
+"""Number of scales that share a second-level scale."""
 
 
 def _bitsandbytes() -> Any:
-    # It warns of a kernel for inference that it does not find.
+    # Silence bitsandbytes, which warns that a kernel for inference is missing.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     import bitsandbytes.functional as functional
 
@@ -38,9 +40,10 @@ def _bitsandbytes() -> Any:
 
 
 class NF4Linear(nn.Module):
-    """A frozen linear layer with a weight of 4 bits, scales of 8 bits, and its bias as it was.
+    """A frozen linear layer with a 4-bit weight, 8-bit scales, and an unchanged bias.
 
-    Its buffers are empty until `quantize`, and not in checkpoints: the weight is read at every start.
+    The buffers are empty until `quantize`. Checkpoints do not contain them, because the weight is read at
+    every start.
     """
 
     packed: Tensor
@@ -55,17 +58,17 @@ class NF4Linear(nn.Module):
         self.bias = linear.bias
         for name in ("packed", "scales", "offset", "scales_of_scales", "codes_of_scales"):
             self.register_buffer(name, None, persistent=False)
-        # Not as a decorator, which would import the compiler into every run.
+        # A decorator would import the compiler into every run.
         self.forward = torch.compiler.disable(self.forward)  # type: ignore[method-assign, no-untyped-call]
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns of the weight."""
+        """Return the number of rows and columns of the weight."""
         return self.out_features, self.in_features
 
     @torch.no_grad()
     def quantize(self, weight: Tensor) -> None:
-        """Set the weight, float [out, in], on the device where it is."""
+        """Set the weight, float [out, in], on the device of `weight`."""
         assert weight.shape == self.shape
         self.packed, state = _bitsandbytes().quantize_4bit(
             weight.float().contiguous(), blocksize=BLOCK, quant_type="nf4", compress_statistics=True
@@ -74,7 +77,7 @@ class NF4Linear(nn.Module):
         self.scales_of_scales, self.codes_of_scales = state.state2.absmax, state.state2.code
 
     def weight_in(self, dtype: torch.dtype) -> Tensor:
-        """The weight that the layer multiplies with, [out, in]."""
+        """Return the weight with which the layer multiplies, [out, in]."""
         functional = _bitsandbytes()
         scales = functional.QuantState(
             self.scales_of_scales, code=self.codes_of_scales, blocksize=SCALE_BLOCK, dtype=torch.float32
@@ -98,7 +101,7 @@ class NF4Linear(nn.Module):
 
 
 class _Multiply(torch.autograd.Function):
-    """Multiplies with the weight of an `NF4Linear`, which it computes again in the backward pass."""
+    """Multiplies with the weight of an `NF4Linear`, and dequantizes it again in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: NF4Linear) -> Tensor:
@@ -112,9 +115,9 @@ class _Multiply(torch.autograd.Function):
 
 
 def quantize_linears(model: nn.Module, but: Collection[nn.Module]) -> int:
-    """Replace the frozen linear layers of a model, except those in `but` and tied ones; returns how many.
+    """Replace the frozen linear layers of a model, except tied layers and layers in `but`; return a count.
 
-    The parameters are on the meta device; `read_quantized` reads them.
+    The parameters stay on the meta device until `read_quantized` reads them.
     """
     uses = Counter(
         id(param) for _, param in model.named_parameters(remove_duplicate=False) if not param.requires_grad
@@ -130,18 +133,18 @@ def quantize_linears(model: nn.Module, but: Collection[nn.Module]) -> int:
 
 
 def quantized_layers(model: nn.Module) -> dict[str, NF4Linear]:
-    """The quantised layers of a model by name."""
+    """Return the quantized layers of a model by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, NF4Linear)}
 
 
 def read_quantized(model: nn.Module, read: ReadWeight, device: torch.device) -> None:
-    """Read and quantise the weights of all quantised layers, one after the other, on the device."""
+    """Read and quantize the weights of all quantized layers, one after the other, on the device."""
     for name, layer in quantized_layers(model).items():
         layer.quantize(read(f"{name}.weight", [slice(0, size) for size in layer.shape]).to(device))
 
 
 def restore_linears(model: nn.Module) -> None:
-    """Replace the quantised layers by linear ones in float32 with the same function."""
+    """Replace the quantized layers by float32 linear layers that compute the same function."""
     for name, layer in quantized_layers(model).items():
         linear = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
         linear.weight = nn.Parameter(layer.weight_in(torch.float32), requires_grad=False)
@@ -150,23 +153,23 @@ def restore_linears(model: nn.Module) -> None:
 
 
 MIN_ELEMENTS = 4096
-"""Smaller parameters keep float32 averages: they take little memory."""
+"""Number of elements below which a parameter keeps float32 averages, which then take little memory."""
 MIN_ROW = 64
-"""So do parameters with shorter rows, whose scales would take much of what the codes save."""
+"""Row length below which a parameter keeps float32 averages, because its scales would need much memory."""
 DECADES = 7
 SMALLEST_SQUARE = 1e-7
-"""The smallest value of a square, relative to the largest of its block."""
+"""The smallest value of a square, relative to the largest square of its block."""
 
 
 def is_quantized(param: Tensor) -> bool:
-    """Whether adamw_8bit keeps the running averages of a parameter in 8 bits; equal on every layout."""
+    """Return whether adamw_8bit keeps a parameter's averages in 8 bits, which is the same on every layout."""
     return param.dim() > 1 and param.numel() >= MIN_ELEMENTS and param.shape[1:].numel() >= MIN_ROW
 
 
 def code_values(*, is_signed: bool) -> Tensor:
-    """The values of the 256 codes, relative to a scale: float32 [256], ascending up to 1.
+    """Return the values of the 256 codes relative to a scale, float32 [256], ascending up to 1.
 
-    Each of seven decades has twice as many values as the one below it.
+    Each of seven decades has twice as many values as the decade below.
     """
     values = [0.0 if is_signed else SMALLEST_SQUARE, 1.0]
     for decade in range(DECADES):
@@ -182,19 +185,19 @@ class QuantizedAverage:
     """One running average of this rank's shard of a parameter, in 8 bits."""
 
     codes: Tensor
-    """uint8, of the shape of the shard."""
+    """The codes, uint8, in the shape of the shard."""
     scales: Tensor
-    """float32 [rows, blocks per row]."""
+    """The scales, float32 [rows, blocks per row]."""
     values: Tensor
-    """The `code_values`."""
+    """The values of the codes, from `code_values`."""
     part: int
-    """Elements of each part of a row."""
+    """Number of elements in a part of a row; each part has whole blocks."""
     num_blocks: int
-    """Blocks per part."""
+    """Number of blocks in a part of a row."""
 
     @classmethod
     def zeros(cls, shard: Tensor, param: Tensor, name: str, values: Tensor) -> QuantizedAverage:
-        """A running average of zeros, of a shard of a parameter.
+        """Return a running average of zeros for a shard of a parameter.
 
         Raises FatalError if tensor parallelism has cut a block.
         """
@@ -204,15 +207,15 @@ class QuantizedAverage:
             raise FatalError(
                 f"optimizer.name is adamw_8bit, but tensor parallelism cuts a block: a rank has {row} of the"
                 f" {whole_row} elements of a row of {name}",
-                hint=f"shard its rows into parts of a multiple of {part} elements, or use adamw",
+                hint=f"shard its rows into chunks of a multiple of {part} elements, or use adamw",
             )
         codes = torch.zeros_like(shard, dtype=torch.uint8)
-        # With a scale of 0, every code stands for 0.
+        # If the scale is 0, every code stands for 0.
         scales = torch.zeros(shard.shape[0], row // part * num_blocks, device=shard.device)
         return cls(codes, scales, values, part, num_blocks)
 
     def split(self, rows: int) -> list[QuantizedAverage]:
-        """The average of some rows at a time; each is a view of this one."""
+        """Return the averages of groups of `rows` rows, as views of this average."""
         pieces = zip(torch.split(self.codes, rows), torch.split(self.scales, rows), strict=True)
         return [
             QuantizedAverage(codes, scales, self.values, self.part, self.num_blocks)
@@ -220,7 +223,7 @@ class QuantizedAverage:
         ]
 
     def parts(self) -> tuple[Tensor, Tensor]:
-        """Views of the codes and scales with a part of a row in each row; see `of_parts`."""
+        """Return views of the codes and scales that have one part of a row per row; see `of_parts`."""
         return self.codes.view(-1, self.part), self.scales.view(-1, self.num_blocks)
 
     @classmethod
@@ -228,7 +231,7 @@ class QuantizedAverage:
         return cls(codes, scales, values, codes.shape[1], scales.shape[1])
 
     def dequantize(self) -> Tensor:
-        """The average in float32, of the shape and strides of the shard."""
+        """Return the average in float32, with the shape and strides of the shard."""
         relative = self.values.index_select(0, self.codes.flatten().int())
         average = self._without_blocks(self._in_blocks(relative) * self.scales.view(-1, 1))
         if self.codes.is_contiguous():
@@ -237,7 +240,7 @@ class QuantizedAverage:
         return torch.empty_like(self.codes, dtype=torch.float32).copy_(average)
 
     def quantize(self, average: Tensor, skip: Tensor) -> None:
-        """Round a float32 average of the shape of the shard to 8 bits, or change nothing if `skip` is 1."""
+        """Round a float32 average in the shape of the shard to 8 bits; change nothing if `skip` is 1."""
         blocks = self._in_blocks(average.flatten())
         least, most = blocks.aminmax(dim=1, keepdim=True)
         scales = most.where(most >= -least, least)
@@ -248,13 +251,13 @@ class QuantizedAverage:
         self.scales.copy_(self.scales.where(is_skipped, scales.view_as(self.scales)))
 
     def _in_blocks(self, elements: Tensor) -> Tensor:
-        """The elements of the shard, row by row, as [blocks, elements per block]; zeros fill up a block."""
+        """Return the shard's elements, row by row, as [blocks, elements per block]; zeros fill up a block."""
         size = -(-self.part // self.num_blocks)
         padding = size * self.num_blocks - self.part
         parts = elements.view(-1, self.part)
         return (F.pad(parts, (0, padding)) if padding else parts).view(-1, size)
 
     def _without_blocks(self, blocks: Tensor) -> Tensor:
-        """The inverse of `_in_blocks`, in the shape of the shard."""
+        """Undo `_in_blocks`, and return the elements in the shape of the shard."""
         parts = blocks.view(-1, self.num_blocks * blocks.shape[1])
         return parts[:, : self.part].reshape(self.codes.shape)

@@ -1,4 +1,4 @@
-"""What a run begins with: the state of its newest checkpoint, or initial values; and what it says of it."""
+"""Load the state with which an attempt starts, from a checkpoint or initial values, and announce it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ log = getLogger(__name__)
 
 
 def check_same_data(task: AnyTask, world: World) -> None:
-    """Raise FatalError on ranks whose data differs from that of rank 0."""
+    """Raise FatalError on ranks whose data differs from the data of rank 0."""
     identity = [task.train_data.fingerprint, val_fingerprint(task)]
     if broadcast_from_main(identity, world) != identity:
         hint = "put the data on a filesystem that all nodes share"
@@ -45,17 +45,17 @@ def check_same_data(task: AnyTask, world: World) -> None:
 
 
 def val_fingerprint(task: AnyTask) -> str:
-    """The fingerprint of the validation data; empty without any."""
+    """Return the fingerprint of the validation data, or "" without validation data."""
     return "" if task.val_data is None else task.val_data.fingerprint
 
 
 def refuse_other_run(checkpoint: Checkpoint, manifest: Manifest, task: AnyTask) -> None:
-    """Raise FatalError if a checkpoint is of another optimizer, or of other samples."""
+    """Raise FatalError if a checkpoint was saved with another optimizer or other samples."""
     name, before, optimizer = checkpoint.path.name, manifest.optimizer, task.config.optimizer.name
     for key, value in task.data_identity().items():
         saved = manifest.data.get(key)
         if saved == value or (saved is None and key == BASE_FINGERPRINT):
-            continue  # older checkpoints of tasks lack the fingerprint, and have the frozen weights
+            continue  # older checkpoints of tasks contain the frozen weights instead of this fingerprint
         changed = (
             "the training data has changed" if key == "fingerprint" else f"{key} is {value}, was {saved}"
         )
@@ -76,7 +76,7 @@ def resume(
     tensors: StateTensors,
     own: OwnState | None,
 ) -> TrainingState:
-    """Load the chosen checkpoint, if there is one, and return its training state."""
+    """Load the chosen checkpoint, if any, and return its training state."""
     config, best_metric = task.config, None
     if config.checkpoint.best_metric is not None:
         best_metric = f"{config.checkpoint.best_metric} {config.checkpoint.best_mode}"
@@ -100,7 +100,7 @@ def resume(
         log.warning("the validation data has changed: its losses cannot be compared with earlier ones")
         state.best_value = state.best_step = None
     if state.best_metric not in (None, best_metric):
-        log.warning(f"the best checkpoint was that of {state.best_metric}, and is now that of {best_metric}")
+        log.warning(f"checkpoint.best_metric was {state.best_metric} and is now {best_metric}")
         state.best_value = state.best_step = None
     state.best_metric = best_metric
     if world.is_main:
@@ -110,9 +110,10 @@ def resume(
 
 
 def last_step(plan: LaunchPlan, task: AnyTask, state: TrainingState) -> tuple[int, int | None]:
-    """The number of the last step, and the position after the last sample of the epochs.
+    """Return the last step, and the position after the last sample of the epochs.
 
-    Epochs end with the current batch size. Without them only `train.steps` ends the training: None.
+    The last step follows from the epochs and the current batch size. Without epochs, `train.steps` is the
+    last step and the position is None.
     """
     train, num_samples = task.config.train, task.train_data.num_samples
     if train.epochs is None:
@@ -124,7 +125,7 @@ def last_step(plan: LaunchPlan, task: AnyTask, state: TrainingState) -> tuple[in
 
 
 def manifest_record(plan: LaunchPlan, task: AnyTask) -> dict[str, object]:
-    """The fields of a checkpoint's manifest besides the training state."""
+    """Return the fields of a checkpoint's manifest, except the training state."""
     config = task.config
     text = json.dumps(config.model_dump(mode="json", by_alias=True), sort_keys=True)
     return {
@@ -157,7 +158,7 @@ def announce(
         if config.precision.tf32:
             log.info("matrices are multiplied in TF32 (precision.tf32)")
     log.info(f"data {task.describe_data()}")
-    # A task's own optimizers have rates of their own.
+    # The optimizers of a task have separate learning rates.
     is_own = isinstance(task, UserTask) and type(task.task).optimizers is not Task.optimizers
     peak_lr = "" if is_own else f"; peak lr {plan.lr:g}"
     log.info(
@@ -179,13 +180,13 @@ def announce(
 
 
 def computed_on(device: torch.device) -> dict[str, str | int | None]:
-    """The hardware and libraries on which the bits of results depend."""
+    """Return the hardware and libraries that determine the bits of the results."""
     found: dict[str, str | int | None] = {"torch": torch.__version__, "threads": torch.get_num_threads()}
     if device.type != "cuda":
         name = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        instructions = torch.backends.cpu.get_cpu_capability()  # that torch uses
+        instructions = torch.backends.cpu.get_cpu_capability()  # the instruction set that torch uses
         return {**found, "processor": f"{name[1] if name else 'CPU'} with {instructions}"}
-    with contextlib.suppress(PackageNotFoundError):  # a build of torch without it
+    with contextlib.suppress(PackageNotFoundError):  # some builds of torch have no triton
         found["triton"] = version("triton")
     nccl = torch.cuda.nccl.version() if dist.is_nccl_available() else ()  # type: ignore[no-untyped-call]
     return {

@@ -1,10 +1,10 @@
-"""How long each rank computes before it first waits for another one.
+"""Measure how long each rank computes before it first waits for another rank.
 
-A rank that is slow makes all ranks slow, because of the collectives, so the duration of a step tells none
-apart. What differs is the time between the last collective of a step and the first of the next one: the
-update, the wait for data, and without sharded parameters the forward pass. At the end of a window of steps,
-every rank adds its mean times to the all-reduce that each step has anyway, and capabilities on rank 0 see
-them.
+A slow rank makes all ranks slow, because of the collectives, so step durations do not show which rank is
+slow. The time between the last collective of a step and the first collective of the next step does. This time
+covers the update, the wait for data and, without sharded parameters, the forward pass. At the end of a window
+of steps, every rank adds its mean times to the all-reduce of the step, and capabilities on rank 0 read the
+times.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from trainkit.trainer.distributed import World, gather_from_all, record_event
 
 log = getLogger(__name__)
 WINDOW = 10
-"""Steps whose times are reported together."""
+"""Number of steps whose times are reported together."""
 NUM_TIMES = 2
-"""Times of a rank in a report: waiting for data, and computing."""
+"""Number of times of a rank in a report: waiting for data, and computing."""
 Times = tuple[float, float]
 LAG = 2
-"""Steps after which the events of a GPU are certainly complete: the host runs at most one step ahead."""
+"""Number of steps after which the events of a GPU are complete, since the host runs at most a step ahead."""
 
 
 def is_reported(step: int, world: World) -> bool:
-    """Whether the all-reduce of a step has the times of the ranks: the last one of a window."""
+    """Return whether the all-reduce of a step contains the ranks' times, as at the end of a window."""
     return world.size > 1 and step % WINDOW == 0
 
 
 def typical_times(steps: Sequence[Times]) -> Times:
-    """The mean of the times of some steps, without the longest: page faults make no rank slow."""
+    """Return the mean times of some steps without the longest step, which may be due to page faults."""
     if len(steps) < 2:
         return steps[0] if steps else (0.0, 0.0)
     longest = max(steps, key=sum)
@@ -51,10 +51,7 @@ def typical_times(steps: Sequence[Times]) -> Times:
 
 
 class StepClock:
-    """Measures the times of this rank; never waits for the device.
-
-    On a GPU the times are those of its stream.
-    """
+    """Measures the times of this rank, on a GPU the times of its stream, without waiting for the device."""
 
     def __init__(self, world: World, layout: Layout) -> None:
         self._world = world
@@ -63,32 +60,32 @@ class StepClock:
         self._data_s = 0.0
         self._marks: list[float | torch.cuda.Event] = []
         self._past: list[tuple[float, list[float | torch.cuda.Event]]] = []
-        """Of the completed steps that are not reported yet."""
+        """Times of the completed steps that are not reported yet."""
 
     def begin_step(self, data_wait_s: float) -> None:
-        """Call once the batch is there, before the forward pass."""
+        """Begin to measure a step; call this when the batch is available, before the forward pass."""
         self._data_s = data_wait_s
         self._marks = [self._now(), self._now()]
 
     def end_forward(self) -> None:
-        """Call before the first collective of the backward pass."""
+        """End the measured forward pass; call this before the first collective of the backward pass."""
         if self._has_local_forward:
             self._marks[1] = self._now()
 
     def begin_update(self) -> None:
-        """Call after the last collective of the step."""
+        """Begin to measure the update; call this after the last collective of the step."""
         self._marks.append(self._now())
 
     def end_update(self) -> None:
-        """Call after the update."""
+        """End the measured update; call this after the update."""
         self._marks.append(self._now())
         if self._world.size > 1:
             self._past.append((self._data_s, self._marks))
 
     def report(self) -> torch.Tensor:
-        """The times since the last report as the terms of this rank, float64 [ranks x 2].
+        """Return this rank's terms of the times since the last report, float64 [ranks x 2].
 
-        Zeros if no step was completed since.
+        The terms are zero if no step was completed since the last report.
         """
         num_ready = max(0, len(self._past) - (LAG - 1 if self._uses_events else 0))
         ready, self._past = self._past[:num_ready], self._past[num_ready:]
@@ -114,15 +111,15 @@ class StepClock:
 
 
 def _elapsed_s(first: Any, last: Any) -> float:
-    """The seconds between two results of `StepClock._now`."""
+    """Return the seconds between two results of `StepClock._now`."""
     return float(last - first if isinstance(first, float) else first.elapsed_time(last) / 1e3)
 
 
 class RankObservers:
-    """The capabilities that look at the times of all ranks, on rank 0: an error of one ends nothing."""
+    """The capabilities that observe the times of all ranks, on rank 0; their errors do not end the run."""
 
     def __init__(self, attempt: AttemptDir, plan: LaunchPlan, world: World) -> None:
-        """All ranks must call it."""
+        """Set up the observers; all ranks must call this, because it gathers the host names."""
         hosts = gather_from_all(own_host(), world)
         self._attempt, self._own = attempt, list[tuple[str, RankObserver]]()
         if world.is_main and world.size > 1:
@@ -131,14 +128,14 @@ class RankObservers:
             self._own = self._guard.each(lambda one: one.rank_observer(plan, ranks))
 
     def add(self, step: int, times: Sequence[float], step_s: float) -> None:
-        """Take in a step, and record the events that follow."""
+        """Pass a step to the observers, and record the events that they return."""
         for name, observer in self._own:
             for event, values in self._guard.call(name, _events, observer, step, times, step_s) or ():
                 record_event(self._attempt, event, **values)
 
     @property
     def values(self) -> dict[str, float | str]:
-        """The values for the next record of the metrics."""
+        """Return the values for the next record of the metrics."""
         found: dict[str, float | str] = {}
         for name, observer in self._own:
             found |= self._guard.call(name, _values, observer) or {}
@@ -148,17 +145,17 @@ class RankObservers:
 def _events(
     observer: RankObserver, step: int, times: Sequence[float], step_s: float
 ) -> list[tuple[str, Mapping[str, object]]]:
-    """The events of an observer; raises an error for one that cannot be recorded."""
+    """Return the events of an observer; raise an error for an event that cannot be recorded."""
     found = [(event, dict(values)) for event, values in observer.add(step, times, step_s)]
     json.dumps(found)
     for event, values in found:
         if reserved := {"time", "attempt", "event"} & values.keys():
-            raise ValueError(f"an event {event} has no {', '.join(sorted(reserved))} of its own")
+            raise ValueError(f"event {event} has the reserved keys {', '.join(sorted(reserved))}")
     return [*found]
 
 
 def _values(observer: RankObserver) -> dict[str, float | str]:
-    """The values of an observer; raises an error for those that cannot be recorded."""
+    """Return the values of an observer; raise an error for values that cannot be recorded."""
     found = dict(observer.values)
     json.dumps(found)
     return found

@@ -1,7 +1,7 @@
-"""One small all-reduce per step, in which the ranks agree on everything that must be equal on all of them.
+"""Make the ranks agree on everything that must be equal on all of them, with one small all-reduce per step.
 
-It carries the loss, the number of tokens, the time spent waiting for data, whether a rank was asked to stop,
-whether a checkpoint is due, and how long each rank computed on its own. Logging, clipping and signals need no
+The all-reduce carries the loss, the number of tokens, the wait for data, whether a rank got a stop signal,
+whether a checkpoint is due, and how long each rank computed by itself. Logging, clipping and signals need no
 other communication.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from trainkit.trainer.distributed import World
 
 LOSS_OF = "{}_loss"
-"""The metric with the loss of an optimizer that takes turns."""
+"""Name of the metric with the loss of an optimizer that takes turns."""
 
 
 @dataclass(frozen=True)
@@ -27,23 +27,24 @@ class StepReport:
 
     num_tokens: int
     loss: float
-    """Mean over the valid tokens of all ranks."""
+    """Mean loss over the valid tokens of all ranks."""
     grad_norm: float
     finite: bool
     stop: bool
     save: bool
     data_wait_s: float
-    """Mean over the ranks."""
+    """Mean over the ranks, in seconds."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The metrics of a user's task, each divided by its count."""
     rank_times: tuple[float, ...] = ()
-    """The terms of `StepClock.report` of all ranks; empty without any."""
+    """The terms of `StepClock.report` of all ranks; empty in a step without a report."""
 
 
 def join_turns(turns: Sequence[tuple[str, StepReport]]) -> StepReport:
-    """The report of a step from those of the optimizers that took turns in it.
+    """Combine the reports of the optimizers that took turns in a step.
 
-    Its loss is the sum of their losses, which are metrics too; its gradient has the parameters of them all.
+    The loss is the sum of their losses, which are also metrics. The gradient covers the parameters of all
+    optimizers.
     """
     name, first = turns[0]
     if not name:
@@ -71,20 +72,20 @@ def all_reduce_sum(values: Tensor, world: World) -> Tensor:
 
 
 def copy_from_main(tensors: Sequence[Tensor], world: World) -> None:
-    """Give tensors the values that they have on rank 0, in place, with one collective per dtype."""
+    """Set tensors to their values on rank 0, in place, with one collective per dtype."""
     if not world.distributed:
         return
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         same = [tensor for tensor in tensors if tensor.dtype == dtype]
         flat = torch.cat([tensor.reshape(-1) for tensor in same])
         dist.broadcast(flat, src=0)
-        parts = torch.split(flat, [tensor.numel() for tensor in same])
-        for tensor, part in zip(same, parts, strict=True):
-            tensor.copy_(part.view(tensor.shape))
+        chunks = torch.split(flat, [tensor.numel() for tensor in same])
+        for tensor, chunk in zip(same, chunks, strict=True):
+            tensor.copy_(chunk.view(tensor.shape))
 
 
 def any_rank(flag: bool, world: World) -> bool:
-    """Whether the flag is set on at least one rank; a collective, so every rank must call it."""
+    """Return whether the flag is set on at least one rank; every rank must call this, as a collective."""
     if not world.distributed:
         return flag
     return bool(all_reduce_sum(torch.tensor([float(flag)], device=world.device), world).item())
@@ -93,15 +94,15 @@ def any_rank(flag: bool, world: World) -> bool:
 def pack_report(
     world: World, sums: Tensor, num_tokens: int | None, stop: bool, save: bool, data_wait_s: float
 ) -> Tensor:
-    """This rank's terms of the step report, float64 [5 + 2 x metrics] on the device.
+    """Return this rank's terms of the step report, float64 [5 + 2 x metrics] on the device.
 
-    `sums`: the loss, or without `num_tokens` the loss, what it is divided by, and such a pair per metric.
+    `sums` is the loss. Without `num_tokens`, `sums` has the loss and its divisor, and such a pair per metric.
     """
     sums = sums.detach().double().view(-1)
     numbers = [float(stop), float(save), data_wait_s]
     if num_tokens is not None:
         numbers.insert(0, float(num_tokens * world.counts_samples))
-    # Pinned, since a copy from pageable memory would wait for all enqueued kernels.
+    # Pin the numbers, because a copy from pageable memory would wait for all enqueued kernels.
     host = torch.tensor(numbers, dtype=torch.float64, pin_memory=world.device.type == "cuda")
     rest = host.to(world.device, non_blocking=True)
     return torch.cat((sums, rest) if num_tokens is not None else (sums[:2], rest, sums[2:]))
@@ -110,7 +111,7 @@ def pack_report(
 class ReportReadback:
     """Copies the step report to the host without stalling the device.
 
-    Create it before the optimizer's kernels are enqueued, and call `finish` afterwards: the host then waits
+    Create it before the optimizer's kernels are enqueued, and call `finish` afterwards. The host then waits
     only for the gradients, while the device computes the update.
     """
 
@@ -123,11 +124,11 @@ class ReportReadback:
         num_times: int = 0,
         own: Sequence[Tensor] = (),
     ) -> None:
-        """`num_times`: times after the terms of `pack_report`; `own`: float64 [] each, of this rank alone."""
+        """`num_times` is the number of times in `totals`; `own` are values of this rank, float64 [] each."""
         self._world, self._metric_names, self._num_times = world, metric_names, num_times
         self._num_own = len(own)
         self.own: tuple[float, ...] = ()
-        """The values of this rank alone, after `finish`."""
+        """The values of this rank alone; empty before `finish`."""
         self._event: torch.cuda.Event | None = None
         self._host = values = torch.cat(
             (totals, grad_norm.double().view(1), *(value.view(1) for value in own))

@@ -1,7 +1,8 @@
-"""The batches of a stream: training data that is read in one order and has no length.
+"""Build the batches of a stream: training data that is read in one order and has no length.
 
-Every data-parallel rank reads all samples and collates its own: those that it would have of map-style data. A
-checkpoint has the position in the stream after its step, not that of the process that reads ahead.
+Every data-parallel rank reads all samples and collates only its own samples, which are the same as for
+map-style data. A checkpoint contains the position in the stream after its step, not the position of the
+process that reads ahead.
 """
 
 from __future__ import annotations
@@ -36,22 +37,22 @@ from trainkit.trainer.user_code import TRACEBACK_HINT, TaskError, describe, line
 
 log = getLogger(__name__)
 NUM_FIRST = 3
-"""Samples in the fingerprint of a stream."""
+"""Number of samples in the fingerprint of a stream."""
 WHOLE_HINT = (
-    "every rank must read the whole stream, which trainkit divides: a library must not divide it by rank, so "
-    "give a WebDataset nodesplitter=lambda src: src"
+    "every rank must read the whole stream, because trainkit divides it among the ranks; give a WebDataset "
+    "nodesplitter=lambda src: src"
 )
 
 
 def is_stream(data: object) -> bool:
-    """Whether a user's dataset is to be iterated over, rather than read by index."""
+    """Return whether a user's dataset is iterated over instead of read by index."""
     return isinstance(data, IterableDataset) or (
         hasattr(data, "__iter__") and not hasattr(data, "__getitem__")
     )
 
 
 class StreamData:
-    """A stream of the user and its fingerprint."""
+    """A user's stream with its fingerprint."""
 
     num_samples = None
 
@@ -63,34 +64,34 @@ class StreamData:
             )
             raise TaskError("train.epochs", message, "set train.steps, and remove train.epochs")
         if isinstance(samples, Iterator):
-            hint = "return an object whose __iter__() begins anew: a class with `def __iter__(self): yield …`"
+            hint = "return an object whose __iter__() starts over: a class with `def __iter__(self): yield …`"
             message = f"train_dataset() returned a {type(samples).__name__}, which can be read only once"
             raise refusal(config, message, hint)
         self.samples: Any = samples
         self.config = config
         self.has_state = all(hasattr(samples, name) for name in ("state_dict", "load_state_dict"))
         self.first: list[str] = []
-        """Digests of the first samples, without a fingerprint of the user."""
+        """Digests of the first samples; empty if the user provides a fingerprint."""
         self.fingerprint: str = getattr(samples, "fingerprint", None) or ""
         if not self.fingerprint:
-            # In a process of its own, since a stream may open files when it is read.
+            # Read in a separate process, because a stream may open files when it is read.
             [(self.first, problem)] = read_in_worker(lambda _: _first_digests(self), [0], config)
             if problem is not None:
                 raise TaskError(problem.key, problem.message, problem.hint)
             self.fingerprint = hashlib.sha256("".join(self.first).encode()).hexdigest()
 
     def continues_at(self, saved: StreamState) -> bool:
-        """Whether the stream itself continues there, rather than that samples are read over."""
+        """Return whether the stream itself can continue from a saved state, without earlier samples."""
         return self.has_state and saved.state is not None
 
     def describe(self) -> str:
         name = type(self.samples).__name__
-        resume = "" if self.has_state else "; a resume reads over the earlier samples: it has no state_dict()"
+        resume = "" if self.has_state else "; without state_dict(), a resume reads over the earlier samples"
         return f"a stream ({name}), in its own order{resume}"
 
 
 def _first_digests(data: StreamData) -> tuple[list[str], Problem | None]:
-    """The digests of the first samples, or why there are none."""
+    """Return the digests of the first samples, or the problem that prevents reading them."""
     cursor = Cursor(data)
     found: list[str] = []
     try:
@@ -116,15 +117,15 @@ class Cursor:
         self._iterator: Iterator[Any] | None = None
         self.epoch = 0
         self.samples = 0
-        """Samples read of the epoch."""
+        """Number of samples read in this epoch."""
         self._is_restored = False
-        """Whether the first samples read are not those of an epoch."""
+        """True if the first sample read is not the first sample of an epoch."""
 
     def next(self, position: int) -> Any:
-        """Read the sample at a position of the training.
+        """Read the sample at a position of the training, with random number generators seeded for it.
 
-        The random number generators are seeded for it. Raises TaskError for a stream that cannot be trained
-        on, and RuntimeError for other errors of the user's code.
+        Raises TaskError for a stream that cannot be used for training, and RuntimeError for other errors of
+        the user's code.
         """
         while True:
             seed_generators(stable_key(self._data.config.seed, "train", "item", position))
@@ -140,12 +141,12 @@ class Cursor:
                 message = "train_dataset() has no samples"
                 if self.epoch > 0:
                     message = f"epoch {self.epoch} of its stream, counted from 0, has no samples"
-                hint = "its __iter__() must begin anew for every epoch; check the paths it reads from"
+                hint = "its __iter__() must start over for every epoch; check the paths it reads from"
                 raise self._refusal(message, hint, "__iter__")
             self.epoch, self.samples, self._iterator = self.epoch + 1, 0, None
 
     def seek(self, saved: StreamState, position: int) -> None:
-        """Continue at `position`, that of the sample after the one in `saved`."""
+        """Continue at `position`, which follows the last sample of `saved`."""
         data, stateful = self._data, self._data.continues_at(saved)
         last = position - 1
         seed_generators(stable_key(data.config.seed, "train", "item", last))
@@ -158,27 +159,27 @@ class Cursor:
         if digest_of(self.next(last)) == saved.digest:
             return
         if stateful:
-            message = f"load_state_dict() of its stream comes to another sample than number {last}"
+            message = f"after load_state_dict(), its stream does not continue with sample {last}"
             hint = (
-                "it must restore what state_dict() returned, with the contents of a shuffle buffer; without"
-                " the two methods, a resume reads over the earlier samples"
+                "it must restore the state that state_dict() returned, with the contents of a shuffle buffer;"
+                " without the two methods, a resume reads over the earlier samples"
             )
             raise self._refusal(message, hint, "load_state_dict")
-        message = f"training sample {last} of its stream is not the one that the checkpoint was saved after"
-        hint = "a stream has the same samples in the same order whenever it is read; restore it"
+        message = f"sample {last} of its stream is not the sample after which the checkpoint was saved"
+        hint = "a stream must have the same samples in the same order whenever it is read; restore them"
         raise self._refusal(message, hint, "__iter__")
 
     def where(self) -> tuple[int, int, Any]:
-        """The epoch, the samples read of it, and what ``state_dict()`` returns, as JSON."""
+        """Return the epoch, the samples read in it, and the result of ``state_dict()`` as JSON."""
         if not self._data.has_state or self.samples == 0:
             return self.epoch, self.samples, None
         with self._errors("state_dict() of the stream failed"):
             state = self._stream.state_dict()
         try:
-            # A copy, too: the stream may return an object that it changes later.
+            # Copy the state, because the stream may later change the object that it returned.
             copied = json.loads(json.dumps(state, allow_nan=False))
             if copied != state:
-                raise ValueError("it is not the same afterwards")
+                raise ValueError("it would be restored with other values")
         except (TypeError, ValueError) as error:
             message = f"the state_dict() of its stream cannot be saved as JSON: {error}"
             hint = "return dictionaries with string keys, lists, strings and finite numbers"
@@ -193,12 +194,12 @@ class Cursor:
         self._iterator = iter(self._stream)
 
     def _compare_first(self, item: object) -> None:
-        """Raise TaskError unless the stream begins as it did for its fingerprint."""
+        """Raise TaskError unless the stream begins with the samples of its fingerprint."""
         first = [] if self._is_restored or self.epoch > 0 else self._data.first
         if self.samples < len(first) and digest_of(item) != first[self.samples]:
-            message = f"its stream has another sample {self.samples} when it is iterated over again"
+            message = f"sample {self.samples} of its stream is different when the stream is read again"
             raise self._refusal(
-                message, "__iter__() must begin anew, in the same order on all ranks", "__iter__"
+                message, "__iter__() must start over, in the same order on all ranks", "__iter__"
             )
 
     def _refusal(self, message: str, hint: str, method: str) -> TaskError:
@@ -207,7 +208,7 @@ class Cursor:
 
     @contextmanager
     def _errors(self, failed: str) -> Iterator[None]:
-        """Raise RuntimeError, with file and line, for whatever the stream raises; a restart may help."""
+        """Raise RuntimeError with file and line for any error of the stream, because a restart may help."""
         try:
             yield
         except TrainkitError:
@@ -218,9 +219,9 @@ class Cursor:
 
 @dataclass
 class _Reader(IterableDataset[Any]):
-    """The microbatches of this rank; used in the process that reads ahead.
+    """Yields the microbatches of this rank, in the process that reads ahead.
 
-    Yields what `TaskBatches` takes; the StreamState with the last microbatch of a step.
+    The items have the format of `TaskBatches`. The last microbatch of a step includes the StreamState.
     """
 
     data: StreamData
@@ -238,7 +239,7 @@ class _Reader(IterableDataset[Any]):
                 yield from self._step(cursor, position)
                 position += self.positions.num_samples(position)
         except TaskError as error:
-            # Not raised: a DataLoader would make another error of it.
+            # Yield the problem, because a DataLoader would raise another error instead of this one.
             yield error.problem
 
     def _step(self, cursor: Cursor, start: int) -> Iterator[tuple[Any, int, float, StreamState | None]]:
@@ -251,7 +252,7 @@ class _Reader(IterableDataset[Any]):
             before = cursor.where() if position == last and self.takes_state else None
             item = cursor.next(position)
             if request is None or position < request.first:
-                continue  # another rank's
+                continue  # another rank collates this sample
             items.append(item)
             if position == request.stop - 1:
                 if ready is not None:
@@ -260,7 +261,7 @@ class _Reader(IterableDataset[Any]):
                 seed_generators(stable_key(seed, "train", "collate", first))
                 ready, items = (self.collate(items), stable_key(seed, "train", "pass", first), 1.0), []
                 request = next(requests, None)
-        # The last one waits for the samples of the other ranks, and has the state after them.
+        # Yield the last microbatch after the other ranks' samples, because its StreamState comes after them.
         assert ready is not None
         yield *ready, None if before is None else StreamState(*before, digest_of(item))
 
@@ -273,7 +274,7 @@ def stream_batches(
     takes_state: bool,
     pin_memory: bool,
 ) -> TaskBatches:
-    """The batches of a stream, read ahead by one process; not with `data.num_workers` 0."""
+    """Return the batches of a stream; one process reads ahead unless `data.num_workers` is 0."""
     num_workers = data.config.data.num_workers
     if takes_state and saved is not None and saved.samples and not data.continues_at(saved):
         log.info(f"reading over {saved.samples:,} samples of epoch {saved.epoch} of the stream")

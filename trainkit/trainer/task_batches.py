@@ -1,7 +1,8 @@
-"""The batches of a user's task, read by the worker processes of a `DataLoader`.
+"""Build the batches of a user's task, which the worker processes of a `DataLoader` read.
 
-The samples of a step depend only on its position, as in `causal_lm.py`, and so does the state of the random
-number generators for every item: a resume on any number of processes reads the same batches.
+As in `causal_lm.py`, the samples of a step depend only on its position. The state of the random number
+generators depends only on the position of an item, so a resume on any number of processes reads the same
+batches.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ from trainkit.trainer.user_code import TaskError
 
 log = getLogger(__name__)
 PREFETCH = 2
-"""Items that each worker reads ahead: of a task, microbatches."""
+"""Number of items that each worker reads ahead; an item of a task is a microbatch."""
 START_S = 30.0
-"""Seconds after which a worker that does not run yet hangs in its fork."""
+"""Seconds after which a worker that does not run yet is considered to hang in its fork."""
 MAX_STARTS = 3
 POLL_S = 0.01
 SAMPLED_ELEMENTS = 1024
-"""Elements of every parameter that the ranks compare."""
+"""Number of elements of every parameter that the ranks compare."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,13 @@ class TaskBatch:
     """The input of one forward pass of a user's task."""
 
     data: Any
-    """What `Task.collate` returned."""
+    """The result of `Task.collate`."""
     seed: int
     """Seed of the random number generators during the pass."""
     weight: float = 1.0
-    """Factor of the loss: 0 for a batch that only lets this rank take part in the collectives of a pass."""
+    """Factor of the loss; 0 for a filler batch, with which a rank only joins the collectives of a pass."""
     optimizer: str = ""
-    """The optimizer that minimises the loss, where several take turns."""
+    """The optimizer that minimises the loss, if several optimizers take turns."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +64,14 @@ class _Request:
 
     first: int
     stop: int
-    """Not above `first` if there is no sample left for this rank."""
+    """Position after the last sample; at most `first` if no sample remains for this rank."""
     filler: range
-    """Positions of the samples to read in that case."""
+    """Positions of the samples to read if no sample remains for this rank."""
 
 
 @dataclass(frozen=True)
 class Positions:
-    """Where this rank's microbatches are in the sequence of all samples."""
+    """The positions of this rank's microbatches in the sequence of all samples."""
 
     batch: Batch
     dp_rank: int
@@ -80,16 +81,16 @@ class Positions:
     """Position after the last sample; None if only the number of steps ends the training."""
 
     def __iter__(self) -> Iterator[_Request]:
-        """As the sampler of a `DataLoader`."""
+        """Iterate over the requests, like the sampler of a `DataLoader`."""
         return self.requests(self.start)
 
     def num_samples(self, start: int) -> int:
-        """Number of samples of the step that begins at `start`, over all ranks."""
+        """Return the number of samples, over all ranks, of the step that begins at `start`."""
         stop = start + self.batch.global_batch_size
         return (stop if self.end is None else min(stop, self.end)) - start
 
     def requests(self, start: int) -> Iterator[_Request]:
-        """The microbatches of all steps from the one that begins at `start`."""
+        """Yield the microbatches of all steps, beginning with the step at `start`."""
         size = self.batch.device_batch_size
         while self.end is None or start < self.end:
             stop = start + self.num_samples(start)
@@ -100,7 +101,7 @@ class Positions:
 
 
 class SampleReader(Dataset[Any]):
-    """Reads a microbatch of map-style data; used in the worker processes."""
+    """Reads microbatches of map-style data in the worker processes."""
 
     def __init__(
         self, samples: Samples, collate: Callable[[list[Any]], Any], seed: int, split: str, shuffle: bool
@@ -135,16 +136,16 @@ def seed_generators(seed: int) -> None:
 
 
 class ForkedLoader:
-    """A DataLoader with forked workers, which are forked again if one of them hangs in its fork.
+    """A DataLoader with forked workers, which are forked again if a worker hangs in its fork.
 
-    Python before 3.12 has a lock that another thread can hold at the moment of a fork, such as one of Gloo
-    at the end of a collective; the new process then waits for it forever (python/cpython#112275).
+    In Python before 3.12, another thread can hold a lock at the moment of a fork, such as a Gloo thread at
+    the end of a collective. The new process then waits for this lock forever (python/cpython#112275).
 
-    Forked, so that the samples need not be pickled and are in memory once.
+    The workers are forked so that the samples need not be pickled and are in memory once.
     """
 
     def __init__(self, dataset: Dataset[Any], num_workers: int, *, prefetch: int = PREFETCH, **options: Any):
-        """Take the options of a DataLoader; with `num_workers` 0 this process reads the items itself."""
+        """Take the options of a DataLoader; with `num_workers` 0, this process reads the items itself."""
         self._dataset = dataset
         self._num_workers = num_workers
         self._options = {"batch_size": None, "collate_fn": unchanged, **options}
@@ -158,14 +159,14 @@ class ForkedLoader:
         self._loader: DataLoader[Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin at the first item, with the same workers as before.
+        """Restart at the first item, with the same workers as before.
 
-        Raises RuntimeError if they do not start.
+        Raises RuntimeError if the workers do not start.
         """
         if self._loader is not None:
             return iter(self._loader)
         for _ in range(MAX_STARTS):
-            is_started = mmap.mmap(-1, max(1, self._num_workers))  # shared with the workers
+            is_started = mmap.mmap(-1, max(1, self._num_workers))  # memory shared with the workers
             loader = DataLoader(self._dataset, worker_init_fn=partial(_note, is_started), **self._options)
             items = iter(loader)
             stuck = _stuck_workers(data_workers(items), is_started)
@@ -175,7 +176,7 @@ class ForkedLoader:
             log.warning(
                 f"{len(stuck)} of {self._num_workers} data workers hang in their fork; starting again"
             )
-            del items, loader  # first, because a loader reports the death of its workers as an error
+            del items, loader  # before the kill, because a loader reports dead workers as an error
             for worker in stuck:
                 worker.kill()
                 worker.join()
@@ -183,14 +184,14 @@ class ForkedLoader:
 
 
 def _note(is_started: mmap.mmap, worker_id: int) -> None:
-    """Note that a worker runs; called in the worker."""
+    """Record that a worker runs; the worker calls this."""
     is_started[worker_id] = 1
 
 
 def _stuck_workers(workers: Sequence[BaseProcess], is_started: mmap.mmap) -> list[BaseProcess]:
-    """Wait until all workers run, or have ended; returns those that hang."""
+    """Wait until all workers run or have ended; return the workers that hang."""
     stuck: list[BaseProcess] = []
-    # Counted, so that the time for which a job is suspended does not count.
+    # Count polls instead of time, because the time for which a job is suspended must not count.
     for _ in range(round(START_S / POLL_S)):
         started = zip(workers, is_started[:], strict=False)
         stuck = [worker for worker, runs in started if not runs and worker.is_alive()]
@@ -213,17 +214,17 @@ class _Calls(Dataset[Any]):
 def read_in_worker(
     function: Callable[[int], Any], indices: Sequence[int], config: RunConfig
 ) -> Iterator[Any]:
-    """The results of a function of an index, from a process of its own if the config has data workers."""
+    """Yield the results of a function of an index, from a separate process if the config has data workers."""
     yield from ForkedLoader(_Calls(function), min(1, config.data.num_workers), sampler=indices)
 
 
 def unchanged(batch: Any) -> Any:
-    """The batch, which is collated already."""
+    """Return the batch, which is already collated."""
     return batch
 
 
 def digest_of(value: Any) -> str:
-    """A digest of a tree of values, or of the first elements of a model's parameters."""
+    """Return a digest of a tree of values, or of the first elements of a model's parameters."""
     digest = hashlib.sha256()
     if isinstance(value, nn.Module):
         value = {
@@ -235,7 +236,7 @@ def digest_of(value: Any) -> str:
 
 
 def add_to_digest(digest: Any, value: Any) -> None:
-    """Add a tree of values; of an object whose content is not known, only its type counts."""
+    """Add a tree of values to a digest; of an object with unknown content, add only the type."""
     digest.update(type(value).__name__.encode())
     if isinstance(value, Tensor):
         value = value.detach().cpu().contiguous()
@@ -265,8 +266,8 @@ def add_to_digest(digest: Any, value: Any) -> None:
 class TaskBatches:
     """Iterates over the steps of a user's task.
 
-    `loader` yields the arguments of the TaskBatch of each microbatch from the first on, and the state of a
-    stream after it, if it is known; or the problem of the stream.
+    For each microbatch, `loader` yields the arguments of a TaskBatch, and the state of the stream after the
+    microbatch or None. If the stream has a problem, `loader` yields the problem instead.
     """
 
     def __init__(self, loader: ForkedLoader, positions: Positions) -> None:
@@ -275,7 +276,7 @@ class TaskBatches:
         self._iterator: Iterator[Any] | None = None
 
     def __iter__(self) -> Iterator[StepBatch]:
-        """Begin at the first step, with the same workers."""
+        """Restart at the first step, with the same workers."""
         assert self._loader is not None
         self._at, self._iterator = self._positions.start, iter(self._loader)
         return self
@@ -296,5 +297,5 @@ class TaskBatches:
         return StepBatch(microbatches, None, num_samples, state)
 
     def close(self) -> None:
-        """Let the workers end."""
+        """Release the workers, which then end."""
         self._iterator = self._loader = None

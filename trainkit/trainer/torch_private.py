@@ -1,7 +1,7 @@
-"""Every private API of torch that trainkit uses: what each is for, and what to do when torch removes it.
+"""Every private API of torch that trainkit uses, its purpose, and what to do if torch removes it.
 
-No other file of trainkit names one; a test reads the syntax trees. Modules that are slow to import, as those
-of pipelines and of the memory tracker, are imported by the functions that need them.
+A test checks that no other file of trainkit names a private API. Modules that are slow to import, such
+as pipelines and the memory tracker, are imported by the functions that need them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from trainkit.formats import JsonObject
 
 try:
     from torch.distributed._functional_collectives import all_gather_single_autograd as _all_gather
-except ImportError:  # torch 2.11 and 2.12
+except ImportError:  # torch 2.11 and 2.12 have another name
     from torch.distributed._functional_collectives import all_gather_tensor_autograd as _all_gather
 
 Tensors = Sequence[Tensor]
@@ -55,8 +55,11 @@ ATTENTION_OPS = frozenset(
         torch.ops.higher_order.flex_attention,
     }
 )
-"""What `F.scaled_dot_product_attention` and `flex_attention` call, which selective checkpointing saves.
-When one is renamed: take the new name from a profile; without it attention is recomputed, which is slow."""
+"""Operations of `F.scaled_dot_product_attention` and `flex_attention`, saved by selective checkpointing.
+
+If torch renames an operation, take its new name from a profile. With the old name, attention is recomputed,
+which is slow.
+"""
 
 REDUCTION_OPS = frozenset(
     {
@@ -64,32 +67,37 @@ REDUCTION_OPS = frozenset(
         torch.ops._c10d_functional.all_reduce.default,
     }
 )
-"""What DTensor calls to sum the partial products of tensor-parallel ranks, which selective checkpointing
-saves. When one is renamed: the test of the collectives per step fails; without it they are repeated."""
+"""Operations with which DTensor sums the partial products of tensor-parallel ranks.
+
+Selective checkpointing saves their results. If torch renames an operation, the ranks repeat it, and the test
+of the collectives per step fails.
+"""
 
 
 def chooses_cudnn(q: Tensor, k: Tensor) -> bool:
-    """Whether causal attention of queries to keys of fewer heads takes the kernel of cuDNN.
+    """Return whether causal attention of queries to keys with fewer heads uses the kernel of cuDNN.
 
-    When it goes: `torch.backends.cuda.can_use_cudnn_attention`, on Hopper and later only.
+    If torch removes the function, use `torch.backends.cuda.can_use_cudnn_attention` on Hopper and later GPUs.
     """
     choice = torch._fused_sdp_choice(q, k, k, None, 0.0, True, enable_gqa=True)
     return choice == SDPBackend.CUDNN_ATTENTION.value
 
 
 def flash_attention_to_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal flash attention whose last query is aligned with the last key, for context parallelism.
+    """Compute causal flash attention whose last query is aligned with the last key, for context parallelism.
 
-    The public function aligns the first ones. When it goes: `torch.nn.attention.bias.causal_lower_right`.
+    The public function aligns the first query with the first key. If torch removes the operation, use
+    `torch.nn.attention.bias.causal_lower_right`.
     """
     out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
     return out
 
 
 def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, ...]:
-    """Attention by cuDNN [B, H, T, C], the logsumexp of its scores [B, H, T, 1] and the state of its dropout.
+    """Compute attention with cuDNN.
 
-    When it goes: `flash_attention_to_last`, which also runs on GPUs with cuDNN, but takes longer.
+    Returns the output [B, H, T, C], the logsumexp of the scores [B, H, T, 1] and the state of the dropout (2
+    tensors). If torch removes the operation, use `flash_attention_to_last`, which takes longer.
     """
     found = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
     return found[0], found[1], found[6], found[7]
@@ -105,9 +113,10 @@ def cudnn_attention_gradients(
     state: Tensors,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `cudnn_attention` by queries, keys and values, also as a part of merged attention.
+    """Return the gradients of `cudnn_attention` by queries, keys and values.
 
-    When it goes: `flash_attention_to_last`.
+    `out` and `logsumexp` may be the merged results of several calls. If torch removes the operation, use
+    `flash_attention_to_last`.
     """
     sizes = q.shape[2], k.shape[2]
     found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
@@ -120,9 +129,9 @@ def cudnn_attention_gradients(
 
 
 def data_workers(items: Iterator[Any]) -> list[BaseProcess]:
-    """The worker processes of the iterator of a DataLoader; none if it has no workers.
+    """Return the worker processes of a DataLoader's iterator; an empty list if there are none.
 
-    When it goes: take those that are new in `multiprocessing.active_children()`.
+    If torch removes the attribute, take the new processes in `multiprocessing.active_children()`.
     """
     return [*getattr(items, "_workers", ())]
 
@@ -131,9 +140,10 @@ def data_workers(items: Iterator[Any]) -> list[BaseProcess]:
 
 
 def shard_offset(param: DTensor) -> Sequence[int]:
-    """Where this rank's shard of a parameter starts in each dimension, for its initial values.
+    """Return the start of this rank's shard of a parameter in each dimension, for its initial values.
 
-    When it goes: compute it from the placements, the mesh and torch's rule for uneven shards.
+    If torch removes the function, compute the start from the placements, the mesh and torch's rule for uneven
+    shards.
     """
     offset: Sequence[int] = compute_local_shape_and_global_offset(
         param.shape, param.device_mesh, param.placements
@@ -142,11 +152,11 @@ def shard_offset(param: DTensor) -> Sequence[int]:
 
 
 def shard_like(shard: Tensor, whole: DTensor) -> DTensor:
-    """A shard as a DTensor that is split like `whole`, for the optimizer's state in a checkpoint.
+    """Return a shard as a DTensor that is split like `whole`, for the optimizer's state in a checkpoint.
 
-    It has as many rows as `whole`, but may have other columns: [rows, columns], in shards of equal width.
-    `DTensor.from_local` copies an offloaded tensor to the device of the mesh. When the constructor changes:
-    use `from_local`, and save offloaded tensors under a mesh of the CPU.
+    The result has as many rows as `whole`, but may have other columns: [rows, columns], in shards of equal
+    width. `DTensor.from_local` would copy an offloaded tensor to the device of the mesh. If the constructor
+    changes, use `from_local`, and save offloaded tensors under a mesh of the CPU.
     """
     spec = whole._spec
     if shard.shape[1:] != whole.to_local().shape[1:]:
@@ -157,32 +167,38 @@ def shard_like(shard: Tensor, whole: DTensor) -> DTensor:
 
 
 with_params = _reparametrize_module
-"""Run a module with other tensors as its parameters: the local shards, under tensor parallelism.
-`torch.func.functional_call` would call the module's replaced forward again. When it goes: set the attributes
-by hand, and restore them."""
+"""Runs a module with other tensors as its parameters, such as the local shards under tensor parallelism.
+
+`torch.func.functional_call` would call the module's replaced forward again. If torch removes the function,
+set the attributes by hand, and restore them.
+"""
 
 
 def after_backward(callback: Callable[[], None]) -> None:
     """Call a function at the end of the running backward pass, to wait for the last reduced gradient.
 
-    When it goes: DDP and FSDP do the same, so torch will have a successor; until it is known, wait before the
-    optimizer step.
+    If torch removes the method, look for its successor in DDP and FSDP, which use it too. Until then, wait
+    before the optimizer step.
     """
     cast(Any, Variable)._execution_engine.queue_callback(callback)
 
 
 norm_of_each = torch._foreach_norm
-"""The norm of each tensor, in one kernel for many of them; of order inf, the largest absolute value.
-When it goes: `torch.linalg.vector_norm` of each, with a kernel for each."""
+"""Computes the norm of each tensor, in one kernel for many tensors; order inf is the largest absolute value.
+
+If torch removes the function, use `torch.linalg.vector_norm`, with one kernel per tensor.
+"""
 copy_each = torch._foreach_copy_
-"""Copies each source to its target, in one kernel for many of them.
-When it goes: `Tensor.copy_` of each, with a kernel for each."""
+"""Copies each source to its target, in one kernel for many tensors.
+
+If torch removes the function, use `Tensor.copy_`, with one kernel per tensor.
+"""
 
 
 def scale_next_step(optimizer: torch.optim.Optimizer, divisor: Tensor, skip: Tensor) -> None:
     """Make the fused kernel of the next step divide the gradients, and change nothing if `skip` is 1.
 
-    GradScaler sets these attributes. When they go: divide the gradients in a pass of their own.
+    GradScaler sets the same attributes. If torch removes them, divide the gradients in a separate pass.
     """
     fused = cast(Any, optimizer)
     fused.grad_scale = divisor
@@ -190,9 +206,9 @@ def scale_next_step(optimizer: torch.optim.Optimizer, divisor: Tensor, skip: Ten
 
 
 def any_length(tensor: Tensor) -> Tensor:
-    """The tensor, for which the compiler assumes nothing of its first size, and its second as it is.
+    """Tell the compiler that the first size of a tensor varies and the second is fixed; return the tensor.
 
-    When these go: `torch.compile` compiles twice, for the first size and for others.
+    If torch removes these functions, `torch.compile` compiles twice: for the first size and for other sizes.
     """
     torch._dynamo.maybe_mark_dynamic(tensor, 0)
     if tensor.dim() > 1:
@@ -204,9 +220,10 @@ def any_length(tensor: Tensor) -> Tensor:
 
 
 def all_gather_dim(local: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """The tensors of all ranks, concatenated along `dim`; its gradient is reduced, and it compiles.
+    """Return all ranks' tensors, concatenated along `dim`; gradients are reduced, and the call compiles.
 
-    When it goes: an autograd function around `dist.all_gather_into_tensor` and `reduce_scatter_tensor`.
+    If torch removes the function, write an autograd function around `dist.all_gather_into_tensor` and
+    `dist.reduce_scatter_tensor`.
     """
     whole: Tensor = _all_gather(local, gather_dim=dim, group=group)
     return whole
@@ -215,11 +232,12 @@ def all_gather_dim(local: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 def set_gather(
     param: nn.Parameter, before: Callable[[int], Tensor], after: Callable[[Tensor], Tensor]
 ) -> None:
-    """Make `fully_shard` gather `before(number of ranks)`, and compute with `after(gathered)`, made once.
+    """Make `fully_shard` gather `before(number of ranks)`, and compute with `after(gathered)`.
 
-    FSDP looks for these functions on the shard in its first pass, where tests of torch set them too: call
-    before it, and after memory is allocated. All passes gather into the same memory. When they go: a subclass
-    of Tensor that has them as methods, as in torchao.
+    FSDP looks for these functions on the shard in its first pass, and torch's tests set them there too. Call
+    this before the first pass, and after memory is allocated. All passes gather into the same memory, so
+    `after` is called once. If torch removes these functions, write a subclass of Tensor with these methods,
+    as torchao does.
     """
 
     def fsdp_pre_all_gather(
@@ -238,9 +256,9 @@ def set_gather(
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Set the timeout of the collectives of a group that the device mesh has made with the default one.
+    """Set the timeout of the collectives of a group that the device mesh created with the default timeout.
 
-    When it goes: `torch.distributed.set_timeout` of torch 2.15 takes its place.
+    torch 2.15 has a public function for this, `torch.distributed.set_timeout`.
     """
     public = getattr(dist, "set_timeout", None)
     if public is not None:
@@ -250,10 +268,11 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 
 def authenticate_objects(seal: Callable[[bytes], bytes], unseal: Callable[[bytes], bytes]) -> None:
-    """Have torch `seal` the pickles that ranks exchange, and `unseal` them before it executes them.
+    """Make torch `seal` the pickles that ranks exchange, and `unseal` them before it executes them.
 
-    They are plans of checkpoints and the shapes of pipeline stages; `unseal` raises for what no rank has
-    sealed. When it goes: whoever reaches a port of torch can execute code in the ranks of this user.
+    The pickles contain plans of checkpoints and the shapes of pipeline stages. `unseal` raises an error if no
+    rank has sealed a pickle. If torch removes these names, find another way: without sealing, anybody who
+    reaches a port of torch can execute code in this user's ranks.
     """
 
     class Pickler:
@@ -274,28 +293,28 @@ def authenticate_objects(seal: Callable[[bytes], bytes], unseal: Callable[[bytes
 
 
 def replicate(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
-    """Data parallelism over whole copies of a module, which composes with tensor parallelism.
+    """Replicate a module for data parallelism, in a way that composes with tensor parallelism.
 
-    `DistributedDataParallel` does not: it computes a local norm in silence. When it goes: `fully_shard` over
-    a mesh whose shard dimension has one rank.
+    `DistributedDataParallel` would silently compute a local norm. If torch removes the function, use
+    `fully_shard` over a mesh whose shard dimension has one rank.
     """
     _replicate(module, mesh=mesh, mp_policy=policy)
 
 
 def connect_stage(stage: Any) -> None:
-    """Let a pipeline stage on CPUs connect to its neighbours when it first sends to them.
+    """Make a pipeline stage on CPUs connect to its neighbours when it first sends to them.
 
-    torch 2.11 has each stage send to them before the first step, which gloo cannot if a neighbour is on the
-    same rank, as in V-shaped schedules. When 2.11 is no longer supported: remove it.
+    In torch 2.11, each stage sends to its neighbours before the first step. gloo cannot do so if a neighbour
+    is on the same rank, as in V-shaped schedules. Remove this function once torch 2.11 is not supported.
     """
     if torch.__version__ < "2.12" and stage.device.type == "cpu":  # compares releases, not strings
         stage._get_init_p2p_neighbors_ops = list
 
 
 class ModuleStyle(ParallelStyle):
-    """Base of trainkit's own ways to parallelize a module; `apply` is what `parallelize_module` calls.
+    """Base class of trainkit's ways to parallelize a module; `parallelize_module` calls `apply`.
 
-    torch declares the method as `_apply`. When it is renamed: rename it here.
+    torch declares the method as `_apply`. If torch renames the method, rename it here.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -307,15 +326,16 @@ class ModuleStyle(ParallelStyle):
 
 
 def flight_record(device_type: str, count: int) -> JsonObject | None:
-    """The newest `count` collectives of this rank for the report of a hang, and those that have not ended.
+    """Return the newest `count` collectives of this rank, and those that have not ended, to report a hang.
 
-    Also the newest of each group, and the ranks of all groups, which gloo does not record. None where torch
-    records nothing. When it goes: nothing else knows them. Return None; the stacks remain.
+    The record also has the newest collective of each group, and the ranks of all groups, which gloo does not
+    record. Returns None if torch records nothing. If torch removes the functions, return None, because there
+    is no other source; the report of a hang then has only the stacks.
     """
     from torch._C import _distributed_c10d as c10d
     from torch.distributed.distributed_c10d import _world
 
-    # Those of gloo and NCCL are recorded separately, and a rank with a GPU has both.
+    # gloo and NCCL record their collectives separately, and a rank with a GPU uses both libraries.
     names = ("_dump_fr_trace_json", *(["_dump_nccl_trace_json"] if device_type == "cuda" else []))
     dumps = [getattr(c10d, name) for name in names if hasattr(c10d, name)]
     if not dumps or not dist.is_initialized():
@@ -347,16 +367,18 @@ PICKLED_IN_METADATA = frozenset(
         ("torch.serialization", "_get_layout"),
     }
 )
-"""Private names in the metadata of a sharded checkpoint that are safe to unpickle. When a release adds one,
-resuming from its checkpoints fails and names it: look at what it does, and add it. None may be removed, since
-checkpoints of older releases contain them."""
+"""Private names in the metadata of a sharded checkpoint that are safe to unpickle.
+
+If a release of torch adds a name, resuming from its checkpoints fails with an error that shows the name.
+Check what the name does, and add it. Never remove a name, because checkpoints of older releases contain it.
+"""
 
 
 def make_stager(options: StagingOptions) -> DefaultStager:
-    """A stager that keeps its buffers from one save to the next, until it is closed.
+    """Return a stager that keeps its buffers from one save to the next, until it is closed.
 
-    torch 2.11 and 2.12 release them after every save, and can then stage nothing more. When neither is
-    supported any longer: use `DefaultStager`.
+    torch 2.11 and 2.12 release the buffers after every save, and can then stage nothing more. When neither
+    release is supported any longer, use `DefaultStager`.
     """
     stager = DefaultStager(options)
     if torch.__version__ < "2.13":  # compares releases, not strings
@@ -376,18 +398,18 @@ def make_stager(options: StagingOptions) -> DefaultStager:
 
 
 def fix_segments() -> None:
-    """Let CUDA's allocator reserve segments of a fixed size from now on, whatever PYTORCH_ALLOC_CONF says.
+    """Make CUDA's allocator reserve segments of a fixed size, whatever PYTORCH_ALLOC_CONF says.
 
-    When it goes: set the variable without ``expandable_segments`` in `launch.env`.
+    If torch removes both functions, set the variable without ``expandable_segments`` in `launch.env`.
     """
     found: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     (found or cast(Any, torch.cuda.memory)._set_allocator_settings)("expandable_segments:False")
 
 
 def compiled_anew() -> bool:
-    """Whether this process has compiled a graph that no cache had.
+    """Return whether this process has compiled a graph that was in no cache.
 
-    When it goes: leave ``compiled`` out of the event ``first_step``.
+    If torch removes the counters, omit ``compiled`` from the event ``first_step``.
     """
     from torch._dynamo.utils import counters
 
@@ -396,9 +418,9 @@ def compiled_anew() -> bool:
 
 
 def record_memory_history(enabled: bool) -> None:
-    """Start or stop recording every allocation of CUDA with its stack.
+    """Start or stop recording every CUDA allocation with its stack.
 
-    When it goes: leave out `profiler.memory`; the peak is in the metrics.
+    If torch removes the function, remove `profiler.memory`; the metrics contain the peak.
     """
     torch.cuda.memory._record_memory_history("all" if enabled else None)
 
@@ -406,7 +428,7 @@ def record_memory_history(enabled: bool) -> None:
 def dump_memory_history(file: str) -> None:
     """Write the recorded allocations to a file for pytorch.org/memory_viz.
 
-    When it goes: as for `record_memory_history`.
+    If torch removes the function, do the same as for `record_memory_history`.
     """
     torch.cuda.memory._dump_snapshot(file)  # type: ignore[no-untyped-call]
 
@@ -414,19 +436,25 @@ def dump_memory_history(file: str) -> None:
 # Simulation of one rank: tensors without values, collectives without other ranks
 
 FakeTensors = FakeTensorMode
-"""The mode in which tensors have shapes but no values. When it goes: the meta device, without the memory
-tracker, so that `plan` alone estimates the memory."""
+"""The mode that gives tensors shapes but no values.
+
+If torch removes the mode, use the meta device without the memory tracker, so that `plan` alone estimates the
+memory.
+"""
 
 DispatchMode = TorchDispatchMode
-"""Base of a mode that sees every operation, to count collectives. When it goes: count them in a profile."""
+"""Base class of a mode that sees every operation, to count collectives.
+
+If torch removes the class, count the collectives in a profile.
+"""
 
 _COLLECTIVES = {"allgather": "all_gather", "reducescatter": "reduce_scatter", "allreduce": "all_reduce"}
 
 
 def collective_kind(op: Any) -> str | None:
-    """``all_gather``, ``reduce_scatter`` or ``all_reduce``; None for any other operation.
+    """Return ``all_gather``, ``reduce_scatter`` or ``all_reduce``, or None for any other operation.
 
-    When a release renames an operation, the test of the collectives per step fails: add its name.
+    If a release of torch renames an operation, the test of the collectives per step fails. Add the new name.
     """
     namespace, _, name = str(op.name()).partition("::")
     if namespace not in ("c10d", "_c10d_functional"):
@@ -435,9 +463,9 @@ def collective_kind(op: Any) -> str | None:
 
 
 def join_fake_world(rank: int, world_size: int) -> None:
-    """Make this process one rank of a world in which all collectives return at once.
+    """Make this process one rank of a world whose collectives all return at once.
 
-    When it goes: `torch.distributed` documents no other backend for it; keep a copy of the store.
+    If torch removes the store, keep a copy of the store, because no documented backend does the same.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -447,7 +475,7 @@ def join_fake_world(rank: int, world_size: int) -> None:
 class _NoModuleTracker(nullcontext[None]):
     """Replaces the module tracker of torch's memory tracker, which hooks into modules.
 
-    Its hooks allow only one call per step, and no backward pass that a pipeline schedule splits in two.
+    The hooks would allow only one call per step, and no backward pass that a pipeline schedule splits in two.
     """
 
     parents: frozenset[str] = frozenset()
@@ -462,9 +490,9 @@ class _NoModuleTracker(nullcontext[None]):
 
 
 def memory_tracker() -> Any:
-    """The memory tracker of torch without per-module statistics, for the peak memory of a simulated rank.
+    """Return torch's memory tracker without per-module statistics, for the peak memory of a simulated rank.
 
-    When it goes: a `DispatchMode` that adds up the storages that are alive.
+    If torch removes the tracker, write a `DispatchMode` that adds up the live storages.
     """
     from torch.distributed._tools.mem_tracker import MemTracker
 
@@ -477,9 +505,9 @@ def memory_tracker() -> Any:
 def shapes_untracked() -> Iterator[None]:
     """Hide DTensor's shape propagation from the memory tracker.
 
-    It creates tensors of the global shape, which no rank ever allocates: for sharded logits, those of the
-    whole vocabulary. The tracker ignores tensors of other fake modes, but here there is only one. When the
-    method is renamed: find the one of `ShardingPropagator` that enters a fake mode.
+    The propagation creates tensors of the global shape, which no rank ever allocates, such as logits over the
+    whole vocabulary. The tracker ignores tensors of other fake modes, but here all tensors have the same fake
+    mode. If torch renames the method, find the method of `ShardingPropagator` that enters a fake mode.
     """
     kind: Any = ShardingPropagator
     propagate = kind._propagate_tensor_meta_non_cached
@@ -496,14 +524,16 @@ def shapes_untracked() -> Iterator[None]:
 
 
 _StreamOf = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
-"""The input of a pipeline stage that is not the first, on the meta device, given its module and the keyword
-arguments of a microbatch."""
+"""Returns the input of a pipeline stage that is not the first, on the meta device.
+
+The arguments are the stage's module and the keyword arguments of a microbatch.
+"""
 
 
 def set_stage_shapes(schedule: Any, stream_of: _StreamOf) -> None:
     """Set the input shapes of a schedule's stages, which would otherwise exchange them in the first step.
 
-    When it goes: the stages take `input_args` and `output_args`.
+    If torch removes the method, pass `input_args` and `output_args` to the stages.
     """
     if not hasattr(schedule, "_initialize_pp_stages"):
         _set_stage_shapes_2_11(schedule, stream_of)
@@ -533,7 +563,7 @@ def set_stage_shapes(schedule: Any, stream_of: _StreamOf) -> None:
 
 
 def _set_stage_shapes_2_11(schedule: Any, stream_of: _StreamOf) -> None:
-    """`set_stage_shapes` for torch 2.11, in which schedules of one and of several stages differ."""
+    """Set the stage shapes in torch 2.11, whose schedules of one stage and of several stages differ."""
 
     def prepare(args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         for stage in stages:
@@ -542,7 +572,7 @@ def _set_stage_shapes_2_11(schedule: Any, stream_of: _StreamOf) -> None:
             stream = (stream_of(stage.submod, kwargs),)
             stage.inputs_meta = tuple(arg.to("meta") for arg in args) if stage.is_first else stream
             stage._configure_outputs_meta(stream)
-            # The last stage has an output of another shape, but sends it to nobody.
+            # The output of the last stage has another shape, but no stage receives it.
             stage._validate_fwd_outputs = lambda outputs: None
             stage._prepare_forward_infra(schedule._n_microbatches, ())
             stage._prepare_backward_infra(schedule._n_microbatches)

@@ -1,4 +1,4 @@
-"""The user's own code: imports the class of a task, and says with file and line why it cannot be trained."""
+"""Import the class of a user's task, and report with file and line why the task cannot be trained."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TRACEBACK_HINT = "run it in a Python shell to see the traceback"
 
 
 class TaskError(FatalError):
-    """A task that cannot be trained."""
+    """An error for a task that cannot be trained."""
 
     def __init__(self, key: str, message: str, hint: str = "") -> None:
         super().__init__(f"{key} {message}", hint)
@@ -33,13 +33,13 @@ class TaskError(FatalError):
 
 
 def refusal(config: RunConfig, message: str, hint: str = "") -> TaskError:
-    """The error of a task, or of `model.hf`, that cannot be trained, for its `message` after "but"."""
+    """Return the error for a task or `model.hf` that cannot be trained; `message` follows the word "but"."""
     key, value = ("model.hf", config.model.hf) if config.uses_transformers else ("task", config.task)
     return TaskError(key, f"is {value}, but {message}", hint)
 
 
 def problem_of(config: RunConfig, error: TrainkitError) -> Problem:
-    """An error of a task or a model as the problem of a config key."""
+    """Return an error of a task or a model as the problem of a config key."""
     if isinstance(error, TaskError):
         return error.problem
     key, _, message = error.message.partition(" ")
@@ -54,9 +54,9 @@ def problem_of(config: RunConfig, error: TrainkitError) -> Problem:
 def errors_of_user(
     config: RunConfig, failed: str, but: type[Exception] | tuple[type[Exception], ...] = ()
 ) -> Iterator[None]:
-    """Raise TaskError, with file and line, for whatever the user's code raises.
+    """Raise TaskError, with file and line, for any exception of the user's code.
 
-    Errors of the types in `but` are raised as they are: a restart may help.
+    Exceptions of the types in `but` pass unchanged, because a restart may help.
     """
     try:
         yield
@@ -69,7 +69,7 @@ def errors_of_user(
 
 
 def import_file(path: Path, *, as_script: bool = True) -> ModuleType:
-    """Import a file, `as_script` as Python runs one: the files next to it can be imported too."""
+    """Import a file; with `as_script`, the file can import files next to it, as when Python runs it."""
     name = f"trainkit_task_{path.stem}"
     if as_script:
         name = path.stem if path.stem not in sys.modules else name
@@ -79,14 +79,14 @@ def import_file(path: Path, *, as_script: bool = True) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Data workers send instances of its classes by name, and dataclasses look up their module.
+    # Data workers send instances of the module's classes by name, and dataclasses look up their module.
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
 
 def describe(error: BaseException) -> str:
-    """An exception as text, with the innermost line of a file outside installed packages."""
+    """Return an exception as text, with the innermost line of a file outside installed packages."""
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, SyntaxError):
         return f"{text} ({error.filename}:{error.lineno})"
@@ -97,22 +97,22 @@ def describe(error: BaseException) -> str:
 
 
 def line_of(function: object) -> str:
-    """`` at FILE:LINE`` of a function in Python; empty for others."""
+    """Return `` at FILE:LINE`` for a function written in Python, or "" for another object."""
     code = getattr(function, "__code__", None)
     return "" if code is None else f" at {code.co_filename}:{code.co_firstlineno}"
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
-    """The first names, and how many more there are."""
+    """Return the first names and the number of further names."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def load_task_class(config: RunConfig, run: RunDir | None = None) -> type[Task]:
-    """The class that ``task`` names: FILE.py:CLASS or MODULE:CLASS.
+    """Return the class that ``task`` names as FILE.py:CLASS or MODULE:CLASS.
 
-    A run imports it from its code snapshot, so later edits have no effect. Raises TaskError if it cannot be
-    imported, is not a complete Task, or does not take ``task_args``.
+    A run imports the class from its code snapshot, so later edits have no effect. Raises TaskError if the
+    class cannot be imported, is not a complete Task, or does not take ``task_args``.
     """
     shipped = TASKS.get(config.task)
     module_name, _, class_name = (config.task if shipped is None else shipped.place).rpartition(":")
@@ -142,7 +142,7 @@ def _import(config: RunConfig, name: str, run: RunDir | None) -> ModuleType:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-                raise  # something that the module itself imports
+                raise  # the module itself imports a missing module
             hint = f"name a module in {folder} or an installed one, or a file: FILE.py:CLASS"
             raise refusal(config, f"there is no module {error.name}", hint) from None
     path = Path(name).absolute() if run is None else copied_file(run, name)
@@ -152,11 +152,11 @@ def _import(config: RunConfig, name: str, run: RunDir | None) -> ModuleType:
 
 
 def _check(config: RunConfig, found: type[Task]) -> None:
-    """Raise TaskError if a class does not take `task_args`, or does not support the layout."""
+    """Raise TaskError if a class does not take `task_args` or does not support the layout."""
     tp = config.parallel.tp
     if tp > 1 and found.tensor_plan is Task.tensor_plan:
         message = f"is {tp}, but {found.__name__} does not define tensor_plan"
-        hint = "it names the modules to split, see docs/own-task.md; or remove parallel.tp and use dp_shard"
+        hint = "define tensor_plan(), see docs/own-task.md; or remove parallel.tp and use dp_shard"
         raise TaskError("parallel.tp", message, hint)
     for name, needs in (
         ("turns", "optimizers"),
@@ -170,12 +170,12 @@ def _check(config: RunConfig, found: type[Task]) -> None:
     for key in ("name", "state_dtype") if found.optimizers is not Task.optimizers else ():
         value = getattr(config.optimizer, key)
         if value != getattr(OptimizerConfig(), key):
-            message = f"is {value}, but {found.__name__} has optimizers of its own"
+            message = f"is {value}, but {found.__name__} defines its own optimizers"
             raise TaskError(f"optimizer.{key}", message, f"remove optimizer.{key}, or remove optimizers()")
     signature = inspect.signature(found)
     try:
         signature.bind(config, **config.task_args)
     except TypeError as error:
         known = list(signature.parameters)[1:]
-        takes = f"{found.__name__} takes {', '.join(known)}" if known else f"{found.__name__} takes none"
+        takes = f"{found.__name__} takes {', '.join(known) if known else 'no task_args'}"
         raise TaskError("task_args", f"do not fit: {error}", takes) from None

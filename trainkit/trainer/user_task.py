@@ -1,4 +1,4 @@
-"""A user's own task, as the trainer needs it: opens its data and builds its model."""
+"""Prepare a user's task for the trainer: open its data and build its model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from trainkit.trainer.user_code import TRACEBACK_HINT, describe, errors_of_user,
 
 
 def load_task(config: RunConfig, run: RunDir | None = None) -> Task:
-    """Create the task of a config; raises TaskError if it cannot be imported or created."""
+    """Create the task of a config; raise TaskError if the task cannot be imported or created."""
     if config.uses_transformers:
         module, _, name = TRANSFORMERS_TASK.partition(":")
         task: Task = getattr(import_module(module), name)(config)
@@ -51,12 +51,12 @@ def load_task(config: RunConfig, run: RunDir | None = None) -> Task:
 
 
 class UserTask:
-    """A user's task, as the trainer needs it."""
+    """A user's task with its data and its model."""
 
     def __init__(self, config: RunConfig, run: RunDir | None, *, opens_data: bool = True) -> None:
         self.config = config
         self.num_params = 0
-        """Known once the model is built."""
+        """Number of parameters; 0 until the model is built."""
         if config.model.lora is not None:
             require("peft", "model.lora", "peft")
         seed_generators(stable_key(config.seed, "task"))
@@ -78,7 +78,7 @@ class UserTask:
 
     @property
     def flops_per_sample(self) -> float | None:
-        """FLOPs of training on one sample; call once the model is built."""
+        """Return the FLOPs of training on one sample; call this after the model is built."""
         with errors_of_user(self.config, "flops_per_sample failed"):
             return self.task.flops_per_sample
 
@@ -88,7 +88,7 @@ class UserTask:
             self.task.export(model, folder)
 
     def data_identity(self) -> dict[str, object]:
-        """The values that determine the sample at each position; they must not change on resume."""
+        """Return the values that determine the sample at each position, which must not change on resume."""
         config = self.config
         identity = {
             "fingerprint": self.train_data.fingerprint,
@@ -101,9 +101,9 @@ class UserTask:
     def batches(
         self, split: str, batch: Batch, world: World, state: TrainingState, end: int | None
     ) -> TaskBatches:
-        """The batches of a split for this rank from a state on, up to position `end` if it is not None.
+        """Return this rank's batches of a split, from a state on, and up to position `end` if it is given.
 
-        Those of the validation can be iterated over again and again.
+        The batches of the validation can be iterated over repeatedly.
         """
         config, collate, uses_gpu = self.config, self.task.collate, world.device.type == "cuda"
         positions = Positions(batch, world.dp_rank, world.layout.dp, state.samples_seen, end)
@@ -114,7 +114,7 @@ class UserTask:
         loader = ForkedLoader(
             SampleReader(data.samples, collate, config.seed, split, split == TRAIN and config.data.shuffle),
             config.data.num_workers,
-            sampler=positions,  # each for a whole microbatch
+            sampler=positions,  # each item of the sampler is a whole microbatch
             pin_memory=uses_gpu,
         )
         return TaskBatches(loader, positions)
@@ -124,7 +124,7 @@ class UserTask:
         return data.describe() if isinstance(data, StreamData) else f"{data.num_samples:,} training samples"
 
     def build_model(self) -> nn.Module:
-        """The model, in float32 on the CPU, with the same values on every rank."""
+        """Return the model, in float32 on the CPU, with the same values on every rank."""
         seed_generators(stable_key(self.config.seed, "model"))
         with errors_of_user(self.config, "build_model() failed"):
             model = self.task.build_model()
@@ -140,19 +140,21 @@ class UserTask:
                 hint = "define read_weight(), which returns its initial value"
                 raise refusal(self.config, f"{name} of its model is on the meta device", hint)
         if not any(param.requires_grad for param in model.parameters()):
-            raise refusal(self.config, "no parameter of its model requires a gradient", "unfreeze some")
+            raise refusal(
+                self.config, "no parameter of its model requires a gradient", "unfreeze some parameters"
+            )
         if self.config.model.lora is not None and not adapted_layers(model):
             message = "build_model() added no adapters for model.lora"
-            raise refusal(self.config, message, "pass a module to trainkit.task.add_adapters in it")
+            raise refusal(self.config, message, "call trainkit.task.add_adapters in it")
         self._shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
-        for name, layer in quantized_layers(model).items():  # whose weights are no parameters
+        for name, layer in quantized_layers(model).items():  # their weights are not parameters
             self._shapes[f"{name}.weight"] = tuple(layer.shape)
         self.num_params = sum(math.prod(shape) for shape in self._shapes.values())
         return model
 
     @torch.no_grad()
     def build_whole_model(self, without: Collection[str] = ()) -> nn.Module:
-        """The model with all its initial values, on the CPU, but for the parameters in `without`."""
+        """Return the model on the CPU with all its initial values, except the parameters in `without`."""
         model = self.build_model()
         on_meta = [name for name, param in model.named_parameters() if param.is_meta]
         allocate(model, torch.device("cpu"))
@@ -163,7 +165,7 @@ class UserTask:
         return model
 
     def read_weight(self, name: str, index: Sequence[slice]) -> Tensor:
-        """Read some rows of the initial value of a parameter."""
+        """Read a slice of the initial value of a parameter."""
         rows, *rest = index or (slice(0, 1),)
         with errors_of_user(self.config, f"read_weight({name!r}) failed", but=OSError):
             value = self.task.read_weight(name, rows)
@@ -173,18 +175,18 @@ class UserTask:
         if tuple(value.shape[1:]) != expected:
             message = f"read_weight({name!r}) returned rows of shape {list(value.shape[1:])}"
             raise refusal(self.config, message, f"in its model they have shape {list(expected)}")
-        columns = (slice(None), *rest)  # which tensor parallelism divides
+        columns = (slice(None), *rest)  # tensor parallelism divides the columns
         return value[columns]
 
 
 class _Data:
-    """A dataset of the user and its fingerprint."""
+    """A user's dataset with its fingerprint."""
 
     def __init__(self, samples: Samples, method: str, config: RunConfig) -> None:
         for name in ("__len__", "__getitem__"):
             if not hasattr(samples, name):
                 kind = type(samples).__name__
-                hint = "return a list or a map-style torch.utils.data.Dataset; list(…) makes one of a stream"
+                hint = "return a list or a map-style torch.utils.data.Dataset; list(STREAM) is a list"
                 raise refusal(config, f"{method}() returned a {kind} without {name}", hint)
         self.samples = samples
         self.num_samples = len(samples)
@@ -193,10 +195,10 @@ class _Data:
         self.fingerprint: str = getattr(samples, "fingerprint", None) or self._fingerprint(method, config)
 
     def _fingerprint(self, method: str, config: RunConfig) -> str:
-        """A digest of the length and a few items.
+        """Return a digest of the length and a few items.
 
-        Read in a process of its own, as all items are: a dataset may open a file with its first item, and
-        processes that inherit it would share its position.
+        The items are read in a separate process. A dataset may open a file with its first item, and processes
+        that inherit the file would share its position.
         """
         indices = sorted({0, self.num_samples // 2, self.num_samples - 1})
         digest = hashlib.sha256(str(self.num_samples).encode())
@@ -212,9 +214,9 @@ class _Data:
 
 
 def digest_of_item(samples: Samples, seed: int, index: int) -> tuple[str, str]:
-    """The digest of an item, or why there is none."""
+    """Return the digest of an item, or the reason for which it cannot be read."""
     seed_generators(stable_key(seed, "fingerprint", index))
     try:
         return digest_of(samples[index]), ""
-    except Exception as error:  # whatever the user's code raises
+    except Exception as error:  # the user's code may raise any exception
         return "", describe(error)

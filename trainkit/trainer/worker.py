@@ -1,4 +1,4 @@
-"""One worker of a run: determines its rank, builds the model and trains."""
+"""Run one worker: determine its rank, build the model and train."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ POLL_S = 0.02
 
 
 def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, progress: Progress) -> int:
-    """Train as one rank of an attempt; returns the worker's exit code."""
+    """Train as one rank of an attempt; return the worker's exit code."""
     joined = join_and_build(attempt, plan, stop, progress)
     if joined is None:
         return EXIT_STOPPED
@@ -47,7 +47,7 @@ def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, progres
 def join_and_build(
     attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, progress: Progress
 ) -> Trainer | None:
-    """Join the other ranks and build the trainer; None if a rank was asked to stop meanwhile."""
+    """Join the other ranks and build the trainer; return None if a rank got a stop signal meanwhile."""
     config, env = read_effective(attempt.config_file), find_rank_env()
     if env.world_size != plan.world_size:
         raise FatalError(f"the plan has {plan.world_size} ranks, but WORLD_SIZE is {env.world_size}")
@@ -60,8 +60,8 @@ def join_and_build(
         bind_to_gpu(device)
     if device.type == "cuda" and config.precision.tf32:
         torch.set_float32_matmul_precision("high")
-    # Before the startup barrier and its timeout, since tokenising the data may take long.
-    # Rank 0 checks the shards for all: thousands of ranks would ask for the size of thousands of files.
+    # Build the task before the startup barrier and its timeout, because tokenising the data may take long.
+    # Rank 0 checks the shards for all ranks, so that thousands of ranks do not query thousands of files.
     build = partial(build_task, config, attempt.run, checks_data=env.rank == 0)
     task = run_unless_stopped(stop, build, device)
     progress.enter("rendezvous")
@@ -85,11 +85,11 @@ def join_and_build(
 
 
 def run_unless_stopped(stop: StopRequest, work: Callable[[], T], device: torch.device) -> T | None:
-    """Run `work` in a thread on a device; its result, or None as soon as this process is asked to stop.
+    """Run `work` in a thread on a device; return its result, or None as soon as a stop signal arrives.
 
-    Raises what `work` raises. Abandoned work continues in its thread until the process ends.
+    Raises the exceptions of `work`. Abandoned work continues in its thread until the process ends.
     """
-    # A new thread's current GPU is the first one.
+    # A new thread would use the first GPU.
     selects = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
     future = ThreadPoolExecutor(1, initializer=selects).submit(work)
     while not future.done():
@@ -99,21 +99,21 @@ def run_unless_stopped(stop: StopRequest, work: Callable[[], T], device: torch.d
 
 
 def fix_kernels(plan: LaunchPlan, deterministic: bool) -> None:
-    """Choose kernels by what they compute, not by their times; `deterministic` ones if asked for.
+    """Choose kernels by their results, not their speed; with `deterministic`, only deterministic kernels.
 
-    Two equal runs on GPUs then have all but the rounding of sums in another order in common, deterministic
-    ones every bit. Call before anything is compiled and before the first collective. Variables that are set
-    stay.
+    Two equal runs on GPUs then differ only by the rounding of sums in a different order. With `deterministic`
+    they are bit-identical. Call this before anything is compiled and before the first collective. Environment
+    variables that are already set are kept.
     """
     if plan.device == "cuda":
-        # Inductor times several kernels for a sum over a long row; a restart could choose another.
+        # Inductor times several kernels for a sum over a long row, so a restart could choose another kernel.
         os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
     if not deterministic:
         return
-    torch.use_deterministic_algorithms(True)  # kernels without one raise an error
-    # Finds reads of memory that nothing has written. It would write every buffer that FSDP gathers into.
+    torch.use_deterministic_algorithms(True)  # operations without a deterministic kernel raise an error
+    # Filling would reveal reads of uninitialised memory, but also write every buffer that FSDP gathers into.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS raises an error
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS raises an error without this setting
     if plan.world_size > 1:
-        # The ring adds in the order of the ranks, which are numbered host by host; NVLS adds in any order.
+        # A ring adds in the order of the ranks, which are numbered host by host. NVLS adds in any order.
         os.environ.setdefault("NCCL_ALGO", "Ring")

@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.groups import make_group
 from tests.support.runs import launch_plan
+from tests.support.said import said
 from trainkit.backends.local import allocation
 from trainkit.backends.local import group as local_group
 from trainkit.backends.local.queue import VISIBLE, QueuePlace
@@ -107,10 +108,10 @@ def test_runs_start_in_their_order_and_no_gpu_is_shared(start: Start, tmp_path: 
 def test_a_killed_run_is_in_nobodys_way(start: Start, tmp_path: Path) -> None:
     assert start("all", 2).take() == (None, "0,1")
     waiting, last = start("waiting"), start("last")
-    assert waiting.take()[0] == f"waits for 1 GPU (0 free, in use by {tmp_path}/all)"
+    said(waiting.take()[0])
     assert last.take()[0] == f"waits behind {tmp_path}/waiting"
     waiting.die()
-    assert last.take()[0] == f"waits for 1 GPU (0 free, in use by {tmp_path}/all)"
+    said(last.take()[0])
 
 
 def test_now_takes_free_gpus_first(start: Start) -> None:
@@ -158,12 +159,12 @@ def test_a_run_waits_for_others_to_finish(start: Start, tmp_path: Path) -> None:
     def end(run: RunDir, state: str) -> None:
         AttemptEnd(state, "finished" if state == "finished" else "failed").write(run.attempt(1))
 
-    assert last.take()[0] == f"waits for {tmp_path}/a to finish"
+    said(last.take()[0])
     end(first, "failed")
-    assert last.take()[0] == f"waits for {tmp_path}/a, which ended as failed, to be resumed and to finish"
+    said(last.take()[0])
     end(first, "finished")
     for index in (0, 1):
-        assert last.take()[0] == f"waits for {group.run(index).path} to finish"
+        said(last.take()[0])
         group.run(index).attempt(1).path.mkdir(parents=True)
         group.run(index).attempt(1).make_latest()
         end(group.run(index), "finished")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.programs import run_program
+from tests.support.said import said
 from trainkit.backends.slurm.failed_starts import FailedStart, failed_starts, forget_start
 from trainkit.launch.script import render
 from trainkit.run.record import add_slurm_attempt, create_job, read_job
@@ -141,7 +142,7 @@ def test_what_the_requeued_job_waits_for_and_leaves_out(script: Script) -> None:
     script.bash("exit 2", changes={"directives": {"dependency": "afterok:3"}}, EXCLUDED="n[4-5],n9")
     # Jobs that were waited for are over; hosts that are left out already stay so.
     assert script.calls[0].startswith("sbatch --test-only --dependency= --exclude=n[4-5],n9,n1 ")
-    assert script.calls[-1] == "scontrol update JobId=7 ExcNodeList=n[4-5],n9,n1"
+    said(script.calls[-1])
 
 
 def test_starts_that_fail_in_a_row_are_counted(script: Script) -> None:
@@ -157,7 +158,7 @@ def test_an_error_that_would_occur_again_is_tried_on_one_other_node(script: Scri
     for restarts, code in enumerate((3, 2, 2)):
         done = script.bash(f"exit {code}", SLURM_RESTART_COUNT=str(restarts))
     assert sum(call == "scontrol requeue 7" for call in script.calls) == 2
-    assert "not started again without n1: it would end with exit code 2 again" in done.stderr
+    said(done.stderr)
 
 
 def test_no_requeue_where_the_policy_forbids_it(script: Script) -> None:
@@ -189,7 +190,7 @@ def test_the_copy_is_enough(script: Script) -> None:
     gone = {"workdir": "/nowhere/at all", "other_workdir": str(copy)}
     done = script.bash(f"{BEGINS}pwd", changes=gone)
     assert (done.returncode, done.stdout) == (0, f"{copy}\n")
-    assert "/nowhere/at all: No such file or directory" in done.stderr
+    said(done.stderr)
     done = script.bash(f"{BEGINS}pwd", changes={**gone, "other_workdir": None})
     assert (done.returncode, done.stdout) == (2, "")
 

@@ -11,6 +11,7 @@ from unittest.mock import Mock
 import pytest
 
 from tests.support.runs import make_attempt
+from tests.support.said import said
 from trainkit.backends import jobs as control_jobs
 from trainkit.backends.jobs import (
     live_entry,
@@ -110,12 +111,12 @@ def test_what_ctrl_c_cancelled_is_named_by_its_id(
     with pytest.raises(KeyboardInterrupt), slurm_backend.removed_unless_submitted(remove, "x", ["east"]):
         raise KeyboardInterrupt
     assert done == ["123;east", "folder"]
-    assert capsys.readouterr().err == "123 had already been submitted and was cancelled\n"
+    said(capsys.readouterr().err)
 
 
 def test_each_waits_for_all_before_it(run: RunDir, sbatch: Sbatch, capsys: Any) -> None:
     assert submit_follow_ups(run.attempt(1), "7", REQUEST, 3) == ["8", "9", "10"]
-    assert capsys.readouterr().err == "8, 9, 10 wait in the queue to continue 7\n"
+    said(capsys.readouterr().err)
     assert [argv for _, _, argv in sbatch.calls] == [
         (
             f"--comment={submission_token(run, 1, number)} my words",
@@ -183,7 +184,7 @@ def test_another_cluster_that_is_away_keeps_no_run_that_is_over(
         assert read_job(run).follow_ups == ["8", "9"]
         return
     cancel_follow_ups(run, read_job(run))
-    assert "it is away: `scancel --clusters=east 8 9` cancels the chained jobs" in capsys.readouterr().err
+    said(capsys.readouterr().err)
     assert read_job(run).follow_ups == [], "the next attempt may be on a cluster where these are other jobs"
 
 
@@ -248,7 +249,7 @@ def test_a_job_that_has_recorded_its_end_gets_a_moment_to_exit(
     assert jobs
     require_not_running(run, read_job(run), "resume")
     assert not jobs
-    assert capsys.readouterr().err == "7 has recorded its end: waiting until it exits\n"
+    said(capsys.readouterr().err)
 
 
 def test_a_job_that_has_recorded_its_end_and_stays_is_named(

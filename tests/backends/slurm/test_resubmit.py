@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import pytest
 
 from tests.support.runs import make_attempt
+from tests.support.said import said
 from trainkit.backends.slurm import resubmit as resubmit_module
 from trainkit.backends.slurm.allocation import SlurmAllocation
 from trainkit.backends.slurm.resubmit import excludable, resubmit
@@ -102,7 +103,7 @@ def test_a_task_of_an_array_goes_on_alone(tmp_path: Path, sbatch: Sbatch) -> Non
     run = on_slurm(make_attempt(tmp_path / "group/3"), job_id="7_3")
     run.script_file.write_text("#!/bin/bash\n# of the group\n")
     assert resubmit(run, "7_3") == "8_3"
-    assert sbatch.text == "#!/bin/bash\n# of the group\n"
+    said(sbatch.text)
     assert sbatch.argv[1:] == ["--dependency=afterany:7_3", "--array=3"]
     assert read_job(run).attempts[-1].job_id == "8_3"
 
@@ -162,7 +163,7 @@ def test_hosts_that_slurm_cannot_be_asked_about_do_not_keep_the_run_from_going_o
     monkeypatch.setattr(resubmit_module, "excludable", excludable)
     assert resubmit(run, "7", ["h1"]) == "8"
     assert not any(option.startswith("--exclude") for option in sbatch.argv)
-    assert "cannot exclude h1: cannot run sbatch --test-only on this host" in capfd.readouterr().out
+    said(capfd.readouterr().out)
 
 
 def test_a_full_disk_at_the_end_of_a_job(

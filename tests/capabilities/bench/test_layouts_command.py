@@ -1,4 +1,4 @@
-"""`trainkit bench layouts` as it is typed, with small scripts as workers and once with the real trainer."""
+"""Runs `trainkit bench layouts` with small scripts as workers, and once with the real trainer."""
 
 import csv
 import json
@@ -15,6 +15,7 @@ from steering import Desk, wait_for
 
 from tests.support.benches import made_up_bench, profile_made_up, train_made_up
 from tests.support.programs import run_program
+from tests.support.said import said
 from trainkit.backends.slurm import group_parts
 from trainkit.backends.slurm.backend import SbatchBackend
 from trainkit.capabilities.bench import command as bench_command
@@ -90,7 +91,7 @@ def test_what_was_typed_wrong(desk: Desk, args: list[str], message: str) -> None
     value = desk.refused("bench", "layouts", str(desk.config), *TWO, *args)
     assert message in value["error"]
     if args == ["--out", "."]:
-        assert "choose a new or empty folder with --out" in value["hint"]
+        said(value["hint"])
 
 
 @pytest.mark.parametrize(
@@ -130,7 +131,7 @@ def test_the_summary_of_runs_that_were_made_elsewhere(desk: Desk) -> None:
     )
     assert (good["status"], good["tokens_per_s"], good["exposed_comm_s"]) == ("finished", "2048", "0.25")
     assert (bad["status"], bad["steps"], bad["exposed_comm_s"]) == ("failed", "2", "")
-    assert bad["verdict"] == "rank 1 failed first at step 3: OutOfMemoryError: no memory"
+    said(bad["verdict"])
     assert list(first.checkpoints_dir.iterdir()) == []
     shown = bench(desk, "--collect", "bench")
     assert shown.stdout.splitlines()[-1].startswith("tp=2: rank 1 failed first at step 3")
@@ -169,13 +170,13 @@ def test_ctrl_c_ends_the_one_that_runs(desk: Desk) -> None:
     wait_for(lambda: entry.alive() is False)
     assert (
         read_end(run.attempt(1)) or AttemptEnd()
-    ).reason == KILLED  # at once: nobody needs what it could save
+    ).reason == KILLED  # checkpoints are off at once, because a bench never resumes
     assert sorted(path.name for path in (desk.folder / "mine").glob("*/job.json")) == ["job.json"]
 
 
 @pytest.mark.parametrize("is_here", [True, False])
 def test_ctrl_c_while_it_starts(is_here: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes once the group is started: here it is ended, on Slurm it continues."""
+    """Ctrl-C after the start of the group ends a local group; a group on Slurm continues."""
 
     def start_group(group: object) -> str:
         raise KeyboardInterrupt
@@ -217,7 +218,7 @@ def test_two_processes_on_two_layouts(tmp_path: Path) -> None:
     assert {row["layout"] for row in rows} == {"tp=2", "pp=2"}
     assert {row["status"] for row in rows} == {"finished"}
     assert {row["steps"] for row in rows} == {5}
-    # The same samples on every layout, and so the same loss.
+    # Every layout trains on the same samples, so the loss is the same.
     assert [row["loss"] for row in rows] == pytest.approx([rows[0]["loss"]] * 2, abs=1e-4)
     for row in rows:
         run = RunDir(tmp_path / "out" / row["run"])
@@ -244,7 +245,7 @@ END = {"state": "finished", "action": "stopped", "exit_code": 0, "reason": "all 
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a config, and a Slurm that takes every script as job 77 and knows no job."""
+    """Return a folder with a config and a Slurm that accepts every script as job 77 and knows no job."""
     (tmp_path / "small.yaml").write_text(CONFIG)
     (tmp_path / "text.txt").write_text("line\n" * 1000)
     monkeypatch.chdir(tmp_path)
@@ -256,14 +257,14 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def started(group: RunGroup, index: int) -> RunDir:
-    """The run of a trial, as its task makes it."""
+    """Return the run of a trial as its task creates it."""
     run = group.run(index)
     create_task_run(run, f"77_{index}")
     return run
 
 
 def ended(group: RunGroup, index: int, step_s: float, **end: Any) -> None:
-    """A run of a trial that is over."""
+    """Create a run of a trial that has ended."""
     source = RunDir(group.path.parent / f"made-{index}")
     train_made_up(source, step_s=step_s)
     run = started(group, index)
@@ -307,7 +308,7 @@ def test_the_summary_of_an_array(place: Path, capsys: pytest.CaptureFixture[str]
         ("pp=2", "failed"),
         ("dp_replicate=2", "unknown"),
     ]
-    assert rows[2]["verdict"] == "rank 1 failed first: OutOfMemoryError: no memory"
+    said(rows[2]["verdict"])
     assert "1 of 4 runs have not ended" in err
     assert [path for index in (0, 2, 3) for path in group.run(index).checkpoints_dir.iterdir()] == []
 
@@ -315,7 +316,7 @@ def test_the_summary_of_an_array(place: Path, capsys: pytest.CaptureFixture[str]
 def test_an_end_that_this_host_sees_late_is_waited_for(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Slurm has forgotten the jobs before the files of the second one are seen."""
+    """Slurm has forgotten both jobs before the files of the second run become visible."""
     group, looks = RunGroup(place / "out"), []
 
     def ask(ids: list[str], warn: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Rows of a summary, from run folders and traces that are made up, and their plots."""
+"""Tests the rows and plots of a summary with made-up run folders and traces."""
 
 import csv
 import io
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.benches import made_up_bench, profile_made_up, train_made_up
+from tests.support.said import said
 from trainkit.capabilities.bench.measure import (
     Row,
     by_speed,
@@ -58,7 +59,7 @@ def test_medians_leave_out_the_warm_up_and_the_profiled_steps(bench: Bench) -> N
         "step_s": 0.5,
         "step_s_p10": 0.5,
         "step_s_p90": 0.5,
-        "data_wait_s": 0.05,  # of steps 3 to 7
+        "data_wait_s": 0.05,  # the values of steps 3 to 7
         "mem_gib_peak": 1.07,
     }
 
@@ -67,7 +68,7 @@ def test_exposed_communication_is_the_mean_of_the_ranks_in_the_last_two_steps(be
     item = bench.runs[0]
     run = bench.run_dir(item)
     train_made_up(run)
-    # The first of the profiled steps, 8, ends after one second: what is before does not count.
+    # The first profiled step, 8, ends after one second. Events before that do not count.
     profile_made_up(run, 0, (0.2, 0.8), (1.5, 1.7))
     profile_made_up(run, 1, (0.5, 1.1), (2.0, 2.3))
     row, missing = row_of(bench, item, "finished", "")
@@ -78,7 +79,7 @@ def test_exposed_communication_is_the_mean_of_the_ranks_in_the_last_two_steps(be
     next(run.path.glob("**/rank-0001.json")).unlink()
     row, missing = row_of(bench, item, "finished", "")
     assert row["exposed_comm_s"] is None
-    assert "rank-0001.json cannot be read" in missing
+    said(missing)
 
 
 def test_a_run_that_ended_early_has_what_it_measured_and_no_exposed_communication(bench: Bench) -> None:
@@ -89,7 +90,7 @@ def test_a_run_that_ended_early_has_what_it_measured_and_no_exposed_communicatio
         profile_made_up(run, rank)
     row, missing = row_of(bench, item, "failed", "rank 1 failed first")
     assert (row["steps"], row["tokens_per_s"], row["exposed_comm_s"]) == (5, 2048.0, None)
-    assert missing == "the run did not reach its last step"
+    said(missing)
 
 
 def test_a_step_whose_predecessor_is_missing_tells_no_samples(bench: Bench) -> None:
@@ -108,7 +109,7 @@ def test_the_csv_has_every_column_and_no_word_for_what_is_not_known(bench: Bench
     (row,) = csv.DictReader(io.StringIO(text))
     assert list(row) == ["layout", *COLUMNS]
     assert (row["layout"], row["status"], row["steps"]) == ("dp_shard=2", "failed", "5")
-    assert row["verdict"] == 'rank 1 said "no, thanks",\nand left'
+    said(row["verdict"])
     assert (row["tokens_per_s"], row["step_s"]) == ("3072", "0.333333")
     assert row["mfu"] == row["exposed_comm_s"] == row["pp_microbatches"] == ""
 
@@ -130,16 +131,14 @@ def test_a_point_is_the_median_of_its_repeats_with_their_range(tmp_path: Path) -
         train_made_up(bench.run_dir(item), step_s=step_s)
     trials = [[row_of(bench, item, "finished", "")[0] for item in runs] for runs in bench.trials]
     (first, _), (second, _) = by_speed(trials)
-    assert [row["step_s"] for row in trials[0]] == [0.5, 0.25, 1.0]  # one round after another
+    assert [row["step_s"] for row in trials[0]] == [0.5, 0.25, 1.0]  # the repeats run one round after another
     assert (first["layout"], first["tokens_per_s"]) == ("tp=2", 2560.0)
     assert (first["tokens_per_s_min"], first["tokens_per_s_max"]) == (1280.0, 5120.0)
     assert (second["step_s"], second["repeats"], second["steps"]) == (0.5, 3, 15)
     assert second["run"] == "0 2 4"
     fastest = find_fastest(bench, by_speed(trials))
     assert fastest.is_clear is False
-    assert str(fastest) == (
-        "tp=2: 2,560 tokens/s, 25.0% more than dp_shard=2, which is within the spread of the repeats"
-    )
+    said(str(fastest))
 
 
 def test_a_repeat_that_failed_marks_its_point(bench: Bench) -> None:
@@ -171,9 +170,9 @@ def test_a_bench_of_another_version_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"repeats": 0}, "its runs have other values than its keys"),
-        ({"keys": ["tp"]}, "its runs have other values than its keys"),
-        ({"runs": []}, "its runs are not those of sweep.json"),
+        ({"repeats": 0}, "the values of its runs do not match its keys"),
+        ({"keys": ["tp"]}, "the values of its runs do not match its keys"),
+        ({"runs": []}, "its runs differ from the runs in sweep.json"),
     ],
 )
 def test_a_bench_whose_parts_do_not_fit_is_refused(bench: Bench, changes: Any, message: str) -> None:
@@ -197,7 +196,7 @@ def rows(tmp_path: Path) -> list[Row]:
 def test_a_file_for_each_quantity_that_is_known(tmp_path: Path, rows: list[Row]) -> None:
     folder = tmp_path / "plots"
     folder.mkdir()
-    (folder / "mfu.png").write_bytes(b"old")  # taken away: it is not known any more
+    (folder / "mfu.png").write_bytes(b"old")  # the plot is deleted, because the value is no longer known
     written, empty = write_plots(["layout"], rows, folder)
     assert empty == ["mfu", "exposed_comm_s"]
     assert [file.stem for file in written] == [name for name in PLOTS if name not in empty]
@@ -220,11 +219,11 @@ def test_more_layouts_make_a_higher_plot(tmp_path: Path, rows: list[Row]) -> Non
 
 
 MAIN, GLOO = 7, 9
-"""Threads: the first of the process, and one of gloo's."""
+"""The ids of two threads: the first thread of the process, and a thread of gloo."""
 
 
 def event(name: str, start_s: float, end_s: float, cat: str = "cpu_op", tid: int = MAIN) -> dict[str, Any]:
-    """A complete event; times in seconds for people, in microseconds for the trace."""
+    """Return a complete event of a trace; the arguments are seconds, and the trace has microseconds."""
     times = {"ts": start_s * 1e6, "dur": (end_s - start_s) * 1e6}
     return {"ph": "X", "cat": cat, "name": name, "pid": MAIN, "tid": tid, **times}
 
@@ -266,7 +265,8 @@ def trace(*events: dict[str, Any]) -> dict[str, Any]:
             (
                 event("aten::mm", 0.0, 3.0),
                 event("gloo:all_reduce", 1.0, 5.0, "user_annotation", GLOO),
-                event("aten::add_", 1.0, 5.0, tid=GLOO),  # of the reduction itself: nobody trains there
+                # this thread performs the reduction, it does not train
+                event("aten::add_", 1.0, 5.0, tid=GLOO),
                 event("aten::mm", 4.0, 6.0),
             ),
             id="gloo during an operation is hidden",
@@ -274,10 +274,11 @@ def trace(*events: dict[str, Any]) -> dict[str, Any]:
         pytest.param(
             *("cpu", 4.0),
             (
-                event("aten::add", 0.0, 10.0),  # on a split tensor: its communication happens inside
+                # the communication of an operation on a split tensor happens inside the operation
+                event("aten::add", 0.0, 10.0),
                 event("_c10d_functional::wait_tensor", 2.0, 5.0),
                 event("c10d::allreduce_", 7.0, 8.0),
-                event("aten::copy_", 7.2, 7.8),  # a part of the collective
+                event("aten::copy_", 7.2, 7.8),  # this copy is part of the collective
             ),
             id="what waits inside an operation computes nothing",
         ),
@@ -330,7 +331,7 @@ def test_a_trace_of_torch_is_understood() -> None:
 
 
 def late_all_reduce(world: Any) -> None:
-    """Rank 1 comes 0.3 s late to a collective: that is what rank 0 waits for, and rank 1 does not."""
+    """Rank 1 arrives 0.3 s late at a collective, so rank 0 waits for 0.3 s and rank 1 does not wait."""
     import itertools
     import statistics
     import tempfile
@@ -344,7 +345,7 @@ def late_all_reduce(world: Any) -> None:
     dist.all_reduce(values)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         begins = []
-        for _ in range(5):  # a process that loses its core for a moment spoils one
+        for _ in range(5):  # one measurement may be wrong, because the process lost its core for a moment
             dist.barrier()
             torch.mm(torch.ones(64, 64), torch.ones(64, 64))
             begins.append(time.time())

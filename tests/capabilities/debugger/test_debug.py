@@ -1,4 +1,4 @@
-"""Debuggers, in a real terminal: `trainkit run --debug`, `--post-mortem` and `trainkit debug`."""
+"""Tests `trainkit run --debug`, `--post-mortem` and `trainkit debug` in a real terminal."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 from steering import wait_for
 
 from tests.support.runs import launch_plan, make_attempt
+from tests.support.said import said
 from tests.support.tmux import Tmux, needs_tmux
 from trainkit.capabilities.debugger import Debugger, DebugPlan, rank_debugger
 from trainkit.capabilities.debugger.command import attach
@@ -52,7 +53,7 @@ def terminal(desk, tmp_path):
 
 
 def typed(terminal: Tmux, text: str, expected: str) -> None:
-    """Type a line for which the window then shows a pattern."""
+    """Type a line, and wait until the terminal shows a pattern."""
     terminal._run("send-keys", "-l", text)
     terminal.keys("Enter")
     terminal.wait_for(expected)
@@ -131,7 +132,10 @@ def test_post_mortem(desk, terminal):
 @needs_tmux
 @pytest.mark.slow(seconds=12)
 def test_a_job_without_a_terminal(desk, terminal):
-    """The chosen rank stops at each breakpoint(), also after its terminal was closed; the other continues."""
+    """The chosen rank stops at each breakpoint(), even after its terminal was closed.
+
+    The other rank continues.
+    """
     argv = ["--gpus-per-node", "2", "--now", "--", sys.executable, "loop.py"]
     run = RunDir(desk.types("submit", *argv).stdout.splitlines()[0])
     attempt = run.attempt(1)
@@ -144,7 +148,7 @@ def test_a_job_without_a_terminal(desk, terminal):
     assert "breakpoint() for `trainkit debug`" in desk.status(run)["reason"]
     refused = desk.types("debug", str(run.path), "--rank", "2")
     assert refused.returncode == 2
-    assert "rank 2 is not at a breakpoint()\n\nhint: ranks 0-1 of this run may be" in refused.stderr
+    assert "rank 2 is not at a breakpoint()\n\nhint: ranks 0-1 of this run may wait at one" in refused.stderr
     terminal.type([*TRAINKIT, "debug", str(run.path), "--rank", "1"])
     terminal.wait_for(r"\(Pdb\)$")
     terminal.close_window()
@@ -224,7 +228,7 @@ if __name__ == "__main__":
 @pytest.mark.slow(seconds=8)
 @pytest.mark.parametrize("how", ["fork", "spawn"])
 def test_a_worker_of_the_rank_with_the_terminal(desk, terminal, how):
-    """Its standard input is no terminal, as that of a worker of a DataLoader."""
+    """The standard input of a worker of a DataLoader is not a terminal."""
     (desk.folder / "loop.py").write_text(WORKER)
     terminal.type([*TRAINKIT, "run", "--debug", "--", sys.executable, "loop.py", how])
     terminal.wait_for(r"\(Pdb\)$")
@@ -234,7 +238,7 @@ def test_a_worker_of_the_rank_with_the_terminal(desk, terminal, how):
 
 @pytest.mark.slow(seconds=8)
 def test_a_job_has_no_debugger_of_its_own(desk):
-    """pdb has no terminal, and is a crash; PYTHONBREAKPOINT counts as in any Python."""
+    """pdb in a job has no terminal and fails as a crash. PYTHONBREAKPOINT has its usual effect."""
     (desk.folder / "loop.py").write_text("import pdb\npdb.set_trace()\nprint('over')\n")
     once = ["--now", "--set", "requeue.max_crashes=0"]
     submit = ["submit", *once, "--", sys.executable, "loop.py"]
@@ -255,7 +259,7 @@ def test_a_job_has_no_debugger_of_its_own(desk):
 
 @pytest.mark.slow(seconds=6)
 def test_debugpy(desk, tmp_path):
-    """A stand-in, which prints where it would listen."""
+    """A stand-in for debugpy prints the address at which debugpy would listen."""
     (desk.folder / "loop.py").write_text(SCRIPT)
     package = tmp_path / "packages" / "debugpy.py"
     package.parent.mkdir()
@@ -311,7 +315,7 @@ def test_a_rank_of_another_launcher_has_no_debugger(tmp_path, monkeypatch, capsy
     for name, value in {**given, "MASTER_ADDR": "host0", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     assert main(["run", "--debug"]) == 2
-    assert "hint: elsewhere breakpoint() waits for `trainkit debug RUN --rank N`" in capsys.readouterr().err
+    said(capsys.readouterr().err)
     assert not Path("runs").exists()
 
 
@@ -319,11 +323,11 @@ def test_a_terminal_is_needed(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.stdin.isatty", lambda: False, raising=False)
     assert main(["run", "--debug"]) == 2
-    assert "--debug needs a terminal\n\nhint: --debug=debugpy waits for an editor" in capsys.readouterr().err
+    said(capsys.readouterr().err)
 
 
 def test_a_terminal_is_lent_to_no_other_user(tmp_path, monkeypatch):
-    """A neighbour who can write into the folder of a run could name a socket of theirs."""
+    """Another user who can write into the folder of a run could record the path of their own socket."""
     attempt = make_attempt(tmp_path / "run")
     (attempt.path / "debugger").mkdir()
     with socket.socket(socket.AF_UNIX) as server:
@@ -333,7 +337,7 @@ def test_a_terminal_is_lent_to_no_other_user(tmp_path, monkeypatch):
         (attempt.path / "debugger" / "rank-0000-1.json").write_text(json.dumps(record))
         monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
         monkeypatch.setattr(os, "geteuid", lambda: 61234)
-        with pytest.raises(UsageError, match=f"is said to be a process of user {os.getuid()}"):
+        with pytest.raises(UsageError, match=f"belongs to user {os.getuid()}"):
             attach(attempt, 0)
 
 
@@ -368,7 +372,7 @@ def test_post_mortem_in_the_trainer(monkeypatch, rank, error, stops):
 
 
 def test_process_groups_of_torch_get_a_week():
-    """Unless the script sets their timeout; torch is imported once."""
+    """The default timeout is changed unless the script sets one, and torch is imported once."""
     code = "import torch.distributed as d; print(d.distributed_c10d._get_default_timeout('gloo').days)"
     environ = {
         **os.environ,

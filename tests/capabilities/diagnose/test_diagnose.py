@@ -1,4 +1,4 @@
-"""`diagnose` on broken runs: recorded ones, a few that are made again, and what could mislead it."""
+"""Tests `diagnose` on broken runs: recorded runs, runs that are created again, and misleading files."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import yaml
 
 from tests.on_slurm import broken_runs as on_slurm
 from tests.support.broken_runs import BROKEN, FOLDER, HOST, is_real, make, unpack
+from tests.support.said import said
 from trainkit.capabilities.diagnose.command import diagnosis_lines
 from trainkit.capabilities.diagnose.diagnose import Diagnosis, diagnose
 from trainkit.capabilities.diagnose.texts import read_log
@@ -43,13 +44,13 @@ def newest(run: RunDir, job: SlurmJob | None = None) -> Diagnosis:
 
 
 def recorded_job(content: dict[str, Any]) -> SlurmJob | None:
-    """Slurm's view of the job, where it was recorded too."""
+    """Return Slurm's view of the job if it was recorded."""
     fields = content.get("slurm")
     return None if fields is None else SlurmJob(**{**fields, "state": JobState(fields["state"])})
 
 
 def shown(found: Diagnosis, expected: dict[str, object]) -> dict[str, object]:
-    """The expected fields of a diagnosis; all ranks fail alike where no rank is expected."""
+    """Return the expected fields of a diagnosis. If no rank is expected, all ranks fail in the same way."""
     fields = {key: getattr(found, key) for key in expected}
     return fields | {"rank": None} if expected.get("rank", 0) is None else fields
 
@@ -61,7 +62,7 @@ def test_names_the_first_rank_and_the_cause(name: str, tmp_path: Path) -> None:
 
 
 def test_the_set_covers_the_causes() -> None:
-    """24 causes of runs that failed for real or of errors of real tools."""
+    """The recorded runs cover 24 causes, from runs that really failed or from errors of real tools."""
     contents = [yaml.safe_load((FOLDER / f"{name}.yaml").read_text()) for name in RECORDED]
     assert len({content["expect"].get("name") for content in contents if is_real(content)}) >= 24
 
@@ -88,14 +89,14 @@ def test_the_advice_has_the_values_of_the_run(tmp_path: Path) -> None:
     assert found.cause.endswith("rank 6 reported no time-out: the other ranks waited there")
     assert found.advice[0].endswith("--rank 6` shows what rank 6 did instead")
     _, found = diagnosis_of("rank-late", tmp_path / "late")
-    assert found.cause == "rank 1 on node02 did not connect to rank 0 in time"
+    said(found.cause)
     assert any("--rank 1` shows what rank 1 did instead" in item for item in found.advice)
 
 
 def test_a_hang_says_which_ranks_wait(tmp_path: Path) -> None:
     _, found = diagnosis_of("hang", tmp_path)
     assert found.cause.startswith(f"rank 1 on {HOST} blocks the others: does not respond")
-    assert "waiting for it: rank 0" in found.advice
+    assert "ranks that wait for it: rank 0" in found.advice
     assert any(item.file.startswith("attempts/001/hangs/") for item in found.evidence)
 
 
@@ -109,7 +110,7 @@ def test_evidence_is_the_line_of_the_file(tmp_path: Path) -> None:
 
 
 def failed(folder: Path, log: bytes, message: str = "ended with exit code 1", kind: str = "exit") -> RunDir:
-    """A run of which rank 0 failed, with this output."""
+    """Create a run whose rank 0 failed with this output."""
     folder.mkdir(exist_ok=True)
     run = RunDir(folder)
     attempt = run.attempt(1)
@@ -135,7 +136,8 @@ def failed(folder: Path, log: bytes, message: str = "ended with exit code 1", ki
 )
 def test_errors_of_a_gpu_and_of_its_program(tmp_path: Path, error: str, name: str, advice: str) -> None:
     message = f"{error}\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
-    for kind in ("AcceleratorError", "exit"):  # raised in Python, or by NCCL's watchdog, which aborts
+    # raised in Python, or by NCCL's watchdog, which aborts the process
+    for kind in ("AcceleratorError", "exit"):
         text = message if kind != "exit" else f"killed by SIGABRT: [Rank 0] Process group watchdog: {error}"
         found = newest(failed(tmp_path / kind, b"", text, kind))
         assert found.name == name
@@ -161,7 +163,7 @@ def test_an_exception_of_the_user_comes_before_those_that_noticed_it(tmp_path: P
     write_json(run.attempt(1).rank_error(1), {**record, "traceback": trace + "KeyError: 'x'\n"})
     found = newest(run)
     assert (found.name, found.rank) == ("exception", 1)
-    assert found.cause == "rank 1 raised an exception at train.py:3: KeyError: 'x'"
+    said(found.cause)
     assert "in your code: train.py:3\n    f(x)\n" in "\n".join(diagnosis_lines(found))
 
 
@@ -194,12 +196,12 @@ def test_an_exception_comes_before_a_loss_that_was_nan(tmp_path: Path) -> None:
         "exception",
         f"rank 0 on {HOST} raised an exception: ValueError: boom",
     )
-    assert "diverged since step 310, which may be why" in found.advice
+    assert "the run has diverged since step 310, which may be the cause" in found.advice
     assert found.evidence[-1].file == "metrics.jsonl"
 
 
 def test_a_loop_by_hand_is_started_again_by_its_own_command(tmp_path: Path) -> None:
-    """Its ranks were killed, but one that has recorded what it noticed."""
+    """All ranks were killed, and one of them recorded a lost connection before."""
     run = failed(tmp_path, b"", "Connection closed by peer", "RuntimeError")
     run.attempt(1).end_file.unlink()
     create_job(run, backend="local", name="run", cwd="/home/me", code=None)
@@ -214,7 +216,7 @@ def test_a_loop_by_hand_is_started_again_by_its_own_command(tmp_path: Path) -> N
     )
     found = newest(run)
     assert (found.name, found.rank) == ("network", 1)
-    assert found.cause.startswith("rank 1 left no record, as a process that is killed")
+    assert found.cause.startswith("rank 1 left no record, as if the process was killed")
     assert found.advice[0] == "`torchrun train.py` resumes from the newest checkpoint, if there is one"
     run.attempt(1).rank_error(0).unlink()
     found = newest(run)
@@ -232,11 +234,11 @@ def test_an_error_long_before_the_end_was_handled(tmp_path: Path) -> None:
 def test_a_huge_log_is_read_at_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "rank-0000.log"
     with path.open("wb") as stream:
-        stream.seek(2**30)  # a sparse file: no disk is needed
+        stream.seek(2**30)  # the file is sparse and takes no disk space
         stream.write(b"\nCUDA out of memory\n")
     text = read_log(path, tmp_path, "log")
     assert text.first_line is None
-    assert text.lines[-1] == "CUDA out of memory"
+    said(text.lines[-1])
     path.write_bytes(b"step\n" * 100_000 + b"the end\n")
     text = read_log(path, tmp_path, "log")
     assert text.evidence(len(text.lines) - 1).line == 100_001
@@ -276,7 +278,7 @@ def test_a_killed_rank_comes_with_the_memory_of_its_host(tmp_path: Path) -> None
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    """A run with an attempt that has written nothing."""
+    """Return a run with an attempt that has written nothing."""
     RunDir(tmp_path).attempt(1).create()
     return RunDir(tmp_path)
 
@@ -299,25 +301,28 @@ def test_an_attempt_that_never_started(run: RunDir) -> None:
     add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     job = SlurmJob("7", JobState.FAILED, slurm_state="FAILED", reason="JobLaunchFailure", exit_code=0)
     found = newest(run, job=job)
-    assert found.cause == "no known cause was found: the job ended before the supervisor began"
+    said(found.cause)
     job = replace(job, exit_signal=53)
     found, logs = newest(run, job=job), run.attempt(1).logs_dir
-    cause = f"Slurm did not start the job: a node could not open its log in {logs}"
+    cause = f"Slurm did not start the job: a node could not open the log in {logs}"
     assert (found.name, found.cause) == ("log-not-opened", cause)
     logs.rmdir()
-    cause = f"Slurm did not start the job: it could not open its log, whose folder {logs} does not exist"
+    cause = f"Slurm did not start the job: it could not open the log, whose folder {logs} does not exist"
     assert newest(run, job=job).cause == cause
 
 
 def test_a_start_that_failed(run: RunDir) -> None:
-    """Slurm names the node where the script recorded nothing; with a record it need not be asked."""
+    """Slurm names the node if the batch script recorded none.
+
+    If the script recorded it, Slurm is not queried.
+    """
     create_job(run, backend="sbatch", name="x", cwd=str(run.path), code=None)
     add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     run.attempt(1).supervisor_log.write_text("bash: /venv/bin/activate: No such file or directory\n")
     job = SlurmJob("7", JobState.FAILED, slurm_state="FAILED", nodes="n[2-3]", exit_signal=9)
     found = newest(run, job=job)
     assert (found.name, found.rank, found.host) == ("start-failed", None, "n2")
-    assert found.evidence[0].file == "Slurm's state of job 7"
+    said(found.evidence[0].file)
     (run.path / "starts").mkdir()
     write_json(run.path / "starts/7.0", {"host": "n4", "exit_code": 2})
     found = newest(run)
@@ -338,7 +343,7 @@ def test_a_start_that_failed(run: RunDir) -> None:
 
 
 def add_events(run: RunDir, *events: tuple[str, str, dict[str, Any]]) -> None:
-    """Events of attempt 1 as (second, name, values)."""
+    """Add events to attempt 1, given as (second, name, values)."""
     with run.events_file.open("a") as stream:
         for second, name, values in events:
             record = {"time": f"2026-01-01T00:00:{second}.000Z", "attempt": 1, "event": name, **values}
@@ -351,7 +356,7 @@ def add_events(run: RunDir, *events: tuple[str, str, dict[str, Any]]) -> None:
         (
             True,
             "../data/x.txt",
-            "it is there as {above}/data/x.txt, but not in {run}/work/sub, the copy of the code",
+            "the file is {above}/data/x.txt, but not in {run}/work/sub, the copy of the code",
         ),
         (True, "nowhere.txt", "relative paths start in {run}/work/sub, the copy of {above}/code in which"),
         (False, "nowhere.txt", "relative paths start at {above}/code"),
@@ -389,7 +394,7 @@ def test_a_signal_explains_only_what_follows_it(tmp_path: Path) -> None:
     found = newest(run)
     assert (found.name, found.confidence, found.rank) == ("stop-signal", "likely", 0)
     assert found.evidence[0].place == "events.jsonl:5"
-    cause = f"the job received SIGUSR2, after which rank 0 on {HOST} failed: ended with exit code 1"
+    cause = f"rank 0 on {HOST} failed after the job had received SIGUSR2: ended with exit code 1"
     assert found.cause == cause
     assert "  5: 00:00:09  signal  signal=SIGUSR2" in "\n".join(diagnosis_lines(found))
 
@@ -406,7 +411,7 @@ def test_a_stop_that_was_recorded_is_no_failure(run: RunDir, reason: str) -> Non
     write_json(run.attempt(1).end_file, {"state": "stopped", "cause": None, "reason": reason})
     found = newest(run)
     assert (found.state, found.cause) == ("nothing failed", f"the run stopped: {reason}")
-    # Its agent heard the signal after the rank had died of it.
+    # The agent received the signal after the rank had died of it.
     record = {"rank": 0, "host": HOST, "time": TEN, "type": "exit", "message": "killed by SIGTERM"}
     write_json(run.attempt(1).rank_error(0), {**record, "exit_code": 143})
     assert newest(run).cause == f"the run stopped: {reason}"
@@ -417,7 +422,7 @@ def test_a_node_that_is_drained(run: RunDir) -> None:
     end = {"state": "stopped", "action": "requeue", "cause": "preempted", "reason": reason, "time": TEN}
     write_json(run.attempt(1).end_file, end)
     found = newest(run)
-    cause = "the ranks were ended on n3, which an administrator takes out of service"
+    cause = "the ranks on n3 were ended, because an administrator takes the host out of service"
     assert (found.name, found.cause) == ("drained", cause)
 
 
@@ -433,7 +438,8 @@ def test_a_save_that_the_end_cut_off(run: RunDir) -> None:
     unsaved = "the save of step 50 began at 00:00:03 UTC and was not completed: "
     (run.attempt(1).config_file).write_text("name: x\nrequeue: {grace_s: 20}\n")
     assert f"{unsaved}raise requeue.grace_s (now 20 s) if it needs more time" in newest(run).advice
-    run.checkpoint_dir(50).mkdir(parents=True)  # published, which a moment later would have been recorded
+    # the checkpoint is published, and its event would have followed a moment later
+    run.checkpoint_dir(50).mkdir(parents=True)
     assert not any("was not completed" in item for item in newest(run).advice)
 
 
@@ -468,6 +474,6 @@ def test_a_slow_rank_is_named_with_the_time_limit(run: RunDir) -> None:
     add_events(run, *(("01", "checkpoint_commit", {"step": step}) for step in range(500)))
     line = "rank 3 on n2 was slow since step 7 (compute): 200 ms a step, the other ranks 100 ms; "
     assert any(item.startswith(f"{line}`trainkit doctor --nodes 2`") for item in newest(run).advice)
-    assert any(item.endswith("leaves n2 out at the next restart") for item in newest(run).advice)
+    assert any(item.endswith("excludes n2 at the next restart") for item in newest(run).advice)
     add_events(run, ("02", "slow_rank_over", {"rank": 3, "host": "n2"}))
     assert not any("slow" in item for item in newest(run).advice)

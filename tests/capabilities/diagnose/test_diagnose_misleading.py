@@ -1,4 +1,4 @@
-"""`diagnose` on runs whose files talk about other failures or are damaged, and the rank that it names."""
+"""Tests `diagnose` on runs whose files mention other failures or are damaged, and the rank that it names."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_binary_output(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_files_that_are_cut_off_or_of_another_form(tmp_path: Path, seed: int) -> None:
-    """Whatever a crash leaves, there is a diagnosis."""
+    """A diagnosis succeeds with any file that a crash may leave."""
     chance = random.Random(seed)
     for name in chance.sample(RECORDED, 12):
         run = RunDir(tmp_path / name)
@@ -91,11 +91,14 @@ LOST = {
     **{"type": "RuntimeError", "message": "[…] Read error [10.0.0.2]:31370: Connection reset by peer"},
 }
 OLD = {"node_rank": 1, "host": "n2", "time": "2026-11-25T23:52:02Z"}
-"""As versions until November 2026 recorded the launcher of the second node."""
+"""The record of the second node's launcher, as versions until November 2026 wrote it."""
 
 
 def diagnosed(folder: Path, output: str, *records: dict[str, Any], num_ranks: int = 2) -> Diagnosis:
-    """A run on two nodes, with the output of the second one's launcher; the first record is the verdict."""
+    """Diagnose a run on two nodes with this output of the second launcher.
+
+    The first record is the root cause.
+    """
     attempt = RunDir(folder).attempt(1)
     folder.mkdir()
     attempt.create()
@@ -114,7 +117,7 @@ def diagnosed(folder: Path, output: str, *records: dict[str, Any], num_ranks: in
         ("torchrun-second-node", 1, 2, 2),
         ("accelerate-one-rank", 1, 1, 1),
         ("deepspeed-second-node", 247, 1, 1),
-        # The launcher does not say which of its two ranks it was.
+        # The launcher does not say which of its two ranks failed.
         ("deepspeed-second-node", 247, 2, None),
     ],
 )
@@ -131,11 +134,11 @@ def test_in_a_folder_of_an_older_version(
 
 
 def test_the_agent_has_recorded_which_rank_it_was(tmp_path: Path) -> None:
-    """Rank 3, while the launcher reports the end of the rank that it looked at first."""
+    """The agent recorded rank 3, while the launcher reports the rank that it checked first."""
     record = {**OLD, "rank": 3, "type": "RankKilled", "message": "killed by SIGKILL", "exit_code": 137}
     report = OUTPUT["deepspeed-second-node"]
     cases = [(report, (LOST, record)), (report, (record, LOST)), ("… return code = 1", (record, LOST))]
-    # Its launcher has waited for the others.
+    # This launcher has waited for its other ranks.
     cases += [(report, (LOST, {**record, "time": "2026-11-25T23:52:31Z"}))]
     for number, (output, records) in enumerate(cases):
         found = diagnosed(tmp_path / str(number), output, *records)
@@ -143,7 +146,7 @@ def test_the_agent_has_recorded_which_rank_it_was(tmp_path: Path) -> None:
 
 
 def torchrun(rank: int, raised: str, second: int, code: int = 1) -> str:
-    """What a rank and its torchrun print."""
+    """Return the output of a rank and its torchrun."""
     trace = f'Traceback (most recent call last):\n  File "/home/me/train.py", line 7, in <module>\n{raised}\n'
     report = (
         f"  time      : 2026-11-25_23:52:{second}\n  host      : n\n  rank      : {rank} (local_rank: 0)\n"
@@ -161,13 +164,13 @@ def torchrun(rank: int, raised: str, second: int, code: int = 1) -> str:
 def test_the_first_of_several_launchers_is_the_one_that_reports_the_earliest_failure(
     tmp_path: Path, killed: bool, has_end: bool
 ) -> None:
-    """One that waits for its other ranks ends late, and so does its record."""
+    """A launcher that waits for its other ranks ends late, and its record has this late time."""
     attempt = RunDir(tmp_path).attempt(1)
     attempt.create()
     write_json(attempt.plan_file, {"command": ["x.py"], "num_nodes": 2, "workers_per_node": 2})
     write_json(attempt.rendezvous_file, {"hosts": ["n1", "n2"]})
     late = {"type": "KeyError", "message": "'label'", "exit_code": 1}
-    if killed:  # the agent has seen it
+    if killed:  # the agent has recorded the rank
         late = {"type": "RankKilled", "message": "killed by SIGKILL", "exit_code": 137}
     noticed = {"type": "QueueError", "message": "a peer is gone", "exit_code": 1}
     first = {**noticed, "rank": 1, "node_rank": 0, "host": "n1", "time": "2026-11-25T22:52:16Z"}
@@ -180,13 +183,13 @@ def test_the_first_of_several_launchers_is_the_one_that_reports_the_earliest_fai
         write_json(attempt.end_file, {"state": "failed", "cause": "crash", "verdict": first})
     found = diagnose(attempt, read_job(attempt.run))
     assert (found.rank, found.host) == (3, "n2"), found
-    # Without the time of one, those of the records count.
+    # If a launcher reports no time, the times of the records decide.
     attempt.rank_log(2).write_text("")
     assert diagnose(attempt, read_job(attempt.run)).rank == 1
 
 
 def test_the_first_failure_is_that_of_the_verdict(tmp_path: Path) -> None:
-    """Also where others failed earlier, at the same time, or at a time that is unknown."""
+    """The root cause decides even if other ranks failed earlier, at the same time, or at an unknown time."""
     run = failed(tmp_path, b"", "boom", "ValueError")
     attempt = run.attempt(1)
     for times in (("01", "01", "01"), ("00", "01", "01"), (None, None, None), (None, None, "01")):

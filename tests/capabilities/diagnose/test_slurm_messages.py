@@ -1,4 +1,7 @@
-"""Slurm's messages in the log with which a job began: whose end are they about?"""
+"""Tests to which attempt a message of Slurm belongs.
+
+A requeued job appends to the log of an earlier attempt.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any, get_args
 
 import pytest
 
+from tests.support.said import said
 from trainkit.capabilities.diagnose.diagnose import Diagnosis, diagnose
 from trainkit.run.end import Action, end_line, is_end_line
 from trainkit.run.files import as_utc, write_json
@@ -30,7 +34,7 @@ REASONS = {
 
 
 def job_of(folder: Path, *ends: dict[str, Any]) -> RunDir:
-    """A job whose attempts began every 60 s, with the end of each; {} for none."""
+    """Return a job whose attempts began every 60 s. An attempt without a recorded end is given as {}."""
     run = RunDir(folder / "run")
     run.path.mkdir(parents=True)
     create_job(run, backend="sbatch", name="x", cwd=str(folder), code=None)
@@ -52,7 +56,7 @@ def append_to_log(run: RunDir, number: int, line: str) -> None:
 
 
 def ended_by_slurm(why: str, second: float, kind: str = "JOB 7") -> str:
-    """The message as slurmstepd writes it this many seconds after the beginning, by the clock on the wall."""
+    """Return the message that slurmstepd writes N seconds after the beginning, in local time."""
     time = (BEGIN + timedelta(seconds=second)).astimezone().replace(tzinfo=None).isoformat(timespec="seconds")
     return f"slurmstepd: error: *** {kind} ON n1 CANCELLED AT {time}{why and ' DUE TO '}{why} ***"
 
@@ -96,7 +100,7 @@ def test_an_attempt_without_an_end_of_its_own_is_explained_by_what_slurm_wrote_w
     assert [named(run, number) for number in range(1, 5)] == [
         *("preempted", "killed", "time-limit", "node-failure")
     ]
-    assert found_in(run, 3).evidence[0].place == "attempts/001/logs/supervisor.log:2"
+    said(found_in(run, 3).evidence[0].place)
     assert (found_in(run, 3).rank, found_in(run, 3).host) == (None, None), "it is about the job"
     requeued = SlurmJob("7", JobState.REQUEUED, slurm_state="REQUEUED")
     found = diagnose(run.attempt(1), read_job(run), slurm_job=requeued)

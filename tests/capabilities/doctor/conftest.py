@@ -1,4 +1,4 @@
-"""A machine without Slurm, whatever this one has."""
+"""The fixture of a machine without Slurm, even if this machine has Slurm."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The measurement of the bandwidth, and what is said of it."""
+"""Tests the measurement of the bandwidth and its findings."""
 
 import re
 import sys
@@ -59,7 +59,7 @@ def measured(reduced: float, *speeds: float, backend: str = "gloo") -> Bandwidth
 
 
 FAST = [{"ethernet": 100.0, "infiniband": 400.0}] * 2
-SLOWEST = "9.0 Gbit/s from a to b, the slowest of 2; median 9.2; the network interface should give 10"
+SLOWEST = "9.0 Gbit/s from a to b, the slowest of 2; median 9.2; the speed of the network interface is 10"
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,8 @@ SLOWEST = "9.0 Gbit/s from a to b, the slowest of 2; median 9.2; the network int
     [
         (measured(8.0, 9.0, 9.5), [{"ethernet": 10.0}, {"ethernet": 25.0}], "ok", SLOWEST),
         (measured(0.9, 0.9, 0.9), [{"ethernet": 10.0}] * 2, "warning", "0.9 Gbit/s"),
-        (measured(6.0, 8.0, 8.0), FAST, "ok", "8.0 Gbit/s"),  # gloo is not expected to fill a fast link
+        # gloo is not expected to use the whole speed of a fast link
+        (measured(6.0, 8.0, 8.0), FAST, "ok", "8.0 Gbit/s"),
         (measured(6.0, 8.0, 8.0, backend="nccl"), FAST, "warning", "8.0 Gbit/s"),
     ],
 )
@@ -101,7 +102,10 @@ print("node1:1:1 NCCL INFO comm destroyed")
 
 
 def test_the_gpus_that_this_task_sees_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as the torch of the ranks counts, which have the variable too; NCCL_DEBUG=INFO prints much."""
+    """The number of GPUs is counted by the torch of the ranks, which has the same variables.
+
+    NCCL_DEBUG=INFO prints a lot.
+    """
     (tmp_path / "torch.py").write_text(FAKE_TORCH)
     request = Request(tmp_path, python=(sys.executable, str(tmp_path / "torch.py")))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")

@@ -1,4 +1,4 @@
-"""`trainkit doctor` on this machine: what it checks and how it prints it."""
+"""Tests the checks of `trainkit doctor` on this machine, and their output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `trainkit doctor` says of nodes that differ, and of Slurm's settings."""
+"""Tests the findings of `trainkit doctor` about nodes that differ and about Slurm's settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainkit.job.preflight import Finding
     ],
 )
 def test_packages_that_differ(versions: list[str | None], host: str | None, text: str) -> None:
-    """A node is blamed if most have another version."""
+    """A node is named if most other nodes have another version."""
     reports = [
         NodeReport(name, 0, 7, versions={} if version is None else {"torch": version})
         for name, version in zip("abc", versions, strict=False)
@@ -75,7 +75,7 @@ def test_preemption_says_how_jobs_are_notified() -> None:
     config = {**CONFIG, "PreemptType": "preempt/qos", "PreemptMode": "REQUEUE"}
     partition = "PartitionName=low GraceTime=60"
     (found,) = [item for item in settings_checks(config, partition) if item.name == "preemption"]
-    assert (found.state, found.value) == ("ok", "partition low: REQUEUE, GraceTime 60 s, notice by SIGTERM")
+    assert (found.state, found.value) == ("ok", "partition low: REQUEUE, GraceTime 60 s, stop signal SIGTERM")
     config["PreemptParameters"] = "youngest_first,send_user_signal"
     (found,) = [item for item in settings_checks(config, partition) if item.name == "preemption"]
-    assert found.value.endswith("notice by SIGTERM and the job's own signal")
+    assert found.value.endswith("stop signal SIGTERM and the job's own signal")

@@ -1,4 +1,4 @@
-"""`trainkit drill` as it is typed, on this machine."""
+"""Runs `trainkit drill` on this machine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ logging: {tensorboard: false}
 
 
 class Place:
-    """A folder for drills."""
+    """The folder in which drills run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -71,7 +71,7 @@ class Place:
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def trainer(self, **options: Any) -> str:
-        """The name of a script with a trainer of `two_lines`."""
+        """Return the name of a script that trains with `two_lines`."""
         (self.folder / "train.py").write_text(two_lines(**options))
         return "train.py"
 
@@ -97,7 +97,10 @@ NEEDS_SLURM = ("requeue",)
 @pytest.mark.slow(seconds=90)
 @pytest.mark.smoke
 def test_the_built_in_trainer_survives_damaged_saves(place: Place) -> None:
-    """Of the other interruptions, any trainer is a test: the injection is the same."""
+    """Only damaged saves need the built-in trainer.
+
+    Other interruptions are injected in the same way for any trainer.
+    """
     names = (*DAMAGED_SAVES, *NEEDS_SLURM)
     assert {*names, *OF_A_TASK, *OF_A_COMMAND} == set(NAMES)
     shape = ("--nodes", "2", "--gpus-per-node", "1", "--seed", "2991", "--steps", "80")
@@ -117,8 +120,9 @@ def test_the_built_in_trainer_survives_damaged_saves(place: Place) -> None:
     for run in place.runs():
         # A supervisor that has recorded its end may still be exiting.
         wait_until(lambda run=run: RunProcesses.of(run) == NOTHING)
-        assert list(run.checkpoints_dir.iterdir()) == []  # they were verified, and take space
-    # What the user has is as it was.
+        # these checkpoints were verified and are deleted to save space
+        assert list(run.checkpoints_dir.iterdir()) == []
+    # The drill has not changed the state of the user.
     assert {path.name for path in place.folder.iterdir()} == {"small.yaml", "text.txt", "runs", "cache"}
     assert read_json(Path(value["folder"]) / "drill.json") == value
 
@@ -138,7 +142,10 @@ logging: {{tensorboard: false}}
 
 @pytest.mark.slow(seconds=80)
 def test_a_task_of_ones_own_survives(place: Place) -> None:
-    """With torch's dropout, batch norms, random augmentation, and data workers that die with their rank."""
+    """The task uses dropout, batch norms and random augmentation.
+
+    Its data workers die with their rank.
+    """
     (place.folder / "small.yaml").write_text(USER_TASK.format(file=tasks.__file__))
     shape = ("--nodes", "2", "--gpus-per-node", "1", "--seed", "16", "--steps", "80")
     done = place.drill(*shape, "--json", *(word for name in OF_A_TASK for word in ("--only", name)))
@@ -164,7 +171,7 @@ def test_the_example_of_the_two_lines_survives(place: Place) -> None:
 
 @pytest.mark.slow(seconds=65)
 def test_a_loop_of_ones_own_survives(place: Place) -> None:
-    """With dropout and a scheduler; that it stops when it is asked to: `tests/trainer/test_loop.py`."""
+    """The loop uses dropout and a scheduler. `tests/trainer/test_loop.py` tests that it stops on request."""
     example = str(ROOT / "examples" / "own_loop.py")
     shape = ("--nodes", "2", "--gpus-per-node", "1", "--only", "node")
     done = place.drill(*shape, "--seed", "43", "--", sys.executable, example, "--steps", "200")

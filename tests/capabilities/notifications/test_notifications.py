@@ -12,6 +12,7 @@ import pytest
 from job_tree import Job, wait_for
 
 from tests.support.runs import make_attempt
+from tests.support.said import said
 from tests.support.webhooks import SECRET, Webhook, webhook
 from trainkit.capabilities.notifications import notifier as notifications
 from trainkit.capabilities.notifications.notifier import (
@@ -80,7 +81,7 @@ def test_what_an_end_is_reported_as(end: dict[str, Any], event: str | None) -> N
 def test_a_failure_names_rank_host_and_what_to_do() -> None:
     verdict = RankFailure(rank=5, host="node3", type="OutOfMemory", message="12 GiB more")
     notification = end_notification(end_of("failed", "failed", "crash", verdict=verdict))
-    assert notification.text == "failed: why; rank 5 failed first on node3: OutOfMemory: 12 GiB more"
+    said(notification.text)
     assert notification.command == "diagnose"
     assert (notification.rank, notification.host, notification.step) == (5, "node3", 7)
 
@@ -96,7 +97,7 @@ def test_a_run_that_has_diverged(action: str, text: str) -> None:
 def test_a_restart_without_a_slow_host_is_said_once() -> None:
     end = end_of("requeue", "stopped", "slow_host", reason="restarts without b: rank 5 slow")
     notification = end_notification(end)
-    assert notification.text == "restarts without b: rank 5 slow"
+    said(notification.text)
 
 
 def test_the_rate_limit_is_by_event_and_never_for_the_last_one() -> None:
@@ -285,7 +286,7 @@ def test_a_stalled_run_is_reported_once_until_it_makes_progress(
     wait(400)
     [notification] = notifications
     assert (notification.event, notification.step) == ("stalled", 30)
-    assert notification.text == "no progress for 2 minutes after step 30"
+    said(notification.text)
     append_jsonl(attempt.run.metrics_file, {"step": 31, "attempt": 1})
     wait(20)
     append_jsonl(attempt.run.metrics_file, {"step": 32, "attempt": 1})
@@ -310,7 +311,7 @@ def test_slow_ranks_of_this_attempt_are_reported(tmp_path: Path, monkeypatch: py
     wait(40)
     [notification] = notifications
     assert (notification.event, notification.host, notification.step) == ("slow", "b", 24)
-    assert notification.text == "rank 2 on b is slow since step 5 (compute), 1.7 times as long as the others"
+    said(notification.text)
 
 
 def test_saves_that_fail_in_a_row_and_a_silence_are_reported(
@@ -329,7 +330,7 @@ def test_saves_that_fail_in_a_row_and_a_silence_are_reported(
     wait(40)
     saves, silence = notifications
     assert (saves.event, saves.step) == ("stalled", 40)
-    assert saves.text == "cannot save checkpoints: 2 in a row failed, since step 30: OSError: disk full"
+    said(saves.text)
     assert (silence.event, silence.text, silence.host) == ("stalled", "no output for 610 s", "b")
     assert silence.command == "diagnose"
 

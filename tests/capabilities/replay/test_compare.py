@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.runs import launch_plan
+from tests.support.said import said
 from trainkit.capabilities.replay.compare import Comparison, compare
 from trainkit.capabilities.replay.replay import ReplayPlan
 from trainkit.capabilities.replay.steps import RunStep, find_step
@@ -74,11 +76,11 @@ def test_a_step_that_was_not_recorded_is_unknown(folders: tuple[RunDir, RunDir])
 
 
 CASES = {
-    "forward": ({2: {"loss_sum": 1.5}}, [2], ["n1"], "its loss: the forward pass"),
+    "forward": ({2: {"loss_sum": 1.5}}, [2], ["n1"], "its loss, in the forward pass"),
     "backward": ({3: {"local_gradient": 1.5}}, [3], ["n1"], "its gradient before the reduction"),
     "shard": ({0: {"square_sum": 1.5}, 1: {"square_sum": 2.5}}, [0, 1], ["n0"], "after the reduction"),
     "both": ({1: {"local_gradient": 1.5, "square_sum": 1.5}, 2: {"square_sum": 9.5}}, [1], ["n0"], "before"),
-    "all": ({rank: {"square_sum": 1.5} for rank in range(4)}, [], ["n0", "n1"], "of all ranks"),
+    "all": ({rank: {"square_sum": 1.5} for rank in range(4)}, [], ["n0", "n1"], "every rank differs"),
     "none": ({}, [], ["n0", "n1"], "only the sum over the ranks"),
 }
 
@@ -96,6 +98,30 @@ def test_the_rank_that_differs_first_is_named(folders: tuple[RunDir, RunDir], ca
     assert what in found.culprit.what
 
 
+def record_turns(attempt: AttemptDir, rank: int, step: int, **of_first: Any) -> None:
+    """Replace the records of a rank with one record per turn, of the optimizers d and g."""
+    attempt.rank_record(rank).unlink()
+    for turn, name in enumerate("dg", 1):
+        record_rank(attempt, rank, step, turn=turn, optimizer=name, **(of_first if turn == 1 else {}))
+
+
+def test_each_turn_of_a_step_is_compared(folders: tuple[RunDir, RunDir]) -> None:
+    """An error of one rank in the first turn changes the loss of every rank in the second turn."""
+    record(folders[0], 4, grad_norm=800.0)
+    for rank in range(4):
+        record_turns(folders[1].attempt(1), rank, 4)
+        record_turns(folders[0].attempt(1), rank, 4, local_gradient=1.5 if rank == 2 else 5.0 + rank)
+        lines = folders[0].attempt(1).rank_record(rank).read_text().splitlines()
+        last = {**json.loads(lines[1]), "loss_sum": 99.0}
+        folders[0].attempt(1).rank_record(rank).write_text(f"{lines[0]}\n{json.dumps(last)}\n")
+    culprit = replayed(folders).culprit
+    assert (culprit.ranks, culprit.hosts) == ((2,), ("n1",))
+    assert "before the reduction" in culprit.what
+    assert "turn 1 of 2 (optimizer d)" in culprit.what
+    record_rank(folders[1].attempt(1), 3, 4, turn=3, optimizer="d")
+    assert replayed(folders).culprit.ranks == ()
+
+
 def test_a_difference_that_began_in_a_step_that_was_not_logged(folders: tuple[RunDir, RunDir]) -> None:
     lines = folders[0].metrics_file.read_text().splitlines(keepends=True)
     folders[0].metrics_file.write_text("".join(lines[:2]))
@@ -104,7 +130,7 @@ def test_a_difference_that_began_in_a_step_that_was_not_logged(folders: tuple[Ru
         record_rank(folders[0].attempt(1), rank, 4, loss_sum=1.5)
     culprit = replayed(folders).culprit
     assert (culprit.ranks, culprit.hosts) == ((), ("n0", "n1"))
-    assert "between the steps 2 and 4" in culprit.what
+    said(culprit.what)
 
 
 def test_another_layout_is_compared_within_rounding(folders: tuple[RunDir, RunDir]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.capabilities.replay.test_compare import PLAN, add_attempt, record, start
+from tests.support.said import said
 from trainkit.capabilities.replay import ReplayPart, replay
 from trainkit.capabilities.replay.replay import ReplayPlan, plan_replay
 from trainkit.cli.options import config_flags
@@ -50,10 +51,10 @@ def planned(run: RunDir, first: int, last: int | None = None, layout: str = "sam
 def test_the_nearest_checkpoint_and_the_cost(run: RunDir) -> None:
     for first, last, begin in ((1, 1, 0), (4, 4, 0), (5, 5, 4), (8, 9, 4), (9, 9, 8), (20, 20, 8)):
         assert planned(run, first, last).start_step == begin
-    with pytest.raises(UsageError, match="has not computed step 21: its last record is of step 10"):
+    with pytest.raises(UsageError, match="has not computed step 21: its last recorded step is 10"):
         planned(run, 21)  # a step up to 20 may have been the last one, of which there is no record
     cost = planned(run, 4).cost
-    assert cost == "computing 4 steps from the initial weights on 2 cpu ranks; the run took 4m00s for that"
+    said(cost)
     # A checkpoint was removed.
     run.checkpoint_dir(8).rmdir()
     assert planned(run, 10).cost.startswith("computing 6 steps from checkpoint step-00000004 on 2 cpu ranks;")
@@ -98,7 +99,7 @@ def test_a_replay_reports_to_nobody_and_never_restarts(run: RunDir) -> None:
 def test_steps_that_had_other_values_since_the_checkpoint(run: RunDir) -> None:
     add_attempt(run, 2, 6, CONFIG.replace("40", "30") + "optimizer: {weight_decay: 0.2}\n", SMALL)
     record(run, 10, attempt=2)
-    with pytest.raises(UsageError, match=r"step 5, of attempt 1, .* optimizer.weight_decay: 0.1 -> 0.2"):
+    with pytest.raises(UsageError, match=r"attempt 1 computed step 5 .*weight_decay: 0.1 -> 0.2"):
         planned(run, 8)
     assert planned(run, 9).start_step == 8, "all since this checkpoint is of attempt 2"
     assert planned(run, 5).at.attempt.number == 1

@@ -17,7 +17,7 @@ from tests.support.ranks import start_ranks, wait_for_all
 from tests.support.replays import DDP, FSDP, OPTIONS, add_job, call, files_of
 from tests.support.runs import TIMEOUT_S, environs, log_text, make_attempt, train
 from trainkit.capabilities.replay import replay
-from trainkit.capabilities.replay.compare import rank_record
+from trainkit.capabilities.replay.compare import rank_records
 from trainkit.cli.main import main
 from trainkit.run.events import read_metrics
 from trainkit.run.rundir import RunDir
@@ -115,7 +115,9 @@ def test_a_bad_document_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
     main(["replay", str(run), "--step", str(step)])
     text = capsys.readouterr().out
-    assert text.startswith("equal to the last digit: the data or the optimisation, not the hardware\n")
+    assert text.startswith(
+        "equal to the last digit: the cause is the data or the optimisation, not the hardware\n"
+    )
     first = text.partition("the worst loss first:\n")[2]
     assert f"corpus.jsonl line {BAD_LINE}" in "\n".join(first.splitlines()[:4])
 
@@ -143,12 +145,14 @@ def test_a_flipped_bit_in_a_gradient_names_the_rank_and_the_host(
     # From the checkpoint before the flip, a later step shows where it began.
     assert main(["replay", str(run), "--step", "3..4"]) == 1
     text = capsys.readouterr().out
-    assert "different since step 4: the hardware or a library, not the data\nrank 1 on n1" in text
+    assert (
+        "different since step 4: the cause is the hardware or a library, not the data\nrank 1 on n1" in text
+    )
     # After it, all is equal again: the weights of the checkpoint are the wrong ones.
     assert call(capsys, "replay", str(run), "--step", "6")[1]["verdict"] == "equal"
     # Without the records of the ranks it does not guess.
     for rank in range(2):
-        assert rank_record(attempt, rank, 4)
+        assert rank_records(attempt, rank, 4)
         attempt.rank_record(rank).unlink()
     culprit = call(capsys, "replay", str(run), "--step", "4")[1]["culprit"]
     assert (culprit["ranks"], culprit["what"]) == ([], "the ranks have no records of step 4")

@@ -147,6 +147,17 @@ FUNCTION = ["python", "-m", "trainkit.function"]
             {"config": {}, "command": FUNCTION, "lr": 0.0001, "device": "b"},
             {"device": ["a", "b"]},
         ),
+        # A config key that takes text has versions, a sweep has numbers.
+        (
+            {"config": {"launch": {"env": {"PYTHON": "3.10", "LR": "1e-1"}}}, "command": SCRIPT},
+            {"config": {"launch": {"env": {"PYTHON": "3.1", "LR": "0.1"}}}, "command": SCRIPT},
+            {"launch.env.PYTHON": ["3.10", "3.1"]},
+        ),
+        (
+            {"config": {}, "command": FUNCTION, "lr": "0.10", "device": "a"},
+            {"config": {}, "command": FUNCTION, "lr": "0.1", "device": "b"},
+            {"device": ["a", "b"]},
+        ),
         (
             {"config": {}, "command": FUNCTION, "lr": "1e-4"},
             {"config": {}, "command": FUNCTION, "width": 3},

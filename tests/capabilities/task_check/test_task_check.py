@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.said import said
 from trainkit.capabilities.task_check.worker import Smoke, smoke
+from trainkit.cli.main import main
 from trainkit.config import load_config
 from trainkit.config.schema import RunConfig
 from trainkit.trainer.task_check import definite_problem
@@ -110,19 +112,19 @@ IN_A_SMOKE_TEST = {
         DATASET,
         "        return iter([1])",
         "returned a list_iterator, which can be read only once",
-        "begins anew",
+        "starts over",
     ),
     "stream that differs": (
         DATASET,
         "        return Unordered()",
-        "another sample 0 when it is",
-        "begin anew",
+        "sample 0 of its stream is different",
+        "start over",
     ),
-    "stream that forgets": (DATASET, "        return Forgetful()", "comes to another sample", "buffer"),
+    "stream that forgets": (DATASET, "        return Forgetful()", "does not continue with sample", "buffer"),
     "empty stream": (DATASET, "        return Stream(0)", "train_dataset() has no samples", "paths"),
     "empty": (DATASET, "        return []", "train_dataset() has no samples", "paths"),
     "unreadable": (DATASET, "        return Broken()", "KeyError: 'column'", ""),
-    "changing": (DATASET, "        return Changing()", "item 0 differs when it is read twice", "seeding"),
+    "changing": (DATASET, "        return Changing()", "item 0 differs when it is read twice", "do not seed"),
     "ragged": (DATASET, "        return [torch.ones(i % 3 + 1) for i in range(9)]", "cannot be joined", ""),
     "unpicklable": (
         LOSS,
@@ -132,7 +134,7 @@ IN_A_SMOKE_TEST = {
     ),
     "a tensor": (LOSS, "        return error.sum()", "returned a Tensor", "trainkit.task.Loss"),
     "mean": ("error.sum()", "error.mean()", "that is a mean", 'reduction="sum"'),
-    "batches": ("error.numel()", "1", "count 1 instead of 2", "not batches"),
+    "batches": ("error.numel()", "1", "count 1 instead of 2", "number of samples"),
     "vector": ("error.sum()", "error", "the total of its loss has shape [2, 1]", "total.sum()"),
     "detached": ("error.sum()", "error.sum().detach()", "has no gradient", "detach"),
     "unused": ("model(x)", "model[0](x)[:, :1]", "gives no gradient to 1.weight, 1.bias", "requires_grad_"),
@@ -272,7 +274,7 @@ def test_an_optimizer_without_a_turn_in_the_first_step() -> None:
     none = step.replace('["a0"]\n', "[]\n")
     without = CODE.replace(LOSS, LOSS + none).replace("def loss(", "def other(")
     [problem] = Smoke(config_of(without)).problems()
-    assert "turns() named none in step 1, and Mine does not define loss" in problem.message
+    said(problem.message)
     both = config_of(
         CODE.replace(LOSS, LOSS + step), "optimizer.state_dtype=bf16", "optimizer.betas=[0.9,0.95]"
     )
@@ -283,7 +285,7 @@ def test_an_optimizer_without_a_turn_in_the_first_step() -> None:
     )
     unused = step.replace("model[0](batch[0])", "(model[0].weight * 2)")
     [problem] = Smoke(config_of(CODE.replace(LOSS, LOSS + unused))).problems()
-    assert "gives no gradient to 0.bias" in problem.message
+    said(problem.message)
 
 
 @pytest.mark.parametrize("case", AT_SUBMIT)
@@ -376,7 +378,7 @@ ON_TWO_RANKS = {
     "model by rank": (
         MODEL,
         f"        torch.manual_seed({BY_RANK})\n" + MODEL,
-        "build_model() returned another model on rank 1",
+        "build_model() returned a different model on rank 1",
         "do not seed",
     ),
     "metric by rank": (
@@ -394,8 +396,8 @@ ON_TWO_RANKS = {
     "end of a rank": (
         "x, y = batch",
         f"x, y = batch\n        {BY_RANK} and os._exit(3)",
-        "rank 1 of 2 ended without an answer",
-        "ends Python",
+        "rank 1 of 2 ended without a result",
+        "ends the process",
     ),
     "state by rank": (
         LOSS,
@@ -415,3 +417,19 @@ def test_found_by_two_ranks(case: str) -> None:
     problems = smoke(config_of(CODE.replace(before, after) + SHARDS))
     assert len(problems) == bool(message), problems
     assert all(message in item.message and hint in item.hint for item in problems), problems
+
+
+@pytest.mark.parametrize("setting", ["optimizer.name=adamw_8bit", "optimizer.state_dtype=bf16"])
+def test_an_optimizer_of_the_config_is_refused_at_submit_for_a_task_with_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], setting: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(CODE + OWN_STEP)
+    Path("run.yaml").write_text("name: t\ndevice: cpu\ntask: mine.py:Mine\ntrain: {steps: 2}\n")
+    assert main(["check", "run.yaml"]) == 0
+    assert main(["check", "run.yaml", "--set", setting]) == 2
+    key, _, value = setting.partition("=")
+    assert (
+        f"--set {setting}: {key}: is {value}, but Mine has optimizers of its own" in capsys.readouterr().err
+    )
+    assert main(["check", "run.yaml", "--set", setting, "--set", "launch.setup=[cd .]"]) == 0

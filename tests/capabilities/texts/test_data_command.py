@@ -15,6 +15,7 @@ import pytest
 import trainkit
 from tests.support.programs import run_program
 from tests.support.runs import train
+from tests.support.said import said
 from trainkit.errors import EXIT_FAILED, EXIT_OK
 
 
@@ -68,8 +69,8 @@ def test_validate_lists_problems_on_stdout(tmp_path):
     assert done.returncode == EXIT_FAILED
     lines = done.stdout.splitlines()
     assert [line.split(": ")[0] for line in lines[:-1]] == ["a.jsonl:2", "a.jsonl:4"]
-    assert lines[-1] == "a.jsonl: 1 rows without text, which are skipped: 3"
-    assert done.stderr == "1 sources: 4 lines, 1 documents, 4 tokens (bytes), 1 empty; 2 problems\n"
+    said(lines[-1])
+    said(done.stderr)
     value = json.loads(trainkit_data("validate", "a.jsonl", "--json", cwd=tmp_path).stdout)
     assert [problem["line"] for problem in value["problems"]] == [2, 4]
     assert value["files"][0]["documents"] == 1
@@ -84,7 +85,7 @@ def test_validate_a_prepared_folder(tmp_path):
     shard.write_bytes(shard.read_bytes()[:-1] + b"\x07")
     done = trainkit_data("validate", "shards", cwd=tmp_path)
     assert done.returncode == EXIT_FAILED
-    assert "train-00000.bin: the content has changed since it was prepared" in done.stdout
+    said(done.stdout)
 
 
 def test_help_needs_nothing_heavy():
@@ -196,6 +197,6 @@ def test_full_disk_exits_1(tmp_path):
     shell = f"ulimit -f 100; trap '' XFSZ; exec {sys.executable} -m trainkit data prepare a.jsonl --out out"
     done = run_program("bash", "-c", shell, cwd=tmp_path, env=environ())
     assert done.returncode == EXIT_FAILED
-    assert "error: cannot write to out: File too large" in done.stderr
-    assert "resumes where it stopped" in done.stderr
+    said(done.stderr)
+    said(done.stderr)
     assert trainkit_data("prepare", "a.jsonl", "--out", "out", cwd=tmp_path).returncode == EXIT_OK

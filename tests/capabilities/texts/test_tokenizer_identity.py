@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from tests.support.said import said
 from trainkit.capabilities.texts.tokenize import Tokenizer
 from trainkit.data.dataset_file import identify
 from trainkit.errors import UsageError
@@ -77,4 +78,4 @@ def test_missing_or_a_folder(tmp_path, tokenizer_json):
     shutil.copy(tokenizer_json, tmp_path)
     with pytest.raises(UsageError, match="cannot be read") as caught:
         identify(str(tmp_path))
-    assert caught.value.hint == "name the tokenizer.json in that folder"
+    said(caught.value.hint)

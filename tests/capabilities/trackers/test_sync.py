@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.runs import make_attempt
+from tests.support.said import said
 from trainkit.capabilities.media.items import index_file, media_dir
 from trainkit.capabilities.trackers import sync, trackers_dir
 from trainkit.capabilities.trackers.clients import Facts, Sample, read_facts
@@ -96,7 +97,7 @@ def test_a_step_is_sent_once_a_checkpoint_covers_it(run: RunDir, memory: Memory)
     save(run, 2)
     sent = sender.update("running")
     assert (sent.num_sent, sent.num_pending, sent.num_held) == (2, 0, 1)
-    assert sent.describe() == "mlflow: 2 steps sent, 1 wait for a checkpoint: here"
+    said(sent.describe())
     assert memory.losses == [(1, 1.0), (2, 2.0)]
     assert sender.update("running").num_sent == 0
 
@@ -131,7 +132,7 @@ def test_a_server_that_is_away_loses_nothing(run: RunDir, memory: Memory) -> Non
     sender = tracker(run)
     sent = sender.update("running")
     assert (sent.num_sent, sent.num_pending) == (0, 3)
-    assert sent.describe() == "mlflow: 0 steps sent, 3 pending: ConnectionError: connection refused"
+    said(sent.describe())
     assert read_position(run, "mlflow").problem == sent.problem
     memory.away = ""
     assert [item.num_sent for item in sync_run(run)] == [3]

@@ -123,8 +123,8 @@ def test_any_values_are_names(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("is_command", "why"),
     [
-        (False, "the built-in trainer writes it from its first record on"),
-        (True, "no metrics were found in what its script prints"),
+        (False, "the built-in trainer writes it if the package tensorboard is installed"),
+        (True, "the output of its script contains no metrics"),
     ],
 )
 def test_a_group_without_tensorboard(
@@ -138,7 +138,7 @@ def test_a_group_without_tensorboard(
     said = capfd.readouterr().err
     assert f"none of the runs of {group.path} has a tensorboard/" in said
     assert why in said
-    assert f"`trainkit report {group.path}` has its curves" in said
+    assert f"`trainkit report {group.path}` shows its curves" in said
 
 
 def script(folder: Path) -> RunDir:
@@ -244,7 +244,7 @@ def test_a_script_that_starts_later_is_added(
     board._update(updates, said)
     assert scalars_of(later, "acc") == [(1, 0.5)]
     assert capsys.readouterr().err == (
-        "warning: the curves of lr=0.01 are not complete: [Errno 5] Input/output error\n"
+        "warning: the curves of lr=0.01 are incomplete: [Errno 5] Input/output error\n"
     )
 
 
@@ -285,9 +285,9 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("logging", "tool", "message"),
     [
         ("logging.mlflow={tracking_uri: 'http://host:5000'}", "mlflow", "is on the server http://host:5000"),
-        ("logging.mlflow=null", "mlflow", "has no MLflow: logging.mlflow is null"),
+        ("logging.mlflow=null", "mlflow", "is not in MLflow: logging.mlflow is null"),
         ("logging.tensorboard=false", "tensorboard", "has no tensorboard/: logging.tensorboard is false"),
-        ("logging.tensorboard=auto", "tensorboard", "first record on, if it has tensorboard"),
+        ("logging.tensorboard=auto", "tensorboard", "if the package tensorboard is installed"),
     ],
 )
 def test_nothing_to_show(
@@ -305,7 +305,7 @@ def test_a_port_in_use(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Non
         busy.bind(("127.0.0.1", 0))
         busy.listen()
         assert main(["ui", str(run.path), "--port", str(busy.getsockname()[1])]) == 2
-    assert "choose another one with --port" in capfd.readouterr().err
+    assert "choose another port with --port" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("tool", command.PORTS)
@@ -333,7 +333,7 @@ def test_a_page_that_others_could_open(
     said = capfd.readouterr()
     assert said.out == ""
     assert f"{tool}'s page listens on a port of this host without a password: {who} can connect" in said.err
-    assert "makes a file for you alone; `--yes` opens the port anyway" in said.err
+    assert "creates a file that only you can read; `--yes` opens the port anyway" in said.err
     assert start(*argv, "--yes")
 
 

@@ -1,4 +1,4 @@
-"""What `watch` shows of a run: numbers, nodes and warnings, and their text."""
+"""Tests the view of a run: its numbers, nodes, warnings and text."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -191,7 +191,7 @@ def test_a_tall_screen_has_charts_of_all_metrics(tmp_path: Path, width: int) -> 
 
 def test_a_chart_shows_means_and_names_what_is_highest_and_lowest(tmp_path: Path) -> None:
     usual = view_of(watched_runs.running(tmp_path / "run"))
-    # 100 steps in 32 columns, then a gap without steps, in which the last value stays.
+    # The chart has 100 steps in 32 columns. The gap without steps repeats the last value.
     points = [(step, -1.0 if step % 2 else 3.0) for step in range(100)] + [(200, 2.0)]
     lines = [line.plain for line in view_lines(replace(usual, curves={"loss": points}), Size(40, 24), "loss")]
     chart = lines[lines.index(next(line for line in lines if ", steps 0 to 200" in line)) + 1 :]

@@ -1,4 +1,4 @@
-"""`trainkit watch`: in a real terminal, printed once, and how often it reads files and asks Slurm."""
+"""Tests `trainkit watch` in a terminal and printed once, and how often it reads files and queries Slurm."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def watch(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[RunDir]:
-    """A COMMAND that runs on this machine until the test ends it."""
+    """Return a COMMAND that runs on this machine until the test ends it."""
     (tmp_path / "trains.py").write_text(TRAINS)
     pattern = r"logging.pattern='iter (?P<step>\d+): loss (?P<loss>\S+)'"
     settings = ("device=cpu", "logging.health_every_s=null", pattern)
@@ -135,7 +135,7 @@ def test_a_live_run_in_a_terminal(run: RunDir, tmp_path: Path, width: int, heigh
 
 
 def head_of(screen: str) -> list[str]:
-    """The normalized lines of a screen up to the last lines of the log, of which there may be few yet."""
+    """Return the normalized lines of a screen before the lines of the log, which may be few at first."""
     lines = normalized(screen).splitlines()
     end = next((index for index, line in enumerate(lines) if line.startswith("── last")), len(lines))
     return [*lines[:end], lines[-1]]
@@ -221,7 +221,7 @@ class Slurm:
 
 @pytest.fixture
 def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
-    """A Slurm that answers at once, and may be asked as often."""
+    """Return a Slurm that answers at once and may be queried at any time."""
     slurm = Slurm()
     monkeypatch.setattr(jobs_of_runs, "query_jobs_or_warn", slurm.query)
     monkeypatch.setattr(jobs_of_runs, "MIN_QUERY_INTERVAL_S", 0.0)
@@ -241,7 +241,7 @@ def test_slurm_is_asked_once_for_many_readings_and_an_answer_is_about_all_jobs_o
 ) -> None:
     poller = SlurmPoller()
     assert poller.jobs([]) == {}
-    for ids in (["1", "2"], *[["1"], ["2"], ["1", "2"]] * 33):  # some of an earlier answer too
+    for ids in (["1", "2"], *[["1"], ["2"], ["1", "2"]] * 33):  # some jobs are from an earlier answer
         assert set(ids) <= set(poller.jobs(ids) or {})
     assert slurm.asked == [("1", "2")]
     assert poller.problem is None
@@ -255,7 +255,7 @@ def test_slurm_is_asked_seldom_while_a_job_runs(slurm: Slurm, monkeypatch: pytes
     wait_for(lambda: poller.jobs(["1"]) and len(slurm.asked) > 3)
     slurm.state = JobState.RUNNING
     wait_for(lambda: (poller.jobs(["1"]) or {})["1"].state is JobState.RUNNING)
-    poller._thread.join()  # that began when the state was not known yet
+    poller._thread.join()  # this query began before the state was known
     count = len(slurm.asked)
     for _ in range(100):
         poller.jobs(["1"])
@@ -302,7 +302,7 @@ def test_errors_of_a_reading_are_its_result() -> None:
 
 
 def test_readings_that_take_long_are_seldom() -> None:
-    """A reading of 50 ms is repeated once a second, whatever the interval."""
+    """A reading that takes 50 ms is repeated only once a second, even with a shorter interval."""
     times: list[float] = []
 
     def read() -> None:

@@ -1,4 +1,4 @@
-"""`trainkit watch` driven by Textual's pilot: what it shows, compared with stored screens, and its keys.
+"""Drives `trainkit watch` with Textual's pilot, and compares its screens with stored ones.
 
 ``REWRITE_SCREENS=1 pytest tests/capabilities/watch`` writes the screens again.
 """
@@ -21,8 +21,9 @@ from tests.support.groups import make_group
 from tests.support.watched_runs import NOW, requeued_job, running_job, unreachable
 from trainkit.capabilities.watch.screen import RunScreen, TextScreen, WatchApp, joined
 from trainkit.control.cancel import CancelResult
-from trainkit.run.group import RunGroup
-from trainkit.run.record import AttemptRecord, JobRecord
+from trainkit.run.files import append_jsonl
+from trainkit.run.group import RunGroup, create_task_run
+from trainkit.run.record import AttemptRecord, JobRecord, claim_entry
 from trainkit.run.registry import register
 from trainkit.run.rundir import RunDir
 from trainkit.scheduler import JobState
@@ -50,7 +51,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def screen_text(app: WatchApp) -> str:
-    """What is on the screen, as text."""
+    """Return the text on the screen."""
     return "".join(f"{strip.text.rstrip()}\n" for strip in app.screen._compositor.render_strips())
 
 
@@ -198,7 +199,7 @@ def test_requeue_says_what_it_did_or_why_it_could_not(folder: Path, monkeypatch:
     answers: list[object] = [
         Requeued(JobRecord(), AttemptRecord(3, "4712"), True),
         UsageError("4711 is already pending"),
-        UsageError("runs/[/b] cannot be read"),  # no markup
+        UsageError("runs/[/b] cannot be read"),  # the text contains no markup
     ]
 
     def requeue(run: RunDir) -> object:
@@ -244,8 +245,9 @@ def test_a_folder_that_is_deleted(folder: Path) -> None:
 
     async def use(pilot: Pilot[Any], app: WatchApp) -> None:
         await wait_for(pilot, lambda: view_of(app), "no view")
-        run.path.rename(folder / "deleted")  # at once: half a folder could be read while it is deleted
-        # Wraps at a column that depends on the length of the path.
+        # renamed at once, because the app could read half of a folder during its deletion
+        run.path.rename(folder / "deleted")
+        # The message wraps at a column that depends on the length of the path.
         message = "cannot be read: No such file or directory; shown is what was read at"
         await wait_for(pilot, lambda: message in " ".join(screen_text(app).split()), "no message")
         await shows(pilot, "step 600 of 600")
@@ -283,6 +285,30 @@ def test_a_sweep_is_one_line_and_opens(folder: Path) -> None:
     drive(None, use, query)
 
 
+def test_the_metric_that_ranks_a_group_is_switched(folder: Path) -> None:
+    group = make_group(folder, {index: {"seed": index} for index in range(2)}, "12")
+    for index in range(2):
+        run = group.run(index)
+        create_task_run(run)
+        claim_entry(run, 1, 1)
+        for name, value in (("loss", 1.0 + index), ("accuracy", 0.5)):
+            append_jsonl(run.metrics_file, {"step": 3, "attempt": 1, name: value})
+
+    async def use(pilot: Pilot[Any], app: WatchApp) -> None:
+        await shows(pilot, "LAST LOSS")
+        for key, heading in zip(
+            "mmmM", ("BEST ACCURACY (max)", "LAST LOSS", "LAST LOSS", "LAST LOSS"), strict=True
+        ):
+            await pilot.press(key)
+            await shows(pilot, heading)
+        await pilot.press("M")
+        await shows(pilot, "BEST ACCURACY (max)")
+        await pilot.press("question_mark")
+        await shows(pilot, "Rank the runs by the next metric")
+
+    drive(RunGroup(group.path), use)
+
+
 def test_a_run_that_is_not_in_a_list_leads_to_the_list(folder: Path) -> None:
     run = watched_runs.finished(folder / "runs" / "finished")
 
@@ -311,7 +337,7 @@ def test_a_damaged_file_of_the_run(name: str, content: str, folder: Path) -> Non
     (run.path / name).write_bytes(content.encode("latin-1"))
 
     def is_shown(text: str) -> bool:
-        """Whether it has either the error, or what the other files say."""
+        """Return whether the screen shows the error or the content of the other files."""
         return text.startswith("! ") or "step 600 of 600" in text or "INCOMPLETE" in text
 
     async def use(pilot: Pilot[Any], app: WatchApp) -> None:

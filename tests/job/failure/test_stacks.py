@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from tests.support.programs import wait_for
+from tests.support.said import said
 from trainkit.job.failure import stacks
 from trainkit.job.failure.stacks import (
     Reply,
@@ -79,7 +80,7 @@ time.sleep(60)
 
 def test_without_py_spy(start):
     pid = start(LISTENS)
-    assert "py-spy, which can read its stacks, is not installed" in spy_on(2, pid).problem
+    said(spy_on(2, pid).problem)
     os.kill(pid, signal.SIGSTOP)
     wait_for(lambda: "stopped (SIGSTOP" in spy_on(2, pid).problem)
 

@@ -1,4 +1,4 @@
-"""Benches: a config is run on several layouts, or with several settings, and measured."""
+"""Benches, which run a config on several layouts or with several settings and measure the runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from trainkit.capability import Capability
 
 
 class BenchCapability(Capability):
-    """The capability: its runs are like any others, so no plan has a part of it."""
+    """The capability of `trainkit bench`. It adds nothing to the plan of a run."""
 
     name = "bench"
 

@@ -1,4 +1,4 @@
-"""``trainkit bench``: measures a config on several layouts, or with several settings."""
+"""``trainkit bench``: measures a config on several layouts or with several settings."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ WIDTH = 100
 
 
 class BenchGroup(Group):
-    """The kinds of benches; without one, `--sweep` tells which."""
+    """The two kinds of benches. Without a kind, the option `--sweep` decides which one is meant."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -69,12 +69,12 @@ class BenchGroup(Group):
 def command() -> None:
     """Measure variants of a config for a few steps each.
 
-    `trainkit bench CONFIG` measures settings with --sweep, else layouts.
+    `trainkit bench CONFIG` measures settings if --sweep is given, and layouts otherwise.
     """
 
 
 def _columns(own: Mapping[str, str]) -> str:
-    """The help text about the columns of summary.csv."""
+    """Return the help text about the columns of summary.csv."""
     columns = {**own, **COLUMNS}
     width = max(map(len, columns)) + 4
     lines = []
@@ -85,10 +85,13 @@ def _columns(own: Mapping[str, str]) -> str:
 
 
 def _bench_options(what: str, folder: str) -> Callable[[options.Function], options.Function]:
-    """The options of every bench; `what` names its trials, `folder` the default folder."""
+    """Return the options that every bench has.
+
+    `what` is the name of the trials in help texts, and `folder` is the default folder.
+    """
     count = click.IntRange(min=1)
-    repeats = f"Run all {what} N times, one round after another, to see how much they vary."
-    at_once = "Maximum runs in parallel; default: 1, so that none disturbs another."
+    repeats = f"Run all {what} N times, one round after another, to measure how much the results vary."
+    at_once = "Maximum number of parallel runs; default: 1, so that no run slows another one down."
     collect = "Write the summary of the bench in DIR; start nothing."
     return options.combined(
         option("--steps N", f"Steps per run; default: {STEPS}.", type=count, default=STEPS),
@@ -130,13 +133,13 @@ def _bench_options(what: str, folder: str) -> Callable[[options.Function], optio
 def layouts(request: ConfigRequest | None, layouts: tuple[str, ...], **typed: Any) -> int:
     """Run CONFIG on several layouts for a few steps each; write summary.csv and plots.
 
-    Without --layout, runs all layouts that the number of processes, the model and the batch allow, simplest
-    first; parallel.cp only if the config sets it or sequences are longer than 16,000 tokens.
-    train.global_batch_size is the same for all; train.device_batch_size and parallel.pp_microbatches are
-    adapted to the layout where necessary.
+    Without --layout, the bench runs all layouts that the number of processes, the model and the batch allow,
+    simplest first. It uses parallel.cp only if the config sets it or sequences are longer than 16,000
+    tokens. train.global_batch_size is the same for all layouts; train.device_batch_size and
+    parallel.pp_microbatches are adapted to the layout where necessary.
 
-    On this machine the layouts run one after another, and Ctrl-C ends the bench. On Slurm they are one
-    array; --follow, or --collect DIR later, writes the summary. Exits with 1 if nothing was measured.
+    On this machine the layouts run one after another, and Ctrl-C ends the bench. On Slurm the layouts are one
+    array; --follow, or --collect DIR later, writes the summary. The exit code is 1 if nothing was measured.
     """
 
     def plan(planned: PlannedBench, config: ConfigRequest) -> None:
@@ -156,16 +159,16 @@ def layouts(request: ConfigRequest | None, layouts: tuple[str, ...], **typed: An
     )
 )
 @options.config_options(unless="collect")
-@sweep_option("Values to measure, and every combination of several --sweep; repeatable.")
-@_bench_options("points", "runs/NAME-settings")
+@sweep_option("Values to measure; repeatable: a bench measures every combination.")
+@_bench_options("trials", "runs/NAME-settings")
 def settings(request: ConfigRequest | None, sweeps: tuple[str, ...], **typed: Any) -> int:
     """Run CONFIG with every value of --sweep for a few steps each; write summary.csv and plots.
 
-    Any config key can be swept, except those that a bench sets itself, such as train.steps. Trials that
-    cannot run are listed with the reason, and the others run.
+    Any config key can be swept, except the keys that a bench sets itself, such as train.steps. Trials that
+    cannot run are listed with the reason; all other trials run.
 
-    On this machine the trials run one after another, and Ctrl-C ends the bench. On Slurm they are one
-    array; --follow, or --collect DIR later, writes the summary. Exits with 1 if nothing was measured.
+    On this machine the trials run one after another, and Ctrl-C ends the bench. On Slurm the trials are one
+    array; --follow, or --collect DIR later, writes the summary. The exit code is 1 if nothing was measured.
     """
 
     def plan(planned: PlannedBench, config: ConfigRequest) -> None:
@@ -213,10 +216,10 @@ def _bench(
 
 
 def _describe(planned: PlannedBench) -> None:
-    """Print the changes to the config, the trials that run, and those that do not."""
+    """Print the changes to the config, the trials that will run, and the trials that cannot run."""
     facts = [("bench", change.sentence) for change in planned.changes]
     count, repeats = len(planned.trials), planned.repeats
-    what = planned.kind if planned.kind == "layouts" else "points"
+    what = planned.kind if planned.kind == "layouts" else "trials"
     times = "" if repeats == 1 else f", {repeats} times each"
     sizes = sorted({item.plan.world_size for item in planned.trials})
     processes = f"{' or '.join(map(str, sizes))} process{'es' if sizes != [1] else ''}"
@@ -246,7 +249,7 @@ def _list(planned: PlannedBench, as_json: bool) -> None:
 
 
 def _run(planned: PlannedBench, submission: Submission, out: Path | None, follow: bool, as_json: bool) -> int:
-    """Start the runs as one group; on this machine, or with --follow, wait and write the summary."""
+    """Start the runs as one group. On this machine, or with --follow, wait and write the summary."""
     created = create_submission(submission, ["trainkit", *sys.argv[1:]], out, OPTION)
     print_created(created)
     group, is_here = RunGroup(created.run.path), planned.plan.is_here
@@ -263,7 +266,7 @@ def _run(planned: PlannedBench, submission: Submission, out: Path | None, follow
         click.echo(f"{shown_path(bench.folder)}: job {job_id}; `trainkit cancel {shown}` ends it", err=True)
         wait_for_runs(bench, lambda text: click.echo(text, err=True), end_line)
     except BaseException as error:
-        if is_here and group.exists():  # what could not be started is removed
+        if is_here and group.exists():  # this removes runs that could not be started
             cancel_group(group, now=True, wait=False)
         if not isinstance(error, KeyboardInterrupt):
             raise
@@ -276,12 +279,19 @@ def _run(planned: PlannedBench, submission: Submission, out: Path | None, follow
 
 
 def summarize(bench: Bench, as_json: bool) -> int:
-    """Write and print the summary of what has been measured so far; 1 when nothing has."""
+    """Write and print the summary of the measurements so far.
+
+    Returns exit code 1 if nothing has been measured.
+    """
     rows, fastest, num_open = write_summary(bench, warn)
     plots: list[Path] = []
     if can_plot():
         plots, empty = write_plots(bench.keys, rows, bench.plots_dir)
-        but = f"; none of {', '.join(empty)}: no values" if empty else ""
+        but = (
+            f"; no plot of {', '.join(empty)}, which {'have' if len(empty) > 1 else 'has'} no values"
+            if empty
+            else ""
+        )
         click.echo(f"plots: {len(plots)} in {bench.plots_dir}{but}", err=True)
     else:
         click.echo(f"no plots: matplotlib is not installed ({INSTALL_HINT})", err=True)

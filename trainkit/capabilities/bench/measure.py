@@ -1,4 +1,4 @@
-"""Measurements of the runs of a bench: one row each, from the files of its folder."""
+"""Measures the runs of a bench: computes one row per run from the files of the run."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ COMMUNICATING_OPS = ("c10d::", "_c10d_functional::wait_tensor")
 
 
 def trace_exposed_comm_s(trace: JsonObject, device: str, since_s: float = 0.0) -> float | None:
-    """Seconds of exposed communication in a trace of torch's profiler from `since_s` (Unix time) on.
+    """Return the seconds of exposed communication in a trace of torch's profiler.
 
-    `device` is ``cpu`` or ``cuda``. None when no computation was recorded, as on a GPU whose counters may not
-    be read.
+    `since_s` is the Unix time from which the trace counts, and `device` is ``cpu`` or ``cuda``. Returns None
+    if the trace contains no computation, as on a GPU whose counters may not be read.
     """
     begin_us = since_s * 1e6 - float(trace.get("baseTimeNanoseconds") or 0) / 1e3
     sent: list[tuple[float, float]] = []
@@ -49,17 +49,17 @@ def trace_exposed_comm_s(trace: JsonObject, device: str, since_s: float = 0.0) -
         elif name.startswith(WORK_OF_GLOO):
             sent.append(span)
         elif event.get("cat") == "cpu_op" and event.get("tid") == event.get("pid"):
-            # The training thread is the first of the process; gloo's own threads do not train.
+            # The first thread of the process trains. The other threads with operations belong to gloo.
             (inside if name.startswith(COMMUNICATING_OPS) else computed).append(span)
     if not computed:
         return None
-    # An operation on a split tensor is recorded around the communication that it needs, which is exposed.
+    # An operation on a split tensor is recorded together with its communication, which is exposed.
     exposed_us = covered([*sent, *inside, *computed]) - covered([*inside, *computed]) + covered(inside)
     return exposed_us / 1e6
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """The time that at least one of the spans, from start to end, covers."""
+    """Return the time that is covered by at least one span, given as pairs of start and end."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))
@@ -68,7 +68,10 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def keep_needed(value: dict[str, Any]) -> dict[str, Any]:
-    """Keep the fields of a trace that `trace_exposed_comm_s` needs: an ``object_hook`` that saves memory."""
+    """Return the fields of a trace object that `trace_exposed_comm_s` needs.
+
+    This function is an ``object_hook`` for the JSON parser that saves memory.
+    """
     if "ph" not in value:
         return value
     is_needed = value.get("cat") in ("kernel", "cpu_op") or str(value.get("name")).startswith(WORK_OF_GLOO)
@@ -76,7 +79,7 @@ def keep_needed(value: dict[str, Any]) -> dict[str, Any]:
 
 
 Row = dict[str, Any]
-"""A value for every column; None where unknown."""
+"""A row of summary.csv: a value for every column, or None if the value is unknown."""
 MEDIANS = ("tokens_per_s", "tokens_per_s_per_gpu", "mfu", "step_s", "data_wait_s")
 MEASURED = (
     "samples_per_s",
@@ -87,11 +90,14 @@ MEASURED = (
     "exposed_comm_s",
     "loss",
 )
-"""The columns of a run of which the row of a trial has the median over its repeats."""
+"""The columns for which the row of a trial has the median over its repeats."""
 
 
 def row_of(bench: Bench, item: BenchRun, status: str, failure: str) -> tuple[Row, str]:
-    """The row of a run, and why its exposed communication is unknown (empty if it is known)."""
+    """Return the row of a run and the reason why its exposed communication is unknown.
+
+    The reason is empty if the exposed communication is known.
+    """
     records = training_curve(bench.run_dir(item))
     exposed, missing = exposed_comm_s(bench, item, records)
     row: Row = {
@@ -110,9 +116,9 @@ def row_of(bench: Bench, item: BenchRun, status: str, failure: str) -> tuple[Row
 
 
 def trial_row(rows: Sequence[Row]) -> Row:
-    """The row of a trial: medians and range over the rows of its runs.
+    """Return the row of a trial, with the medians and the range over the rows of its runs.
 
-    Its state is that of a run that did not finish, if any.
+    If a run did not finish, the trial has the state of that run.
     """
     known = [row for row in rows if row["step_s"] is not None]
     unfinished = [row for row in rows if row["status"] != FINISHED]
@@ -135,7 +141,7 @@ def trial_row(rows: Sequence[Row]) -> Row:
 
 
 def measured(records: Sequence[StepRecord], steps: range) -> Row:
-    """The medians of the metrics over `steps`, and the peak memory at the last of them."""
+    """Return the medians of the metrics over `steps`, and the peak memory at the last of these steps."""
     counted = [record for record in records if record.step in steps]
     row: Row = {"steps": len(counted), "samples_per_s": _median(_samples_per_s(records, steps))}
     for name in MEDIANS:
@@ -149,14 +155,14 @@ def measured(records: Sequence[StepRecord], steps: range) -> Row:
 
 def _samples_per_s(records: Sequence[StepRecord], steps: range) -> Iterator[float]:
     for before, record in pairwise([StepRecord({"step": 0, "samples_seen": 0}), *records]):
-        # The samples of a step are known only if the step before it was logged.
+        # The samples of a step are the difference from the step before, which must have been logged.
         if record.step in steps and record.step == before.step + 1:
             seen, earlier = record.count("samples_seen") or 0, before.count("samples_seen") or 0
             yield (seen - earlier) / (record.number("step_s") or math.inf)
 
 
 def _median(values: Iterable[float | None]) -> float | None:
-    """The median; None if any value is unknown."""
+    """Return the median, or None if any value is unknown."""
     given = list(values)
     return None if None in given else _median_of_known(given)
 
@@ -167,9 +173,12 @@ def _median_of_known(values: Iterable[float | None]) -> float | None:
 
 
 def exposed_comm_s(bench: Bench, item: BenchRun, records: Sequence[StepRecord]) -> tuple[float | None, str]:
-    """Exposed communication in seconds per step, mean over profiled ranks; or why it is unknown."""
+    """Return the exposed communication in seconds per step, or the reason why it is unknown.
+
+    The value is the mean over the profiled ranks.
+    """
     ends = {record.step: parse_time(record.time) for record in records}
-    # The ranks start the first profiled step together, once each has started its profiler.
+    # The first profiled step begins on all ranks after the last rank has started its profiler.
     begin = ends.get(bench.length.first_profiled)
     if begin is None or bench.length.steps not in ends:
         return None, "the run did not reach its last step"
@@ -193,15 +202,15 @@ def exposed_comm_s(bench: Bench, item: BenchRun, records: Sequence[StepRecord]) 
 
 
 def speed(row: Row) -> float | None:
-    """Tokens per second, or samples per second of a task that counts no tokens."""
+    """Return tokens per second, or samples per second of a task that counts no tokens."""
     value: float | None = row["samples_per_s"] if row["tokens_per_s"] is None else row["tokens_per_s"]
     return value
 
 
 def by_speed(trials: Iterable[Sequence[Row]]) -> list[tuple[Row, Sequence[Row]]]:
-    """Sort trials, given as the rows of their runs, by speed: finished ones first, the fastest on top.
+    """Sort trials by speed: finished trials first, the fastest on top.
 
-    Returns the row of each trial with those of its runs.
+    A trial is given as the rows of its runs. Returns the row of each trial with the rows of its runs.
     """
     made = [(trial_row(rows), rows) for rows in trials]
     return sorted(made, key=lambda item: (item[0]["status"] != FINISHED, -(speed(item[0]) or 0.0)))

@@ -1,4 +1,4 @@
-"""Plans a bench: a sweep of layouts, or of any keys, whose trials run for a few steps each."""
+"""Plans a bench, which is a sweep over layouts or config keys whose trials run for a few steps each."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ from trainkit.plan.step_work import work_of
 ORIGIN = "trainkit bench"
 OPTION = "--out"
 MAX_LAYOUTS = 16
-"""Maximum number of layouts to run without --layout, to limit the duration of a bench."""
+"""The maximum number of layouts that run without --layout. It limits the duration of a bench."""
 
 
 @dataclass(frozen=True)
 class BenchTrial(PlannedTrial):
-    """One trial of a bench before its first run; its values are the layout, or those of the swept keys."""
+    """A trial of a bench before its first run. Its values are the layout or the values of the swept keys."""
 
     settings: Mapping[str, object]
-    """The values in the config that make it this trial, by dotted key."""
+    """The config values that define the trial, by dotted key."""
     notes: tuple[str, ...]
-    """The values adapted to the layout, one sentence each."""
+    """A sentence for each value that was adapted to the layout."""
 
     @property
     def name(self) -> str:
@@ -62,27 +62,27 @@ class BenchTrial(PlannedTrial):
 
 @dataclass
 class PlannedBench:
-    """A bench before its first run: the trials that can run, and why others cannot."""
+    """A bench before its first run: the trials that can run, and the reasons why others cannot."""
 
     kind: Kind
     config: str
-    """The file or name of the config, as typed."""
+    """The file or the name of the config as the user typed it."""
     length: BenchLength
     repeats: int
     keep_name: bool
-    """Keep the config's name."""
+    """True if the runs keep the name of the config."""
     gatherer: Gatherer = field(default_factory=Gatherer)
     trials: list[BenchTrial] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
-    """The changes to the config for all runs."""
+    """The changes to the config that all runs have in common."""
     errors: dict[str, ConfigError] = field(default_factory=dict)
-    """Name of a trial that cannot run -> why."""
+    """Maps the name of a trial that cannot run to its error."""
     left_out: list[str] = field(default_factory=list)
-    """Names of possible layouts beyond the maximum."""
+    """The names of possible layouts that exceed `MAX_LAYOUTS`."""
 
     @property
     def impossible(self) -> dict[str, str]:
-        """Name of an impossible trial -> reason."""
+        """Map the name of each trial that cannot run to the reason."""
         return {name: error.problems[0].sentence for name, error in self.errors.items()}
 
     def add_layout(
@@ -93,9 +93,9 @@ class PlannedBench:
         shape: ModelShape,
         typed: Mapping[str, object],
     ) -> None:
-        """Plan a layout with the values of ``--layout``; without any, only the first ones run.
+        """Plan a layout with the values of ``--layout``; raises ConfigError if the layout is impossible.
 
-        Raises ConfigError if it is not possible.
+        Without ``--layout``, layouts after the first `MAX_LAYOUTS` are not run.
         """
         name = layout_name(layout, {key: item for key, item in typed.items() if key not in DEGREES})
         if name in (trial.name for trial in self.trials):
@@ -113,7 +113,7 @@ class PlannedBench:
         loaded: LoadedConfig,
         notes: tuple[str, ...] = (),
     ) -> None:
-        """Plan a trial; raises ConfigError if it cannot run."""
+        """Plan a trial; raises ConfigError if the trial cannot run."""
         config, plan, changes = self._shortened(loaded, values)
         self.trials.append(BenchTrial(len(self.trials), values, config, plan, settings, notes))
         self.changes = self.changes or changes
@@ -121,7 +121,7 @@ class PlannedBench:
     def _shortened(
         self, loaded: LoadedConfig, values: Mapping[str, object]
     ) -> tuple[RunConfig, LaunchPlan, list[Change]]:
-        """The config and plan of a trial, and what a bench changes in it."""
+        """Return the config and the plan of a trial, and the changes that a bench makes to its config."""
         own = bench_values(loaded.config, self.kind, self.length, self.keep_name)
         if self.kind == "settings":
             _refuse_set_by_bench(values, {**own, **profiler_values(self.length, 1)})
@@ -144,16 +144,15 @@ class PlannedBench:
 
     @property
     def plan(self) -> LaunchPlan:
-        """The plan of the first trial."""
+        """Return the plan of the first trial."""
         return self.trials[0].plan
 
     def submission(self, at_once: int) -> Submission:
-        """The runs as one array; raises UsageError if they need different jobs.
+        """Return the runs as one array.
 
-        Raises the ConfigError of the first trial if none can run.
-
-        All trials once, then all of them again for each further repeat: what disturbs the machine for a while
-        thus disturbs several trials, not one.
+        The array contains all trials once, then all of them again for each further repeat. A short
+        disturbance of the machine thus affects several trials and not only one. Raises UsageError if the runs
+        need different jobs, and the ConfigError of the first trial if no trial can run.
         """
         if not self.trials:
             raise next(iter(self.errors.values()))
@@ -165,11 +164,11 @@ class PlannedBench:
 
     @property
     def order(self) -> list[tuple[int, BenchTrial]]:
-        """(repeat, trial) of every run."""
+        """Return the repeat and the trial of every run, in the order of the runs."""
         return list(product(range(1, self.repeats + 1), self.trials))
 
     def to_dict(self) -> dict[str, object]:
-        """The trials that would run, and those that would not, as a JSON object."""
+        """Return the trials that would run, and the trials that cannot run, as a JSON object."""
         trials = [
             {
                 **({LAYOUT: item.name} if self.kind == "layouts" else {}),
@@ -186,7 +185,7 @@ class PlannedBench:
         }
 
     def create(self, folder: Path) -> Bench:
-        """Write bench.json in the folder of the group of its runs."""
+        """Write bench.json to the folder of the group of runs."""
         bench = Bench(
             folder=folder.absolute(),
             kind=self.kind,
@@ -215,17 +214,20 @@ BARE: Values = {
     "requeue.follow_ups": (0, "a failed run is not restarted"),
     "logging.tensorboard": (False, "the result is summary.csv"),
 }
-"""The values with which runs save nothing, log less and are not restarted."""
+"""The config values with which runs save nothing, log less and are not restarted."""
 
 
 def bench_values(config: RunConfig, kind: Kind, length: BenchLength, keep_name: bool) -> Values:
-    """The values that a bench sets in the config of all its runs; none of model, data and optimizer."""
+    """Return the values that a bench sets in the config of all runs.
+
+    None of them is a value of the model, the data or the optimizer.
+    """
     name = f"{config.name}-{kind}"[:100], "runs of a bench have their own name"
     return {**({} if keep_name else {"name": name}), **short_training(config, length.steps, "bench"), **BARE}
 
 
 def profiler_values(length: BenchLength, world_size: int) -> Values:
-    """The values that a bench sets in the section `profiler`."""
+    """Return the values that a bench sets in the section `profiler`."""
     values = {
         "start_step": length.first_profiled,
         "num_steps": PROFILED_STEPS,
@@ -235,9 +237,9 @@ def profiler_values(length: BenchLength, world_size: int) -> Values:
 
 
 def plan_settings(planned: PlannedBench, trials: Iterable[LoadedTrial]) -> None:
-    """Plan the run of every trial of a sweep; trials that cannot run are listed with the reason.
+    """Plan the run of every trial of a sweep.
 
-    Raises UsageError for a key that a bench sets.
+    A trial that cannot run is recorded with its error. Raises UsageError for a key that a bench sets itself.
     """
     for trial in trials:
         try:
@@ -249,9 +251,9 @@ def plan_settings(planned: PlannedBench, trials: Iterable[LoadedTrial]) -> None:
 
 
 def plan_layouts(planned: PlannedBench, loaded: LoadedConfig, layouts: Sequence[str]) -> None:
-    """Plan the run of the typed layouts, which must all be possible, else of the first possible ones.
+    """Plan the run of the typed layouts, or without any, of the first possible layouts.
 
-    Raises ConfigError and UsageError.
+    Raises ConfigError or UsageError if a typed layout is impossible.
     """
     needs, takes = "`trainkit bench layouts` needs", "`trainkit bench settings` takes any"
     loaded.require_decoder(
@@ -282,7 +284,7 @@ def plan_layouts(planned: PlannedBench, loaded: LoadedConfig, layouts: Sequence[
 
 
 def _ranks(loaded: LoadedConfig, facts: Facts) -> LaunchPlan:
-    """A plan without model, layout and batch, which says how many processes there are."""
+    """Return a plan that has the number of processes, but no model, layout and batch."""
     neutral = {f"parallel.{name}": -1 if name == "dp_shard" else 1 for name in DEGREES}
     sizes = {"train.device_batch_size": 1, "train.global_batch_size": None}
     without_data = replace(facts, data=None, missing=())
@@ -290,7 +292,7 @@ def _ranks(loaded: LoadedConfig, facts: Facts) -> LaunchPlan:
 
 
 def _complexity(layout: Layout) -> tuple[int, ...]:
-    """A sort key: fewer kinds of parallelism first, then the more common ones."""
+    """Return a sort key: layouts with fewer kinds of parallelism first, then more common kinds first."""
     degrees = (layout.dp_shard, layout.dp_replicate, layout.tp, layout.pp, layout.cp)
     return (sum(degree > 1 for degree in degrees), *(-degree for degree in degrees))
 
@@ -298,9 +300,10 @@ def _complexity(layout: Layout) -> tuple[int, ...]:
 def layout_settings(
     config: RunConfig, layout: Layout, ranks: LaunchPlan, shape: ModelShape, typed: Mapping[str, object]
 ) -> tuple[dict[str, object], tuple[str, ...]]:
-    """The config values of a layout, with the global batch of all of them, and what is adapted to it.
+    """Return the config values of a layout, and a sentence for each value that was adapted to the layout.
 
-    `typed` are the values of ``--layout``. Raises ConfigError if the layout is not possible.
+    The global batch is the same for all layouts. `typed` are the values of ``--layout``. Raises ConfigError
+    if the layout is impossible.
     """
     train, parallel = config.train, config.parallel
     total = train.global_batch_size or train.device_batch_size * ranks.world_size

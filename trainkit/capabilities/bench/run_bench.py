@@ -1,4 +1,4 @@
-"""A bench: bench.json, which describes it, and its runs, which are a group."""
+"""A bench: its description in bench.json and its runs, which are a group."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ from trainkit.run.manifest import remove_all
 from trainkit.run.rundir import RunDir
 
 PROFILED_STEPS = 3
-"""The last steps are profiled. They are not measured, because the profiler slows them."""
+"""The number of profiled steps at the end of a run. They are not measured, because the profiler slows them
+down."""
 COUNTED_PROFILED_STEPS = PROFILED_STEPS - 1
-"""The first profiled step does not count: its ranks wait for each other to start their profilers."""
+"""The number of profiled steps that count. In the first one, ranks wait until all profilers have started."""
 PROFILED_RANKS = 4
-"""Maximum number of profiled ranks: profiles of all ranks of a large job take long to write and read."""
+"""The maximum number of profiled ranks. The profiles of all ranks of a large job take long to write and
+read."""
 
 
 @dataclass(frozen=True)
 class BenchLength:
-    """The steps of every run of a bench, from 1 on: to warm up, to be measured, to be profiled."""
+    """The steps of every run of a bench: warm-up steps, then measured steps, then profiled steps."""
 
     steps: int
     warmup: int
@@ -54,7 +56,7 @@ class BenchLength:
 
     @property
     def text(self) -> str:
-        """The number of steps of each kind, for messages."""
+        """Return the number of steps of each kind, for messages."""
         return (
             f"{self.steps} per run: {self.warmup} warm-up, {len(self.measured)} measured, "
             f"{PROFILED_STEPS} profiled"
@@ -62,31 +64,31 @@ class BenchLength:
 
 
 def profiled_ranks(world_size: int) -> tuple[int, ...]:
-    """All ranks of a small job; of a larger one the first, the last and some in between."""
+    """Return the profiled ranks: all ranks of a small job, or evenly spaced ranks of a larger job."""
     count = min(world_size, PROFILED_RANKS)
     return tuple(index * (world_size - 1) // max(1, count - 1) for index in range(count))
 
 
 Kind = Literal["layouts", "settings"]
 BENCH_FILE = "bench.json"
-"""The file of a bench, in the folder of its group of runs."""
+"""The file that describes a bench, in the folder of its group of runs."""
 BENCH_VERSION = 2
 SUMMARY_FILE = "summary.csv"
 PLOTS_FOLDER = "plots"
 LAYOUT = "layout"
-"""The key by which trials of a bench of layouts differ."""
+"""The key in which the trials of a bench of layouts differ."""
 
 
 @dataclass(frozen=True)
 class BenchRun:
-    """One run of a bench: a trial, measured once."""
+    """One run of a bench, which measures a trial once."""
 
     run: str
-    """Its folder, relative to that of the bench."""
+    """The folder of the run, relative to the folder of the bench."""
     values: dict[str, object]
-    """What is special about its trial: the layout, or the values of the swept keys."""
+    """The values of the trial: the layout, or the values of the swept keys."""
     repeat: int
-    """From 1 on."""
+    """The number of the repeat, counted from 1."""
     degrees: dict[str, int]
     device_batch_size: int | None
     pp_microbatches: int | None
@@ -98,17 +100,17 @@ class BenchRun:
 
 
 def trial_name(values: Mapping[str, object]) -> str:
-    """The name of a trial: the layout, else its values."""
+    """Return the name of a trial, which is its layout or its values."""
     return str(values[LAYOUT]) if values.keys() == {LAYOUT} else shown(values)
 
 
 @dataclass(frozen=True)
 class Bench:
-    """A bench in its folder, which is a group of runs, as bench.json describes it."""
+    """A bench as bench.json describes it. Its folder is a group of runs."""
 
     kind: Kind
     config: str
-    """The file or name as typed."""
+    """The file or the name of the config as the user typed it."""
     backend: str
     device: str
     length: BenchLength
@@ -117,7 +119,7 @@ class Bench:
     """The keys of the values of every run."""
     changes: list[dict[str, object]]
     runs: list[BenchRun]
-    """All trials once, then all of them again for each further repeat."""
+    """The runs: all trials once, then all of them again for each further repeat."""
     impossible: dict[str, str]
     left_out: list[str]
     folder: Path = field(default=Path(), metadata=LEFT_OUT)
@@ -149,7 +151,8 @@ class Bench:
 def read_bench(folder: Path) -> Bench:
     """Read the bench in a folder.
 
-    Raises UsageError if there is none, it is unreadable, or a trainkit with another format wrote it.
+    Raises UsageError if the folder contains no bench, if bench.json cannot be read, or if it was written by a
+    trainkit with another format.
     """
     file = folder / BENCH_FILE
     hint = f"`trainkit status {quote(str(folder))}/RUN` still shows each of its runs"
@@ -161,9 +164,9 @@ def read_bench(folder: Path) -> Bench:
         group = bench.group
         folders = [group.folder(index) for index in group.trials]
         if [str(bench.folder / item.run) for item in bench.runs] != folders:
-            raise ValueError("its runs are not those of sweep.json")
+            raise ValueError("its runs differ from the runs in sweep.json")
         if bench.repeats < 1 or any(item.values.keys() != set(bench.keys) for item in bench.runs):
-            raise ValueError("its runs have other values than its keys")
+            raise ValueError("the values of its runs do not match its keys")
         return bench
     except FileNotFoundError:
         hint = "`trainkit bench layouts` and `trainkit bench settings` create one and print its folder"
@@ -176,14 +179,14 @@ def read_bench(folder: Path) -> Bench:
 
 FINISHED = "finished"
 ENDED = {FINISHED, "failed", "stopped", "cancelled", "died"}
-"""Final states: a run of a bench is not restarted."""
+"""The states in which a run of a bench has ended, because these runs are never restarted."""
 
 
 def look_at_runs(bench: Bench, warn: Callable[[str], None]) -> list[TrialStatus]:
-    """The status of the runs of a bench, with the first failure of each that has one as its reason.
+    """Return the status of the runs of a bench; the reason of a failed run is its root cause.
 
-    Looks up an array that Slurm has not acknowledged. Removes what the runs that have ended saved: a bench is
-    never resumed.
+    Looks up an array that Slurm has not acknowledged. Removes the checkpoints of runs that have ended,
+    because a bench is never resumed.
     """
     recover_parts(bench.group)
     files = GroupFiles(bench.group)
@@ -201,7 +204,10 @@ def look_at_runs(bench: Bench, warn: Callable[[str], None]) -> list[TrialStatus]
 def wait_for_runs(
     bench: Bench, log_line: Callable[[str], None], end_line: Callable[[Bench, TrialStatus], str]
 ) -> None:
-    """Wait until all runs of a bench have ended; log an `end_line` of each, and their states on changes."""
+    """Wait until all runs of a bench have ended.
+
+    Logs an `end_line` for each run that ends, and the counts of states whenever they change.
+    """
     logged, known = "", set[int]()
     while True:
         trials = look_at_runs(bench, log_line)
@@ -214,7 +220,8 @@ def wait_for_runs(
         text = state_counts(states)
         if text != logged:
             log_line(text)
-        # This host may see the end of a run shortly after Slurm has removed its job.
+        # A run may look dead for a moment, because Slurm removes a job before this host sees the end of the
+        # run.
         is_sure = text == logged or "died" not in states
         logged = text
         if is_sure and ENDED.issuperset(states):

@@ -1,4 +1,4 @@
-"""The summary of a bench: summary.csv, a table for the terminal, and the fastest trial."""
+"""The summary of a bench: summary.csv, a table for the terminal, plots, and the fastest trial."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from trainkit.run.files import write_atomic
 
 @dataclass(frozen=True)
 class Fastest:
-    """The fastest of several trials that finished."""
+    """The fastest of several trials that finished, compared with the second fastest."""
 
     name: str
     speed: float
@@ -36,7 +36,7 @@ class Fastest:
     second: str
     second_speed: float
     is_clear: bool | None
-    """Whether all of its repeats were faster than all of the second's; None if each ran once."""
+    """True if every repeat was faster than every repeat of the second trial; None if each trial ran once."""
 
     def __str__(self) -> str:
         gain = self.speed / self.second_speed - 1
@@ -47,7 +47,7 @@ class Fastest:
 
 
 def end_line(bench: Bench, trial: TrialStatus) -> str:
-    """One line about a run that has ended."""
+    """Return a line about a run that has ended."""
     item = bench.runs[trial.index]
     row = measured(training_curve(bench.run_dir(item)), bench.length.measured)
     which = f"{item.name} (repeat {item.repeat})" if bench.repeats > 1 else item.name
@@ -61,7 +61,8 @@ def end_line(bench: Bench, trial: TrialStatus) -> str:
 def write_summary(bench: Bench, warn: Callable[[str], None]) -> tuple[list[Row], Fastest | None, int]:
     """Write summary.csv from the measurements so far.
 
-    Returns its rows, the fastest trial unless fewer than two have finished, and how many runs have not ended.
+    Returns the rows, the fastest trial, and the number of runs that have not ended. The fastest trial is None
+    if fewer than two trials have finished.
     """
     by_run: dict[str, Row] = {}
     found = look_at_runs(bench, warn)
@@ -76,7 +77,7 @@ def write_summary(bench: Bench, warn: Callable[[str], None]) -> tuple[list[Row],
 
 
 def measured_speeds(bench: Bench) -> dict[int, float | None]:
-    """The tokens per second of each run, by its index in the group, for `trainkit report`."""
+    """Return the tokens per second of each run, by its index in the group, for `trainkit report`."""
     return {
         index: measured(training_curve(bench.run_dir(item)), bench.length.measured)["tokens_per_s"]
         for index, item in enumerate(bench.runs)
@@ -84,7 +85,7 @@ def measured_speeds(bench: Bench) -> dict[int, float | None]:
 
 
 def find_fastest(bench: Bench, trials: Sequence[tuple[Row, Sequence[Row]]]) -> Fastest | None:
-    """The first of sorted trials, compared with the second."""
+    """Return the first of the sorted trials, compared with the second."""
     finished = [(row, runs) for row, runs in trials if row["status"] == FINISHED and speed(row)]
     if len(finished) < 2:
         return None
@@ -98,11 +99,11 @@ def find_fastest(bench: Bench, trials: Sequence[tuple[Row, Sequence[Row]]]) -> F
 
 
 def row_name(keys: Sequence[str], row: Row) -> str:
-    """The name of the trial of a row."""
+    """Return the name of the trial of a row."""
     return trial_name({key: row[key] for key in keys})
 
 
-LAYOUT_COLUMN = {LAYOUT: "as --layout takes it: degrees above 1 and other requested keys"}
+LAYOUT_COLUMN = {LAYOUT: "layout in the form of --layout: degrees above 1 and other requested keys"}
 COLUMNS = {
     "dp_replicate": "degree",
     "dp_shard": "degree",
@@ -112,13 +113,13 @@ COLUMNS = {
     "device_batch_size": "samples per process and accumulation step",
     "pp_microbatches": "microbatches per device batch; empty without a pipeline",
     "repeats": "number of runs with measured steps",
-    "steps": "number of measured steps of all repeats, without warm-up and profiled ones",
-    "samples_per_s": "of all processes; like the next columns, the median over the measured steps of a run, "
-    "and over the repeats",
-    "tokens_per_s": "of all processes",
-    "tokens_per_s_min": "of the slowest repeat; empty with one",
-    "tokens_per_s_max": "of the fastest repeat; empty with one",
-    "tokens_per_s_per_gpu": "per process on a machine without GPUs",
+    "steps": "number of measured steps of all repeats, without warm-up and profiled steps",
+    "samples_per_s": "samples per second of all processes; like the next columns, the median over the "
+    "measured steps of a run, and over the repeats",
+    "tokens_per_s": "tokens per second of all processes",
+    "tokens_per_s_min": "tokens per second of the slowest repeat; empty with one repeat",
+    "tokens_per_s_max": "tokens per second of the fastest repeat; empty with one repeat",
+    "tokens_per_s_per_gpu": "tokens per second per GPU, or per process on a machine without GPUs",
     "mfu": "model FLOPs utilization, 0 to 1; empty where the peak of the device is unknown, as for CPUs",
     "step_s": "seconds per optimizer step",
     "step_s_p10": "a tenth of the measured steps took less",
@@ -127,14 +128,14 @@ COLUMNS = {
     "mem_gib_peak": "peak memory in GiB on rank 0: of its GPU, else resident memory of the process",
     "exposed_comm_s": "seconds per step spent waiting for communication without computing: the mean over up "
     "to 4 ranks in the last two steps, which the profiler slows; empty without a profile",
-    "loss": "of the last step",
-    "status": "finished, failed, or another state of the run; with repeats, of how many",
-    "verdict": "the first failure; empty for a finished run",
-    "run": "folders of its runs in that of the bench",
+    "loss": "loss of the last step",
+    "status": "finished, failed, or another state of the run; with repeats, also the number of runs in it",
+    "verdict": "root cause of the failure; empty for a finished run",
+    "run": "folders of the runs, relative to the folder of the bench",
 }
 
 
-# Column, heading, format of its values.
+# The fields of an entry are the column, its heading and the format of its values.
 _SHOWN = (
     ("device_batch_size", "BATCH", ""),
     ("samples_per_s", "SAMPLES/S", ",.1f"),
@@ -152,11 +153,11 @@ _SHOWN = (
     ("status", "STATUS", ""),
 )
 _OPTIONAL = ("tokens_per_s_min", "tokens_per_s_max", "mfu")
-"""Columns that are left out where no row has a value."""
+"""The columns that the table omits if no row has a value."""
 
 
 def csv_text(keys: Sequence[str], rows: Sequence[Row]) -> str:
-    """The text of summary.csv: numbers with six digits, empty cells for unknown values."""
+    """Return the text of summary.csv. Numbers have six digits, and the cell of an unknown value is empty."""
     names = [*keys, *COLUMNS]
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
@@ -174,7 +175,7 @@ def _cell(value: object) -> str:
 
 
 def summary_table(keys: Sequence[str], rows: Sequence[Row], fit: int | None = None) -> str:
-    """One line per trial, and below them the failures."""
+    """Return a line per trial, followed by the failures."""
     swept = [key.rpartition(".")[2] for key in keys]
     columns = [
         item
@@ -200,26 +201,26 @@ PLOTS = {
     "data_wait_s": "wait for data, seconds per step",
     "exposed_comm_s": "exposed communication, seconds per step",
 }
-"""Column -> label of its axis."""
+"""Maps the plotted columns to the labels of their axes."""
 INSTALL_HINT = install_line("plot")
 
 
 def can_plot() -> bool:
-    """Whether matplotlib is installed."""
+    """Return whether matplotlib is installed."""
     return find_spec("matplotlib") is not None
 
 
 def write_plots(keys: Sequence[str], rows: Sequence[Row], folder: Path) -> tuple[list[Path], list[str]]:
-    """Plot every column that has values; returns the files, and the columns without values.
+    """Plot every column that has values.
 
-    Raises OSError when the folder cannot be written.
+    Returns the written files and the columns without values. Raises OSError if the folder cannot be written.
     """
     ensure_folder(folder)
     written, empty = [], []
     for column, label in PLOTS.items():
         file = folder / f"{column}.png"
         if all(row[column] is None for row in rows):
-            file.unlink(missing_ok=True)  # a plot of an earlier summary
+            file.unlink(missing_ok=True)  # an earlier summary may have left this plot
             empty.append(column)
             continue
         _draw(keys, rows, column, label, file)
@@ -232,7 +233,7 @@ def _draw(keys: Sequence[str], rows: Sequence[Row], column: str, label: str, fil
 
     figure = Figure(figsize=(8.0, 1.2 + 0.35 * len(rows)), layout="constrained")
     axes = figure.subplots()
-    bars = list(reversed(rows))  # the first row on top
+    bars = list(reversed(rows))  # bars are drawn from the bottom, so that the first row is on top
     drawn = axes.barh([row_name(keys, row) for row in bars], [row[column] or 0.0 for row in bars])
     axes.bar_label(drawn, [_mark(row, column) for row in bars], padding=4)
     axes.margins(x=0.15)

@@ -1,4 +1,4 @@
-"""Debuggers in ranks: `breakpoint()` in every run, `trainkit run --debug` and `trainkit debug`."""
+"""The debugger of ranks: `breakpoint()` in every run, `trainkit run --debug` and `trainkit debug`."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DebugPlan(Part):
-    """A run in the debugger."""
+    """The plan of a run with ``--debug``."""
 
     CAPABILITY = "debugger"
     rank: int
-    """The rank that is debugged; the others run on."""
+    """The rank that is debugged. The other ranks continue."""
     mode: str
-    """``pdb``, ``post-mortem`` or ``debugpy``."""
+    """One of ``pdb``, ``post-mortem`` and ``debugpy``."""
     port: int | None = None
-    """Where debugpy listens."""
+    """The port at which debugpy listens."""
 
     @property
     def words(self) -> str:
-        """As a variable of the environment says it."""
+        """Return the plan as the value of an environment variable: `RANK MODE [PORT]`."""
         return " ".join(str(value) for value in (self.rank, self.mode, self.port) if value is not None)
 
 
 class Debugger(Capability):
-    """The capability: its part is in the plan of a run with ``--debug``."""
+    """The capability of the debugger. A run with ``--debug`` has a `DebugPlan`."""
 
     name = "debugger"
     at_start = f"{Path(__file__).parent}/rank_start.py"
@@ -53,7 +53,7 @@ class Debugger(Capability):
     def waits(self, plan: PlanRecord) -> str:
         if self.name in plan.parts:
             return "run with --debug"
-        return "a rank waits at breakpoint() for `trainkit debug`, or is in it"
+        return "a rank waits at breakpoint() for `trainkit debug`, or is being debugged"
 
     def in_trainer(
         self, plan: LaunchPlan, unwatched: Callable[[], AbstractContextManager[None]]

@@ -1,4 +1,4 @@
-"""``trainkit debug``: lend this terminal to a rank that waits at breakpoint()."""
+"""``trainkit debug``: lends this terminal to a rank that waits at breakpoint()."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ from trainkit.run.rundir import AttemptDir
 
 @as_command("trainkit debug last", "trainkit debug last --rank 5")
 @run_argument
-@option("--rank R", "The rank; default: 0.", type=INDEX, default=0)
+@option("--rank R", "Rank to debug; default: 0.", type=INDEX, default=0)
 def command(run_name: str, rank: int) -> None:
     """Debug a rank of RUN that waits at breakpoint(), with Python's debugger in this terminal.
 
-    The other ranks continue and ignore breakpoint(). In the debugger, `c` continues the run, to the next
-    breakpoint(), and `q` stops it. While it runs, Ctrl-C ends only the debugger. `trainkit run --debug`
-    starts a run with a terminal.
+    The other ranks continue and ignore breakpoint(). In the debugger, `c` continues the run until the next
+    breakpoint(), and `q` stops the run. While the run continues, Ctrl-C ends only the debugger.
+    `trainkit run --debug` starts a run with a terminal.
     """
     attach(running_attempt(find_run(run_name, acts=True)), rank)
 
 
 def attach(attempt: AttemptDir, rank: int) -> None:
-    """Lend this terminal to a rank that waits at breakpoint(), until the rank or the user ends that.
+    """Lend this terminal to a rank that waits at breakpoint(), until the rank or the user ends the session.
 
-    Runs on the host of the rank. Raises UsageError for a rank that does not wait.
+    If the rank is on another host, the command runs again on that host. Raises UsageError if the rank does
+    not wait.
     """
     from trainkit.capabilities.shell.shell import require_terminal, run_next_to, running_job
 
@@ -47,7 +48,7 @@ def attach(attempt: AttemptDir, rank: int) -> None:
         problem = "is in another debugger" if own else "is not at a breakpoint()"
         hint = f"`trainkit stacks {run.word} --rank {rank}` shows where it is"
         if others := sorted({number for number, _ in records} - {rank}):
-            hint = f"{rank_list(others)} of this run may be"
+            hint = f"{rank_list(others)} of this run may wait at one"
         raise UsageError(f"rank {rank} {problem}", hint=hint)
     require_terminal(f"the rank prints into {attempt.rank_log(rank)} meanwhile")
     print_note(f"{run.shown}: rank {rank} of attempt {attempt.number}")
@@ -65,8 +66,8 @@ def attach(attempt: AttemptDir, rank: int) -> None:
             run_next_to(job, entry.elsewhere, str(record["node"]), again)
         peer = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
         if peer != os.geteuid():
-            hint = "whoever gets a terminal can read what is typed into it"
-            raise UsageError(f"rank {rank} is said to be a process of user {peer}", hint=hint)
+            hint = "a process that gets your terminal can read what you type"
+            raise UsageError(f"the process of rank {rank} belongs to user {peer}", hint=hint)
         write_atomic(folder / CHOSEN_FILE, str(rank))
         terminal = os.open(os.ttyname(0), os.O_RDWR | os.O_NOCTTY)
         socket.send_fds(client, [AT_PROMPT], [terminal])

@@ -1,8 +1,9 @@
-"""Debuggers in ranks: `breakpoint()`, `trainkit run --debug` and `trainkit debug`.
+"""Implements the debugger in a rank: `breakpoint()`, `trainkit run --debug` and `trainkit debug`.
 
-Ranks have no terminal. The one of `--debug` gets that of `trainkit run`; any other waits at `breakpoint()`
-until `trainkit debug` passes it a terminal through a socket. `rank_start.py` loads this file, also
-in a Python without trainkit: it imports only the standard library, and a debugger only where it stops.
+Ranks have no terminal. The rank of `--debug` gets the terminal of `trainkit run`. Any other rank waits at
+`breakpoint()` until `trainkit debug` passes it a terminal through a socket. `rank_start.py` loads this file,
+also in a Python without trainkit, so this file imports only the standard library, and a debugger only when a
+rank stops.
 """
 
 from __future__ import annotations
@@ -26,23 +27,28 @@ from types import FrameType, TracebackType
 from typing import Any
 
 DEBUG_VARIABLE = "TRAINKIT_JOB_DEBUG"
-"""Of a run in the debugger: the rank, ``pdb``, ``post-mortem`` or ``debugpy``, and the port of the last."""
+"""The variable with the `DebugPlan`: the rank, then ``pdb``, ``post-mortem`` or ``debugpy``, then the port of
+debugpy."""
 FOLDER_VARIABLE = "TRAINKIT_JOB_DEBUGGER_FOLDER"
-"""Where processes of ranks that wait for `trainkit debug`, or are in it, say so: ``rank-0005-PID.json``."""
+"""The variable with the folder in which waiting and debugged processes record themselves as
+``rank-0005-PID.json``."""
 TERMINAL_VARIABLE = "TRAINKIT_JOB_TERMINAL"
-"""The terminal of `trainkit run`, as `trainkit.job.rank_env` has it."""
+"""The variable with the terminal of `trainkit run`; `trainkit.job.rank_env` defines the same name."""
 CHOSEN_FILE = "rank"
-"""In the folder: the rank that a person debugs, or has; no other one waits from then on."""
+"""The file in that folder with the rank that a user debugs. From then on, no other rank waits."""
 AT_PROMPT, RUNNING = b"p", b"r"
-"""What a rank tells `trainkit debug`: whether it reads from its terminal."""
+"""The messages of a rank to `trainkit debug`: the debugger reads from the terminal, or the program runs."""
 POLL_S = 1.0
 LONGEST_FOLDER = 70
-"""Characters of a folder in which a socket may have a path; 107 is the limit of Linux."""
+"""The maximum length of the folder of a socket. Linux limits the path of a socket to 107 characters."""
 TORCH_CONSTANTS = "torch.distributed.constants"
 
 
 def mode_of_rank() -> str | None:
-    """How this rank of a run in the debugger is debugged, ``off`` for all but one; None in any other run."""
+    """Return how this rank is debugged: a mode, or ``off`` for the other ranks of a run with ``--debug``.
+
+    Returns None in a run without ``--debug``.
+    """
     words = os.environ.get(DEBUG_VARIABLE, "").split()
     if not words:
         return None
@@ -50,14 +56,14 @@ def mode_of_rank() -> str | None:
 
 
 def install(*, is_rank: bool, after_import: Callable[[str, Callable[[Any], None]], None]) -> None:
-    """Prepare a rank of a run in the debugger, or a process that it starts, before any other code."""
+    """Prepare a rank of a run with ``--debug``, or a process that it starts, before any other code runs."""
     mode, (rank, _, *port) = mode_of_rank(), os.environ[DEBUG_VARIABLE].split()
     after_import(TORCH_CONSTANTS, _lengthen_timeouts)
     if mode == "off":
         sys.breakpointhook = lambda *args, **kwargs: None
     elif mode == "debugpy":
         if not is_rank:
-            return  # debugpy follows it
+            return  # debugpy attaches to the processes that a rank starts
         import debugpy
 
         debugpy.listen(("127.0.0.1", int(port[0])))
@@ -74,14 +80,17 @@ def install(*, is_rank: bool, after_import: Callable[[str, Callable[[Any], None]
 
 
 def _lengthen_timeouts(constants: Any) -> None:
-    """Give the process groups of torch a week, unless the script sets their timeout."""
+    """Set the default timeout of torch's process groups to a week.
+
+    A timeout in the script takes precedence.
+    """
     constants.default_pg_timeout = constants.default_pg_nccl_timeout = timedelta(days=7)
 
 
 def _uncaught(
     log: int, stops: bool, kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Print what ends a rank to its terminal and to its log, which the agent reads."""
+    """Print the exception that ends a rank to its terminal and to its log, which the agent reads."""
     import bdb
     import traceback
 
@@ -100,10 +109,11 @@ def stop_at(
     terminal: str | None = None,
     around: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> None:
-    """Debug at a frame, or where an exception was raised.
+    """Start the debugger at a frame, or at the place where an exception was raised.
 
-    Reads from `terminal`, a path, else from the standard input in the rank of `--debug`, else from the
-    terminal of `trainkit debug`. `around` is entered while the debugger reads.
+    The debugger reads from the path `terminal` if it is given. The rank of `--debug` reads from standard
+    input, and any other rank from the terminal of `trainkit debug`. `around` is entered while the debugger
+    reads.
     """
     import pdb
 
@@ -111,7 +121,8 @@ def stop_at(
     where = "an exception" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
     own: Any = None
     if terminal is None and DEBUG_VARIABLE in os.environ:
-        if sys.stdin is None or not sys.stdin.isatty():  # a worker of a DataLoader has none
+        # a worker process of a DataLoader has no terminal as its standard input
+        if sys.stdin is None or not sys.stdin.isatty():
             terminal = os.environ[TERMINAL_VARIABLE]
     elif terminal is None:
         own = attached
@@ -126,7 +137,7 @@ def stop_at(
             with around(), nullcontext() if own is None else own.at_prompt(where):
                 super().interaction(*args, **kwargs)
 
-    if own is not attached:  # else `trainkit debug` has said so
+    if own is not attached:  # `trainkit debug` has already recorded the rank
         with suppress(FileExistsError):
             Path(os.environ[FOLDER_VARIABLE]).mkdir()
         Path(os.environ[FOLDER_VARIABLE], CHOSEN_FILE).write_text(os.environ.get("RANK", "0"))
@@ -139,14 +150,14 @@ def stop_at(
 
 
 class Terminal:
-    """Reads from and writes to a terminal; one that was closed is at its end, and loses what is written."""
+    """Reads from and writes to a terminal. A closed terminal reads as its end and ignores writes."""
 
     def __init__(self, descriptor: int) -> None:
         self._stream: Any = os.fdopen(descriptor, errors="replace")
 
     @contextmanager
     def at_prompt(self, where: str) -> Iterator[None]:
-        """While the debugger reads: one process after another."""
+        """Lock the terminal while the debugger reads from it, so that only one process reads at a time."""
         fcntl.flock(self._stream, fcntl.LOCK_EX)
         try:
             yield
@@ -164,12 +175,15 @@ class Terminal:
             os.write(self._stream.fileno(), text.encode(errors="replace"))
 
     def flush(self) -> None:
-        """Everything is written at once."""
+        """Do nothing, because `write` does not buffer."""
 
 
 @contextmanager
 def _stop_requests() -> Iterator[list[int]]:
-    """The signals that ask this rank to save, as they come within the block; its own handlers are called."""
+    """Collect the stop signals that arrive in the block.
+
+    The signal handlers of the program are still called.
+    """
     received: list[int] = []
     own = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)}
 
@@ -181,7 +195,7 @@ def _stop_requests() -> Iterator[list[int]]:
 
     handled = [number for number, handler in own.items() if callable(handler)]
     if threading.current_thread() is not threading.main_thread():
-        handled = []  # only the main thread may set handlers
+        handled = []  # Python lets only the main thread set handlers
     for number in handled:
         signal.signal(number, note)
     try:
@@ -192,7 +206,10 @@ def _stop_requests() -> Iterator[list[int]]:
 
 
 class Attached(Terminal):
-    """The terminal that this process gets from `trainkit debug`, and the next one after that has ended."""
+    """The terminal that `trainkit debug` lends to this process.
+
+    After that command ends, the next one lends another.
+    """
 
     def __init__(self) -> None:
         self._stream: Any = None
@@ -201,7 +218,7 @@ class Attached(Terminal):
         os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:
-        """Leave the terminal to the process that has forked this one."""
+        """Leave the terminal to the parent process after a fork."""
         self._stream = self._connection = None
 
     def is_connected(self) -> bool:
@@ -213,11 +230,14 @@ class Attached(Terminal):
             return isinstance(error, BlockingIOError)
 
     def readline(self) -> str:
-        """What is typed next; in another terminal once this one has left, of which ``w`` shows the place."""
+        """Return the next line that the user types.
+
+        If the terminal is gone, wait for another one and return ``w``, which shows the place there.
+        """
         if self.is_connected():
             either = poll()
             either.register(self._stream, POLLIN)
-            either.register(self._connection, POLLIN)  # which `trainkit debug` closes at its end
+            either.register(self._connection, POLLIN)  # `trainkit debug` closes the connection when it ends
             either.poll()
             if self.is_connected():
                 return super().readline()
@@ -229,7 +249,7 @@ class Attached(Terminal):
 
     @contextmanager
     def at_prompt(self, where: str) -> Iterator[None]:
-        """While the debugger reads from the terminal; nothing counts as a hang then."""
+        """Record that the debugger reads from the terminal, so that this time does not count as a hang."""
         self._where = where
         self._record(where, "")
         self._send_state(AT_PROMPT)
@@ -240,7 +260,7 @@ class Attached(Terminal):
             self._file.unlink(missing_ok=True)
 
     def wait(self, where: str) -> bool:
-        """Wait for a terminal; False once another rank was chosen, or the rank was asked to stop."""
+        """Wait for a terminal; return False if another rank was chosen or a stop signal arrived."""
         import tempfile
 
         short = None if len(tempfile.gettempdir()) < LONGEST_FOLDER else "/tmp"
@@ -275,7 +295,7 @@ class Attached(Terminal):
     @staticmethod
     def _listen(folder: str) -> socket.socket:
         server = socket.socket(socket.AF_UNIX)
-        server.bind(f"{folder}/socket")  # of a folder that is private
+        server.bind(f"{folder}/socket")  # the folder is private to the user
         Path(folder, "socket").chmod(0o600)
         server.listen(1)
         server.settimeout(POLL_S)

@@ -1,6 +1,7 @@
-"""Prepares a Python interpreter of a rank for `breakpoint()`: `trainkit.job.python_start` loads this file.
+"""Prepares the Python interpreter of a rank for `breakpoint()`.
 
-This Python may lack trainkit: only the standard library is imported.
+`trainkit.job.python_start` loads this file. The interpreter may lack trainkit, so only the standard library
+is imported.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ FOLDER = __file__.rpartition("/")[0]
 
 
 def prepare(load: Callable[..., ModuleType], *, is_rank: bool) -> None:
-    """Have a rank, or a process that it has started, stop at `breakpoint()`: it has no terminal."""
+    """Let `breakpoint()` in a rank, or in a process that it starts, wait for a terminal."""
     if "TRAINKIT_JOB_DEBUG" in os.environ:
         debugger = load("rank_debugger", FOLDER)
         debugger.install(is_rank=is_rank, after_import=load("spare_children").after_import)
@@ -34,7 +35,7 @@ def prepare(load: Callable[..., ModuleType], *, is_rank: bool) -> None:
 
 
 def has_input() -> bool:
-    """Whether the standard input is something to read from, such as a pipe or a terminal."""
+    """Return whether the standard input can be read, because it is a pipe or a terminal and not /dev/null."""
     try:
         own, null = os.fstat(0), os.stat(os.devnull)  # noqa: PTH116
     except OSError:

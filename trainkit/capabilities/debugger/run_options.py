@@ -1,4 +1,4 @@
-"""``trainkit run --debug`` and ``--post-mortem``: one rank gets the terminal, or waits for an editor."""
+"""``trainkit run --debug`` and ``--post-mortem``: debug one rank in the terminal or in an editor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainkit.errors import UsageError
 from trainkit.folders import user_name
 from trainkit.formats import there_are
 
-if TYPE_CHECKING:  # the help of the command waits for this module
+if TYPE_CHECKING:  # `trainkit run --help` imports this module, so slow imports are avoided
     from trainkit.plan.launch import LaunchPlan
     from trainkit.plan.workload import Workload
 
@@ -31,7 +31,7 @@ EXAMPLES = "--debug 1, --debug=debugpy or --debug=debugpy:1"
 
 
 def run_options(function: Callable[..., int]) -> Callable[..., int]:
-    """Add the options to a command."""
+    """Add the options of the debugger to a command."""
 
     @functools.wraps(function)
     def command(
@@ -46,18 +46,18 @@ def run_options(function: Callable[..., int]) -> Callable[..., int]:
         is_flag=False,
         flag_value="0",
         metavar="[RANK|debugpy]",
-        help="Give the terminal to this rank, for breakpoint(); default: 0. debugpy waits for an editor.",
+        help="Give this rank the terminal for breakpoint(); default: 0. debugpy waits for an editor.",
     )
-    post_mortem_option = option("--post-mortem", "Debug that rank where an exception ends it.")
+    post_mortem_option = option("--post-mortem", "Debug that rank at the exception that ends it.")
     typed: Callable[..., int] = debug_option(post_mortem_option(command))
     return typed
 
 
 class Debugging(Choice):
-    """A run of which one rank is debugged."""
+    """A run in which one rank is debugged."""
 
     plan: DebugPlan
-    """What was typed, once it was checked."""
+    """The plan that `check` makes of the typed options."""
 
     def __init__(self, text: str, post_mortem: bool) -> None:
         self.text, self.post_mortem = text, post_mortem
@@ -68,7 +68,7 @@ class Debugging(Choice):
         if not is_alone:
             raise UsageError(
                 "--debug is for a run on this machine alone",
-                hint="elsewhere breakpoint() waits for `trainkit debug RUN --rank N`",
+                hint="in other runs, breakpoint() waits for `trainkit debug RUN --rank N`",
             )
 
     def _plan(self, workload: Workload) -> DebugPlan:
@@ -101,7 +101,7 @@ class Debugging(Choice):
         return replace(plan, reasons={**plan.reasons, "debug": reason})
 
     def _reason(self, plan: LaunchPlan) -> str:
-        """Where the debugger of the rank is; UsageError without debugpy."""
+        """Return where the debugger of the rank is; raises UsageError if debugpy is missing."""
         from trainkit.launch.packages import NoAnswer, find_packages
 
         debug = self.plan

@@ -1,1 +1,1 @@
-"""`trainkit diagnose`: which rank failed first, why, the lines that show it, and what to do."""
+"""`trainkit diagnose`: names the first failed rank, the root cause with evidence, and what to do."""

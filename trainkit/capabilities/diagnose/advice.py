@@ -1,7 +1,8 @@
-"""The values that the sentences of a signature refer to, from the config, the plan and the disk of a run.
+"""Computes the values of the placeholders in the sentences of a signature.
 
-And from its logs the ranks that the others waited for: in a hang, at the rendezvous, or in a collective that
-timed out; `suspect_rank` is the rank to look at.
+The values come from the config, the plan and the disk of a run. The logs tell for which ranks the other ranks
+waited: in a hang, at the rendezvous, or in a collective that timed out. `suspect_rank` is the rank to
+inspect.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _MEM = re.compile(r"(\d+)([KMGT]?)")
 
 
 def run_values(files: AttemptFiles) -> dict[str, str]:
-    """The values of an attempt, by placeholder; what is unknown here is empty or missing."""
+    """Return the values of an attempt by placeholder. An unknown value is empty or missing."""
     run, attempt = files.run, files.attempt
     plan = files.plan if files.plan.values else read_plan(run)
     command, is_by_hand = " ".join(map(quote, plan.command or ())), run.was_started_by_hand
@@ -54,7 +55,7 @@ def run_values(files: AttemptFiles) -> dict[str, str]:
 
 
 def _batch_values(batch: Record) -> dict[str, str]:
-    """The batch, and the next smaller one with the same global batch."""
+    """Return the batch sizes, and the next smaller device batch with the same global batch."""
     own, steps = batch.count("device_batch_size"), batch.count("accumulation_steps")
     whole = batch.count("global_batch_size")
     if own is None or steps is None or whole is None:
@@ -94,7 +95,11 @@ def _config_values(config: RunConfig, plan: PlanRecord, file: str) -> dict[str, 
 
 
 def _time_values(resources: ResourcesConfig) -> dict[str, str]:
-    """The shortest limit that a job may have had, of those that can be doubled, and twice that."""
+    """Return the shortest time limit that can be doubled, and its double.
+
+    The job may have had the time limit ``time_min``, ``slice`` or ``time``. Doubling a limit must not exceed
+    the next longer one.
+    """
     limits = {key: getattr(resources, key) for key in ("time_min", "slice", "time")}
     given = [(key, text, time_limit_s(text)) for key, text in limits.items() if text is not None]
     for index, (key, text, limit_s) in enumerate(given):
@@ -106,9 +111,9 @@ def _time_values(resources: ResourcesConfig) -> dict[str, str]:
 
 
 def host_values(host: str, named: str) -> dict[str, str]:
-    """A host, and whether the run can do without it: no host that ``resources.extra.nodelist`` names."""
+    """Return a host as ``free_host``, or as ``named_host`` if ``resources.extra.nodelist`` requires it."""
     hosts: list[str] = []
-    with suppress(UsageError):  # of a damaged file
+    with suppress(UsageError):  # the file may be damaged
         hosts = expand_hosts(named) if named else []
     return {"host": host, "named_host" if host in hosts else "free_host": host}
 
@@ -119,9 +124,9 @@ def _disk_values(run: RunDir, *, is_command: bool) -> dict[str, str]:
         values = {"newest_step": str(checkpoints[-1].step)}
     else:
         none = "no checkpoint of trainkit" if is_command else "no checkpoint"
-        own = "its command continues from what it has saved itself" if is_command else f"there is {none}"
+        own = "its command continues from its own saves" if is_command else f"there is {none}"
         values = {"no_checkpoint": none, "starts_again": own}
-    # The folder may be on a disk that fails: the advice then goes without these values.
+    # The folder may be on a disk that fails. The advice then omits these values.
     with suppress(OSError):
         folder = run.path.resolve()
         free = shutil.disk_usage(folder).free
@@ -137,13 +142,16 @@ def _disk_values(run: RunDir, *, is_command: bool) -> dict[str, str]:
 WATCHDOG = re.compile(
     r"\[Rank (?P<rank>\d+)\] Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(?P<sequence>\d+)"
 )
-"""A rank whose collective timed out, and the number of that collective."""
+"""Matches the line of a rank whose collective timed out, with the number of that collective."""
 
 
 def hang_values(
     files: AttemptFiles, match: Match, blocking: int | None
 ) -> tuple[dict[str, str], list[Evidence]]:
-    """Which ranks wait for the blocking one, and where, according to the reports of a hang."""
+    """Return the ranks that wait for the blocking rank, and the lines of their hang reports.
+
+    Returns nothing for a failure that is not a hang.
+    """
     waiting, lines = [], []
     if match.signature.name != "hang":
         return {}, []
@@ -151,13 +159,13 @@ def hang_values(
         report = Record(read_object(path))
         rank, stack = report.count("rank"), report.texts("stack")
         if rank is None:
-            continue  # cut off by a crash
+            continue  # a crash cut off the file
         if rank != blocking:
             waiting.append(rank)
-        if stack:  # none for a COMMAND
+        if stack:  # a COMMAND has no stack
             text = clean(f"rank {rank} on {report.text('host')}, in {report.text('phase')}: {stack[0]}")
             lines.append(Evidence(files.shown(path), json_line(path, "stack"), text))
-    # The records of the collectives say who waits.
+    # The records of the collectives, if there are any, already name the waiting ranks.
     known = waiting if blocking is not None and "whole" not in match.groups else []
     hangs_dir = str(files.attempt.hangs_dir) if lines else ""
     return {"waiting": rank_list(known) if known else "", "hangs_dir": hangs_dir}, lines
@@ -167,7 +175,10 @@ _QUOTED = re.compile(r"'([^']+)'")
 
 
 def missing_path_values(files: AttemptFiles, match: Match) -> dict[str, str]:
-    """Where a command looked for a file that it did not find, and where that file is; else nothing."""
+    """Return the folder in which a command did not find a file, and the folder that contains the file.
+
+    Returns nothing for a failure that is not a missing file.
+    """
     if match.signature.name != "missing-file" or not files.plan.is_command:
         return {}
     job = files.job
@@ -184,7 +195,7 @@ def missing_path_values(files: AttemptFiles, match: Match) -> dict[str, str]:
 
 
 def missing_rank_values(files: AttemptFiles, match: Match) -> dict[str, str]:
-    """The ranks, with their hosts, that did not reach the rendezvous."""
+    """Return the ranks that did not reach the rendezvous, with their hosts."""
     ranks = [int(number) for number in re.findall(r"\d+", match.groups.get("missing", ""))]
     if match.groups.get("joined", "").isdigit():
         ranks = _ranks_not_joined(files, int(match.groups["joined"]))
@@ -196,7 +207,7 @@ def missing_rank_values(files: AttemptFiles, match: Match) -> dict[str, str]:
 
 
 def _ranks_not_joined(files: AttemptFiles, num_joined: int) -> list[int]:
-    """The ranks that did not reach the store of rank 0, if that is known."""
+    """Return the ranks that did not connect to the store of rank 0, or no ranks if they are unknown."""
     others = list(range(1, files.world_size))
     if num_joined == 1:
         return others
@@ -206,7 +217,7 @@ def _ranks_not_joined(files: AttemptFiles, num_joined: int) -> list[int]:
 
 
 def collective_values(files: AttemptFiles, match: Match, logs: Iterable[Text]) -> dict[str, str]:
-    """The rank that did not take part in the collective that timed out."""
+    """Return the rank that did not take part in the collective that timed out."""
     if match.signature.name != "collective-timeout":
         return {}
     cascades = [signature for signature in load_signatures() if signature.role == "cascade"]

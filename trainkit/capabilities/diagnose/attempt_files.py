@@ -1,4 +1,4 @@
-"""What a diagnosis reads of one attempt, as texts: its files, what Slurm wrote about it, and its events."""
+"""Reads the texts that a diagnosis of an attempt searches: files, messages of Slurm, and events."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from trainkit.scheduler import JobInfo, JobState
 from trainkit.shipped import ask_each, owner_of
 
 MAX_LOGS = 256
-"""How many logs of ranks are searched when no record says which rank failed first."""
+"""The maximum number of logs that are searched if no record says which rank failed first."""
 EXPLAINED = (JobState.NODE_FAIL, JobState.OUT_OF_MEMORY, JobState.CANCELLED, JobState.TIMEOUT)
 RANK_FILE = re.compile(r"(?:rank|node)-(\d+)")
 
 
 class AttemptFiles:
-    """Reads the files of an attempt; a file that is missing or damaged reads as empty."""
+    """Reads the files of an attempt. A file that is missing or damaged reads as empty."""
 
     def __init__(self, attempt: AttemptDir, job: JobRecord, slurm_job: JobInfo | None) -> None:
         self.attempt, self.run, self.job, self.slurm_job = attempt, attempt.run, job, slurm_job
@@ -58,7 +58,7 @@ class AttemptFiles:
     def _job_state(self) -> Iterator[Text]:
         if self.slurm_job is not None:
             job = self.slurm_job
-            # squeue calls a job that it has requeued PENDING.
+            # squeue reports a requeued job as PENDING.
             state = "REQUEUED" if job.state is JobState.REQUEUED else job.slurm_state
             line = f"{state or job.state.value.upper()} {job.reason}".strip()
             if job.exit_code or job.exit_signal:
@@ -67,7 +67,7 @@ class AttemptFiles:
 
     @cached_property
     def _failed_start(self) -> FailedStart | None:
-        """The last start of the run's newest attempt if it failed, unless Slurm knows why."""
+        """Return the last start of the newest attempt if it failed for a reason that Slurm does not know."""
         job = self.slurm_job
         is_explained = job is not None and (job.log_not_opened or job.state in EXPLAINED)
         entry = None if is_explained else self.job.newest
@@ -84,7 +84,7 @@ class AttemptFiles:
             yield Text(shown, "start", [f"{start.host}: {start.how}"], host=start.host)
 
     def batch_log(self) -> Text | None:
-        """The output of the batch script in the last start that failed."""
+        """Return the output of the batch script in the last failed start."""
         if (start := self._failed_start) is None:
             return None
         return read_log(batch_log(self.run, self.job, start.job_id), self.run.path, "srun")
@@ -102,17 +102,20 @@ class AttemptFiles:
                 yield text
 
     def of_slurm(self) -> Iterator[Text]:
-        """What Slurm says: srun and slurmstepd, which give the reason, then accounting, which may not."""
+        """Yield the messages of srun and slurmstepd, then the job's state.
+
+        The messages come first because they contain the reason, which the state may lack.
+        """
         yield from slurm_messages(self.attempt, self.job, is_recorded=self.has_ended and not self.end.guessed)
         yield from self._job_state()
 
     def outside(self) -> Iterator[Text]:
-        """What Slurm, the supervisor and the agents wrote: no program of the user can."""
+        """Yield the texts of Slurm, the supervisor and the agents, which no user program can write."""
         yield from self.of_slurm()
         yield from self.logs("agent", sorted(self.attempt.logs_dir.glob("node-*.log"))[:MAX_LOGS])
 
     def advice(self, host: str | None, lasting: Sequence[Event]) -> dict[str, str]:
-        """The values for advice that capabilities have, by placeholder; `host` failed first."""
+        """Return the values that capabilities add to the advice, by placeholder; `host` failed first."""
         found = ask_each(
             self.plan.parts,
             lambda one: one.advice(self.attempt, host, lasting),
@@ -122,7 +125,7 @@ class AttemptFiles:
 
     @cached_property
     def diverged_since(self) -> int | None:
-        """The step since which the attempt has diverged, if it had when it ended."""
+        """Return the step since which the attempt has diverged, or None if it has not diverged."""
         with contextlib.suppress(OSError):
             return diverged_since(self.run, self.attempt.number)
         return None
@@ -136,17 +139,17 @@ class AttemptFiles:
         return self.nodes[-1].stop if self.nodes else 0
 
     def ranks_next_to(self, rank: int | None) -> range:
-        """The ranks on the node of a rank; empty when unknown."""
+        """Return the ranks on the node of a rank, or an empty range if they are unknown."""
         return next((ranks for ranks in self.nodes if rank in ranks), range(0))
 
     @cached_property
     def nodes(self) -> list[range]:
-        """The ranks of each node; empty when unknown."""
+        """Return the ranks of each node, or an empty list if they are unknown."""
         return ranks_of_nodes(self.plan)
 
     @cached_property
     def hosts(self) -> list[str]:
-        """The hosts by node rank; empty when unknown."""
+        """Return the hosts by node rank, or an empty list if they are unknown."""
         return read_rendezvous(self.attempt).hosts
 
     def host_of(self, rank: int | None) -> str | None:
@@ -163,10 +166,11 @@ _RESOLUTION = timedelta(seconds=1)
 
 
 def slurm_messages(attempt: AttemptDir, job: JobRecord, *, is_recorded: bool) -> Iterator[Text]:
-    """What srun and slurmstepd wrote about an attempt, `is_recorded` if it has recorded its end itself.
+    """Yield the messages that srun and slurmstepd wrote about an attempt.
 
-    How a job ends, slurmstepd writes into the log with which the job began: that of an earlier attempt, after
-    a restart inside the allocation or a requeue.
+    `is_recorded` says that the attempt has recorded its own end. slurmstepd writes about the end of a job
+    into the log with which the job began. After a restart inside the allocation or a requeue, that is the log
+    of an earlier attempt.
     """
     entries, entry = job.attempts, job.of_attempt(attempt.number)
     start = parse_time(entry.started_at)
@@ -183,7 +187,7 @@ def slurm_messages(attempt: AttemptDir, job: JobRecord, *, is_recorded: bool) ->
         kept = list(takewhile(lambda line: not is_of_a_later_one(line), lines))
         yield own.part(0, len(kept), "srun")
     if start is None or is_recorded:
-        return  # it recorded its end, and with it the reason that Slurm gave
+        return  # the recorded end already contains the reason of Slurm
     earlier = [
         other.attempt for other in entries if other.attempt < attempt.number and other.job_id == entry.job_id
     ]
@@ -199,29 +203,32 @@ def _log(attempt: AttemptDir) -> Text | None:
 
 
 def _end_of_the_job(line: str) -> datetime | None:
-    """When slurmstepd ended the job; None for any other line."""
+    """Return the time at which slurmstepd ended the job, or None for any other line."""
     found = _END_OF_THE_JOB.search(line)
     time = None if found is None else parse_time(found[1])
-    # Slurm writes the local time of the host.
+    # Slurm writes the local time of the host without a time zone.
     return None if time is None else time.astimezone()
 
 
 MAX_EVENTS = 400
 MAX_SHOWN = 8
 END_EVENTS = frozenset({"rank_failed", "hang", "requeue_decision", "finished", "stopped"})
-"""What the supervisor writes after an attempt, which repeats end.json."""
+"""The events that the supervisor writes after an attempt. They repeat end.json."""
 
 
 class AttemptEvents:
-    """The last events of an attempt, up to its first failure."""
+    """The last events of an attempt before its first failure."""
 
     def __init__(self, attempt: AttemptDir, failed_at: str | None) -> None:
-        """`failed_at` is the time of the first failure: what happened later is not its cause."""
+        """Read the events.
+
+        `failed_at` is the time of the first failure: events after it cannot be its cause.
+        """
         self._attempt, self._failed_at = attempt, failed_at
         self._numbered: deque[tuple[int | None, Event]] = deque(maxlen=MAX_EVENTS)
-        """The last events, with the numbers of their lines; None in a large file."""
+        """The last events with the numbers of their lines, which are None in a large file."""
         self._seen, self._owned = Attempt(attempt.number), OwnedEvents()
-        # The file may be missing, or on a disk that fails.
+        # The file may be missing or on a disk that fails.
         with contextlib.suppress(OSError), open_file(self._attempt.run.events_file) as stream:
             size = os.fstat(stream.fileno()).st_size
             numbers_of_lines: Iterator[int | None] = count(1) if size <= WHOLE_BYTES else repeat(None)
@@ -238,11 +245,14 @@ class AttemptEvents:
 
     @property
     def lasting(self) -> list[Event]:
-        """The events of capabilities that last."""
+        """Return the events of capabilities that still hold at the end."""
         return self._owned.lasting(self._attempt.number)
 
     def texts(self, *, only_lasting: bool = False) -> Iterator[Text]:
-        """Each event as one line, the last one first; one of a capability only if it lasts."""
+        """Yield each event as one line, newest first.
+
+        An event of a capability is included only if it still holds at the end.
+        """
         lasting = list(map(id, self.lasting))
         for number, event in reversed(self._numbered):
             if id(event) not in lasting and (only_lasting or owner_of(event.name)):
@@ -257,7 +267,7 @@ class AttemptEvents:
             )
 
     def shown(self) -> list[Evidence]:
-        """The last events, each with its time of day; of a completed save, only its end."""
+        """Return the last events with their times of day. A completed save is shown as one event."""
         file, found = self._attempt.run.events_file.name, []
         saved: set[int | None] = set()
         for number, event in reversed(self._numbered):
@@ -270,9 +280,9 @@ class AttemptEvents:
         return found[:MAX_SHOWN][::-1]
 
     def values(self) -> dict[str, str]:
-        """The values for advice, by placeholder: the incomplete save."""
+        """Return the values for advice by placeholder, which describe an incomplete save."""
         save = self._seen.open_save
-        # A commit is recorded a moment after the checkpoint is published.
+        # The event of a commit is written shortly after the checkpoint is published.
         if save and save.step is not None and not self._attempt.run.checkpoint_dir(save.step).is_dir():
             return {"unsaved_step": str(save.step), "save_began": f"{save.clock} UTC"}
         return {}

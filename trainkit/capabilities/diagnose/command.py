@@ -1,4 +1,4 @@
-"""``trainkit diagnose``: the first failing rank of a run, its cause, and what to do."""
+"""``trainkit diagnose``: prints the first failed rank of a run, the root cause, and what to do."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 COLUMNS = 80
 MAX_EVIDENCE_LINES = 4
 _UNBROKEN = "\0"
-"""Stands for a space at which no line may be broken."""
+"""Replaces a space at which a line must not be broken."""
 
 
 @as_command(
@@ -39,8 +39,8 @@ _UNBROKEN = "\0"
 def command(run_name: str, number: int | None, as_json: bool) -> None:
     """Name the first failing rank of RUN, the cause with its evidence, and what to do.
 
-    For an exception of your own code, it names file and line. Says `unknown`, with the last lines of that
-    rank, where no known cause explains the failure.
+    For an exception in your own code, `diagnose` names the file and the line. If no known cause explains the
+    failure, it prints `unknown` and the last lines of the failed rank.
     """
     from trainkit.capabilities.diagnose.diagnose import diagnose
 
@@ -55,7 +55,7 @@ def command(run_name: str, number: int | None, as_json: bool) -> None:
 
 
 def diagnosis_lines(found: Diagnosis) -> list[str]:
-    """A diagnosis for a terminal, in styles: what has failed, the line of the user's code, and headings."""
+    """Return a diagnosis as styled lines for a terminal."""
     if found.state == "nothing failed":
         lines = _wrapped(f"nothing failed in attempt {found.attempt}: {found.cause}")
     else:
@@ -82,7 +82,7 @@ def diagnosis_lines(found: Diagnosis) -> list[str]:
 
 
 def _place(found: Diagnosis) -> str:
-    """The first failing rank, its host and its step, as far as they are known."""
+    """Return the first failed rank, its host and its step, as far as they are known."""
     rank = "" if found.rank is None else f"rank {found.rank}"
     parts = [" on ".join(filter(None, (rank, found.host)))]
     parts += [] if found.step is None else [f"at step {found.step}"]
@@ -94,14 +94,14 @@ def _section(title: str, lines: Sequence[str]) -> list[str]:
 
 
 def _evidence(item: Evidence) -> list[str]:
-    """The place of a line, to be opened in an editor, and below it as much of the line as fits."""
+    """Return the file and line of an evidence, which an editor can open, and the first lines of its text."""
     lines = _wrapped(item.text, "  ", "  ")
     more = [*lines[: MAX_EVIDENCE_LINES - 1], "  …"] if len(lines) > MAX_EVIDENCE_LINES else lines
     return [item.place, *more]
 
 
 def _wrapped(text: str, first: str = "", rest: str = "") -> list[str]:
-    """Lines of a sentence; a command in backquotes stays in one piece, so that it can be copied."""
+    """Wrap a sentence. A command in backquotes is not broken, so that it can be copied."""
     whole = re.sub(r"`[^`]*`", lambda match: match[0].replace(" ", _UNBROKEN), text)
     lines = wrap(
         whole,

@@ -1,8 +1,8 @@
-"""Diagnoses an attempt: which rank failed first, why, the lines that show it, and what to do.
+"""Diagnoses an attempt: finds the first failed rank, the root cause with evidence, and what to do.
 
-Only reads the run folder. What trainkit recorded counts most: the verdict in end.json, which names the first
-failing rank, and the records of ranks. Logs are searched where these leave the cause open: a rank that was
-killed, or that reports the end of another one. The events before the failure come last.
+A diagnosis only reads the run folder. The root cause in end.json and the records of ranks count most. Logs
+are searched only if these leave the cause open, because a rank was killed or only reports the end of another
+rank. The events before the failure come last.
 """
 
 from __future__ import annotations
@@ -37,25 +37,27 @@ from trainkit.scheduler import JobInfo, JobState
 
 MAX_EVIDENCE = 6
 MAX_START = 200
-"""Characters by which the line of an exception is found in a log."""
+"""The number of characters by which the line of an exception is found in a log."""
 TAIL_LINES = 20
 STARTS_AGAIN = ("trainkit resume {resumable}", "{by_hand}")
-"""The commands that start a run again; of a run that trainkit has not started, its own."""
+"""The commands that start a run again. A run that trainkit has not started needs its own command."""
 OWN_SIGNALS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
-"""A process raises them itself, so that its output may say why; others come from outside."""
+"""The signals that a process raises itself, so that its output may contain the reason. Other signals come
+from outside."""
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What ended one attempt; None where a value does not exist or is unknown."""
+    """The root cause of the end of one attempt. A value is None if it does not exist or is unknown."""
 
     run_dir: str
     attempt: int
     state: str
-    """``failed`` or ``stopped``, ``running`` or ``finished`` with a problem, ``nothing failed``, or
-    ``unknown`` when this host cannot tell."""
+    """``failed`` or ``stopped``; ``running`` or ``finished`` for an attempt with a problem; ``nothing
+    failed``; or ``unknown`` if this host cannot tell."""
     name: str | None = None
-    """The signature, ``exception`` for an error in the user's code; None when no known cause was found."""
+    """The name of the signature, or ``exception`` for an error in the user's code; None without a known
+    cause."""
     title: str = "unknown"
     cause: str = ""
     confidence: Literal["certain", "likely", "unknown"] = "unknown"
@@ -64,41 +66,42 @@ class Diagnosis:
     step: int | None = None
     time: str | None = None
     code: CodeLine | None = None
-    """The line of the user's own code at which the first failing rank raised its exception."""
+    """The line of the user's code at which the first failed rank raised its exception."""
     evidence: list[Evidence] = field(default_factory=list)
     advice: list[str] = field(default_factory=list)
     tail: list[Evidence] = field(default_factory=list)
-    """For an error in the user's code or an unknown cause, the last lines of the first failing rank; for a
-    failed start, of its script."""
+    """The last lines of the first failed rank, for an unknown cause or an error in the user's code. For a
+    failed start, the last lines of the batch script."""
     events: list[Evidence] = field(default_factory=list)
-    """For an unknown cause, or one that an event names, the last events before the failure."""
+    """The last events before the failure, if the cause is unknown or an event names it."""
     earlier: list[str] = field(default_factory=list)
-    """The failures of earlier attempts, one line each."""
+    """A line for the failure of each earlier attempt."""
 
 
 def diagnose(
     attempt: AttemptDir, job: JobRecord, alive: bool | None = False, slurm_job: JobInfo | None = None
 ) -> Diagnosis:
-    """Diagnose an attempt of the run that has this job.json.
+    """Diagnose an attempt of a run with this job record.
 
-    `alive` and `slurm_job` are the liveness and the state in Slurm of its job.
+    `alive` says whether the job is alive, and `slurm_job` is its state in Slurm.
     """
     return _Case(attempt, job, alive, slurm_job).diagnosis()
 
 
 @dataclass
 class _First:
-    """The first failure: a record of a rank, or the verdict."""
+    """The first failure, which is the record of a rank or the root cause in end.json."""
 
     failure: RankFailure
     text: Text
     log_rank: int | None = None
-    """The rank whose log has its output: one launcher such as torchrun writes for all ranks of its node."""
+    """The rank whose log contains the output. A launcher such as torchrun writes one log for all ranks of a
+    node."""
     recorded: RankFailure = field(default_factory=RankFailure)
-    """The record as its file has it."""
+    """The record as it is in the file."""
     reported: str = ""
-    """The time at which a rank failed, as the launcher of each node reports it: its record has a later one,
-    that of the launcher's own end. Empty unless all have one."""
+    """The time of the failure as the launcher reports it. The record of a launcher has the later time at
+    which the launcher itself ended. The value is empty unless the launchers of all nodes report a time."""
 
     @property
     def rank(self) -> int | None:
@@ -109,19 +112,22 @@ class _First:
         return self.text.host
 
     def is_of(self, verdict: RankFailure) -> bool:
-        """Whether a verdict was taken from its record."""
+        """Return whether the root cause in end.json was copied from this record."""
         own = self.recorded
         same = (own.rank, own.time, own.type) == (verdict.rank, verdict.time, verdict.type)
         return same and own.time is not None
 
     @property
     def is_exception(self) -> bool:
-        """Whether it says more than how the process ended."""
+        """Return whether the record contains more than the way in which the process ended."""
         return self.failure.type not in ("exit", "RankKilled", None)
 
     @property
     def died_silently(self) -> bool:
-        """Whether it was killed from outside, so that its own output does not say why."""
+        """Return whether the process was killed from outside.
+
+        The output of such a process does not contain the reason.
+        """
         number = (self.failure.exit_code or 0) - SIGNALLED
         return number in signal.Signals.__members__.values() and number not in OWN_SIGNALS
 
@@ -146,7 +152,7 @@ class _Case:
         if self.end.state == "finished":
             return self._diverged("finished") or self._nothing("the run finished")
         job = self.slurm_job
-        # A job that waits to start again has an attempt that was interrupted.
+        # A job that waits for its next start has an attempt that was interrupted.
         is_over = job is not None and (job.state.is_terminal or job.state is JobState.REQUEUED)
         if not (self.has_ended or self.records or is_over or self.alive is False):
             silence = self._best(self.events.texts(only_lasting=True)) if self.alive else None
@@ -155,7 +161,7 @@ class _Case:
             if self.alive:
                 return self._diverged("running") or self._nothing("the attempt is still running or pending")
             return self._make(state="unknown", cause="this host cannot tell whether the run is alive")
-        # Ranks that fail while they stop are not the cause of a stop that was requested.
+        # A rank that fails after a requested stop is not the cause of the stop.
         match = self._best(self.files.start_text()) or self._best([self.files.end_text()], ("cause",))
         match = match or self._explain()
         if match is not None:
@@ -164,14 +170,18 @@ class _Case:
             return self._nothing(f"the run stopped: {self.end.reason}")
         return self._unknown()
 
-    # What is searched.
+    # The following methods collect the texts that are searched.
 
     def _records(self) -> list[_First]:
-        """The records of ranks in the order of their time, those of launchers in that of their reports."""
+        """Return the records of ranks in the order of their times.
+
+        If all records are of launchers, the times that the launchers report decide.
+        """
         found = list[_First]()
         for path, recorded in rank_failures(self.attempt, self.files.job):
             failure, log = recorded, RANK_FILE.fullmatch(path.stem)
-            if failure.code is None:  # written before the key, or without a traceback
+            # an earlier version wrote no code, and an exception may have no traceback
+            if failure.code is None:
                 lines = str(failure.more.get("traceback") or "").splitlines()
                 if not lines and failure.type not in ("exit", "RankKilled", None):
                     lines = failure.log_tail
@@ -184,17 +194,21 @@ class _Case:
         return sorted(found, key=lambda one: one.reported)
 
     def _of_launcher(self, first: _First) -> _First:
-        """A record of a launcher with what that prints of its first rank, as agents now record it."""
+        """Add the first failed rank that a launcher prints to the record of the launcher.
+
+        Current agents record this themselves.
+        """
         failure, kind, message, code = first.failure, first.failure.type, first.failure.message, None
         if first.log_rank is None or not self.files.plan.is_command:
             return first
         text = next(self.files.logs("log", [self.attempt.rank_log(first.log_rank)]), None)
         root = None if text is None else first_exit(text.lines)
-        # What a rank prints of itself, its record says too.
+        # If the launcher prints the time of no rank and names this rank, the record already has the same
+        # content.
         if text is None or root is None or (not root.time and root.rank == first.log_rank):
             return first
         if kind == "RankKilled" and failure.was_signalled:
-            return replace(first, reported=root.time)  # the agent knows which rank it was
+            return replace(first, reported=root.time)  # the agent recorded which rank was killed
         rank, index, exit_code = root.rank, root.index, root.code
         if rank is None and len(self.files.ranks_next_to(first.log_rank)) == 1:
             rank = first.log_rank
@@ -213,37 +227,39 @@ class _Case:
         return replace(first, failure=failure, text=line, reported=root.time)
 
     def _in_tree(self, code: CodeLine | None) -> CodeLine | None:
-        """A line of a traceback in the folder of the run's code: where trainkit was, is unknown."""
+        """Return a line of a traceback if it is in the folder of the run's code, else None."""
         code = None if code is None else code.in_tree(self.files.job)
         return None if code is None or Path(code.file).is_absolute() else code
 
     def _first(self) -> _First | None:
-        """The record that the verdict is of, else the verdict; the first record where there is none.
+        """Return the record from which the root cause was copied, else the root cause itself.
 
-        The verdict goes by the times of records: of launchers that report the times, their first one counts.
+        Without a root cause, return the record with the earliest time. If launchers report the times of
+        failures, the earliest reported time decides.
         """
         verdict = self.end.verdict
         if verdict is not None and verdict.type == "exit" and verdict.rank is verdict.node_rank is None:
-            verdict = replace(verdict, host=None)  # the supervisor's, which did not fail
+            verdict = replace(verdict, host=None)  # this is the host of the supervisor, which did not fail
         own = None if verdict is None else next((one for one in self.records if one.is_of(verdict)), None)
         if verdict is None or (own is not None and own.reported):
             times = [(one, one.reported or one.failure.time) for one in self.records]
             found = first_of([(one, replace(one.failure, time=time)) for one, time in times])
-            # What was asked to end has not failed, though its agent did not hear that in time.
+            # A rank that ended because of a requested stop has not failed, even if its agent learned of the
+            # stop too late.
             is_stop = verdict is None and self.end.state in ("stopped", "cancelled")
             return None if found is None or (is_stop and found[1].died_of_notice) else found[0]
         text = record_text(self.attempt.end_file, self.run.path, verdict)
         return own or self._of_launcher(_First(verdict, text, text.rank))
 
     def _rank_logs(self) -> Iterator[Text]:
-        """The output of ranks, that of the first failing rank first."""
+        """Yield the output of all ranks, beginning with the first failed rank."""
         paths = sorted(self.attempt.logs_dir.glob("rank-*.log"))
         if self.first is not None and self.first.log_rank is not None:
             own = self.attempt.rank_log(self.first.log_rank)
             paths.sort(key=lambda path: path != own)
         yield from self.files.logs("log", paths[:MAX_LOGS])
 
-    # How the cause is found.
+    # The following methods find the cause.
 
     def _explain(self) -> Match | None:
         own = None
@@ -259,7 +275,7 @@ class _Case:
             if own is not None and own.signature.role in ("cause", "fallback"):
                 return own
             if own is None and self.first.is_exception:
-                # The exception is known, and nothing else explains it.
+                # The exception is known, and no signature explains it.
                 return self._in_users_code() or self._best(self.files.curve_text())
         found = self._best(self.files.outside(), ("cause",))
         if found is None and (self.first is None or not self.first.died_silently):
@@ -269,7 +285,10 @@ class _Case:
         return found or own or self._best(self.files.outside(), ("symptom", "cascade"))
 
     def _rest_of_the_message(self, first: _First) -> Iterator[Text]:
-        """The lines of an exception's message, of which the record of a COMMAND has only the first."""
+        """Yield the lines of an exception's message.
+
+        The record of a COMMAND contains only the first line.
+        """
         if first.log_rank is None or not first.is_exception:
             return
         for text in self.files.logs("log", [self.attempt.rank_log(first.log_rank)]):
@@ -279,11 +298,12 @@ class _Case:
                 yield text.part(found[-1], num_lines_of_message(text.lines[found[-1] :]), "record")
 
     def _before_the_cascade(self) -> Match | None:
-        """Make the earliest record that is no cascade the first failure; returns what explains it."""
+        """Make the earliest record that is no cascade the first failure, and return its explanation."""
         for first in self.records:
             match = self._best([first.text])
             is_exit = match is not None and match.signature.role == "symptom"
-            # A launcher that reports a killed rank outlived it, so the rank was not killed with the step.
+            # A launcher that reports a killed rank has outlived the rank, so the rank was not killed together
+            # with the step.
             counts = not first.died_silently or first.failure.type == "RankKilled"
             if match is None or match.signature.role == "cause" or (is_exit and counts):
                 self.first = first
@@ -291,7 +311,10 @@ class _Case:
         return None
 
     def _in_users_code(self) -> Match | None:
-        """The exception of the first failure as an error in the user's code, if that raised it."""
+        """Return the exception of the first failure as an error in the user's code.
+
+        Returns None if the exception was not raised there.
+        """
         first = self.first
         if first is None or not first.is_exception:
             return None
@@ -299,7 +322,10 @@ class _Case:
         return self._best([first.text], ("fallback",)) if is_of_user else None
 
     def _from_logs(self, own: Match | None) -> Match | None:
-        """A cause in the output of the first failing rank; of all ranks if the first one is in doubt."""
+        """Return a cause from the output of the first failed rank.
+
+        If that rank is in doubt, the output of all ranks is searched.
+        """
         if self.first is None or own is None or own.signature.role == "cascade":
             texts = list(islice(self._rank_logs(), MAX_LOGS))
         else:
@@ -308,14 +334,14 @@ class _Case:
             texts = [text for index, text in enumerate(logs) if index == 0 or text.rank in alike]
         found = self._best(texts, ("cause",))
         if found is None and (own is None or own.signature.role == "symptom"):
-            # What a rank printed before it aborted says more than that it did.
+            # The output of a rank before it aborted explains more than the abort.
             found = self._best(texts, ("symptom", "cascade") if own is None else ("cascade",))
         return found
 
     def _best(
         self, texts: Iterable[Text], roles: Sequence[Role] = ("cause", "symptom", "cascade")
     ) -> Match | None:
-        """The first match in the order of roles, then of texts, then of signatures."""
+        """Return the first match: sorted by role, then by text, then by signature."""
         texts = list(texts)
         for role in roles:
             for text in texts:
@@ -326,7 +352,7 @@ class _Case:
                             return match
         return None
 
-    # What is reported.
+    # The following methods build the diagnosis.
 
     def _found(self, match: Match) -> Diagnosis:
         signature, first = match.signature, self.first
@@ -358,7 +384,7 @@ class _Case:
         values |= collective_values(self.files, match, self._rank_logs())
         if "suspect_rank" in values:
             rank = int(values["suspect_rank"])
-            host = self.files.host_of(rank) if hosts else host  # all on one host
+            host = self.files.host_of(rank) if hosts else host  # all ranks are on one host
         values |= missing_path_values(self.files, match)
         templates = signature.advice_for(is_command=self.files.plan.is_command)
         advice = [text for text in (fill(template, values) for template in templates) if text]
@@ -375,7 +401,9 @@ class _Case:
         if first is not None and not is_of_job and first.text is not match.text:
             evidence.append(first.text.evidence(0))
         if signature.role == "fallback" and (curve := self._best(self.files.curve_text())):
-            advice.append(f"diverged since step {curve.groups['nan_step']}, which may be why")
+            advice.append(
+                f"the run has diverged since step {curve.groups['nan_step']}, which may be the cause"
+            )
             evidence.append(curve.evidence)
         return self._make(
             name=signature.name,
@@ -393,12 +421,12 @@ class _Case:
         )
 
     def _diverged(self, state: str) -> Diagnosis | None:
-        """What is wrong with the loss of an attempt in which nothing failed, or nothing yet."""
+        """Return the diagnosis of a diverged loss in an attempt without a failure, or None."""
         match = self._best(self.files.curve_text())
         return None if match is None else replace(self._found(match), state=state)
 
     def _place(self, match: Match) -> tuple[int | None, str | None, int | None]:
-        """The rank, host and step of a match: those that it names, else those of the first failure."""
+        """Return the rank, the host and the step that a match names, else those of the first failure."""
         first = RankFailure() if self.first is None else self.first.failure
         step = first.step
         if "rank" in match.groups and match.groups["rank"].isdigit():
@@ -415,7 +443,10 @@ class _Case:
         return own, host or match.text.host, step
 
     def _silent_rank_values(self, match: Match) -> dict[str, str]:
-        """The ranks of a loop by hand, which no agent watches, that left no record when the others did."""
+        """Return the ranks of a hand-written loop that left no record although other ranks did.
+
+        No agent watches the ranks of a hand-written loop.
+        """
         if match.signature.name != "network" or not self.run.was_started_by_hand:
             return {}
         recorded = {first.rank for first in self.records}
@@ -423,7 +454,7 @@ class _Case:
         return {"silent_ranks": rank_list(silent), "suspect_rank": str(silent[0])} if silent else {}
 
     def _host_values(self, match: Match) -> dict[str, str]:
-        """The hosts whose ranks reported this cause, if the run has others."""
+        """Return the hosts whose ranks reported this cause, if other hosts of the run did not."""
         hosts = {first.text.host for first in self.records if first.text.find(match.signature)}
         if hosts and None not in hosts and hosts < set(self.files.hosts):
             return {"some_hosts": ", ".join(sorted(map(str, hosts)))}
@@ -446,7 +477,7 @@ class _Case:
         failure = first.failure
         host = failure.host or (None if rank is None else self.files.host_of(rank))
         return self._make(
-            cause=f"{_subject(rank, host)} failed first, for no known cause: {first.text.lines[0]}",
+            cause=f"{_subject(rank, host)} failed first, for an unknown cause: {first.text.lines[0]}",
             rank=rank,
             host=host or None,
             step=failure.step,
@@ -457,7 +488,7 @@ class _Case:
         )
 
     def _own_log(self) -> Text | None:
-        """The output of the first failing rank: that of another one would mislead."""
+        """Return the output of the first failed rank, or None if there is only output of other ranks."""
         log = next(self._rank_logs(), None)
         return None if log and self.first and log.rank != self.first.log_rank else log
 
@@ -471,7 +502,7 @@ class _Case:
         return [text for one in templates if (text := fill(one, values | self.events.values()))]
 
     def _tail(self, text: Text) -> list[Evidence]:
-        """The last lines of a log, up to the exception of the first failure if it is in there."""
+        """Return the last lines of a log, up to the exception of the first failure if the log contains it."""
         end, first = len(text.lines), None if self.first is None else self.first.text
         if first is not None and first.file == text.file and first.first_line and text.first_line:
             index = first.first_line - text.first_line
@@ -494,7 +525,7 @@ class _Case:
 
 
 def earlier_failures(run: RunDir, before: int) -> list[str]:
-    """The failures of the attempts before one, oldest first, one line each."""
+    """Return a line for the failure of each attempt before the given one, oldest first."""
     found = []
     for number in run.attempt_numbers():
         end = read_end(run.attempt(number)) if number < before else None

@@ -1,4 +1,4 @@
-"""The signatures by which `trainkit diagnose` recognises causes; they are in ``signatures.yaml``."""
+"""Loads the signatures in ``signatures.yaml``, by which `trainkit diagnose` recognises causes."""
 
 from __future__ import annotations
 
@@ -16,52 +16,54 @@ from trainkit.formats import JsonObject
 FILE = Path(__file__).with_name("signatures.yaml")
 
 Role = Literal["cause", "symptom", "cascade", "fallback"]
-"""A `cause` explains a failure. A `symptom` says how a rank ended, as `killed by SIGKILL`, which something
-else may explain. A `cascade` is what ranks report after another one has failed. A `fallback` is for an
-exception of the user's code that nothing else explains."""
+"""The role of a signature. A `cause` explains a failure. A `symptom`, such as `killed by SIGKILL`, says how a
+rank ended and needs an explanation. A `cascade` is an error that ranks report because another rank has
+failed. A `fallback` is an exception of the user's code that no other signature explains."""
 Where = Literal["record", "log", "agent", "srun", "slurm", "start", "end", "event"]
-"""The first failure and the records of ranks, the output of ranks, the logs of agents, the output of srun,
-the job's state in Slurm, a start that ended before the supervisor began, the cause that end.json names, and
-the events before the failure."""
+"""The kinds of text that a signature searches: `record` is a record of a rank or the root cause, `log` the
+output of a rank, `agent` the log of an agent, `srun` the output of srun, `slurm` the job's state in Slurm,
+`start` a start that ended before the supervisor began, `end` the cause in end.json, and `event` an event
+before the failure."""
 Confidence = Literal["certain", "likely"]
 
 
 @dataclass(frozen=True)
 class Signature:
-    """How one cause shows in the files of a run, and what to do about it."""
+    """Describes how one cause shows in the files of a run, and what to do about it."""
 
     name: str
     title: str
     patterns: tuple[re.Pattern[str], ...]
-    """Each sees one line at a time."""
+    """The patterns, each of which is matched against single lines."""
     causes: tuple[str, ...]
-    """Sentences, of which the first whose placeholders all have a value in a run is used.
+    """Sentences about the cause. The first sentence is used whose placeholders all have a value.
 
-    Placeholders are named groups of the pattern and the values of `advice.py`.
+    A placeholder is a named group of the pattern or a value of `advice.py`.
     """
     advice: tuple[Mapping[str, str], ...]
-    """Sentences for the ``trainer`` and a ``command``; one without a value for a placeholder is left out."""
+    """Sentences for the ``trainer`` and for a ``command``. A sentence with a placeholder without a value is
+    omitted."""
     role: Role
     where: tuple[Where, ...]
     confidence: Confidence
     doc: str
-    """A paragraph for the docs."""
+    """A paragraph for the documentation."""
 
     def advice_for(self, *, is_command: bool) -> tuple[str, ...]:
-        """The sentences for a run of a COMMAND, or of the built-in trainer."""
+        """Return the advice for a COMMAND or for the built-in trainer."""
         kind = "command" if is_command else "trainer"
         return tuple(sentence[kind] for sentence in self.advice if kind in sentence)
 
     @property
     def is_of_a_rank(self) -> bool:
-        """Whether a rank has failed, and not the job as a whole."""
+        """Return whether the signature describes the failure of a rank, and not of the job as a whole."""
         names = {name for cause in self.causes for name in placeholders(cause)}
         return not names.isdisjoint({"subject", "rank"})
 
 
 @cache
 def load_signatures() -> tuple[Signature, ...]:
-    """All signatures, in the order in which they are tried."""
+    """Return all signatures in the order in which they are tried."""
     entries = read_yaml_file(FILE, FILE.name).plain()
     return tuple(_signature(name, entry) for name, entry in entries.items())
 
@@ -88,12 +90,12 @@ def _several(value: str | list[str]) -> tuple[str, ...]:
 
 
 def placeholders(template: str) -> list[str]:
-    """The names in the braces of a template."""
+    """Return the names of the placeholders in a template."""
     return [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
 
 
 def fill(template: str, values: Mapping[str, str]) -> str | None:
-    """The text of a template; None when one of its placeholders has no value."""
+    """Fill in a template; return None if a placeholder has no value."""
     if any(not values.get(name) for name in placeholders(template)):
         return None
     return template.format_map(values)

@@ -1,4 +1,4 @@
-"""What a diagnosis searches, as texts: a bounded part of a log, or a record as a line."""
+"""The texts that a diagnosis searches, which are the last lines of logs and records as single lines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from trainkit.run.end import RankFailure
 from trainkit.run.files import forward_lines, open_file
 
 MAX_LINES_AFTER = 20
-"""An error with more lines of ordinary output after it counts as handled by the program."""
+"""An error that is followed by more than this number of lines of ordinary output was handled by the
+program."""
 _REST_OF_AN_ERROR = re.compile(
     r"^(?:\s|$|Traceback|\[rank\d+\]|\[[EWIF]\d|\[[EWF] |[EWIF]\d{4} |frame #|terminate called|srun:"
     r"|slurmstepd:|Exception raised|During handling|The above exception|=+$|-+$|\*+$"
@@ -28,17 +29,19 @@ _RANK_PREFIX = re.compile(r"\[rank\d+\]: ?")
 _NEXT_MESSAGE = re.compile(
     r"Traceback|\[[EWIF]\d|\[[EWF] |[EWIF]\d{4} |srun:|slurmstepd:|terminate called|=+$|-+$"
 )
-"""A line of another message: of a launcher, of Slurm, or the next traceback."""
+"""Matches the first line of another message, such as a message of a launcher, a message of Slurm, or a
+traceback."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """A line of a file of the run."""
+    """A line in a file of the run that supports a diagnosis."""
 
     file: str
-    """Relative to the run folder."""
+    """The path relative to the run folder."""
     line: int | None
-    """Counted from 1; None in a file too large to count its lines, and outside files."""
+    """The number of the line, counted from 1; None if the file is too large to count its lines, or if there
+    is no file."""
     text: str
 
     @property
@@ -48,7 +51,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Text:
-    """Lines from one file, of one rank or host if known."""
+    """Lines of one file, with the rank or host that wrote them if it is known."""
 
     file: str
     kind: Where
@@ -56,7 +59,7 @@ class Text:
     rank: int | None = None
     host: str | None = None
     first_line: int | None = 1
-    """The number of the first line; None when unknown."""
+    """The number of the first line; None if it is unknown."""
 
     @cached_property
     def _joined(self) -> tuple[str, list[int]]:
@@ -67,10 +70,10 @@ class Text:
         return "\n".join(self.lines), starts
 
     def find(self, signature: Signature) -> Match | None:
-        """The last line that matches a signature and is an error; None without one.
+        """Return the last line that matches a signature and is an error, or None.
 
-        Errors that the program has survived do not count, nor do words in quotes. Lines that name the rank or
-        the host count more than others.
+        A match in a quoted text or in an error that the program survived does not count. Lines that name a
+        rank or a host take precedence.
         """
         text, starts = self._joined
         found: tuple[tuple[bool, int], dict[str, str]] | None = None
@@ -90,23 +93,23 @@ class Text:
 
     @cached_property
     def _num_survived(self) -> int:
-        """How many of its lines have so much ordinary output after them that errors there were handled."""
+        """Return the number of lines whose errors were handled, as the ordinary output after them shows."""
         if self.kind != "log":
             return 0
         ordinary = [index for index, line in enumerate(self.lines) if not _REST_OF_AN_ERROR.match(line)]
         return ordinary[-1 - MAX_LINES_AFTER] if len(ordinary) > MAX_LINES_AFTER else 0
 
     def _is_quoted(self, text: str, start: int, end: int) -> bool:
-        """Whether a program prints the words as data, such as a sample or a JSON string."""
+        """Return whether the program prints the match as data, such as a training sample or a JSON string."""
         return self.kind == "log" and text.count('"', start, end) % 2 == 1
 
     def part(self, start: int, count: int, kind: Where) -> Text:
-        """Some of its lines, as another kind of text."""
+        """Return some of the lines as another kind of text."""
         number = None if self.first_line is None else self.first_line + start
         return replace(self, kind=kind, lines=self.lines[start : start + count], first_line=number)
 
     def evidence(self, index: int) -> Evidence:
-        """The line at an index as evidence."""
+        """Return the line at an index as evidence."""
         number = None if self.first_line is None else self.first_line + index
         return Evidence(self.file, number, self.lines[index])
 
@@ -122,7 +125,7 @@ class Match:
 
 
 def num_lines_of_message(lines: Sequence[str]) -> int:
-    """How many of the lines at the end of a log belong to the exception that the first one begins."""
+    """Return how many of the lines, from the first on, belong to the exception in the first line."""
     prefix = _RANK_PREFIX.match(lines[0])
     for index, line in enumerate(lines[1:MAX_LINES_AFTER], 1):
         own = _RANK_PREFIX.match(line)
@@ -134,15 +137,15 @@ def num_lines_of_message(lines: Sequence[str]) -> int:
 def read_log(
     path: Path, root: Path, kind: Where, rank: int | None = None, host: str | None = None
 ) -> Text | None:
-    """The last lines of a log; None when it is empty, missing or unreadable."""
+    """Return the last lines of a log, or None if the log is empty, missing or unreadable."""
     lines, first = last_lines(path)
     return Text(str(path.relative_to(root)), kind, lines, rank, host, first) if lines else None
 
 
 def record_text(path: Path, root: Path, failure: RankFailure) -> Text:
-    """A failure as the line ``Type: message``, at the line of its message in a JSON file."""
+    """Return a failure as the line ``Type: message``, with the line number of its message in a JSON file."""
     message = f"{failure.type}: {failure.message}"
-    # An exception's message may have lines of its own: they count as one.
+    # The message of an exception may have several lines, which are joined to one.
     line = clean(" ".join(message.split()))
     return Text(
         str(path.relative_to(root)), "record", [line], failure.rank, failure.host, json_line(path, "message")
@@ -150,7 +153,7 @@ def record_text(path: Path, root: Path, failure: RankFailure) -> Text:
 
 
 def json_line(path: Path, key: str) -> int | None:
-    """The number of the first line of an indented JSON file that has a key; None if none has."""
+    """Return the number of the first line of an indented JSON file with a key, or None if no line has it."""
     try:
         with open_file(path) as stream:
             marker = f"{json.dumps(key)}:".encode()

@@ -1,6 +1,6 @@
-"""``trainkit doctor``: what on this machine, or on the nodes of a job, would keep a run from training.
+"""``trainkit doctor``: finds problems of this machine or of cluster nodes that would stop a run.
 
-This file has what a check asks and what it finds, which travel between nodes as JSON.
+This module defines the requests and the reports of a check, which travel between nodes as JSON.
 """
 
 from __future__ import annotations
@@ -19,51 +19,51 @@ T = TypeVar("T")
 
 
 def to_json(value: Any) -> str:
-    """One of the dataclasses that travel between nodes as one line of JSON."""
+    """Return a dataclass that travels between nodes as one line of JSON."""
     return json.dumps(asdict(value), default=str)
 
 
 def from_json(kind: type[T], text: str) -> T:
-    """What `to_json` has made of a dataclass of this kind."""
+    """Return the dataclass of this kind from a text that `to_json` returned."""
     return TypeAdapter(kind).validate_json(text)
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to check."""
+    """The request for the checks of a node."""
 
     folder: Path
-    """The run folder, or where run folders will be."""
+    """The run folder, or the folder in which runs will be created."""
     network: str = "auto"
-    """As `launch.network`."""
+    """The value of `launch.network`."""
     peers: tuple[str, ...] = ()
     """The other hosts of the job."""
     quick: bool = False
     python: tuple[str, ...] = (sys.executable,)
-    """The interpreter of the ranks, with its options."""
+    """The interpreter of the ranks with its options."""
     env: tuple[tuple[str, str], ...] = ()
-    """Variables of `launch.env` that decide which packages it imports."""
+    """The variables of `launch.env` that decide which packages the interpreter imports."""
     shared: tuple[str, str] | None = None
-    """(file, host): a file that the host has created below the run folder, and every node must see."""
+    """A file below the run folder and the host that created it. Every node must see the file."""
 
     @property
     def peer(self) -> str | None:
-        """One of the other hosts; None without any."""
+        """Return one of the other hosts, or None if there are no other hosts."""
         return self.peers[0] if self.peers else None
 
 
 @dataclass(frozen=True)
 class NodeReport:
-    """What a node has found, what must be the same on all, and what a measurement needs to know of it."""
+    """The findings of a node, and its values for the comparison of nodes and for the measurement."""
 
     host: str
     num_gpus: int
     port: int
-    """At which rank 0 of a measurement can listen."""
+    """The port at which rank 0 of a measurement can listen."""
     peers: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
     links: dict[str, float] = field(default_factory=dict)
-    """As `link_gbit_s` returns them."""
+    """The result of `link_gbit_s`."""
     findings: tuple[Finding, ...] = ()
     step: str = ""
-    """What `scancel` takes to end its step."""
+    """The argument of `scancel` that ends the Slurm step of the checks."""

@@ -1,4 +1,4 @@
-"""What links between hosts should give, and what they do: all-reduce over all ranks, and along a ring."""
+"""Measures the bandwidth between ranks, by an all-reduce and along a ring, and compares it with the links."""
 
 from __future__ import annotations
 
@@ -23,21 +23,24 @@ NET, INFINIBAND = Path("/sys/class/net"), Path("/sys/class/infiniband")
 
 @dataclass(frozen=True)
 class Layout:
-    """The ranks of a measurement: those of a host follow each other."""
+    """The ranks of a measurement. The ranks of a host have consecutive numbers."""
 
     hosts: tuple[str, ...]
     num_ranks: tuple[int, ...]
-    """Ranks of each host."""
+    """The number of ranks of each host."""
     addr: str
     port: int
-    """Where rank 0 listens."""
+    """The port at which rank 0 listens."""
 
     @property
     def world_size(self) -> int:
         return sum(self.num_ranks)
 
     def points(self) -> list[tuple[str, int]]:
-        """(name, rank) of what is connected point to point: hosts, or the GPUs of the only host."""
+        """Return the name and a rank of each end point of a link.
+
+        The end points are the hosts, or the GPUs if there is only one host.
+        """
         if len(self.hosts) == 1:
             return [(f"GPU {rank}", rank) for rank in range(self.world_size)]
         return [(host, sum(self.num_ranks[:index])) for index, host in enumerate(self.hosts)]
@@ -45,30 +48,32 @@ class Layout:
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """What rank 0 measured, which the other hosts lack, or why a rank of this host failed."""
+    """The result of a host: the measurements of rank 0, nothing on other hosts, or the error of a rank."""
 
     error: str = ""
     backend: str = ""
     size_mib: int = 0
     all_reduce_gbit_s: float = 0.0
     links: list[tuple[str, str, float]] = field(default_factory=list)
-    """(from, to, Gbit/s)"""
+    """The measured links as (from, to, Gbit/s)."""
 
 
 def ring_rounds(num_points: int) -> Iterator[list[tuple[int, int]]]:
-    """The links (from, to) of a ring, in rounds in which no point has two of them."""
+    """Yield the links (from, to) of a ring in rounds. In each round, no end point has two links."""
     links = [(index, (index + 1) % num_points) for index in range(num_points)]
     last = [links.pop()] if num_points % 2 else []
     yield from (items for items in (links[0::2], links[1::2], last) if items)
 
 
 def link_gbit_s(interface: str | None) -> dict[str, float]:
-    """What this host's links should give: ``ethernet`` an interface, ``infiniband`` all ports, in Gbit/s.
+    """Return the nominal speed of this host's links in Gbit/s.
 
-    A link that does not know its speed is left out.
+    ``ethernet`` is the speed of the interface, and ``infiniband`` the sum over all active ports. A link that
+    does not report its speed is omitted.
     """
     found = {}
-    with contextlib.suppress(OSError, ValueError):  # the kernel refuses to read it while a link is down
+    # the kernel refuses to read the speed while a link is down
+    with contextlib.suppress(OSError, ValueError):
         speed = int((NET / str(interface) / "speed").read_text())
         if interface is not None and speed > 0:
             found["ethernet"] = speed / 1000
@@ -92,17 +97,20 @@ def run_ranks(layout: Layout, host: str, environ: Mapping[str, str], python: Seq
 
 
 SLOW_SHARE = 0.25
-"""Share of what the link should give under which a measurement is a warning."""
+"""A bandwidth below this share of the link's nominal speed is a warning."""
 ODD_SHARE = 0.5
-"""Share of the median of all links under which one link is a warning."""
+"""A link below this share of the median of all links is a warning."""
 GLOO_GBIT_S = 10.0
-"""More than this is not expected of gloo: the CPUs copy and add."""
+"""The maximum speed that is expected of gloo, which copies and adds on CPUs."""
 
 
 def bandwidth_checks(
     layout: Layout, found: Bandwidth, links: Sequence[Mapping[str, float]]
 ) -> Iterator[Finding]:
-    """The checks of what `run_ranks` measured, against the slowest of the hosts' `link_gbit_s`."""
+    """Yield the findings about the results of `run_ranks`.
+
+    `links` has the result of `link_gbit_s` on each host. The slowest host sets the expectation.
+    """
     if found.error:
         hint = "`trainkit diagnose` explains such an error of a run; NCCL_DEBUG=INFO shows what NCCL does"
         yield Finding("bandwidth", "failure", f"not measured: {found.error}", hint)
@@ -110,7 +118,9 @@ def bandwidth_checks(
     expected, name = _expected(found.backend, links) if len(layout.hosts) > 1 else (None, "")
     where = f"{layout.world_size} ranks ({found.backend}, {found.size_mib} MiB)"
     value = f"{found.all_reduce_gbit_s:,.1f} Gbit/s bus bandwidth over {where}"
-    hint = f"under {SLOW_SHARE:.0%} of what {name} should give: check launch.network, cables and other jobs"
+    hint = (
+        f"this is below {SLOW_SHARE:.0%} of the speed of {name}: check launch.network, cables and other jobs"
+    )
     is_slow = expected is not None and found.all_reduce_gbit_s < SLOW_SHARE * expected
     yield warn_if(is_slow, "all-reduce", value, hint)
     speeds = sorted((speed, source, target) for source, target, speed in found.links)
@@ -120,7 +130,7 @@ def bandwidth_checks(
         f"{slowest:,.1f} Gbit/s from {source} to {target}, the slowest of {len(speeds)}; median {median:,.1f}"
     )
     if expected is not None:
-        value += f"; {name} should give {expected:,.0f}"
+        value += f"; the speed of {name} is {expected:,.0f}"
     if slowest < ODD_SHARE * median:
         suspects = [item for item in speeds if item[0] < ODD_SHARE * median]
         pairs = "; ".join(f"{source} to {target}" for _, source, target in suspects[:4])
@@ -131,7 +141,7 @@ def bandwidth_checks(
 
 
 def _expected(backend: str, links: Sequence[Mapping[str, float]]) -> tuple[float | None, str]:
-    """What the slowest host's link should give in Gbit/s, and which link that is."""
+    """Return the nominal speed of the slowest host's link in Gbit/s, and the name of the link."""
     kind = "infiniband" if backend == "nccl" and all("infiniband" in link for link in links) else "ethernet"
     speeds = [link[kind] for link in links if kind in link]
     if len(speeds) < len(links) or not speeds:
@@ -146,7 +156,7 @@ NUM_WARMUPS, NUM_REPEATS = 1, 5
 
 
 def main() -> None:
-    """Start the ranks of a host, in the order of their numbers; the arguments are those of `run_ranks`."""
+    """Start the ranks of a host. The arguments are the arguments of `run_ranks`."""
     from torch.multiprocessing.spawn import ProcessException, spawn
 
     mark, host, text = sys.argv[1:]
@@ -162,7 +172,7 @@ def main() -> None:
 
 
 def measure(local_rank: int, first: int, layout: Layout, mark: str) -> None:
-    """Measure as one rank of a host, whose first has this number; rank 0 of all prints the result as JSON."""
+    """Measure as one rank of a host, whose first rank is `first`. Rank 0 prints the result as JSON."""
     import torch
     import torch.distributed as dist
 
@@ -200,7 +210,8 @@ def measure(local_rank: int, first: int, layout: Layout, mark: str) -> None:
         dist.recv(tensor[:1], peer)
         dist.send(tensor, peer)
 
-    # Of every byte, a rank sends and receives this share in the best algorithm: nccl-tests' "bus bandwidth".
+    # In the best algorithm, a rank sends and receives this share of every byte; nccl-tests calls the result
+    # "bus bandwidth".
     share = 2 * (layout.world_size - 1) / layout.world_size
     reduced = share * num_bits / median_s(lambda: dist.all_reduce(tensor)) / 1e9
     points = layout.points()
@@ -210,7 +221,8 @@ def measure(local_rank: int, first: int, layout: Layout, mark: str) -> None:
         for source, target in links:
             (_, sender), (_, receiver) = points[source], points[target]
             if rank == sender:
-                # The receiver asks for each transfer, so that it measures no waiting.
+                # The receiver requests each transfer, so that it does not measure the time before the sender
+                # is ready.
                 median_s(partial(answer, receiver))
             elif rank == receiver:
                 speeds[source] = num_bits / median_s(partial(ask, sender)) / 1e9

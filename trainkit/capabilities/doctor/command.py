@@ -1,4 +1,4 @@
-"""``trainkit doctor``: whether this machine, or the nodes of a cluster, can run a job."""
+"""``trainkit doctor``: checks whether this machine or the nodes of a cluster can run a job."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ MARKS = {"ok": "ok     ", "warning": "warning", "failure": "FAILURE"}
     "trainkit doctor --json",
 )
 @options.config_argument
-@option("--quick", "Leave out what takes seconds: torch, and most of the write test.")
+@option("--quick", "Skip the checks that take seconds: torch, and most of the write test.")
 @options.set_option
 @options.slurm_options
 @options.shape_options
 @option(
     "--run-dir",
-    "Folder in which runs will be.",
+    "Folder in which runs will be created.",
     type=click.Path(path_type=Path, file_okay=False),
     default=Path("runs"),
     show_default=True,
@@ -57,10 +57,10 @@ def command(
 ) -> int:
     """Check this machine, or with --nodes the nodes of a cluster: can a job run here?
 
-    Python, torch, GPUs, names, network, ports, disk, clock, bandwidth, and the settings of Slurm. With
-    --nodes, or inside an allocation, the checks run on all nodes at once, in a step of Slurm that waits up to
-    10 minutes for them. Each line says what was found and what to do. The exit code is 1 if there is a
-    failure; warnings do not count.
+    The checks concern Python, torch, GPUs, host names, the network, ports, the disk, the clock, the bandwidth
+    and the settings of Slurm. With --nodes, or inside an allocation, the checks run on all nodes at once, in
+    a Slurm step that waits up to 10 minutes for the nodes. Each line says what was found and what to do. The
+    exit code is 1 if there is a failure; warnings do not count.
     """
     from trainkit.job.signals import exit_on_stop
 
@@ -71,7 +71,7 @@ def command(
     found: list[Finding] = []
     with exit_on_stop(), closing(_checks(loaded, run_dir.absolute(), nodes, quick)) as checks:
         for of_nodes, group in groupby(checks, key=lambda check: check.host is not None):
-            if of_nodes:  # they arrive together
+            if of_nodes:  # the findings of all nodes arrive together
                 of_all = list(group)
                 found += of_all
                 if not as_json:
@@ -124,7 +124,7 @@ def _line(check: Finding) -> str:
 
 
 def _echo_nodes(checks: Sequence[Finding]) -> None:
-    """Print what is well once for all nodes, and what is not well for those of which it is said alike."""
+    """Print each passed check once for all nodes, and each problem once for all nodes that share it."""
     num_nodes = len({check.host for check in checks})
     for name in dict.fromkeys(check.name for check in checks):
         same = [check for check in checks if check.name == name]

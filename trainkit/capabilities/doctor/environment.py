@@ -1,4 +1,4 @@
-"""The Python environment of the ranks: its interpreter, packages and torch."""
+"""Checks the Python environment of the ranks: its interpreter, packages and torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainkit.launch.packages import NoAnswer, Packages, ask, find_packages
 from trainkit.plan.torch_build import TorchBuild, release_problem
 
 PYTHONS = ((3, 10), (3, 13))
-"""The oldest and newest Python that are tested."""
+"""The oldest and the newest Python with which trainkit is tested."""
 TIMEOUT_S = 120.0
 COMPARED = (
     "trainkit",
@@ -37,9 +37,9 @@ COMPARED = (
     "submitit",
     "pydantic",
 )
-"""Packages whose versions must be the same on all nodes."""
+"""The packages whose versions must be the same on all nodes."""
 IMPORT_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LD_PRELOAD")
-"""Variables of `launch.env` that decide what an interpreter imports."""
+"""The variables of `launch.env` that decide what an interpreter imports."""
 _TORCH = """
 import json, sys, torch
 nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else None
@@ -49,12 +49,12 @@ print(sys.argv[1], json.dumps({
     "distributed": torch.distributed.is_available(),
 }))
 """
-"""In a process of its own: torch takes seconds to import, and a broken one may crash."""
+"""Runs in a separate process, because torch takes seconds to import and a broken torch may crash."""
 
 
 @lru_cache
 def _packages(request: Request) -> Packages | NoAnswer:
-    """The packages of the ranks; cached, as `_torch` is."""
+    """Return the packages of the ranks. The result is cached."""
     try:
         return find_packages(request.python, COMPARED, dict(request.env), timeout_s=TIMEOUT_S)
     except NoAnswer as error:
@@ -63,7 +63,7 @@ def _packages(request: Request) -> Packages | NoAnswer:
 
 @dataclass(frozen=True)
 class Torch:
-    """What a torch says of itself; its CUDA and NCCL are ``none`` without one."""
+    """The properties of an installed torch. `cuda` and `nccl` are ``none`` for a torch without them."""
 
     version: str
     cuda: str
@@ -74,7 +74,7 @@ class Torch:
 
 @lru_cache
 def _torch(request: Request) -> Torch | NoAnswer:
-    """The torch of the ranks, which takes seconds."""
+    """Return the torch of the ranks. The first call takes seconds, and the result is cached."""
     try:
         return Torch(**ask(request.python, _TORCH, (), dict(request.env), timeout_s=TIMEOUT_S))
     except NoAnswer as error:
@@ -82,16 +82,19 @@ def _torch(request: Request) -> Torch | NoAnswer:
 
 
 def num_gpus(request: Request) -> int:
-    """The GPUs that the torch of the ranks can use here; 0 in a quick check, which does not start it."""
+    """Return the number of GPUs that the torch of the ranks can use.
+
+    A quick check does not start torch and returns 0.
+    """
     found = None if request.quick else _torch(request)
     return found.gpus if isinstance(found, Torch) else 0
 
 
 def check_python(request: Request) -> Finding:
-    """The interpreter of the ranks, and its version against those that are tested."""
+    """Check the interpreter of the ranks, and whether trainkit is tested with its version."""
     found = _packages(request)
     if isinstance(found, NoAnswer):
-        hint = "the environment must be on a filesystem of all nodes; launch.venv, python, … choose it"
+        hint = "the environment must be on a filesystem that all nodes mount; launch.venv or python sets it"
         return Finding("Python", "failure", str(found), hint)
     version = tuple(map(int, found.python.split(".")[:2]))
     value = f"{found.python} ({found.program})"
@@ -99,7 +102,9 @@ def check_python(request: Request) -> Finding:
     if version < PYTHONS[0]:
         return Finding("Python", "failure", value, f"use Python {oldest} to {newest}")
     if "trainkit" not in found.files:
-        return Finding("Python", "failure", f"{value} has no trainkit", "install trainkit there too")
+        return Finding(
+            "Python", "failure", f"{value} has no trainkit", "install trainkit in that environment"
+        )
     installed = found.versions["trainkit"]
     if installed != __version__:
         hint = "install the same version there, or use the `trainkit` of that environment"
@@ -110,10 +115,10 @@ def check_python(request: Request) -> Finding:
 
 
 def check_torch(request: Request) -> Finding:
-    """The release of torch, and whether it can use the GPUs."""
+    """Check the release of torch, and whether it can use the GPUs."""
     found = _torch(request)
     if isinstance(found, NoAnswer):
-        hint = f"`{request.python[0]} -c 'import torch'` shows all of it"
+        hint = f"`{request.python[0]} -c 'import torch'` shows the whole error"
         if found.is_slow:
             hint = "the filesystem of the environment is slow: copy it to a local disk, or use a container"
         return Finding("torch", "failure", str(found), hint)
@@ -128,7 +133,7 @@ def check_torch(request: Request) -> Finding:
     if has_driver and (unusable := build.problem(driver=detect_machine().driver_cuda)):
         return Finding("torch", "failure", f"{value}: {unusable[0]}", unusable[1])
     if has_driver and not found.gpus:
-        hint = "install a torch for the CUDA that the line `driver` has, or update the driver"
+        hint = "install a torch for the CUDA version in the line `driver`, or update the driver"
         if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
             hint = "CUDA_VISIBLE_DEVICES is empty, which hides the GPUs: unset it"
         return Finding("torch", "failure", f"{value}: sees no GPU", hint)
@@ -136,9 +141,10 @@ def check_torch(request: Request) -> Finding:
 
 
 def versions(request: Request) -> dict[str, str]:
-    """What must be the same on all nodes: the releases of Python and packages.
+    """Return the versions of Python and packages, which must be the same on all nodes.
 
-    An interpreter or torch that does not run is left out, which `check_python` and `check_torch` report.
+    The versions of an interpreter or a torch that does not run are omitted; `check_python` and `check_torch`
+    report it.
     """
     values = {}
     found = _packages(request)
@@ -152,9 +158,9 @@ def versions(request: Request) -> dict[str, str]:
 def with_interpreter(
     request: Request, loaded: LoadedConfig, cwd: Path, *, on_slurm: bool
 ) -> tuple[Request, list[Finding]]:
-    """The request for the interpreter of a job, and the checks of the settings that choose it.
+    """Add the interpreter of a job to a request, and check the settings that choose it.
 
-    Without a batch script, a run does not use a container, conda, modules and setup lines.
+    Without a batch script, a run uses no container, conda, modules and setup lines.
     """
     launch = loaded.config.launch
     if not on_slurm:
@@ -171,7 +177,7 @@ def with_interpreter(
         hint = "run `trainkit doctor` in that environment, or read the first lines of a job's log"
         text = f"checked {argv[0]} without {names}, which the job runs first"
         if not is_known:
-            text = f"checked the environment of this command; the job uses that of {names}"
+            text = f"checked the environment of this command; the job uses the environment of {names}"
         checks.append(Finding("environment", "warning", text, hint))
     env = tuple((name, launch.env[name]) for name in IMPORT_VARIABLES if name in launch.env)
     return replace(request, python=argv, env=env), checks

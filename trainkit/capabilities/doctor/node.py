@@ -1,7 +1,7 @@
-"""The checks of one node: its cores, GPUs, names, network interface, ports and folders.
+"""Checks one node: its cores, GPUs, names, network interface, ports and folders.
 
-``python -m trainkit.capabilities.doctor.node REQUEST`` prints a `NodeReport`; it measures the bandwidth if
-asked.
+``python -m trainkit.capabilities.doctor.node REQUEST`` prints a `NodeReport`, and then measures the bandwidth
+if stdin requests it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ T = TypeVar("T")
 
 
 def node_findings(request: Request) -> Iterator[Finding]:
-    """The findings on this host, the cheap ones first."""
+    """Yield the findings on this host, the fast checks first."""
     yield check_python(request)
     yield check_cpus()
     yield from check_gpus()
@@ -72,11 +72,11 @@ def node_findings(request: Request) -> Iterator[Finding]:
 
 
 def node_report(request: Request, findings: Iterable[Finding] = ()) -> NodeReport:
-    """The report of this host with these findings."""
+    """Return the report of this host with these findings."""
     interface = None if request.peer is None else interface_to(request.peer)
     step = f"{os.environ.get('SLURM_JOB_ID', '')}.{os.environ.get('SLURM_STEP_ID', '')}"
     port = 0
-    with contextlib.suppress(TrainkitError):  # `check_ports` reports it
+    with contextlib.suppress(TrainkitError):  # `check_ports` reports this error
         port = choose_port()
     return NodeReport(
         own_host(),
@@ -91,7 +91,7 @@ def node_report(request: Request, findings: Iterable[Finding] = ()) -> NodeRepor
 
 
 def measure(request: Request, layout: Layout) -> Bandwidth:
-    """What the ranks of this host, one of a layout, measure."""
+    """Measure the bandwidth with the ranks of this host."""
     try:
         environ, _ = network_environ(request.network, request.peer)
     except TrainkitError as error:
@@ -100,9 +100,9 @@ def measure(request: Request, layout: Layout) -> Bandwidth:
 
 
 def main() -> int:
-    """Check this node as the JSON on the command line asks; prints the report for `received`.
+    """Check this node as the JSON on the command line requests, and print the report for `received`.
 
-    Then measures the bandwidth for each `Layout` that arrives on stdin, and prints that too.
+    Then measure and print the bandwidth for each `Layout` that arrives on stdin.
     """
     request = from_json(Request, sys.argv[1])
     hosts = os.environ.get("SLURM_STEP_NODELIST")
@@ -113,21 +113,24 @@ def main() -> int:
     send(to_json(report))
     for line in sys.stdin:
         layout = from_json(Layout, line)
-        # Each node finds the first one by its own name service.
+        # Each node resolves the name of the first host itself, because name services may differ.
         addr = (resolved(layout.hosts[0]) or [layout.addr])[0] if request.peers else layout.addr
         send(to_json(measure(request, replace(layout, addr=addr))))
     return 0
 
 
 def send(text: str) -> None:
-    """Print a message in short lines: srun mixes what tasks print after each 1,024 bytes."""
+    """Print a message in short lines. srun may mix the output of tasks after each 1,024 bytes."""
     chunks = [text[start : start + CHUNK_CHARS] for start in range(0, len(text), CHUNK_CHARS)]
     for index, chunk in enumerate(chunks, 1):
         print(f"{PREFIX} {own_host()} {index}/{len(chunks)} {chunk}", flush=True)
 
 
 def received(lines: Iterable[str]) -> Iterator[str]:
-    """The messages of all hosts, from the lines that `send` printed; skips others, and half a line."""
+    """Yield the messages of all hosts from the lines that `send` printed.
+
+    Other lines and an incomplete last line are skipped.
+    """
     parts: dict[str, str] = {}
     for line in lines:
         if not line.startswith(f"{PREFIX} ") or not line.endswith("\n"):
@@ -140,7 +143,7 @@ def received(lines: Iterable[str]) -> Iterator[str]:
 
 
 def check_cpus() -> Finding:
-    """The cores of this process, and the load and memory of the host."""
+    """Check the cores of this process, and the load and the memory of the host."""
     count = len(os.sched_getaffinity(0))
     load = os.getloadavg()[0]
     value = f"{count} CPU cores for this process, load {load:.1f}"
@@ -152,11 +155,11 @@ def check_cpus() -> Finding:
 
 HOT_C = 85
 BUSY_SHARE = 0.05
-"""Share of a GPU's memory that others may use."""
+"""The share of a GPU's memory that other processes may use."""
 
 
 def check_gpus() -> Iterator[Finding]:
-    """The driver, and every GPU that a process here would use."""
+    """Check the driver and every GPU that a process on this host would use."""
     if not NVIDIA_DRIVER.exists():
         yield Finding("GPU", "ok", "none: there is no NVIDIA driver, runs use CPUs")
         return
@@ -166,7 +169,8 @@ def check_gpus() -> Iterator[Finding]:
             supported = "unknown" if cuda is None else f"{cuda[0]}.{cuda[1]}"
             yield Finding("driver", "ok", f"{driver_version()}, CUDA {supported}")
             listed = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
-            if listed is None or any(not name.isdigit() for name in listed):  # a slice reports no health
+            # a MIG slice reports no health, so the whole GPUs are checked
+            if listed is None or any(not name.isdigit() for name in listed):
                 listed = [str(index) for index in range(_known(driver, driver.nvmlDeviceGetCount) or 0)]
             for name in listed:
                 yield gpu_finding(driver, name)
@@ -176,7 +180,7 @@ def check_gpus() -> Iterator[Finding]:
 
 
 def gpu_finding(nvml: Any, gpu: str) -> Finding:
-    """Errors, temperature, free memory and other processes of one GPU."""
+    """Check one GPU for errors, its temperature, its free memory and other processes."""
     checked = check_gpu(nvml, gpu)
     if checked.state == "failure":
         return checked
@@ -198,11 +202,11 @@ def gpu_finding(nvml: Any, gpu: str) -> Finding:
     if memory is not None and memory.used > BUSY_SHARE * memory.total:
         return Finding(name, "warning", value, "another process uses its memory: `nvidia-smi` lists them")
     is_hot = temperature is not None and temperature >= HOT_C
-    return warn_if(is_hot, name, value, "it is hot and will lower its clocks: check its cooling")
+    return warn_if(is_hot, name, value, "the GPU is hot and will lower its clocks: check its cooling")
 
 
 def _known(nvml: Any, query: Callable[[], T]) -> T | None:
-    """The answer of NVML; None if it has none, as for a MIG slice or without permission."""
+    """Return the answer of NVML, or None if it has none, as for a MIG slice or without permission."""
     try:
         return query()
     except nvml.NVMLError:
@@ -210,7 +214,7 @@ def _known(nvml: Any, query: Callable[[], T]) -> T | None:
 
 
 def check_name(request: Request) -> Finding:
-    """Whether the names of the other hosts, and of this one, can be resolved."""
+    """Check whether the names of this host and of the other hosts can be resolved."""
     for name in request.peers:
         found = resolved(name)
         hint = f"add {name} to DNS or /etc/hosts there: the ranks connect to each other by name"
@@ -238,10 +242,13 @@ def check_name(request: Request) -> Finding:
 
 
 def resolved(name: str) -> list[str]:
-    """The IPv4 addresses of a host of the step: those of its name, else of its NodeAddr in Slurm."""
+    """Return the IPv4 addresses of a host of the step.
+
+    A host without a resolvable name has the addresses of its NodeAddr in Slurm.
+    """
     found = _addresses_of(name)
     if not found:
-        with contextlib.suppress(TrainkitError):  # then there is none
+        with contextlib.suppress(TrainkitError):  # the host then has no address
             found = _addresses_of(node_addr(name, patience_s=0.0))
     return found
 
@@ -254,7 +261,7 @@ def _addresses_of(name: str) -> list[str]:
 
 
 def check_interface(request: Request) -> Finding:
-    """The network interface between the nodes."""
+    """Check the network interface between the nodes."""
     try:
         environ, reason = network_environ(request.network, request.peer)
     except TrainkitError as error:
@@ -272,7 +279,7 @@ def check_interface(request: Request) -> Finding:
 
 
 def check_ports() -> Finding:
-    """A port at which rank 0 can listen."""
+    """Check whether rank 0 can listen at a port."""
     candidates = candidate_ports()
     num_free = sum(map(is_free, candidates))
     value = f"{num_free} of {len(candidates)} tried ports are free"
@@ -282,24 +289,25 @@ def check_ports() -> Finding:
 
 
 MIN_FREE_GIB, FEW_GIB = 0.25, 10.0
-"""Free space that is too little for any checkpoint, and that is little."""
+"""The free space in GiB below which a disk is a failure, and below which it is a warning."""
 PROBE_MIB = 32
 SLOW_MIB_S = 50.0
 VISIBLE_TIMEOUT_S, VISIBLE_POLL_S = 5.0, 0.2
-"""How long a file of another host may take to be visible: an NFS client may have cached its folder."""
+"""Seconds within which a file of another host must be visible, and between two checks. An NFS client may have
+cached the folder."""
 FOLDER_PREFIX = ".doctor-"
 
 
 def nearest_folder(folder: Path) -> Path:
-    """The folder itself if it exists, else where it would be created, which may be no folder."""
+    """Return the folder if it exists, else its nearest existing parent, which may not be a folder."""
     return next(item for item in (folder, *folder.parents) if os.path.lexists(item))
 
 
 def check_folder(request: Request) -> Iterator[Finding]:
-    """Whether checkpoints can be written here, how fast, and whether all hosts see the same files."""
+    """Check whether checkpoints can be written, how fast, and whether all hosts see the same files."""
     existing = nearest_folder(request.folder)
     try:
-        # Named after the shared file, whose host removes what a killed task has left.
+        # The name begins with the name of the shared file, whose host removes the files of a killed task.
         prefix = FOLDER_PREFIX if request.shared is None else f"{Path(request.shared[0]).name}-"
         with tempfile.TemporaryDirectory(prefix=prefix, dir=existing) as name:
             yield _free_space(existing)
@@ -313,7 +321,7 @@ def check_folder(request: Request) -> Iterator[Finding]:
 
 
 def _unwritable(folder: Path, error: OSError) -> Finding:
-    if error.errno == errno.ENOENT:  # as below /proc, or a link to a missing folder
+    if error.errno == errno.ENOENT:  # the folder is below /proc, or a link to a missing folder
         return Finding("disk", "failure", f"no files can be created in {folder}", "choose another --run-dir")
     hint = "choose another --run-dir, or check its mount options and `ls -ld`"
     if error.errno in NO_SPACE:
@@ -323,9 +331,9 @@ def _unwritable(folder: Path, error: OSError) -> Finding:
 
 @contextlib.contextmanager
 def shared_file(folder: Path) -> Iterator[tuple[str, str] | Finding]:
-    """A file below the run folder for `Request.shared`, or why there can be none.
+    """Create a file below the run folder for `Request.shared`, or return why it cannot be created.
 
-    It is removed at the end, with what the tasks of nodes have left.
+    At the end, the file and the files of killed tasks are removed.
     """
     existing = nearest_folder(folder)
     try:
@@ -343,7 +351,7 @@ def shared_file(folder: Path) -> Iterator[tuple[str, str] | Finding]:
 
 
 def _is_shared(name: str, host: str) -> Finding:
-    """Whether a file that another host has created is visible here."""
+    """Check whether a file that another host has created is visible here."""
     path = Path(name)
     deadline_s = time.monotonic() + VISIBLE_TIMEOUT_S
     while not path.exists():
@@ -367,7 +375,7 @@ def _free_space(folder: Path) -> Finding:
 
 def _write_speed(folder: Path, quick: bool) -> Finding:
     size_mib = PROBE_MIB // 4 if quick else PROBE_MIB
-    block = os.urandom(2**20)  # which no filesystem can compress
+    block = os.urandom(2**20)  # random data, which no filesystem can compress
     started_s = time.monotonic()
     with (folder / "probe").open("wb") as file:
         for _ in range(size_mib):

@@ -1,4 +1,4 @@
-"""The checks of a cluster: all nodes at once in a Slurm step, how they differ, and the settings of Slurm."""
+"""Checks a cluster: all nodes at once in a Slurm step, differences between nodes, and Slurm's settings."""
 
 from __future__ import annotations
 
@@ -35,12 +35,13 @@ from trainkit.slurm.environment import scrubbed
 
 LOGIN_NODE = Machine(0, 0, (), "this is a login node")
 WAIT_S, QUICK_WAIT_S = 150, 15
-"""How long the other nodes may still take after the first has reported, or after its task has ended."""
+"""Seconds that other nodes may take after the first node has reported, or after its task has ended."""
 POLL_S = 0.1
 STOP_S = 10.0
-"""How long srun may take to end its step."""
+"""Seconds that srun may take to end its step."""
 NEEDED_TO_MEASURE = {"name", "interface", "port", "Python", "torch", "GPU"}
-"""Checks without which ranks cannot find each other or start; those of a GPU have its number, too."""
+"""The checks that must not fail before a measurement, because ranks could not start or find each other. The
+name of a GPU check also has a number."""
 NOT_FOR_SRUN = (
     "signal",
     "requeue",
@@ -55,13 +56,14 @@ NOT_FOR_SRUN = (
 
 
 def step_argv(loaded: LoadedConfig, request: Request, timeout_s: float) -> list[str]:
-    """The srun command that checks the nodes that a config requests, one task per node.
+    """Return the srun command that checks the nodes of a config with one task per node.
 
-    Inside an allocation it takes the nodes of that. Raises ConfigError with every problem of the config.
+    Inside an allocation, the command uses the nodes of the allocation. Raises ConfigError with every problem
+    of the config.
     """
     worker = module_argv("trainkit.capabilities.doctor.node", to_json(request))
     num_nodes = loaded.config.resources.most_nodes
-    # A node that cannot start its task must not keep the others waiting.
+    # `--wait` keeps a node that cannot start its task from delaying the others.
     wait_s = QUICK_WAIT_S if request.quick else WAIT_S
     shape = [f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1"]
     common = ["srun", "--mpi=none", "--kill-on-bad-exit=0", f"--wait={wait_s}", *shape]
@@ -77,12 +79,13 @@ def step_argv(loaded: LoadedConfig, request: Request, timeout_s: float) -> list[
 
 
 class NodesStep:
-    """The step of `step_argv` while it runs."""
+    """The Slurm step of `step_argv` while it runs."""
 
     def __init__(self, argv: Sequence[str]) -> None:
-        # Files, not pipes: a step whose pipe nobody reads would stop.
+        # The output goes to files and not to pipes, because a step whose pipe is full would block.
         self._out, self._errors = (tempfile.NamedTemporaryFile() for _ in range(2))  # noqa: SIM115
-        # A Ctrl-C in the terminal ends the step through `__exit__`: srun alone would ask for a second one.
+        # The step has its own session, so that Ctrl-C ends it through `__exit__`. srun alone would ask for a
+        # second Ctrl-C.
         self._proc = subprocess.Popen(
             argv,
             stdin=subprocess.PIPE,
@@ -115,7 +118,7 @@ class NodesStep:
         self._errors.close()
 
     def reports(self, count: int, timeout_s: float, wait_s: float) -> list[NodeReport]:
-        """The reports of `count` nodes, by host; fewer in the cases of `_received`."""
+        """Return the reports of `count` nodes, sorted by host, or fewer as `_received` describes."""
         found = []
         for text in self._received(count, timeout_s, wait_s):
             found.append(from_json(NodeReport, text))
@@ -123,7 +126,7 @@ class NodesStep:
         return sorted(found, key=lambda item: item.host)
 
     def measure(self, layout: Layout) -> list[Bandwidth]:
-        """What the nodes, which have reported, measure; not all if a rank fails."""
+        """Measure the bandwidth with the nodes that have reported; return fewer results if a rank fails."""
         assert self._proc.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the step has ended
             self._proc.stdin.write(to_json(layout) + "\n")
@@ -137,9 +140,9 @@ class NodesStep:
         return answers
 
     def _received(self, count: int, timeout_s: float, wait_s: float) -> Iterator[str]:
-        """The next `count` messages.
+        """Yield the next `count` messages.
 
-        Fewer if the step ends before, after `timeout_s`, or `wait_s` after the first.
+        Yields fewer if the step ends, after `timeout_s`, or `wait_s` after the first message.
         """
         deadline_s, last = time.monotonic() + timeout_s, self._num_received + count
         while self._num_received < last:
@@ -154,13 +157,14 @@ class NodesStep:
             time.sleep(0.0 if new else POLL_S)
 
     def problem(self, hosts: Sequence[str], waited_s: float) -> str:
-        """Why these hosts have not reported after this time, as srun says it; all, if none are given."""
+        """Return srun's reason why these hosts have not reported, or why no host has if `hosts` is empty."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._proc.wait(1.0)
         said = [line.strip() for line in _lines_of(self._errors.name) if line.strip()]
         of_hosts = [line for line in said if set(hosts) & set(re.split(r"[\s:,]+", line))]
         if of_hosts:
-            # "node2: task 1: Exited with exit code 2" follows its reason, which may not name the host.
+            # The line "node2: task 1: Exited with exit code 2" follows the line with the reason, which may
+            # not name the host.
             reasons = [line for line in (*of_hosts, *said) if ": task " not in line]
             return (reasons or of_hosts)[0]
         if self._proc.returncode is None:
@@ -173,9 +177,10 @@ def _lines_of(file: str) -> list[str]:
 
 
 def check_nodes(loaded: LoadedConfig, request: Request, timeout_s: float) -> Iterator[Finding]:
-    """Run a step on the nodes of a config; yield the checks of each, of what differs, and of the bandwidth.
+    """Run a Slurm step on the nodes of a config, and yield the findings.
 
-    Waits at most `timeout_s` for the nodes to become free. Raises SlurmError if Slurm does not answer.
+    The findings are the checks of each node, the differences between nodes, and the bandwidth. Waits at most
+    `timeout_s` for the nodes to become free. Raises SlurmError if Slurm does not answer.
     """
     require_controller()
     num_nodes = loaded.config.resources.most_nodes
@@ -206,25 +211,25 @@ def _reported(reports: Sequence[NodeReport], num_nodes: int, step: NodesStep, wa
         return Finding("nodes", "failure", value, hint)
     missing = sorted({*reports[0].peers, reports[0].host} - set(names))
     value = f"{num_nodes - len(reports)} of {num_nodes} nodes did not report ({','.join(missing)})"
-    hint = "see that the Python environment and the code are on a filesystem of all nodes"
+    hint = "check that the Python environment and the code are on a filesystem that all nodes mount"
     return Finding("nodes", "failure", f"{value}: {step.problem(missing, waited_s)}", hint)
 
 
 def can_measure(findings: Iterable[Finding]) -> bool:
-    """Whether no check failed without which ranks cannot find each other or start."""
+    """Return whether all checks passed that ranks need to start and to find each other."""
     failed = {item.name.split()[0] for item in findings if item.state == "failure"}
     return not failed & NEEDED_TO_MEASURE
 
 
 def local_bandwidth(request: Request) -> Iterator[Finding]:
-    """The findings on the bandwidth between the GPUs of this host; none with fewer than two."""
+    """Yield the findings about the bandwidth between the GPUs of this host; none with fewer than two GPUs."""
     yield from _bandwidth([node_report(request)], lambda layout: [measure(request, layout)])
 
 
 def _bandwidth(
     reports: Sequence[NodeReport], measured: Callable[[Layout], Sequence[Bandwidth]]
 ) -> Iterator[Finding]:
-    """Measure with a rank for each GPU, or host without."""
+    """Measure with one rank per GPU, or one rank per host without GPUs."""
     hosts, num_ranks = tuple(item.host for item in reports), tuple(max(1, item.num_gpus) for item in reports)
     layout = Layout(hosts, num_ranks, LOCAL_ADDR, reports[0].port)
     if layout.world_size < 2:
@@ -237,7 +242,7 @@ def _bandwidth(
 
 
 def compare_versions(reports: Sequence[NodeReport]) -> Iterator[Finding]:
-    """The checks of the packages of all nodes; names a node if most have another version."""
+    """Compare the versions of packages on all nodes, and name each node that differs from the majority."""
     hint = "use one environment on a shared filesystem, or install the same versions there"
     is_same = True
     for name in sorted({name for report in reports for name in report.versions}):
@@ -259,7 +264,7 @@ def compare_versions(reports: Sequence[NodeReport]) -> Iterator[Finding]:
 
 
 def _names(values: Mapping[str, object], value: object) -> str:
-    """The hosts with a value."""
+    """Return the first hosts with a value as text."""
     hosts = sorted(host for host, found in values.items() if found == value)
     more = f" and {len(hosts) - 3} more" if len(hosts) > 3 else ""
     return f"{', '.join(hosts[:3])}{more}"
@@ -271,7 +276,7 @@ MIN_JOB_AGE_S = 120
 
 
 def slurm_checks() -> Iterator[Finding]:
-    """The checks of Slurm's version and of the settings that decide whether a run survives."""
+    """Check the version of Slurm and the settings that decide whether a run survives."""
     try:
         config = show_config()
         partitions = query(["scontrol", "show", "partition", "--oneliner"])
@@ -282,7 +287,7 @@ def slurm_checks() -> Iterator[Finding]:
 
 
 def settings_checks(config: Mapping[str, str], partitions: str) -> Iterator[Finding]:
-    """The checks of `scontrol show config`, and of the text of `scontrol show partition --oneliner`."""
+    """Check the settings of `scontrol show config` and `scontrol show partition --oneliner`."""
     version = parse_version(config.get("SLURM_VERSION", ""))
     text = f"{version[0]}.{version[1]:02d}.{version[2]}, cluster {config.get('ClusterName', 'unknown')}"
     hint = "not tested; the oldest tested version is 22.05"
@@ -292,14 +297,14 @@ def settings_checks(config: Mapping[str, str], partitions: str) -> Iterator[Find
     hint = "trainkit passes --requeue, and submits a new job where the site forbids it"
     yield warn_if(off, "requeue", "JobRequeue is 0" if off else "jobs can be requeued", hint)
     kill_wait = config.get("KillWait", "unknown")
-    hint = "at the time limit SIGKILL follows this soon; requeue.grace_s asks for an earlier notice"
+    hint = "SIGKILL follows the time limit after this time; requeue.grace_s requests an earlier stop signal"
     yield warn_if(_seconds(kill_wait, MIN_GRACE_S) < MIN_GRACE_S, "KillWait", kill_wait, hint)
     if "slurmdbd" in config.get("AccountingStorageType", ""):
         yield Finding("accounting", "ok", "sacct knows how old jobs ended")
     else:
         age = config.get("MinJobAge", "soon")
         value = f"none: Slurm forgets a job {age} after its end"
-        hint = "how a job ended is then known from its run folder only"
+        hint = "trainkit then learns only from the run folder how a job ended"
         yield warn_if(_seconds(age, MIN_JOB_AGE_S) < MIN_JOB_AGE_S, "accounting", value, hint)
 
 
@@ -321,15 +326,15 @@ def _preemption(config: Mapping[str, str], partitions: str) -> Iterator[Finding]
     for item in preempted:
         grace_s = _seconds(item.get("GraceTime", ""), 0)
         mode = item.get("PreemptMode", default)
-        value = f"partition {item['PartitionName']}: {mode}, GraceTime {grace_s} s, notice by {signal}"
+        value = f"partition {item['PartitionName']}: {mode}, GraceTime {grace_s} s, stop signal {signal}"
         hint = (
-            "a preempted run has no time for a save: set checkpoint.every_minutes to what you can lose, "
-            "or ask for a GraceTime of 30 s"
+            "a preempted run has no time to save: set checkpoint.every_minutes to the time you can lose, "
+            "or ask the administrators for a GraceTime of 30 s"
         )
         yield warn_if(grace_s < MIN_GRACE_S, "preemption", value, hint)
 
 
 def _seconds(text: str, unknown: int) -> int:
-    """The number in `30 sec`."""
+    """Return the number in a text such as `30 sec`."""
     first = text.partition(" ")[0]
     return int(first) if first.isdigit() else unknown

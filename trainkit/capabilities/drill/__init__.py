@@ -1,1 +1,1 @@
-"""Fire drill: interrupts short runs on purpose and compares their losses to an uninterrupted run."""
+"""Interrupts short runs on purpose, and compares their losses with the losses of an uninterrupted run."""

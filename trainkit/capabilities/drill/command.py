@@ -1,4 +1,4 @@
-"""``trainkit drill``: the uninterrupted run, then one run per scenario, one after another."""
+"""``trainkit drill``: starts an uninterrupted run and then one run per scenario, one after another."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ from trainkit.run.rundir import RunDir
 
 DEFAULT_STEPS = 30
 MIN_STEPS = 12
-"""With fewer steps there are not two checkpoints before the last third, which is never interrupted."""
+"""The minimum number of steps. With fewer steps, two checkpoints do not fit before the last third, in which a
+drill interrupts nothing."""
 NUM_SAVES = 6
 REFERENCE, NOT_DETERMINISTIC = "uninterrupted", "not-deterministic"
 
@@ -68,9 +69,9 @@ REFERENCE, NOT_DETERMINISTIC = "uninterrupted", "not-deterministic"
 @options.config_options()
 @options.launcher_option
 @option("--steps N", f"Steps of each run; default: {DEFAULT_STEPS}.", type=click.IntRange(min=MIN_STEPS))
-@option("--seed N", "Seed for choosing times and targets.", type=int, default=0)
+@option("--seed N", "Seed of the random times and targets.", type=int, default=0)
 @option("--only NAME", "Run only this scenario; repeatable.", type=click.Choice(NAMES), multiple=True)
-@option("--list", "List the scenarios and which are possible here; run nothing.", name="only_list")
+@option("--list", "List the scenarios and whether each is possible here; run nothing.", name="only_list")
 @options.json_option
 def command(
     request: ConfigRequest,
@@ -84,8 +85,8 @@ def command(
     """Interrupt short runs of CONFIG in every way possible here, and compare their losses with those of an
     uninterrupted run.
 
-    All files are written to a new folder, runs/drill-TIME. The exit code is 0 only if every scenario that was
-    tried passed. Only runs of the built-in trainer are shortened: limit the steps of a COMMAND yourself.
+    All files are written to a new folder, runs/drill-TIME. The exit code is 0 only if every tried scenario
+    passed. A drill shortens only runs of the built-in trainer, so limit the steps of a COMMAND yourself.
     Ctrl-C cancels the current run.
     """
     workload = options.trailing_workload(launcher)
@@ -97,11 +98,11 @@ def command(
     if workload.reads_input:
         raise UsageError(
             f"drill starts the COMMAND several times, and {workload.argv[0]} reads standard input",
-            hint="write its input to a file and name that in the COMMAND",
+            hint="write the input to a file, and name the file in the COMMAND",
         )
     loaded = request.load_to_plan(workload)
     if loaded.config.logging.pattern == "auto":
-        # What a script prints is rounded, or that of another rank: it says nothing of equal losses.
+        # A script may print rounded losses or the losses of another rank, which cannot be compared exactly.
         loaded = with_values(loaded, {"logging.pattern": None}, "trainkit drill")
     facts = gather(loaded, workload)
     plan = plan_run(loaded, facts, workload)
@@ -173,26 +174,28 @@ def _drill(
 
 @dataclass
 class Drill:
-    """A drill of one config, in its own folder."""
+    """A drill of one config in a separate folder."""
 
     folder: Path
     config: RunConfig
     plan: LaunchPlan
     seed: int
     interval: int | None
-    """Steps between two saves; None for a COMMAND, whose saves are not known."""
+    """Steps between two saves; None for a COMMAND, whose saves are unknown."""
     log_line: Callable[[str], None]
     reference: list[StepRecord] = field(default_factory=list)
     usual_s: float = 0.0
-    """Duration of the uninterrupted run, in seconds."""
+    """The duration of the uninterrupted run in seconds."""
     difference: float | None = None
-    """`largest_difference` of a run without deterministic kernels; None on CPUs, which have no others."""
+    """The `largest_difference` between the uninterrupted run and a run without deterministic kernels; None on
+    CPUs, whose kernels are always deterministic."""
     running: RunDir | None = None
 
     def run(self, scenarios: Sequence[Scenario]) -> Iterator[Result]:
-        """The result of each scenario as soon as it is known; no run outlives this generator.
+        """Yield the result of each scenario as soon as it is known.
 
-        Raises TrainkitError when the uninterrupted run does not finish.
+        When the generator ends, no run is left. Raises TrainkitError if the uninterrupted run does not
+        finish.
         """
         try:
             self.reference, self.usual_s = self._run_uninterrupted(REFERENCE, self.config)
@@ -205,22 +208,22 @@ class Drill:
             self._kill_running()
 
     def _compare_kernels(self) -> None:
-        """Measure how far an equal run without `train.deterministic` is from the uninterrupted one."""
+        """Measure how much the losses differ if the uninterrupted run uses no deterministic kernels."""
         train = self.config.train.model_copy(update={"deterministic": False})
         config = self.config.model_copy(update={"train": train})
         try:
             steps, _ = self._run_uninterrupted(NOT_DETERMINISTIC, config)
-        except TrainkitError as error:  # it proves nothing that the drill is about
+        except TrainkitError as error:  # a failure of this extra run says nothing about interruptions
             self.log_line(f"{NOT_DETERMINISTIC}: {error}")
             return
         self.difference = largest_difference(self.reference, steps)
-        how = "cannot be compared: a step has one in only one of the runs"
+        how = "cannot be compared, because a step has a loss in only one of the runs"
         if self.difference is not None:
             how = f"differ by up to {self.difference:.1e} of their value"
         self.log_line(f"{NOT_DETERMINISTIC}: losses {how}")
 
     def _run_uninterrupted(self, name: str, config: RunConfig) -> tuple[list[StepRecord], float]:
-        """The steps of a run, and its duration in seconds."""
+        """Start a run, wait for its end, and return its steps and its duration in seconds."""
         run, watch = self._start(name, config, float("inf"))
         watch.until(lambda: False)
         end = watch.end()
@@ -248,14 +251,14 @@ class Drill:
         duration_s = seconds_between(started.time, parse_time(end.time)) or 0.0
         last = plural(steps[-1].step, "step") if steps else "no steps in metrics.jsonl"
         self.log_line(f"{name}: {last}, {duration_s:.1f} s")
-        remove_all(run.checkpoints_dir)  # the checkpoints of all runs of a large model would fill the disk
+        remove_all(run.checkpoints_dir)  # the checkpoints of all runs of a large model could fill the disk
         return steps, duration_s
 
     def _run_scenario(self, scenario: Scenario) -> Result:
-        # Longer than the run's own watchdog takes to end hanging ranks.
+        # The watchdog of the run ends hanging ranks sooner than this.
         patience_s = 2 * self.config.requeue.hang_min_s + 3 * self.usual_s
         run, watch = self._start(scenario.name, self.config, patience_s)
-        plan = self.plan.at(self.plan.fewest_nodes)  # whatever the job gets has these ranks
+        plan = self.plan.at(self.plan.fewest_nodes)  # every choice of nodes has at least these ranks
         num_steps = self.reference[-1].step if self.reference else None
         target = choose_target(scenario, self.seed, num_steps, self.interval, plan.world_size, plan.num_nodes)
         where = "" if target.step is None else f", from step {target.step} on"
@@ -283,7 +286,8 @@ class Drill:
                 print_created(created)
             start_run(created.run, created.job, config, self.plan, "submit")
             self.running = run = created.run
-        poll_s = 0.002 if self.plan.is_here else 0.02  # on a shared disk
+        # the run folder is on a shared disk, which is polled less often
+        poll_s = 0.002 if self.plan.is_here else 0.02
         return run, RunWatch(run, poll_s, patience_s, lambda text: self.log_line(f"{name}: {text}"))
 
     def _kill_running(self) -> None:
@@ -296,14 +300,14 @@ class Drill:
 
 
 def computed_steps(run: RunDir) -> list[StepRecord]:
-    """The steps of a run that have a loss, in order of computation."""
+    """Return the steps of a run that have a loss, in order of computation."""
     return [record for record in read_steps(run) if "loss" in record.values]
 
 
 def drill_config(loaded: LoadedConfig, num_steps: int, device: str) -> tuple[LoadedConfig, list[Change]]:
-    """The config for a drill of `num_steps` steps; model, data and parallelism stay the same.
+    """Return the config of a drill with `num_steps` steps. The model, the data and the layout are unchanged.
 
-    `device` is that of the plan: ``cpu`` or ``cuda``.
+    `device` is the device of the plan, ``cpu`` or ``cuda``.
     """
     values: Values = {
         **short_training(loaded.config, num_steps, "drill"),

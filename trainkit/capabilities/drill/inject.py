@@ -1,4 +1,4 @@
-"""Fault injection: kills, signals, requeues and damaged checkpoints, on this machine and on Slurm."""
+"""Injects faults into a run: kills, signals, requeues and damaged checkpoints, locally and on Slurm."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ GONE_WITHIN_S = 120.0
 POLL_S = 1.0
 FLIPPED_BYTES = 8
 
-# Kills every process whose environment contains all given assignments; ignores processes that have ended.
+# This script kills every process whose environment contains all given assignments, and ignores processes that
+# have ended.
 _KILL_BY_ENVIRONMENT = """
 files=$(ls -d /proc/[0-9]*/environ)
 for word; do files=$(grep -lzsFx -e "$word" $files); [ -n "$files" ] || exit 0; done
@@ -34,7 +35,7 @@ exit 0
 
 @dataclass
 class FaultInjector:
-    """Kills processes of a run on this machine; each method returns False when there was none to kill."""
+    """Kills processes of a run on this machine. Each method returns False if there was no process to kill."""
 
     run: RunDir
 
@@ -51,7 +52,7 @@ class FaultInjector:
 
     @property
     def _supervisor(self) -> int:
-        """Its pid; -1, below which there are no processes, if it has ended."""
+        """Return the process id of the supervisor, or -1 if it has ended. No process has the parent -1."""
         entry = newest(self.run)
         return entry.pid if entry.pid is not None and entry.alive() else -1
 
@@ -63,13 +64,14 @@ def _kill(pids: list[int]) -> bool:
 
 @dataclass
 class SlurmFaultInjector(FaultInjector):
-    """Kills processes of a run's job through Slurm, which permits only the user's own jobs."""
+    """Kills processes of a run's job with a Slurm step. Slurm permits this only for the user's own jobs."""
 
     def kill_rank(self, rank: int) -> bool:
         return self._kill_where(f"RANK={rank}")
 
     def kill_node(self, node_rank: int) -> bool:
-        # The step id leaves out the batch shell, whose SLURM_NODEID is meaningless.
+        # The check for a step id excludes the shell of the batch script, which has a SLURM_NODEID without
+        # meaning.
         step_id = step_of(self.run, newest(self.run))
         words = f"SLURM_STEP_ID={step_id}", f"SLURM_NODEID={node_rank}"
         return step_id is not None and self._kill_where(*words)
@@ -94,19 +96,19 @@ class SlurmFaultInjector(FaultInjector):
 
 
 def newest(run: RunDir) -> AttemptRecord:
-    """The newest attempt of a run."""
+    """Return the newest attempt of a run."""
     return read_job(run).newest or AttemptRecord()
 
 
 def kill_job(run: RunDir) -> bool:
-    """Kill a run, as `trainkit cancel --now` does, and wait until its processes are gone.
+    """Kill a run as `trainkit cancel --now` does, and wait until its processes are gone.
 
-    Returns False if it had already ended.
+    Returns False if the run had already ended.
     """
     entry = newest(run)
     if cancel_run(run, now=True, wait=False, warn=print_note).state == "ended":
         return False
-    # The end is already recorded, but Slurm takes a while to clean up the nodes.
+    # The end is recorded at once, but Slurm needs some time to clean up the nodes.
     deadline_s = time.monotonic() + GONE_WITHIN_S
     while backend_of(entry).alive(run, entry) and time.monotonic() < deadline_s:
         time.sleep(POLL_S)

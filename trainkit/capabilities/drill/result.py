@@ -1,4 +1,4 @@
-"""The results of a drill: compares the loss curve of each run, checks its end, and formats a table of all."""
+"""The results of a drill: compares the losses of each run, checks how the run ended, and formats a table."""
 
 from __future__ import annotations
 
@@ -14,22 +14,24 @@ from trainkit.run.events import Event, StepRecord
 
 
 def num_recomputed(steps: Sequence[StepRecord]) -> int:
-    """Number of repeated computations of steps."""
+    """Return the number of steps that were computed again."""
     return len(steps) - len({one.step for one in steps})
 
 
 SIZES_TOLERANCE = 1e-5
-"""How far losses on another number of ranks may be from each other, relative to them: sums are rounded."""
+"""The relative tolerance for losses that were computed by different numbers of ranks, which round sums
+differently."""
 
 
 def compare(reference: Sequence[StepRecord], steps: Sequence[StepRecord], tolerance: float = 0.0) -> str:
-    """The first difference of a computed step from the uninterrupted run; empty if all are equal."""
+    """Return the first difference of a step from the uninterrupted run, or an empty text if all are equal."""
     expected = {one.step: one for one in reference}
     for one in steps:
         known = expected.get(one.step)
         if known is None:
             return f"step {one.step} is not in the uninterrupted run"
-        loss, usual = (json.dumps(record.values["loss"]) for record in (one, known))  # with all digits
+        # JSON has all digits of a loss
+        loss, usual = (json.dumps(record.values["loss"]) for record in (one, known))
         losses = (json.loads(text) or math.nan for text in (loss, usual))
         if loss != usual and not math.isclose(*losses, rel_tol=tolerance):
             return f"loss {loss} at step {one.step} instead of {usual}"
@@ -41,9 +43,9 @@ def compare(reference: Sequence[StepRecord], steps: Sequence[StepRecord], tolera
 
 
 def largest_difference(reference: Sequence[StepRecord], steps: Sequence[StepRecord]) -> float | None:
-    """The largest difference of a loss from that of the same step of another run, relative to it.
+    """Return the largest relative difference between the losses of the same step in two runs.
 
-    None if a step has a loss in one of them only.
+    Returns None if a step has a loss in only one of the runs.
     """
     first, second = ({one.step: one.number("loss") for one in run} for run in (reference, steps))
     pairs = [(first.get(step), second.get(step)) for step in first.keys() | second.keys()]
@@ -53,7 +55,7 @@ def largest_difference(reference: Sequence[StepRecord], steps: Sequence[StepReco
 
 
 def steps_while_saving(steps: Sequence[StepRecord], events: Sequence[Event]) -> int:
-    """Number of steps computed while a save was being written that an interruption then cut off.
+    """Return the number of steps that were computed during saves which an interruption cut off.
 
     Training continues during an asynchronous save, so these steps are lost in addition to one save interval.
     """
@@ -71,7 +73,7 @@ def steps_while_saving(steps: Sequence[StepRecord], events: Sequence[Event]) -> 
 
 
 def sentence(result: Result) -> str:
-    """A result as a line of the drill's log."""
+    """Return a result as a line for the log of the drill."""
     if result.state != "passed":
         return f"{result.state}: {result.message}"
     restart = ""
@@ -83,15 +85,15 @@ def sentence(result: Result) -> str:
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """The end of a run, as recorded in its folder."""
+    """The end of a run as recorded in its folder."""
 
     end: AttemptEnd
-    """end.json of its newest attempt; empty when there is none."""
+    """The content of end.json of the newest attempt; empty if the file does not exist."""
     steps: Sequence[StepRecord]
-    """Each that was computed, with its loss."""
+    """The computed steps with their losses."""
     events: Sequence[Event]
     damages: Sequence[str]
-    """What is wrong with its published checkpoints."""
+    """The damage of each published checkpoint that is not intact."""
     run_dir: str
 
 
@@ -104,11 +106,11 @@ def evaluate(
     requeue_on: Sequence[str],
     tolerance: float = 0.0,
 ) -> Result:
-    """Check one interrupted run and return its result, completed.
+    """Check one interrupted run and return its completed result.
 
-    `reference` is the curve of the uninterrupted run, empty if the trainer writes none; `interval` is the
-    number of steps between two saves, None if unknown; `requeue_on` is the config's `requeue.on`; `tolerance`
-    is that of `compare`.
+    `reference` contains the steps of the uninterrupted run and is empty if the trainer records none.
+    `interval` is the number of steps between two saves, or None if it is unknown. `requeue_on` is the value
+    of `requeue.on`, and `tolerance` is passed to `compare`.
     """
     result = replace(result, run_dir=outcome.run_dir)
     if result.refused:
@@ -142,7 +144,7 @@ def _problems(
         problems.append(f"the run {outcome.end.state or 'died'}: {reason}")
     should_restart = scenario.cause is None or scenario.cause in requeue_on
     if result.no_restart and should_restart:
-        problems.append(f"it did not restart by itself: {result.no_restart}")
+        problems.append(f"it did not restart automatically: {result.no_restart}")
     problems += outcome.damages
     rejected = {event.step for event in outcome.events if event.name == "checkpoint_rejected"}
     if result.damaged_step is not None and result.damaged_step not in rejected:
@@ -153,7 +155,10 @@ def _problems(
 def _too_many_recomputed(
     scenario: Scenario, again: int, outcome: RunOutcome, interval: int | None
 ) -> list[str]:
-    """The problem if too many steps were recomputed: none may be after a signal, else those since a save."""
+    """Return a problem if too many steps were recomputed.
+
+    After a graceful stop no step may be recomputed; after a kill, the steps since the last save may be.
+    """
     if scenario.graceful:
         return [f"{recomputed(again)} after a graceful stop"] if again else []
     num_restarts = len({event.attempt for event in outcome.events if event.name == "training"}) - 1
@@ -165,7 +170,7 @@ def _too_many_recomputed(
 
 
 def recomputed(num_steps: int) -> str:
-    """How a message about recomputed steps begins."""
+    """Return how many steps were recomputed, as the beginning of a message."""
     return f"{plural(num_steps, 'step')} {'was' if num_steps == 1 else 'were'} recomputed"
 
 
@@ -173,7 +178,7 @@ HEADING = ["SCENARIO", "ACTION", "AT STEP", "RESUMED AFTER", "RECOMPUTED", "LOSS
 
 
 def result_table(results: Sequence[Result], fit: int | None = None) -> str:
-    """The table with one line per scenario, including skipped ones, followed by the messages."""
+    """Return a table with one row per scenario, including skipped ones, followed by the messages."""
     lines = [table([HEADING, *map(_row, results)], fit=fit)]
     lines += [f"{result.scenario}: {result.message}" for result in results if result.message]
     return "\n".join(lines)
@@ -194,7 +199,7 @@ def _row(result: Result) -> list[str]:
 
 
 def summary(results: Sequence[Result]) -> str:
-    """A one-line summary of the drill."""
+    """Return the summary of the drill in one line."""
     tried = [result for result in results if result.state != "skipped"]
     passed = [result for result in tried if result.state == "passed"]
     num_skipped = len(results) - len(tried)
@@ -203,5 +208,5 @@ def summary(results: Sequence[Result]) -> str:
 
 
 def all_passed(results: Sequence[Result]) -> bool:
-    """Whether at least one scenario was tried and all tried scenarios passed."""
+    """Return whether at least one scenario was tried and all tried scenarios passed."""
     return {result.state for result in results} - {"skipped"} == {"passed"}

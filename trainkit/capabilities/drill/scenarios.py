@@ -1,4 +1,4 @@
-"""The scenarios of a drill: where each can be tried, its target, and how it is carried out."""
+"""The scenarios of a drill: decides which are possible, chooses their targets and interrupts the runs."""
 
 from __future__ import annotations
 
@@ -32,36 +32,34 @@ class Scenario:
     name: str
     description: str
     graceful: bool = False
-    """Whether the run gets a signal in time to save: then no step may be computed twice."""
+    """True if the run gets a stop signal early enough to save, so that no step may be computed twice."""
     cause: str | None = None
-    """The entry of `requeue.on` that makes it restart; None if it restarts whatever the config says."""
+    """The entry of `requeue.on` that permits the restart; None if the run restarts with any config."""
     by_hand: bool = False
-    """Whether the drill resumes the run, because nothing else is left that could."""
+    """True if the drill itself resumes the run, because the scenario ends the whole job."""
     needs_slurm: bool = False
     needs_checkpoints: bool = False
-    """Whether the drill must know where and how the trainer saves."""
+    """True if the drill must know where and when the trainer saves."""
 
 
 SCENARIOS = (
     Scenario("signal", "SIGUSR2: save and requeue", graceful=True),
     Scenario("rank", "SIGKILL of one rank", cause="crash"),
-    Scenario("node", "SIGKILL of everything on one node", cause="crash"),
-    Scenario(
-        "mid-save", "SIGKILL of all ranks while a save is written", cause="crash", needs_checkpoints=True
-    ),
+    Scenario("node", "SIGKILL of all processes on one node", cause="crash"),
+    Scenario("mid-save", "SIGKILL of all ranks during a save", cause="crash", needs_checkpoints=True),
     Scenario(
         "damaged-checkpoint",
-        "the whole job killed, bytes of its newest checkpoint flipped",
+        "SIGKILL of the whole job, then flipped bytes in its newest checkpoint",
         by_hand=True,
         needs_checkpoints=True,
     ),
-    Scenario("requeue", "scontrol requeue from outside", graceful=True, needs_slurm=True),
+    Scenario("requeue", "scontrol requeue by another user or program", graceful=True, needs_slurm=True),
 )
 NAMES = tuple(scenario.name for scenario in SCENARIOS)
 
 
 def skip_reason(scenario: Scenario, config: RunConfig, plan: LaunchPlan) -> str:
-    """Why a scenario cannot be tried here with this config; empty if it can."""
+    """Return why a scenario cannot be tried here with this config, or an empty text if it can be tried."""
     if scenario.needs_slurm and plan.is_here:
         return "this run would start on this machine, without Slurm"
     if scenario.needs_checkpoints and plan.workload.is_command:
@@ -73,16 +71,16 @@ def skip_reason(scenario: Scenario, config: RunConfig, plan: LaunchPlan) -> str:
 
 @dataclass(frozen=True)
 class Target:
-    """When a scenario interrupts, and which rank or node it hits."""
+    """When a scenario interrupts the run, and which rank or node it hits."""
 
     step: int | None
-    """Interrupt after this step; None if the trainer does not record its steps."""
+    """The run is interrupted after this step; None if the trainer does not record its steps."""
     share: float
-    """Interrupt after this fraction of the uninterrupted run's duration, if `step` is None."""
+    """If `step` is None, the run is interrupted after this share of the duration of the uninterrupted run."""
     rank: int
     node_rank: int
     rng: random.Random
-    """The generator for any further random choice."""
+    """The generator for further random choices."""
 
 
 def choose_target(
@@ -95,8 +93,9 @@ def choose_target(
 ) -> Target:
     """Choose the target of one scenario at random.
 
-    It is not in the first steps, where nothing is saved yet, nor in the last third, because an interruption
-    takes time to arrive. `interval` is the number of steps between two saves, None if unknown.
+    The target is not in the first steps, before anything is saved, and not in the last third, because an
+    interruption takes time to arrive. `interval` is the number of steps between two saves, or None if it is
+    unknown.
     """
     rng = random.Random(f"{seed} {scenario.name}")
     step = None
@@ -105,7 +104,7 @@ def choose_target(
         first = 1 + (num_steps // 6 if interval is None else saves_before * interval)
         step = rng.randint(first, max(first, num_steps * 2 // 3))
         if scenario.name == "mid-save" and interval is not None:
-            step -= step % interval  # the save that is written then
+            step -= step % interval  # the step at which a save begins
     return Target(
         step=step,
         share=rng.uniform(0.3, 0.6),
@@ -120,42 +119,43 @@ CHECK_END_EVERY_S = 0.25
 
 @dataclass
 class RunWatch:
-    """The progress of a run as seen so far."""
+    """Follows the progress of a run."""
 
     run: RunDir
     poll_s: float
-    """The polling interval of its files, shorter than a step: an interruption has to hit its target."""
+    """Seconds between two readings of the files. The interval is shorter than a step, so that an interruption
+    hits its target."""
     patience_s: float
-    """After this time without progress, not counting that in the queue, the run counts as stuck."""
+    """Seconds without progress after which the run counts as stuck. Time in the queue does not count."""
     log_line: Callable[[str], None] = lambda text: None
     is_stuck: bool = False
     step: int = 0
     """The newest recorded step."""
     started_s: dict[int, float] = field(default_factory=dict)
-    """Attempt -> monotonic time at which its start was seen."""
+    """Maps an attempt to the monotonic time at which its start was seen."""
     first_step_s: dict[int, float] = field(default_factory=dict)
-    """Attempt -> monotonic time at which its first step was seen."""
+    """Maps an attempt to the monotonic time at which its first step was seen."""
 
     def __post_init__(self) -> None:
         self._metrics, self._events = Tail(self.run.metrics_file), Tail(self.run.events_file)
         self.expect_life()
 
     def expect_life(self) -> None:
-        """Reset the liveness probe; call after the run was started again as a new job."""
+        """Reset the liveness probe. Call this after the run was started again as a new job."""
         self._is_alive = liveness_probe(self.run, self.log_line)
         self._checked_s, self._is_over = float("-inf"), False
         self._progress_s = time.monotonic()
 
     @property
     def attempt(self) -> int:
-        """The newest started attempt; 0 before the first."""
+        """Return the newest started attempt, or 0 before the first."""
         return max(self.started_s, default=0)
 
     def until(self, reached: Callable[[], bool]) -> bool:
-        """Wait for a condition; False when the run ends without it or is stuck."""
+        """Wait for a condition; return False if the run ends before or is stuck."""
         while True:
             over = self.over()
-            # Read after the check, so that everything written before the end is seen.
+            # The files are read after the check, so that no record written before the end is missed.
             self.read()
             if reached():
                 return True
@@ -168,13 +168,14 @@ class RunWatch:
 
     def read(self) -> None:
         """Read new metrics and events."""
-        # Steps first: those recorded before an attempt starts belong to the previous attempt.
+        # Metrics are read first: steps recorded before the start of an attempt belong to the previous
+        # attempt.
         for record in steps_of(self._metrics.records()):
             if "loss" not in record.values:
                 continue
             self._progress_s = time.monotonic()
             self.step = record.step
-            # A COMMAND need not record the attempt.
+            # A COMMAND need not record the number of the attempt.
             attempt = self.attempt if record.attempt is None else record.attempt
             self.first_step_s.setdefault(attempt, time.monotonic())
         for event in events_of(self._events.records()):
@@ -183,77 +184,81 @@ class RunWatch:
                 self.started_s[event.attempt or 0] = time.monotonic()
 
     def _is_in_queue(self) -> bool:
-        """Whether the run's job is pending; asked only after `patience_s` without progress."""
+        """Return whether the job of the run is pending.
+
+        This asks Slurm, so it is called only after `patience_s` without progress.
+        """
         entry, self._progress_s = newest(self.run), time.monotonic()
         try:
             job = backend_of(entry).job(entry)
         except SlurmUnreachable as error:
-            self.log_line(f"unknown whether {self.run.name} is in the queue: {error.message}")
-            return True  # asked again after `patience_s`
+            self.log_line(f"it is unknown whether {self.run.name} is in the queue: {error.message}")
+            return True  # the next query follows after another `patience_s`
         return job is not None and job.state.is_waiting
 
     def over(self) -> bool:
-        """Whether the run has ended for good."""
+        """Return whether the run has ended and will not restart."""
         if time.monotonic() - self._checked_s >= CHECK_END_EVERY_S:
             self._checked_s = time.monotonic()
             self._is_over = run_is_over(self.run, self._is_alive())
         return self._is_over
 
     def end(self) -> AttemptEnd:
-        """How the newest attempt ended, as far as that is recorded."""
+        """Return the recorded end of the newest attempt."""
         return read_newest_end(self.run.path) or AttemptEnd()
 
 
-OVER = "the run was over before it could be interrupted: give it more steps"
-NOTHING_LEFT = "no step was left after the restart: give it more steps"
+OVER = "the run ended before it could be interrupted: give it more steps"
+NOTHING_LEFT = "no steps remained after the restart: give the run more steps"
 MAX_TRIES = 3
-"""A save of a small model can finish before the kill arrives: then the next save is tried."""
+"""A small model may finish its save before the kill arrives. The drill then tries the next save."""
 
 
 State = Literal["passed", "failed", "missed", "skipped"]
-"""`missed`: the run ended before it could be interrupted; `skipped`: the scenario cannot be tried here."""
+"""`missed` means that the run ended before it could be interrupted, `skipped` that the scenario cannot be
+tried here."""
 
 
 @dataclass
 class Result:
-    """What happened in one scenario: a row of the table at the end of a drill."""
+    """The result of one scenario, which is a row of the table of the drill."""
 
     scenario: str
     state: State = "passed"
     message: str = ""
-    """What is wrong or why the scenario was skipped; if it passed, a remark."""
+    """The problem of a failed scenario, the reason of a skipped one, or a remark about a passed one."""
     action: str = ""
-    """What was done to the run."""
+    """The interruption, such as ``SIGKILL of rank 1``."""
     step: int | None = None
-    """The newest step seen at the interruption."""
+    """The newest step that was seen before the interruption."""
     restart_s: float | None = None
-    """Seconds from the interruption to the next step, or to the next start if steps are not recorded."""
+    """Seconds from the interruption to the next step, or to the next start if the run records no steps."""
     restarted_by: str = ""
-    """The action of the restart, such as ``requeue``, or ``resume`` if the drill resumed the run."""
+    """The action that restarted the run, such as ``requeue``, or ``resume`` if the drill resumed it."""
     num_recomputed: int | None = None
-    """Number of steps that were computed again; None if the trainer does not record its steps."""
+    """The number of steps that were computed again; None if the trainer does not record its steps."""
     curve: Literal["equal", "differs", "unknown", ""] = ""
     run_dir: str = ""
     no_restart: str = ""
-    """Why the run did not restart automatically; empty if it did."""
+    """The reason why the run did not restart automatically; empty if it did."""
     missed: str = ""
-    """Why the run could not be interrupted as planned."""
+    """The reason why the run could not be interrupted as planned."""
     stuck: str = ""
-    """For how long the run made no progress before it was killed, as text."""
+    """A sentence about the time without progress after which the run was killed."""
     refused: str = ""
-    """Why this cluster does not allow the interruption."""
+    """The reason why this cluster refuses the interruption."""
     damaged_step: int | None = None
     """The step of the checkpoint that the drill damaged."""
 
     def to_dict(self) -> dict[str, object]:
-        """The result as JSON; what its message says is not in it twice."""
+        """Return the result as JSON, without the fields that are already part of the message."""
         said = ("no_restart", "missed", "stuck", "refused", "damaged_step")
         return {name: value for name, value in vars(self).items() if name not in said}
 
 
 @dataclass
 class ScenarioRunner:
-    """Runs one scenario on its run."""
+    """Runs one scenario."""
 
     scenario: Scenario
     target: Target
@@ -261,10 +266,10 @@ class ScenarioRunner:
     injector: FaultInjector
     watch: RunWatch
     usual_s: float
-    """Duration of the uninterrupted run, in seconds."""
+    """The duration of the uninterrupted run in seconds."""
 
     def run(self) -> Result:
-        """Follow the run from start to end, and interrupt it; returns what happened."""
+        """Interrupt the run at its target, follow it to its end, and return the result."""
         self.result = Result(self.scenario.name)
         for number in range(1, MAX_TRIES + 1):
             if not self._await_target(number):
@@ -275,7 +280,7 @@ class ScenarioRunner:
             if self.scenario.name != "mid-save" or self._save_was_cut_off():
                 break
             if number == MAX_TRIES:
-                self.result.missed = f"{MAX_TRIES} times the save was over before the ranks were dead"
+                self.result.missed = f"{MAX_TRIES} times, the save was complete before the ranks were dead"
         if not self.result.refused:
             self.watch.until(lambda: False)
         if self.watch.is_stuck:
@@ -284,7 +289,10 @@ class ScenarioRunner:
         return self.result
 
     def _await_target(self, number: int) -> bool:
-        """Wait until the run reaches its target, for mid-save the next save; False if it does not."""
+        """Wait until the run reaches its target; return False if it does not.
+
+        The target of mid-save is the next save.
+        """
         watch, target = self.watch, self.target
         if self.scenario.name == "mid-save":
             assert target.step is not None
@@ -301,7 +309,7 @@ class ScenarioRunner:
         return watch.until(lambda: time.monotonic() - watch.started_s.get(1, float("inf")) > wait_s)
 
     def _interrupt_and_await(self) -> bool:
-        """Interrupt the run and wait for its restart; False if either did not happen."""
+        """Interrupt the run and wait for its restart; return False if one of them did not happen."""
         watch, before, began_s = self.watch, self.watch.attempt, time.monotonic()
         self.result.step = watch.step or None
         try:
@@ -339,7 +347,7 @@ class ScenarioRunner:
         return True
 
     def _interrupt(self) -> bool:
-        """Interrupt the run as the scenario says; False if nothing was left to interrupt."""
+        """Interrupt the run; return False if no process was left to interrupt."""
         target, injector = self.target, self.injector
         actions: dict[str, tuple[str, Callable[[], bool]]] = {
             "signal": ("SIGUSR2", self._notify),
@@ -376,7 +384,7 @@ class ScenarioRunner:
         self.result.restarted_by = "resume"
 
     def _save_was_cut_off(self) -> bool:
-        """Whether the interruption prevented the save in progress from being published."""
+        """Return whether the interruption prevented the current save from being published."""
         attempt = self.watch.attempt
         events = list(read_events(self.run_dir, "training", "checkpoint_begin"))
         resumed = [event for event in events if event.name == "training" and event.attempt == attempt]

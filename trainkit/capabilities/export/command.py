@@ -31,7 +31,7 @@ from trainkit.run.rundir import RunDir
 @option("--step N", "The checkpoint of this step.", type=INDEX)
 @option(
     "--format",
-    "Files that transformers loads; a task of your own writes what it wants.",
+    "Files that transformers loads; your own task chooses its files.",
     name="format_name",
     type=click.Choice(["hf"]),
     default="hf",
@@ -50,9 +50,9 @@ from trainkit.run.rundir import RunDir
 def command(
     run_name: str, out_name: Path, step: int | None, format_name: str, dtype: str, merge: bool, as_json: bool
 ) -> int:
-    """Write the model of a checkpoint of RUN for other programs: the best one, else the newest.
+    """Write the model of a checkpoint of RUN for other programs: the best checkpoint, else the newest.
 
-    With model.lora only the adapters are written, as peft does, unless --merge is given.
+    With model.lora, the command writes only the adapters, as peft does, unless --merge is given.
     """
     run = find_run(run_name)
     refuse_untrusted(run.path)
@@ -63,7 +63,7 @@ def command(
     request = {**places_of(run, checkpoint), "out": str(partial), "dtype": dtype, "merge": merge}
     try:
         partial.mkdir(parents=True)
-        # Another process: only the trainer may import torch.
+        # Export in another process, because only the trainer may import torch.
         argv = module_argv("trainkit.capabilities.export.worker")
         code = subprocess.run(argv, input=json.dumps(request), text=True, env=own_environ()).returncode
         if code:
@@ -81,7 +81,7 @@ def command(
 
 
 def chosen_checkpoint(run: RunDir, step: int | None) -> manifest.Checkpoint:
-    """The checkpoint of a step, else the best one, else the newest intact one."""
+    """Return the checkpoint of a step, or else the best checkpoint, or else the newest intact one."""
     there = checkpoints_of(run, step)
     best = [item for item in there if item.step == manifest.best_step(run.checkpoints_dir)]
     chosen = manifest.newest_intact(best) or manifest.newest_intact(there)
@@ -92,12 +92,12 @@ def chosen_checkpoint(run: RunDir, step: int | None) -> manifest.Checkpoint:
         )
     if chosen.manifest().model is None:
         hint = "export the model in your own code"
-        raise UsageError(f"{shown_path(chosen.path)} is of a training loop of your own", hint=hint)
+        raise UsageError(f"{shown_path(chosen.path)} was saved by a training loop of your own", hint=hint)
     return chosen
 
 
 def places_of(run: RunDir, checkpoint: manifest.Checkpoint) -> dict[str, str]:
-    """Where a process finds a checkpoint and its config."""
+    """Return the paths with which another process finds a checkpoint and its config."""
     number = run.latest_number()
     config_file = run.config_file if number is None else run.attempt(number).config_file
     files = {"run": run.path, "config_file": config_file, "checkpoint": checkpoint.path}

@@ -1,4 +1,4 @@
-"""Exports the model in a checkpoint for other programs: `trainkit ckpt export`.
+"""Export the model in a checkpoint for other programs: `trainkit ckpt export`.
 
 ``python -m trainkit.capabilities.export.worker`` reads an `ExportRequest` as JSON from stdin.
 """
@@ -38,7 +38,7 @@ from trainkit.trainer.precision import DTYPES
 from trainkit.trainer.user_task import UserTask
 
 MAX_FILE_BYTES = 5_000_000_000
-"""As the files of other models; a hub may refuse larger ones."""
+"""Maximum size of a file, the same as for other models; a hub may refuse larger files."""
 GENERATION_NAME = "generation_config.json"
 TOKENIZER_FILES = (
     TOKENIZER_NAME,
@@ -54,7 +54,7 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """What to export, and where to."""
+    """The checkpoint to export, with the format and the folder of the files."""
 
     run: str
     config_file: str
@@ -65,7 +65,7 @@ class ExportRequest:
 
 
 def export(request: ExportRequest) -> list[str]:
-    """Write the files of a model into the empty folder `out`; returns remarks for the user."""
+    """Write the files of a model into the empty folder `out`; return remarks for the user."""
     config, out = read_effective(request.config_file), Path(request.out)
     reader = SafeReader(request.checkpoint)
     if not config.has_decoder:
@@ -82,14 +82,14 @@ def export(request: ExportRequest) -> list[str]:
 
 
 def saved_tensors(reader: SafeReader, prefix: str) -> dict[str, TensorStorageMetadata]:
-    """The tensors of a checkpoint whose names start with a prefix, without it."""
+    """Return the tensors of a checkpoint whose names start with a prefix; the prefix is removed."""
     items = reader.read_metadata().state_dict_metadata.items()
     found = {name.removeprefix(prefix): item for name, item in items if name.startswith(prefix)}
     return {name: item for name, item in found.items() if isinstance(item, TensorStorageMetadata)}
 
 
 def load_tensors(reader: SafeReader, tensors: dict[str, Tensor]) -> None:
-    """Read tensors of a checkpoint, by their names, in place; converts to their types."""
+    """Read tensors of a checkpoint, by their names, in place; convert them to their dtypes."""
     state_dict_loader.load(tensors, storage_reader=reader, no_dist=True)
 
 
@@ -122,7 +122,7 @@ def _num_bytes(sizes: Iterable[torch.Size], dtype: torch.dtype) -> int:
 
 
 def _values(sizes: Mapping[str, torch.Size], reader: SafeReader) -> Iterator[Tensor]:
-    """The parameters of the decoder, read a gigabyte at a time, since each read plans anew."""
+    """Yield the decoder's parameters; read a gigabyte at a time, because each read makes a new plan."""
     group: dict[str, Tensor] = {}
     for index, (name, size) in enumerate(sizes.items(), 1):
         group[f"model.{name}"] = torch.empty(size)
@@ -133,7 +133,7 @@ def _values(sizes: Mapping[str, torch.Size], reader: SafeReader) -> Iterator[Ten
 
 
 def decoder_settings(shape: ModelShape, config: RunConfig, dtype: torch.dtype) -> dict[str, object]:
-    """The config.json of trainkit's decoder as a model of transformers."""
+    """Return the config.json of trainkit's decoder as a model of transformers."""
     kind, name = ("qwen2", "Qwen2ForCausalLM") if shape.qkv_bias else ("llama", "LlamaForCausalLM")
     scaling = shape.rope_scaling
     settings: dict[str, object] = {
@@ -155,7 +155,7 @@ def decoder_settings(shape: ModelShape, config: RunConfig, dtype: torch.dtype) -
         "bos_token_id": None,
     }
     if config.model.hf is not None:
-        # Its other settings, such as the ids of special tokens, still apply.
+        # The other settings of the original model, such as the ids of special tokens, still apply.
         original = json.loads((Path(config.model.hf) / CONFIG_NAME).read_text(encoding="utf-8"))
         original.pop("dtype", None)
         return {**original, "torch_dtype": settings["torch_dtype"]}
@@ -165,7 +165,7 @@ def decoder_settings(shape: ModelShape, config: RunConfig, dtype: torch.dtype) -
     try:
         settings["eos_token_id"] = identify(config.data.tokenizer).eos_id
     except UsageError:
-        settings["eos_token_id"] = None  # the tokenizer is gone, see `_export_tokenizer`
+        settings["eos_token_id"] = None  # the tokenizer no longer exists, see `_export_tokenizer`
     return settings
 
 
@@ -175,17 +175,17 @@ def _llama3(scaling: RopeScaling) -> dict[str, object]:
 
 
 def _export_tokenizer(config: RunConfig, out: Path) -> list[str]:
-    """Write the tokenizer's files, if there are any, and what the original model says about generation.
+    """Write the tokenizer's files, if there are any, and the generation settings of the original model.
 
     Returns a remark if there is no tokenizer.
     """
-    generation = Path(config.model.hf or "") / GENERATION_NAME  # such as all tokens that end it
+    generation = Path(config.model.hf or "") / GENERATION_NAME  # names all tokens that end the generation
     if config.model.hf is not None and generation.is_file():
         shutil.copyfile(generation, out / GENERATION_NAME)
     name = config.data.tokenizer
     if name == BYTES:
         if config.model.hf is not None or prepared_folder(config.data) is not None:
-            return [f"{out} has no tokenizer: add that of the prepared data"]
+            return [f"{out} has no tokenizer: add the tokenizer of the prepared data"]
         _write_byte_tokenizer(out)
         return []
     source = Path(name)
@@ -211,7 +211,7 @@ def _write_byte_tokenizer(out: Path) -> None:
     """Write the tokenizer `bytes` as a tokenizer.json: byte-level BPE without merges."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    # Byte-level BPE shows bytes that are no printable Latin-1 characters as those from 256 on.
+    # Byte-level BPE shows a byte that is no printable Latin-1 character as a character from 256 on.
     shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     hidden = [byte for byte in range(256) if byte not in shown]
     characters = {byte: chr(byte) for byte in shown} | {
@@ -247,16 +247,16 @@ def _export_task(
 def load_task_model(
     config: RunConfig, run: RunDir, reader: SafeReader, *, adapters_only: bool = False
 ) -> tuple[UserTask, nn.Module]:
-    """A task and its model with the weights of a checkpoint, on the CPU.
+    """Return a task and its model with the weights of a checkpoint, on the CPU.
 
-    With `adapters_only`, only what peft saves of a model with `model.lora` has memory. Raises UsageError if
-    the checkpoint is not of this model, or what it is based on has changed.
+    With `adapters_only`, only the tensors that peft saves have memory. Raises UsageError if the checkpoint
+    belongs to another model, or if the files of the base model have changed.
     """
     task = UserTask(config, run, opens_data=False)
     before = Checkpoint(Path(reader.path), 0).manifest().data.get(BASE_FINGERPRINT)
     if before is not None and before != task.task.base_fingerprint:
         raise UsageError(
-            f"{config.model.hf or 'what read_weight() reads'} has changed since the checkpoint was saved",
+            f"{config.model.hf or 'the source of read_weight()'} has changed since the checkpoint was saved",
             hint="restore its files",
         )
     saved = saved_tensors(reader, "model.")
@@ -277,7 +277,7 @@ def load_task_model(
 
 
 def show_error(error: OSError | TrainkitError, *, as_json: bool = False) -> int:
-    """Print an error; returns the exit code of the process."""
+    """Print an error; return the exit code of the process."""
     if isinstance(error, OSError):
         error = TrainkitError(f"{error.filename or 'a file'}: {error.strerror or error}")
     if as_json:
@@ -289,7 +289,7 @@ def show_error(error: OSError | TrainkitError, *, as_json: bool = False) -> int:
 
 
 def main() -> int:
-    """Export what the request on stdin names; returns the exit code."""
+    """Export the model that the request on stdin names; return the exit code."""
     try:
         remarks = export(ExportRequest(**json.load(sys.stdin)))
     except (OSError, TrainkitError) as error:

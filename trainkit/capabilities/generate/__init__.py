@@ -1,1 +1,1 @@
-"""`trainkit generate`: the model of a run continues a prompt."""
+"""`trainkit generate`: continues a prompt with the model of a run."""

@@ -1,4 +1,4 @@
-"""`trainkit generate`: continue a prompt with the model of a run."""
+"""`trainkit generate`: starts the process that continues a prompt with the model of a run."""
 
 from __future__ import annotations
 
@@ -23,23 +23,25 @@ from trainkit.errors import EXIT_FAILED
 )
 @run_argument
 @click.argument("prompt")
-@option("--step N", "The checkpoint of this step.", type=click.IntRange(min=0))
-@option("--max-tokens N", "Tokens after which to stop.", type=click.IntRange(1), default=200)
+@option("--step N", "Use the checkpoint of this step.", type=click.IntRange(min=0))
+@option("--max-tokens N", "Maximum number of new tokens.", type=click.IntRange(1), default=200)
 @option(
     "--temperature T",
-    "Randomness of the text; 0 always takes the most likely token.",
+    "Randomness of the text; 0 always chooses the most likely token.",
     type=click.FloatRange(min=0.0),
     default=0.8,
 )
-@option("--top-k K", "Only the K most likely tokens.", type=click.IntRange(min=1))
+@option("--top-k K", "Choose among the K most likely tokens.", type=click.IntRange(min=1))
 @option(
     "--top-p P",
-    "Only the most likely tokens, up to a total probability of P.",
+    "Choose among the most likely tokens with a total probability of P.",
     type=click.FloatRange(min=0.0, max=1.0, min_open=True),
 )
 @option("--seed", "The same seed gives the same text.", type=int, default=0)
-@option("--tokenizer FILE", "The tokenizer.json of prepared data.")
-@option("--device", "Where the model runs.", type=click.Choice(["auto", "cpu", "cuda"]), default="auto")
+@option("--tokenizer FILE", "The tokenizer.json with which the data was prepared.")
+@option(
+    "--device", "Device on which the model runs.", type=click.Choice(["auto", "cpu", "cuda"]), default="auto"
+)
 @option("--dtype", "Data type of the weights.", type=click.Choice(["fp32", "bf16", "fp16"]))
 @trust_option
 @json_option
@@ -51,10 +53,11 @@ def command(
     as_json: bool,
     **options: object,
 ) -> int:
-    """Continue PROMPT with the best checkpoint of RUN, else the newest, on one process.
+    """Continue PROMPT with the best checkpoint of RUN, else the newest, in one process.
 
-    The text appears as it is generated. PROMPT is read from stdin if it is -. It is encoded as the training
-    data, without special tokens. Weights are fp32 on a CPU, and of precision.dtype on a GPU.
+    The text appears while it is generated. PROMPT is read from stdin if it is -. PROMPT is encoded like the
+    training data, without special tokens. Weights are fp32 on a CPU; on a GPU they have the type of
+    precision.dtype.
     """
     from trainkit.job.processes import module_argv
     from trainkit.run.own_folders import own_environ
@@ -70,7 +73,7 @@ def command(
         "as_json": as_json,
         **options,
     }
-    # Another process: only the trainer may import torch.
+    # The model runs in another process, because commands must not import torch.
     argv = module_argv("trainkit.capabilities.generate.worker")
     code = subprocess.run(argv, input=json.dumps(request), text=True, env=own_environ()).returncode
     return code if code >= 0 else EXIT_FAILED

@@ -1,7 +1,7 @@
-"""Continues a prompt with the model of a checkpoint, on one process: `trainkit generate`.
+"""Continues a prompt with the model of a checkpoint in one process, for `trainkit generate`.
 
 ``python -m trainkit.capabilities.generate.worker`` reads the options of the command as JSON from stdin, and
-writes the text to stdout as it is generated.
+writes the text to stdout while it is generated.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ from trainkit.trainer.models.model import Model
 from trainkit.trainer.precision import DTYPES
 
 UNFINISHED = "\ufffd"
-"""What a tokenizer decodes the first bytes of a character to."""
+"""The character to which a tokenizer decodes an incomplete character."""
 
 
 @torch.inference_mode()
 def generate(request: JsonObject) -> None:
     """Print the prompt and its continuation, or one JSON object.
 
-    Raises UsageError if the run has no language model, its tokenizer is not known, or the prompt is too long.
+    Raises UsageError if the run has no language model, if its tokenizer is unknown, or if the prompt is too
+    long.
     """
     config = read_effective(request["config_file"])
     if config.has_user_task:
@@ -55,7 +56,8 @@ def generate(request: JsonObject) -> None:
         )
     tokenizer = Tokenizer(_tokenizer_name(config, request["tokenizer"]))
     tokens = [int(token) for token in tokenizer.encode([request["prompt"].encode()])[0]]
-    tokens = tokens or [tokenizer.identity.eos_id]  # in training, a document begins after the end of another
+    # in training, a document follows the end token of the document before
+    tokens = tokens or [tokenizer.identity.eos_id]
     start, limit = len(tokens), config.data.seq_len
     if start >= limit:
         raise UsageError(
@@ -66,13 +68,13 @@ def generate(request: JsonObject) -> None:
     if wanted == "cuda" and not has_gpu:
         raise UsageError(
             "--device cuda: this machine has no GPU that torch can use",
-            hint="--device cpu computes without one",
+            hint="use --device cpu",
         )
     device = torch.device("cuda" if has_gpu and wanted != "cpu" else "cpu")
     model = _load(config, request, device, tokenizer.identity.vocab_size)
     next_logits = logits_of(model, device)
     ends = {tokenizer.identity.eos_id, *_end_tokens(config)}
-    # On the CPU, so that a seed means the same on every device.
+    # The generator is on the CPU, so that a seed gives the same text on every device.
     generator = torch.Generator().manual_seed(request["seed"])
     sampling = {name: request[name] for name in ("temperature", "top_k", "top_p")}
     show = (lambda piece: None) if request["as_json"] else _show
@@ -101,7 +103,7 @@ def generate(request: JsonObject) -> None:
 
 
 def _show(piece: str) -> None:
-    """Write a piece of text; to a terminal without the characters that control it."""
+    """Write a piece of text. On a terminal, control characters are replaced."""
     if sys.stdout.isatty():
         piece = "".join(char if char.isprintable() or char in "\n\t" else UNFINISHED for char in piece)
     sys.stdout.write(piece)
@@ -109,7 +111,7 @@ def _show(piece: str) -> None:
 
 
 def _tokenizer_name(config: RunConfig, given: str | None) -> str:
-    """`bytes` or the path of the tokenizer.json that the run was trained with."""
+    """Return `bytes` or the path of the tokenizer.json with which the run was trained."""
     name = given or config.data.tokenizer
     folder = prepared_folder(config.data)
     if folder is None:
@@ -124,7 +126,7 @@ def _tokenizer_name(config: RunConfig, given: str | None) -> str:
 
 
 def _end_tokens(config: RunConfig) -> list[int]:
-    """The tokens that end a text, according to the files of `model.hf`."""
+    """Return the tokens that end a text, according to the files of `model.hf`."""
     if config.model.hf is None:
         return []
     files = [Path(config.model.hf, name) for name in (CONFIG_NAME, GENERATION_NAME)]
@@ -133,7 +135,7 @@ def _end_tokens(config: RunConfig) -> list[int]:
 
 
 def _load(config: RunConfig, request: JsonObject, device: torch.device, vocab_size: int) -> nn.Module:
-    """The model with the weights of a checkpoint."""
+    """Return the model with the weights of a checkpoint."""
     run, reader = RunDir(Path(request["run"])), SafeReader(request["checkpoint"])
     dtype = DTYPES[request["dtype"] or (config.precision.dtype if device.type == "cuda" else "fp32")]
     if config.uses_transformers:
@@ -146,7 +148,8 @@ def _load(config: RunConfig, request: JsonObject, device: torch.device, vocab_si
         kind = load_architecture(config.model.architecture, run)
         model = kind(resolve_model_shape(settings, 1), config.data.seq_len)
     for param in model.parameters():
-        param.data = param.data.to(dtype)  # not the buffers: angles need float32
+        # buffers keep their type: the angles of rotary embeddings need float32
+        param.data = param.data.to(dtype)
     model.to_empty(device=device)
     model.rebuild_buffers()
     load_tensors(reader, {f"model.{name}": param.detach() for name, param in model.named_parameters()})
@@ -154,13 +157,17 @@ def _load(config: RunConfig, request: JsonObject, device: torch.device, vocab_si
 
 
 def logits_of(model: nn.Module, device: torch.device) -> Callable[[list[int]], Tensor]:
-    """From all tokens so far, asked once for each, the logits of the next one: float32 [vocab] on the CPU."""
+    """Return a function that maps all tokens so far to the logits of the next token.
+
+    The function must be called once per token, because it caches keys and values. The logits are float32
+    [vocab] on the CPU.
+    """
     cache: object = None
 
     def next_logits(tokens: list[int]) -> Tensor:
         nonlocal cache
         new = torch.tensor([tokens if cache is None else tokens[-1:]], device=device)
-        if isinstance(model, Model):  # nothing but dropout uses the keys of samples
+        if isinstance(model, Model):  # only dropout reads the keys of samples
             found = model(new, torch.zeros(1, dtype=torch.int32, device=device))
         else:
             out = model(input_ids=new, past_key_values=cache, use_cache=True)
@@ -179,10 +186,10 @@ def choose_token(
     top_p: float | None = None,
     generator: torch.Generator | None = None,
 ) -> int:
-    """A token by its logits, float32 [vocab]: the most likely one for temperature 0, else a sample.
+    """Choose a token by its logits, float32 [vocab]: the most likely token for temperature 0, else a sample.
 
-    Samples are among the `top_k` most likely tokens, and among the fewest of them whose probabilities add up
-    to at least `top_p` (nucleus sampling, arXiv 1904.09751).
+    Samples are drawn from the `top_k` most likely tokens, and from the fewest of them whose probabilities add
+    up to at least `top_p` (nucleus sampling, arXiv 1904.09751).
     """
     if temperature == 0.0:
         return int(logits.argmax())
@@ -195,14 +202,14 @@ def choose_token(
 
 
 def main() -> int:
-    """Continue the prompt that the request on stdin names; returns the exit code."""
+    """Continue the prompt of the request on stdin, and return the exit code."""
     replace_unencodable()
     request = json.load(sys.stdin)
     try:
         generate(request)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # the reader, as in `| head`, has what it wants
+    except BrokenPipeError:  # the reader of the pipe, such as `head`, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, TrainkitError) as error:
         return show_error(error, as_json=request["as_json"])

@@ -1,7 +1,7 @@
 """Samples the health of a node while its ranks run: processors, memory, network, disks and GPUs.
 
-One agent of each node appends to ``health/HOST.jsonl`` of the run folder, from a thread of its own, since a
-driver or a filesystem that does not respond must not keep it from its work. Nothing of this is in the ranks.
+One agent of each node appends to ``health/HOST.jsonl`` in the run folder. It samples in a separate thread,
+because a driver or a filesystem that does not respond must not block the agent. The ranks do not sample.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from trainkit.run.files import append_jsonl, utc_now, write_atomic
 from trainkit.run.rundir import AttemptDir
 
 MAX_BYTES = 4 * 2**20
-"""A larger file loses every second sample of its older half."""
+"""The largest size of a file; a larger file loses every second sample of its older half."""
 BLOCK_DEVICES = Path("/sys/block")
 NOT_DISKS = ("loop", "ram", "zram", "dm-", "md", "sr")
-"""Devices without bytes of their own, or whose bytes are those of other devices too."""
+"""Prefixes of devices that are not disks, or whose transfers other devices count too."""
 SECTOR_BYTES = 512
 MIB, GIB = 2**20, 2**30
 THROTTLES = {
@@ -49,7 +49,7 @@ THROTTLES = {
     "HwThermalSlowdown": "heat",
     "HwPowerBrakeSlowdown": "power supply",
 }
-"""Parts of NVML's names of the reasons for lower clocks."""
+"""Maps the suffix of an NVML throttle reason to its short name."""
 
 
 class HealthSampler(Companion):
@@ -70,13 +70,13 @@ class HealthSampler(Companion):
         self._thread.start()
 
     def end(self, *, is_finished: bool) -> None:
-        """Stop sampling; returns at once, since the thread may be in a call that does not return."""
+        """Stop sampling without waiting, because the thread may be in a call that never returns."""
         self._ends.set()
 
     def _run(self) -> None:
         is_over = self._ends.wait(self._interval_s)
         if not is_over:
-            self._gpus.open()  # not before: loading NVML would slow down the start of the ranks
+            self._gpus.open()  # loading NVML earlier would slow down the start of the ranks
         while not is_over:
             try:
                 ensure_folder(self.file.parent)
@@ -88,7 +88,7 @@ class HealthSampler(Companion):
             is_over = self._ends.wait(self._interval_s)
 
     def append(self) -> None:
-        """Append a sample of this moment to the file."""
+        """Take a sample and append it to the file."""
         gpus, problem = self._gpus.sample()
         if problem:
             self._report(f"cannot query the GPUs: {problem}")
@@ -96,7 +96,7 @@ class HealthSampler(Companion):
         append_jsonl(self.file, {**record, **self._counters.sample(), "gpus": gpus})
 
     def _report(self, problem: str) -> None:
-        """Say once what is wrong: the run continues without samples."""
+        """Log a problem once; the run continues without samples."""
         if problem != self._problem:
             self._problem = problem
             log_line(f"warning: {problem}")
@@ -110,12 +110,12 @@ def thin_out(file: Path) -> None:
 
 
 class _Counters:
-    """The use of the host, with rates since the previous sample; None for what is unknown."""
+    """Measures the utilisation of the host, with rates since the previous sample; None for unknown values."""
 
     def __init__(self) -> None:
         self._read_s, self._before = time.monotonic(), _counters()
         self._parent = os.getppid()
-        """What has started this agent and the others here: the supervisor, Slurm's step, or a launcher."""
+        """The parent of all agents on this host: the supervisor, a Slurm step, or a launcher."""
 
     def sample(self) -> dict[str, float | str | None]:
         now_s, now = time.monotonic(), _counters()
@@ -137,7 +137,7 @@ class _Counters:
         }
 
     def _job_memory(self) -> dict[str, float | str | None]:
-        """The memory of the job, and by what it is known."""
+        """Return the memory of the job and its source."""
         if (used_gib := job_memory_gib()) is not None:
             return {"job_mem_gib": used_gib, "job_mem_by": BY_CGROUP}
         trees = (descendants(pid, tree_of(pid)) for pid in (self._parent, os.getpid()))
@@ -146,7 +146,7 @@ class _Counters:
 
 
 def _counters() -> dict[str, int]:
-    """The kernel's counters of jiffies of the processors and of bytes; without those that are unknown."""
+    """Read the kernel's counters of CPU jiffies and transferred bytes; unknown counters are missing."""
     found = {}
     for name, *values in kernel_lines(PROC / "stat"):
         if name == "cpu":
@@ -156,7 +156,7 @@ def _counters() -> dict[str, int]:
     if interfaces:
         others = [words for words in interfaces if words[0] != "lo:"]
         found["net_rx"], found["net_tx"] = (sum(int(words[at]) for words in others) for at in (1, 9))
-    with contextlib.suppress(OSError):  # network filesystems are not among the disks
+    with contextlib.suppress(OSError):  # the counters do not include network filesystems
         disks = {path.name for path in BLOCK_DEVICES.iterdir() if not path.name.startswith(NOT_DISKS)}
         lines = [words for words in kernel_lines(PROC / "diskstats") if words[2] in disks]
         read, written = (SECTOR_BYTES * sum(int(words[at]) for words in lines) for at in (5, 9))
@@ -165,7 +165,7 @@ def _counters() -> dict[str, int]:
 
 
 class _Gpus:
-    """The GPUs of NVML that the ranks of this node see."""
+    """The GPUs that the ranks of this node can use, as NVML reports them."""
 
     def __init__(self, listed: str | None) -> None:
         self._listed, self._stays_open = visible_gpus(listed), ExitStack()
@@ -173,17 +173,17 @@ class _Gpus:
         self._handles: list[tuple[int, Any, str]] = []
 
     def open(self) -> None:
-        """Find the GPUs; without a driver there are none."""
+        """Find the GPUs; without a driver, the node has none."""
         with contextlib.suppress(NoDriver):
             self._nvml = driver = self._stays_open.enter_context(nvml())
-            with contextlib.suppress(driver.NVMLError):  # as for a slice of a GPU that reports nothing
+            with contextlib.suppress(driver.NVMLError):  # a MIG slice, for example, reports nothing
                 names = range(driver.nvmlDeviceGetCount()) if self._listed is None else self._listed
                 for handle in (gpu_handle(driver, str(name)) for name in names):
                     model = str(driver.nvmlDeviceGetName(handle))
                     self._handles.append((int(driver.nvmlDeviceGetIndex(handle)), handle, model))
 
     def sample(self) -> tuple[list[dict[str, object]], str]:
-        """The state of each GPU, None for what it does not tell, and a problem; empty without one."""
+        """Return the state of each GPU and a problem or ""; a value that a GPU does not report is None."""
         problem, found = "", []
         for index, handle, name in self._handles:
             sample: dict[str, object] = {"index": index, "name": name}
@@ -216,7 +216,7 @@ class _Gpus:
 
 
 def throttle_reasons(nvml: Any, mask: int) -> list[str]:
-    """Why the clocks of a GPU are lower than they could be, from the bits of NVML; idle is no reason."""
+    """Return why the clocks of a GPU are reduced, from the bit mask of NVML; idle is not a reason."""
     prefix = "nvmlClocksThrottleReason"
     found = (why for name, why in THROTTLES.items() if mask & getattr(nvml, prefix + name, 0))
     return list(dict.fromkeys(found))

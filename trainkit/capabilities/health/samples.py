@@ -1,4 +1,4 @@
-"""The samples in ``health/HOST.jsonl`` of a run, as they are read."""
+"""Reads the samples in ``health/HOST.jsonl`` of a run."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from trainkit.run.files import Record, read_jsonl_reversed
 from trainkit.run.rundir import RunDir
 
 BY_CGROUP, BY_PROCESSES = "cgroup", "processes"
-"""What ``job_mem_gib`` is: of the control group of the job, or the sum over its processes (PSS)."""
+"""Sources of ``job_mem_gib``: the control group of the job, or the sum of the PSS of its processes."""
 
 
 def health_dir(run: RunDir) -> Path:
-    """The folder with a file of samples for each host."""
+    """Return the folder with a file of samples for each host."""
     return run.path / "health"
 
 
 def health_file(run: RunDir, host: str) -> Path:
-    """The samples of a host: processors, memory, network, disks and GPUs."""
+    """Return the file with the samples of a host: processors, memory, network, disks and GPUs."""
     return health_dir(run) / f"{host}.jsonl"
 
 
 class HealthSample(Entry):
-    """What a node measured at one moment."""
+    """A measurement of a node at one time."""
 
     __slots__ = ()
 
     @property
     def gpus(self) -> list[Record]:
-        """Its GPUs, each with ``index util_percent mem_used_gib mem_total_gib temperature_c power_w``."""
+        """Return the GPUs of the node, each with ``index``, ``util_percent`` and further values."""
         return self.records("gpus")
 
 
 class HealthFiles(Reader):
-    """The newest sample of each node; reads the end of the files that have changed."""
+    """Finds the newest sample of each node, and reads only the end of files that have changed."""
 
     def __init__(self, run: RunDir) -> None:
         super().__init__(run)
         self._seen: dict[str, tuple[int, int]] = {}
         self.newest: dict[str, HealthSample] = {}
-        """Host -> its newest sample."""
+        """Maps a host to its newest sample."""
 
     def update(self) -> None:
         """Read the samples that were written since the last call."""
@@ -66,10 +66,10 @@ class HealthFiles(Reader):
 
 
 def newest_sample(file: Path) -> HealthSample | None:
-    """The last record of a file; None without one."""
+    """Return the last sample in a file, or None if there is none."""
     return next(samples_reversed(file), None)
 
 
 def samples_reversed(file: Path) -> Iterator[HealthSample]:
-    """The samples in a file, the newest first."""
+    """Yield the samples in a file, the newest first."""
     return map(HealthSample, read_jsonl_reversed(file))

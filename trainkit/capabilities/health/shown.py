@@ -1,4 +1,4 @@
-"""What people see of the samples: the nodes of a run in `watch` and in its report, and a full memory."""
+"""Summarises health samples for `watch`, for the report and for the advice about a full memory."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ SILENT_SAMPLES = 3
 """A node is silent when this many of its samples are missing."""
 HOTTEST_C, FULL = 90, 0.95
 IDLE_SHARE = 0.5
-"""A node stands out when its GPUs are busy for less than this share of the median of the nodes."""
+"""The utilisation below which the GPUs of a node are unusual, as a share of the median of all nodes."""
 SILENT, BROKEN, LIMITED, UNUSUAL = 5, 4, 2, 1
-"""How bad a problem of a node is."""
+"""The severities of problems of a node."""
 HEALTH_BYTES = 16 * 1024 * 1024
-"""How much of the samples of all nodes is parsed: the file of a node has at most 4 MiB."""
+"""The largest number of bytes of samples that are parsed for all nodes together."""
 MAX_SAMPLES = 1000
-"""How many of the last samples of a host may belong to later attempts."""
+"""The number of newest samples of a host that are searched for an attempt."""
 
 
 def hosts_of(samples: Mapping[str, HealthSample], reading: Reading, now: datetime) -> dict[str, HostView]:
-    """The nodes of the newest attempt by their newest samples; without any, those of earlier ones."""
+    """Describe the nodes of the newest attempt, or of earlier attempts if it has no samples."""
     own = {host: sample for host, sample in samples.items() if sample.attempt == reading.attempt} or samples
     busy = [share for share in (mean(sample.gpus, "util_percent") for sample in own.values()) if share]
     usual = statistics.median(busy) if len(busy) > 2 else None
@@ -68,7 +68,7 @@ def _host(
 
 
 def _problems(sample: HealthSample, gpus: Sequence[Record]) -> Iterator[tuple[int, str]]:
-    """The problems of a node by its sample, each with its severity."""
+    """Yield the problems in a sample of a node, each with its severity."""
     by_problem: dict[tuple[int, str], list[int | None]] = {}
     for gpu in gpus:
         for problem in _gpu_problems(gpu):
@@ -84,7 +84,7 @@ def _problems(sample: HealthSample, gpus: Sequence[Record]) -> Iterator[tuple[in
 def _gpu_problems(gpu: Record) -> Iterator[tuple[int, str]]:
     if gpu.values.get("ecc_errors"):
         yield BROKEN, "ECC errors"
-    # Reaching the power limit is usual for a GPU that works hard.
+    # A busy GPU normally reaches its power limit.
     limits = [reason for reason in gpu.texts("throttle") if reason != "power"]
     if limits:
         yield LIMITED, f"throttled ({', '.join(limits)})"
@@ -99,14 +99,14 @@ def _sum(sample: HealthSample, *keys: str) -> float | None:
 
 @dataclass(frozen=True)
 class NodeUse:
-    """What the samples of one node say; None where nothing was measured."""
+    """The utilisation of one node; values that were not measured are None."""
 
     host: str
     num_samples: int
     cpu_mean_percent: float | None
     job_mem_peak_gib: float | None
     job_mem_by: str | None
-    """What that is: ``cgroup`` or ``processes``."""
+    """The source of `job_mem_peak_gib`: ``cgroup`` or ``processes``."""
     mem_total_gib: float | None
     gpu_mean_percent: float | None
     gpu_mem_peak_gib: float | None
@@ -114,9 +114,9 @@ class NodeUse:
 
 
 def read_nodes(run: RunDir) -> list[NodeUse]:
-    """The utilisation of each node, from its samples; empty without samples.
+    """Compute the utilisation of each node from its samples.
 
-    Of many nodes with many samples, some samples are left out, the same share of each node.
+    If the samples exceed `HEALTH_BYTES`, the same share of the samples of each node is skipped.
     """
     files = sorted(health_dir(run).glob("*.jsonl"))
     every = max(1, sum(file.stat().st_size for file in files) // HEALTH_BYTES)
@@ -141,7 +141,7 @@ def read_nodes(run: RunDir) -> list[NodeUse]:
 
 
 def memory_in_use(attempt: AttemptDir, host: str) -> str:
-    """The memory of a host in the last sample of an attempt: ``61.2 of 64.0 GiB``, or empty."""
+    """Return the memory in the last sample of an attempt, such as ``61.2 of 64.0 GiB``, or ""."""
     try:
         samples = islice(samples_reversed(health_file(attempt.run, host)), MAX_SAMPLES)
         sample = next((one for one in samples if one.attempt == attempt.number), HealthSample({}))

@@ -1,4 +1,4 @@
-"""Images, histograms and texts that a task or a loop logs: files in the run folder, and an index of them."""
+"""Stores the images, histograms and texts that a task or a loop logs, and shows them in the report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Media(Capability):
-    """The capability: rank 0 writes what is logged, and the report shows it."""
+    """The capability that writes logged media on rank 0 and adds them to the report."""
 
     name = "media"
 

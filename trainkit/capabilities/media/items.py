@@ -1,4 +1,4 @@
-"""media.jsonl: what a run has logged besides numbers, one item per name and step."""
+"""Reads media.jsonl, which lists the images, histograms and texts of a run, one per name and step."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from trainkit.capabilities.media.png import SIGNATURE
 from trainkit.folders import open_regular
 from trainkit.run.events import StepRecord, steps_of
 from trainkit.run.files import Record, read_jsonl
@@ -13,22 +14,21 @@ from trainkit.run.rundir import RunDir
 
 KINDS = ("image", "histogram", "text")
 MAX_FILE_BYTES = 2**26
-"""A larger file of an image is not read."""
-PNG = b"\x89PNG\r\n\x1a\n"
+"""The largest image file that is read."""
 
 
 def media_dir(run: RunDir) -> Path:
-    """The folder with the images of a run."""
+    """Return the folder with the images of a run."""
     return run.path / "media"
 
 
 def index_file(run: RunDir) -> Path:
-    """The file with a line per image, histogram and text."""
+    """Return the file with a line for each image, histogram and text."""
     return run.path / "media.jsonl"
 
 
 class Item(StepRecord):
-    """One image, histogram or text."""
+    """An image, histogram or text in the index."""
 
     __slots__ = ()
 
@@ -38,12 +38,12 @@ class Item(StepRecord):
 
     @property
     def kind(self) -> str:
-        """One of `KINDS`."""
+        """Return the kind of the item, one of `KINDS`."""
         return str(self.values["kind"])
 
     @property
     def counts(self) -> list[float]:
-        """The counts of a histogram; 0 for what is no number."""
+        """Return the counts of a histogram; values that are not numbers become 0."""
         found = self.values.get("counts")
         counts = (
             [Record({"count": count}).number("count") for count in found] if isinstance(found, list) else []
@@ -52,10 +52,10 @@ class Item(StepRecord):
 
 
 def read_items(run: RunDir) -> list[Item]:
-    """The items of a run, by step; skips damaged lines.
+    """Read the items of a run in order of their steps, and skip damaged lines.
 
-    An attempt that resumed from an earlier step replaces what the attempts before had logged under a name,
-    from its first item of that name on.
+    An attempt that resumed from an earlier step replaces items of earlier attempts. Per name, the replacement
+    begins at the first item that the newer attempt logged.
     """
     found: dict[str, dict[int, Item]] = {}
     attempts: dict[str, int | None] = {}
@@ -69,14 +69,14 @@ def read_items(run: RunDir) -> list[Item]:
 
 
 def items_of(records: Iterable[dict[str, object]]) -> Iterable[Item]:
-    """The items among some records."""
+    """Yield the records that are valid items."""
     for step in steps_of(records):
         if isinstance(step.values.get("name"), str) and step.values.get("kind") in KINDS:
             yield Item(step.values)
 
 
 def read_image(run: RunDir, item: Item) -> bytes | None:
-    """The PNG of an image; None if it is missing, or no regular PNG file in the folder of the run."""
+    """Read the PNG of an image; return None unless it is a regular PNG file in the media folder."""
     file = image_file(run, item)
     if file is None:
         return None
@@ -85,13 +85,13 @@ def read_image(run: RunDir, item: Item) -> bytes | None:
             data = stream.read(MAX_FILE_BYTES + 1)
     except OSError:
         return None
-    return data if data.startswith(PNG) and len(data) <= MAX_FILE_BYTES else None
+    return data if data.startswith(SIGNATURE) and len(data) <= MAX_FILE_BYTES else None
 
 
 def image_file(run: RunDir, item: Item) -> Path | None:
-    """The file of an image; None if it is missing, or not in the folder of the run.
+    """Return the file of an image, or None if it is missing or outside the media folder.
 
-    Whoever wrote the index may have named any other file.
+    The index may come from another user, who could name any file in it.
     """
     name = item.text("file") or ""
     file = media_dir(run) / name
@@ -100,7 +100,7 @@ def image_file(run: RunDir, item: Item) -> Path | None:
 
 
 def by_name(items: Sequence[Item]) -> dict[str, list[Item]]:
-    """The items of each name, oldest first."""
+    """Group items by name, oldest first."""
     found: dict[str, list[Item]] = {}
     for item in items:
         found.setdefault(item.name, []).append(item)
@@ -108,7 +108,7 @@ def by_name(items: Sequence[Item]) -> dict[str, list[Item]]:
 
 
 def summary(items: Sequence[Item]) -> list[dict[str, object]]:
-    """Name, kind, steps, and the newest file or values of each name."""
+    """Return for each name its kind, its steps, and the file or values of its newest item."""
     return [
         {
             "name": name,

@@ -1,4 +1,4 @@
-"""Writes images, histograms and texts on rank 0, in a thread: the file first, then its line of the index."""
+"""Writes images, histograms and texts on rank 0 in a background thread."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import math
 import re
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from logging import getLogger
 from threading import BoundedSemaphore
 
@@ -25,39 +25,41 @@ from trainkit.trainer.progress import Progress
 log = getLogger(__name__)
 
 MAX_ITEMS, MAX_BYTES = 10_000, 2**30
-"""What a run keeps: no more items, and no more bytes of images and texts."""
+"""The largest number of items of a run, and of bytes in its images and texts."""
 MAX_NAME, MAX_CAPTION, MAX_TEXT = 128, 1_000, 65_536
-"""Characters; of a longer caption or text the beginning is kept."""
+"""The largest lengths in characters; longer captions and texts are truncated."""
 MAX_PENDING = 32
-"""Items that wait to be written; the next one waits for a place."""
+"""The largest number of items that wait to be written; logging another item blocks."""
 _NOT_IN_A_FILE_NAME = re.compile(r"[^\w.-]+", re.ASCII)
 
 
 class MediaRecorder(Recorder):
-    """Of a name, the first item of a step counts: others, as of further microbatches, are not kept.
+    """Writes items in a thread, each file before its line in the index.
 
-    During the validation of the trainer, ``val_`` is put before a name, as for metrics.
+    Each step keeps the first item of a name, so later microbatches add nothing. During the validation of the
+    trainer, names get the prefix ``val_``, as metrics do.
     """
 
     def __init__(self, attempt: AttemptDir, progress: Progress, board: TensorBoardLog | None) -> None:
         self._attempt, self._progress, self._board = attempt, progress, board
-        self._pool = ThreadPoolExecutor(
-            1, thread_name_prefix="media"
-        )  # its thread starts with the first item
+        # The thread starts with the first item.
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="media")
         self._places = BoundedSemaphore(MAX_PENDING)
         self._step, self._names = -1, set[str]()
         self._num_items: int | None = None
-        """Of this run so far; None before the first one."""
+        """The number of items of the run; None until the first item is logged."""
         self._num_bytes = 0
         self._is_full = self._has_failed = False
+        self._newest: Future[None] | None = None
+        """The newest item that was submitted; the pool has one thread, so all earlier items end before it."""
 
     def image(self, name: str, image: object, step: int | None = None, caption: str | None = None) -> None:
         place = self._place(name, step)
         if place is None:
             return
         if caption is not None and not isinstance(caption, str):
-            hint = "give caption a text"
-            raise UsageError(f"the caption of image {name!r} is a {type(caption).__name__}", hint=hint)
+            message = f"the caption of image {name!r} is a {type(caption).__name__}"
+            raise UsageError(message, hint="pass a str as caption")
         staged = stage_image(f"image {name!r}", image)
         self._submit(lambda: self._write_image(*place, staged, caption))
 
@@ -73,15 +75,26 @@ class MediaRecorder(Recorder):
         if place is None:
             return
         if not isinstance(text, str):
-            hint = "log a text: str(…)"
-            raise UsageError(f"text {name!r} is a {type(text).__name__}", hint=hint)
+            raise UsageError(f"text {name!r} is a {type(text).__name__}", hint="pass a str: str(…)")
         self._submit(lambda: self._write_text(*place, _cut(text, MAX_TEXT)))
+
+    def written(self) -> Callable[[], None]:
+        newest, board = self._newest, self._board
+
+        def wait() -> None:
+            if newest is None:
+                return
+            newest.result()
+            if board is not None:
+                board.flush()
+
+        return wait
 
     def close(self) -> None:
         self._pool.shutdown()
 
     def _place(self, name: str, step: int | None) -> tuple[str, int] | None:
-        """The name and step of an item; None if it is not kept. Raises UsageError for what cannot be one."""
+        """Return the name and step of an item, or None to drop it; raises UsageError for invalid values."""
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
             raise UsageError(
                 f"an image, histogram or text is called {str(name)[:MAX_NAME]!r}",
@@ -101,7 +114,7 @@ class MediaRecorder(Recorder):
         return name, step
 
     def _has_room(self, step: int) -> bool:
-        """Whether the run may have another item, which is counted."""
+        """Count another item and return True, or return False if the run has reached a limit."""
         if self._num_items is None:
             before = [Record(record) for record in read_jsonl(index_file(self._attempt.run))]
             self._num_items = len(before)
@@ -112,7 +125,7 @@ class MediaRecorder(Recorder):
             self._is_full = True
             problem = (
                 f"the run has {self._num_items:,} images, histograms and texts with "
-                f"{self._num_bytes / 2**20:,.0f} MiB: no more are kept; log them less often"
+                f"{self._num_bytes / 2**20:,.0f} MiB, so further ones are dropped; log them less often"
             )
             log.warning(problem)
             log_event(self._attempt.run, self._attempt.number, "media", step=step, reason=problem)
@@ -122,12 +135,12 @@ class MediaRecorder(Recorder):
 
     def _submit(self, write: Callable[[], None]) -> None:
         self._places.acquire()
-        self._pool.submit(self._run, write)
+        self._newest = self._pool.submit(self._run, write)
 
     def _run(self, write: Callable[[], None]) -> None:
         try:
             write()
-        except Exception as error:  # nobody reads the result of this thread, and the training continues
+        except Exception as error:  # no caller reads the result, and training must continue
             if not self._has_failed:
                 self._has_failed = True
                 log.error(f"cannot write images, histograms and texts ({error})")
@@ -140,7 +153,7 @@ class MediaRecorder(Recorder):
         data = encode_png(pixels.numpy().tobytes(), width, height, channels)
         run, number = self._attempt.run, self._attempt.number
         ensure_folder(media_dir(run), 0o700)
-        # Names that differ in other characters alone have files of their own.
+        # The digest separates names that differ only in replaced characters.
         slug, digest = _NOT_IN_A_FILE_NAME.sub("_", name)[:40], hashlib.sha256(name.encode()).hexdigest()[:8]
         file = f"step-{step:08d}-{slug}-{digest}-{number:03d}.png"
         write_atomic(media_dir(run) / file, data)

@@ -1,4 +1,4 @@
-"""The images, histograms and texts of a run as HTML for the page of its report, which requests nothing."""
+"""Renders the images, histograms and texts of a run as self-contained HTML for its report."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from trainkit.formats import number
 from trainkit.run.rundir import RunDir
 
 NUM_LAST = 4
-"""Of each name, the newest items that are shown."""
+"""The number of newest items that are shown for each name."""
 MAX_NAMES = 32
 MAX_INLINE_BYTES = 2**24
-"""Images of a page; of others there is the name of the file."""
+"""The largest total size of embedded images; further images appear as file names."""
 MAX_STEPS = 40
 WIDTH, HEIGHT, SMALL = 256, 96, 128
 _BLOCK = "display:inline-block;vertical-align:top;margin:0 16px 16px 0;max-width:100%"
 
 
 def render(run: RunDir, items: Sequence[Item]) -> str:
-    """The newest items of each name, and at which steps there are others."""
-    parts, left = [], MAX_INLINE_BYTES
+    """Render the newest items of each name, and list the steps of the other items."""
+    parts, budget = [], MAX_INLINE_BYTES
     names = sorted(by_name(items).items(), key=lambda item: (item[0].removeprefix("val_"), item[0]))
     for name, own in names[:MAX_NAMES]:
         parts.append(f"<h3>{escape(name)}</h3><div>")
         for item in own[-NUM_LAST:]:
-            shown, size = _item(run, item, left)
-            left -= size
+            shown, size = _item(run, item, budget)
+            budget -= size
             parts.append(f'<figure style="{_BLOCK}">{shown}<figcaption class="dim">step {item.step:,}')
             parts.append(f"{_caption(item)}</figcaption></figure>")
         parts.append(f"</div>{_other_steps(own)}")
@@ -37,8 +37,8 @@ def render(run: RunDir, items: Sequence[Item]) -> str:
     return "".join(parts)
 
 
-def _item(run: RunDir, item: Item, left: int) -> tuple[str, int]:
-    """The HTML of an item, and how many bytes of `MAX_INLINE_BYTES` it takes."""
+def _item(run: RunDir, item: Item, budget: int) -> tuple[str, int]:
+    """Return the HTML of an item and the number of embedded bytes; `budget` is the remaining limit."""
     if item.kind == "text":
         return f'<pre style="white-space:pre-wrap;margin:0">{escape(item.text("text") or "")}</pre>', 0
     if item.kind == "histogram":
@@ -46,12 +46,12 @@ def _item(run: RunDir, item: Item, left: int) -> tuple[str, int]:
     data = read_image(run, item)
     if data is None:
         return f'<span class="dim">{escape(item.text("file") or "the image")} is missing</span>', 0
-    if len(data) > left:
+    if len(data) > budget:
         return f'<span class="dim">media/{escape(item.text("file") or "")}</span>', 0
     source = b64encode(data).decode()
     longer = max(item.count("width") or 1, item.count("height") or 1)
     size = "max-width:min(320px,100%)"
-    if longer < SMALL:  # it is enlarged, with pixels that stay sharp
+    if longer < SMALL:  # enlarge a small image with sharp pixels
         size = f"width:{WIDTH * (item.count('width') or 1) / longer:.0f}px;image-rendering:pixelated"
     return f'<img alt="{escape(item.name)}" src="data:image/png;base64,{source}" style="{size}">', len(data)
 
@@ -75,8 +75,8 @@ def _histogram(item: Item) -> str:
 
 def _caption(item: Item) -> str:
     other = item.count("not_finite") or 0
-    words = [item.text("caption") or "", f"{other:,} not finite" if other else ""]
-    return "".join(f": {escape(word)}" for word in words if word)
+    texts = [item.text("caption") or "", f"{other:,} not finite" if other else ""]
+    return "".join(f": {escape(text)}" for text in texts if text)
 
 
 def _other_steps(own: Sequence[Item]) -> str:

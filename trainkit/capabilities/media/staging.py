@@ -1,4 +1,4 @@
-"""Takes images and values as they are now, and copies them to the host without a wait for the device."""
+"""Converts logged images and values, and copies them to the host without waiting for the device."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from trainkit.capabilities.media.png import COLOR_TYPES
 from trainkit.errors import UsageError
 
 MAX_SIDE = 4096
-"""Pixels of the longer side of an image."""
+"""The largest width or height of an image in pixels."""
 NUM_BINS = 64
 
 
 @dataclass(frozen=True)
 class Staged:
-    """A tensor on its way to the host."""
+    """A tensor whose copy to the host may still be in progress."""
 
     host: Tensor
     copied: torch.cuda.Event | None = None
 
     def wait(self) -> Tensor:
-        """The tensor on the host; waits for the copy."""
+        """Wait for the copy and return the tensor on the host."""
         if self.copied is not None:
             self.copied.synchronize()
         return self.host
 
 
 def _stage(tensor: Tensor) -> Staged:
-    """Begin to copy a tensor that nobody else changes."""
+    """Start copying a tensor to the host; nothing else may change the tensor."""
     if tensor.device.type != "cuda":
         return Staged(tensor.cpu())
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -43,18 +43,18 @@ def _stage(tensor: Tensor) -> Staged:
 
 @torch.no_grad()
 def stage_image(what: str, image: object) -> Staged:
-    """An image as uint8 [height, width, channels].
+    """Convert an image to uint8 [height, width, channels] and start its copy to the host.
 
-    image: a tensor [height, width] or [channels, height, width], an array of numpy [height, width] or
-    [height, width, channels], or an image of PIL. Floats are from 0 to 1, whole numbers from 0 to 255; what
-    is outside is clipped. `what` names it in errors. Raises UsageError.
+    image: a tensor [height, width] or [channels, height, width], a NumPy array [height, width] or
+    [height, width, channels], or a PIL image. Floats range from 0 to 1, integers from 0 to 255; other values
+    are clipped. `what` names the image in errors. Raises UsageError for other objects.
     """
     pixels = _pixels(what, image)
     height, width, _ = pixels.shape
     if not (0 < height <= MAX_SIDE and 0 < width <= MAX_SIDE):
         raise UsageError(
-            f"{what} has {width:,} x {height:,} pixels, of at least 1 and at most {MAX_SIDE:,} a side",
-            hint="log a smaller one: torch.nn.functional.interpolate, or a part of it",
+            f"{what} has {width:,} x {height:,} pixels; each side must have 1 to {MAX_SIDE:,} pixels",
+            hint="log a smaller image, for example with torch.nn.functional.interpolate, or a crop",
         )
     if pixels.is_floating_point():
         pixels = (pixels.float().nan_to_num(0.0).clamp(0, 1) * 255).round()
@@ -62,14 +62,14 @@ def stage_image(what: str, image: object) -> Staged:
         pixels = pixels * 255
     elif pixels.dtype != torch.uint8:
         pixels = pixels.to(torch.int64).clamp(0, 255)  # torch has no clamp for uint16 and uint32
-    # A copy: the next step may change the original.
+    # The next step may change the original, so copy it.
     return _stage(pixels.to(torch.uint8).clone(memory_format=torch.contiguous_format))
 
 
 def _pixels(what: str, image: object) -> Tensor:
-    """An image as a tensor [height, width, channels]."""
+    """Return an image as a tensor [height, width, channels]."""
     convert, mode = getattr(image, "convert", None), getattr(image, "mode", None)
-    if isinstance(mode, str) and callable(convert):  # of PIL
+    if isinstance(mode, str) and callable(convert):  # a PIL image
         image = np.asarray(image if mode in ("L", "RGB", "RGBA") else convert("RGB"))
     if isinstance(image, np.ndarray):
         found = _tensor(what, image)
@@ -83,7 +83,7 @@ def _pixels(what: str, image: object) -> Tensor:
     else:
         raise UsageError(
             f"{what} is a {type(image).__name__}",
-            hint="log a tensor, an array of numpy or an image of PIL",
+            hint="log a tensor, a NumPy array or a PIL image",
         )
     if found.dim() != 3 or found.shape[2] not in COLOR_TYPES or found.is_complex():
         raise UsageError(
@@ -94,9 +94,9 @@ def _pixels(what: str, image: object) -> Tensor:
 
 
 def _tensor(what: str, values: object) -> Tensor:
-    """Numbers as a tensor."""
+    """Copy numbers into a tensor; raises UsageError for other values."""
     try:
-        return torch.from_numpy(np.array(values))  # a copy: it may be read-only, or reversed
+        return torch.from_numpy(np.array(values))  # from_numpy rejects reversed arrays, so copy first
     except (TypeError, ValueError) as error:
         raise UsageError(
             f"{what} has no numbers: {error}", hint="log a tensor or a list of numbers"
@@ -104,12 +104,11 @@ def _tensor(what: str, values: object) -> Tensor:
 
 
 def _local(what: str, values: Tensor) -> Tensor:
-    if hasattr(
-        values, "to_local"
-    ):  # operations on it are collectives, for which the other ranks would not come
+    # Operations on a DTensor are collectives, which the other ranks would not join.
+    if hasattr(values, "to_local"):
         raise UsageError(
-            f"{what} is a DTensor, of which this rank has a part",
-            hint="call full_tensor() on every rank, and log its result",
+            f"{what} is a DTensor, and this rank has only its shard",
+            hint="call full_tensor() on every rank, and log the result",
         )
     if values.layout != torch.strided:
         raise UsageError(f"{what} is a sparse tensor", hint="log its to_dense()")
@@ -118,16 +117,17 @@ def _local(what: str, values: Tensor) -> Tensor:
 
 @torch.no_grad()
 def stage_histogram(what: str, values: object) -> Staged:
-    """The histogram of some numbers, float64 [5 + NUM_BINS].
+    """Compute the histogram of some numbers, float64 [5 + NUM_BINS], and start its copy to the host.
 
-    Its two ends, the sum and the sum of squares of the numbers, how many are not finite, and the counts of
-    bins of equal width. `what` names it in errors. Raises UsageError.
+    The result contains the minimum, the maximum, the sum, the sum of squares, the number of values that are
+    not finite, and the counts of bins of equal width. `what` names the histogram in errors. Raises UsageError
+    unless there is at least one real number.
     """
     found = _local(what, values) if isinstance(values, Tensor) else _tensor(what, values)
     if found.numel() == 0 or found.is_complex():
         raise UsageError(
             f"{what} has {found.numel()} values of type {found.dtype}",
-            hint="log at least one number; of complex ones the real part or the absolute value",
+            hint="log at least one number, and the real part or absolute value of complex numbers",
         )
     flat = found.reshape(-1)
     flat = flat.float() if flat.dtype in (torch.float16, torch.bfloat16, torch.float32) else flat.double()

@@ -1,4 +1,7 @@
-"""The task ``multimodal_lm``, and here its rows: an image or a curve, a question and its answer."""
+"""Reads and generates the rows of the task ``multimodal_lm``.
+
+A row has an image or a curve, a question and its answer.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,9 @@ Medium = Literal["image", "curve"]
 
 
 def read_row(line: bytes, medium: Medium, folder: Path) -> dict[str, object]:
-    """The object of one line; raises ValueError, without the place, unless a task can train on it.
+    """Parse a line; raises ValueError, without file and line, unless the task can train on it.
 
-    Images are looked for in `folder`, and not opened.
+    An image must exist in `folder`, but is not opened.
     """
     try:
         row = json.loads(line.decode("utf-8-sig"))
@@ -38,30 +41,30 @@ def read_row(line: bytes, medium: Medium, folder: Path) -> dict[str, object]:
             raise ValueError(f"its {key} contains an unpaired surrogate") from None
     if medium == "image":
         if not (folder / str(row["image"])).is_file():
-            raise ValueError(f"there is no image {folder / str(row['image'])}")
+            raise ValueError(f"image {folder / str(row['image'])} does not exist")
     else:
         _check_curve(row["curve"])
     return row
 
 
 def _check_curve(points: object) -> None:
-    """Raise ValueError unless it is a list of numbers, or of pairs of a time and a number."""
+    """Raise ValueError unless `points` is a list of numbers, or of pairs of a time and a number."""
     try:
         found = np.asarray(points, dtype=np.float64)
     except (ValueError, TypeError):
         found = np.empty(0)
     is_curve = found.ndim == 1 or (found.ndim == 2 and found.shape[1] == 2)
     if not is_curve or len(found) < 2 or not np.isfinite(found).all():
-        raise ValueError("its curve is not a list of at least two finite numbers, or pairs of them")
+        raise ValueError("its curve is not a list of at least two finite numbers or pairs of finite numbers")
 
 
 def row_texts(row: Mapping[str, object]) -> list[bytes]:
-    """The question and the answer, as they are tokenised."""
+    """Return the question and the answer as bytes for the tokenizer."""
     return [f"{row['question']}\n".encode(), str(row["answer"]).encode()]
 
 
 DEMO = "demo"
-"""The name of the rows in a config, in place of a file."""
+"""The name that replaces a file in a config to select the built-in rows."""
 NUM_ROWS = {"train": 2000, "val": 200}
 COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 80, 220), "yellow": (230, 210, 40)}
 SHAPES = ("circle", "square", "triangle")
@@ -72,10 +75,10 @@ Split = Literal["train", "val"]
 
 
 def demo_rows(medium: Medium, split: Split, count: int | None = None) -> list[dict[str, object]]:
-    """`count` rows, by default 2,000 for training and 200 for validation, which are always the same.
+    """Generate `count` rows, always the same; the default is 2,000 for training and 200 for validation.
 
-    They have a ``question``, an ``answer``, and an ``image`` (uint8 [32, 32, 3]) or a ``curve`` (64 pairs of
-    time and value).
+    A row has a ``question``, an ``answer``, and either an ``image``, uint8 [32, 32, 3], or a ``curve`` of 64
+    pairs of time and value.
     """
     rng = random.Random(f"{medium}/{split}")
     make = _image_row if medium == "image" else _curve_row
@@ -89,7 +92,7 @@ def _image_row(rng: random.Random) -> dict[str, object]:
 
 
 def _draw(shape: str, colour: str, rng: random.Random) -> npt.NDArray[np.uint8]:
-    """A picture with one shape at a random place."""
+    """Draw one shape at a random position."""
     size = rng.randint(12, 20)
     left, top = rng.randint(0, PIXELS - size), rng.randint(0, PIXELS - size)
     y, x = np.mgrid[:PIXELS, :PIXELS]
@@ -105,7 +108,7 @@ def _draw(shape: str, colour: str, rng: random.Random) -> npt.NDArray[np.uint8]:
 
 
 def _curve_row(rng: random.Random) -> dict[str, object]:
-    """A curve at random times, with noise."""
+    """Generate a curve with noise at random times."""
     trend = rng.choice(TRENDS)
     slope, phase = rng.uniform(0.8, 1.5), rng.uniform(0, 2 * math.pi)
     curve = []

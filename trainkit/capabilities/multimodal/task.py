@@ -1,10 +1,10 @@
 """The task ``multimodal_lm``: a language model answers questions about an image or a curve.
 
-An encoder turns the image or the curve into vectors, an aligner turns those into a few embeddings in front of
-the embeddings of the question, and the loss is that of the answer. It is written like a task of a user's own,
-and it is an example of one.
+An encoder turns the image or the curve into vectors. An aligner turns the vectors into a few embeddings in
+front of the embeddings of the question. The loss counts only the tokens of the answer. The module uses only
+the API of `trainkit.task`, so it is also an example of a user's task.
 
-Shapes: B samples, N patches, M embeddings of the medium, T tokens of text, D width of the language model.
+Shapes: B samples, N patches, M embeddings of the medium, T text tokens, D width of the language model.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from trainkit.trainer.models.model import StageSpec
 
 log = getLogger(__name__)
 FREQUENCIES = 4
-"""Pairs of Fourier features of each time of a curve, at frequencies that double."""
+"""The number of pairs of Fourier features per time of a curve; each frequency doubles the previous one."""
 MAX_LISTED = 20
 IGNORE = -100
-"""The label of tokens that are not part of an answer; that of `torch.nn.functional.cross_entropy`."""
+"""The label of tokens outside the answer, which is the default `ignore_index` of `cross_entropy`."""
 
 
 @dataclass(frozen=True)
 class MediumFormat:
-    """How images or curves become patches."""
+    """The format in which images or curves are cut into patches."""
 
     kind: Medium
     size: int
-    """Width and height of an image in pixels, to which it is scaled, or points of a curve."""
+    """Width and height in pixels to which images are scaled, or the number of points of a curve."""
     patch: int
-    """Width and height of a patch in pixels, or its points."""
+    """Width and height of a patch in pixels, or its number of points."""
 
     @property
     def num_patches(self) -> int:
@@ -62,24 +62,27 @@ class MediumFormat:
 
     @property
     def num_features(self) -> int:
-        """Numbers in a patch."""
+        """Return the number of values in a patch."""
         if self.kind == "image":
             return 3 * self.patch * self.patch
         return (1 + 2 * FREQUENCIES) * self.patch
 
     def read_image(self, file: Path) -> Tensor:
-        """The patches of an image, float32 [N, features] in -1 to 1; raises ValueError for a damaged file."""
+        """Read the patches of an image, float32 [N, features] from -1 to 1.
+
+        Raises ValueError for a damaged file.
+        """
         from PIL import Image
 
         try:
             with Image.open(file) as image:
                 pixels = np.asarray(image.convert("RGB").resize((self.size, self.size)), dtype=np.uint8)
-        except Exception as error:  # its decoders raise errors of many types, some without the name
+        except Exception as error:  # decoders raise many types, some without the name of the file
             raise ValueError(f"image {file} cannot be opened: {type(error).__name__}: {error}") from error
         return self.cut(pixels)
 
     def cut(self, pixels: npt.NDArray[np.uint8]) -> Tensor:
-        """The patches of pixels [height, width, 3], which are scaled to `size`."""
+        """Scale pixels, uint8 [height, width, 3], to `size` and cut them into patches."""
         values = torch.from_numpy(pixels.astype(np.float32) / 127.5 - 1.0)
         if len(values) != self.size:
             scaled = F.interpolate(values.permute(2, 0, 1)[None], (self.size, self.size), mode="bilinear")
@@ -89,10 +92,10 @@ class MediumFormat:
         return blocks.transpose(1, 2).reshape(self.num_patches, self.num_features)
 
     def read_curve(self, points: Sequence[Any]) -> Tensor:
-        """The patches of a curve: its values, and Fourier features of their times, float32 [N, features].
+        """Cut a curve into patches of its values and Fourier features of their times, float32 [N, features].
 
-        points: numbers at equal distances, or pairs of a time and a number; another number of points than
-        `size` is interpolated to it.
+        points: numbers at equal distances, or pairs of a time and a number. The curve is interpolated to
+        `size` points.
         """
         values = np.asarray(points, dtype=np.float64)
         times = np.linspace(0.0, 1.0, len(values)) if values.ndim == 1 else values[:, 0]
@@ -107,7 +110,7 @@ class MediumFormat:
 
 
 class MediumSamples:
-    """The rows of a JSON Lines file, or the built-in ones: an image or a curve, a question and its answer."""
+    """The rows of a JSON Lines file or the built-in rows, each with a medium, a question and its answer."""
 
     def __init__(
         self, file: Path, medium: MediumFormat, tokenizer: str, max_tokens: int, split: Split = "train"
@@ -158,13 +161,13 @@ class MediumSamples:
 
 
 def _read(file: Path, kind: Medium, split: Split) -> tuple[bytes, Sequence[bytes | dict[str, object]]]:
-    """What identifies the rows of a file, and its lines; those that are built in are read already."""
+    """Return bytes that identify the rows of a file, and its lines; built-in rows are parsed already."""
     if str(file) == DEMO:
         return f"{DEMO} {split}".encode(), demo_rows(kind, split)
     try:
         content = file.read_bytes()
     except OSError as error:
-        hint = f"task_args names JSON Lines files, or `{DEMO}`, which is built in"
+        hint = f"set task_args.{split} to a JSON Lines file, or to `{DEMO}` for built-in rows"
         raise UsageError(f"{file} cannot be read: {error.strerror}", hint=hint) from None
     return content, content.splitlines()
 
@@ -187,7 +190,7 @@ class Layer(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Patches [B, N, features] -> vectors [B, N, width]."""
+    """Maps patches [B, N, features] to vectors [B, N, width]."""
 
     def __init__(self, medium: MediumFormat, width: int, layers: int, heads: int) -> None:
         super().__init__()
@@ -205,9 +208,9 @@ class Encoder(nn.Module):
 
 
 class Aligner(nn.Module):
-    """Vectors [B, N, width] -> embeddings [B, M, D] of the language model.
+    """Maps vectors [B, N, width] to embeddings [B, M, D] of the language model.
 
-    With queries, each of them attends to all vectors; without, M is N.
+    With queries, M is their number, and each query attends to all vectors. Without queries, M is N.
     """
 
     def __init__(self, width: int, dim: int, queries: int, heads: int) -> None:
@@ -225,7 +228,7 @@ class Aligner(nn.Module):
 
 
 class OwnLM(nn.Module):
-    """trainkit's decoder, which takes embeddings [B, T, D] and returns logits [B, T, vocab]."""
+    """The decoder of trainkit, which maps embeddings [B, T, D] to logits [B, T, vocab]."""
 
     def __init__(self, config: RunConfig, vocab_size: int, seq_len: int) -> None:
         super().__init__()
@@ -252,10 +255,10 @@ class OwnLM(nn.Module):
 
 
 class HFLM(nn.Module):
-    """A model of transformers, which takes embeddings [B, T, D] and returns logits [B, T, vocab].
+    """A model of transformers, which maps embeddings [B, T, D] to logits [B, T, vocab].
 
-    `stored` has the parameters without memory, whose values each rank reads for its shard, and their names
-    in the files.
+    `stored` maps the parameters on the meta device to their names in the files. Each rank reads the values of
+    its shard.
     """
 
     def __init__(self, config: RunConfig, weights: StoredWeights | None) -> None:
@@ -271,9 +274,9 @@ class HFLM(nn.Module):
             names = [f"lm.model.{name}" for name, _ in self.model.named_parameters()]
             patterns = config.model.init_include or ("*",)
             if not why and not is_independent(config.model.lora or {}):
-                why = "the initial values of model.lora depend on it"
+                why = "the initial values of model.lora depend on the weights"
             elif not why and config.model.init_from and any(matching(names, item) for item in patterns):
-                why = "model.init_from has other weights"
+                why = "model.init_from replaces the weights"
             if why:
                 log.warning(f"each process reads all of {folder}: {why}")
                 self.model, self.stored = read_whole(folder), {}
@@ -289,7 +292,7 @@ class HFLM(nn.Module):
 
 
 class MultimodalModel(nn.Module):
-    """Patches [B, N, features] and tokens [B, T] -> the logits of every token [B, T, vocab]."""
+    """Maps patches [B, N, features] and tokens [B, T] to logits [B, T, vocab]."""
 
     def __init__(self, encoder: Encoder, aligner: Aligner, lm: OwnLM | HFLM) -> None:
         super().__init__()
@@ -300,13 +303,13 @@ class MultimodalModel(nn.Module):
     def forward(self, patches: Tensor, tokens: Tensor) -> Tensor:
         medium = self.aligner(self.encoder(patches))
         embeddings = torch.cat((medium, self.lm.embedding(tokens).to(medium.dtype)), dim=1)
-        # The logits at a position are those of the token after it.
+        # The logits at a position predict the next token.
         logits: Tensor = self.lm(embeddings[:, :-1])[:, medium.shape[1] - 1 :]
         return logits
 
 
 class MultimodalLM(Task):
-    """Answers to questions about images or curves."""
+    """Trains a language model to answer questions about images or curves."""
 
     def __init__(
         self,
@@ -325,12 +328,12 @@ class MultimodalLM(Task):
     ) -> None:
         super().__init__(config)
         if medium not in ("image", "curve"):
-            raise UsageError(f"task_args.medium is {medium}", hint="it is image or curve")
+            raise UsageError(f"task_args.medium is {medium}", hint="set it to image or curve")
         numbers = {"size": size, "patch": patch, "width": width, "layers": layers, "heads": heads}
         for name, value in {**numbers, "queries": queries}.items():
             least = 0 if name == "queries" else 1
             if not isinstance(value, int) or value < least:
-                hint = f"it is a whole number of at least {least}"
+                hint = f"set it to an integer of at least {least}"
                 raise UsageError(f"task_args.{name} is {value}", hint=hint)
         for name, whole in (("patch", "size"), ("heads", "width")):
             if numbers[whole] % numbers[name]:
@@ -349,12 +352,12 @@ class MultimodalLM(Task):
             if not config.model.from_scratch:
                 self._weights = StoredWeights(Path(config.model.hf))
         self._names: dict[str, str] = {}
-        """Names in the files by the names of parameters."""
+        """Maps a parameter to its name in the files."""
         taken = queries or self._medium.num_patches
         self._max_tokens = config.data.seq_len - taken
         if self._max_tokens < 2:
-            message = f"data.seq_len is {config.data.seq_len}, of which the medium takes {taken}"
-            raise UsageError(message, hint=f"at least {taken + 2} leave room for a text")
+            message = f"data.seq_len is {config.data.seq_len}, but the {medium} alone takes {taken} tokens"
+            raise UsageError(message, hint=f"set data.seq_len to at least {taken + 2}")
 
     def build_model(self) -> nn.Module:
         model = self.config.model
@@ -377,7 +380,7 @@ class MultimodalLM(Task):
             if not found:
                 raise UsageError(
                     f"task_args.frozen has {pattern!r}, which no parameter matches",
-                    hint="patterns such as encoder.*, aligner.* and lm.*",
+                    hint="use patterns such as encoder.*, aligner.* and lm.*",
                 )
             for param in found:
                 param.requires_grad_(False)

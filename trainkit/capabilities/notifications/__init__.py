@@ -1,4 +1,4 @@
-"""Messages about a run: to a webhook, which its supervisor calls, and by email, which Slurm sends."""
+"""Reports events of a run to a webhook, and by email through Slurm."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainkit.capabilities.notifications.policy import NotifyPolicy, policy_of
 from trainkit.capability import Capability, Planned, Watch
 from trainkit.errors import KeyProblem
 
-if TYPE_CHECKING:  # `status` imports this too, and what knows the config is slow to import
+if TYPE_CHECKING:  # `trainkit status` imports this module, and the config modules are slow to import
     from trainkit.capabilities.notifications.notifier import Notifier
     from trainkit.capability import Hosts
     from trainkit.config.loaded import LoadedConfig
@@ -28,7 +28,7 @@ VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class Notifications(Capability):
-    """The capability: its part is in every plan, and what sends is imported only where there is a webhook."""
+    """The capability of notifications; its part is in every plan."""
 
     name = "notifications"
     quiet = dict.fromkeys(("notify.webhook", "notify.mail"), "the {what} reports nothing")
@@ -39,8 +39,8 @@ class Notifications(Capability):
 
         notify, key = config.notify, "notify.mail"
         if notify.webhook is not None and not VARIABLE.fullmatch(notify.webhook):
-            # Most likely it is the URL, which no message may show.
-            hint = f"export {WEBHOOK_VARIABLE}=URL in the shell that submits, and leave notify.webhook out"
+            # The value is probably the URL, which is a secret, so the message does not quote it.
+            hint = f"export {WEBHOOK_VARIABLE}=URL in the shell that submits, and remove notify.webhook"
             yield "notify.webhook", "is not the name of an environment variable", hint
         if notify.mail is None:
             return
@@ -49,8 +49,8 @@ class Notifications(Capability):
                 yield key, f"is set, and so is resources.{other}", "remove one of them"
         if not any(event in MAIL_TYPES for event in notify.on):
             known = ", ".join(MAIL_TYPES)
-            message = f"is set, but notify.on has none of the events that Slurm knows: {known}"
-            yield key, message, "add one of them, or remove notify.mail"
+            message = f"is set, but notify.on contains no event that Slurm can email: {known}"
+            yield key, message, "add one of these events, or remove notify.mail"
 
     def problems(self, loaded: LoadedConfig, facts: Facts) -> Iterator[KeyProblem]:
         webhook = loaded.config.notify.webhook
@@ -60,7 +60,7 @@ class Notifications(Capability):
         from trainkit.capabilities.notifications.notifier import url_problem
 
         if (what := url_problem(url)) is not None:
-            hint = f"export {webhook}=https://…, as the chat program shows it, in the shell that submits"
+            hint = f"copy the URL from the chat program: export {webhook}=https://…"
             yield "notify.webhook", f"is {webhook}, whose value {what}", hint
 
     def plan(self, loaded: LoadedConfig, facts: Facts, draft: LaunchPlan) -> Planned:
@@ -72,11 +72,11 @@ class Notifications(Capability):
         elif notify.on and notify.webhook not in (None, WEBHOOK_VARIABLE):
             warnings.append(f"notify.webhook is {notify.webhook}, which is not set in this shell")
         if notify.mail is not None and draft.slurm is None:
-            warnings.append("notify.mail has no effect: Slurm sends the emails, and this run starts here")
+            warnings.append("notify.mail has no effect, because the run does not use Slurm")
         elif notify.mail is not None:
             by_mail = [event for event in notify.on if event in MAIL_TYPES]
             unknown = [event for event in notify.on if event not in MAIL_TYPES]
-            without = f"; Slurm does not know {', '.join(unknown)}" if unknown else ""
+            without = f"; Slurm sends no email for {', '.join(unknown)}" if unknown else ""
             found.append(f"{', '.join(by_mail)} by email to {notify.mail}{without}")
         part = NotifyPolicy(notify.on, notify.webhook, notify.min_interval_s, notify.stalled_after_s)
         return Planned(part, {"notify": "; ".join(found)} if found else {}, tuple(warnings))

@@ -1,4 +1,4 @@
-"""``trainkit check --test-notification``: one message to the webhook, now."""
+"""The option ``trainkit check --test-notification``, which sends a test message to the webhook."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from trainkit.capability import Choice
 from trainkit.cli.help import AddedOption, option
 from trainkit.errors import UsageError
 
-if TYPE_CHECKING:  # the help of the command waits for this module
+if TYPE_CHECKING:  # keep `trainkit check --help` fast
     from trainkit.config.schema import RunConfig
 
 
 def check_option(function: Callable[..., None]) -> Callable[..., None]:
-    """Add the option to a command."""
+    """Add the option --test-notification to a command."""
 
     @functools.wraps(function)
     def command(test_notification: bool, choices: Sequence[Choice] = (), **others: object) -> None:
@@ -28,7 +28,7 @@ def check_option(function: Callable[..., None]) -> Callable[..., None]:
 
 
 class SendTest(Choice):
-    """A test message to the webhook of a config."""
+    """The choice to send a test message to the webhook of a config."""
 
     def try_out(self, config: RunConfig) -> str:
         from trainkit.capabilities.notifications.notifier import send_test
@@ -39,6 +39,6 @@ class SendTest(Choice):
             message = "notify.webhook is null" if name is None else f"{name} is not set in this shell"
             raise UsageError(
                 f"--test-notification requires a webhook, but {message}",
-                hint=f"export {name or 'NAME'}=URL, which notify.webhook names; no file may contain the URL",
+                hint=f"export {name or 'NAME'}=URL, and set notify.webhook to the name of the variable",
             )
         return f"the URL in {name} has accepted a test message (HTTP {send_test(url, config.name)})"

@@ -1,8 +1,8 @@
-"""Notifies a webhook of what happens to a run, from threads that nothing waits for.
+"""Sends notifications about a run to a webhook, from background threads.
 
-The URL is a secret: it is in an environment variable, and no file, log or message contains it.
-``notifications.json`` in the run folder has the times of the last ones, so that a run which restarts again
-and again sends no more than `notify.min_interval_s` allows.
+The URL is a secret. It is in an environment variable, and no file, log or message contains it.
+``notifications.json`` in the run folder contains the times of the last notifications, so that
+`notify.min_interval_s` also limits a run that restarts repeatedly.
 """
 
 from __future__ import annotations
@@ -35,31 +35,32 @@ from trainkit.shipped import restart_cause
 
 STATE_NAME = "notifications.json"
 SEND_TIMEOUT_S = 5.0
-"""How long the endpoint may take to respond."""
+"""Seconds that the endpoint may take to respond."""
 END_TIMEOUT_S = 6.0
-"""How long the exit of the job waits for a notification that is being sent."""
+"""Seconds that the exit of the job waits for notifications that are being sent."""
 LAST_EVENTS = ("finished", "failed")
-"""Reported however short the time since the last notification: nothing follows them."""
+"""Events that ignore the rate limit, because no other event follows them."""
 
 
 class DeliveryError(TrainkitError):
-    """The endpoint has not accepted a notification; the message does not contain the URL."""
+    """The endpoint did not accept a notification. The message does not contain the URL."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(message, hint="check the URL, and that this machine may reach its server")
+        super().__init__(message, hint="check the URL, and whether this machine can reach its server")
 
 
 @dataclass(frozen=True)
 class Notification:
-    """What happened to a run, as `notify.on` names it, and in words."""
+    """A message about an event of a run."""
 
     event: str
+    """The name of the event in `notify.on`."""
     text: str
-    """One sentence without the name of the run."""
+    """A sentence about the event, without the name of the run."""
     command: str
-    """The command of trainkit that shows more, such as ``diagnose``."""
+    """The command of trainkit that shows details, such as ``diagnose``."""
     reason: str | None = None
-    """By default `text`."""
+    """The cause of the event; None stands for `text`."""
     state: str | None = "running"
     step: int | None = None
     rank: int | None = None
@@ -67,9 +68,9 @@ class Notification:
 
 
 def end_notification(end: AttemptEnd, diverged: int | None = None) -> Notification | None:
-    """The notification of an ended attempt; None if a person stopped it, or it stopped as configured.
+    """Return the notification of an ended attempt, or None if the user or the config stopped it.
 
-    `diverged` is the step since which it has diverged.
+    `diverged` is the first step of a divergence.
     """
     state, failure = end.state, end.verdict or RankFailure()
     reason = str(with_divergence(end.reason, diverged))
@@ -81,7 +82,7 @@ def end_notification(end: AttemptEnd, diverged: int | None = None) -> Notificati
     if end.resumes:
         text = f"restarts: {reason}" if end.action == "restart" else f"is requeued: {reason}"
         if end.cause is not None and restart_cause(end.cause).in_place:
-            text = reason  # restarts without HOST: …
+            text = reason  # such as "restarts without HOST: …"
         return Notification("requeued", f"{text}{first}", "status", *fields)
     if state == "failed" or (state == "stopped" and end.cause is not None):
         return Notification("failed", f"{state}: {reason}{first}", "diagnose", *fields)
@@ -89,7 +90,7 @@ def end_notification(end: AttemptEnd, diverged: int | None = None) -> Notificati
 
 
 def event_notification(event: Event) -> Notification:
-    """The notification of an event ``slow_rank``, or ``silent``: a COMMAND without output."""
+    """Return the notification of an event ``slow_rank``, or ``silent`` for a COMMAND without output."""
     rank, host, step = event.rank, event.host, event.step
     if event.name == "silent":
         return Notification("stalled", str(event.reason), "diagnose", step=step, rank=rank, host=host)
@@ -100,7 +101,7 @@ def event_notification(event: Event) -> Notification:
 
 
 class Notifier:
-    """Sends the notifications of one process; a notification that cannot be sent is only logged."""
+    """Sends the notifications of one process, and logs those that cannot be sent."""
 
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
@@ -108,21 +109,21 @@ class Notifier:
         self._problem = ""
 
     def send_end(self, attempt: AttemptDir, end: AttemptEnd) -> None:
-        """Send the notification of an ended attempt, if there is one; returns at once."""
+        """Send the notification of an ended attempt, if it has one, in the background."""
         since = None
-        with contextlib.suppress(OSError):  # the end is reported even if the metrics cannot be read
+        with contextlib.suppress(OSError):  # report the end even if the metrics cannot be read
             since = diverged_since(attempt.run, attempt.number)
         if (notification := end_notification(end, since)) is not None:
             self.send(attempt, notification)
 
     def send(self, attempt: AttemptDir, notification: Notification) -> None:
-        """Send a notification unless the config or the rate limit excludes it; returns at once."""
+        """Send a notification in the background, unless the config or the rate limit excludes it."""
         thread = threading.Thread(target=self._send, args=(attempt, notification), name="notify", daemon=True)
         self._threads.append(thread)
         thread.start()
 
     def wait(self, timeout_s: float = END_TIMEOUT_S) -> None:
-        """Wait until everything is sent, or until the time is over."""
+        """Wait until all notifications are sent, for at most `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
@@ -136,13 +137,13 @@ class Notifier:
                 if policy_of(plan).sends(notification.event):
                     _send_limited(attempt, plan, notification)
             except (OSError, ValueError, TrainkitError) as error:
-                if (problem := str(error)) != self._problem:  # once: the run continues without notifications
+                if (problem := str(error)) != self._problem:  # do not repeat the warning
                     self._problem = problem
                     log_line(f"warning: a notification was not sent: {problem}")
 
 
 def _send_limited(attempt: AttemptDir, plan: LaunchPlan, notification: Notification) -> None:
-    """Send a notification unless one of its kind was sent recently."""
+    """Send a notification unless its event was reported within `min_interval_s`."""
     policy = policy_of(plan)
     file, event = attempt.run.path / STATE_NAME, notification.event
     sent = Record(read_object(file)).record("sent")
@@ -152,31 +153,31 @@ def _send_limited(attempt: AttemptDir, plan: LaunchPlan, notification: Notificat
 
 
 def is_due(last: str | None, event: str, now: datetime, min_interval_s: float) -> bool:
-    """Whether an event may be reported at the time `now`; `last` is the time of its last report."""
+    """Return whether an event may be reported at the time `now`; `last` is the time of its last report."""
     then = parse_time(last)
     if event in LAST_EVENTS or then is None:
         return True
     since_s = (now - then).total_seconds()
-    return not 0.0 <= since_s < min_interval_s  # a time in the future comes from another clock
+    return not 0.0 <= since_s < min_interval_s  # ignore a time in the future, which another clock wrote
 
 
 _MENTION = re.compile(r"<(?=[!@#])|@(?=(?:everyone|channel|here)\b)")
-"""What makes a chat program notify a whole channel, also within the message of an exception."""
+"""Mentions that make a chat program notify a whole channel, for example within an exception."""
 
 
 def _outside(text: str) -> str:
-    """A text as it leaves the machine: without secrets, and without notifying anyone else."""
+    """Remove secrets and mentions from a text that leaves the machine."""
     return _MENTION.sub(r"\g<0> ", mask_secrets(text))
 
 
 def message(attempt: AttemptDir, plan: LaunchPlan, notification: Notification) -> str:
-    """The JSON object that the endpoint receives; ``text`` is what chat programs show."""
-    # Imported where something is sent, because it is slow.
+    """Return the JSON object for the endpoint; chat programs show its ``text``."""
+    # This import is slow, and most processes send nothing.
     from trainkit.config import read_effective
 
     run, job, total_steps = attempt.run, read_job(attempt.run), None
     entry, step = job.of_attempt(attempt.number), notification.step
-    if not plan.workload.is_command:  # a COMMAND ignores it
+    if not plan.workload.is_command:  # a COMMAND ignores train.steps
         total_steps = read_effective(attempt.config_file).train.steps
     where = f"job {entry.job_id or None}, attempt {attempt.number}"
     at = "" if step is None else f", step {step}" + ("" if total_steps is None else f"/{total_steps}")
@@ -201,13 +202,13 @@ def message(attempt: AttemptDir, plan: LaunchPlan, notification: Notification) -
 
 
 def send_test(url: str, name: str) -> int:
-    """Send a test message for a run of this name; returns the status of the answer. Raises DeliveryError."""
-    text = f"{name}: this is a test of trainkit; the run would report here"
+    """Send a test message for a run, and return the HTTP status. Raises DeliveryError."""
+    text = f"{name}: this is a test message of trainkit; the run will report here"
     return post(url, json.dumps({"text": text, "event": "test", "run": name, "time": utc_now()}))
 
 
 def url_problem(url: str) -> str | None:
-    """Why a value cannot be the URL of a webhook, without the value; None if it can."""
+    """Return why a value is not the URL of a webhook, without quoting it; None if it is valid."""
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port
@@ -223,20 +224,20 @@ def url_problem(url: str) -> str | None:
 
 
 def post(url: str, text: str, timeout_s: float = SEND_TIMEOUT_S) -> int:
-    """Send JSON to a URL and return the status of the answer; follows no redirect.
+    """Send JSON to a URL without following redirects, and return the HTTP status.
 
     Raises DeliveryError, whose message does not contain the URL.
     """
     problem = url_problem(url)
     if problem is not None:
         raise DeliveryError(f"the URL {problem}")
-    # Imported where something is sent: most processes of a job send nothing, and it is slow.
+    # These imports are slow, and most processes of a job send nothing.
     from http.client import HTTPException
     from urllib.error import HTTPError, URLError
     from urllib.request import HTTPRedirectHandler, Request, build_opener
 
     class NoRedirect(HTTPRedirectHandler):
-        """Another server must not get the notification."""
+        """Rejects redirects, because another server must not get the notification."""
 
         def redirect_request(self, *arguments: Any) -> None:
             return None

@@ -1,4 +1,4 @@
-"""The part of the plan that says which events a run reports to a webhook."""
+"""Defines the part of the plan with the settings of notifications."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NotifyPolicy(Part):
-    """The values of the section `notify` of the config that a job needs."""
+    """The values of the config section `notify` that a job needs."""
 
     CAPABILITY = "notifications"
     on: tuple[str, ...] = ()
@@ -24,12 +24,12 @@ class NotifyPolicy(Part):
     stalled_after_s: float = 1800.0
 
     def sends(self, *events: str) -> bool:
-        """Whether one of these events would be reported from here."""
+        """Return whether this process would report one of these events."""
         return bool(os.environ.get(self.webhook or "")) and any(event in self.on for event in events)
 
 
 def policy_of(plan: LaunchPlan) -> NotifyPolicy:
-    """The policy of a plan; one that a person attends to never counts as stalled."""
+    """Return the policy of a plan; an attended run never counts as stalled."""
     policy = plan.part(NotifyPolicy) or NotifyPolicy()
     if plan.attended_in is None:
         return policy

@@ -1,4 +1,4 @@
-"""Reports to the webhook that an attempt is stalled or slow, or cannot save."""
+"""Reports to the webhook when an attempt is stalled, is slow, or cannot save."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from trainkit.run.history import Attempt
 from trainkit.run.rundir import AttemptDir
 
 STALL_INTERVALS = 3.0
-"""A run that writes metrics seldom is stalled after this many of its longest intervals."""
+"""A run is stalled only after this multiple of its longest interval between two records."""
 WATCHED_EVENTS = ("slow_rank", "silent", *SAVE_EVENTS)
 
 
 class ProgressWatch(Watch):
-    """Reports that an attempt is stalled, once until it makes progress again, and what its events say."""
+    """Watches the progress and the events of an attempt, and reports each stall once."""
 
     def __init__(self, attempt: AttemptDir, plan: LaunchPlan, limit_s: float, notifier: Notifier) -> None:
         self._attempt = attempt
         self._notifier = notifier
         self._limit_s = limit_s
-        # The trainer logs metrics, and its logs may grow without progress; a command may write only logs.
+        # The logs of the trainer may grow without progress. A command may write nothing but logs.
         self._output = OutputWatch(attempt, self._limit_s, with_logs=plan.workload.is_command)
         self._events = Tail(attempt.run.events_file)
         self._events.position = self._events.size()
@@ -34,7 +34,7 @@ class ProgressWatch(Watch):
         self._is_stalled = False
 
     def poll(self) -> None:
-        """Report what has changed. Raises OSError."""
+        """Report new stalls and events. Raises OSError."""
         silent_s = self._output.poll()
         if silent_s is None:
             return
@@ -60,6 +60,6 @@ class ProgressWatch(Watch):
             self._seen.add(event)
             failed = self._seen.failed_saves
             if len(failed) == FAILED_SAVES:
-                since = f"{len(failed)} in a row failed, since step {failed[0].step}"
+                since = f"{len(failed)} saves in a row failed since step {failed[0].step}"
                 text = f"cannot save checkpoints: {since}: {event.text('error')}"
                 self._notifier.send(self._attempt, Notification("stalled", text, "status", step=event.step))

@@ -1,4 +1,4 @@
-"""Computes steps of a run again, and shows their samples."""
+"""Computes steps of a run again, compares them, and shows their samples."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from trainkit.capability import Capability, Part
 
 SAMPLES_FILE = "sample_losses.jsonl"
-"""What the ranks of a replay write into its folder: the losses of the samples of each step."""
+"""The file in the folder of a replay with the losses of the samples of each step."""
 
 
 @dataclass(frozen=True)
 class SampleLosses:
-    """A line of `SAMPLES_FILE`."""
+    """The losses of the samples of one step, a line of `SAMPLES_FILE`."""
 
     step: int
     losses: list[float | str]
@@ -21,15 +21,15 @@ class SampleLosses:
 
 @dataclass(frozen=True)
 class ReplayPart(Part):
-    """The steps that `trainkit replay` computes again."""
+    """The steps that `trainkit replay` computes again, as a part of the plan."""
 
     CAPABILITY = "replay"
     steps: tuple[int, int]
-    """The first and the last one."""
+    """The first and the last step."""
 
 
 class Replay(Capability):
-    """The capability: only the command plans a run with its part, which has a worker of its own."""
+    """The capability of `trainkit replay`; only that command adds its part, which selects its own worker."""
 
     name = "replay"
 

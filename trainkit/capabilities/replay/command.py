@@ -1,4 +1,4 @@
-"""`trainkit replay`: compute steps of a run again, and compare; `trainkit data show`: their samples."""
+"""The commands `trainkit replay` and `trainkit data show`."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from trainkit.run.rundir import RunDir
 
 MAX_SAMPLES = 10
-"""Samples that are listed."""
+"""The largest number of samples that are listed."""
 MAX_TEXT = 60
-"""Characters of a text that are shown in its line."""
+"""The largest number of characters of a text in one line."""
 MAX_DOCUMENTS = 3
 SHAPE_KEYS = ("resources.nodes", "resources.gpus_per_node")
 
@@ -44,17 +44,17 @@ SHAPE_KEYS = ("resources.nodes", "resources.gpus_per_node")
 @option("--step N[..M]", "Step, or range of steps.", name="steps")
 @option(
     "--layout LAYOUT",
-    "`same` as in the run, `single` for one process, or as in tp=2,dp_shard=2.",
+    "`same` as in the run, `single` for one process, or degrees such as tp=2,dp_shard=2.",
     default="same",
     show_default=True,
 )
 @options.shape_options
-@option("--submit", "Compute in a job: on Slurm where there is one.")
+@option("--submit", "Compute in a job, on Slurm if it is available.")
 @options.job_options
-@option("--run-dir DIR", "Folder of the job, new or empty; default: runs/NAME-replay.")
+@option("--run-dir DIR", "New or empty run folder of the job; default: runs/NAME-replay.")
 @option("--follow", "Wait for the job and compare; Ctrl-C detaches.")
-@option("--collect JOB", "Compare what a job computed, by its folder, name or job id; start nothing.")
-@option("--keep", "Without --submit: keep the folder of the replay, with its logs.")
+@option("--collect JOB", "Compare the result of a job, given its folder, name or job id.")
+@option("--keep", "Keep the temporary folder of the replay, with its logs; only without --submit.")
 @options.trust_option
 @options.json_option
 def command(
@@ -71,14 +71,15 @@ def command(
     as_json: bool,
     **slurm: object,
 ) -> int:
-    """Compute steps of RUN again, from the checkpoint before them, and compare.
+    """Compute steps of RUN again from the checkpoint before them, and compare the results.
 
-    If loss and gradient norm are equal to the last digit, a spike is due to the data or the optimisation: the
-    samples of the steps follow, the worst loss first, with source file and position. If not, the hardware or
-    a library computed something else: the rank and host follow, as far as the records of the ranks tell.
+    If loss and gradient norm are equal to the last digit, the data or the optimisation caused a spike. The
+    output then lists the samples of the steps with source file and position, the worst loss first. If they
+    differ, the hardware or a library caused it. The output then names the rank and host if the records show
+    them.
 
-    Computes on this machine, or with --submit in a job with a run folder of its own, which --follow or
-    --collect compares. Changes nothing in RUN. The exit code is 1 if a step differs.
+    The steps run on this machine, or with --submit in a job with a separate run folder, which --follow or
+    --collect compares. RUN is not changed. The exit code is 1 if a step differs.
     """
     flags = options.config_flags({"nodes": nodes, "gpus_per_node": gpus_per_node, **slurm})
     from trainkit.run.registry import find_run
@@ -111,17 +112,17 @@ def command(
 
 
 def _refuse_misfits(submit: bool, keep: bool, follow: bool, run_dir: str | None, flags: Flags) -> None:
-    """Raise UsageError for options without effect with, or without, --submit."""
+    """Raise UsageError for options that have no effect in this mode."""
     of_job = [origin for key, (origin, _) in flags.items() if key not in SHAPE_KEYS]
     of_job += ["--follow"] * follow + ["--run-dir"] * (run_dir is not None)
     if of_job and not submit:
         raise UsageError(f"{', '.join(of_job)} has no effect without --submit", hint="add --submit")
     if keep and submit:
-        raise UsageError("--keep has no effect with --submit", hint="the folder of a job stays")
+        raise UsageError("--keep has no effect with --submit", hint="the folder of a job is always kept")
 
 
 def _run_here(what: ReplayPlan, keep: bool, as_json: bool) -> int:
-    """Compute on this machine in a throw-away folder, and compare."""
+    """Compute the steps on this machine in a temporary folder, and compare them."""
     from trainkit.capabilities.replay.replay import run_replay
     from trainkit.job.signals import exit_on_stop
 
@@ -132,7 +133,7 @@ def _run_here(what: ReplayPlan, keep: bool, as_json: bool) -> int:
         except OSError as error:
             if not str(error.filename or "").startswith(str(folder)):
                 raise
-            hint = "free disk space, or name another folder with the variable TMPDIR"
+            hint = "free disk space, or set TMPDIR to another folder"
             raise UsageError(f"cannot write {folder}: {error.strerror or error}", hint) from error
         finally:
             if keep:
@@ -142,7 +143,7 @@ def _run_here(what: ReplayPlan, keep: bool, as_json: bool) -> int:
 
 
 def _submit(what: ReplayPlan, folder: Path | None, follow: bool, as_json: bool) -> int:
-    """Start a job; with --follow, wait for it and compare."""
+    """Start a job; with --follow, wait for the job and compare its steps."""
     from trainkit.capabilities.replay.replay import submit_replay
     from trainkit.cli.logs import follow_detachable
     from trainkit.cli.started import print_started
@@ -162,19 +163,21 @@ def _submit(what: ReplayPlan, folder: Path | None, follow: bool, as_json: bool) 
 
 
 def _report(what: ReplayPlan, copy: RunDir, as_json: bool) -> int:
-    """Compare and print the result; returns the exit code."""
+    """Compare the steps, print the result, and return the exit code."""
     from trainkit.capabilities.replay.compare import DIFFERENT, compare, worst_samples
     from trainkit.capabilities.replay.steps import find_step, step_samples
 
     found = compare(what, copy)
     if found.start_step != what.start_step:
-        click.echo(f"note: a checkpoint was damaged, so it began after step {found.start_step}", err=True)
+        click.echo(
+            f"note: a checkpoint was damaged, so the replay began after step {found.start_step}", err=True
+        )
     samples = {}
     if found.verdict != DIFFERENT and not what.at.is_stream:
         samples = {step: step_samples(find_step(what.run, step)) for step in range(what.first, what.last + 1)}
     worst = worst_samples(copy, samples)
     if as_json:
-        judged = [  # what is not finite is null, as in metrics.jsonl
+        judged = [  # a loss that is not finite is null, as in metrics.jsonl
             {"step": step, "loss": loss if math.isfinite(loss or 0.0) else None, **sample_fields(sample)}
             for step, loss, sample in worst
         ]
@@ -189,7 +192,7 @@ def _range(text: str) -> tuple[int, int]:
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= first <= last:
         problem = f"--step {text} is neither a step nor a range of steps from 1 upwards"
-        raise UsageError(problem, hint="a step is a number such as 120, a range two, as in 118..121")
+        raise UsageError(problem, hint="pass a step such as 120, or a range such as 118..121")
     return first, last
 
 
@@ -217,18 +220,18 @@ def _verdict_lines(found: Comparison) -> Iterator[str]:
     why = "; ".join(found.rounding)
     bad = found.first_different
     if found.verdict == EQUAL and found.is_exact:
-        yield "equal to the last digit: the data or the optimisation, not the hardware"
+        yield "equal to the last digit: the cause is the data or the optimisation, not the hardware"
     elif found.verdict == EQUAL:
         yield f"equal within {found.tolerance:g}: a larger spike is due to the data or the optimisation"
-        yield f"a smaller error of the hardware would not show, as rounding differs: {why}"
+        yield f"a smaller hardware error would not be visible, because rounding differs: {why}"
     elif bad is None:
         yield "unknown: the run recorded none of these steps (see train.log_every)"
     elif found.verdict != DIFFERENT:
-        yield f"unknown: different since step {bad.step}, but rounding may have grown to that"
-        yield f"`--layout same` on the same hardware compares to the last digit; here: {why}"
+        yield f"unknown: different since step {bad.step}, possibly due to accumulated rounding errors"
+        yield f"`--layout same` on the same hardware compares to the last digit; now it cannot: {why}"
     else:
         more = "" if bad.is_exact else f" by more than {found.tolerance:g}, at once"
-        yield f"different since step {bad.step}{more}: the hardware or a library, not the data"
+        yield f"different since step {bad.step}{more}: the cause is the hardware or a library, not the data"
         if not bad.is_exact:
             yield f"not compared to the last digit: {why}"
         culprit = found.culprit
@@ -240,7 +243,7 @@ def _verdict_lines(found: Comparison) -> Iterator[str]:
             )
         elif culprit is not None:
             hosts = f"one of {', '.join(culprit.hosts)}" if culprit.hosts else "one of its hosts"
-            yield f"which rank is not known, {hosts}: {culprit.what}"
+            yield f"the rank is unknown, {hosts}: {culprit.what}"
 
 
 def _step_line(step: ComparedStep, has_several: bool) -> str:
@@ -269,10 +272,10 @@ def _shown(values: dict[str, float | None]) -> str:
 @options.trust_option
 @options.json_option
 def show(run_name: str, step: int, rank: int | None, as_json: bool) -> int:
-    """Show the samples of a step of RUN, in the order of the global batch, without computing it.
+    """Show the samples of a step of RUN in the order of the global batch, without computing the step.
 
-    Each with its index in the dataset, the rank and microbatch that read it, the source file and position of
-    its documents, and the beginning of its text. Any step can be shown, also one that is still to come.
+    Each sample is shown with its index in the dataset, the rank and microbatch that read it, the source file
+    and position of its documents, and the beginning of its text. Future steps can be shown too.
     """
     from trainkit.capabilities.replay.steps import find_step, step_samples
     from trainkit.run.registry import find_run
@@ -303,7 +306,7 @@ def show(run_name: str, step: int, rank: int | None, as_json: bool) -> int:
 
 
 def sample_fields(sample: StepSample) -> dict[str, object]:
-    """A sample as JSON, with texts of bounded length."""
+    """Return a sample as JSON, with truncated texts."""
     fields = asdict(sample)
     for document in fields["documents"]:
         document["text"] = document["text"][:1000]
@@ -311,7 +314,7 @@ def sample_fields(sample: StepSample) -> dict[str, object]:
 
 
 def sample_lines(sample: StepSample, note: str = "") -> Iterator[str]:
-    """A sample as text: one line for it, and one for each of its first documents."""
+    """Yield a line for a sample and a line for each of its first documents."""
     ranks = (
         f"rank {sample.ranks[0]}" if len(sample.ranks) == 1 else f"ranks {sample.ranks[0]}-{sample.ranks[-1]}"
     )
@@ -325,6 +328,6 @@ def sample_lines(sample: StepSample, note: str = "") -> Iterator[str]:
 
 
 def one_line(text: str) -> str:
-    """The beginning of a text on one line, with control characters escaped."""
+    """Return the beginning of a text on one line, with control characters escaped."""
     cut = repr(text[:MAX_TEXT])[1:-1]
     return f"{cut}…" if len(text) > MAX_TEXT else cut

@@ -1,4 +1,4 @@
-"""Compares a replay with what the run recorded, and says what differs and on which rank."""
+"""Compares a replay with the records of the run, and finds the values and ranks that differ."""
 
 from __future__ import annotations
 
@@ -19,43 +19,43 @@ from trainkit.run.rundir import AttemptDir, RunDir
 
 EQUAL, DIFFERENT, UNKNOWN = "equal", "different", "unknown"
 TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 5e-2}
-"""Relative difference of loss and gradient norm that rounding may cause, by `precision.dtype`."""
+"""Maps `precision.dtype` to the relative difference of loss and gradient norm that rounding may cause."""
 JUMP = 30.0
-"""Rounding grows from step to step; a difference of this many times all earlier ones has another cause."""
+"""Rounding errors grow slowly. A difference of this many times the largest earlier one has another cause."""
 MAX_UNSEEN = 10
-"""Steps in which rounding does not grow to the tolerance."""
+"""Number of steps in which rounding errors stay below the tolerance."""
 VALUES = ("loss", "grad_norm")
 FACTS = ("trainkit", "torch", "processor", "threads", "cudnn", "nccl", "triton", "driver")
-"""What the bits of a result depend on, as attempts record it."""
+"""The recorded versions and hardware on which the bits of a result depend."""
 
 
 @dataclass(frozen=True)
 class ComparedStep:
-    """A step as an attempt recorded it and as the replay computed it; a value that is not finite is None."""
+    """The recorded and the replayed values of a step; a value that is not finite is None."""
 
     step: int
     attempt: int | None
-    """The attempt that recorded it; None if none did."""
+    """The attempt that recorded the step; None if no attempt did."""
     recorded: dict[str, float | None] | None
     replayed: dict[str, float | None]
     difference: float | None
     """The largest relative difference of the values; None if the step was not recorded."""
     is_exact: bool
-    """Whether they have to be equal to the last digit: nothing differs that changes rounding."""
+    """True if nothing that affects rounding differs, so the values must be equal to the last digit."""
     is_equal: bool | None
-    """To the last digit, or within rounding if not `is_exact`; None if the step was not recorded."""
+    """True if the values are equal, within rounding unless `is_exact`; None if the step was not recorded."""
 
 
 @dataclass(frozen=True)
 class Culprit:
-    """Where a step became different, as far as the records of the ranks tell."""
+    """The ranks on which a step first differs, according to the records of the ranks."""
 
     ranks: tuple[int, ...]
-    """Empty if they do not tell."""
+    """The ranks that differ; empty if the records do not show them."""
     hosts: tuple[str, ...]
-    """Of these ranks; without any, all hosts that may be it."""
+    """The hosts of the ranks; if `ranks` is empty, all hosts that could be the cause."""
     what: str
-    """What differs, as a sentence."""
+    """The difference as text."""
 
 
 @dataclass(frozen=True)
@@ -65,18 +65,18 @@ class Comparison:
     verdict: str
     """``equal``, ``different`` or ``unknown``."""
     is_exact: bool
-    """Whether all values are equal to the last digit, or have to be."""
+    """True if every step is equal to the last digit or must be."""
     tolerance: float
-    """Relative difference that counts as equal for steps that are not exact."""
+    """The relative difference up to which steps that are not exact count as equal."""
     rounding: tuple[str, ...]
-    """What differs from the run and changes rounding, such as the layout, one phrase each."""
+    """Differences from the run that affect rounding, such as the layout, one phrase each."""
     start_step: int
     steps: tuple[ComparedStep, ...]
-    """In order; a step that several attempts recorded appears once for each."""
+    """The steps in order; a step that several attempts recorded appears once per attempt."""
     culprit: Culprit | None
 
     def to_dict(self) -> dict[str, object]:
-        """The comparison as JSON; an infinite difference is null."""
+        """Return the comparison as JSON; an infinite difference becomes null."""
         fields = asdict(self)
         for step in fields["steps"]:
             if step["difference"] == math.inf:
@@ -89,9 +89,9 @@ class Comparison:
 
 
 def compare(what: ReplayPlan, copy: RunDir) -> Comparison:
-    """Compare all steps since the checkpoint; a difference before the requested steps explains theirs.
+    """Compare all steps since the checkpoint, because an earlier difference explains a later one.
 
-    Raises UsageError if the data is no longer that of the run.
+    Raises UsageError if the training data has changed since the run.
     """
     starts = attempt_starts(copy)
     start = starts[max(starts)]
@@ -104,7 +104,7 @@ def compare(what: ReplayPlan, copy: RunDir) -> Comparison:
         before = attempt_starts(what.run).get(number, Start())
         refuse_other_data(number, before.data, start.data)
         reasons[number] = list(_rounding(what, *settings[number], before, start))
-    # A later attempt began with what the earlier ones had rounded.
+    # Rounding in an attempt also affects all later attempts.
     inexact = next((number for number in attempts if reasons[number]), math.inf)
     tolerance = TOLERANCE[what.config.precision.dtype]
     steps = []
@@ -141,9 +141,10 @@ def _verdict(steps: Sequence[ComparedStep], first: int) -> str:
 def _recorded(
     what: ReplayPlan, first: int, settings: dict[int, tuple[RunConfig, LaunchPlan]]
 ) -> dict[int, dict[int, dict[str, float | None]]]:
-    """Step -> attempt -> values of the records since `first`, without those of attempts with other values.
+    """Map each recorded step to the values of each attempt, from step `first` on.
 
-    `settings` gets the config and plan of each attempt.
+    Attempts whose config changes the result of a step are skipped. `settings` gets the config and the plan of
+    each attempt.
     """
     found: dict[int, dict[int, dict[str, float | None]]] = {}
     comparable: dict[int, bool] = {}
@@ -163,7 +164,7 @@ def _recorded(
 def _rounding(
     what: ReplayPlan, config: RunConfig, plan: LaunchPlan, before: Start, start: Start
 ) -> Iterator[str]:
-    """What differs from an attempt and changes the rounding."""
+    """Yield the differences between an attempt and the replay that affect rounding."""
     now = what.plan
     if plan.layout != now.layout:
         yield f"layout {layout_name(now.layout, {})} instead of {layout_name(plan.layout, {})}"
@@ -182,7 +183,7 @@ def _rounding(
 
 
 def _difference(recorded: float | None, replayed: float | None) -> float:
-    """The difference relative to the smaller value; infinite if only one of them is finite."""
+    """Return the difference relative to the smaller value; infinite if only one value is finite."""
     if recorded == replayed:
         return 0.0
     if recorded is None or replayed is None or not recorded or not replayed:
@@ -193,53 +194,71 @@ def _difference(recorded: float | None, replayed: float | None) -> float:
 def _culprit(
     copy: RunDir, found: Comparison, bad: ComparedStep, attempt: AttemptDir, num_ranks: int
 ) -> Culprit:
-    """Which rank computed something else first, by what each recorded before and after the reduction."""
+    """Find the ranks that differ first, by the values that they recorded before and after the reduction."""
     ranks = range(num_ranks)
-    was = [rank_record(attempt, rank, bad.step) for rank in ranks]
-    hosts = tuple(str(record.get("host", "")) for record in was)
+    was = [rank_records(attempt, rank, bad.step) for rank in ranks]
+    hosts = tuple(str(records[0].get("host", "")) if records else "" for records in was)
     all_hosts = tuple(sorted({host for host in hosts if host}))
     if not bad.is_exact:
         return Culprit((), all_hosts, "without equality to the last digit, the ranks cannot be compared")
     if not all(was):
         return Culprit((), all_hosts, f"the ranks have no records of step {bad.step}")
-    # By the newest attempt of the replay that has it: a preempted job begins again.
+    # A preempted job begins again, so the newest attempt of the replay that computed the step counts.
     newest = [copy.attempt(number) for number in reversed(copy.attempt_numbers())]
-    now = [next(filter(None, (rank_record(one, rank, bad.step) for one in newest)), {}) for rank in ranks]
+    now = [next(filter(None, (rank_records(one, rank, bad.step) for one in newest)), []) for rank in ranks]
+    num_turns = len(was[0])
+    if any(len(records) != num_turns for records in (*was, *now)):
+        return Culprit((), all_hosts, f"some ranks have no record of step {bad.step} or of one of its turns")
     before = [s.step for s in found.steps if s.step < bad.step and s.is_equal and s.attempt == bad.attempt]
     last_equal = max([found.start_step, *before])
 
-    def other(name: str) -> list[int]:
-        return [rank for rank in ranks if was[rank].get(name) != now[rank].get(name)]
+    def other(name: str, turn: int = 0) -> list[int]:
+        return [rank for rank in ranks if was[rank][turn].get(name) != now[rank][turn].get(name)]
 
     if bad.step - last_equal > 1 and len(other("loss_sum")) == num_ranks:
         between = f"between the steps {last_equal} and {bad.step}, which were not recorded"
         return Culprit((), all_hosts, f"the weights had changed already {between}; see train.log_every")
-    for name, label in (
-        ("loss_sum", "its loss: the forward pass"),
-        ("local_gradient", "its gradient before the reduction: the backward pass"),
-        ("square_sum", "its part of the gradient after the reduction"),
-    ):
-        differing = other(name)
-        if not differing:
-            continue
-        if len(differing) < num_ranks or num_ranks == 1:
-            return Culprit(tuple(differing), tuple(dict.fromkeys(hosts[rank] for rank in differing)), label)
-        return Culprit((), all_hosts, f"of all ranks {label}")
-    return Culprit((), all_hosts, "only the sum over the ranks")
+    for turn in range(num_turns):
+        # An error in one turn changes the weights with which all ranks compute the next turn.
+        optimizer = was[0][turn].get("optimizer")
+        where = "" if optimizer is None else f", in turn {turn + 1} of {num_turns} (optimizer {optimizer})"
+        for name, label in (
+            ("loss_sum", "its loss, in the forward pass"),
+            ("local_gradient", "its gradient before the reduction, in the backward pass"),
+            ("square_sum", "its shard of the gradient after the reduction"),
+        ):
+            differing = other(name, turn)
+            if not differing:
+                continue
+            text = f"{label}{where}"
+            if len(differing) < num_ranks or num_ranks == 1:
+                own_hosts = tuple(dict.fromkeys(hosts[rank] for rank in differing))
+                return Culprit(tuple(differing), own_hosts, text)
+            return Culprit((), all_hosts, f"every rank differs: {text}")
+    return Culprit((), all_hosts, "no rank differs, only the sum over the ranks")
 
 
-def rank_record(attempt: AttemptDir, rank: int, step: int) -> dict[str, object]:
-    """What a rank recorded of a step; empty if it did not, or if the record is gone."""
-    records = read_jsonl_reversed(attempt.rank_record(rank))
-    return next((record for record in records if record.get("step") == step), {})
+def rank_records(attempt: AttemptDir, rank: int, step: int) -> list[dict[str, object]]:
+    """Return the records of a rank for a step: one, or one per turn if optimizers take turns.
+
+    The list is empty if the step was not recorded or its records were dropped.
+    """
+    found = dict[object, dict[str, object]]()
+    for record in read_jsonl_reversed(attempt.rank_record(rank)):
+        if record.get("step") == step:
+            found.setdefault(record.get("turn"), record)
+        elif found:
+            break
+    return list(reversed(found.values()))
 
 
 def worst_samples(
     copy: RunDir, samples: Mapping[int, Sequence[StepSample]]
 ) -> list[tuple[int, float | None, StepSample]]:
-    """(step, loss, sample) of the samples of some steps, the worst loss first.
+    """Return (step, loss, sample) of all samples, the worst loss first.
 
-    A loss is the mean over the tokens, infinite if it is not finite; None for a user's task.
+    A loss is the mean over the tokens of the sample, infinite for a loss that is not finite, and None for a
+    user's task.
     """
     lines = (read_record(SampleLosses, record) for record in read_jsonl(copy.path / SAMPLES_FILE))
     losses: dict[int, list[float | str] | list[None]] = {line.step: line.losses for line in lines}

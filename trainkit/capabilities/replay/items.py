@@ -1,6 +1,7 @@
-"""Prints items of the data of a run with a user's task.
+"""Prints items of the training data of a run with a user's task.
 
-``python -m trainkit.capabilities.replay.items`` reads the run, the attempt and the positions as JSON.
+``python -m trainkit.capabilities.replay.items`` reads the run, the attempt and the positions as JSON from
+standard input.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ MAX_CHARS = 2000
 
 
 def items_of(request: JsonObject) -> JsonObject:
-    """The fingerprint of a run's data, and index and shortened repr of the items at some positions."""
+    """Return the fingerprint of a run's data, and the index and shortened repr of the requested items."""
     run = RunDir(request["run"])
     config = read_effective(run.attempt(request["attempt"]).config_file)
     data = UserTask(config, run).train_data
@@ -34,7 +35,7 @@ def items_of(request: JsonObject) -> JsonObject:
     indices = dict(zip(positions, found, strict=True))
 
     def text(position: int) -> str:
-        """The item, with the random numbers that it had in the training."""
+        """Return the shortened repr of an item, read with the random seeds of the training."""
         seed_generators(stable_key(config.seed, "train", "item", position))
         return repr(data.samples[indices[position]])[:MAX_CHARS]
 
@@ -43,7 +44,7 @@ def items_of(request: JsonObject) -> JsonObject:
 
 
 def main() -> None:
-    """Print the items that the request on stdin names."""
+    """Print the items that the request on standard input names."""
     try:
         print(json.dumps(items_of(json.load(sys.stdin))))
     except TrainkitError as error:

@@ -1,6 +1,6 @@
-"""A replay: which steps are computed again, from which checkpoint, where and with which layout; and its run.
+"""Plans and starts a replay: the steps, the first checkpoint, the layout and the machine.
 
-It runs as ranks of this machine in a throw-away folder, or in a job of its own.
+The ranks of a replay run on this machine in a temporary folder, or in a separate job.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from trainkit.shipped import load
 SAME, SINGLE = "same", "single"
 ORIGIN = "trainkit replay"
 Flags = Mapping[str, tuple[str, object]]
-"""Dotted key of the config -> (the flag as typed, its value)."""
+"""Maps a dotted key of the config to the flag as typed and its value."""
 WITHOUT_EXTRAS: Mapping[str, object] = {
     "train.log_every": 1,
     "train.eval_every": None,
@@ -66,7 +66,7 @@ WITHOUT_EXTRAS: Mapping[str, object] = {
     "requeue.on": [],
     "requeue.follow_ups": 0,
 }
-"""A replay does nothing that does not change its steps; it logs every one. `quiet_keys` are null too."""
+"""Config values that disable all work without influence on the steps; `quiet_keys` are null too."""
 IRRELEVANT = (
     "name:",
     "resources.",
@@ -86,42 +86,42 @@ IRRELEVANT = (
     "data.num_workers",
     "device",
 )
-"""Keys that do not change what a step computes, except for rounding, or whose effect the plan has."""
+"""Keys that affect only the rounding of a step, or whose effect is in the plan."""
 
 
 @dataclass(frozen=True)
 class ReplayPlan:
-    """What a replay computes, and how."""
+    """The steps of a replay, and the config and plan with which it computes them."""
 
     run: RunDir
     first: int
     last: int
     start_step: int
-    """Step of the checkpoint that it begins with; 0 for the initial weights."""
+    """The step of the first checkpoint; 0 for the initial weights."""
     at: RunStep
-    """The last step, as the run computed it."""
+    """The last step as the run computed it."""
     config: RunConfig
     plan: LaunchPlan
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Reasons to doubt the result, one sentence each."""
+        """Return reasons to doubt the result, one sentence each."""
         started = parse_time(self.at.began.time)
         if started is None or self.at.job.code:
-            return ()  # a copy of the code does not change
+            return ()  # later edits do not change the copy of the code
         named = (self.at.config.task, self.at.config.model.architecture)
         with submission_folder(self.at.job):
             files = [Path(name.rpartition(":")[0]).absolute() for name in named if ".py:" in name]
         return tuple(
-            f"{file} was changed after attempt {self.at.attempt.number} began, and the run has no copy of "
-            "it: a difference may be due to that"
+            f"{file} was changed after attempt {self.at.attempt.number} began, which may cause a difference: "
+            "the run has no copy of the file"
             for file in files
             if file.is_file() and file.stat().st_mtime > started.timestamp()
         )
 
     @property
     def cost(self) -> str:
-        """What has to be computed, and how long the run took for it, as a sentence."""
+        """Describe the steps to compute and the time that the run took for them."""
         count = self.last - self.start_step
         origin = f"checkpoint step-{self.start_step:08d}" if self.start_step else "the initial weights"
         ranks = plural(self.plan.world_size, f"{self.plan.device} rank")
@@ -133,29 +133,30 @@ class ReplayPlan:
         ]
         if not times:
             return text
-        return f"{text}; the run took {duration(count * median(times))} for that"
+        return f"{text}; the run needed {duration(count * median(times))}"
 
 
 def plan_replay(
     run: RunDir, first: int, last: int, layout: str, flags: Flags, *, submits: bool = False
 ) -> ReplayPlan:
-    """Plan to compute the steps `first` to `last` with a layout: ``same``, ``single`` or ``tp=2,dp_shard=2``.
+    """Plan to compute the steps `first` to `last` again.
 
-    `flags` change the number of nodes and GPUs and, with `submits`, the request to Slurm. Raises UsageError
-    if the run cannot be replayed, or not with that layout or on this machine.
+    `layout` is ``same``, ``single`` or degrees such as ``tp=2,dp_shard=2``. `flags` change the number of
+    nodes and GPUs, and with `submits` also the request to Slurm. Raises UsageError if the run cannot be
+    replayed with this layout or on this machine.
     """
     at = find_step(run, last)
     _refuse_later(run, at)
     start_step = _start_step(run, first)
     _refuse_changes(run, at, start_step)
-    if layout == SAME and not flags and not submits:  # for ranks on this machine, whatever started it
+    if layout == SAME and not flags and not submits:  # run the same ranks on this machine
         values = _flags({**_without_extras(at.config), "device": at.plan.device})
         config = load_config(at.attempt.config_file, flags=values, layers=False).config
         plan = replace(at.plan, slurm=None)
     else:
         config, plan = _planned(at, layout, flags, submits)
     if at.began.threads is not None and plan.layout == at.plan.layout:
-        # On CPUs, another number rounds differently.
+        # On CPUs, results depend on the number of threads.
         plan = replace(plan, threads_per_worker=at.began.threads)
     parts = {name: part for name, part in plan.parts.items() if not load(name).quiet}
     plan = replace(plan, requeue=replace(plan.requeue, on=()), parts=parts)
@@ -174,17 +175,17 @@ def plan_replay(
 
 
 def _refuse_later(run: RunDir, at: RunStep) -> None:
-    """Raise UsageError if the run has not come to the step, as far as its records tell."""
+    """Raise UsageError if the records show that the run has not reached the step."""
     newest = max((record.step for record in training_curve(run)), default=0)
     if at.step > newest + at.config.train.log_every:
         raise UsageError(
-            f"{run.shown} has not computed step {at.step}: its last record is of step {newest}",
+            f"{run.shown} has not computed step {at.step}: its last recorded step is {newest}",
             hint="`trainkit data show` shows the samples of any step",
         )
 
 
 def _start_step(run: RunDir, first: int) -> int:
-    """The step of the newest intact checkpoint before `first`; 0 for the initial weights."""
+    """Return the step of the newest intact checkpoint before `first`; 0 for the initial weights."""
     intact = [
         checkpoint.step
         for checkpoint in published(run.checkpoints_dir)
@@ -194,13 +195,13 @@ def _start_step(run: RunDir, first: int) -> int:
     if not intact and begin > 0:
         raise UsageError(
             f"{run.shown} has no checkpoint before step {first}, and it began with step {begin + 1}",
-            hint="its first checkpoint was copied from another run: replay that one",
+            hint="its first checkpoint is a copy from another run: replay the other run",
         )
     return max(intact, default=0)
 
 
 def _refuse_changes(run: RunDir, at: RunStep, start_step: int) -> None:
-    """Raise UsageError if the steps since the checkpoint were not all computed with the same values."""
+    """Raise UsageError if the config has changed between the checkpoint and the last step."""
     begins = {start_step, *(start.step for start in attempt_starts(run).values())}
     for step in sorted(begin + 1 for begin in begins if start_step <= begin < at.step):
         before = find_step(run, step)
@@ -208,15 +209,15 @@ def _refuse_changes(run: RunDir, at: RunStep, start_step: int) -> None:
         if found:
             origin = f"checkpoint step-{start_step:08d}" if start_step else "the initial weights"
             raise UsageError(
-                f"step {at.step} would be computed from {origin}, but step {step}, of attempt "
-                f"{before.attempt.number}, had other values than attempt {at.attempt.number}: "
+                f"step {at.step} would be computed from {origin}, but attempt {before.attempt.number} "
+                f"computed step {step} with other values than attempt {at.attempt.number}: "
                 f"{'; '.join(found)}",
-                hint="only steps that lie between two checkpoints without such a change can be replayed",
+                hint="choose a step with no such change since the checkpoint before it",
             )
 
 
 def changed_values(attempt: AttemptDir, config: RunConfig, was: LaunchPlan, at: RunStep) -> list[str]:
-    """Lines with the values of an attempt that change a step and differ from the ones of `at`."""
+    """Return a line for each value that affects a step and differs between an attempt and `at`."""
     if attempt.number == at.attempt.number:
         return []
     now, lines = at.plan, changes(config, at.config)
@@ -233,7 +234,7 @@ def _flags(values: Mapping[str, object], origin: str = ORIGIN) -> dict[str, tupl
 
 
 def _planned(at: RunStep, layout: str, flags: Flags, submits: bool) -> tuple[RunConfig, LaunchPlan]:
-    """The config and plan for another layout or for a job."""
+    """Return the config and the plan for another layout or for a job."""
     backend = at.config.launch.backend
     values = {
         **_without_extras(at.config),
@@ -259,7 +260,7 @@ def _without_extras(config: RunConfig) -> dict[str, object]:
 
 
 def _layout_values(plan: LaunchPlan, layout: str) -> dict[str, object]:
-    """The config values of a layout, for the nodes of the run's plan unless it is ``single``."""
+    """Return the config values of a layout; all layouts except ``single`` keep the nodes of the run."""
     values: dict[str, object] = {
         "resources.nodes": plan.num_nodes,
         "resources.gpus_per_node": plan.workers_per_node,
@@ -278,13 +279,13 @@ def _layout_values(plan: LaunchPlan, layout: str) -> dict[str, object]:
 
 
 def _refuse_other_size(at: RunStep, flags: Flags) -> None:
-    """Raise UsageError if the nodes and GPUs do not have as many ranks as the run."""
+    """Raise UsageError unless the requested nodes and GPUs have the world size of the run."""
     nodes, per_node = (int(str(flags[key][1])) for key in ("resources.nodes", "resources.gpus_per_node"))
     if nodes * per_node != at.plan.world_size:
         raise UsageError(
             f"{nodes} node{'s' * (nodes > 1)} with {per_node} rank{'s' * (per_node > 1)} each do not have "
             f"the {plural(at.plan.world_size, 'rank')} of the run",
-            hint="change --nodes and --gpus-per-node, or name another --layout, such as dp_shard=4",
+            hint="change --nodes and --gpus-per-node, or choose another --layout, such as dp_shard=4",
         )
 
 
@@ -300,18 +301,18 @@ def _refuse_too_large(run: RunDir, plan: LaunchPlan, machine: Machine, step: int
 
 
 def run_replay(what: ReplayPlan, folder: Path) -> RunDir:
-    """Compute the steps in an empty folder; returns it as a run, with the metrics of every step.
+    """Compute the steps in an empty folder, and return the folder as a run with metrics of every step.
 
-    Writes nothing to the replayed run. Raises TrainkitError with the error of the first rank that fails.
+    The replayed run is not changed. Raises TrainkitError with the error of the first rank that fails.
     """
     copy = RunDir(folder)
     copy.checkpoints_dir.mkdir()
     for checkpoint in published(what.run.checkpoints_dir):
         if checkpoint.step < what.first:
-            # All of them: the trainer goes back to an earlier one if the newest is damaged.
+            # Link all checkpoints, because the trainer uses an earlier one if the newest is damaged.
             _link_checkpoint(checkpoint.path, copy.checkpoint_dir(checkpoint.step))
     if what.run.job_file.is_file():
-        write_json(copy.job_file, read_json(what.run.job_file))  # says where the code snapshot is
+        write_json(copy.job_file, read_json(what.run.job_file))  # contains the path of the code snapshot
     attempt = copy.attempt(1)
     attempt.create()
     for file in (attempt.config_file, copy.config_file):
@@ -323,7 +324,7 @@ def run_replay(what: ReplayPlan, folder: Path) -> RunDir:
 
 
 def _link_checkpoint(source: Path, target: Path) -> None:
-    """Hard-link the files of a checkpoint, which the run may remove; on another disk, link its folder."""
+    """Hard-link a checkpoint, so that the run may delete it; on another disk, link to its folder."""
     try:
         shutil.copytree(source, target, copy_function=os.link)
     except OSError:
@@ -332,9 +333,10 @@ def _link_checkpoint(source: Path, target: Path) -> None:
 
 
 def submit_replay(what: ReplayPlan, argv: Sequence[str], folder: Path | None) -> tuple[RunDir, AttemptRecord]:
-    """Start a job that computes the steps in a run folder of its own; returns it and its job.json entry.
+    """Start a job that computes the steps in a new run folder; return the run and its entry in job.json.
 
-    The folder is `folder`, new or empty, or ``runs/NAME-replay``. The job runs the code of the replayed run.
+    `folder` must be new or empty; the default is ``runs/NAME-replay``. The job uses the code of the replayed
+    run.
     """
     job, name = what.at.job, f"{what.config.name}-replay"
     folder = None if folder is None else folder.absolute()
@@ -343,7 +345,7 @@ def submit_replay(what: ReplayPlan, argv: Sequence[str], folder: Path | None) ->
             copy = RunDir(path.absolute())
             copy.checkpoints_dir.mkdir(mode=0o700)
             if what.start_step:
-                # Hard links, where possible: the run may remove its checkpoint before the job starts.
+                # The run may delete its checkpoint before the job starts, so copy or hard-link it.
                 copy_checkpoint(what.run.checkpoint_dir(what.start_step), copy)
             given = without_secrets(argv, what.config.launch.secrets)
             write_json(copy.provenance_file, {**collect_provenance(Path.cwd()), "argv": given})
@@ -356,20 +358,21 @@ def submit_replay(what: ReplayPlan, argv: Sequence[str], folder: Path | None) ->
 
 
 def replay_of(copy: RunDir) -> ReplayPlan:
-    """What the job in a folder replays, as `submit_replay` planned it.
+    """Return the plan of the replay in a folder that `submit_replay` created.
 
-    Raises UsageError if it is not the folder of a replay or the replayed run is gone.
+    Raises UsageError if the folder is not a replay or the replayed run was deleted, and TrainkitError if the
+    job has not computed all steps.
     """
     try:
         record = read_json(copy.path / REPLAY_FILE)
     except FileNotFoundError:
         raise UsageError(
             f"{copy.shown} is not the folder of a replay",
-            hint="`trainkit replay RUN --step N --submit` makes one",
+            hint="`trainkit replay RUN --step N --submit` creates a replay",
         ) from None
     run = RunDir(record["run"])
     if not run.exists():
-        raise UsageError(f"the replayed run {run.shown} is gone", hint="`--collect` compares with its files")
+        raise UsageError(f"the replayed run {run.shown} does not exist", hint="`--collect` needs its files")
     attempt = copy.attempt(copy.attempt_numbers()[-1])
     config, plan = config_and_plan(attempt)
     start = max((checkpoint.step for checkpoint in published(copy.checkpoints_dir)), default=0)
@@ -380,7 +383,7 @@ def replay_of(copy: RunDir) -> ReplayPlan:
             f"{copy.shown} has computed steps {start + 1} to {done} of {last}"
             if done > start
             else f"{copy.shown} has not computed a step yet",
-            hint=f"`trainkit status {copy.word}` says what it does",
+            hint=f"`trainkit status {copy.word}` shows the state of the job",
         )
     return ReplayPlan(run, first, last, start, find_step(run, last), config, plan)
 
@@ -400,14 +403,14 @@ def _run_ranks(plan: LaunchPlan, attempt: AttemptDir, code: CodeCopy | None) -> 
                 code=code,
             )
             argv = worker_argv(plan, env, attempt.run)
-            # Python drops an exception that a signal handler raises inside a fork.
+            # Block signals, because Python drops exceptions that a signal handler raises during a fork.
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*NOTICE_SIGNALS, signal.SIGHUP})
             try:
                 with attempt.rank_log(rank).open("ab") as log:
                     procs.append(start_child(argv, environ=environ, output=log, keeps_mask=False))
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        # As soon as one has failed, since the others would wait for it.
+        # Stop after the first failure, because the other ranks would wait for the failed rank.
         if (failed := first_failed(procs)) is not None:
             record_silent_death(attempt, failed, 0, exit_code(procs[failed]))
             failure = first_rank_failure(attempt) or RankFailure()

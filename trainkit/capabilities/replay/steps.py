@@ -1,4 +1,4 @@
-"""Which attempt of a run computed a step, which samples the step has, and from which documents they come."""
+"""Finds the attempt that computed a step, the samples of the step, and their source documents."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from trainkit.run.rundir import AttemptDir, RunDir
 
 @dataclass(frozen=True)
 class Start:
-    """The event ``training`` of an attempt: where it began, and on what; None where it does not say."""
+    """The event ``training`` of an attempt, with its first position, data, libraries and hardware."""
 
     time: str | None = None
     step: int = 0
     total_steps: int = 0
     samples_seen: int = 0
     num_samples: int | None = None
-    """None for a stream."""
+    """The number of samples in the dataset; None for a stream."""
     data: str | None = None
     """The fingerprint of the data."""
     trainkit: str | None = None
@@ -60,7 +60,7 @@ class Start:
 
 @dataclass(frozen=True)
 class RunStep:
-    """A step of a run: who computed it, and where its samples are in the sequence of all samples."""
+    """A step of a run, with the attempt that computed it and the positions of its samples."""
 
     step: int
     attempt: AttemptDir
@@ -69,10 +69,11 @@ class RunStep:
     config: RunConfig
     plan: LaunchPlan
     start: int
-    """Position of its first sample."""
+    """The position of its first sample in the sequence of all samples."""
     stop: int
+    """The position after its last sample."""
     is_stream: bool
-    """Whether the samples come from a stream and have no position."""
+    """True if the samples come from a stream, which has no positions."""
     began: Start = field(default_factory=Start)
 
 
@@ -81,19 +82,19 @@ class StepSample:
     """One sample of a step."""
 
     position: int
-    """In the sequence of all samples, over all epochs."""
+    """The position in the sequence of all samples, over all epochs."""
     index: int
-    """In the dataset."""
+    """The index in the dataset."""
     ranks: tuple[int, ...]
-    """The ranks that read it: several if they share the work on a sample."""
+    """The ranks that read the sample; several ranks if they share the work on it."""
     microbatch: int
     documents: tuple[Document, ...] = ()
     text: str = ""
-    """Of a user's task: the shortened repr of the item."""
+    """The shortened repr of the item, for a user's task."""
 
 
 def attempt_starts(run: RunDir) -> dict[int, Start]:
-    """Where each attempt began."""
+    """Map the number of each attempt to its start."""
     return {
         event.attempt: read_record(Start, event.values)
         for event in read_events(run, "training")
@@ -102,7 +103,7 @@ def attempt_starts(run: RunDir) -> dict[int, Start]:
 
 
 def find_step(run: RunDir, step: int) -> RunStep:
-    """A step of a run, by the newest attempt that computed it, else the one that would.
+    """Return a step as the newest attempt computed it, or as the newest attempt will compute it.
 
     Raises UsageError for a step that the run does not have.
     """
@@ -111,7 +112,7 @@ def find_step(run: RunDir, step: int) -> RunStep:
     if not started:
         raise UsageError(
             f"{run.shown} has not begun to train",
-            hint="steps are known once the first attempt of the built-in trainer has loaded its data",
+            hint="wait until the first attempt of the built-in trainer has loaded its data",
         )
     newest = started[max(started)]
     if not 1 <= step <= newest.total_steps:
@@ -123,15 +124,15 @@ def find_step(run: RunDir, step: int) -> RunStep:
     if number is None:
         raise UsageError(
             f"no attempt of {run.shown} computed step {step}",
-            hint="a run copied from another has no earlier ones",
+            hint="a run that was copied from another run lacks the steps before the copy",
         )
     attempt = run.attempt(number)
     config, plan = config_and_plan(attempt)
     degrees, batch = vars(plan.layout).values(), plan.batch
     if min(*degrees, batch.device_batch_size) < 1 or plan.layout.world_size != plan.world_size:
         raise UsageError(
-            f"{attempt.plan_file} is damaged: its layout is not that of {plural(plan.world_size, 'rank')}",
-            hint="restore the file, or look at a step of another attempt",
+            f"{attempt.plan_file} is damaged: its layout does not fit {plural(plan.world_size, 'rank')}",
+            hint="restore the file, or choose a step of another attempt",
         )
     known = [(started[number].step, started[number].samples_seen)]
     own = [record for record in records if record.attempt == number and record.step < step]
@@ -146,7 +147,7 @@ def find_step(run: RunDir, step: int) -> RunStep:
 
 
 def _refuse_other_runs(run: RunDir) -> None:
-    """Raise UsageError for a run of a COMMAND, whose steps only the command knows, and for a replay."""
+    """Raise UsageError for a replay and for a run of a COMMAND, whose steps trainkit cannot compute."""
     refuse_replay(run)
     numbers = run.attempt_numbers()
     plan = read_plan(run.attempt(numbers[-1]) if numbers else run)
@@ -154,19 +155,19 @@ def _refuse_other_runs(run: RunDir) -> None:
         command = plan.texts("command")
         raise UsageError(
             f"{run.shown} runs a command, {join(command)!r}, whose steps trainkit does not know",
-            hint="only runs of the built-in trainer, also with your own task, can be replayed",
+            hint="only runs of the built-in trainer, including your own tasks, can be replayed",
         )
 
 
 def step_samples(at: RunStep) -> list[StepSample]:
-    """The samples of a step in their order; prepares the data again if its cache is gone.
+    """Return the samples of a step in order; prepare the data again if its cache was deleted.
 
-    Raises UsageError for a stream and for data that cannot be read, TrainkitError if a user's task fails.
+    Raises UsageError for a stream and for data that cannot be read, and TrainkitError if a user's task fails.
     """
     if at.is_stream:
         raise UsageError(
             f"{at.attempt.run.shown} trains on a stream, whose samples have no position",
-            hint="only datasets with a length can be read at any step",
+            hint="`trainkit data show` needs a dataset with a length",
         )
     config = at.config
     with submission_folder(at.job):
@@ -184,7 +185,7 @@ def step_samples(at: RunStep) -> list[StepSample]:
 
 
 def refuse_other_data(attempt: int, before: str | None, now: str | None) -> None:
-    """Raise UsageError if the fingerprint of the data is not that of an attempt; None is unknown."""
+    """Raise UsageError if two known fingerprints of the data differ; None means unknown."""
     if before is not None and now is not None and before != now:
         raise UsageError(
             f"the training data has changed since attempt {attempt}: its steps had other samples",
@@ -193,7 +194,7 @@ def refuse_other_data(attempt: int, before: str | None, now: str | None) -> None
 
 
 def _reader(at: RunStep, position: int) -> tuple[tuple[int, ...], int]:
-    """The ranks that read a position, and their microbatch."""
+    """Return the ranks that read a position, and their microbatch."""
     layout = at.plan.layout
     microbatch, dp_rank = divmod((position - at.start) // at.plan.batch.device_batch_size, layout.dp)
     ranks = tuple(rank for rank in range(layout.world_size) if layout.dp_rank(rank) == dp_rank)
@@ -201,7 +202,7 @@ def _reader(at: RunStep, position: int) -> tuple[tuple[int, ...], int]:
 
 
 def _items(at: RunStep) -> Iterator[StepSample]:
-    """The items of a user's task, which another process reads: only the trainer may import torch."""
+    """Read the items of a user's task in another process, because this process must not import torch."""
     request = {"run": str(at.attempt.run.path), "attempt": at.attempt.number}
     request |= {"start": at.start, "stop": at.stop}
     argv = module_argv("trainkit.capabilities.replay.items")
@@ -230,27 +231,27 @@ _BLOCK = 1 << 20
 
 @dataclass(frozen=True)
 class Document:
-    """A part of a sample that comes from one document, or from one text file."""
+    """A section of a sample that comes from one document or text file."""
 
     file: str
-    """The source file; the shard of a dataset of an older version, which does not know it."""
+    """The source file, or the shard if the dataset was prepared by an older version."""
     unit: str
-    """What `position` counts: ``byte`` of a text from 0, ``line`` or ``row`` from 1, ``token`` of a shard."""
+    """The unit of `position`: ``byte`` and ``token`` count from 0, ``line`` and ``row`` from 1."""
     position: int
     skipped_tokens: int
-    """Tokens of the document before the sample; 0 for a text file, whose `position` counts them."""
+    """The number of tokens of the document before the sample; 0 for a text file."""
     num_tokens: int
     text: str
-    """Of these tokens."""
+    """The text of the tokens."""
 
     @property
     def where(self) -> str:
-        """The position in words: ``corpus.jsonl line 7``; a file in the current folder is relative to it."""
+        """Return the position as text, such as ``corpus.jsonl line 7``, relative to the current folder."""
         return f"{shown_path(self.file)} {self.unit} {self.position:,}"
 
 
 class SampleSources:
-    """Where the samples of a dataset come from."""
+    """Finds the source documents of the samples of a dataset."""
 
     def __init__(self, config: DataConfig, data: TokenShards | TokenMixture) -> None:
         parts = data.parts if isinstance(data, TokenMixture) else (data,)
@@ -264,7 +265,7 @@ class SampleSources:
 
 
 class _Source:
-    """Where the samples of one prepared folder come from."""
+    """Finds the source documents of the samples of one prepared folder."""
 
     def __init__(self, config: DataConfig, data: TokenShards) -> None:
         self._config, self._data = config, data
@@ -272,14 +273,14 @@ class _Source:
 
     @cached_property
     def _files(self) -> Sequence[str]:
-        """Inputs by number: their paths, or in a prepared folder, which may be a copy, their names."""
+        """Return the paths of the inputs, or only their names if a prepared folder may be a copy."""
         if prepared_folder(self._config) is None:
             return [source.path for source in find_inputs(dataset_spec(self._config))]
         return [str(record["name"]) for record in read_json(self._data.folder / INPUTS_FILE)]
 
     @cached_property
     def _tokenizer(self) -> Tokenizer | None:
-        """None if it is not known: a prepared folder has only its name."""
+        """Return the tokenizer of the text, or None if it is unknown."""
         name = self._config.tokenizer
         if self._data.tokenizer.kind == BYTES:
             return Tokenizer(BYTES)
@@ -294,7 +295,7 @@ class _Source:
             at = int(np.searchsorted(places["token"], first, side="right")) - 1
             while first < stop:
                 place = places[at]
-                # The pieces of a text file follow each other.
+                # Treat consecutive chunks of a text file as one document.
                 while at + 1 < len(places) and _continues(place, places[at + 1]):
                     at += 1
                 end = int(places[at + 1]["token"]) if at + 1 < len(places) else stop
@@ -314,7 +315,7 @@ class _Source:
         return Document(file, unit, position, skipped, stop - first, self._text(shard, first, stop))
 
     def _num_bytes(self, shard: Path, first: int, stop: int) -> int:
-        """The length of the text of some tokens, as far as the tokenizer restores it."""
+        """Return the length of the text of some tokens in bytes, if the tokenizer restores the text."""
         if self._data.tokenizer.kind == BYTES:
             return stop - first
         return len(self._text(shard, first, stop).encode())
@@ -326,7 +327,7 @@ class _Source:
 
 
 def _read_places(file: Path) -> Any:
-    """The places of a shard's texts; None for a dataset of an older version."""
+    """Read the positions of a shard's texts, or return None for a dataset of an older version."""
     return np.fromfile(file, dtype=PLACES) if file.is_file() else None
 
 
@@ -339,15 +340,15 @@ def _continues(place: Any, following: Any) -> bool:
 
 
 class _LineCounter:
-    """Counts the lines of one file before some bytes; reads a file that is not compressed about once."""
+    """Counts the line ends before a position in a file; reads an uncompressed file about once."""
 
     def __init__(self, file: str) -> None:
         self._file = file
         self._counts = [0]
-        """Line ends before each block that was counted, and after the last one."""
+        """The number of line ends before each counted block, and after the last one."""
 
     def count(self, end: int) -> int:
-        """The number of line ends in the first `end` bytes, decompressed."""
+        """Return the number of line ends in the first `end` bytes of the decompressed file."""
         with gzip.open(self._file) if self._file.endswith(".gz") else open(self._file, "rb") as stream:
             block = min(end // _BLOCK, len(self._counts) - 1)
             stream.seek(block * _BLOCK)

@@ -1,7 +1,7 @@
-"""One worker of `trainkit replay`: computes steps of a run again, and the loss of each of their samples.
+"""The worker of `trainkit replay`, which computes steps of a run again and the loss of each sample.
 
-It trains in a folder of its own, from the checkpoint in it. Rank 0 writes the losses of the samples of each
-of these steps to `SAMPLES_FILE`.
+The worker trains in a separate folder, from the checkpoint in that folder. Rank 0 writes the losses of the
+samples of the requested steps to `SAMPLES_FILE`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trainkit.trainer.worker import join_and_build
 
 
 def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, progress: Progress) -> int:
-    """Compute the steps of the plan's part as one rank; returns the worker's exit code."""
+    """Compute the requested steps as one rank, and return the exit code of the worker."""
     part = plan.part(ReplayPart)
     assert part is not None
     first, last = part.steps
@@ -36,7 +36,7 @@ def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, progres
     if trainer.state.step == 0 and any(attempt.run.checkpoints_dir.iterdir()):
         raise FatalError(
             "no checkpoint before the steps is intact any more",
-            hint="a run that continues removes old ones: replay a later step",
+            hint="a run that continues deletes old checkpoints: replay a later step",
         )
     samples = None
     try:
@@ -60,10 +60,10 @@ def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, progres
 
 @torch.no_grad()
 def sample_losses(trainer: Trainer, batch: StepBatch) -> list[float | str]:
-    """The mean loss of each sample of a step, in the order of the global batch; ``inf`` if it is not finite.
+    """Compute the mean loss of each sample of a step, in the order of the global batch.
 
-    A collective. The model gets whole microbatches, of which only one sample has labels at a time: its shapes
-    and random numbers are those of the training.
+    A loss that is not finite is ``inf``. This is a collective. The model gets whole microbatches in which
+    only one sample has labels, so that shapes and random numbers are the same as in the training.
     """
     world = trainer.world
     num_micro, size = len(batch.microbatches), len(batch.microbatches[0].labels)
@@ -79,6 +79,6 @@ def sample_losses(trainer: Trainer, batch: StepBatch) -> list[float | str]:
             place[1] = (labels != IGNORE_LABEL).sum() * world.counts_samples
     all_reduce_sum(sums, world)
     pairs = sums.flatten(0, 2).tolist()
-    # Samples behind the end of the data have no labels.
+    # Samples after the end of the data have no labels, so skip them.
     means = [total / count for total, count in pairs if count]
     return [mean if math.isfinite(mean) else "inf" for mean in means]

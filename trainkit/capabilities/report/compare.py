@@ -15,6 +15,7 @@ from typing import TextIO
 import click
 
 from trainkit.capabilities.report.compared_runs import (
+    compared_value,
     compared_values,
     differing_keys,
     runs_named,
@@ -194,15 +195,16 @@ def _compare_runs(
         rows.sort(key=lambda row: ranking.order(row[0]["result"]))
     compared = [run for run, *_ in rows]
     differing = [{key: masked(own.get(key), key) for key in keys} for *_, own in rows]
+    plain = [{key: compared_value(key, value) for key, value in own.items()} for own in differing]
     if as_json:
-        found = [{**run, "values": as_numbers(own)} for run, own in zip(compared, differing, strict=True)]
+        found = [{**run, "values": own} for run, own in zip(compared, plain, strict=True)]
         echo_json({"differ": keys, "metric": ranking.metric, "mode": ranking.mode, "runs": found})
     elif as_csv:
         with _table(table_file) as stream:
             writer = csv.writer(stream)
             writer.writerow([*compared[0], *(f"values.{key}" if key in compared[0] else key for key in keys)])
-            for run, own in zip(compared, differing, strict=True):
-                shown = ["" if value is None else shown_value(value) for value in as_numbers(own).values()]
+            for run, own in zip(compared, plain, strict=True):
+                shown = ["" if value is None else shown_value(value) for value in own.values()]
                 writer.writerow([*run.values(), *shown])
     else:
         best = min((run["result"] for run in compared), key=ranking.order)

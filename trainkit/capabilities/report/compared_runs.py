@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from trainkit.config.schema import default_values
+from trainkit.config.schema import default_values, is_known
 from trainkit.formats import shown_value
 from trainkit.observe.values import asked_of
 from trainkit.run.registry import find_run_or_group
@@ -13,6 +14,8 @@ from trainkit.run.rundir import RunDir
 from trainkit.run.trial import as_number, values_of
 
 VARIABLES = "launch.env"
+_VERSION = re.compile(r"\d+\.\d*0")
+"""A text that would lose its last zero as a number."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +50,25 @@ def short_names(runs: Sequence[RunDir]) -> list[str]:
     return names
 
 
+def compared_value(key: str, value: object) -> object:
+    """Return the number that a text spells, or the value itself if it is another text.
+
+    In a config key that takes text, such as a variable of the environment, 3.10 is a version and differs
+    from 3.1. In a sweep over numbers, 0.10 and 0.1 are one number.
+    """
+    is_version = isinstance(value, str) and _VERSION.fullmatch(value) and is_known(tuple(key.split(".")))
+    return value if is_version else as_number(value)
+
+
 def differing_keys(values: Iterable[Mapping[str, object]]) -> list[str]:
     """The keys that do not have the same value in all runs, in alphabetical order.
 
     A key that some runs lack, such as those of the trainer in a comparison with a COMMAND, is left out where
     the others have its default.
     """
-    texts = [{key: shown_value(as_number(value)) for key, value in own.items()} for own in values if own]
+    texts = [
+        {key: shown_value(compared_value(key, one)) for key, one in own.items()} for own in values if own
+    ]
     usual = {key: shown_value(value) for key, value in default_values().items()}
 
     def differs(key: str) -> bool:

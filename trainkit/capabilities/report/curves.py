@@ -12,7 +12,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from trainkit.capabilities.report.compared_runs import ComparedRun, compared_runs, differing_keys
+from trainkit.capabilities.report.compared_runs import (
+    ComparedRun,
+    compared_runs,
+    compared_value,
+    differing_keys,
+)
 from trainkit.capabilities.report.plot import AXES, LARGEST, DrawnRun, draw
 from trainkit.cli.output import masked
 from trainkit.errors import UsageError
@@ -23,7 +28,6 @@ from trainkit.run.events import StepRecord, read_events, read_steps
 from trainkit.run.files import parse_time
 from trainkit.run.history import Attempt, attempts_of, ended_attempts, read_plan
 from trainkit.run.rundir import RunDir
-from trainkit.run.trial import as_number
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -59,7 +63,9 @@ class Curves(dict[str, list[Any]]):
         self._runs: list[tuple[ComparedRun, slice]] = []
         self._on_gpu = all(read_plan(one.run).text("device") == "cuda" for one, _ in runs)
         for one, records in runs:
-            values = {column: masked(as_number(one.values.get(key)), key) for key, column in named.items()}
+            values = {
+                column: masked(compared_value(key, one.values.get(key)), key) for key, column in named.items()
+            }
             rows, begin = _rows(one.run, records, metrics), self.num_rows
             for row in rows:
                 for name, value in {"run": one.name, **values, **row}.items():
@@ -102,7 +108,7 @@ class Curves(dict[str, list[Any]]):
         runs = [
             DrawnRun(
                 one.name,
-                {key: as_number(one.values.get(key)) for key in self.keys_that_differ}
+                {key: compared_value(key, one.values.get(key)) for key in self.keys_that_differ}
                 if one.values
                 else None,
                 {

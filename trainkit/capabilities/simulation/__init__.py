@@ -1,4 +1,4 @@
-"""Simulates a step of one rank of a job of any size: `trainkit check --simulate-world`."""
+"""Simulates a step of one rank in a job of any size, for `trainkit check --simulate-world`."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Simulation:
-    """The second step of one rank, as the simulation counts it."""
+    """The memory and collectives of one rank in the second simulated step."""
 
     rank: int
     world_size: int
     peak_bytes: dict[str, int]
-    """By kind, and ``total``."""
+    """Maps a kind of memory, or ``total``, to its peak."""
     collectives: dict[str, int]
-    """Kind -> how many."""
+    """Maps a kind of collective to the number of calls."""
     num_params: int
-    """On this rank."""
+    """The number of parameters on the simulated rank."""
     seconds: float
-    """Duration of the simulation."""
+    """The duration of the simulation in seconds."""

@@ -1,4 +1,4 @@
-"""`trainkit check --simulate-world`: check for another number of GPUs, and simulate one of the ranks."""
+"""The options of `trainkit check --simulate-world`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainkit.launch.config_request import ConfigRequest
 
 
 def simulation_options(function: Callable[..., object]) -> Callable[..., object]:
-    """Add the options of a simulation to `trainkit check`, which then does nothing else."""
+    """Add the options of a simulation to `trainkit check`; a simulation replaces the usual check."""
 
     @functools.wraps(function)
     def with_simulation(
@@ -33,9 +33,9 @@ def simulation_options(function: Callable[..., object]) -> Callable[..., object]
             added = (param.opts[0] for param in params if isinstance(param, AddedOption))
             raise UsageError(
                 f"--simulate-world conflicts with {listed(['--estimate', '--show-origin', *added])}",
-                hint="run `trainkit check` without --simulate-world for them",
+                hint="run `trainkit check` without --simulate-world for these options",
             )
-        # The help of the command waits for this module.
+        # Import this module late to keep `trainkit check --help` fast.
         from trainkit.capabilities.simulation.simulated_job import simulate, simulated_plan, simulation_lines
 
         loaded = request.load()

@@ -1,4 +1,4 @@
-"""The plan of a job of any size, and a step of one of its ranks in another process."""
+"""Plans a job of any size, and simulates a step of one of its ranks in another process."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from trainkit.plan.make_plan import make_plan
 from trainkit.run.files import write_atomic
 
 GPUS_PER_NODE = 8
-"""The GPUs per node of a simulated job if the config does not set them."""
+"""The number of GPUs per node in a simulated job if the config does not set it."""
 
 
 def simulated_plan(loaded: LoadedConfig, world_size: int) -> LaunchPlan:
-    """The plan of a run on `world_size` GPUs; raises ConfigError with all problems."""
+    """Plan a run on `world_size` GPUs; raises ConfigError with all problems."""
     loaded.require_decoder(
         ("which cannot be simulated", "--simulate-world needs the task causal_lm"),
         ("whose models cannot be simulated", "--simulate-world needs trainkit's own decoder"),
@@ -44,17 +44,17 @@ def simulated_plan(loaded: LoadedConfig, world_size: int) -> LaunchPlan:
 def simulate(loaded: LoadedConfig, plan: LaunchPlan, rank: int) -> Simulation:
     """Simulate a step of one rank.
 
-    Raises UsageError for a rank that does not exist, TrainkitError when the simulation fails.
+    Raises UsageError for a rank that does not exist, and TrainkitError if the simulation fails.
     """
     if rank >= plan.world_size:
         raise UsageError(
             f"--rank {rank} does not exist: the run has {plural(plan.world_size, 'rank')}",
-            hint="they are counted from 0",
+            hint="ranks are counted from 0",
         )
     config = loaded.config
     with tempfile.TemporaryDirectory(prefix="trainkit-simulate-") as name:
         folder = Path(name)
-        # Compile and float8 need a GPU or real values, but not more memory. `gather` takes less.
+        # Compilation and float8 need a GPU or real values. Without them, the peak memory is not smaller.
         parallel = config.parallel.model_copy(update={"compile": False})
         precision = config.precision.model_copy(update={"float8": False})
         simulated = config.model_copy(update={"parallel": parallel, "precision": precision})
@@ -67,7 +67,7 @@ def simulate(loaded: LoadedConfig, plan: LaunchPlan, rank: int) -> Simulation:
 
 
 def simulation_lines(found: Simulation) -> list[str]:
-    """The result of a simulation as text."""
+    """Format the result of a simulation as lines of text."""
     peak = dict(found.peak_bytes)
     total = peak.pop("total")
     kinds = ", ".join(f"{name} {size(amount)}" for name, amount in peak.items() if amount)

@@ -1,7 +1,8 @@
-"""Simulates one rank of a job of any size in one process, without its memory and without the other ranks.
+"""Simulates one rank of a job of any size, without its memory and without the other ranks.
 
-``python -m trainkit.capabilities.simulation.worker CONFIG PLAN RANK`` prints JSON: the rank's peak memory,
-and the number of collectives per step. Tensors have shapes but no values; collectives return immediately.
+``python -m trainkit.capabilities.simulation.worker CONFIG PLAN RANK`` prints the peak memory of the rank and
+the number of collectives per step as JSON. Tensors have shapes but no values, and collectives return
+immediately.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class _CountCollectives(DispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def simulated_world(plan: LaunchPlan, rank: int, *, mesh_of_one: bool = False) -> Iterator[World]:
-    """The world of one rank, on the fake backend: the other ranks do not exist."""
+    """Create the world of one rank on the fake backend, which has no other ranks."""
     join_fake_world(rank, plan.world_size)
     try:
         device = torch.device("cpu")
@@ -73,7 +74,7 @@ def simulated_world(plan: LaunchPlan, rank: int, *, mesh_of_one: bool = False) -
 
 
 def simulate(config: RunConfig, plan: LaunchPlan, rank: int) -> Simulation:
-    """Simulate two steps of a rank."""
+    """Simulate two steps of a rank, and measure the second step."""
     began_s = time.monotonic()
     task = build_task(config)
     assert isinstance(task, CausalLM)
@@ -108,7 +109,7 @@ def simulate(config: RunConfig, plan: LaunchPlan, rank: int) -> Simulation:
 def _step(
     config: RunConfig, plan: LaunchPlan, built: BuiltModel, optimizer: ShardedAdamW
 ) -> Callable[[], None]:
-    """A function that runs one step of the training loop, without the parts that need values."""
+    """Return a function that runs a training step without the operations that need values."""
     batch = plan.batch
     shape = (batch.device_batch_size, config.data.seq_len)
     micro = Microbatch(
@@ -140,7 +141,7 @@ def _step(
 
 
 def main() -> int:
-    """Simulate the rank given on the command line, and print the result."""
+    """Simulate the rank on the command line, and print the result."""
     config_file, plan_file, rank = sys.argv[1:4]
     config = read_effective(Path(config_file), executes=False)
     plan = LaunchPlan.read(Path(plan_file), executes=False)

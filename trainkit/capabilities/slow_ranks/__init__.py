@@ -1,4 +1,4 @@
-"""Slow ranks, whose host the run may leave, and the ranks of a COMMAND that print nothing."""
+"""Detects slow ranks, whose hosts a run may exclude, and a COMMAND that prints nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class SlowRanks(Capability):
-    """The capability: its part is in every plan, and its watches are imported only where they look."""
+    """The capability of slow and silent ranks; its part is in every plan."""
 
     name = "slow_ranks"
 
@@ -33,8 +33,8 @@ class SlowRanks(Capability):
         part = SlowRanksPlan(given.inspect_s, given.silence_s, given.slow_hosts, given.slow_after_s)
         warnings = list[str]()
         if draft.slurm is None and part.slow_hosts != "ignore":
-            warnings.append("requeue.slow_hosts has no effect: only a job on Slurm can leave out a host")
-        # A step has no supervisor that could look at a command.
+            warnings.append("requeue.slow_hosts has no effect: only a job on Slurm can exclude a host")
+        # A Slurm step has no supervisor that could inspect a command.
         if not draft.workload.is_command or facts.target.node_sizes is not None:
             return Planned(part, warnings=tuple(warnings))
         before = "end" if out_of_reach(draft.workload.argv) is None else "notice"
@@ -52,8 +52,8 @@ class SlowRanks(Capability):
 
     def watch(self, attempt: AttemptDir, plan: LaunchPlan, hosts: Hosts) -> Watch | None:
         part, has_spare = slow_ranks_plan(plan), len(hosts.good) > plan.fewest_nodes
-        is_inspected = plan.workload.is_command and part.look_s is not None
-        # Without a spare node it would wait in the queue, which may take longer than what a slow host costs.
+        is_inspected = plan.workload.is_command and part.inspect_after_s is not None
+        # Without a spare node, the job would wait in the queue, which may cost more than the slow host.
         leaves = part.slow_hosts == "restart" and has_spare
         if not (is_inspected or leaves):
             return None

@@ -1,6 +1,6 @@
-"""Finds ranks that hold the others up, from how long each computes before it first waits for another.
+"""Finds slow ranks by the time that each rank computes before its first collective of a step.
 
-Rank 0 compares the times of the ranks at the end of a window of steps; see `trainkit.trainer.step_clock`.
+Rank 0 compares the times of all ranks at the end of a window of steps; see `trainkit.trainer.step_clock`.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from trainkit.capability import NewEvent, RankObserver, TimedRanks
 log = getLogger(__name__)
 Phase = Literal["data", "compute"]
 WINDOWS = 2
-"""Windows in a row after which a rank is slow, or no longer slow."""
+"""The number of consecutive windows after which a rank counts as slow, or no longer as slow."""
 RATIO = 1.4
-"""A rank is slow if its own time is this many times that of the others."""
+"""A rank is slow if its time is more than this multiple of the time of the other ranks."""
 MIN_EXCESS_S = 2e-3
 MIN_EXCESS_SHARE = 0.02
-"""Smallest difference that counts: in seconds, and as a share of the step where the forward pass is measured.
+"""The smallest difference that counts, in seconds and as a share of the step.
 
-Sharded ranks measure little more than their update: it shows how fast they are, not how long they compute.
+The share applies only where the time includes the forward pass. Sharded ranks measure little more than their
+update, which shows the speed of a rank but is a small share of the step.
 """
 MIN_SLOW_S = 3.0
-"""How long it must be slow: on busy hosts, short steps differ for a moment."""
+"""Seconds that a rank must be slow, because short steps on busy hosts vary."""
 FEW = 4
-"""Ranks below which a slow one changes the median, so that it is compared with the others alone."""
+"""The group size below which a rank is compared with only the others, as it would affect the median."""
 
 
 def _median_times(times: Iterable[tuple[float, float]]) -> tuple[float, float]:
@@ -40,20 +41,20 @@ def _median_times(times: Iterable[tuple[float, float]]) -> tuple[float, float]:
 
 @dataclass
 class Slowdown:
-    """A rank that seems slow; `SlowRanks.compare` returns it once it certainly is, and when that is over."""
+    """A rank that may be slow; `SlowRanks.compare` returns certain slowdowns and their ends."""
 
     rank: int
     host: str
     since_step: int
     phase: Phase = "compute"
-    """Where most of the difference is."""
+    """The phase with most of the difference."""
     own_s: float = 0.0
-    """Seconds of a step before its first collective."""
+    """Seconds of a step on this rank before its first collective."""
     usual_s: float = 0.0
-    """The seconds of the other ranks."""
+    """Seconds of a step on the other ranks before their first collective."""
     is_over: bool = False
     level: int = 0
-    """Rises with each window that is slow, up to `WINDOWS`, and falls with each other one."""
+    """Rises with each slow window, up to `WINDOWS`, and falls with each other window."""
     slow_s: float = 0.0
     is_certain: bool = False
 
@@ -62,7 +63,7 @@ class Slowdown:
         return self.own_s / self.usual_s if self.usual_s else math.inf
 
     def changes(self, *, is_slow: bool, window_s: float) -> bool:
-        """Count a window; returns whether the slowdown has become certain, or a certain one has ended."""
+        """Count a window; return whether the slowdown became certain, or ended after it was certain."""
         self.is_over = not is_slow
         if self.is_over:
             self.level -= 1
@@ -76,14 +77,14 @@ class Slowdown:
 
 
 class SlowRanks(RankObserver):
-    """Compares the times of the ranks, on rank 0."""
+    """Compares the times of all ranks on rank 0."""
 
     def __init__(self, ranks: TimedRanks) -> None:
         self._hosts, self._window, layout = ranks.hosts, ranks.window, ranks.layout
         self._has_local_forward = layout.has_local_forward
         self._groups: dict[int, list[int]] = defaultdict(list)
-        """Ranks that do the same work, by pipeline stage."""
-        # On CPUs, other processes of the host disturb an update more than a slow CPU does.
+        """Maps a pipeline stage to its ranks, which do the same work."""
+        # On CPUs, other processes on the host affect the update time more than a slow CPU does.
         if ranks.on_gpu or self._has_local_forward:
             for rank in range(layout.world_size):
                 self._groups[layout.place(rank).pp].append(rank)
@@ -91,10 +92,10 @@ class SlowRanks(RankObserver):
         self._slow: dict[int, Slowdown] = {}
         self._has_started = False
         self.values: dict[str, float | str] = {}
-        """The rank with the longest time before its first collective in the newest window, slow or not."""
+        """The rank with the longest time in the newest window, whether it is slow or not."""
 
     def add(self, step: int, times: Sequence[float], step_s: float) -> Iterator[NewEvent]:
-        """Take in a step; log and give the events of ranks that have become slow or no longer are."""
+        """Add a step; log and yield an event for each rank that has become slow or has recovered."""
         for found in self.compare(step, times, step_s):
             shown = f"step={step} rank {found.rank} on {found.host}"
             if found.is_over:
@@ -110,15 +111,15 @@ class SlowRanks(RankObserver):
             yield "slow_rank_over" if found.is_over else "slow_rank", values
 
     def compare(self, step: int, times: Sequence[float], step_s: float) -> list[Slowdown]:
-        """Add a step; returns what changed, at the end of a window."""
+        """Add a step; at the end of a window, return the slowdowns that began or ended."""
         self._steps_s.append(step_s)
         if not times:
             return []
-        # Lists, since most of NumPy's time is that of a call, and this is on the path of every rank.
+        # Use lists, because NumPy's overhead per call would delay every rank here.
         own, steps_s = list(zip(times[::2], times[1::2], strict=True)), self._steps_s
         self._steps_s = []
         if not self._has_started:
-            # The first whole window has what compiling and first accesses to files and memory take.
+            # Skip the first whole window, which includes compilation and first accesses to files and memory.
             self._has_started = len(steps_s) >= self._window
             return []
         changed, first = [], step - len(steps_s) + 1

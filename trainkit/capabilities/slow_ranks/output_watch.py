@@ -1,4 +1,4 @@
-"""Since when a running attempt shows no progress, by the files that it writes."""
+"""Measures how long a running attempt has shown no progress, by the files that it writes."""
 
 from __future__ import annotations
 
@@ -17,26 +17,29 @@ class OutputWatch:
     """Watches the files that a run changes while it makes progress."""
 
     def __init__(self, attempt: AttemptDir, limit_s: float, *, with_logs: bool) -> None:
-        """`with_logs` includes what the ranks print, else events of the trainer; `limit_s` sets the pace."""
+        """Watch the logs of the ranks if `with_logs`, else the events of the trainer.
+
+        `limit_s` is the silence that the caller waits for; it determines the polling interval.
+        """
         self._attempt = attempt
         self._with_logs = with_logs
         self._pause_s = min(SILENCE_POLL_S, limit_s / 4)
-        # The times of the files come from the clocks of other hosts, so they are not used.
+        # Measure time on this host, because file times come from the clocks of other hosts.
         self._changed_s = self._polled_s = time.monotonic()
         self._seen: dict[str, tuple[int, int]] = {}
         self._at_start: dict[str, tuple[int, int]] | None = None
 
     @property
     def has_output(self) -> bool:
-        """Whether a rank has printed anything, or metrics or a heartbeat were written since the start."""
+        """Return whether a rank has printed anything or has written metrics or a heartbeat."""
         run, before = self._attempt.run, self._at_start or {}
         signs = (str(run.metrics_file), str(run.heartbeat_file))
-        # An agent prints into the log of its node before its ranks start.
+        # Ignore the logs of nodes, because an agent writes into them before its ranks start.
         logs = (size for name, (size, _) in self._seen.items() if Path(name).name.startswith("rank-"))
         return any(logs) or any(self._seen.get(name) != before.get(name) for name in signs)
 
     def poll(self) -> float | None:
-        """Seconds since the last change; None when it is too early to check again. Raises OSError."""
+        """Return the seconds since the last change, or None if the next poll is not due. Raises OSError."""
         now_s = time.monotonic()
         if now_s < self._polled_s + self._pause_s:
             return None
@@ -48,11 +51,11 @@ class OutputWatch:
         return now_s - self._changed_s
 
     def reset(self) -> None:
-        """Count from now."""
+        """Restart the measurement of silence now."""
         self._changed_s = time.monotonic()
 
     def _files(self) -> dict[str, tuple[int, int]]:
-        """Size and time of what a running command changes."""
+        """Return the size and time of each watched file."""
         run, logs = self._attempt.run, self._attempt.logs_dir
         files = [run.metrics_file, run.heartbeat_file]
         if self._with_logs:

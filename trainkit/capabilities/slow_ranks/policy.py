@@ -1,4 +1,4 @@
-"""The part of the plan that says when slow and silent ranks are acted upon."""
+"""Defines the part of the plan with the limits for slow and silent ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SlowRanksPlan(Part):
-    """The keys of the section `requeue` that say when slow and silent ranks are acted upon."""
+    """The config keys of `requeue` for slow and silent ranks."""
 
     CAPABILITY = "slow_ranks"
     inspect_s: float | None = 600.0
@@ -22,22 +22,23 @@ class SlowRanksPlan(Part):
     slow_after_s: float = 300.0
 
     @property
-    def look_s(self) -> float | None:
-        """Seconds without output after which a command is looked at: in time before `silence_s` ends it."""
+    def inspect_after_s(self) -> float | None:
+        """Return the seconds without output before a command is inspected, at most half of `silence_s`."""
         limits = (self.inspect_s, None if self.silence_s is None else self.silence_s / 2)
         return min((limit for limit in limits if limit is not None), default=None)
 
     @property
     def silence(self) -> str:
-        """What happens to a command that prints nothing."""
-        if self.look_s is None:
+        """Describe the treatment of a command that prints nothing."""
+        if self.inspect_after_s is None:
             return "not watched: requeue.inspect_s and requeue.silence_s are null"
-        reported = f"before the first line, or at a lock file, reported after {self.look_s:g} s"
+        case = "if nothing was printed yet or a rank waits for a lock file"
+        reported = f"reported after {self.inspect_after_s:g} s {case}"
         if self.silence_s is None:
-            return f"{reported}; never ended, as requeue.silence_s is null"
+            return f"{reported}; never ended, because requeue.silence_s is null"
         return f"{reported}; ended as a hang after {self.silence_s:g} s"
 
 
 def slow_ranks_plan(plan: LaunchPlan) -> SlowRanksPlan:
-    """The part of a plan, or its defaults."""
+    """Return the part of a plan, or the default values."""
     return plan.part(SlowRanksPlan) or SlowRanksPlan()

@@ -1,4 +1,4 @@
-"""What people see of slow ranks, of a run that has become slow, and of a COMMAND that prints nothing."""
+"""Describes slow ranks, slow runs and silent commands for status, watch, report and advice."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from trainkit.run.files import numbers, read_record
 from trainkit.run.rundir import RunDir
 
 SLOW_EVENTS = ("slow_rank", "slow_run")
-"""A rank, or the whole run, has become slow."""
+"""Events that a rank or the whole run has become slow."""
 SLOWDOWN_EVENTS = (*SLOW_EVENTS, "slow_rank_over", "slow_run_over")
 SLOW = 3
-"""How bad a slow rank is for its host."""
+"""The severity of a slow rank as a problem of its host."""
 
 
 @dataclass(frozen=True)
 class Slowdown:
-    """A rank, or with `rank` None the whole run, that was slow for a while."""
+    """A period in which a rank was slow, or the whole run if `rank` is None."""
 
     attempt: int | None = None
     rank: int | None = None
     host: str | None = None
     phase: str | None = None
-    """``data``, ``compute`` or ``network``: where most of the difference was."""
+    """The phase with most of the difference: ``data``, ``compute`` or ``network``."""
     noticed: str | None = None
     since_step: int | None = None
     until_step: int | None = None
-    """When it was seen to be as fast as usual; None if it was slow until the attempt ended, or still is."""
+    """The step at which the speed was normal again; None if the attempt ended first or still runs."""
     own_s: float | None = None
-    """Its seconds of a step; of a rank, before it first waits for others."""
+    """Seconds of a step of the run, or of the rank before its first collective."""
     usual_s: float | None = None
-    """Seconds of a step of the other ranks, or of the run before."""
+    """Seconds of a step of the other ranks, or of the run before the slowdown."""
 
 
 def find_slowdowns(events: Iterable[Event]) -> list[Slowdown]:
-    """The slowdowns of a run, of its `SLOWDOWN_EVENTS`, in the order in which they were noticed."""
+    """Return the slowdowns in the `SLOWDOWN_EVENTS` of a run, in the order of their detection."""
     found: list[Slowdown] = []
     for event in events:
         if event.name in SLOW_EVENTS:
@@ -52,7 +52,7 @@ def find_slowdowns(events: Iterable[Event]) -> list[Slowdown]:
 
 
 def sentence(event: Event, since: str = "is slow since") -> str:
-    """Which rank is slow since when, of one of the `SLOW_EVENTS`."""
+    """Describe one of the `SLOW_EVENTS` in a sentence."""
     is_rank = event.rank is not None
     who = f"rank {event.rank} on {event.host}" if is_rank else "the run"
     own, usual = (f"{1e3 * (event.number(key) or 0.0):,.0f} ms" for key in ("own_s", "usual_s"))
@@ -62,17 +62,17 @@ def sentence(event: Event, since: str = "is slow since") -> str:
 
 
 def slow_of(events: Iterable[Event]) -> list[Event]:
-    """The `SLOW_EVENTS` among some events."""
+    """Return only the `SLOW_EVENTS`."""
     return [event for event in events if event.name in SLOW_EVENTS]
 
 
 def silence_of(events: Sequence[Event]) -> Event | None:
-    """The newest ``silent`` among some events: a COMMAND that prints nothing."""
+    """Return the newest event ``silent``, which reports a COMMAND without output, or None."""
     return next((event for event in reversed(events) if event.name == "silent"), None)
 
 
 def notices_of(run: RunDir, lasting: Sequence[Event]) -> Iterator[Notice]:
-    """The warnings about ranks that are slow or print nothing."""
+    """Yield warnings about slow ranks and silent commands."""
     for event in slow_of(lasting):
         yield Notice(event.time, sentence(event), event.host, event.rank)
     if (silence := silence_of(lasting)) is not None:
@@ -80,7 +80,7 @@ def notices_of(run: RunDir, lasting: Sequence[Event]) -> Iterator[Notice]:
 
 
 def hosts_of(lasting: Iterable[Event]) -> dict[str, HostView]:
-    """The hosts of slow ranks, each with its slowest rank."""
+    """Return the hosts of slow ranks, each with its slowest rank."""
     slow: dict[str, list[Event]] = {}
     for event in sorted(slow_of(lasting), key=_ratio, reverse=True):
         if event.rank is not None:
@@ -99,7 +99,7 @@ def _ratio(event: Event) -> float:
 
 
 def advice_values(lasting: Sequence[Event]) -> Mapping[str, str]:
-    """The values for advice, by placeholder: the first slowdown, and the silence."""
+    """Return the placeholders of advice: the first slowdown and the silence."""
     values, slow, silence = {}, slow_of(lasting)[:1], silence_of(lasting)
     if len(numbers(slow, "own_s") + numbers(slow, "usual_s")) == 2:
         values["slowdown"] = sentence(slow[0], "was slow since")

@@ -1,7 +1,7 @@
-"""A COMMAND that prints nothing, which may wait for a lock file that a killed process has left.
+"""Inspects a COMMAND that prints nothing, which may wait for a lock file of a killed process.
 
-Silence alone is no failure, since a script may print into a file of its own: it is reported, and ends the
-attempt only where `requeue.silence_s` says so.
+Silence is not a failure, because a script may write into other files. It is only reported, and ends the
+attempt only if `requeue.silence_s` is set.
 """
 
 from __future__ import annotations
@@ -21,37 +21,38 @@ from trainkit.run.events import log_event
 from trainkit.run.files import utc_now, write_json
 from trainkit.run.rundir import AttemptDir
 
-LOOK_S = 30.0
-"""How long the agents may take to look at their ranks: py-spy takes up to 20 s for a process."""
+STACKS_TIMEOUT_S = 30.0
+"""Seconds that the agents may take to collect stacks, since py-spy takes up to 20 s for a process."""
 
 
 class SilenceWatch:
-    """Looks at a command when no rank prints anything and no metrics and no heartbeat are written.
+    """Inspects a command when its ranks write no output, no metrics and no heartbeat.
 
-    After `SlowRanksPlan.look_s` it logs what the ranks wait for, as an event ``silent``, if none has printed
-    anything yet or a lock file may be in the way; ``silent_over`` follows with the next output. After
-    `requeue.silence_s` it writes the reports of a hang, which ranks of the built-in trainer write themselves.
+    After `SlowRanksPlan.inspect_after_s`, the watch collects the stacks of the ranks. It logs an event
+    ``silent`` if no rank has printed anything yet, or if a rank may wait for a lock file. The event
+    ``silent_over`` follows with the next output. After `requeue.silence_s`, the watch writes the hang reports
+    that ranks of the built-in trainer write themselves.
     """
 
     def __init__(self, attempt: AttemptDir, plan: LaunchPlan) -> None:
-        """`look_s` of its part must not be None."""
+        """Watch an attempt; `SlowRanksPlan.inspect_after_s` of the plan must not be None."""
         policy = slow_ranks_plan(plan)
-        assert policy.look_s is not None
+        assert policy.inspect_after_s is not None
         self._attempt = attempt
         self._plan = plan
-        self._look_s = policy.look_s
+        self._inspect_after_s = policy.inspect_after_s
         self._limit_s = float("inf") if policy.silence_s is None else policy.silence_s
-        self._output = OutputWatch(attempt, self._look_s, with_logs=True)
+        self._output = OutputWatch(attempt, self._inspect_after_s, with_logs=True)
         self._silent_s = 0.0
-        self._look: Request | None = None
-        self._look_until_s = 0.0
+        self._request: Request | None = None
+        self._request_until_s = 0.0
         self._silence: Silence | None = None
         self._stacks: dict[int, tuple[str, ...]] = {}
-        """The frames of the ranks that can run, by rank."""
+        """Maps each rank that counts as running to its stack frames."""
         self._is_reported = False
 
     def poll(self) -> None:
-        """Look at the ranks once there is silence, and report them if it lasts. Raises OSError."""
+        """Inspect the ranks after the first limit, and report a hang after the second. Raises OSError."""
         silent_s = self._output.poll()
         if silent_s is not None:
             if silent_s < self._silent_s:
@@ -59,16 +60,16 @@ class SilenceWatch:
                     log_event(self._attempt.run, self._attempt.number, "silent_over")
                 self._forget()
             self._silent_s = silent_s
-        if self._silent_s <= self._look_s:
+        if self._silent_s <= self._inspect_after_s:
             return
         if self._silence is None:
-            if self._look is None:
-                self._look = request_stacks(self._attempt, None, flights=True)
-                self._look_until_s = time.monotonic() + LOOK_S
-            replies = self._look.replies()
-            if len(replies) < self._plan.world_size and time.monotonic() < self._look_until_s:
+            if self._request is None:
+                self._request = request_stacks(self._attempt, None, flights=True)
+                self._request_until_s = time.monotonic() + STACKS_TIMEOUT_S
+            replies = self._request.replies()
+            if len(replies) < self._plan.world_size and time.monotonic() < self._request_until_s:
                 return
-            self._look.withdraw()
+            self._request.withdraw()
             self._silence = self._explain(replies)
             self._log(self._silence)
         if self._silent_s > self._limit_s:
@@ -78,7 +79,10 @@ class SilenceWatch:
             self._output.reset()
 
     def _explain(self, replies: Sequence[Reply]) -> Silence:
-        """What the ranks wait for; keeps their stacks. A silent rank counts if most others reply."""
+        """Explain the silence by the replies of the ranks, and keep their stacks.
+
+        If at most half of the ranks reply, all ranks count as running, with empty stacks.
+        """
         replied = {reply.rank: reply.main_stack for reply in replies if not reply.is_stopped}
         self._stacks = replied
         if 2 * len(replies) <= self._plan.world_size:
@@ -88,13 +92,13 @@ class SilenceWatch:
         )
 
     def _forget(self) -> None:
-        if self._look is not None:
-            self._look.withdraw()
-        self._look, self._silence, self._is_reported, self._silent_s = None, None, False, 0.0
+        if self._request is not None:
+            self._request.withdraw()
+        self._request, self._silence, self._is_reported, self._silent_s = None, None, False, 0.0
 
     def _log(self, silence: Silence) -> None:
         if self._output.has_output and silence.lock is None:
-            return  # many a script prints seldom
+            return  # many scripts print rarely
         before = "" if self._output.has_output else ", and none before"
         reason = f"no output for {self._silent_s:.0f} s{before}; {silence.text}"
         log_line(f"attempt {self._attempt.number}: {reason}")
@@ -110,7 +114,7 @@ class SilenceWatch:
         )
 
     def _report(self, silence: Silence) -> None:
-        """One report per rank that can run, which differ only in their stacks and hosts."""
+        """Write a hang report for each rank in `_stacks`."""
         ensure_folder(self._attempt.hangs_dir)
         for rank, stack in self._stacks.items():
             record = HangRecord(

@@ -1,4 +1,4 @@
-"""Hosts of slow ranks: to leave one while an attempt runs, or after it has ended."""
+"""Finds hosts of slow ranks to exclude, while an attempt runs or after its end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainkit.run.rundir import AttemptDir
 
 
 def slow_hosts(attempt: AttemptDir, hosts: Sequence[str]) -> set[str]:
-    """The `hosts` whose ranks were slow when an attempt ended."""
+    """Return those of `hosts` whose ranks were slow at the end of an attempt."""
     found, seen = set(), OwnedEvents(read_events(attempt.run, *SLOWDOWN_EVENTS, attempt=attempt.number))
     for event in seen.lasting(attempt.number):
         if event.host is not None and event.host in hosts:
@@ -28,20 +28,20 @@ def slow_hosts(attempt: AttemptDir, hosts: Sequence[str]) -> set[str]:
 
 
 class SlowHostWatch:
-    """Polls the events of one attempt for ranks that stay slow."""
+    """Watches the events of an attempt for ranks that stay slow."""
 
     def __init__(self, attempt: AttemptDir, plan: LaunchPlan, hosts: Sequence[str]) -> None:
-        """`hosts` are the good hosts of the allocation, as Slurm names them."""
+        """Watch an attempt; `hosts` are the good hosts of the allocation, as Slurm names them."""
         self._attempt, self._policy, self._hosts = attempt, plan.requeue, hosts
         self._after_s = slow_ranks_plan(plan).slow_after_s
         self._events = Tail(attempt.run.events_file)
         self._events.position = self._events.size()
         self._seen = OwnedEvents()
         self._since_s: dict[int, float] = {}
-        """When the slow ranks were first seen to be so."""
+        """Maps a slow rank to the time at which this watch first saw it."""
 
     def poll(self) -> PlannedStop | None:
-        """The host to continue without; None as long as there is none. Raises OSError."""
+        """Return the planned stop to restart without a slow host, or None. Raises OSError."""
         for event in events_of(self._events.records(SLOWDOWN_EVENTS)):
             self._seen.add(event)
         slow = [event for event in self._seen.lasting(self._attempt.number) if event.host in self._hosts]

@@ -1,4 +1,4 @@
-"""The watch of slow and silent ranks in the supervisor."""
+"""Watches slow and silent ranks in the supervisor."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from trainkit.run.rundir import AttemptDir
 
 
 class RanksWatch(Watch):
-    """Both watches of an attempt."""
+    """Combines the watch of slow hosts and the watch of a silent command."""
 
     while_stopping = False
 
     def __init__(
         self, attempt: AttemptDir, plan: LaunchPlan, hosts: Sequence[str] | None, *, is_inspected: bool
     ) -> None:
-        """The run leaves a slow one of `hosts`; with None it leaves no host."""
+        """Watch an attempt; a slow host among `hosts` is excluded, and None excludes no host."""
         self._silence = SilenceWatch(attempt, plan) if is_inspected else None
         self._slow_hosts = None if hosts is None else SlowHostWatch(attempt, plan, hosts)
 
     def poll(self) -> PlannedStop | None:
-        """Look at a silent command; the host to continue without. Raises OSError."""
+        """Inspect a silent command, and return a planned stop for a slow host, or None. Raises OSError."""
         planned_stop = None if self._slow_hosts is None else self._slow_hosts.poll()
         if planned_stop is None and self._silence is not None:
             self._silence.poll()

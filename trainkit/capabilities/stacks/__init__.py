@@ -1,1 +1,1 @@
-"""`trainkit stacks`: where the ranks of a running job are."""
+"""`trainkit stacks`: prints the Python stacks of the ranks of a running job."""

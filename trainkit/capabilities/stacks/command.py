@@ -1,4 +1,4 @@
-"""``trainkit stacks``: the Python stacks of every rank of a running job."""
+"""``trainkit stacks``: prints the Python stacks of every rank of a running job."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from trainkit.run.registry import find_run
 from trainkit.run.rundir import AttemptDir, RunDir
 
 WAIT_S = 20.0
-"""Agents poll every two seconds and give their ranks three to reply; network filesystems add latency."""
+"""Seconds to wait for replies. Agents poll every two seconds, ranks have three seconds to reply, and network
+filesystems add latency."""
 
 
 @as_command("trainkit stacks last", "trainkit stacks last --rank 1", "trainkit stacks last --json")
@@ -58,13 +59,16 @@ def command(run_name: str, rank: int | None, as_json: bool) -> None:
     if waits.lock is not None:
         click.echo(waits.text)
     if silent:
-        click.echo(f"no response from {rank_list(silent)}: ended, or the host does not respond")
+        click.echo(
+            f"no response from {rank_list(silent)}: the process has ended, or the host does not respond"
+        )
 
 
 def _ask_stacks(run: RunDir, rank: int | None) -> tuple[AttemptDir, list[Reply], list[int]]:
-    """The running attempt, the replies of its ranks, or of one, and the ranks that did not reply.
+    """Ask the ranks of the running attempt, or one rank, for their stacks.
 
-    Raises UsageError for a run or rank that does not run, TrainkitError when no rank replied.
+    Returns the attempt, the replies, and the ranks that did not reply. Raises UsageError if the run or the
+    rank is not running, and TrainkitError if no rank replied.
     """
     attempt = running_attempt(run)
     world_size = LaunchPlan.read(attempt.plan_file, executes=False).world_size
@@ -87,7 +91,7 @@ def _ask_stacks(run: RunDir, rank: int | None) -> tuple[AttemptDir, list[Reply],
 
 
 def running_attempt(run: RunDir) -> AttemptDir:
-    """The attempt whose ranks are running; raises UsageError when there is none."""
+    """Return the attempt whose ranks are running; raises UsageError if no rank is running."""
     entry = live_entry(run, read_job(run), "stacks")
     if entry is None:
         raise UsageError(
@@ -107,7 +111,8 @@ def _group_text(group: Sequence[Reply], all_threads: bool) -> str:
     lines = [f"{rank_list([reply.rank for reply in group])} on {hosts}{_position(group)}"]
     for name, frames in group[0].threads.items():
         lines += [f"  thread {name}"] if all_threads else []
-        # A frame is shown without the path of the site-packages folder.
+        # The path of the site-packages folder is removed from a frame, because it is long and the same
+        # everywhere.
         short = [re.sub(r"\(\S*/(?:site|dist)-packages/", "(", frame) for frame in frames]
         lines += [f"    {frame}" for frame in short if "(<frozen importlib" not in frame]
         if not all_threads:
@@ -116,7 +121,7 @@ def _group_text(group: Sequence[Reply], all_threads: bool) -> str:
 
 
 def _position(group: Sequence[Reply]) -> str:
-    """Step and phase of a group of ranks as text; empty if they differ or are unknown."""
+    """Return the step and the phase of a group of ranks, or an empty text if they differ or are unknown."""
     phases = {(reply.step, reply.phase) for reply in group}
     if len(phases) > 1 or group[0].phase is None:
         return ""

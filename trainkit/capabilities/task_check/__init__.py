@@ -1,1 +1,1 @@
-"""Tries a user's task before it costs time on a cluster: `check --task-smoke`, `data validate CONFIG`."""
+"""Tries a user's task on this machine, for `check --task-smoke` and `data validate CONFIG`."""

@@ -1,4 +1,4 @@
-"""Tries a task as two ranks of this machine: what a rank does alone is not all that several do."""
+"""Tries a task on two ranks of this machine, to find problems that one rank cannot show."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ from trainkit.trainer.user_task import UserTask
 
 SIZE = 2
 TIMEOUT = timedelta(minutes=5)
-"""Of a collective, in which one rank waits for the other."""
+"""The time limit of a collective."""
 DEVICE_BATCH = 2
 
 
 class TwoRanks:
-    """Two processes that compute the gradient of one step together, once `problems` is called.
+    """Two processes that compute the gradient of one step together when `problems` is called.
 
-    Made before this process computes anything: torch may refuse a backward pass in a fork after one.
+    Create this object before the process computes anything, because PyTorch may refuse a backward pass in a
+    fork of a process that has run one.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -58,7 +59,7 @@ class TwoRanks:
             self._answers.append(here)
 
     def problems(self) -> list[Problem]:
-        """The first problem of a rank; empty if both have computed the step."""
+        """Return the first problem of a rank, or an empty list if both ranks have computed the step."""
         for answer in self._answers:
             answer.send(True)
         waiting = list(self._answers)
@@ -70,8 +71,8 @@ class TwoRanks:
                     found: Problem | None = ready.recv()
                 except EOFError:
                     rank = self._answers.index(ready)
-                    message = f"rank {rank} of {SIZE} ended without an answer"
-                    found = refusal(self._config, message, "something in the file ends Python").problem
+                    message = f"rank {rank} of {SIZE} ended without a result"
+                    found = refusal(self._config, message, "the code of the task ends the process").problem
                 if found is not None:
                     return [found]
         return []
@@ -89,9 +90,9 @@ class TwoRanks:
 
 
 def _run(rank: int, config: RunConfig, folder: Path, answer: Connection, of_others: list[Connection]) -> None:
-    """Be one of the ranks, once the other process asks for it."""
+    """Run one of the ranks, after the parent process has requested it."""
     for other in of_others:
-        other.close()  # so that it ends with the process that has made it
+        other.close()  # otherwise this rank would not end with its parent
     try:
         answer.recv()
     except EOFError:
@@ -100,7 +101,7 @@ def _run(rank: int, config: RunConfig, folder: Path, answer: Connection, of_othe
         _compute_gradient(rank, config, folder)
     except TrainkitError as error:
         answer.send(problem_of(config, error))
-    except Exception as error:  # whatever the user's code raises
+    except Exception as error:  # the user's code may raise any type
         answer.send(
             refusal(config, f"rank {rank} of {SIZE} failed: {describe(error)}", TRACEBACK_HINT).problem
         )
@@ -109,11 +110,11 @@ def _run(rank: int, config: RunConfig, folder: Path, answer: Connection, of_othe
 
 
 def _compute_gradient(rank: int, config: RunConfig, folder: Path) -> None:
-    """Compute the gradient of the first step, as a rank does."""
+    """Compute the gradient of the first step as a rank of the trainer does."""
     here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": SIZE, "LOCAL_WORLD_SIZE": SIZE}
     os.environ |= {name: str(value) for name, value in here.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "GLOO_SOCKET_IFNAME": "lo"}
-    torch.set_num_threads(1)  # the threads of the other process are not in its fork
+    torch.set_num_threads(1)  # a fork does not inherit the thread pool of its parent
     task = UserTask(config, None)
     store = dist.FileStore(str(folder / "store"), SIZE)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=TIMEOUT)

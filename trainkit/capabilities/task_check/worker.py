@@ -1,7 +1,7 @@
-"""Tries a user's task on the CPU, with a few samples, or reads all of them, before it costs time.
+"""Trains a user's task on a few samples on the CPU, or reads all of its samples.
 
 ``python -m trainkit.capabilities.task_check.worker --smoke`` or ``--samples`` reads a config as JSON from
-stdin and prints its problems as `trainkit.trainer.task_check` does.
+standard input, and prints the problems in the format of `trainkit.trainer.task_check`.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from trainkit.trainer.user_code import errors_of_user, line_of, listed, problem_
 from trainkit.trainer.user_task import UserTask, digest_of_item
 
 HALF = 2
-"""Samples in each of the two batches that are also tried as one."""
+"""The number of samples in each of two batches, which are also tried as one batch."""
 RELATIVE_TOLERANCE = 1e-3
-UNSEEDED = "draw random numbers from random, numpy.random or torch without seeding them"
+UNSEEDED = "draw random numbers from random, numpy.random or torch, and do not seed them"
 
 
 def unreadable_samples(config: RunConfig) -> Iterator[Problem]:
@@ -55,7 +55,7 @@ def unreadable_samples(config: RunConfig) -> Iterator[Problem]:
                 samples: Any = getattr(task, name)()
                 count = 0 if samples is None or is_stream(samples) else len(samples)
             if samples is not None and is_stream(samples):
-                yield Problem(f"{name}()", "returned a stream, which may have no end: it was not read")
+                yield Problem(f"{name}()", "returned a stream, which was not read because it may have no end")
             digest = partial(digest_of_item, samples, config.seed)
             for index, (_, problem) in enumerate(read_in_worker(digest, range(count), config)):
                 if problem:
@@ -65,14 +65,14 @@ def unreadable_samples(config: RunConfig) -> Iterator[Problem]:
 
 
 class Smoke:
-    """One batch of a task, forward and backward, and what can be wrong with it."""
+    """Runs a forward and backward pass of a task on a few samples, and collects problems."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
         self._found: list[Problem] = []
 
     def problems(self) -> list[Problem]:
-        """The problems of a task; ends at the first that makes further ones unknowable."""
+        """Return the problems of a task, up to the first problem that prevents further checks."""
         try:
             self._try()
         except TrainkitError as error:
@@ -87,7 +87,7 @@ class Smoke:
         if digest_of(model) != digest_of(self._user.build_whole_model()):
             self._add("build_model", "builds another model when it is called twice", UNSEEDED)
         self._check_structure(model)
-        # Not in fp16, which few operations of a CPU support.
+        # Replace fp16, which few CPU operations support.
         precision = self._config.precision
         if precision.dtype == "fp16":
             precision = precision.model_copy(update={"dtype": "fp32"})
@@ -98,7 +98,8 @@ class Smoke:
         optimizers = make_own_optimizers(self._user, weights, alone.layout)
         module.task.step = 1
         turns = ("",) if optimizers is None else optimizers.turns()
-        for batches in reversed(halves):  # whose metrics may differ
+        for batches in reversed(halves):
+            # Training and validation may have different metrics, so each gets its own object.
             passes = TaskForwardBackward(lambda enabled: None, Progress(), module, config, alone)
             validates = batches is not halves[0]
             for turn in ("",) if validates else turns:
@@ -111,19 +112,19 @@ class Smoke:
             self._check_update(module, weights, optimizers, config, alone)
 
     def _batches(self, method: str, data: Any) -> list[TaskBatch]:
-        """Two batches, and both of them as one."""
+        """Return two batches and a batch with the samples of both."""
         if isinstance(data, StreamData):
             size, items = HALF, self._stream_items(data)
         else:
             size = min(HALF, max(1, data.num_samples // 2))
             items = self._items(method, data, min(2 * size, data.num_samples))
         batches = []
-        for part in (items[:size], items[size:] or items[:size], items):
-            with self._errors("collate", f"{len(part)} items cannot be joined to a batch"):
-                batches.append(TaskBatch(self._user.task.collate(list(part)), self._config.seed))
+        for chunk in (items[:size], items[size:] or items[:size], items):
+            with self._errors("collate", f"{len(chunk)} items cannot be joined to a batch"):
+                batches.append(TaskBatch(self._user.task.collate(list(chunk)), self._config.seed))
         try:
             pickle.dumps(batches[0])
-        except Exception as error:  # whatever the objects of the user raise
+        except Exception as error:  # objects of the user may raise any type
             message = f"returns a batch that cannot be sent to another process: {error}"
             hint = "return tensors, numbers, strings, and lists or dictionaries of them"
             self._add("collate", message, hint)
@@ -141,7 +142,7 @@ class Smoke:
         return items
 
     def _stream_items(self, data: StreamData) -> list[object]:
-        """The first items of a stream; another object of it must continue in the middle."""
+        """Return the first items of a stream, and check that a new stream object can resume in between."""
         with self._errors("train_dataset", "a sample cannot be read"):
             cursor = Cursor(data)
             items = [cursor.next(position) for position in range(HALF)]
@@ -159,7 +160,7 @@ class Smoke:
         overlap = any(layer in set(other.modules()) for layer, other in permutations(layers, 2))
         if overlap or not set(layers) <= set(model.modules()):
             message = "returns modules that overlap or are not in the model"
-            self._add("layers", message, "return each layer once, and none that is inside another")
+            self._add("layers", message, "return each layer once, and no layer inside another layer")
         if type(self._user.task).tensor_plan is not Task.tensor_plan:
             find_styles(self._user.task, self._config, model, self._config.parallel.tp)
         for name, param in model.named_parameters():
@@ -173,7 +174,7 @@ class Smoke:
     def _check_losses(
         self, module: nn.Module, passes: TaskForwardBackward, batches: list[TaskBatch], *, validates: bool
     ) -> None:
-        """The loss of two batches must be that of both as one, in evaluation mode, without dropout."""
+        """Check that the losses of two batches add up to the loss of their samples as one batch."""
         module.eval()
         found, method = [], _loss_of(batches[0])
         for batch in batches:
@@ -191,16 +192,24 @@ class Smoke:
         is_sum, adds_up = is_near(first + second, both), is_near(of_first + of_second, of_both)
         mean = (first * of_first + second * of_second) / max(of_both, 1e-9)
         if is_sum and not adds_up:
-            message = f"has count {of_both:g} instead of {of_first + of_second:g} for two batches as one"
-            self._add(method, message, "count what the total sums: samples or tokens, not batches")
+            message = (
+                f"has count {of_both:g} instead of {of_first + of_second:g} for the samples of two batches"
+            )
+            self._add(
+                method,
+                message,
+                "return the number of samples or tokens in the total, not the number of batches",
+            )
         elif adds_up and not is_sum and is_near(mean, both):
-            message = f"has total {both:g} for two batches of {first:g} and {second:g}: that is a mean"
+            message = (
+                f"has total {both:g} for two batches with totals {first:g} and {second:g}: that is a mean"
+            )
             self._add(method, message, 'return the sum, for example with reduction="sum"')
 
     def _check_gradients(
         self, module: LossModule, passes: TaskForwardBackward, batches: list[TaskBatch], updated: set[str]
     ) -> None:
-        """Each parameter that the turns of these batches update must have a gradient."""
+        """Check that each parameter in `updated` gets a gradient."""
         module.train()
         for batch in batches:
             with self._errors(_loss_of(batch), "failed in the backward pass"):
@@ -222,7 +231,7 @@ class Smoke:
         config: RunConfig,
         alone: World,
     ) -> None:
-        """Update the parameters with the task's own optimizers, and save and load what it keeps itself."""
+        """Update the parameters with the task's own optimizers, and save and load its own state."""
         if optimizers is not None:
             optimizers.begin_step(config.optimizer.lr)
             optimizers.collect_gradients()
@@ -237,11 +246,11 @@ class Smoke:
             state.load(Manifest(state=values), tensors)
 
     def _errors(self, method: str, failed: str) -> AbstractContextManager[None]:
-        """Raise TaskError, with file and line, for whatever a method of the task raises."""
+        """Turn any exception of a task's method into a TaskError with file and line."""
         return errors_of_user(self._config, f"{self._shown(method)} {failed}")
 
     def _add(self, method: str, message: str, hint: str, of: object = None) -> None:
-        """Add a problem of a method, with the line where it, or the item of a dataset, is defined."""
+        """Add a problem of a method, with the line that defines the method or the items of `of`."""
         self._found.append(refusal(self._config, f"{self._shown(method, of)} {message}", hint).problem)
 
     def _shown(self, method: str, of: object = None) -> str:
@@ -252,18 +261,18 @@ class Smoke:
 
 
 def _loss_of(batch: TaskBatch) -> str:
-    """The method of the task that computes the loss of a batch."""
+    """Return the name of the method that computes the loss of a batch."""
     return "loss_for" if batch.optimizer else "loss"
 
 
 def smoke(config: RunConfig) -> list[Problem]:
-    """The problems of a task on one rank, or if there are none, on two."""
+    """Return the problems of a task on one rank, or on two ranks if one rank has none."""
     with TwoRanks(config) as two:
         return Smoke(config).problems() or two.problems()
 
 
 def main() -> None:
-    """Print the problems of the config on stdin."""
+    """Print the problems of the config on standard input."""
     values = json.load(sys.stdin)
     config = config_class(values).model_validate(values)
     print_problems(smoke(config) if "--smoke" in sys.argv else unreadable_samples(config))

@@ -1,1 +1,1 @@
-"""Texts as training data: they are checked, tokenised into shards, and kept in a cache."""
+"""Prepare texts as training data: check them, tokenise them into shards, and cache the shards."""

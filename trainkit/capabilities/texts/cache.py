@@ -1,6 +1,6 @@
-"""The cache of tokenised texts.
+"""Cache tokenised texts.
 
-Imports neither numpy nor tokenizers until it has to tokenise: a dry run uses it.
+The module imports neither numpy nor tokenizers until it tokenises, because a dry run uses it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CACHE_HINT = "set data.cache_dir to a writable folder with free space"
 
 
 def cache_folder(config: DataConfig) -> Path:
-    """`data.cache_dir`, or a folder in the user's cache."""
+    """Return `data.cache_dir`, or a folder in the user's cache."""
     if config.cache_dir is not None:
         return Path(config.cache_dir)
     root = os.environ.get("XDG_CACHE_HOME") or home() / ".cache"
@@ -41,7 +41,7 @@ def cache_folder(config: DataConfig) -> Path:
 
 
 def cache_key(spec: DatasetSpec, inputs: Sequence[Input], tokenizer: TokenizerIdentity) -> str:
-    """A cache key: a hash of the options and of the names, sizes and modification times of the files."""
+    """Return a cache key: a hash of the options and of the names, sizes and modification times of files."""
     only_stdlib = {*spec.sources, *spec.val_sources} == {STDLIB}
     contents = {
         "layout": LAYOUT_VERSION,
@@ -57,7 +57,7 @@ def cache_key(spec: DatasetSpec, inputs: Sequence[Input], tokenizer: TokenizerId
 
 
 def cannot_be_written(folder: Path) -> bool:
-    """Whether this user cannot write to a folder, or to its nearest existing parent."""
+    """Return whether this user cannot write to a folder, or to its nearest existing parent."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK))
@@ -67,7 +67,7 @@ _PARTIAL_SUFFIX = ".partial"
 
 
 def prepare_texts(config: DataConfig, checks_sizes: bool) -> Path:
-    """The folder of a config's texts in the cache, made first if necessary."""
+    """Return the cache folder of a config's texts; prepare the texts first if necessary."""
     spec = dataset_spec(config)
     cache = cache_folder(config)
     target = cache / cache_key(spec, find_inputs(spec), identify(spec.tokenizer))
@@ -87,7 +87,7 @@ def _set_aside_if_damaged(target: Path) -> None:
     except UsageError as error:
         aside = target.with_name(f"{target.name}.damaged-{os.getpid()}")
         print(f"{error.message}: moved to {aside.name}, preparing again", file=sys.stderr)
-        with contextlib.suppress(FileNotFoundError):  # renamed by another process
+        with contextlib.suppress(FileNotFoundError):  # another process has renamed it
             target.rename(aside)
 
 
@@ -104,7 +104,7 @@ def _prepare_into(cache: Path, target: Path, spec: DatasetSpec, workers: int) ->
             try:
                 prepare(spec, partial, workers, on_progress)
             except DatasetMismatch:
-                # An interrupted preparation of older versions of the texts; the cache can be rebuilt.
+                # The folder has an interrupted preparation of older texts. The cache can be rebuilt.
                 shutil.rmtree(partial)
                 prepare(spec, partial, workers, on_progress)
             partial.rename(target)
@@ -113,9 +113,9 @@ def _prepare_into(cache: Path, target: Path, spec: DatasetSpec, workers: int) ->
 
 
 def _has_appeared(target: Path) -> bool:
-    """Whether another host has prepared a dataset that was missing; call with the lock held.
+    """Return whether another host has prepared a missing dataset; call this with the lock held.
 
-    An NFS client may remember for a minute that it is missing. Creating its folder asks the server.
+    An NFS client may remember for a minute that the folder is missing. Creating the folder asks the server.
     """
     try:
         target.mkdir()

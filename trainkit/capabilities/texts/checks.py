@@ -1,6 +1,6 @@
-"""Checks the texts of a config before a run starts, by names, sizes and a few lines.
+"""Check the texts of a config before a run starts, by names, sizes and a few lines.
 
-Imports neither numpy nor tokenizers, since `submit --dry-run` runs these checks.
+The module imports neither numpy nor tokenizers, because `submit --dry-run` runs these checks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trainkit.data.dataset_file import TRAIN, VAL, TokenizerIdentity, is_dataset
 from trainkit.errors import KeyProblem
 
 _READ_IN_FULL = 2 << 20
-"""Bytes up to which texts are read completely; else only sizes and the first rows of some files are."""
+"""Texts of at most this many bytes are read completely; of larger texts, sizes and the first rows are."""
 _FILES_OPENED = 8
 _ROWS_READ = 20
 _LONGEST_ROW = 1 << 20
@@ -27,9 +27,9 @@ _LONGEST_ROW = 1 << 20
 def inspect_texts(
     config: DataConfig, tokenizer: TokenizerIdentity | None
 ) -> tuple[list[KeyProblem], dict[str, float] | None]:
-    """The problems of the texts of a config, and at most how many tokens each split has.
+    """Return the problems of the texts of a config, and an upper bound of the tokens in each split.
 
-    None instead of the numbers if the texts or the tokenizer cannot be read.
+    The bounds are None if the texts or the tokenizer cannot be read.
     """
     problems: list[KeyProblem] = []
     spec = dataset_spec(config)
@@ -52,9 +52,10 @@ def inspect_texts(
 
 
 def _max_tokens(spec: DatasetSpec, inputs: list[Input]) -> dict[str, float]:
-    """Upper bound of the number of tokens in each split; exact for small texts and the byte tokenizer.
+    """Return an upper bound of the tokens in each split; exact for small texts with the byte tokenizer.
 
-    Infinite for large rows and compressed texts. Raises UsageError if a row that is read is unusable.
+    The bound is infinite for compressed texts and for rows that are not all read. Raises UsageError if a row
+    that is read is unusable.
     """
     compressed = any(source.compressed for source in inputs)
     counts: dict[str, float] = {TRAIN: 0, VAL: 0}
@@ -85,9 +86,9 @@ def _max_tokens(spec: DatasetSpec, inputs: list[Input]) -> dict[str, float]:
 
 
 def _begins_with_a_long_line(source: Input) -> bool:
-    """Whether a line would be read into memory that is too long for a row, as one JSON value of gigabytes."""
+    """Return whether the first line is too long for a row, such as one JSON value of gigabytes."""
     from trainkit.capabilities.texts.units import open_input
 
-    with suppress(OSError, EOFError, zlib.error), open_input(source) as stream:  # whoever reads it says it
+    with suppress(OSError, EOFError, zlib.error), open_input(source) as stream:  # the reader reports errors
         return len(stream.readline(_LONGEST_ROW)) == _LONGEST_ROW
     return False

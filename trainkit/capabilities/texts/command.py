@@ -15,7 +15,7 @@ from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
 from trainkit.formats import plural
 
 MAX_SHOWN = 20
-"""Problems of a task that are listed."""
+"""Number of problems of a task that are listed."""
 
 _tokenizer_option = option("--tokenizer bytes|PATH", "bytes (default), or a tokenizer.json.", default="bytes")
 _text_key_option = option(
@@ -32,7 +32,7 @@ _text_key_option = option(
     "trainkit data show last --step 3",
 )
 def command() -> None:
-    """Prepare and validate training data, and show that of a step."""
+    """Prepare and validate training data, and show the data of a step."""
 
 
 @command.command(
@@ -115,11 +115,11 @@ def prepare(
 def validate(sources: tuple[str, ...], tokenizer: str, text_key: str, as_json: bool) -> int:
     """Read the texts completely and report every line or row that `prepare` would refuse.
 
-    Also counts the rows that are empty or longer than 1 MiB, and lists the first of them. SRC is a source of
-    `trainkit data prepare`, or a folder that it wrote, whose shards are checked against their hashes. Exits
-    with 1 if there are problems.
+    The report also counts rows that are empty or longer than 1 MiB, and lists the first of them. SRC is a
+    source of `trainkit data prepare`, or a folder that it wrote, whose shards are checked against their
+    hashes. Exits with 1 if there are problems.
 
-    SRC can also be the config, a .yaml file, of another task than causal_lm: every sample of its datasets is
+    SRC can also be the .yaml config of another task than causal_lm. Then every sample of its datasets is
     read, and the first 20 problems are listed.
     """
     if sources[0].endswith((".yaml", ".yml")):
@@ -166,7 +166,7 @@ def _validate_task(sources: tuple[str, ...], as_json: bool) -> int:
     from trainkit.launch.trainer_process import task_problems
 
     if len(sources) > 1:
-        raise UsageError(f"{sources[0]} is a config, which names its files", hint="validate it by itself")
+        raise UsageError(f"{sources[0]} is a config, which names its files", hint="validate it separately")
     loaded = load_config(Path(sources[0]))
     name = loaded.config.task
     found = [f"{key} {message}" for key, message, _ in task_problems(loaded, "--samples")]

@@ -1,6 +1,6 @@
-"""The texts of a config, the options that determine their tokens, and their files.
+"""Find the texts of a config, the options that determine their tokens, and their files.
 
-Reads only names and sizes, and imports neither numpy nor tokenizers: a dry run uses it.
+The module reads only names and sizes, and imports neither numpy nor tokenizers, because a dry run uses it.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ class DatasetSpec:
 
     sources: tuple[str, ...]
     val_sources: tuple[str, ...] = ()
-    """Used for validation instead of the fraction `val_fraction` of `sources`."""
+    """Sources for validation, which replace the fraction `val_fraction` of `sources`."""
     tokenizer: str = BYTES
     val_fraction: float = 0.0
     text_key: str = "text"
 
     @property
     def split_fraction(self) -> float:
-        """The fraction of `sources` that goes to validation."""
+        """Return the fraction of `sources` that goes to validation."""
         return 0.0 if self.val_sources else self.val_fraction
 
 
 def dataset_spec(config: DataConfig) -> DatasetSpec:
-    """The spec that a config's data section asks for."""
+    """Return the spec for the data section of a config."""
     return DatasetSpec(
         sources=listed(config.source),
         val_sources=listed(config.val_source),
@@ -62,14 +62,14 @@ PARQUET = "parquet"
 ARROW = "arrow"
 TABLES = (PARQUET, ARROW)
 FORMS = (TEXT, ROWS, *TABLES)
-"""Their order is part of the format of prepared data."""
+"""The forms of inputs; their order is part of the format of prepared data."""
 _FORMS = {".txt": TEXT, ".jsonl": ROWS, ".parquet": PARQUET}
 KINDS = ".txt, .jsonl, .txt.gz, .jsonl.gz or .parquet"
 
 SAVED_FILES = {"state.json", "dataset_info.json"}
-"""In every folder that `save_to_disk` of a Hugging Face dataset wrote."""
+"""Files in every folder that `save_to_disk` of a Hugging Face dataset wrote."""
 SAVED_SPLITS = "dataset_dict.json"
-"""In a folder of such folders, one per split."""
+"""File in a folder that contains one saved dataset per split."""
 
 _STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
@@ -80,22 +80,22 @@ class Input:
 
     path: str
     name: str
-    """The path relative to its source: the same on every machine."""
+    """The path relative to its source, which is the same on every machine."""
     role: str
     form: str
     compressed: bool
     size: int
-    """Bytes on disk."""
+    """Size on disk, in bytes."""
     mtime_ns: int
 
     @property
     def shown(self) -> str:
-        """Its path in a message."""
+        """Return the path for a message."""
         return shown_path(self.path)
 
 
 def find_inputs(spec: DatasetSpec) -> list[Input]:
-    """Every file of a spec in the order in which it is tokenised.
+    """Return every file of a spec in the order of tokenisation.
 
     Raises UsageError for files that are missing, unreadable or of an unsupported kind.
     """
@@ -107,15 +107,15 @@ def find_inputs(spec: DatasetSpec) -> list[Input]:
 
 
 def unreadable(path: str | Path, error: OSError) -> UsageError:
-    """The error of a source that cannot be read."""
+    """Return the error for a source that cannot be read."""
     return UsageError(
         f"data source {shown_path(path)} cannot be read: {error.strerror or error}",
-        hint="check the path and the disk, and make it readable (chmod u+r, a folder u+rx)",
+        hint="check the path and the disk, and make the path readable (chmod u+r, for a folder u+rx)",
     )
 
 
 def form_of(name: str) -> tuple[str, bool] | None:
-    """(form, compressed) from a file name; None for an unsupported kind."""
+    """Return (form, compressed) for a file name, or None for an unsupported kind."""
     compressed = name.endswith(".gz")
     stem, dot, kind = name.removesuffix(".gz").rpartition(".")
     form = _FORMS.get(dot + kind) if stem else None
@@ -123,7 +123,7 @@ def form_of(name: str) -> tuple[str, bool] | None:
 
 
 def stdlib_folder() -> Path:
-    """The folder of this interpreter's standard library."""
+    """Return the folder of this interpreter's standard library."""
     return Path(sysconfig.get_path("stdlib"))
 
 
@@ -138,10 +138,8 @@ def _expand(source: str, role: str, val_fraction: float) -> Iterator[Input]:
         siblings = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
         close = near(path.name, siblings)
         hint = "check the path" if close is None else f"did you mean {shown_path(path.with_name(close))}?"
-        if "${" in source:
-            hint = "nothing evaluates ${…}: write the path, or set the variable TRAINKIT_DATA__SOURCE"
         if "," in source:
-            hint = f"a list has brackets: [{shown_path(path)}]"
+            hint = f"write a list in brackets: [{shown_path(path)}]"
         raise UsageError(f"data source {shown_path(path)} does not exist", hint=hint) from None
     except OSError as error:
         raise unreadable(path, error) from None
@@ -182,7 +180,7 @@ def _expand(source: str, role: str, val_fraction: float) -> Iterator[Input]:
 
 
 def _saved_inputs(root: Path, folder: str, role: str) -> Iterator[Input]:
-    """The Arrow files of a dataset that `save_to_disk` wrote, in its order; its folder has others too."""
+    """Yield the Arrow files of a dataset that `save_to_disk` wrote, in order; skip other files there."""
     state = root / folder / "state.json"
     try:
         names = [str(entry["filename"]) for entry in json.loads(state.read_text())["_data_files"]]
@@ -201,7 +199,7 @@ def _is_shown(name: str) -> bool:
 
 
 def _names_below(root: Path, enters: Callable[[str], bool]) -> list[str]:
-    """The relative name of every file below a folder, sorted; links to folders are not followed."""
+    """Return the relative name of every file below a folder, sorted; links to folders are not followed."""
 
     def refuse(error: OSError) -> None:
         raise unreadable(error.filename, error)
@@ -218,7 +216,7 @@ def _input(
     path: str, name: str, role: str, form: str, compressed: bool, status: os.stat_result | None = None
 ) -> Input:
     try:
-        # A path object for each file triples the time that a large source takes.
+        # A path object per file would triple the time for a large source.
         status = status or os.stat(path)  # noqa: PTH116
         if not os.access(path, os.R_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
@@ -228,13 +226,13 @@ def _input(
 
 
 def _stdlib_inputs(role: str, val_fraction: float) -> Iterator[Input]:
-    """The sources of the interpreter, split by file: a hash of its name determines the split."""
+    """Yield the sources of the interpreter, split by file; a hash of a file's name determines its split."""
     root = stdlib_folder()
     names = _names_below(root, _is_stdlib_folder) if root.is_dir() else []
     found: dict[str, os.stat_result] = {}
     for name in names:
         if name.endswith(".py"):
-            with suppress(OSError):  # a link to nowhere
+            with suppress(OSError):  # a broken link
                 status = os.stat(f"{root}/{name}")  # noqa: PTH116
                 if stat.S_ISREG(status.st_mode):
                     found[name] = status
@@ -243,7 +241,7 @@ def _stdlib_inputs(role: str, val_fraction: float) -> Iterator[Input]:
             f"the standard library of this Python has no sources in {root}",
             hint="set data.source to a text, or use another Python",
         )
-    # Below the fraction, and at least the one with the lowest hash.
+    # Files with a hash below the fraction go to validation, and at least the file with the lowest hash.
     hashes = {name: hashlib.sha256(name.encode()).digest()[:8] for name in found}
     below = {name for name in hashes if int.from_bytes(hashes[name], "big") / 2**64 < val_fraction}
     validation = below or {min(hashes, key=hashes.__getitem__)} if role == BOTH else set()
@@ -258,21 +256,21 @@ def _is_stdlib_folder(folder: str) -> bool:
 
 _BATCH_ROWS = 256
 _PARQUET_OPTIONS = {"buffer_size": 1 << 20, "pre_buffer": False}
-"""Reads 1 MiB of a column at a time; pyarrow's defaults read that of a whole row group."""
+"""Options to read 1 MiB of a column at a time; by default, pyarrow reads a row group's whole column."""
 _MAX_NAMES = 8
 
 
 class TableError(ValueError):
-    """A file is not a table with the text column."""
+    """An error for a file that is not a table with the text column."""
 
 
 def read_column(
     source: Input, key: str, start: int = 0, end: int | None = None
 ) -> Iterator[tuple[int, bytes | None]]:
-    """Each row's number, counted from 1, and its value in the column `key`, None if it is null.
+    """Yield each row's number, counted from 1, and its value in the column `key`, None if it is null.
 
-    Covers the row groups (Parquet) or record batches (Arrow) that begin within the bytes `start` to `end` of
-    the file, so that adjacent ranges together yield every row once, and keeps a few rows in memory. Raises
+    The rows belong to the Parquet row groups or Arrow record batches that begin within the bytes `start` to
+    `end` of the file, so adjacent ranges together yield every row once. Only a few rows are in memory. Raises
     TableError for a file that cannot be parsed or has no such column, UsageError if pyarrow is missing.
     """
     arrow = _pyarrow(source.path)
@@ -283,7 +281,7 @@ def read_column(
             plain = values.dictionary_decode() if arrow.types.is_dictionary(values.type) else values
             yield from enumerate(plain.cast(arrow.large_binary()).to_pylist(), row + 1)
     except (arrow.ArrowException, OSError) as error:
-        if getattr(error, "errno", None) is not None:  # of the file system; pyarrow's own have no number
+        if getattr(error, "errno", None) is not None:  # a file system error; pyarrow's errors have no number
             raise
         kind = "Parquet" if source.form == PARQUET else "Arrow"
         reason = str(error).partition("\n")[0]
@@ -309,7 +307,7 @@ def _parquet(arrow: Any, path: str, key: str, start: int, end: int) -> Iterator[
 
 
 def _arrow(arrow: Any, path: str, key: str, start: int, end: int) -> Iterator[tuple[int, Any]]:
-    # Mapped, the batches before the range cost a read of their headers only.
+    # In a mapped file, the batches before the range cost only a read of their headers.
     with arrow.memory_map(path) as file, arrow.ipc.open_stream(file) as stream:
         index = _column(arrow, stream.schema, key)
         row = 0
@@ -325,7 +323,7 @@ def _arrow(arrow: Any, path: str, key: str, start: int, end: int) -> Iterator[tu
 
 
 def _column(arrow: Any, schema: Any, key: str) -> int:
-    """The index of the text column."""
+    """Return the index of the text column."""
     index: int = schema.get_field_index(key)
     if index < 0:
         names = ", ".join(sorted(schema.names)[:_MAX_NAMES]) or "none"
@@ -340,7 +338,7 @@ def _column(arrow: Any, schema: Any, key: str) -> int:
 
 def _pyarrow(path: str) -> Any:
     try:
-        import pyarrow  # takes 0.4 s with its submodules
+        import pyarrow  # the import takes 0.4 s with its submodules
         import pyarrow.ipc
         import pyarrow.parquet
     except ImportError as error:

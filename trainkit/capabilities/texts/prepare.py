@@ -1,8 +1,8 @@
-"""Tokenises texts into a folder of token shards, with several processes and in constant memory.
+"""Tokenise texts into a folder of token shards, with several processes and in constant memory.
 
-The work is split into independent units; each publishes its shards by rename, then its record. A killed
+The work is split into independent units. Each unit publishes its shards by rename, then its record. A killed
 preparation therefore resumes where it stopped, and the result is byte-identical for any number of workers and
-interruptions. `dataset.json` is written last. `exclusive` keeps other processes out meanwhile.
+interruptions. `dataset.json` is written last. Meanwhile, `exclusive` keeps other processes out of the folder.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def run_jobs(
         ) from None
     finally:
         if len(results) < len(jobs):
-            end.close()  # stops the workers immediately: their results are no longer needed
+            end.close()  # stops the workers immediately, because their results are no longer needed
         pool.shutdown(wait=True, cancel_futures=True)
         end.close()
         lifeline.close()
@@ -90,7 +90,7 @@ def run_jobs(
 def _begin_worker(lifeline: Connection) -> None:
     """Initialise a worker: ignore signals, tokenise with one thread, and exit when the parent does.
 
-    A terminal or a scheduler signals the whole process group; only the parent reacts.
+    A terminal or a scheduler signals the whole process group, and only the parent reacts.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
@@ -99,18 +99,18 @@ def _begin_worker(lifeline: Connection) -> None:
 
 
 def _exit_with_parent(lifeline: Connection) -> None:
-    """Exit when the write end of the pipe closes: only the parent has it."""
+    """Exit when the write end of the pipe closes, which only the parent has open."""
     with suppress(EOFError):
         lifeline.recv()
     os._exit(1)
 
 
 PLAN_FILE = "plan.json"
-"""Describes the dataset while it is being prepared."""
+"""File that describes the dataset while it is being prepared."""
 INPUTS_FILE = "inputs.json"
-"""Kept out of dataset.json, which every rank reads: there may be a million inputs."""
+"""File for the inputs, separate from dataset.json, which every rank reads: there may be a million inputs."""
 OnProgress = Callable[[int, int], None]
-"""Called with the source bytes done and their total."""
+"""Called with the number of source bytes done and the total."""
 
 
 def prepare(
@@ -120,10 +120,10 @@ def prepare(
     on_progress: OnProgress | None = None,
     unit_bytes: int = UNIT_BYTES,
 ) -> tuple[DatasetFile, bool]:
-    """Prepare the dataset of a spec in `folder`, resuming an interrupted preparation.
+    """Prepare the dataset of a spec in `folder`, and resume an interrupted preparation.
 
-    Also returns whether the folder already contained the same dataset, so that nothing was done.
-    Raises UsageError for unusable sources and for a folder with other contents, TrainkitError if the disk is
+    Returns the dataset, and whether the folder already contained it, so that nothing was done. Raises
+    UsageError for unusable sources and for a folder with other contents. Raises TrainkitError if the disk is
     full or a worker was killed.
     """
     if folder.is_file():
@@ -193,7 +193,7 @@ class _Preparation:
         return file
 
     def compare(self) -> DatasetFile:
-        """The finished dataset in the folder; raises DatasetMismatch if it was made from anything else."""
+        """Return the finished dataset in the folder; raise DatasetMismatch if it has other inputs."""
         file = read_dataset_file(self.folder)
         if file.tokenizer != self.tokenizer:
             raise _mismatch(self.folder, f"made with the tokenizer {file.tokenizer.name}")
@@ -212,7 +212,7 @@ class _Preparation:
         return file
 
     def _begin(self) -> None:
-        """Write the plan file, or compare it with that of an interrupted preparation."""
+        """Write the plan file, or compare it with the plan of an interrupted preparation."""
         plan_file = self.folder / WORK_FOLDER / PLAN_FILE
         inputs = [{**asdict(source), "path": None} for source in self.inputs]
         plan = {"tokenizer": asdict(self.tokenizer), "options": self.options, "inputs": inputs}
@@ -220,7 +220,7 @@ class _Preparation:
             if files.read_json(plan_file) != plan:
                 raise _mismatch(self.folder, "begun with other options, or its sources have changed since")
             for partial in plan_file.parent.glob("*.bin.*"):
-                partial.unlink()  # left by a worker that was killed
+                partial.unlink()  # a killed worker has written it
             return
         files.write_json(plan_file, plan)
 
@@ -237,10 +237,10 @@ class _Preparation:
         return run_jobs(function, units, self.workers, on_done)
 
     def _digests(self, by_unit: list[list[str]]) -> list[dict[str, object]]:
-        """The files for inputs.json: name, role, bytes on disk, and hash.
+        """Return the files for inputs.json, each with name, role, bytes on disk, and hash.
 
-        The hash is that of the decompressed content or the text column, or of the hashes of its spans if a
-        file was cut; the role is ``both`` if it was divided between the splits, else its split.
+        The hash covers the decompressed content or the text column; for a file that was cut, it covers the
+        hashes of its spans. The role is ``both`` if the file was divided between the splits, else its split.
         """
         found: list[list[str]] = [[] for _ in self.inputs]
         for unit, digests in zip(self.units, by_unit, strict=True):
@@ -271,7 +271,7 @@ def _make_work_folder(folder: Path) -> None:
 
 
 class DatasetMismatch(UsageError):
-    """The folder contains another dataset, finished or not."""
+    """An error for a folder that contains another dataset, finished or not."""
 
 
 def _mismatch(folder: Path, how: str) -> DatasetMismatch:
@@ -286,7 +286,7 @@ _MIB = 1 << 20
 
 
 def progress_lines(title: str) -> OnProgress:
-    """What prints the progress to stderr, at most every `_SECONDS_BETWEEN_LINES`."""
+    """Return a function that prints the progress to stderr, at most every `_SECONDS_BETWEEN_LINES`."""
     next_time = time.monotonic() + _SECONDS_BETWEEN_LINES
 
     def show(done: int, total: int) -> None:
@@ -300,7 +300,7 @@ def progress_lines(title: str) -> OnProgress:
 
 @contextmanager
 def exclusive(path: Path, timeout_s: float | None = None) -> Iterator[None]:
-    """Hold the lock file at `path`, as `file_lock`; raises TrainkitError on a file system without locks."""
+    """Hold the lock file at `path` like `file_lock`; raise TrainkitError on a file system without locks."""
     with ExitStack() as stack:
         try:
             stack.enter_context(file_lock(path, timeout_s, mode=0o644))

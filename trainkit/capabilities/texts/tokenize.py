@@ -1,4 +1,4 @@
-"""The tokenizer, and the tokenisation of one unit into shards by a worker of `prepare`."""
+"""Tokenise one unit of texts into shards, in a worker of `prepare`."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from trainkit.run import files
 
 T = TypeVar("T")
 Tokens = npt.NDArray[Any]
-"""uint16 or uint32, little endian, as stored."""
+"""Token ids as stored: uint16 or uint32, little endian."""
 
 
 def token_dtype(vocab_size: int) -> str:
-    """The smallest unsigned dtype that can represent all token ids."""
+    """Return the smallest unsigned dtype that can represent all token ids."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
@@ -41,7 +41,7 @@ class Tokenizer:
         self._dtype = np.dtype(token_dtype(self.identity.vocab_size)).newbyteorder("<")
 
     def encode(self, texts: Sequence[bytes]) -> list[Tokens]:
-        """The ids of each text, without special tokens; raises UnicodeDecodeError if it is not UTF-8."""
+        """Return the ids of each text, without special tokens; raise UnicodeDecodeError if not UTF-8."""
         if self._library is None:
             return [np.frombuffer(text, dtype=np.uint8).astype(self._dtype) for text in texts]
         encodings = self._library.encode_batch_fast(
@@ -50,18 +50,18 @@ class Tokenizer:
         return [np.array(encoding.ids, dtype=self._dtype) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, without special tokens; what is not UTF-8 becomes U+FFFD."""
+        """Return the text of ids, without special tokens; bytes that are not UTF-8 become U+FFFD."""
         if self._library is None:
             return bytes(token for token in ids if token < 256).decode(errors="replace")
         return str(self._library.decode(list(ids)))
 
 
 def _load(path: str) -> Any:
-    import tokenizers  # takes 60 ms, and the byte tokenizer does not need it
+    import tokenizers  # the import takes 60 ms, and the byte tokenizer does not need it
 
     try:
         library = tokenizers.Tokenizer.from_file(path)
-    except Exception as error:  # the library raises plain Exceptions
+    except Exception as error:  # the library raises plain Exception
         raise UsageError(
             f"tokenizer {shown_path(path)} cannot be loaded by tokenizers {tokenizers.__version__}: {error}",
             hint="install a newer version of tokenizers, or save the tokenizer again",
@@ -72,18 +72,18 @@ def _load(path: str) -> Any:
 
 
 WORK_FOLDER = ".work"
-"""Folder inside the output folder while the dataset is being prepared."""
+"""Folder inside the output folder, which exists while the dataset is being prepared."""
 _BATCH_BYTES = 4 << 20
-"""Bytes of text per call of the tokenizer: enough for it to use several threads."""
+"""Bytes of text per call of the tokenizer, enough to use several threads."""
 
 
 def record_file(folder: Path, unit: Unit) -> Path:
-    """Written once the shards of a unit are published in the folder of a dataset."""
+    """Return the file that is written once the shards of a unit are published."""
     return folder / WORK_FOLDER / f"unit-{unit.index:05d}.json"
 
 
 def run_unit(folder: Path, unit: Unit) -> None:
-    """Tokenise a unit, publish its shards, then its record.
+    """Tokenise a unit, publish its shards, then write its record.
 
     Raises UsageError for unusable text or a source that has changed, OSError if the shards cannot be written.
     """
@@ -98,7 +98,7 @@ def run_unit(folder: Path, unit: Unit) -> None:
 
 
 def digest_unit(unit: Unit) -> list[str]:
-    """The digests of the current content of a unit's spans."""
+    """Return the digests of the current content of a unit's spans."""
     digests = []
     for reader in unit.readers():
         for _ in reader:
@@ -134,7 +134,7 @@ def _tokenize(unit: Unit, writers: dict[str, _ShardWriter]) -> list[str]:
 
 
 def in_batches(items: Iterable[T], num_bytes: Callable[[T], int]) -> Iterator[list[T]]:
-    """The items in lists that are worth a call of the tokenizer."""
+    """Yield the items in lists that are large enough for a call of the tokenizer."""
     batch: list[T] = []
     size = 0
     for item in items:
@@ -161,7 +161,7 @@ def _check_unchanged(source: Input) -> None:
 
 @lru_cache(maxsize=1)
 def _tokenizer(name: str) -> Tokenizer:
-    """Cached for all units of a worker: loading a large vocabulary takes a second."""
+    """Return the tokenizer, cached for all units of a worker because loading can take a second."""
     return Tokenizer(name)
 
 
@@ -178,7 +178,7 @@ class _ShardWriter:
         self._stream = self.partial.open("wb")
 
     def add_place(self, place: int, number: int, form: int) -> None:
-        """Record that what is appended next begins at a place of the input of this number."""
+        """Record that the next appended tokens begin at a place of the input with this number."""
         self._places.append((self.num_tokens, place, number, form))
 
     def append(self, tokens: Tokens, eos: int | None) -> None:
@@ -189,7 +189,7 @@ class _ShardWriter:
             self.num_tokens += 1
 
     def publish(self) -> Shard | None:
-        """Rename the file to its final name; returns None if it is empty."""
+        """Rename the file to its final name; return None if the file is empty."""
         self._stream.flush()
         os.fsync(self._stream.fileno())
         self._stream.close()

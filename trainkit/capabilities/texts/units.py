@@ -1,4 +1,4 @@
-"""Splits inputs into units of about 64 MiB, one set of shards each, and reads them.
+"""Split inputs into units of about 64 MiB, one set of shards each, and read the units.
 
 The cuts depend only on the files, so the result does not depend on the number of workers.
 """
@@ -31,7 +31,7 @@ from trainkit.errors import UsageError
 
 UNIT_BYTES = 64 << 20
 MAX_LINE_SCAN = 1 << 20
-"""Bytes searched for a line end; a longer line is cut between characters."""
+"""Number of bytes searched for a line end; a longer line is cut between characters."""
 _BLOCK = 1 << 16
 
 
@@ -44,14 +44,14 @@ class InputSpan:
     """The index of the input."""
     start: int
     end: int | None
-    """None for a compressed file, whose length is unknown until it has been read."""
+    """End of the range; None for a compressed file, whose length is unknown until it has been read."""
     role: str
     ends_document: bool
-    """Whether the end of the range is the end of a text document."""
+    """True if the end of the range is the end of a text document."""
 
     @property
     def num_bytes(self) -> int:
-        """Size on disk."""
+        """Return the size on disk."""
         return (self.source.size if self.end is None else self.end) - self.start
 
 
@@ -65,19 +65,19 @@ class Unit:
 
     @property
     def num_bytes(self) -> int:
-        """Size on disk."""
+        """Return the size on disk."""
         return sum(span.num_bytes for span in self.spans)
 
     def readers(self) -> Iterator[SpanReader]:
-        """One for each span."""
+        """Return one reader for each span."""
         return (SpanReader(span, self.spec, self.index, number) for number, span in enumerate(self.spans))
 
 
 def plan_units(spec: DatasetSpec, inputs: Sequence[Input], unit_bytes: int = UNIT_BYTES) -> list[Unit]:
     """Split inputs into units, in the order of the data; small inputs share a unit.
 
-    Large texts are cut at line ends, for which a few bytes of them are read. Tables are cut anywhere: a row
-    group belongs to the span in which it begins.
+    Large texts are cut at line ends, which are found by reading a few bytes. Tables are cut anywhere, because
+    the span where a row group begins reads the whole row group.
     """
     groups: list[list[InputSpan]] = []
     total = 0
@@ -92,7 +92,7 @@ def plan_units(spec: DatasetSpec, inputs: Sequence[Input], unit_bytes: int = UNI
 
 
 def open_input(source: Input) -> IO[bytes]:
-    """Open an input for reading, decompressed."""
+    """Open an input for reading; decompress it if necessary."""
     return cast(IO[bytes], gzip.open(source.path, "rb")) if source.compressed else open(source.path, "rb")
 
 
@@ -120,17 +120,17 @@ def _spans(number: int, source: Input, val_fraction: float, unit_bytes: int) -> 
 
 
 def split_offset(stream: IO[bytes], size: int, val_fraction: float) -> int:
-    """Offset of the validation split of a text: its last `val_fraction`, beginning at a line start."""
+    """Return the offset of the validation split, the first line start in a text's last `val_fraction`."""
     target = size - round(size * val_fraction)
     border = _cut(stream, target, size, whole_lines=False)
     return border if border < size else _character_border(stream, target, size)
 
 
 def rows_phase(unit: int, span: int, name: str, every: int) -> int:
-    """The index, modulo `every`, of the rows of a span that go to validation.
+    """Return the index, modulo `every`, of the rows of a span that go to validation.
 
-    The first row of the data is one of them, so that the split is not empty; in other spans a hash picks the
-    index, so that many small files together yield the configured fraction.
+    The first row of the data goes to validation, so that the split is not empty. In other spans, a hash picks
+    the index, so that many small files together yield the configured fraction.
     """
     if unit == 0 and span == 0:
         return 0
@@ -139,7 +139,7 @@ def rows_phase(unit: int, span: int, name: str, every: int) -> int:
 
 
 def _cut(stream: IO[bytes], target: int, size: int, whole_lines: bool) -> int:
-    """The first line start at or after `target`; in a line that is too long, the first character start."""
+    """Return the first line start at or after `target`; in a line that is too long, a character start."""
     if target <= 0 or target >= size:
         return max(0, min(target, size))
     stream.seek(target - 1)
@@ -156,7 +156,7 @@ def _cut(stream: IO[bytes], target: int, size: int, whole_lines: bool) -> int:
 
 
 def _character_border(stream: IO[bytes], target: int, size: int) -> int:
-    """The first byte at or after `target` that begins a UTF-8 character."""
+    """Return the offset of the first byte at or after `target` that begins a UTF-8 character."""
     stream.seek(target)
     following = stream.read(3)
     for shift, byte in enumerate(following):
@@ -166,7 +166,7 @@ def _character_border(stream: IO[bytes], target: int, size: int) -> int:
 
 
 PIECE_BYTES = 1 << 16
-"""Texts are tokenised in pieces of about this size, cut at the ends of lines."""
+"""Texts are tokenised in pieces of about this size, which are cut at line ends."""
 
 
 @dataclass(frozen=True)
@@ -177,28 +177,27 @@ class Piece:
     text: bytes
     ends_document: bool
     place: int
-    """Where it begins in its input: the byte of a text or of a line, decompressed; or the row of a table."""
+    """Start of the piece in its input: the byte in decompressed text, or the row of a table."""
 
 
 class RowError(ValueError):
-    """A row of a .jsonl file or of a table has no usable text."""
+    """An error for a row of a .jsonl file or of a table that has no usable text."""
 
 
 @dataclass
 class SpanReader:
     """Iterates over the pieces of a span; afterwards `digest` is the sha256 of the bytes read.
 
-    Of a table, those are the values of the text column, each after its length.
-
-    Raises UsageError for an unusable row, and if reading fails.
+    For a table, the digest covers the values of the text column, each after its length. Raises UsageError for
+    an unusable row, and if reading fails.
     """
 
     span: InputSpan
     spec: DatasetSpec
     unit: int = 0
-    """Index of its unit."""
+    """Index of the span's unit."""
     number: int = 0
-    """Its index in the unit."""
+    """Index of the span in its unit."""
     _hash: Any = field(default_factory=hashlib.sha256, init=False)
 
     @property
@@ -229,7 +228,7 @@ class SpanReader:
         if span.end is not None:
             yield from self._range(stream, span.start, span.end, span.role)
             return
-        while stream.read(1 << 20):  # its length is known once it has been decompressed
+        while stream.read(1 << 20):  # the length is known only after decompression
             pass
         size = stream.tell()
         border = split_offset(stream, size, self.spec.split_fraction) if span.role == BOTH else size
@@ -244,7 +243,7 @@ class SpanReader:
             block = stream.read(min(PIECE_BYTES, end - position))
             if not block:
                 message = f"{self.span.source.shown} was truncated while being read"
-                raise UsageError(message, hint="start again when nothing writes to it")
+                raise UsageError(message, hint="start again when no process writes to the file")
             self._hash.update(block)
             position += len(block)
             kept += block
@@ -282,9 +281,9 @@ class SpanReader:
 def read_rows(
     source: Input, key: str, start: int = 0, end: int | None = None
 ) -> Iterator[tuple[int, int, Any]]:
-    """The number, the `Piece.place` and the content of every row that begins in a range of bytes.
+    """Yield the number, the `Piece.place` and the content of every row that begins in a range of bytes.
 
-    Rows of a table are numbered from 1 on, lines of a .jsonl file from the first of the range on.
+    Rows of a table are numbered from 1. Lines of a .jsonl file are numbered from the first line of the range.
     """
     if source.form in TABLES:
         yield from ((row, row, value) for row, value in read_column(source, key, start, end))
@@ -300,7 +299,7 @@ def read_rows(
 
 
 def row_text(source: Input, row: Any, key: str) -> bytes:
-    """The text of a row of `read_rows`, empty for a blank line; raises RowError for an unusable one."""
+    """Return the text of a row of `read_rows`, empty for a blank line; raise RowError if it is unusable."""
     if source.form not in TABLES:
         return line_text(row, key) if row.strip() else b""
     if row is None:
@@ -313,7 +312,7 @@ def row_text(source: Input, row: Any, key: str) -> bytes:
 
 
 def line_text(line: bytes, key: str) -> bytes:
-    """The text of one row of a .jsonl file, as UTF-8; raises RowError for an invalid row."""
+    """Return the text of one row of a .jsonl file, as UTF-8; raise RowError for an invalid row."""
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -342,7 +341,7 @@ def _json_kind(value: object) -> str:
 
 
 def _piece_border(text: bytes) -> int:
-    """Where to cut an incomplete text: after its last line, else before its last character."""
+    """Return where to cut an incomplete text: after its last line, else before its last character."""
     newline = text.rfind(b"\n")
     if newline >= 0:
         return newline + 1
@@ -353,7 +352,7 @@ def _piece_border(text: bytes) -> int:
 
 
 def _count_lines(source: Input, end: int) -> int:
-    """The number of lines before the one that begins at `end`."""
+    """Return the number of lines before the line that begins at `end`."""
     with open_input(source) as stream:
         starts = accumulate(map(len, stream), initial=0)
         return sum(1 for _ in takewhile(lambda start: start < end, starts))

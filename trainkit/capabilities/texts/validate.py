@@ -1,4 +1,4 @@
-"""Reads a source completely and reports every line or row that `prepare` would refuse."""
+"""Read a source completely and report every line or row that `prepare` would refuse."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainkit.folders import shown_path
 from trainkit.run.manifest import file_hash
 
 LONG_ROW_BYTES = 1 << 20
-"""Size from which a row is reported as long: a row is tokenised in one piece, and fills many samples."""
+"""A row of at least this size is reported as long, because it fills many samples."""
 _MAX_LISTED = 5
 _BLOCK = 1 << 20
 
@@ -28,7 +28,7 @@ class LineProblem:
 
     file: str
     line: int | None
-    """The line, or the row of a table, counted from 1; None if the problem is not in a single one."""
+    """The line, or the row of a table, counted from 1; None if the problem concerns more than one line."""
     message: str
 
     def render(self) -> str:
@@ -45,20 +45,20 @@ class SourceSummary:
 
     file: str
     lines: int = 0
-    """Lines, or the rows of a table."""
+    """Number of lines, or of rows of a table."""
     documents: int = 0
     empty: int = 0
-    """Rows without text, which are skipped, or files without text."""
+    """Number of rows without text, which are skipped, or of files without text."""
     first_empty: list[int] = field(default_factory=list)
     long: int = 0
-    """Rows of at least `LONG_ROW_BYTES` of text, which are not refused."""
+    """Number of rows of at least `LONG_ROW_BYTES` of text, which are not refused."""
     first_long: list[int] = field(default_factory=list)
     tokens: int = 0
-    """Including end-of-document tokens."""
+    """Number of tokens, including end-of-document tokens."""
     problems: int = 0
 
     def notes(self) -> Iterator[str]:
-        """What to know about the rows that are not refused, in sentences."""
+        """Yield sentences about the rows that are empty or long, but not refused."""
         for count, first, what in (
             (self.empty, self.first_empty, "without text, which are skipped"),
             (self.long, self.first_long, f"of at least {LONG_ROW_BYTES >> 20} MiB"),
@@ -68,7 +68,7 @@ class SourceSummary:
                 yield f"{shown_path(self.file)}: {count:,} rows {what}: {', '.join(map(str, first))}{more}"
 
     def add_row(self, number: int, text: bytes) -> bool:
-        """Count a row; returns whether it has text."""
+        """Count a row; return whether it has text."""
         if not text:
             self.empty += 1
             self.first_empty += [number] if len(self.first_empty) < _MAX_LISTED else []
@@ -83,7 +83,7 @@ class SourceSummary:
 def validate_texts(
     source: Input, text_key: str, tokenizer: Tokenizer, on_problem: OnProblem
 ) -> SourceSummary:
-    """Check every line or row of one file, in constant memory; raises UsageError if pyarrow is missing."""
+    """Check every line or row of one file, in constant memory; raise UsageError if pyarrow is missing."""
     summary = SourceSummary(source.path)
 
     def report(line: int | None, message: str) -> None:
@@ -126,7 +126,7 @@ _Report = Callable[[int | None, str], None]
 
 
 def _rows(source: Input, summary: SourceSummary, report: _Report, key: str) -> Iterator[bytes]:
-    """The texts of the lines of a file, or of the rows of a table."""
+    """Yield the texts of the lines of a file, or of the rows of a table."""
     for number, _, row in read_rows(source, key):
         summary.lines = number
         try:
@@ -139,7 +139,7 @@ def _rows(source: Input, summary: SourceSummary, report: _Report, key: str) -> I
 
 
 def _text(source: Input, summary: SourceSummary, report: _Report) -> Iterator[bytes]:
-    """The decodable text; reports only the first invalid byte of each line."""
+    """Yield the decodable text; report only the first invalid byte of each line."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     inside_line = reported = False
     with open_input(source) as stream:

@@ -1,4 +1,4 @@
-"""MLflow and Weights & Biases: a reader of the run folder that sends what `metrics.jsonl` has."""
+"""Sends the metrics of a run to MLflow and Weights & Biases, from the files in the run folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def trackers_dir(run: RunDir) -> Path:
-    """The folder that says how far each tracker has the metrics of a run."""
+    """Return the folder that records the newest step in each tracker."""
     return run.path / "trackers"
 
 
@@ -33,11 +33,11 @@ class TrackersPlan(Part):
 
     CAPABILITY = "trackers"
     names: tuple[str, ...] = ()
-    """The trackers that get the metrics, such as ``mlflow``."""
+    """The names of the trackers that get the metrics, such as ``mlflow``."""
 
 
 class Trackers(Capability):
-    """The capability: a process next to rank 0 sends the metrics."""
+    """The capability that starts a process next to rank 0, which sends the metrics."""
 
     name = "trackers"
     quiet = dict.fromkeys(("logging.mlflow", "logging.wandb"), "runs of a {what} are in no tracker")
@@ -53,8 +53,8 @@ class Trackers(Capability):
         key, mlflow = "logging.mlflow", config.logging.trackers.get("mlflow")
         uri = getattr(mlflow, "tracking_uri", None) or ""
         if uri.startswith("file:"):
-            message = "has a tracking_uri of a file store, which MLflow 3 does not write any more"
-            yield key, message, "name the folder without file: to have a SQLite store in it"
+            message = "has a tracking_uri of a file store, which MLflow 3 cannot write"
+            yield key, message, "remove file: to use a SQLite store in the folder"
         if "@" in urlsplit(uri).netloc:
             what = "has a tracking_uri with a user or password"
             hint = "export MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the shell instead"
@@ -88,7 +88,7 @@ class Trackers(Capability):
 
 
 def _sent(run: RunDir) -> dict[str, Record]:
-    """How far each tracker has the metrics: ``step, place, time, problem``."""
+    """Read the state of each tracker: ``step, place, time, problem``."""
     from trainkit.run.files import Record, read_object
 
     return {file.stem: Record(read_object(file)) for file in sorted(trackers_dir(run).glob("*.json"))}

@@ -1,4 +1,4 @@
-"""The curves of scripts as files of TensorBoard, which the process of its page writes from metrics.jsonl."""
+"""Writes TensorBoard files from the metrics.jsonl of scripts, in the process of the TensorBoard server."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from trainkit.run.rundir import RunDir
 
 POLL_S = 5.0
 LAST_STEP = 2**53
-"""A number from here on is no step: TensorBoard has none that is much larger."""
+"""Steps from this number on are skipped, because TensorBoard cannot store much larger ones."""
 NOT_SCALARS = ("step", "time", "attempt")
-"""Keys of every record."""
+"""Keys of every record that are not metrics."""
 
 
 def follow(folder: str) -> None:
-    """Write the files next to each ``*/metrics.jsonl`` of a folder; a thread adds what is new.
+    """Write TensorBoard files next to each ``*/metrics.jsonl`` of a folder; a thread adds new records.
 
-    What is a link to a file that does not exist yet is read as soon as it does.
+    A link to a file that does not exist yet is read as soon as the file exists.
     """
     updates = {
         one: _writer(RunDir(one).metrics_file)
@@ -42,18 +42,18 @@ def _keep(updates: Mapping[Path, Callable[[], None]], said: set[Path]) -> None:
 
 
 def _update(updates: Mapping[Path, Callable[[], None]], said: set[Path]) -> None:
-    """Add what is new to each run; of one that cannot be read or written, say once why."""
+    """Add the new records of each run, and report once if a run cannot be read or written."""
     for place, update in updates.items():
         try:
             update()
         except OSError as error:
             if place not in said:
                 said.add(place)
-                print(f"warning: the curves of {place.name} are not complete: {error}", file=sys.stderr)
+                print(f"warning: the curves of {place.name} are incomplete: {error}", file=sys.stderr)
 
 
 def _writer(file: Path) -> Callable[[], None]:
-    """What writes the records of a metrics.jsonl that are new, once it exists."""
+    """Return a function that writes the new records of a metrics.jsonl once it exists."""
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -72,7 +72,7 @@ def _writer(file: Path) -> Callable[[], None]:
             if abs(step) >= LAST_STEP:
                 continue
             if step < last_step or attempt > last_attempt > 0:
-                # Hides the steps from here on that were computed before, as purge_step does.
+                # This event hides the steps that are computed again, as purge_step does.
                 again = SessionLog(status=SessionLog.START)
                 writers[0].add_event(Event(wall_time=at, step=step, session_log=again))
             last_step, last_attempt = step, attempt
@@ -84,6 +84,6 @@ def _writer(file: Path) -> Callable[[], None]:
 
 
 def scalars(record: StepRecord) -> dict[str, float]:
-    """The finite numbers of a record by name."""
+    """Return the finite numbers of a record by name."""
     found = {name: record.number(name) for name in record.values if name not in NOT_SCALARS}
     return {name: value for name, value in found.items() if value is not None}

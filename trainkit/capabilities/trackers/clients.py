@@ -1,4 +1,4 @@
-"""A run in MLflow or in Weights & Biases, through the client of each, which is imported when it is used."""
+"""Writes a run to MLflow or Weights & Biases; imports each client library when it is used."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainkit.run.rundir import RunDir
 MAX_METRICS = 1000
 MAX_PARAMS = 100
 MAX_VALUE_CHARS = 500
-"""Per request, and per value of a param in the oldest releases of MLflow 2."""
+"""Limits of MLflow: metrics and params per request, and characters per param in old releases of MLflow 2."""
 KEY_TAG = "trainkit.key"
 STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 STORE_FILE = "mlflow.db"
@@ -32,12 +32,12 @@ DEFAULT_PROJECT = "trainkit"
 FOLDER = "wandb"
 INIT_TIMEOUT_S = 30.0
 _NOT_IN_A_PATH = re.compile(r"[^\w./ -]|\.\.")
-"""What the folder of an artifact cannot have."""
+"""Characters that the folder of an artifact cannot contain."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The metrics of one step."""
+    """The metrics and media of one step."""
 
     step: int
     time_ms: int
@@ -52,17 +52,18 @@ class Media:
     name: str
     kind: str
     file: Path | None = None
-    """Of an image."""
+    """The file of an image."""
     text: str = ""
-    """Of a text, and the caption of an image."""
+    """The content of a text, or the caption of an image."""
     counts: Sequence[float] = ()
+    """The counts of the bins of a histogram, which have equal width."""
     ends: tuple[float, float] = (0.0, 1.0)
-    """Of a histogram with bins of equal width."""
+    """The minimum and the maximum of a histogram."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What describes a run in its newest attempt."""
+    """The description of a run in its newest attempt."""
 
     run: RunDir
     name: str
@@ -70,12 +71,12 @@ class Facts:
     config: Mapping[str, object]
     """The effective config, with dotted keys."""
     code: dict[str, str]
-    """Versions and commit, without the diff and the command line."""
+    """Versions and commit; the diff and the command line are not sent."""
     layout: dict[str, int]
 
 
 def read_facts(run: RunDir) -> Facts:
-    """The facts of a run. Raises OSError, ValueError or TrainkitError if they cannot be read."""
+    """Read the facts of a run. Raises OSError, ValueError or TrainkitError if they cannot be read."""
     config = read_effective(run.config_file).model_dump(mode="json", by_alias=True)
     plan, provenance = read_json(run.plan_file), read_object(run.provenance_file)
     git = Record(provenance).record("git").values
@@ -101,39 +102,42 @@ def _flat(mapping: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str
 
 
 def store_uri(tracking_uri: str | None, run: RunDir) -> str:
-    """The tracking URI of a run; a folder, relative to that of its command, means a SQLite store in it."""
+    """Return the tracking URI of a run.
+
+    A path means a SQLite store in that folder, relative to the working directory of the command.
+    """
     uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or str(run.path.parent / "mlflow")
     if urlsplit(uri).scheme or uri == "databricks":
         return uri
-    cwd = Path(read_job(run).cwd or run.path.parent)  # `trainkit.attach` makes no job.json
+    cwd = Path(read_job(run).cwd or run.path.parent)  # a run may have no job.json
     return f"sqlite:///{cwd / Path(uri).expanduser() / STORE_FILE}"
 
 
 def local_store(run: RunDir) -> str:
-    """The URI of the database of a run. Raises UsageError if the run is on a server, or in no MLflow."""
+    """Return the database URI of a run; raises UsageError if the run is on a server or not in MLflow."""
     settings = read_effective(run.config_file).logging.trackers.get("mlflow")
     if not isinstance(settings, MlflowConfig):
         raise UsageError(
-            f"{run.shown} has no MLflow: logging.mlflow is null", hint="TensorBoard has its curves"
+            f"{run.shown} is not in MLflow: logging.mlflow is null", hint="use TensorBoard for its curves"
         )
     uri = store_uri(settings.tracking_uri, run)
     if urlsplit(uri).scheme in ("http", "https", "databricks"):
-        raise UsageError(f"the run is on the server {uri}", hint="open that in a browser")
+        raise UsageError(f"the run is on the server {uri}", hint="open the URL in a browser")
     return uri
 
 
 class MlflowRun:
-    """One run in MLflow, found by a tag of its own or created.
+    """A run in MLflow, which is found by its tag `KEY_TAG` or created.
 
-    MLflow cannot delete a metric, but its database and its server ignore one that they have already, so that
-    a batch that is sent again after a crash changes nothing.
+    MLflow cannot delete a metric. Its database and its server ignore a metric that they have already, so a
+    batch that is sent again after a crash changes nothing.
     """
 
     def __init__(self, settings: MlflowConfig, facts: Facts, key: str) -> None:
-        # A server that is away is tried again by the next pass.
+        # Fail early if a server does not respond, because the sender tries again later.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
-        # Standard output is that of `trainkit sync --json`.
+        # MLflow must not write into the output of `trainkit sync --json`.
         os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param, RunTag
@@ -155,7 +159,7 @@ class MlflowRun:
             found = [self._client.create_run(experiment_id, run_name=facts.name, tags=tags)]
         self._run_id = str(found[0].info.run_id)
         if self._is_new:
-            # MLflow cannot change a param: later configs are among the artifacts only.
+            # MLflow cannot change a param, so configs of later attempts are only artifacts.
             values = {name: _text(value) for name, value in facts.config.items() if value is not None}
             params = [Param(name, text[:MAX_VALUE_CHARS]) for name, text in values.items()]
             for start in range(0, len(params), MAX_PARAMS):
@@ -166,7 +170,7 @@ class MlflowRun:
         found = self._client.get_experiment_by_name(name)
         if found is not None:
             return str(found.experiment_id)
-        # By default a SQLite store has its artifacts in the folder of the process.
+        # A SQLite store would write its artifacts to the current folder by default.
         folder = (self._folder / "artifacts").as_uri() if uri.startswith("sqlite:///") else None
         return str(self._client.create_experiment(name, artifact_location=folder))
 
@@ -185,8 +189,8 @@ class MlflowRun:
         self._client.log_text(self._run_id, config, f"config/attempt-{facts.attempt:03d}.yaml")
 
     def newest_step(self, place: str, step: int) -> int:
-        """The newest step that the tracker has; `place` and `step` are those of the last time."""
-        # A new one has none, as when somebody deleted the run.
+        """Return the newest step in the tracker; `place` and `step` are the values of the previous call."""
+        # A run that was deleted in MLflow is created again and has no step.
         return -1 if self._is_new or place != self.place else step
 
     def send(self, batch: Sequence[Sample]) -> None:
@@ -202,7 +206,7 @@ class MlflowRun:
                 self._send_media(item, sample.step)
 
     def _send_media(self, item: Media, step: int) -> None:
-        """Send an image, histogram or text as an artifact; one that is there is replaced."""
+        """Send an image, histogram or text as an artifact, and replace an existing artifact."""
         folder = f"media/{_NOT_IN_A_PATH.sub('_', item.name)}"
         if item.file is not None:
             self._client.log_artifact(self._run_id, str(item.file), folder)
@@ -222,10 +226,10 @@ def _text(value: object) -> str:
 
 
 class WandbRun:
-    """A run on the server, or offline in ``wandb/offline-run-KEY`` of the run folder.
+    """A run on the W&B server, or offline in ``wandb/offline-run-KEY`` of the run folder.
 
-    The server knows the steps that it has: what was not uploaded is sent again. The offline run is each time
-    written as a whole, so that one file has all steps, whatever the number of attempts.
+    The server reports its newest step, so steps that were not uploaded are sent again. An offline run is
+    always rewritten completely, so that one file contains the steps of all attempts.
     """
 
     def __init__(self, settings: WandbConfig, facts: Facts, key: str) -> None:
@@ -233,11 +237,11 @@ class WandbRun:
 
         folder = facts.run.path / FOLDER
         self._whole = folder / f"offline-run-{key}" if settings.mode == "offline" else None
-        # Whatever it keeps there is in metrics.jsonl too.
+        # Deleting this folder loses nothing, because metrics.jsonl has the same values.
         self._folder = folder / ("online" if self._whole is None else f"{self._whole.name}.new")
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(parents=True)
-        wandb.teardown()  # what is left of a failed start would make the id one that is in use
+        wandb.teardown()  # after a failed start, wandb would consider the id in use
         self._run: Any = wandb.init(
             project=settings.project or os.environ.get("WANDB_PROJECT") or DEFAULT_PROJECT,
             entity=settings.entity,
@@ -251,7 +255,7 @@ class WandbRun:
                 "trainkit": {"attempt": facts.attempt, "code": facts.code, "layout": facts.layout},
             },
             allow_val_change=True,
-            # Without what it collects of the process, which is not the one that trains.
+            # Do not collect statistics of this process, because it does not train.
             settings=wandb.Settings(
                 silent=True,
                 console="off",
@@ -267,7 +271,7 @@ class WandbRun:
         self.place = url if self._whole is None else f"wandb sync {self._whole}"
 
     def newest_step(self, place: str, step: int) -> int:
-        # Of the step that would be next: 0 for a new run, and so for one that is written as a whole.
+        # `step` is the next step of the run. It is 0 for a new run and for an offline run.
         return int(self._run.step) - 1
 
     def send(self, batch: Sequence[Sample]) -> None:
@@ -276,7 +280,7 @@ class WandbRun:
             self._run.log({**sample.values, **media, "_timestamp": sample.time_ms / 1000}, step=sample.step)
 
     def _of(self, item: Media) -> object:
-        """An image, histogram or text as W&B shows it."""
+        """Return the W&B object for an image, histogram or text."""
         import wandb
 
         if item.file is not None:

@@ -1,4 +1,4 @@
-"""``trainkit sync``: send the metrics of a run to its trackers; ``trainkit ui``: show them in a browser."""
+"""The commands ``trainkit sync``, which sends metrics, and ``trainkit ui``, which shows curves."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ if TYPE_CHECKING:
 
 HOST = "127.0.0.1"
 PORTS = {"tensorboard": 6006, "mlflow": 5000}
-# No module in the current folder is imported.
+# Python must not import modules from the current folder.
 _START = "import sys; sys.path[:] = filter(None, sys.path); "
 _MODULE = f"{_START}import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
 _TENSORBOARD = (
     f"{_START}from tensorboard import default, program; page = program.TensorBoard(default.get_plugins()); "
     "page.configure(sys.argv); sys.exit(page.main())"
 )
-"""As its own program does, which first says that it finds no TensorFlow."""
+"""The code of the program `tensorboard`, without its message that TensorFlow is missing."""
 _OF_LINKS = (
     f"import atexit, shutil; {_START}atexit.register(shutil.rmtree, sys.argv[2], True); "
     f"from trainkit.capabilities.trackers.board import follow; follow(sys.argv[2]); {_TENSORBOARD}"
 )
-"""The same, which writes the files of scripts, and removes its folder at the end."""
+"""The code of `_TENSORBOARD`, which also writes the files of scripts and finally removes its folder."""
 MAX_NAME = 60
-"""Characters of the name of a run: a file name has at most 255 bytes."""
+"""The largest length of a run's name in characters, because a file name has at most 255 bytes."""
 
 
 @as_command("trainkit sync last", "trainkit sync last --json")
@@ -58,7 +58,7 @@ MAX_NAME = 60
 @trust_option
 @json_option
 def sync(run_name: str, as_json: bool) -> int:
-    """Send to MLflow and Weights & Biases what RUN could not send from its nodes.
+    """Send the metrics that RUN could not send from its nodes to MLflow and Weights & Biases.
 
     Each step is sent once, as soon as a checkpoint covers it or the run has finished.
     """
@@ -72,7 +72,9 @@ def sync(run_name: str, as_json: bool) -> int:
     try:
         found = sync_run(run)
     except LockBusy as busy:
-        raise UsageError(f"the job of the run is sending: {busy}", hint="there is nothing to do") from None
+        raise UsageError(
+            f"the job of the run sends its metrics: {busy}", hint="no action is needed"
+        ) from None
     except ModuleNotFoundError as error:
         name = str(error.name).partition(".")[0]
         hint = f"`{install_line('mlflow', 'wandb')}` installs the clients of all trackers"
@@ -87,13 +89,13 @@ def sync(run_name: str, as_json: bool) -> int:
 @as_command("trainkit ui last", "trainkit ui lr-sweep", "trainkit ui last --tool mlflow --port 5001")
 @run_argument
 @option("--tool", "The program to start.", type=click.Choice(list(PORTS)), default="tensorboard")
-@option("--port", "Port; by default that of the program.", type=click.IntRange(1, 65535))
+@option("--port", "Port; default: the port of the program.", type=click.IntRange(1, 65535))
 @yes_option
 def ui(run_name: str, tool: str, port: int | None) -> None:
-    """Show the curves of RUN in a browser, or in TensorBoard all runs of a group by their values.
+    """Show the curves of RUN, or of all runs of a group, in a browser.
 
-    The page has no password, and other hosts cannot open it: the printed ssh line, run on your own, brings it
-    there. Other users of this host can open it: where somebody else has processes, it takes --yes.
+    Only this host can open the page. To open it on your own computer, run the printed ssh command there. The
+    page has no password, so other users of this host can open it too; if they have processes, pass --yes.
     """
     from trainkit.run.own_folders import own_environ
     from trainkit.run.registry import find_run_or_group
@@ -109,12 +111,16 @@ def ui(run_name: str, tool: str, port: int | None) -> None:
         from trainkit.capabilities.trackers.clients import local_store
 
         if not runs:
-            raise UsageError(f"{found.shown}: none of its runs has started", hint="wait for the first one")
+            raise UsageError(
+                f"{found.shown}: none of its runs has started", hint="wait until the first run has started"
+            )
         store = local_store(runs[0])
         argv = ["mlflow", "server", "--backend-store-uri", store, "--workers", "1", *place]
     elif not any(run.tensorboard_dir.is_dir() or _is_script(run) for run in runs):
         raise _no_tensorboard(found, runs)
-    refuse_shared_host(f"{tool}'s page", f"`trainkit report {found.word}` makes a file for you alone")
+    refuse_shared_host(
+        f"{tool}'s page", f"`trainkit report {found.word}` creates a file that only you can read"
+    )
     _refuse_busy(port)
     environ, start = own_environ(), _MODULE
     if tool == "tensorboard":
@@ -126,7 +132,7 @@ def ui(run_name: str, tool: str, port: int | None) -> None:
         else:
             folder = _new_folder(Path(environ["TMPDIR"]))
             _link(folder / found.name, found, is_script=True)
-        # The fast loader introduces itself in three lines.
+        # The fast loader would print three lines about itself.
         argv = ["--logdir", str(folder), "--load_fast", "false", *place]
     click.echo(f"http://{HOST}:{port}")
     click.echo(f"ssh -L {port}:{HOST}:{port} {user_name()}@{socket.gethostname()}")
@@ -135,29 +141,29 @@ def ui(run_name: str, tool: str, port: int | None) -> None:
 
 
 def _no_tensorboard(found: RunDir | RunGroup, runs: Sequence[RunDir]) -> UsageError:
-    """Why there is nothing to show of a run, or of the runs of a group."""
+    """Return the error for a run, or a group of runs, without TensorBoard files."""
     from trainkit.config import read_effective
     from trainkit.run.history import read_plan
 
     what = f"{found.shown} has no tensorboard/"
     if not runs or runs[0].path != found.path:
         what = f"none of the runs of {found.shown} has a tensorboard/"
-    why = "the built-in trainer writes it from its first record on, if it has tensorboard"
+    why = "the built-in trainer writes it if the package tensorboard is installed"
     if any(read_plan(run).is_command for run in runs):
-        why = "no metrics were found in what its script prints"
+        why = "the output of its script contains no metrics"
     elif any(
         run.config_file.exists()
         and read_effective(run.config_file, executes=False).logging.tensorboard is False
         for run in runs
     ):
         why = "logging.tensorboard is false"
-    return UsageError(f"{what}: {why}", hint=f"`trainkit report {found.word}` has its curves")
+    return UsageError(f"{what}: {why}", hint=f"`trainkit report {found.word}` shows its curves")
 
 
 def link_runs(group: RunGroup, temporary: Path) -> Path:
-    """Make a folder of links to the TensorBoard files of a group's runs, named by the values of their trials.
+    """Create a folder with a link to the TensorBoard files of each run, named by the values of its trial.
 
-    A run that has not started yet is shown as soon as it has.
+    TensorBoard shows a run as soon as it has started.
     """
     folder, trials = _new_folder(temporary), group.trials
     is_script = any(map(_is_script, map(group.run, group.created())))
@@ -166,7 +172,7 @@ def link_runs(group: RunGroup, temporary: Path) -> Path:
     names = set[str]()
     for index, trial in sorted(trials.items()):
         values = {short[key]: masked(value, key) for key, value in trial.values.items()}
-        # Of a name with a slash, TensorBoard would show a folder.
+        # A slash in a name would create a subfolder.
         name = re.sub(r"[/\0]", "_", shown(values)).lstrip(".")[:MAX_NAME] or str(index)
         name = name if name not in names else f"{index} {name}"
         names.add(name)
@@ -179,7 +185,7 @@ def _new_folder(temporary: Path) -> Path:
 
 
 def _link(place: Path, run: RunDir, *, is_script: bool) -> None:
-    """Make a link to the files of a run, or of a script without any to what they are written from."""
+    """Link to the TensorBoard files of a run, or to the metrics.jsonl of a script without such files."""
     if is_script and not run.tensorboard_dir.is_dir():
         place.mkdir()
         (place / run.metrics_file.name).symlink_to(run.metrics_file.absolute())
@@ -188,7 +194,7 @@ def _link(place: Path, run: RunDir, *, is_script: bool) -> None:
 
 
 def _is_script(run: RunDir) -> bool:
-    """Whether a run is one of a COMMAND with metrics."""
+    """Return whether a run executes a COMMAND and has metrics."""
     from trainkit.run.history import read_plan
 
     return run.metrics_file.is_file() and read_plan(run).is_command
@@ -200,5 +206,5 @@ def _refuse_busy(port: int) -> None:
         try:
             probe.bind((HOST, port))
         except OSError as error:
-            hint = "choose another one with --port"
+            hint = "choose another port with --port"
             raise UsageError(f"port {port} cannot be used: {error.strerror}", hint=hint) from None

@@ -1,4 +1,4 @@
-"""The process that sends the metrics of an attempt, which the agent of rank 0 starts."""
+"""Starts and ends the process that sends the metrics of an attempt; the agent of rank 0 uses it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.run.rundir import AttemptDir
 
 DRAIN_S = 30.0
-"""How long a run that has finished waits until its last steps are sent; `trainkit sync` sends the others."""
+"""Seconds that a finished run waits for its last steps to be sent; `trainkit sync` sends the rest."""
 
 
 def sender_log(attempt: AttemptDir) -> Path:
-    """The log of the process that sends the metrics of an attempt."""
+    """Return the log of the process that sends the metrics of an attempt."""
     return attempt.logs_dir / "trackers.log"
 
 
 class TrackerSender(Companion):
-    """The process of one attempt. It can be killed at any moment: the next one sends what is missing."""
+    """The process that sends the metrics of one attempt. After a kill, the next process sends the rest."""
 
     def __init__(self, attempt: AttemptDir, plan: LaunchPlan) -> None:
         argv = module_argv("trainkit.capabilities.trackers.sync", str(attempt.run.path))
@@ -46,11 +46,11 @@ class TrackerSender(Companion):
                     ignored=(signal.SIGTERM, signal.SIGINT, signal.SIGUSR2),
                     stdin=subprocess.PIPE,
                 )
-        except OSError as error:  # the ranks run without it
+        except OSError as error:  # the ranks do not need this process
             log_line(f"warning: the metrics are not sent ({error}); `trainkit sync` sends them later")
 
     def end(self, *, is_finished: bool) -> None:
-        """End the process, at once unless the run has finished: a job that is preempted must not wait."""
+        """End the process; only a finished run waits for it, since a preempted job has no time."""
         child = self._child
         if child is None:
             return
@@ -60,8 +60,8 @@ class TrackerSender(Companion):
                 child.stdin.write(b"finished\n")
                 child.stdin.flush()
             deadline_s = time.monotonic() + DRAIN_S
-            while not processes.ended(child) and (left_s := deadline_s - time.monotonic()) > 0:
-                if processes.wait_for_signal(left_s) not in (None, signal.SIGCHLD):
+            while not processes.ended(child) and (remaining_s := deadline_s - time.monotonic()) > 0:
+                if processes.wait_for_signal(remaining_s) not in (None, signal.SIGCHLD):
                     break
         if not processes.ended(child):
             processes.kill_group(child)

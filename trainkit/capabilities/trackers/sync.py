@@ -1,10 +1,12 @@
 """Sends the metrics of a run to its trackers, each step once.
 
-`metrics.jsonl` is the source. A step is sent when a checkpoint covers it or the run has finished: a later
-attempt would compute the others again. `trackers/NAME.json` in the run folder has the newest step sent.
+The metrics come from `metrics.jsonl`. A step is sent once a checkpoint covers it or the run has finished,
+because a later attempt may compute other steps again. `trackers/NAME.json` in the run folder contains the
+newest step that was sent.
 
-``python -m trainkit.capabilities.trackers.sync RUN_DIR``, started by the agent of the node of rank 0, does so
-during the training. It ends with its standard input; the line ``finished`` there has it send the rest first.
+During the training, the agent on the node of rank 0 runs ``python -m trainkit.capabilities.trackers.sync
+RUN_DIR``. The process ends when its standard input is closed. After the line ``finished`` on standard input,
+it sends the remaining steps before it ends.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from trainkit.run.manifest import published
 from trainkit.run.rundir import RunDir
 
 _NOT_ALLOWED = re.compile(r"[^\w\-./ :]")
-"""What MLflow accepts in no name."""
+"""Characters that MLflow rejects in names."""
 
 
 @dataclass(frozen=True)
@@ -42,36 +44,36 @@ class Position:
     """The content of ``trackers/NAME.json``."""
 
     key: str
-    """Identifies the run in the tracker, over all attempts."""
+    """The key that identifies the run in the tracker across attempts."""
     place: str = ""
-    """Where the run is: a URL or a folder. A run that is sent elsewhere is sent from its first step."""
+    """The URL or folder of the run in the tracker. If it changes, all steps are sent again."""
     step: int = -1
-    """The newest step that the tracker has; what is logged before the first is of step 0."""
+    """The newest step in the tracker; items that are logged before the first step belong to step 0."""
     time: str = ""
     problem: str = ""
-    """Why the last attempt to send failed."""
+    """The error of the last transfer; empty if it succeeded."""
 
 
 def trackers_of(run: RunDir) -> dict[str, MlflowConfig | WandbConfig]:
-    """The settings of the trackers of a run, by name; raises UsageError if it has none."""
+    """Return the tracker settings of a run by name; raises UsageError if the run has no tracker."""
     found = read_effective(run.config_file).logging.trackers
     if not found:
-        hint = "`trainkit resume RUN --set logging.mlflow=true` resumes it with one, and a finished run with"
-        hint += " a larger train.steps"
+        hint = "`trainkit resume RUN --set logging.mlflow=true` adds one; a finished run also needs a larger"
+        hint += " train.steps"
         raise UsageError(f"{run.shown} has no tracker: logging.mlflow and logging.wandb are null", hint=hint)
     return found
 
 
 def state_of(run: RunDir) -> str:
-    """``finished``, ``failed``, ``stopped``, or ``running`` for a run that has not ended or will resume."""
+    """Return ``finished``, ``failed`` or ``stopped``, or ``running`` if the run has not ended for good."""
     end = read_newest_end(run.path)
     return end.action if end is not None and end.action in ("finished", "failed", "stopped") else "running"
 
 
 def settled_step(run: RunDir, is_finished: bool) -> float:
-    """The newest step that no later attempt computes again: that of the newest checkpoint.
+    """Return the newest step that no later attempt computes again.
 
-    Infinite for a run that has finished.
+    It is the step of the newest checkpoint, and infinite for a finished run.
     """
     if is_finished:
         return math.inf
@@ -81,7 +83,7 @@ def settled_step(run: RunDir, is_finished: bool) -> float:
 
 
 def read_position(run: RunDir, name: str) -> Position:
-    """How far a tracker has the metrics; a new position for a tracker that has none."""
+    """Read the position of a tracker, or create a position with a new key."""
     try:
         return Position(**read_json(trackers_dir(run) / f"{name}.json"))
     except FileNotFoundError:
@@ -89,7 +91,7 @@ def read_position(run: RunDir, name: str) -> Position:
 
 
 def samples(run: RunDir, after: int, up_to: float) -> list[Sample]:
-    """The metrics and images of the steps above `after`, up to `up_to`, each step once and in order."""
+    """Return metrics and media of the steps after `after` up to `up_to`, in order, each step once."""
     records = {record.step: record for record in training_curve(run)}
     media: dict[int, list[Item]] = {}
     for item in read_items(run):
@@ -103,7 +105,7 @@ def samples(run: RunDir, after: int, up_to: float) -> list[Sample]:
 
 
 def _media(run: RunDir, item: Item) -> Media | None:
-    """What a tracker gets of an item; None for an image that is missing and a histogram without values."""
+    """Convert an item for a tracker; return None for a missing image or a histogram without values."""
     name = _NOT_ALLOWED.sub("_", item.name)
     if item.kind == "image":
         file = image_file(run, item)
@@ -128,7 +130,7 @@ def _sample(record: StepRecord, media: tuple[Media, ...]) -> Sample:
 
 @dataclass(frozen=True)
 class Sent:
-    """How far a tracker is after an attempt to send."""
+    """The result of one transfer to a tracker."""
 
     name: str
     num_sent: int
@@ -140,7 +142,7 @@ class Sent:
     problem: str
 
     def describe(self) -> str:
-        """``mlflow: 40 steps sent, 3 wait for a checkpoint: sqlite:///…``."""
+        """Describe the result, as in ``mlflow: 40 steps sent, 3 wait for a checkpoint: sqlite:///…``."""
         text = f"{self.name}: {self.num_sent} step{'' if self.num_sent == 1 else 's'} sent"
         text += f", {self.num_pending} pending" if self.num_pending else ""
         text += f", {self.num_held} wait for a checkpoint" if self.num_held else ""
@@ -148,25 +150,25 @@ class Sent:
 
 
 class RunTracker:
-    """The sender to one tracker of a run. It opens the tracker when there is something to send."""
+    """Sends a run to one tracker, which it opens when the first step can be sent."""
 
     def __init__(self, run: RunDir, name: str, settings: MlflowConfig | WandbConfig) -> None:
         self.run, self.name, self.settings = run, name, settings
         self._position: Position | None = None
-        """What was sent, even if that could not be written."""
+        """The newest position, which is valid even if the file could not be written."""
         self._tracker: MlflowRun | WandbRun | None = None
         self._lock: int | None = None
 
     @property
     def writes_once(self) -> bool:
-        """Whether it writes all steps as a whole, at the end of the run and by `trainkit sync`."""
+        """Return whether the tracker gets all steps at once, at the end of the run or by `trainkit sync`."""
         return isinstance(self.settings, WandbConfig) and self.settings.mode == "offline"
 
     def update(self, state: str, *, closes: bool = False) -> Sent:
-        """Send what is settled, and with `closes` close the tracker.
+        """Send the settled steps, and close the tracker if `closes` is true.
 
-        What goes wrong with the tracker is in the result, for another call to try again. Raises LockBusy
-        while another process sends to it, ModuleNotFoundError if it is not installed, OSError or
+        The result contains errors of the tracker; a later call tries again. Raises LockBusy while another
+        process sends to the tracker, ModuleNotFoundError if its client is not installed, and OSError or
         TrainkitError if the run folder cannot be read.
         """
         limit = settled_step(self.run, state == "finished")
@@ -174,38 +176,38 @@ class RunTracker:
             ensure_folder(trackers_dir(self.run), 0o700)
             self._lock = acquire_lock(trackers_dir(self.run) / f".{self.name}.lock", 0.0)
         num_sent, problem = 0, ""
-        left: list[Sample] | None = None
+        unsent: list[Sample] | None = None
         try:
-            num_sent, left = self._send(limit)
+            num_sent, unsent = self._send(limit)
             if closes and self._tracker is not None:
                 self._tracker.close(state)
                 self.release()
         except (ModuleNotFoundError, TrainkitError):
             self.release()
             raise
-        except Exception as error:  # of a third party: no server, a full disk, a name that it refuses
+        except Exception as error:  # client libraries raise errors of many types
             problem = one_line(error)
             self._tracker = None
         position = self._known_position()
-        if left is None:
-            left = samples(self.run, position.step, math.inf)
+        if unsent is None:
+            unsent = samples(self.run, position.step, math.inf)
         try:
             if num_sent or problem != position.problem:
                 self._record(replace(position, time=utc_now(), problem=problem))
         finally:
             if self._tracker is None:
-                self.release()  # `trainkit sync` may continue
-        num_pending = sum(item.step <= limit for item in left)
-        return Sent(self.name, num_sent, num_pending, len(left) - num_pending, position.place, problem)
+                self.release()  # `trainkit sync` can then send the steps
+        num_pending = sum(item.step <= limit for item in unsent)
+        return Sent(self.name, num_sent, num_pending, len(unsent) - num_pending, position.place, problem)
 
     def _send(self, limit: float) -> tuple[int, list[Sample]]:
-        """Send the settled steps; returns their number, and the other steps."""
+        """Send the settled steps; return their number and the steps that are not settled."""
         position = self._known_position()
         if self._tracker is None:
             found = samples(self.run, -1, math.inf)
             if not any(item.step <= limit for item in found):
-                return 0, found  # nothing yet: not even a name
-            self._record(position)  # a run must be found again by its key
+                return 0, found  # create the run in the tracker only when there is a step
+            self._record(position)  # after a crash, the key must identify the run
             self._tracker = open_tracker(self.settings, read_facts(self.run), position.key)
             step = self._tracker.newest_step(position.place, position.step)
             position = replace(position, place=self._tracker.place, step=step)
@@ -225,7 +227,7 @@ class RunTracker:
         write_json(trackers_dir(self.run) / f"{self.name}.json", asdict(position))
 
     def release(self) -> None:
-        """Let another process send to the tracker."""
+        """Forget the tracker and release its lock, so that another process can send."""
         self._tracker = self._position = None
         if self._lock is not None:
             release_lock(self._lock)
@@ -233,16 +235,16 @@ class RunTracker:
 
 
 def open_tracker(settings: MlflowConfig | WandbConfig, facts: Facts, key: str) -> MlflowRun | WandbRun:
-    """Open the run in a tracker, or create it there."""
+    """Open the run in a tracker, or create the run."""
     if isinstance(settings, MlflowConfig):
         return MlflowRun(settings, facts, key)
     return WandbRun(settings, facts, key)
 
 
 def sync_run(run: RunDir) -> list[Sent]:
-    """Send what is settled to every tracker of a run.
+    """Send the settled steps to every tracker of a run.
 
-    Raises UsageError for a run without trackers, and what `RunTracker.update` raises.
+    Raises UsageError for a run without trackers, and all errors of `RunTracker.update`.
     """
     state = state_of(run)
     found = []
@@ -256,19 +258,19 @@ def sync_run(run: RunDir) -> list[Sent]:
 
 
 def one_line(error: BaseException) -> str:
-    """An error of another library, without line breaks and not too long for a log."""
+    """Return an error of another library as one line of limited length."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}"[:300]
 
 
 POLL_S = 5.0
 MAX_POLL_S = 300.0
-"""After failures, such as those of a server that is away, it tries ever less often."""
+"""The longest interval between two transfers; after each failure, the interval doubles."""
 
 
 def main() -> int:
-    """Send until standard input ends; returns the exit code."""
-    os.nice(19)  # the cores belong to the ranks
+    """Send metrics until standard input is closed, and return the exit code."""
+    os.nice(19)  # the ranks need the cores
     run = RunDir(sys.argv[1])
     trackers = [RunTracker(run, name, settings) for name, settings in trackers_of(run).items()]
     live = [tracker for tracker in trackers if not tracker.writes_once]
@@ -277,7 +279,7 @@ def main() -> int:
         problems = [tracker.name for tracker in live if not update(tracker)]
         poll_s = min(MAX_POLL_S, 2 * poll_s) if problems else POLL_S
         if select.select([sys.stdin], [], [], poll_s)[0]:
-            line = sys.stdin.readline().strip()  # empty at its end
+            line = sys.stdin.readline().strip()  # an empty line means that standard input is closed
     if line == "finished":
         for tracker in trackers:
             update(tracker, "finished")
@@ -285,16 +287,16 @@ def main() -> int:
 
 
 def update(tracker: RunTracker, state: str = "running") -> bool:
-    """Send what is new and print what happened; False if it failed."""
+    """Send the new steps, print the result, and return False if the transfer failed."""
     try:
         sent = tracker.update(state, closes=state != "running")
     except LockBusy:
-        return True  # `trainkit sync` is sending
+        return True  # `trainkit sync` is running and sends the steps
     except ModuleNotFoundError as error:
         line = install_line(tracker.name)
         show(f"warning: {tracker.name}: {error}; after `{line}`, `trainkit sync` sends the metrics")
         return False
-    except Exception as error:  # nothing here may end the process: the run trains without it
+    except Exception as error:  # the problem may be temporary, so the next call tries again
         show(f"{tracker.name}: {one_line(error)}")
         return False
     if sent.num_sent or sent.problem:
@@ -303,7 +305,7 @@ def update(tracker: RunTracker, state: str = "running") -> bool:
 
 
 def show(text: str) -> None:
-    """Print a line of the attempt's trackers.log."""
+    """Print a line with the time to the attempt's trackers.log."""
     print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
 

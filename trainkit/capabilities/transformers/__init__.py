@@ -1,1 +1,1 @@
-"""Models of the transformers library as a task: `model.hf`."""
+"""Train models of the transformers library as a task: `model.hf`."""

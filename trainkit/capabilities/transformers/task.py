@@ -1,4 +1,4 @@
-"""Trains any causal language model of the transformers library, or low-rank adapters of one: `model.hf`."""
+"""Train any causal language model of the transformers library, or low-rank adapters for one: `model.hf`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LOCAL = {"local_files_only": True, "trust_remote_code": False}
 
 
 def import_transformers() -> Any:
-    """The library, which asks no server: compute nodes often have no internet."""
+    """Import transformers in offline mode, because compute nodes often have no internet."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import transformers
 
@@ -54,12 +54,12 @@ class HFCausalLM(Task):
         self._folder = Path(config.model.hf)
         self._weights = None if config.model.from_scratch else StoredWeights(self._folder)
         self._names: dict[str, str] = {}
-        """Names in the files by the names of parameters."""
+        """Maps the names of parameters to the names in the files."""
         self._flops: float | None = None
 
     @property
     def base_fingerprint(self) -> str:
-        """A digest of config.json and, if checkpoints lack the frozen weights, of their files."""
+        """Return a digest of config.json and, if checkpoints lack the frozen weights, of the weight files."""
         digest = hashlib.sha256((self._folder / CONFIG_NAME).read_bytes())
         if self.rereads_frozen and self._weights is not None:
             digest.update(self._weights.fingerprint.encode())
@@ -69,7 +69,7 @@ class HFCausalLM(Task):
 
     @property
     def rereads_frozen(self) -> bool:
-        """Whether the frozen weights are those of the files at every start, so that checkpoints need none."""
+        """Return whether frozen weights are read from the files at every start, and not from checkpoints."""
         lora = self.config.model.lora
         return lora is not None and keeps_base(lora)
 
@@ -93,7 +93,7 @@ class HFCausalLM(Task):
         return self._counted(model if lora is None else self._adapted(model, lora))
 
     def _on_meta(self, weights: StoredWeights) -> tuple[nn.Module | None, str]:
-        """The model without its weights, with adapters; and why a process has to read all of its files."""
+        """Return the model with adapters and without weights, and why a process must read all its files."""
         lora = self.config.model.lora
         with parameters_on_meta():
             model = create_model(self._folder)
@@ -111,9 +111,9 @@ class HFCausalLM(Task):
 
     @torch.no_grad()
     def build_adapters(self) -> nn.Module:
-        """The model of a run with `model.lora`, in which only what peft saves has memory, for an export.
+        """Return the model with `model.lora` for an export; only the tensors that peft saves have memory.
 
-        Parameters that are trained have no values yet.
+        Trained parameters have no values yet.
         """
         import peft
 
@@ -131,7 +131,7 @@ class HFCausalLM(Task):
         return adapted
 
     def check(self) -> None:
-        """Raise TrainkitError for what can be seen of the model without its weights."""
+        """Raise TrainkitError for any problem of the model that can be found without its weights."""
         config = self.config
         if config.model.lora is not None:
             lora_config(config.model.lora)
@@ -144,7 +144,7 @@ class HFCausalLM(Task):
             find_styles(self, config, model, config.parallel.tp)
 
     def _check_positions(self, settings: Any) -> None:
-        """Raise TrainkitError if samples are longer than a table of positions."""
+        """Raise FatalError if samples are longer than the model's table of positions."""
         limit, seq_len = getattr(settings, "max_position_embeddings", None), self.config.data.seq_len
         is_rotary = getattr(settings, "rope_parameters", None) or getattr(settings, "rope_theta", None)
         if not isinstance(limit, int) or seq_len <= limit:
@@ -162,7 +162,7 @@ class HFCausalLM(Task):
         return apply_lora(model, lora_config(lora, task_type="CAUSAL_LM"), str(self._folder), wraps=True)
 
     def _quantized(self, model: nn.Module) -> nn.Module:
-        """The model, whose frozen linear layers but the head have 4 bits if `model.quantize` is set."""
+        """Quantize the frozen linear layers except the head if `model.quantize` is set; return the model."""
         if self.config.model.quantize is None:
             return model
         before = sum(param.numel() for param in model.parameters())
@@ -174,7 +174,7 @@ class HFCausalLM(Task):
         return model
 
     def _refuse_quantized(self, why: str) -> None:
-        """Raise FatalError if there is a reason why each process needs the whole model."""
+        """Raise FatalError if `model.quantize` is set but each process needs the whole model."""
         name = self.config.model.quantize
         if why and name is not None:
             raise FatalError(
@@ -183,7 +183,7 @@ class HFCausalLM(Task):
             )
 
     def _counted(self, model: nn.Module) -> nn.Module:
-        """The model, once the FLOPs of a sample are known."""
+        """Compute the FLOPs of a sample, and return the model."""
         embeddings = {id(item.weight) for item in model.modules() if isinstance(item, nn.Embedding)}
         settings: Any = model.config
         heads = model.get_output_embeddings()  # type: ignore[operator]
@@ -191,7 +191,7 @@ class HFCausalLM(Task):
         is_sparse = any("expert" in name for name, _ in model.named_modules())
         sizes: Any = [getattr(settings, name, None) for name in ("num_hidden_layers", "hidden_size")]
         if not is_sparse and all(isinstance(size, int) for size in sizes):
-            # Frozen weights have no gradient of their own, a third of the work.
+            # Frozen weights have no weight gradient, which is a third of the work.
             per_token = sum((6 if p.requires_grad else 4) * p.numel() for p in counted)
             seq_len = self.config.data.seq_len
             self._flops = float(seq_len * (per_token + 12 * math.prod(sizes) * seq_len))
@@ -202,7 +202,7 @@ class HFCausalLM(Task):
         return self._weights.read(self._names[name], (rows,))
 
     def tensor_plan(self, model: nn.Module) -> Mapping[str, str]:
-        """The plan of transformers for its own model; raises TaskError if it has none that fits."""
+        """Return the plan of transformers for its own model; raise TaskError if no plan fits."""
         tp, settings, own = self.config.parallel.tp, cast(Any, model.config), cast(Any, model)
         for key in ("num_attention_heads", "num_key_value_heads"):
             heads = getattr(settings, key, None)
@@ -239,7 +239,7 @@ class HFCausalLM(Task):
 
 
 def create_model(folder: Path) -> Any:
-    """The model of a config.json, with random weights in float32."""
+    """Return the model of a config.json, with random weights in float32."""
     transformers = import_transformers()
     settings = transformers.AutoConfig.from_pretrained(folder, **LOCAL)
     settings.use_cache = False
@@ -248,7 +248,7 @@ def create_model(folder: Path) -> Any:
 
 
 def read_whole(folder: Path) -> Any:
-    """The model as transformers reads it; raises FatalError if the files lack a part of it."""
+    """Return the model as transformers reads it; raise FatalError if the files lack weights."""
     model, found = import_transformers().AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **LOCAL
     )
@@ -263,7 +263,7 @@ def read_whole(folder: Path) -> Any:
 
 
 def find_stored(model: Any, weights: StoredWeights) -> tuple[dict[nn.Parameter, str], str]:
-    """The names in the files by parameter, and why they cannot be used; fills the buffers."""
+    """Return each parameter's name in the files, and why the files cannot be used; fill the buffers."""
     found = {}
     saved, prefix = model.state_dict(), f"{model.base_model_prefix}."
     buffers = [(name, item) for name, item in model.named_buffers() if name in saved]
@@ -292,7 +292,7 @@ def save_pretrained(model: Any, folder: Path, dtype: torch.dtype, *, merge: bool
     if merge and not is_adapted:
         raise UsageError("--merge is for runs with model.lora", hint="remove --merge")
     if merge:
-        # With the weights to which the adapters were trained.
+        # Merge into the weights with which the adapters were trained.
         restore_linears(model)
         try:
             model = model.merge_and_unload()

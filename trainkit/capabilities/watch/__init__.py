@@ -1,1 +1,1 @@
-"""The screens of `trainkit watch`: a run or many, live in a terminal or printed once."""
+"""The screens of `trainkit watch`, which show runs live in a terminal or print them once."""

@@ -1,4 +1,4 @@
-"""``trainkit watch``: live screen of a run, or of all runs."""
+"""``trainkit watch``: a live screen of one run or of all runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PIPE_WIDTH = 120
 @click.argument("run_name", metavar="[RUN]", required=False, shell_complete=complete_run)
 @option(
     "--interval S",
-    "Seconds between two readings of the run folder; Slurm is asked every 10 s at most.",
+    "Seconds between two readings of the run folder; Slurm is queried every 10 s at most.",
     name="interval_s",
     type=click.FloatRange(min=0.2),
     default=INTERVAL_S,
@@ -40,14 +40,14 @@ PIPE_WIDTH = 120
 def command(run_name: str | None, interval_s: float, once: bool, as_json: bool) -> int:
     """Watch RUN in the terminal: progress, curves, nodes and warnings.
 
-    RUN can also be a group of runs or a bench. Without RUN, lists active runs and the newest others to
-    choose from. Only reads, until a key that acts is pressed and confirmed. With --json or without a
-    terminal, prints once.
+    RUN can also be a group of runs or a bench. Without RUN, the screen lists the active runs and the newest
+    other runs to choose from. `watch` only reads until you press a key that acts and confirm the action. With
+    --json or without a terminal, it prints once.
     """
     found = None if run_name is None else find_run_or_group(run_name)
     if not (once or as_json) and sys.stdout.isatty() and sys.stdin.isatty():
         if find_spec("textual") is None:
-            hint = f"`{install_line('watch')}`; `trainkit watch --once` and `trainkit status` do without"
+            hint = f"`{install_line('watch')}`; `trainkit watch --once` and `trainkit status` work without it"
             raise UsageError("the package textual is not installed", hint=hint)
         from trainkit.capabilities.watch.screen import watch
 
@@ -60,7 +60,7 @@ def command(run_name: str | None, interval_s: float, once: bool, as_json: bool) 
 
     history, status, job = look_at(found, warn)
     for part in (history.events, history.metrics):
-        with suppress(OSError):  # the status warns of it
+        with suppress(OSError):  # the warnings of the status contain this error
             part.update()
     view = read_view(history, status, datetime.now(timezone.utc), job, Path.cwd())
     if as_json:

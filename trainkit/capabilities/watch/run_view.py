@@ -1,4 +1,4 @@
-"""A run as `trainkit watch` shows it: a pure function of what was read of it, its job and the time."""
+"""Computes the content of `trainkit watch` for one run from its files, its job and the time."""
 
 from __future__ import annotations
 
@@ -24,110 +24,111 @@ from trainkit.shipped import ask_each, ask_one, owner_of, shown_by
 MAX_NOTICES = 50
 TAIL_LINES = 20
 ALLOCATED = ("starting", "running", "paused", "stopping", "unknown")
-"""States in which time passes in the allocation."""
+"""The states in which the job holds its allocation."""
 WORST = 5
-"""How bad the problem of a node can be."""
+"""The highest severity of a node's problem."""
 
 
 @dataclass(frozen=True)
 class NodeRow:
-    """One node, from its newest sample; None where it is unknown. Of several GPUs, the stated one."""
+    """The newest sample of one node. A value is None if it is unknown."""
 
     host: str
     age_s: float | None = None
-    """Seconds since the sample."""
+    """Seconds since the sample was taken."""
     cpu_percent: float | None = None
     mem_used_gib: float | None = None
     mem_total_gib: float | None = None
     job_mem_gib: float | None = None
     num_gpus: int = 0
     gpu_percent: float | None = None
-    """The mean."""
+    """The mean over the GPUs."""
     gpu_mem_used_gib: float | None = None
-    """Of the fullest one."""
+    """The used memory of the GPU with the most used memory."""
     gpu_mem_total_gib: float | None = None
     temperature_c: float | None = None
-    """Of the hottest one."""
+    """The temperature of the hottest GPU."""
     power_w: float | None = None
-    """The sum."""
+    """The sum over the GPUs."""
     net_mib_s: float | None = None
-    """Received and sent."""
+    """The network traffic, received and sent."""
     disk_mib_s: float | None = None
-    """Read and written."""
+    """The disk traffic, read and written."""
     severity: int = 0
     problems: list[str] = field(default_factory=list)
     slowest_rank: int | None = None
-    """The slowest of its ranks that are slow."""
+    """The slowest of the ranks on this node that are reported as slow."""
 
 
 @dataclass(frozen=True)
 class SlowestRank:
-    """The rank that holds the others up most, however slightly."""
+    """The rank that delays the other ranks most, even if only slightly."""
 
     rank: int
     host: str
     own_s: float
-    """Its time of a step before the first collective, in seconds."""
+    """Seconds per step that the rank computes before the first collective."""
     usual_s: float
-    """The time of the other ranks, in seconds."""
+    """Seconds per step that the other ranks compute before the first collective."""
 
 
 @dataclass(frozen=True)
 class RunView:
-    """One run at one moment; None where a value does not exist or is unknown."""
+    """The content of the screen of one run. A value is None if it does not exist or is unknown."""
 
     status: RunStatus = field(metadata=LEFT_OUT)
     sentence: str
-    """State and reason."""
+    """The state and its reason as a sentence."""
     failure: str | None
-    """The rank that failed first, where and why."""
+    """The rank that failed first, its host and the error."""
     world_size: int | None
     elapsed_s: float | None
-    """Seconds that the newest attempt has run, or ran."""
+    """Seconds that the newest attempt has run so far, or ran until its end."""
     eta_s: float | None
-    """Seconds until the last step, at the pace of the newest records."""
+    """Seconds until the last step at the pace of the newest records."""
     limit_s: float | None
-    """Seconds until the time limit of the job; None for a local run, and when Slurm does not answer."""
+    """Seconds until the time limit of the job; None for a local run or if Slurm does not answer."""
     grad_norm: float | None
     lr: float | None
     mfu: float | None
     median_tokens_per_s: float | None
-    """Of evenly spaced records of the whole run."""
+    """The median of evenly spaced records of the whole run."""
     step_p50_s: float | None
-    """Of the newest records, like `step_p95_s` and `data_wait_share`."""
+    """The median of the newest records, from which `step_p95_s` and `data_wait_share` are computed too."""
     step_p95_s: float | None
     data_wait_share: float | None
     slowest_rank: SlowestRank | None
     mem_gib_peak: float | None
-    """Of the rank with the most; of a GPU, or of a process where there are none."""
+    """The peak memory of the rank that uses the most: of its GPU, or of its process on a host without
+    GPUs."""
     mem_gib_total: float | None
-    """Of a GPU."""
+    """The memory of one GPU."""
     checkpoint_step: int | None
     checkpoint_age_s: float | None
-    """Seconds since it was published."""
+    """Seconds since the newest checkpoint was published."""
     steps_at_risk: int | None
     hours_at_risk: float | None
-    """Time since the state of the newest checkpoint, times the number of ranks."""
+    """Hours since the newest checkpoint was saved, multiplied by the number of ranks."""
     nodes: list[NodeRow]
-    """Worst first."""
+    """The nodes, worst node first."""
     notices: list[Notice]
-    """Newest first; before them what holds now."""
+    """The warnings: current ones first, then past ones, newest first."""
     hint: str | None
     log: str | None
-    """The log to look at: that of the failing rank, else of rank 0."""
+    """The log of the failed rank, or of rank 0 if no rank has failed."""
     log_tail: list[str]
-    """Its last lines."""
+    """The last lines of the log."""
     curves: dict[str, list[tuple[int, float]]] = field(repr=False, metadata=LEFT_OUT)
 
     @property
     def progress(self) -> float | None:
-        """The share of the steps that are done."""
+        """Return the share of the steps that are done."""
         step, total = self.status.progress.step, self.status.progress.total_steps
         return None if step is None or not total else min(1.0, step / total)
 
     @property
     def num_hosts(self) -> int | None:
-        """How many hosts it runs on; the nodes of a local run are all on this one."""
+        """Return the number of hosts of the run. All nodes of a local run are on one host."""
         is_local = (self.status.job_id or "").startswith("local-")
         return 1 if is_local else self.status.place.num_nodes
 
@@ -136,16 +137,16 @@ class RunView:
         return self.status.place.device == "cuda"
 
     def to_dict(self) -> dict[str, object]:
-        """As a JSON object: the fields of `status --json`, and what `watch` adds; without the curves."""
+        """Return the fields of `status --json` and of this view as one JSON object, without the curves."""
         return {**self.status.to_dict(), **to_json(self)}
 
 
 def read_view(
     history: RunHistory, status: RunStatus, now: datetime, job: JobInfo | None = None, cwd: Path | None = None
 ) -> RunView:
-    """The view of a run from its history, which the caller has updated, its status and its job in Slurm.
+    """Return the view of a run whose history was updated by the caller.
 
-    Commands in the hint name the run by its folder, relative to `cwd` if it is below.
+    Commands in the hint name the run folder relative to `cwd` if the folder is below it.
     """
     run, metrics = history.run, history.metrics
     reading = reading_of(history, status)
@@ -199,7 +200,7 @@ def read_view(
 
 
 def _curves(history: RunHistory) -> dict[str, list[tuple[int, float]]]:
-    """The curves of all metrics; that of the validation loss is in the events of the built-in trainer."""
+    """Return the curves of all metrics. The built-in trainer logs validation losses as events."""
     curves = history.metrics.curves()
     if val_losses := sorted(history.events.val_losses.items()):
         curves["val_loss"] = [(step, float(value)) for step, value in val_losses]
@@ -208,7 +209,7 @@ def _curves(history: RunHistory) -> dict[str, list[tuple[int, float]]]:
 
 
 def sentence(status: RunStatus) -> str:
-    """State and reason as a sentence."""
+    """Return the state and its reason as a sentence."""
     reason, progress = f": {status.reason}" if status.reason else "", status.progress
     if status.state == "unknown" and progress.metrics_age_s is not None:
         reason += f"; its newest metrics are {duration(progress.metrics_age_s)} old"
@@ -255,7 +256,7 @@ def _data_wait_share(records: Sequence[StepRecord]) -> float | None:
 def _at_risk(
     history: RunHistory, status: RunStatus, until: datetime, world_size: int | None
 ) -> tuple[int | None, float | None]:
-    """The steps, and the hours of all ranks, that are lost if the run ends without saving."""
+    """Return the steps and the hours of all ranks that are lost if the run ends without a save."""
     if status.is_command or status.progress.step is None or world_size is None:
         return None, None
     events = history.events
@@ -274,7 +275,7 @@ def _failed(name: str, text: str) -> str:
 
 
 def node_rows(reading: Reading, now: datetime) -> list[NodeRow]:
-    """A row per node of the newest attempt, worst first."""
+    """Return a row per node of the newest attempt, worst node first."""
     views: dict[str, list[HostView]] = {}
     found = ask_each(reading.plan.parts, lambda one: one.hosts(reading, now), _failed_host)
     for host, view in (item for own in found.values() for item in own.items()):
@@ -308,7 +309,10 @@ def _notices(reading: Reading, status: RunStatus) -> list[Notice]:
 
 
 def event_text(event: Event, known: Collection[str] = ()) -> str:
-    """A past event as a sentence of the warnings: a notable one, also of one of the `known` capabilities."""
+    """Return a past event as a sentence for the warnings.
+
+    `known` are the capabilities that phrase their own events.
+    """
     name, reason = event.name, event.reason
     if name == "rank_failed":
         return event.failure.line

@@ -1,4 +1,4 @@
-"""The screens of ``trainkit watch``: a run, lists of runs, texts. The only module that imports textual."""
+"""The screens of ``trainkit watch``. This is the only module that imports textual."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ from trainkit.errors import EXIT_INTERRUPTED, EXIT_OK, TrainkitError
 from trainkit.observe.current import read_all, read_group
 from trainkit.observe.group import GroupStatus, TrialStatus, most_relevant, state_counts
 from trainkit.observe.logs import last_texts
+from trainkit.observe.ranking import MAX_NAMED, logged_names
 from trainkit.observe.status import RunStatus, read_status
 from trainkit.run.group import RunGroup
 from trainkit.run.history import RunHistory
@@ -48,16 +49,16 @@ from trainkit.terminal import BAD, DIM, TITLE, state_style
 LOG_LINES = 200
 MAX_TRIALS = 200
 MAX_SHARE = 0.05
-"""Of a core, that reading may take: else it is done less often."""
+"""The share of a core that reading may use. If it would use more, the screen is read less often."""
 MAX_PROBLEM_LINES = 4
 HANGUP_S = 5
-"""After SIGHUP the terminal may be gone: the process then ends without restoring it."""
+"""Seconds after SIGHUP until the process ends without restoring the terminal, which may be gone."""
 
 
 def watch(found: RunDir | RunGroup | None, interval_s: float) -> int:
-    """Show a run, the runs of a group, or all runs, until the user quits; returns the exit code."""
+    """Show a run, a group or all runs until the user quits, and return the exit code."""
     for name in ("COLUMNS", "LINES"):
-        os.environ.pop(name, None)  # else textual would not notice that the terminal is resized
+        os.environ.pop(name, None)  # textual ignores a resized terminal if these variables are set
     app = WatchApp(found, interval_s)
     result = app.run()
     if app.signal_number is not None:
@@ -75,12 +76,16 @@ def read_again(
     ended: threading.Event,
     is_on: threading.Event,
 ) -> None:
-    """Read every `interval_s`, or less often where it takes long, until `ended`; pause unless `is_on`."""
+    """Call `read` every `interval_s` until `ended` is set, and less often if `read` takes long.
+
+    Pauses while `is_on` is not set.
+    """
     while not ended.is_set():
         began_s = time.thread_time()
         try:
             result: object = read()
-        except Exception as error:  # it is shown; without a reader, the screen would stop silently
+        # the screen shows the error; if the thread ended, the screen would freeze without a message
+        except Exception as error:
             result = error
         show(result)
         ended.wait(max(interval_s, (time.thread_time() - began_s) / MAX_SHARE))
@@ -88,7 +93,7 @@ def read_again(
 
 
 class ReadingScreen(Screen[None]):
-    """A screen that shows what is read in a thread, again and again."""
+    """A screen whose content is read repeatedly in a thread."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q", "app.quit", "Quit"),
@@ -103,7 +108,7 @@ class ReadingScreen(Screen[None]):
         self._is_on.set()
         self._read_at: datetime | None = None
         self.result: Any = None
-        """What was read last; None until then."""
+        """The result of the last successful reading; None before the first."""
         self.problem: str | None = None
 
     def on_mount(self) -> None:
@@ -115,7 +120,7 @@ class ReadingScreen(Screen[None]):
         self._is_on.set()
 
     def take(self, result: object) -> None:
-        """Show what was read; of an error, its text and what was read before."""
+        """Show a result. For an exception, show its message above the last successful result."""
         if isinstance(result, Exception):
             self.problem = _error_text(result)
             if self._read_at is not None:
@@ -129,7 +134,7 @@ class ReadingScreen(Screen[None]):
         self.show()
 
     def action_keys(self) -> None:
-        """List the keys of this screen."""
+        """Show the keys of this screen and their meanings."""
         own = (kind for kind in type(self).__mro__ if kind.__module__ == __name__)
         found = [one for kind in own for one in vars(kind).get("BINDINGS", ()) if isinstance(one, Binding)]
         shown = ((one.key_display or one.key, one.tooltip or one.description) for one in found)
@@ -149,7 +154,7 @@ def _error_text(error: Exception) -> str:
 
 
 class RunScreen(ReadingScreen):
-    """One run."""
+    """The screen of one run."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("l", "log", "Log"),
@@ -170,10 +175,10 @@ class RunScreen(ReadingScreen):
         self._history = RunHistory(run)
         self._record, self._job = JobRecord(), JobStatus(None)
         self._metric: str | None = None
-        """The one whose chart is shown in the place of all below the progress."""
+        """The metric whose chart fills the screen below the progress; None for the usual screen."""
 
     def _read_view(self) -> RunView:
-        """The view; raises OSError if the folder cannot be read."""
+        """Return the current view; raises OSError if the run folder cannot be read."""
         run, history = self.run_dir, self._history
         run.path.stat()
         history.update()
@@ -195,7 +200,7 @@ class RunScreen(ReadingScreen):
             self.query_one("#body", Static).update(joined(lines, width))
 
     def action_metric(self, step: int) -> None:
-        """Show the chart of the next metric, after the last one all of the screen again."""
+        """Show the chart of the next metric; after the last metric, show the usual screen again."""
         choices = [None, *(() if self.result is None else charted(self.result))]
         at = choices.index(self._metric) if self._metric in choices else 0
         self._metric = choices[(at + step) % len(choices)]
@@ -252,13 +257,13 @@ class RunScreen(ReadingScreen):
         self.notify(text, markup=False)
 
     def _cancel(self) -> str:
-        refuse_foreign(self.run_dir.path, "`trainkit cancel --trust` acts on what it says all the same")
+        refuse_foreign(self.run_dir.path, "`trainkit cancel --trust` cancels it anyway")
         return cancel_run(self.run_dir, now=False, wait=False, warn=self._notify_plain).message
 
     def _requeue(self) -> str:
         from trainkit.control.requeue import requeue_run
 
-        refuse_foreign(self.run_dir.path, "`trainkit requeue --trust` executes it all the same")
+        refuse_foreign(self.run_dir.path, "`trainkit requeue --trust` requeues it anyway")
         requeued = requeue_run(self.run_dir)
         entry = requeued.entry
         if requeued.is_started:
@@ -267,7 +272,7 @@ class RunScreen(ReadingScreen):
 
 
 class ListScreen(ReadingScreen):
-    """Runs to choose from."""
+    """A list of runs from which the user opens one."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "select", "Open", priority=True)]
 
@@ -288,8 +293,8 @@ class ListScreen(ReadingScreen):
         self._is_on.set()
 
     def _listing(self) -> tuple[str, list[Sequence[str]]]:
-        """The title, and the rows of the runs with their heading."""
-        if isinstance(self.result, GroupStatus):  # failures first
+        """Return the title and the rows of the runs, whose first row is the heading."""
+        if isinstance(self.result, GroupStatus):  # failed trials come first
             count, trials = len(self.result.trials), most_relevant(self.result, MAX_TRIALS)
             self._runs, rows = trials, trial_rows(self.result, trials)
             title = f"{self.result.name}: {count:,} runs: {state_counts(self.result.states)}"
@@ -303,7 +308,7 @@ class ListScreen(ReadingScreen):
         return title + (f", {num_hidden:,} {what}not shown" if num_hidden else ""), rows
 
     def show(self) -> None:
-        """Show what was read; the cursor stays at its run."""
+        """Show the last result. The cursor stays at its run."""
         width, table = self.app.size.width, self.query_one(DataTable)
         lines = problem_lines(self.problem or self._poller.problem, width)
         if self.result is None:
@@ -318,7 +323,7 @@ class ListScreen(ReadingScreen):
         place, top = table.cursor_coordinate, table.scroll_y
         chosen = table.coordinate_to_cell_key(place).row_key.value if table.row_count else None
         table.clear(columns=True)
-        for column in zip(*rows, strict=True):  # of a width that is left out, a frame later is right
+        for column in zip(*rows, strict=True):  # without a width, the table computes it one frame later
             table.add_column(column[0], width=max(map(cell_len, column)))
         for run, (name, state, *cells) in zip(self._runs, rows[1:], strict=True):
             worst = next(iter(run.states), "") if isinstance(run, GroupStatus) else run.state
@@ -340,8 +345,40 @@ class ListScreen(ReadingScreen):
             self.notify("this run has not started yet")
 
 
+class GroupScreen(ListScreen):
+    """The runs of a group, ranked by a metric that the user can switch."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("m", "metric(1)", "Metric", show=False, tooltip="Rank the runs by the next metric"),
+        Binding("M", "metric(-1)", "Metric", show=False, tooltip="Rank the runs by the previous metric"),
+    ]
+
+    def __init__(self, group: RunGroup, interval_s: float, poller: SlurmPoller) -> None:
+        super().__init__(self._read_group, interval_s, poller)
+        self._group = group
+        self._metric: str | None = None
+        """The metric that ranks the runs; None for the metric of their config."""
+
+    def _read_group(self) -> GroupStatus:
+        return read_group(self._group, self._poller.jobs, self._metric)
+
+    @work(thread=True, exclusive=True)
+    def action_metric(self, step: int) -> None:
+        """Rank the runs by their next logged metric; after the last one, by the metric of the config."""
+        result: object
+        try:
+            runs = [self._group.run(index) for index in self._group.created()[:MAX_NAMED]]
+            choices = [None, *sorted(logged_names(runs))]
+            at = choices.index(self._metric) if self._metric in choices else 0
+            self._metric = choices[(at + step) % len(choices)]
+            result = self._read_group()
+        except (OSError, TrainkitError) as error:
+            result = error
+        self.call_later(self.take, result)
+
+
 class TextScreen(ReadingScreen):
-    """Lines to scroll through."""
+    """A screen of lines that the user scrolls through."""
 
     def __init__(self, read: Callable[[], object], interval_s: float, at_end: bool = False) -> None:
         super().__init__(read, interval_s)
@@ -369,7 +406,7 @@ class TextScreen(ReadingScreen):
 
 
 class ConfirmScreen(ModalScreen[bool]):
-    """A question before an action."""
+    """A question that the user must confirm before an action."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("y", "answer(True)", "Yes"),
@@ -388,7 +425,7 @@ class ConfirmScreen(ModalScreen[bool]):
 
 
 class WatchApp(App[int]):
-    """Shows a run, the runs of a group, or the list of runs."""
+    """The application: shows a run, a group, or the list of runs."""
 
     ENABLE_COMMAND_PALETTE = False
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -424,18 +461,18 @@ class WatchApp(App[int]):
         self.open(self._found)
 
     def open(self, found: RunDir | RunGroup | None) -> None:
-        """Show a run, the runs of a group, or the list of runs."""
+        """Open the screen of a run, of a group, or for None the list of all runs."""
         if isinstance(found, RunDir):
             self.push_screen(RunScreen(found, self._interval_s, self._poller, self.clock))
             return
-        query = self._poller.jobs
-        read: Callable[[], object] = partial(read_all, MAX_ENDED_RUNS, query, {}, warn)
         if found is not None:
-            read = partial(read_group, found, query)
+            self.push_screen(GroupScreen(found, self._interval_s, self._poller))
+            return
+        read = partial(read_all, MAX_ENDED_RUNS, self._poller.jobs, {}, warn)
         self.push_screen(ListScreen(read, self._interval_s, self._poller))
 
     def action_leave(self) -> None:
-        """Close the screen; the first one leads to the list of runs."""
+        """Close the current screen; from the first screen, go to the list of runs."""
         if len(self.screen_stack) > 2:
             self.pop_screen()
         elif self._found is not None:
@@ -450,7 +487,7 @@ class WatchApp(App[int]):
         self.exit(EXIT_INTERRUPTED)
 
     def _end(self, number: int) -> None:
-        """End by a signal, with the terminal restored."""
+        """Restore the terminal and end because of a signal."""
         self.signal_number = number
         if number == signal.SIGHUP:
             signal.alarm(HANGUP_S)
@@ -458,14 +495,14 @@ class WatchApp(App[int]):
 
 
 def problem_lines(problem: str | None, width: int) -> list[Text]:
-    """What keeps the screen from being complete, in a few lines; none without a problem."""
+    """Return the lines of a problem that makes the screen incomplete; none without a problem."""
     if problem is None:
         return []
     return [Text(line, BAD) for line in wrap(f"! {problem}", max(1, width))[:MAX_PROBLEM_LINES]]
 
 
 def joined(lines: list[Text], width: int) -> Text:
-    """Lines as one text, each cut to the width."""
+    """Join lines to one text, and cut each line to the width."""
     for line in lines:
         line.plain = replaced(line.plain)
         line.truncate(width, overflow="ellipsis")

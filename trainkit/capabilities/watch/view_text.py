@@ -1,4 +1,4 @@
-"""The view of a run as lines of a given width: the same for `watch --once`, its screen and its tests."""
+"""Formats the view of a run as lines of a given width, for `watch --once` and the live screen."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ MIN_NOTICES = 2
 WIDE, TALL = 120, 40
 MAX_SPARKLINE = 200
 MIN_CHARTS, LAST_LINES = 12, 7
-"""Rows of a tall screen: those of the charts at least, and those of the log below them."""
+"""The minimum rows for charts on a tall screen, and the rows for the log below them."""
 CHART_WIDTH, CHART_HEIGHT = 56, (4, 12)
-"""The columns of a chart at least, and the rows of its curve at least and at most."""
+"""The minimum columns of a chart, and the minimum and maximum rows of its curve."""
 CHART_LABEL = 7
-"""The columns of the values next to a chart at least."""
+"""The minimum columns for the values next to a chart."""
 CURVE_NAMES = {"loss": "loss", "grad_norm": "grad norm", "lr": "lr", "tokens_per_s": "tokens/s"}
 
 
 @dataclass(frozen=True)
 class Size:
-    """The space for a view; `height` is None where all lines are wanted."""
+    """The size of the screen in characters. `height` is None if there is no limit."""
 
     width: int
     height: int | None = None
@@ -50,9 +50,9 @@ class Size:
 
 
 def view_lines(view: RunView, size: Size, metric: str | None = None) -> list[Text]:
-    """The lines of a view, at most `size.height` of them, none longer than `size.width`.
+    """Return the lines of a view, at most `size.height` lines of at most `size.width` characters.
 
-    With a `metric`, its chart is in the place of what is below the progress.
+    With a `metric`, its chart replaces the lines below the progress.
     """
     lines = [_title(view, size), *_sentence(view, size)]
     charts = charted(view)
@@ -67,13 +67,14 @@ def view_lines(view: RunView, size: Size, metric: str | None = None) -> list[Tex
 
 
 def _all_lines(lines: list[Text], view: RunView, size: Size, charts: Sequence[str]) -> list[Text]:
-    """The first `lines` and all that follows: numbers, nodes, warnings, these charts and the log."""
+    """Return `lines` followed by the numbers, the nodes, the warnings, these charts and the log."""
     tail_first = bool(view.failure) and size.is_tall
     lines += _tail_lines(view, size, 1 + FAILURE_LOG_LINES) if tail_first else []
     lines += [Text(), *_progress(view, size), *_numbers(view, size)]
     num_nodes, num_notices = len(view.nodes), len(view.notices)
     if size.height is not None:
-        # Three headings, and what charts need at least; the nodes get what the warnings leave.
+        # Reserve three lines for headings, and the minimum for charts. Warnings get a third of the rest,
+        # nodes the remaining lines.
         left = size.height - len(lines) - 3 - (MIN_CHARTS if charts else 0)
         num_notices = min(num_notices, max(MIN_NOTICES, left // 3))
         num_nodes = max(1, left - num_notices)
@@ -148,7 +149,7 @@ def _progress(view: RunView, size: Size) -> list[Text]:
 
 
 def _curve_value(view: RunView, name: str) -> Text:
-    """The newest value of a curve, with what it is compared with."""
+    """Return the newest value of a curve and the value to which it is compared."""
     if name == "loss":
         val_loss = view.status.progress.val_loss
         val = "" if val_loss is None else f"{DOT}validation {number(val_loss)}"
@@ -159,7 +160,7 @@ def _curve_value(view: RunView, name: str) -> Text:
 
 
 def _numbers(view: RunView, size: Size) -> list[Text]:
-    """A line per number, with its curve if there is one."""
+    """Return a line per number, with a sparkline if the number has a curve."""
     is_command = view.status.is_command
     lines = []
     for name in CURVE_NAMES:
@@ -225,13 +226,13 @@ def _checkpoint(view: RunView) -> Text:
 
 
 def _hours(view: RunView) -> str:
-    """The time that the steps at risk took: `` = 3.2 GPU-hours``."""
+    """Return the hours of work at risk as text, such as `` = 3.2 GPU-hours``."""
     hours, unit = view.hours_at_risk, "GPU" if view.has_gpus else "process"
     return "" if hours is None else f" = {worker_time(hours, unit)}"
 
 
 def nodes_lines(nodes: Sequence[NodeRow], size: Size, most: int, expected: int | None) -> list[Text]:
-    """A heading and a row per node, the first `most` of them."""
+    """Return a heading and the rows of the first `most` nodes."""
     if not nodes:
         return [_rule("nodes: no samples", size)]
     num_bad = sum(node.severity > 0 for node in nodes)
@@ -252,7 +253,7 @@ def nodes_lines(nodes: Sequence[NodeRow], size: Size, most: int, expected: int |
 
 
 def _cells(node: NodeRow, size: Size) -> dict[str, str]:
-    """Heading -> value."""
+    """Map each heading to the value of a node."""
     width = 24 if size.is_wide else 12
     return {
         "": "!" if node.severity else "",
@@ -271,7 +272,7 @@ def _cells(node: NodeRow, size: Size) -> dict[str, str]:
 
 
 def notices_lines(notices: Sequence[Notice], size: Size, most: int) -> list[Text]:
-    """A heading and the first `most` warnings."""
+    """Return a heading and the first `most` warnings."""
     if not notices:
         return [_rule("warnings: none", size)]
     more = "" if most >= len(notices) else f", {len(notices) - most} more: press w"
@@ -280,14 +281,17 @@ def notices_lines(notices: Sequence[Notice], size: Size, most: int) -> list[Text
 
 
 def _tail_lines(view: RunView, size: Size, space: int) -> list[Text]:
-    """The last lines of the log in the space that is left, if that is more than a heading."""
+    """Return a heading and the last lines of the log that fit into the remaining space.
+
+    Returns nothing if the space is too small for more than a heading.
+    """
     if space < 3 or not view.log_tail or view.log is None:
         return []
     return [_rule(f"last lines of {Path(view.log).stem}", size), *map(Text, view.log_tail[1 - space :])]
 
 
 def notice_line(notice: Notice) -> Text:
-    """When, where and what; most sentences name host and rank themselves."""
+    """Return a warning with its time, and with host and rank if the sentence does not name them."""
     clock, text = "now" if notice.time is None else notice.time[11:19], notice.text
     where = [] if notice.host is None or notice.host in text else [notice.host]
     if notice.rank is not None and f"rank {notice.rank}" not in text:
@@ -297,18 +301,18 @@ def notice_line(notice: Notice) -> Text:
 
 
 def charted(view: RunView) -> list[str]:
-    """The metrics that can be drawn as charts."""
+    """Return the metrics that can be drawn as charts."""
     return [name for name, points in view.curves.items() if len(points) > 1]
 
 
 def metric_name(view: RunView, name: str) -> str:
-    """A metric as people call it."""
+    """Return the name of a metric for people."""
     counts_samples = name == "tokens_per_s" and view.status.progress.samples_per_s is not None
     return "samples/s" if counts_samples else CURVE_NAMES.get(name, plain(name))
 
 
 def _charts(view: RunView, names: Sequence[str], size: Size, space: int) -> list[Text]:
-    """Charts next to each other and in rows, as many of them as there is space for."""
+    """Return the charts that fit into the space, several of them next to each other."""
     least, most = CHART_HEIGHT
     num_rows = -(-len(names) // max(1, size.width // CHART_WIDTH))
     num_columns = -(-len(names) // num_rows)
@@ -326,9 +330,9 @@ def _charts(view: RunView, names: Sequence[str], size: Size, space: int) -> list
 
 
 def _chart(view: RunView, name: str, size: Size) -> list[Text]:
-    """A heading and the rows of a curve, all of the same width, with what is highest and lowest in it.
+    """Return a heading and the rows of a curve, labelled with the lowest and the highest value.
 
-    Each column is the mean of its steps, or the value before it if it has none.
+    Each column is the mean of its steps. A column without a step repeats the value before it.
     """
     points, height = view.curves[name], size.height or 1
     ends = (number(pick(value for _, value in points)) for pick in (min, max))
@@ -338,8 +342,9 @@ def _chart(view: RunView, name: str, size: Size) -> list[Text]:
     for mean in resampled(points, width):
         values += [mean] if mean is not None else values[-1:]
     low, high = min(values), max(values)
-    columns = (values[index * len(values) // width] for index in range(width))  # wider if they are few
-    span = high / 2 - low / 2 or 1.0  # the difference of two numbers may be too large for one
+    # a curve with few values has wider columns
+    columns = (values[index * len(values) // width] for index in range(width))
+    span = high / 2 - low / 2 or 1.0  # halved, because the difference of two finite numbers may be infinite
     most = height * len(BLOCKS) - 1
     levels = [1 + round(min(1.0, (value / 2 - low / 2) / span) * most) for value in columns]
     title = cut(metric_name(view, name), size.width // 2)
@@ -361,7 +366,7 @@ def _exactly(line: Text, width: int) -> Text:
 
 
 def resampled(points: Sequence[tuple[int, float]], width: int) -> list[float | None]:
-    """The mean value in each of `width` equal ranges of steps, or every point if there are fewer."""
+    """Return the mean value in each of `width` equal ranges of steps, or all points if there are fewer."""
     if not points:
         return []
     if len(points) <= width:
@@ -374,10 +379,10 @@ def resampled(points: Sequence[tuple[int, float]], width: int) -> list[float | N
 
 
 def sparkline(values: Sequence[float | None]) -> str:
-    """Values as blocks of eight heights, from the lowest to the highest; a space where there is none."""
+    """Draw values as blocks of eight heights, from lowest to highest. A missing value is a space."""
     known = [value for value in values if value is not None]
     low, high = min(known, default=0.0), max(known, default=0.0)
-    span = high / 2 - low / 2 or 1.0  # as in `_chart`; a scale would be infinite for a tiny one
+    span = high / 2 - low / 2 or 1.0  # halved as in `_chart`; a factor would be infinite for a tiny span
     levels = (None if value is None else (value / 2 - low / 2) / span for value in values)
     return "".join(" " if level is None else BLOCKS[round(level * (len(BLOCKS) - 1))] for level in levels)
 

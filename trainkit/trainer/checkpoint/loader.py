@@ -1,4 +1,4 @@
-"""Loads what a run starts with: the newest intact checkpoint, else the weights of a model or another run."""
+"""Load the state with which a run starts: its newest checkpoint, or weights of a model or another run."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from trainkit.run.manifest import (
     is_newer,
     partials,
     plain_damage,
+    point_best_at,
     published,
     rejects,
     remove,
     set_aside,
-    trial_best_at,
     unreadable,
 )
 from trainkit.run.rundir import MANIFEST_NAME, AttemptDir, RunDir
@@ -42,19 +42,19 @@ from trainkit.trainer.user_code import listed
 
 log = getLogger(__name__)
 SETTLE_S = 65.0
-"""A host may see an outdated folder of a network filesystem for up to a minute."""
+"""Seconds for which a host may see an outdated folder of a network filesystem."""
 RETRY_S = 1.0
 
 
 def choose_checkpoint(attempt: AttemptDir, world: World) -> tuple[Checkpoint, Manifest] | None:
-    """The newest intact published checkpoint and its manifest; None in a run that never had a checkpoint.
+    """Return the newest intact published checkpoint with its manifest, or None if there never was one.
 
     Rank 0 proposes a candidate, the ranks share the verification, and damage found by one rank counts for
-    all. A damaged checkpoint is logged and set aside, and the one before it is tried.
+    all. A damaged checkpoint is logged and set aside, and the previous checkpoint is tried.
 
-    Raises CheckpointError if a checkpoint cannot be read at the moment, and with exit code 78 if a newer
-    trainkit wrote it or if all checkpoints of the run are missing or damaged: only the user may start over at
-    step 0.
+    Raises CheckpointError if a checkpoint cannot be read at the moment. The exit code is 78 if a newer
+    trainkit wrote the checkpoint, or if all checkpoints are missing or damaged, because only the user may
+    decide to start over at step 0.
     """
     run = attempt.run
     listed: list[tuple[str, int]] = []
@@ -91,17 +91,17 @@ def choose_checkpoint(attempt: AttemptDir, world: World) -> tuple[Checkpoint, Ma
 
 
 def list_published(run: RunDir) -> list[Checkpoint]:
-    """The published checkpoints, oldest first, once the newest committed one is visible.
+    """Return the published checkpoints, oldest first, once the newest committed checkpoint is visible.
 
-    A host may see an outdated folder of a network filesystem for a while. After resuming from an older
-    checkpoint, the run would try to publish steps that already exist.
+    A host may see an outdated folder of a network filesystem for a while. The run would then resume from an
+    older checkpoint, and later try to publish steps that already exist.
     """
     deadline_s, warned = time.monotonic() + SETTLE_S, False
     while True:
         refresh_listing(run.checkpoints_dir)
         listed = published(run.checkpoints_dir)
         known = _newest_committed_step(run)
-        # Or a later one, whose writer died between publishing it and recording the event.
+        # A later checkpoint counts too, because its writer may have died before it recorded the event.
         is_visible = known is None or any(checkpoint.step >= known for checkpoint in listed)
         if is_visible or time.monotonic() > deadline_s:
             return listed
@@ -115,7 +115,7 @@ def list_published(run: RunDir) -> list[Checkpoint]:
 
 
 def _newest_committed_step(run: RunDir) -> int | None:
-    """The step of the newest checkpoint that events.jsonl records as published, not rejected; or None."""
+    """Return the newest step that events.jsonl records as published and not as rejected, or None."""
     newest: list[int] = []
     for event in read_events(run, "checkpoint_commit", "checkpoint_rejected"):
         if event.name == "checkpoint_rejected":
@@ -126,7 +126,7 @@ def _newest_committed_step(run: RunDir) -> int | None:
 
 
 def _remove_leftovers(run: RunDir) -> None:
-    # An outdated listing could name what has been published since, under a name that still leads to it.
+    # An outdated listing could contain the old name of a save that was published and renamed since.
     refresh_listing(run.checkpoints_dir)
     for leftover in partials(run.checkpoints_dir):
         try:
@@ -138,31 +138,32 @@ def _remove_leftovers(run: RunDir) -> None:
 
 
 def _describe_lost(run: RunDir) -> str:
-    """Why a run without a published checkpoint must not start over; empty if it never had one."""
+    """Return why a run without a published checkpoint must not start over, or "" if it never had one."""
     num_damaged = len(rejects(run.checkpoints_dir))
     if num_damaged:
         return f"{num_damaged} set aside as damaged"
     if any(read_events(run, "checkpoint_commit")):
-        return "those recorded in events.jsonl are gone"
+        return "the checkpoints recorded in events.jsonl are gone"
     return ""
 
 
 def _restore_best_link(checkpoint: Checkpoint) -> None:
-    """Point `best` at the best step of the manifest, in case of a crash between a save and its update."""
+    """Point `best` at the best step of the manifest, in case of a crash before the save updated the link."""
     step = checkpoint.manifest().progress.get("best_step")
     best = next((c for c in published(checkpoint.path.parent) if c.step == step), None)
     if best is not None and best_step(checkpoint.path.parent) != step:
         try:
-            trial_best_at(best)
+            point_best_at(best)
         except OSError as error:
             log.error(f"cannot point `best` at {best.path.name} ({error})")
 
 
 def agree_on_damage(candidate: Checkpoint, world: World) -> str:
-    """The damage of a checkpoint, empty if it is intact; all ranks verify it together.
+    """Verify a checkpoint on all ranks together; return its damage, or "" if it is intact.
 
-    Retries for `SETTLE_S` seconds until they agree. Raises CheckpointError if a rank cannot read it or sees
-    different files than rank 0: one bad node must not cause an intact checkpoint to be set aside.
+    Retries for `SETTLE_S` seconds until the ranks agree. Raises CheckpointError if a rank cannot read the
+    checkpoint or sees other files than rank 0, because one bad node must not cause an intact checkpoint to be
+    set aside.
     """
     deadline_s = time.monotonic() + SETTLE_S
     while True:
@@ -184,7 +185,7 @@ def agree_on_damage(candidate: Checkpoint, world: World) -> str:
 
 
 def _inspect(candidate: Checkpoint, world: World) -> tuple[str, str, str]:
-    """(damage of the files, damage in this rank's share of the hashes, read error); empty strings if none."""
+    """Return (damage of files, damage in this rank's share of hashes, read error), each "" if none."""
     try:
         plain = plain_damage(candidate)
         return plain, "" if plain else hash_damage(candidate, world.rank, world.size), ""
@@ -195,14 +196,14 @@ def _inspect(candidate: Checkpoint, world: World) -> tuple[str, str, str]:
 def load_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor], world: World) -> None:
     """Fill the tensors in place from a checkpoint, whatever layout wrote it.
 
-    Raises FatalError if names or shapes differ from those of the checkpoint.
+    Raises FatalError if names or shapes differ from the names and shapes in the checkpoint.
     """
     reader = SafeReader(checkpoint.path)
     problem = _problem(_shapes_on_all_ranks(tensors, world), _saved_shapes(reader))
     if problem:
         raise FatalError(
             f"checkpoint {checkpoint.path} belongs to another model ({problem})",
-            hint="resume with the model section it was trained with, or start a new run",
+            hint="resume with the model section that the run was trained with, or start a new run",
         )
     state_dict_loader.load(
         tensors, storage_reader=reader, process_group=world.checkpoint_group, no_dist=not world.distributed
@@ -215,7 +216,7 @@ PARTS = ("model.", "buffer.")
 
 @torch.no_grad()
 def read_initial_weights(weights: Sequence[Weight], read: ReadWeight, *, resumed: bool) -> None:
-    """Fill the weights whose initial values are in files; a resumed run needs those that are never saved.
+    """Fill weights whose initial values are in files; a resumed run fills only weights that are not saved.
 
     Raises FatalError if a file has another shape than the model.
     """
@@ -226,7 +227,7 @@ def read_initial_weights(weights: Sequence[Weight], read: ReadWeight, *, resumed
         value = read(weight.name, index)
         if value.shape != shard.shape:
             raise FatalError(
-                f"the file has {list(value.shape)} for {weight.name} {[(i.start, i.stop) for i in index]}",
+                f"the file has shape {list(value.shape)}, not {list(shard.shape)}, for {weight.name}",
                 hint="the model and its files do not belong together",
             )
         shard.copy_(value)
@@ -235,11 +236,12 @@ def read_initial_weights(weights: Sequence[Weight], read: ReadWeight, *, resumed
 def load_initial_weights(
     tensors: Mapping[str, Tensor], config: ModelConfig, world: World, base: object = None
 ) -> None:
-    """Fill the weights and buffers among `tensors` that match `model.init_include`, in place.
+    """Fill the weights and buffers in `tensors` that match `model.init_include`, in place.
 
-    Raises FatalError unless each of them is in the checkpoint, with its shape; and without `init_include`, if
-    the checkpoint has others. A checkpoint of a run with the same `base`, the fingerprint of files with
-    weights, may lack some: what was frozen there still is as in the files.
+    `base` is the fingerprint of files with initial weights. Raises FatalError if the checkpoint lacks one of
+    the tensors or has another shape for it. Only tensors that were frozen in a run with the same `base` may
+    be missing, because they still equal the files. Without `init_include`, the checkpoint must not contain
+    other tensors.
     """
     assert config.init_from is not None
     found = broadcast_from_main(_find(Path(config.init_from)) if world.is_main else None, world)
@@ -265,7 +267,7 @@ def load_initial_weights(
     if problem:
         raise FatalError(
             f"the weights of {checkpoint.path} do not fit: {problem}",
-            hint="model.init_include takes only the parameters whose names match, such as ['encoder.*']",
+            hint="set model.init_include to load only matching parameters, such as ['encoder.*']",
         )
     group, no_dist = world.checkpoint_group, not world.distributed
     state_dict_loader.load(own, storage_reader=reader, process_group=group, no_dist=no_dist)
@@ -276,7 +278,7 @@ def load_initial_weights(
 
 
 def _find(path: Path) -> tuple[str, int] | None:
-    """The checkpoint that a path names: itself, or of a run folder the best one, else the newest."""
+    """Return the checkpoint that a path names; for a run folder, its best checkpoint, else the newest."""
     if (path / MANIFEST_NAME).is_file():
         try:
             step = Checkpoint(path, 0).manifest().step
@@ -286,7 +288,7 @@ def _find(path: Path) -> tuple[str, int] | None:
     folder = RunDir(path).checkpoints_dir
     if (folder / BEST_LINK / MANIFEST_NAME).is_file():
         return _find(folder / BEST_LINK)
-    # By its file sizes: the ranks verify the hashes together.
+    # Compare only file sizes, because the ranks verify the hashes together.
     whole = [
         checkpoint for checkpoint in published(folder) if not find_damage(checkpoint, reads_tensors=False)
     ]
@@ -307,7 +309,7 @@ def _saved_shapes(reader: SafeReader) -> dict[str, tuple[int, ...]]:
 
 
 def _shapes_on_all_ranks(tensors: Mapping[str, Tensor], world: World) -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors of all ranks: in a pipeline each has only the names of its stages."""
+    """Return the shapes of the tensors of all ranks, because a pipeline rank has only its stages' tensors."""
     found: dict[str, tuple[int, ...]] = {}
     for part in gather_from_all({name: list(tensor.shape) for name, tensor in tensors.items()}, world):
         found |= {name: tuple(shape) for name, shape in part.items()}
@@ -317,7 +319,7 @@ def _shapes_on_all_ranks(tensors: Mapping[str, Tensor], world: World) -> dict[st
 def _problem(
     own: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]], *, is_part: bool = False
 ) -> str:
-    """Why the tensors do not fit, as a phrase; empty if they do. With `is_part` there may be others."""
+    """Return why the tensors do not fit, or ""; with `is_part`, the checkpoint may contain other tensors."""
     wrong = [
         f"{name} {saved[name]} -> {own[name]}" for name in own if saved.get(name, own[name]) != own[name]
     ]

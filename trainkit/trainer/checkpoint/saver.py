@@ -1,11 +1,11 @@
-"""Saves checkpoints: staged in memory, written in the background, published by one rename."""
+"""Save checkpoints: stage them in memory, write them in the background, publish each with one rename."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
@@ -30,10 +30,10 @@ from trainkit.run.manifest import (
     FileSum,
     best_step,
     obsolete,
+    point_best_at,
     published,
     remove,
     seal,
-    trial_best_at,
 )
 from trainkit.run.rundir import MANIFEST_NAME, PARTIAL_SUFFIX, AttemptDir
 from trainkit.trainer.checkpoint.storage import HashingWriter
@@ -51,6 +51,11 @@ class SaveRequest:
     record: Mapping[str, object]
     is_best: bool
     reason: str
+    wait_for_logs: Callable[[], None] | None = None
+    """Waits until everything that was logged up to this step is on disk; called before the publication.
+
+    A resume from the checkpoint does not compute these steps again, so nothing of them may be missing.
+    """
 
 
 class CheckpointSaver:
@@ -69,26 +74,26 @@ class CheckpointSaver:
         self._has_buffers = True
         self._pending: tuple[SaveRequest, Path, Future[Any], float] | None = None
         self.last_step: int | None = None
-        """Step of the newest checkpoint known to be published; None if there is none."""
+        """Step of the newest checkpoint that was surely published; None if there is none."""
         self._problem = ""
-        """Why the newest save failed."""
+        """The reason why the newest save failed; empty if it succeeded."""
 
     def allocate_buffers(self) -> None:
-        """Allocate the staging buffers in the background, so that the first save is as fast as the others."""
+        """Allocate the staging buffers in the background, so that the first save is as fast as the next."""
         allocating = self.stager.stage(self.tensors)
         assert isinstance(allocating, Future)
         self._allocating = allocating
 
     def save(self, request: SaveRequest, blocking: bool) -> None:
-        """Write a checkpoint; if `blocking`, it is published when this returns.
+        """Write a checkpoint; if `blocking`, return after it is published.
 
-        A failed save is only logged: training continues, and earlier checkpoints are kept.
+        A failed save is only logged. Training continues, and earlier checkpoints are kept.
         """
         self.finish()
         if request.step == self.last_step:
             return
         if self._run.follow():
-            log.warning(f"the run folder was moved: it is {self._run.path}")
+            log.warning(f"the run folder was moved to {self._run.path}")
         if self._world.is_main:
             record_event(self._attempt, "checkpoint_begin", step=request.step, reason=request.reason)
         target = self._run.checkpoint_dir(request.step)
@@ -106,12 +111,12 @@ class CheckpointSaver:
                     self.tensors, storage_writer=writer, process_group=group, no_dist=alone
                 )
                 future.set_result(saved)
-            # CheckpointException is not derived from Exception.
+            # Name CheckpointException too, because it is not derived from Exception.
             except (Exception, CheckpointException) as error:
                 future.set_exception(error)
         else:
             if self._world.device.type == "cuda":
-                # The stager copies on its own stream while the optimizer's kernels may still be running.
+                # Wait, because the stager copies on its own stream while the optimizer's kernels may run.
                 torch.cuda.current_stream().synchronize()
             response = state_dict_saver.async_save(
                 self.tensors,
@@ -130,10 +135,12 @@ class CheckpointSaver:
     def _publish(
         self, request: SaveRequest, unfinished: Path, target: Path, files: Mapping[str, FileSum]
     ) -> None:
-        """Publish a checkpoint, of which the coordinator has the results of all ranks: manifest, then rename.
+        """Publish a checkpoint: write the manifest with the files of all ranks, then rename the folder.
 
-        In the writing thread, so that no step waits.
+        The coordinator publishes in the writing thread, so that no step waits.
         """
+        if request.wait_for_logs is not None:
+            request.wait_for_logs()
         manifest = {
             "version": MANIFEST_VERSION,
             "step": request.step,
@@ -147,20 +154,20 @@ class CheckpointSaver:
         try:
             _sync_folder(target.parent)
             if request.is_best:
-                trial_best_at(Checkpoint(target, request.step))
+                point_best_at(Checkpoint(target, request.step))
             for old in obsolete(published(target.parent), self._keep_last, best_step(target.parent)):
                 remove(old.path)
         except OSError as error:
-            # The checkpoint is published all the same.
+            # The checkpoint is published despite this error.
             log.error(f"cannot clean up after checkpoint {target.name}: {error}")
 
     @property
     def is_staging(self) -> bool:
-        """Whether the state may still be being copied; equal on all ranks before an optimizer step."""
+        """Return whether the state may still be being copied; equal on all ranks before an optimizer step."""
         return self._staging is not None
 
     def wait_until_staged(self) -> None:
-        """Wait until the state has been copied and may change; call before each optimizer step."""
+        """Wait until the state has been copied and may change; call this before each optimizer step."""
         if self._staging is not None:
             self._staging.result()
             self._staging = None
@@ -190,7 +197,7 @@ class CheckpointSaver:
             fields = {"step": request.step, "reason": request.reason, "best": request.is_best}
             record_event(self._attempt, "checkpoint_commit", **fields, save_s=round(duration_s, 3))
             return
-        # The incomplete files are useless, and a full disk may be the cause.
+        # Remove the incomplete files, which are useless, because a full disk may be the cause.
         shutil.rmtree(unfinished, ignore_errors=True)
         log.error(f"{saved} could not be saved: {self._problem}; earlier checkpoints are unaffected")
         record_event(self._attempt, "checkpoint_failed", step=request.step, error=self._problem)
@@ -201,7 +208,7 @@ class CheckpointSaver:
             why = f": {self._problem}" if self._problem else ""
             raise CheckpointError(
                 f"the state after step {step} could not be saved to {self._run.checkpoints_dir}{why}",
-                hint="`trainkit resume` continues from the checkpoint before it, once that is mended",
+                hint="fix the cause, then `trainkit resume` continues from the previous checkpoint",
             )
 
     def mark_best(self) -> None:
@@ -210,17 +217,17 @@ class CheckpointSaver:
         if not self._world.is_main:
             return
         try:
-            trial_best_at(Checkpoint(self._run.checkpoint_dir(self.last_step), self.last_step))
+            point_best_at(Checkpoint(self._run.checkpoint_dir(self.last_step), self.last_step))
         except OSError as error:
             log.error(f"cannot point `best` at step {self.last_step} ({error})")
 
     def close(self) -> None:
-        """Release the staging buffers and their thread; call after the last save has finished."""
+        """Release the staging buffers and their thread; call this after the last save has finished."""
         if "stager" in vars(self):
             self.stager.close()
 
     def _can_stage(self) -> bool:
-        """Whether all ranks could allocate staging buffers; a collective before the first save."""
+        """Return whether all ranks could allocate staging buffers; a collective before the first save."""
         if self._allocating is not None:
             error, self._allocating = self._allocating.exception(), None
             missing = torch.tensor(int(error is not None))
@@ -234,7 +241,7 @@ class CheckpointSaver:
 
     @cached_property
     def stager(self) -> DefaultStager:
-        """The stager, shared by all saves to reuse its buffers."""
+        """Return the stager, which all saves share to reuse its buffers."""
         cuda = self._world.device.type == "cuda"
         return make_stager(
             StagingOptions(
@@ -247,7 +254,7 @@ class CheckpointSaver:
 
 
 def _root_cause(error: BaseException) -> str:
-    """The error of the lowest rank that failed, in one line."""
+    """Return the error of the lowest rank that failed, in one line."""
     failures = getattr(error, "failures", None)
     if failures:
         rank, (cause, _) = min(failures.items())

@@ -1,4 +1,4 @@
-"""The state in a checkpoint: tensors under names independent of the layout, counters, states of objects."""
+"""The state in a checkpoint: tensors with layout-independent names, counters, and states of objects."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ from trainkit.trainer.step_sync import copy_from_main
 
 
 class StateTensors:
-    """This rank's shards of the weights and of the optimizer's state."""
+    """The shards of the weights and of the optimizer's state on this rank."""
 
     def __init__(
         self, weights: Sequence[Weight], optimizer: ShardedOptimizer, buffers: StateBuffers | None = None
     ) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.duplicates: list[tuple[Tensor, Tensor]] = []
-        """Pairs of equal tensors, of which the checkpoint has the first: tied weights on a rank with both
-        ends of a pipeline, and weights with their casts to the compute type."""
+        """Pairs of equal tensors; the checkpoint contains the first tensor of each pair.
+
+        The pairs are tied weights on a rank with both ends of a pipeline, and weights with their casts to the
+        compute dtype.
+        """
         for name, buffer in ({} if buffers is None else buffers.tensors).items():
             self._add(f"buffer.{name}", buffer)
         for weight in weights:
@@ -55,7 +58,7 @@ class StateBuffers:
     def __init__(self, model: nn.Module) -> None:
         self._owners: dict[str, tuple[nn.Module, str]] = {}
         self.tensors: dict[str, Tensor] = {}
-        """What a checkpoint contains, by name."""
+        """The buffers that a checkpoint contains, by name."""
         state = model.state_dict()
         for name, buffer in model.named_buffers():
             if name in state:
@@ -64,7 +67,7 @@ class StateBuffers:
 
     @torch.no_grad()
     def settle(self, world: World) -> None:
-        """Keep the new values of replaced buffers, and those of rank 0 on all ranks; after each step."""
+        """Keep the values of replaced buffers, and copy rank 0's values to all ranks; call after a step."""
         for name, (module, key) in self._owners.items():
             saved, now = self.tensors[name], module.get_buffer(key)
             if now is not saved:
@@ -75,22 +78,22 @@ class StateBuffers:
 
 @dataclass(frozen=True)
 class StreamState:
-    """Where a stream is after a step: just before its last sample, and a digest of that sample.
+    """The position of a stream just before the last sample of a step, and a digest of that sample.
 
-    A resume reads this sample again, and so finds out whether it has come to the right place.
+    A resume reads the sample again to check that the stream is at the right position.
     """
 
     epoch: int
     samples: int
-    """Samples of the epoch before that one."""
+    """Number of samples read in the epoch before the last sample of the step."""
     state: Any
-    """What ``state_dict()`` returned then; None to read over these samples."""
+    """The result of ``state_dict()`` at this position; None to read the earlier samples again."""
     digest: str
 
 
 @dataclass
 class TrainingState:
-    """The counters of a training run, equal on all ranks; `progress` in the manifest."""
+    """The counters of a training run, equal on all ranks; saved as `progress` in the manifest."""
 
     step: int = 0
     samples_seen: int = 0
@@ -100,13 +103,13 @@ class TrainingState:
     best_value: float | None = None
     best_step: int | None = None
     best_metric: str | None = None
-    """Metric and mode of `best_value`; None without one."""
+    """Metric and mode of `best_value`; None without a best metric."""
     nonfinite_in_a_row: int = 0
     has_updated_weights: bool = False
-    """Whether any step was applied: all are skipped while the gradients of fp16 overflow."""
+    """True if any step was applied; every step is skipped as long as fp16 gradients overflow."""
     loss_scale: dict[str, float] = field(default_factory=dict)
     stream: StreamState | None = None
-    """Position of a stream, which rank 0 has."""
+    """Position of a stream, on rank 0 only."""
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> TrainingState:
@@ -115,15 +118,15 @@ class TrainingState:
 
 
 def encode(path: str, value: Any, tensors: dict[str, Tensor]) -> Any:
-    """A state as JSON, in which a tensor is its path; the tensors are added to `tensors`.
+    """Convert a state to JSON with a path for every tensor, and add the tensors to `tensors`.
 
-    Raises TrainkitError for what JSON cannot represent.
+    Raises FatalError for a value that JSON cannot represent.
     """
     if isinstance(value, Tensor):
         if path in tensors:
             raise FatalError(
                 f"{path} cannot be saved: two tensors of the state have this name",
-                hint="let no key contain a dot that makes it equal to another path, nor be both 0 and '0'",
+                hint="rename a key: two paths are equal if a key contains a dot, or if keys are 0 and '0'",
             )
         tensors[path] = value.detach()
         return {"tensor": path}
@@ -136,12 +139,12 @@ def encode(path: str, value: Any, tensors: dict[str, Tensor]) -> Any:
         return value
     raise FatalError(
         f"{path} cannot be saved: it is a {type(value).__name__}",
-        hint="let every tracked state_dict consist of tensors, numbers, strings, lists and dictionaries",
+        hint="use only tensors, numbers, strings, lists and dictionaries in a tracked state_dict",
     )
 
 
 def tensor_paths(value: object) -> Iterator[str]:
-    """The paths of the tensors in a state that `encode` wrote."""
+    """Yield the paths of the tensors in a state that `encode` wrote."""
     if isinstance(value, dict):
         [(kind, content)] = value.items()
         if kind == "tensor":
@@ -151,7 +154,7 @@ def tensor_paths(value: object) -> Iterator[str]:
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The state that `encode` wrote."""
+    """Rebuild the state that `encode` wrote."""
     if not isinstance(value, dict):
         return value
     [(kind, content)] = value.items()

@@ -1,4 +1,4 @@
-"""Reads and writes checkpoint files: they are hashed while written, and only metadata is unpickled."""
+"""Read and write checkpoint files, which are hashed while written; only metadata is unpickled."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from trainkit.run.files import open_file
 from trainkit.run.manifest import FileSum, file_hash
 from trainkit.trainer.torch_private import PICKLED_IN_METADATA
 
-# A single process deliberately saves without a process group; filters set here apply to all threads.
+# A single process saves without a process group on purpose. Filters set here apply to all threads.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 METADATA_NAME = ".metadata"
 COPY_AHEAD = 10_000_000
-"""Bytes copied from the device ahead of the write."""
+"""Number of bytes that are copied from the device ahead of the write."""
 _OF_METADATA = (
     "Metadata",
     "MetadataIndex",
@@ -47,7 +47,7 @@ _SAFE_NAMES = {
 
 
 class HashedResults(list[WriteResult]):
-    """The results of one rank, with the size and hash of each file; sent to the coordinator."""
+    """The results of one rank, with the size and hash of each file, which it sends to the coordinator."""
 
     files: dict[str, FileSum]
 
@@ -71,7 +71,7 @@ class _HashingFileSystem(FileSystem):
         self.files: dict[str, FileSum] = {}
 
     def mkdir(self, path: str | os.PathLike[str]) -> None:
-        # Not the run folder, which may have been moved or deleted.
+        # Do not create the run folder, which may have been moved or deleted.
         ensure_folder(Path(path).parent)
         ensure_folder(Path(path))
 
@@ -87,9 +87,10 @@ class _HashingFileSystem(FileSystem):
 
 
 class HashingWriter(FileSystemWriter):
-    """Writes a sharded checkpoint; on the coordinator `files` then has the size and hash of every file.
+    """Writes a sharded checkpoint and passes the size and hash of every file to `publish`.
 
-    `publish` gets them; `from_device`: the tensors are on the current CUDA device of the writing thread.
+    On the coordinator, `files` has the sizes and hashes afterwards. With `from_device`, the tensors are on
+    the current CUDA device of the writing thread.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class HashingWriter(FileSystemWriter):
             single_file_per_rank=True,
             sync_files=True,
             overwrite=False,
-            # Else torch would use a stream of the current device, which in its thread is the first GPU.
+            # In a thread of torch, the copy would use a stream of the thread's device, the first GPU.
             per_thread_copy_ahead=COPY_AHEAD if from_device else 0,
         )
         self._hashing = _HashingFileSystem()
@@ -120,8 +121,8 @@ class HashingWriter(FileSystemWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         if self._is_coordinator:
             return super().prepare_local_plan(plan)
-        # torch has every rank look for the metadata, which the coordinator writes: the NFS client of a host
-        # would remember for a minute that they are missing.
+        # torch makes every rank look for the metadata, which the coordinator writes later. The NFS client of
+        # a host would then remember for a minute that the file is missing.
         self.fs.mkdir(self.path)
         return plan
 
@@ -138,17 +139,17 @@ class HashingWriter(FileSystemWriter):
             self.files.update(cast(HashedResults, part).files)
         path = Path(self.path) / METADATA_NAME
         with path.open("rb") as stream:
-            # torch syncs the file before it flushes the buffer, while the file is still empty.
+            # torch syncs the file before it flushes the buffer, while the file is still empty, so sync again.
             os.fsync(stream.fileno())
         self.files[METADATA_NAME] = FileSum(path.stat().st_size, file_hash(path))
         self._publish(self.files)
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Unpickles only the classes of checkpoint metadata; raises UnpicklingError for others."""
+    """Unpickles only the classes of checkpoint metadata; raises UnpicklingError for other classes."""
 
     def find_class(self, module: str, name: str) -> object:
-        if module == "pathlib._local":  # what Python 3.13 calls the module in which paths are defined
+        if module == "pathlib._local":  # Python 3.13 defines paths in this module
             module = "pathlib"
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in _SAFE_NAMES:

@@ -1,4 +1,4 @@
-"""Model architectures, one file with a subclass of `Model` each; loads your own, if it fits the layout."""
+"""Load a model architecture, built-in or the user's own, and check that it supports the layout."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ ARCHITECTURES: dict[str, type[Model]] = {"llama": Decoder}
 
 
 def load_architecture(name: str, run: RunDir | None = None) -> type[Model]:
-    """The class that `model.architecture` names: a built-in one, or FILE.py:CLASS.
+    """Return the class that `model.architecture` names: a built-in class, or FILE.py:CLASS.
 
-    A run loads the file from its code snapshot, so later edits have no effect.
-    Raises TaskError if there is no such file or class, or it is not a complete `Model`.
+    A run loads the file from its code snapshot, so later edits have no effect. Raises TaskError if the file
+    or class does not exist, or if the class is not a complete `Model`.
     """
     if name in ARCHITECTURES:
         return ARCHITECTURES[name]
@@ -35,7 +35,7 @@ def load_architecture(name: str, run: RunDir | None = None) -> type[Model]:
     found = getattr(import_file(path, as_script=False), class_name, None)
     if not (isinstance(found, type) and issubclass(found, Model)):
         raise _unknown(name, f"{path} has no class {class_name} that is a Model")
-    # Not an ABC, whose metaclass nn.Module does not have, so Python itself does not refuse such a class.
+    # `Model` cannot be an ABC, which has another metaclass than nn.Module, so check completeness here.
     missing = [key for key in dir(Model) if getattr(getattr(found, key), "__isabstractmethod__", False)]
     if missing:
         raise _unknown(name, f"{class_name} does not define {', '.join(missing)}")
@@ -72,13 +72,13 @@ def refuse_unsupported_layout(config: RunConfig, architecture: type[Model]) -> N
         counts: Counter[str] = Counter()
         for index, layers in enumerate(stage_layers(shape.num_layers, stages)):
             part = architecture(shape, seq_len, StageSpec(layers, index == 0, index == stages - 1))
-            # Under their own names: tied parameters are in two stages.
+            # Count tied parameters under all their names, because they are in two stages.
             counts.update(parameter for parameter, _ in part.named_parameters(remove_duplicate=False))
         expected = Counter(parameter for parameter, _ in whole.named_parameters(remove_duplicate=False))
     wrong = min((counts - expected) + (expected - counts), default=None)
     if wrong is not None:
         found = f"{name} cannot be cut into {stages} stages: parameter {wrong} is in {counts[wrong]} of them"
         hint = (
-            "create only the layers of `stage`, as trainkit/trainer/models/decoder.py; or use parallel.pp 1"
+            "create only the layers of `stage`, like trainkit/trainer/models/decoder.py; or use parallel.pp 1"
         )
         raise TaskError("parallel.pp", f"is {parallel.pp}, but {found}", hint)

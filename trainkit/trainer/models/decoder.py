@@ -23,12 +23,12 @@ from trainkit.trainer.stateless_random import dropout, stable_key
 
 INIT_STD = 0.02
 MASK_BLOCK = 128
-"""Positions of a block of `document_blocks`."""
+"""Number of positions in a block of `document_blocks`."""
 Mask = Tensor | BlockMask
 
 
 def rope_table(positions: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None) -> Tensor:
-    """Cosines and sines of the rotation angles, float32 [2, T, C / 2] (RoFormer, arXiv 2104.09864)."""
+    """Return cosines and sines of rotation angles, float32 [2, T, C / 2] (RoFormer, arXiv 2104.09864)."""
     pairs = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device)
     frequencies = theta ** (-pairs / head_dim)
     if scaling is not None:
@@ -38,7 +38,10 @@ def rope_table(positions: Tensor, head_dim: int, theta: float, scaling: RopeScal
 
 
 def _stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Frequencies of a longer context, as in Llama 3.1: low ones are divided, between both they blend."""
+    """Adapt frequencies to a longer context, as in Llama 3.1.
+
+    Low frequencies are divided by a factor, high frequencies are kept, and frequencies in between blend.
+    """
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
@@ -53,9 +56,9 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Causal attention of queries [B, H, T, C] to keys and values [B, K, T, C].
+    """Compute causal attention of queries [B, H, T, C] to keys and values [B, K, T, C].
 
-    A `mask` [B, 1, T, T] is added to the scores and has to be causal itself.
+    A `mask` [B, 1, T, T] is added to the scores and must be causal itself.
     """
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=k.shape[1] != q.shape[1]
@@ -63,10 +66,10 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 
 
 def document_mask(tokens: Tensor, eos_id: int, dtype: torch.dtype) -> Tensor:
-    """The mask [B, 1, T, T] of causal attention within the documents that `eos_id` ends in tokens [B, T].
+    """Return the mask [B, 1, T, T] of causal attention within the documents of tokens [B, T].
 
-    0 where a position attends and -inf elsewhere: attention kernels would turn a boolean mask into such a one
-    in every layer, and keep each for the backward pass.
+    `eos_id` ends a document. The mask is 0 where a position attends, else -inf. Attention kernels would
+    convert a boolean mask to such a mask in every layer, and keep every such mask for the backward pass.
     """
     documents = _documents(tokens, eos_id)
     allowed = (documents[:, :, None] == documents[:, None, :]).tril()
@@ -75,9 +78,10 @@ def document_mask(tokens: Tensor, eos_id: int, dtype: torch.dtype) -> Tensor:
 
 
 def document_blocks(tokens: Tensor, eos_id: int) -> BlockMask:
-    """The same mask for `block_attention`, whose kernel computes it, and skips blocks of other documents.
+    """Return the mask of `document_mask` in the form for `block_attention`.
 
-    It is made of the first and last document of each block, since their numbers rise with the position.
+    The kernel of `block_attention` computes the mask, and skips blocks of other documents. The first and last
+    document of each block determine the blocks to skip, because document numbers rise with the position.
     """
     documents, length = _documents(tokens, eos_id), tokens.shape[1]
     starts = torch.arange(0, length, MASK_BLOCK, device=tokens.device)
@@ -89,7 +93,7 @@ def document_blocks(tokens: Tensor, eos_id: int) -> BlockMask:
         return (query >= key) & (documents[sample, query] == documents[sample, key])
 
     def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """How many blocks each row of blocks has, and their numbers, before those of the others."""
+        """Return the number of selected blocks per row, and block numbers with the selected blocks first."""
         marks = blocks[:, None].byte()
         return marks.sum(-1).int(), marks.argsort(dim=-1, descending=True, stable=True).int()
 
@@ -98,18 +102,18 @@ def document_blocks(tokens: Tensor, eos_id: int) -> BlockMask:
 
 
 def block_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
-    """Attention under a mask of `document_blocks`; all scores are in memory unless it is compiled."""
+    """Compute attention under a mask of `document_blocks`; all scores are in memory unless compiled."""
     return flex_attention(q, k, v, block_mask=mask, enable_gqa=k.shape[1] != q.shape[1])
 
 
 def _documents(tokens: Tensor, eos_id: int) -> Tensor:
-    """The number of each token's document in its sample, int64 [B, T]; its last token ends it."""
+    """Return the index of each token's document, int64 [B, T]; an end token is part of its document."""
     is_end = tokens == eos_id
     return is_end.cumsum(1) - is_end.long()
 
 
 class Attention(nn.Module):
-    """Causal self-attention in which several query heads share one key/value head."""
+    """Causal self-attention where several query heads share one key/value head."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -120,14 +124,14 @@ class Attention(nn.Module):
         self.wv = nn.Linear(shape.dim, kv_dim, bias=shape.qkv_bias)
         self.wo = nn.Linear(shape.dim, shape.dim, bias=False)
         self.attend: Callable[..., Tensor] = causal_attention
-        """Replaced by context parallelism, and where keys and values have to be repeated."""
+        """Computes the attention; replaced for context parallelism, or to repeat keys and values."""
 
     def forward(self, x: Tensor, rope: Tensor, mask: Mask | None = None) -> Tensor:
-        # -1, since with tensor parallelism a rank has only some of the heads.
+        # Use -1, because with tensor parallelism a rank has only some of the heads.
         heads = (*x.shape[:2], -1, self.head_dim)
         q, k = rotate(self.wq(x).view(heads), rope), rotate(self.wk(x).view(heads), rope)
         v = self.wv(x).view(heads)
-        masks = () if mask is None else (mask,)  # context parallelism takes none
+        masks = () if mask is None else (mask,)  # the attention of context parallelism takes no mask
         y = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *masks)
         out: Tensor = self.wo(y.transpose(1, 2).flatten(2))
         return out
@@ -175,28 +179,30 @@ class Block(nn.Module):
 
 
 class Head(nn.Linear):
-    """The projection to logits, which can compute the loss instead: then no one else needs all logits."""
+    """The projection to logits, or directly to the loss, which avoids having all logits in memory."""
 
     def forward(self, x: Tensor, loss: HeadLoss | None = None) -> Tensor:
         return super().forward(x) if loss is None else loss(x, self.weight)
 
 
 class Decoder(Model):
-    """A decoder from token ids to logits, or one pipeline stage of it.
+    """A decoder from token ids to logits, or one pipeline stage of a decoder.
 
-    `forward(tokens, sample_keys)`: tokens int64 [B, T], sample_keys int32 [B] -> logits [B, T, vocab].
-    A stage without the embedding takes the residual stream [B, T, D]; one without the head returns it. With
-    `loss`, the head returns that of the logits in their place, float32 [].
+    `forward(tokens, sample_keys)` takes tokens, int64 [B, T], and sample_keys, int32 [B], and returns logits
+    [B, T, vocab]. A stage without the embedding takes the residual stream [B, T, D], and a stage without the
+    head returns it. With `loss`, the head returns the loss instead of the logits, float32 [].
     """
 
     rope: Tensor
     positions: Tensor
     site_keys: Tensor
     eos_id: int | None = None
-    """If set, tokens attend only within their document, which this token ends. Needs the embedding and the
-    whole sequence on one rank."""
+    """If set, this token ends a document, and tokens attend only within their document.
+
+    The embedding and the whole sequence must then be on one rank.
+    """
     masks_blocks: bool = False
-    """Whether the attentions take a mask of `document_blocks`; see `attend_in_blocks`."""
+    """True if the attention modules take a mask of `document_blocks`; see `attend_in_blocks`."""
 
     TENSOR_PLAN: ClassVar[dict[str, Role]] = {
         "embedding": "embedding",
@@ -222,7 +228,7 @@ class Decoder(Model):
         stage = stage or StageSpec.whole(shape.num_layers)
         self.position_slice = PositionSlice.all(seq_len)
         self.embedding = nn.Embedding(shape.vocab_size, shape.dim) if stage.has_embedding else None
-        # With gaps, so that parameter names do not depend on the stage.
+        # The list has gaps, so that parameter names do not depend on the stage.
         self.blocks = nn.ModuleList()
         for layer in range(shape.num_layers):
             self.blocks.add_module(str(layer), Block(shape) if layer in stage.layers else None)
@@ -254,7 +260,7 @@ class Decoder(Model):
         return len(self.positions), self.shape.dim
 
     def attend_in_blocks(self) -> None:
-        """Have the kernels of attention compute the mask of documents; for blocks that are compiled."""
+        """Make the attention kernels compute the mask of documents; use this if the blocks are compiled."""
         self.masks_blocks = True
         for attention in self.attentions:
             cast(Attention, attention).attend = block_attention
@@ -269,9 +275,10 @@ class Decoder(Model):
         return rope_table(positions, shape.head_dim, shape.rope_theta, shape.rope_scaling)
 
     def make_site_keys(self) -> Tensor:
-        """One key per dropout of the model, int32 [1 + 2 x layers].
+        """Return one key per dropout of the model, int32 [1 + 2 x layers].
 
-        A tensor, since Python integers in the blocks would make the compiler specialise each block.
+        The keys are a tensor, because Python integers in the blocks would make the compiler specialise each
+        block.
         """
         sites = range(1 + 2 * self.shape.num_layers)
         return torch.tensor([stable_key("dropout", site) for site in sites], dtype=torch.int32)
@@ -300,7 +307,7 @@ class Decoder(Model):
         self.tie()
 
     def init_std(self, name: str) -> float | None:
-        """Standard deviation of a parameter's initial values by its name; None: ones (norm weights).
+        """Return the standard deviation of a parameter's initial values; None for ones (norm weights).
 
         Projections into the residual stream are scaled down with depth, as in GPT-2.
         """
@@ -329,7 +336,7 @@ _BLOCK_NAME = re.compile(r"blocks\.(\d+)\.(.+)")
 
 
 def llama_name(name: str) -> str:
-    """The name in a Llama or Qwen2 model of transformers for a parameter of trainkit's decoder."""
+    """Return the name of a parameter of trainkit's decoder in a Llama or Qwen2 model of transformers."""
     module, _, kind = name.rpartition(".")
     match = _BLOCK_NAME.fullmatch(module)
     if match is None:
@@ -338,9 +345,9 @@ def llama_name(name: str) -> str:
 
 
 def read_decoder_weight(weights: StoredWeights, name: str, index: Sequence[slice]) -> Tensor:
-    """Read a part of a parameter of trainkit's decoder from a Llama or Qwen2 model.
+    """Read a slice of a parameter of trainkit's decoder from a Llama or Qwen2 model.
 
-    Raises FatalError if the files do not have it.
+    Raises FatalError if the files do not contain the parameter.
     """
     stored = llama_name(name)
     if stored not in weights:

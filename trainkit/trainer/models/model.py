@@ -1,4 +1,4 @@
-"""The interface that lets every layout split a model, and its parameters by name.
+"""The interface with which every layout can split a model, and access to parameters by name.
 
 An architecture is one file with a subclass of `Model`.
 """
@@ -20,19 +20,21 @@ from trainkit.task import ParameterOptions
 from trainkit.trainer.torch_private import shard_like, shard_offset
 
 Role = Literal["embedding", "norm", "stream", "whole_input", "column", "row", "head"]
-"""How tensor parallelism splits a module: ``column`` and ``row`` split a matrix by its outputs and by its
-inputs; ``whole_input`` gathers the whole sequence; a ``norm``, or another position-wise module of the
-``stream``, gets only this rank's slice of the sequence. Every module with its own parameters needs a role
-other than ``whole_input``."""
+"""Names how tensor parallelism splits a module.
+
+``column`` and ``row`` split a matrix by its outputs and by its inputs. ``whole_input`` gathers the whole
+sequence. A ``norm``, or another position-wise module of the ``stream``, gets only this rank's slice of the
+sequence. Every module with its own parameters needs a role other than ``whole_input``.
+"""
 
 
 DEFAULT_OPTIONS = ParameterOptions()
 HeadLoss = Callable[[Tensor, Tensor], Tensor]
-"""The loss of hidden states [B, T, D] that the head's weight [vocab, D] projects to logits, float32 []."""
+"""Computes the loss, float32 [], of hidden states [B, T, D] and the weight [vocab, D] of the head."""
 
 
 ReadWeight = Callable[[str, Sequence[slice]], Tensor]
-"""The initial value of a parameter by its name, of which it returns the part at the slices."""
+"""Returns a slice of the initial value of a parameter, given its name and one slice per dimension."""
 
 
 @dataclass(frozen=True)
@@ -50,37 +52,36 @@ class StageSpec:
 
 @dataclass(frozen=True)
 class PositionSlice:
-    """The positions of a sequence that a rank works on, int64 tensors."""
+    """The positions of a sequence that a rank processes, as int64 tensors."""
 
     attention: Tensor
-    """Positions of its queries."""
+    """Positions of the rank's queries."""
     stream: Tensor
-    """Positions of its residual stream; fewer with sequence parallelism."""
+    """Positions of the rank's residual stream; fewer with sequence parallelism."""
 
     @classmethod
     def all(cls, seq_len: int) -> PositionSlice:
-        positions = torch.arange(seq_len, device="cpu")  # even if the default device is meta
+        positions = torch.arange(seq_len, device="cpu")  # on the CPU even if the default device is meta
         return cls(positions, positions)
 
 
 class Model(nn.Module):
-    """A model, or one pipeline stage of it.
+    """A model, or one pipeline stage of a model.
 
     A parameter has the same name in every stage. `forward(x, sample_keys)` takes token ids [B, T] if the
-    stage has the embedding, else the residual stream [B, T, D]; it returns logits [B, T, vocab] if it has the
-    head, else the residual stream.
+    stage has the embedding, else the residual stream [B, T, D]. `forward` returns logits [B, T, vocab] if the
+    stage has the head, else the residual stream.
     """
 
     TENSOR_PLAN: ClassVar[dict[str, Role]]
-    """Module name -> role; ``*`` matches one component of a name."""
+    """Maps module names to roles; ``*`` matches one component of a name."""
     TIED: ClassVar[dict[str, str]]
-    """Parameters that share a weight if embeddings are tied: later name -> first name."""
+    """Maps the later to the first name of parameters that share a weight if embeddings are tied."""
     COMPUTES_LOSS: ClassVar[bool] = False
-    """Whether `forward` takes a `HeadLoss` as `loss` and then returns it instead of the logits, which saves
-    the memory of all logits."""
+    """True if `forward` takes a `HeadLoss` as `loss` and returns the loss, which saves memory for logits."""
 
     def __init__(self, shape: ModelShape, seq_len: int, stage: StageSpec | None = None) -> None:
-        """Create the modules of `stage`, or the whole model if None."""
+        """Create the modules of `stage`, or of the whole model if `stage` is None."""
         super().__init__()
         self.shape = shape
         self.is_tied = shape.tie_embeddings
@@ -88,35 +89,35 @@ class Model(nn.Module):
     @staticmethod
     @abstractmethod
     def num_params(shape: ModelShape) -> int:
-        """Number of parameters; tied ones are counted once."""
+        """Return the number of parameters; tied parameters count once."""
 
     @staticmethod
     @abstractmethod
     def flops_per_token(shape: ModelShape, seq_len: int) -> float:
-        """FLOPs per token of a training step, forward and backward, without recomputation."""
+        """Return the FLOPs per token of a training step, forward and backward, without recomputation."""
 
     @property
     @abstractmethod
     def layers(self) -> list[nn.Module]:
-        """The repeated layers of this stage, in order: units of compilation, recomputation and sharding."""
+        """Return the repeated layers in order, which are units of compilation, recomputation and sharding."""
 
     @property
     def ends(self) -> tuple[list[nn.Module], list[nn.Module]]:
-        """The modules of this stage before its `layers` and after them: units of sharding if they are large.
+        """Return the modules before and after the `layers`, which are units of sharding if they are large.
 
-        What neither names is gathered and reduced with the whole model.
+        Modules in neither list are gathered and reduced with the whole model.
         """
         return [], []
 
     @property
     @abstractmethod
     def attentions(self) -> list[nn.Module]:
-        """The modules whose `attend(q, k, v)` needs a whole sequence; context parallelism replaces it."""
+        """Return modules with an `attend(q, k, v)` of whole sequences, which context parallelism replaces."""
 
     @property
     @abstractmethod
     def stream_shape(self) -> tuple[int, int]:
-        """(positions, width) of this rank's residual stream for one sample."""
+        """Return (positions, width) of this rank's residual stream for one sample."""
 
     @abstractmethod
     def set_positions(self, position_slice: PositionSlice) -> None:
@@ -124,14 +125,14 @@ class Model(nn.Module):
 
     @abstractmethod
     def rebuild_buffers(self) -> None:
-        """Recompute the buffers and tie the weights again: `to_empty` loses both."""
+        """Recompute the buffers and tie the weights again, because `to_empty` loses both."""
 
     @abstractmethod
     def init_std(self, name: str) -> float | None:
-        """Standard deviation of a parameter's initial values by its name; None: ones (norm weights)."""
+        """Return the standard deviation of a parameter's initial values; None for ones (norm weights)."""
 
     def tie(self) -> None:
-        """Tie parameters that are both in this stage; call again after parameters are replaced."""
+        """Tie parameters that are both in this stage; call this again after parameters are replaced."""
         if not self.is_tied:
             return
         params = dict(self.named_parameters(remove_duplicate=False))
@@ -140,37 +141,37 @@ class Model(nn.Module):
                 set_tensor(self, later, params[first])
 
     def canonical(self, name: str) -> str:
-        """The name under which a parameter is saved: its own, or for tied parameters that of the first."""
+        """Return the name under which a parameter is saved, which is the first name of tied parameters."""
         return self.TIED.get(name, name) if self.is_tied else name
 
     @property
     def tied_names(self) -> set[str]:
-        """The canonical names of tied weights."""
+        """Return the canonical names of tied weights."""
         return set(self.TIED.values()) if self.is_tied else set()
 
 
 @dataclass(frozen=True)
 class Weight:
-    """One parameter, or this rank's shard of it."""
+    """One parameter, or this rank's shard of a parameter."""
 
     name: str
     param: nn.Parameter
-    """What the optimizer updates and a checkpoint has, in float32."""
+    """The float32 parameter that the optimizer updates and a checkpoint contains."""
     is_copy: bool = False
-    """Whether it is tied to a parameter of another stage, which counts it."""
+    """True if the parameter is tied to a parameter of another stage, which counts the weight."""
     cast: nn.Parameter | None = None
-    """The parameter of the model where it is not `param` but a cast of it to the compute type."""
+    """The parameter of the model, if it is a cast of `param` to the compute dtype; else None."""
     options: ParameterOptions = DEFAULT_OPTIONS
     is_read: bool = False
-    """Whether its initial value is read from files, by `BuiltModel.read_weight`."""
+    """True if `BuiltModel.read_weight` reads the initial value from files."""
     is_reread: bool = False
-    """Whether a start finds it as it is, if it never changes."""
+    """True if the parameter has the same value at every start, as long as nothing changes it."""
     is_changed: bool = False
-    """Whether something else than the optimizer may change it."""
+    """True if code other than the optimizer may change the parameter."""
 
     @property
     def is_saved(self) -> bool:
-        """Whether a checkpoint has it: what never changes is read from the files again."""
+        """Return whether checkpoints contain the parameter; fixed values are read from files instead."""
         may_change = self.param.requires_grad or self.is_changed
         return may_change or not (self.is_read or self.is_reread)
 
@@ -180,7 +181,7 @@ def weights_of(
     masters: Mapping[nn.Parameter, nn.Parameter] | None = None,
     is_read: bool = False,
 ) -> list[Weight]:
-    """The weights of all model parts of this rank; `masters` has the float32 master of every cast."""
+    """Return the weights of all model parts of this rank; `masters` maps a cast to its float32 master."""
     found = []
     for model in model_parts:
         for name, param in model.named_parameters():
@@ -200,7 +201,7 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def allocate(module: nn.Module, device: torch.device) -> None:
-    """Give memory to the parameters that are on the meta device; all other tensors keep their values."""
+    """Allocate memory for parameters on the meta device; all other tensors keep their values."""
     if not any(param.is_meta for param in module.parameters()):
         return
     values = {name: param for name, param in module.named_parameters() if not param.is_meta}
@@ -208,7 +209,7 @@ def allocate(module: nn.Module, device: torch.device) -> None:
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers(remove_duplicate=False)}
     names = shared_names(module)
     module.to_empty(device=device)
-    for first, *others in names.values():  # tied parameters are separate now
+    for first, *others in names.values():  # `to_empty` has separated tied parameters
         for other in others:
             set_tensor(module, other, module.get_parameter(first))
     for name, param in module.named_parameters():
@@ -219,7 +220,7 @@ def allocate(module: nn.Module, device: torch.device) -> None:
 
 
 def shared_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """All names of each parameter: tied ones have several."""
+    """Return all names of each parameter; tied parameters have several names."""
     names: dict[nn.Parameter, list[str]] = defaultdict(list)
     for name, param in model.named_parameters(remove_duplicate=False):
         names[param].append(name)
@@ -227,25 +228,25 @@ def shared_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
 
 
 def set_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Replace a parameter or buffer of a model, by its name there."""
+    """Replace a parameter or buffer of a model by its name in the model."""
     owner, _, key = name.rpartition(".")
     setattr(model.get_submodule(owner), key, tensor)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's shard of a tensor."""
+    """Return this rank's shard of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def shard_index(param: Tensor) -> list[slice]:
-    """Where this rank's shard is in the whole tensor, per dimension."""
+    """Return the position of this rank's shard in the whole tensor, as one slice per dimension."""
     offset = shard_offset(param) if isinstance(param, DTensor) else (0,) * param.dim()
     return [slice(start, start + size) for start, size in zip(offset, local_tensor(param).shape, strict=True)]
 
 
 def as_shard_of(shard: Tensor, whole: Tensor) -> Tensor:
-    """A shard as a DTensor that is split like `whole`; unchanged if `whole` is not a DTensor.
+    """Return a shard as a DTensor that is split like `whole`, or unchanged if `whole` is not a DTensor.
 
-    It may have another number of columns than `whole`, if every rank's share of them is the same.
+    The shard may have another number of columns than `whole` if all ranks have the same share of columns.
     """
     return shard_like(shard, whole) if isinstance(whole, DTensor) else shard

@@ -1,8 +1,8 @@
-"""Data parallelism: `replicate` if every rank has the whole model, `fully_shard` if it is sharded.
+"""Data parallelism: `replicate` if every rank has the whole model, `fully_shard` if the model is sharded.
 
 Replicas on CPUs are not wrapped: `HostReduction` averages their gradients during the backward pass.
 `replicate` reduces on a stream of the device. A CPU has no streams, so the backward pass would block on the
-network; gloo reduces in its own threads, which overlap with the backward pass.
+network. gloo reduces in its own threads, which overlap with the backward pass.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from trainkit.trainer.metrics import LocalGradient
 from trainkit.trainer.models.model import Model
 from trainkit.trainer.torch_private import after_backward, replicate
 
-# Under tensor parallelism a block's output is a view of its DTensor; nothing here modifies one in place.
+# Under tensor parallelism, a block's output is a view of its DTensor, and no code modifies it in place.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-# Newer releases of torch rename the collectives that FSDP calls, and say so in each rank.
+# Newer releases of torch rename the collectives that FSDP calls, and warn about them on each rank.
 warnings.filterwarnings(
     "ignore", message=r"`torch\.distributed\.\w+_tensor` is deprecated", category=FutureWarning
 )
 
 T = TypeVar("T")
 MIN_UNIT_BYTES = 25 * 2**20
-"""Smaller units are joined: for smaller collectives, latency costs more than overlap gains."""
+"""Minimum size of a unit; for smaller collectives, latency costs more than overlap gains."""
 
 
 def communication_units(blocks: list[nn.Module], min_bytes: int) -> list[list[nn.Module]]:
     """Split consecutive blocks into groups of at least `min_bytes` of parameters.
 
-    Blocks left over at the end are not a group: they belong to the root, with the embedding and the head.
+    Remaining blocks at the end are not a group. They belong to the root, with the embedding and the head.
     """
     return [
         unit for unit in _groups(blocks, _num_bytes, min_bytes) if sum(map(_num_bytes, unit)) >= min_bytes
@@ -49,7 +49,7 @@ def communication_units(blocks: list[nn.Module], min_bytes: int) -> list[list[nn
 
 
 def _groups(items: Iterable[T], num_bytes: Callable[[T], int], min_bytes: int) -> list[list[T]]:
-    """Consecutive items in groups of at least `min_bytes`, but for the last one."""
+    """Split consecutive items into groups of at least `min_bytes`; the last group may be smaller."""
     groups: list[list[T]] = []
     size = min_bytes
     for item in items:
@@ -62,10 +62,10 @@ def _groups(items: Iterable[T], num_bytes: Callable[[T], int], min_bytes: int) -
 
 
 def end_units(model: Model, min_bytes: int) -> tuple[list[nn.Module], list[nn.Module]]:
-    """The `ends` of a model that are units of their own; empty if small, or if they share a parameter.
+    """Return the `ends` of a model that are separate units; empty if small, or if they share a parameter.
 
-    An embedding by itself is not gathered while the blocks compute, and the gradient of a head by itself is
-    reduced during their backward pass.
+    A separate embedding is not gathered while the blocks compute. The gradient of a separate head is reduced
+    during the backward pass of the blocks.
     """
     params = [param for modules in model.ends for module in modules for param in module.parameters()]
     if len(params) != len(set(params)):
@@ -79,9 +79,9 @@ def _num_bytes(module: nn.Module) -> int:
 
 
 def mixed_precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
-    """Compute in `dtype`, reduce gradients in float32.
+    """Return a policy that computes in `dtype` and reduces gradients in float32.
 
-    Inputs are not cast: activations already have that dtype, and rotation tables must stay float32.
+    Inputs are not cast, because activations already have the dtype and rotation tables must stay float32.
     """
     if dtype == torch.float32:
         return MixedPrecisionPolicy(cast_forward_inputs=False)
@@ -101,9 +101,9 @@ def apply_data_parallel(
 ) -> None:
     """Wrap the model in place, so that gradients are averaged over the data-parallel ranks.
 
-    The average includes context-parallel ranks, each of which has the gradient of its slice. A model is
-    wrapped even if there is nothing to average, since wrapping casts the parameters. `layers` are joined to
-    units, by default those of a `Model` and its ends; the modules in `float32` are not cast.
+    The average includes context-parallel ranks, because each rank has the gradient of its slice. A model is
+    wrapped even if there is nothing to average, because wrapping casts the parameters. `layers` are joined to
+    units; the default is the layers and ends of a `Model`. The modules in `float32` are not cast.
     """
     policy, whole = mixed_precision(dtype), mixed_precision(torch.float32)
     first: list[nn.Module] = []
@@ -120,7 +120,7 @@ def apply_data_parallel(
             for block in unit:
                 replicate(block, replicate_mesh, policy)
         for module in (*first, *last):
-            if _num_bytes(module) >= MIN_UNIT_BYTES:  # a norm belongs to the root
+            if _num_bytes(module) >= MIN_UNIT_BYTES:  # a norm by itself belongs to the root
                 replicate(module, replicate_mesh, policy)
         replicate(model, replicate_mesh, policy)
         return
@@ -137,14 +137,14 @@ def apply_data_parallel(
         shard(module, mp_policy=whole)
     for unit in [first, *units] if first else units:
         shard(unit)
-    # The head, and the parameters of the root, are needed again right after the forward pass.
+    # The head and the parameters of the root are needed again right after the forward pass.
     if last:
         shard(last, reshard_after_forward=False)
     shard(model, reshard_after_forward=False)
 
 
 def reduces_on_host(world: World) -> bool:
-    """Whether `HostReduction` averages the gradients and the model is not wrapped."""
+    """Return whether `HostReduction` averages the gradients, so that the model is not wrapped."""
     layout = world.layout
     return (
         world.device.type == "cpu"
@@ -162,12 +162,11 @@ def gradient_switch(
     masters: Mapping[nn.Parameter, nn.Parameter] | None = None,
     local_gradient: LocalGradient | None = None,
 ) -> GradientSwitch:
-    """The gradient switch of a built model; installs `HostReduction` if the model is not wrapped.
+    """Return the gradient switch of a built model; install `HostReduction` if the model is not wrapped.
 
-    `local_gradient` is shown the gradients of this rank, except those of `replicate`.
-
-    `masters`: the float32 master of every parameter, if the model computes in another type. Offloading, a
-    single process moves the gradients of every microbatch to the host.
+    `masters` maps every parameter to its float32 master if the model computes in another dtype.
+    `local_gradient` gets the gradients of this rank, except gradients that `replicate` reduces. If a single
+    process offloads, it moves the gradients of every microbatch to the host.
     """
     if world.mesh is None:
         return lambda enabled: None
@@ -178,7 +177,7 @@ def gradient_switch(
     is_sharded = layout.dp_shard * layout.cp > 1
     reduce: GradientSwitch = model.set_requires_gradient_sync
     if is_sharded or (parallel.offload and world.size == 1):
-        # Reduce-scatter after every microbatch: unsharded gradients would stay in memory on every rank.
+        # Reduce-scatter after every microbatch, because unsharded gradients would fill memory on every rank.
         reduce = model.set_requires_all_reduce
         if local_gradient is not None and is_sharded:
             observe_reduce_scatter(model, local_gradient)
@@ -186,7 +185,7 @@ def gradient_switch(
         return reduce
 
     def reduce_and_reshard(enabled: bool) -> None:
-        # What stays gathered until the backward pass can stay for the next microbatch too.
+        # Parameters that stay gathered until the backward pass can stay for the next microbatch too.
         reduce(enabled)
         model.set_reshard_after_backward(enabled)
 
@@ -194,7 +193,7 @@ def gradient_switch(
 
 
 class ObservedReduceScatter:
-    """The reduce-scatter of FSDP, which shows the gradient to a `LocalGradient` first."""
+    """The reduce-scatter of FSDP that first adds the gradient to a `LocalGradient`."""
 
     def __init__(self, local_gradient: LocalGradient) -> None:
         self._local_gradient = local_gradient
@@ -218,21 +217,22 @@ class ObservedReduceScatter:
 
 
 def observe_reduce_scatter(model: nn.Module, local_gradient: LocalGradient) -> None:
-    """Have the gradients of a sharded model be shown before they are reduced."""
+    """Add the gradients of a sharded model to `local_gradient` before each reduction."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_reduce_scatter(ObservedReduceScatter(local_gradient))  # type: ignore[arg-type]
 
 
 MIN_BUCKET_BYTES = 4 * 2**20
-"""Small enough for reductions to start early, large enough to amortise their latency."""
+"""Minimum size of a bucket: small enough for an early reduction, large enough to amortise its latency."""
 
 
 class HostReduction:
-    """Averages the gradients of a model over a group; they are averaged when `backward` returns.
+    """Averages the gradients of a model over a group before `backward` returns.
 
-    Each bucket is reduced as soon as its last gradient is ready; all ranks reduce the buckets in the same
-    order, whatever the order of their gradients. If there are float32 masters, theirs are averaged.
+    Each bucket is reduced as soon as its last gradient is ready. All ranks reduce the buckets in the same
+    order, whatever the order of their gradients. With float32 masters, the gradients of the masters are
+    averaged.
     """
 
     def __init__(
@@ -277,12 +277,12 @@ class HostReduction:
         self._works.append(self._group.allreduce_coalesced(grads, self._options))
 
     def _owner(self, param: nn.Parameter) -> nn.Parameter:
-        """The parameter whose ``grad`` is averaged."""
+        """Return the parameter whose ``grad`` is averaged."""
         return self._masters.get(param, param)
 
     def _finish(self) -> None:
         while len(self._works) < len(self._buckets):
-            # No gradient on this rank, but another rank may have one.
+            # This rank has no gradient for the bucket, but another rank may have one.
             for param in self._buckets[len(self._works)]:
                 owner = self._owner(param)
                 if owner.grad is None:
@@ -294,5 +294,5 @@ class HostReduction:
 
 
 def make_buckets(params: list[nn.Parameter], min_bytes: int = MIN_BUCKET_BYTES) -> list[list[nn.Parameter]]:
-    """Parameters from last to first, as their gradients become ready, in groups of at least `min_bytes`."""
+    """Split parameters into groups of at least `min_bytes`, from last to first, as gradients become ready."""
     return _groups(reversed(params), lambda param: param.nbytes, min_bytes)

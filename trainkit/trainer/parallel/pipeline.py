@@ -1,4 +1,4 @@
-"""Pipeline parallelism: stages of consecutive layers on several ranks, through which microbatches pass."""
+"""Pipeline parallelism: microbatches pass through stages of consecutive layers on several ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TORCH_NAMES: dict[PipelineSchedule, str] = {
 
 
 class PipelineForwardBackward(ForwardBackward[Microbatch]):
-    """ForwardBackward through the pipeline stages of this rank, in the order of a schedule."""
+    """Runs the passes through the pipeline stages of this rank, in the order of a schedule."""
 
     def __init__(
         self,
@@ -56,9 +56,9 @@ class PipelineForwardBackward(ForwardBackward[Microbatch]):
         self._scale = torch.ones((), device=world.device)
         self._num_evaluated = num_microbatches
         self._shapes: dict[int, Tensor] = {}
-        """Stage from which this rank receives in a validation -> its output as a meta tensor."""
+        """Maps a stage that sends to this rank in validation to its output, as a meta tensor."""
         self._announced: set[int] = set()
-        """Stages whose receiver already knows the dtype and shape of the output."""
+        """Stages whose receiver already has the dtype and shape of the output."""
         stages = [
             PipelineStage(part, index, last + 1, world.device, group=self._group)
             for index, part in self._local_stages
@@ -68,7 +68,7 @@ class PipelineForwardBackward(ForwardBackward[Microbatch]):
         kind: Any = get_schedule_class(TORCH_NAMES[schedule])
         self.schedule: Any = kind(
             stages if issubclass(kind, PipelineScheduleMulti) else stages[0],
-            # One run of the schedule per step, whatever the accumulation, so that a step has one bubble.
+            # The schedule runs once per step, whatever the accumulation, so that a step has one bubble.
             n_microbatches=num_microbatches * batch.accumulation_steps,
             loss_fn=self._scaled_loss,
             scale_grads=False,
@@ -102,8 +102,8 @@ class PipelineForwardBackward(ForwardBackward[Microbatch]):
         return self._share(losses)
 
     def _join(self, microbatches: Sequence[Microbatch]) -> Microbatch:
-        """All microbatches of a step as one batch, on the device; the schedule splits it again."""
-        # Copied one by one: their memory is pinned, and that of a whole batch would not be.
+        """Join all microbatches of a step to one batch on the device, which the schedule splits again."""
+        # Copy the microbatches one by one from their pinned memory; a joined batch would not be pinned.
         local = [self._context.local_batch(micro) for micro in microbatches]
         return Microbatch(
             torch.cat([micro.tokens for micro in local]),
@@ -112,15 +112,15 @@ class PipelineForwardBackward(ForwardBackward[Microbatch]):
         )
 
     def _share(self, losses: list[Tensor]) -> Tensor:
-        """This rank's share of the loss, which only the last stage computes."""
+        """Return this rank's share of the loss, which only the last stage computes."""
         if not losses:
             return torch.zeros((), device=self._device)
         return torch.stack([loss.detach() for loss in losses]).sum() * self._context.loss_share
 
     def _run_forward(self, inputs: Sequence[Tensor], sample_keys: Sequence[Tensor]) -> list[Tensor]:
-        """The output of the last stage for each input, without a gradient; empty if it is on another rank.
+        """Return the last stage's output per input, without a gradient; empty if another rank has the stage.
 
-        torch's schedules support this only with one stage per rank.
+        torch's schedules support passes without a gradient only with one stage per rank.
         """
         outputs, works = [], []
         for x, keys in zip(inputs, sample_keys, strict=True):
@@ -164,17 +164,17 @@ _DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def stage_specs(pp_rank: int, pp: int, schedule: PipelineSchedule, num_layers: int) -> list[StageSpec]:
-    """The specs of the stages of a pipeline rank."""
+    """Return the specs of the stages of a pipeline rank."""
     last = num_stages(pp, schedule) - 1
     layers = stage_layers(num_layers, last + 1)
     return [StageSpec(layers[stage], stage == 0, stage == last) for stage in stages_of(pp_rank, pp, schedule)]
 
 
 def sum_tied_gradients(params: Sequence[nn.Parameter], world: World) -> None:
-    """Keep embedding and head equal if they are tied but on different stages; `params` are this rank's.
+    """Sum the gradients of a tied embedding and head on different stages; `params` are those on this rank.
 
-    Each has its own gradient; both get the sum, which is the gradient of the shared weight, so their updates
-    are equal. Call after the last backward pass of a step.
+    The embedding and the head each have a gradient. The sum is the gradient of the shared weight. Both
+    parameters get the sum, so their updates are equal. Call this after the last backward pass of a step.
     """
     grads = [local_tensor(cast(Tensor, param.grad)) for param in params]
     if not grads:

@@ -1,7 +1,8 @@
-"""Tensor parallelism: splits the matrices of a model over ranks, by its own plan or by `Task.tensor_plan`.
+"""Tensor parallelism: split the matrices of a model over ranks, by its own plan or by `Task.tensor_plan`.
 
-Megatron's scheme (arXiv 1909.08053, 2205.05198): a column-wise followed by a row-wise matrix needs only one
-reduction; with sequence parallelism each rank has a slice of the residual stream between such pairs.
+In Megatron's scheme (arXiv 1909.08053, 2205.05198), a column-wise matrix followed by a row-wise matrix needs
+only one reduction. With sequence parallelism, each rank has a slice of the residual stream between such
+pairs.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def _lookup(module: nn.Module, mesh: DeviceMesh, output: Placement, tokens: Tens
 def apply_tensor_parallel(model: Model, mesh: DeviceMesh, parallel: ParallelConfig) -> None:
     """Split the modules of a model that its plan names; ``*`` matches one component of a name.
 
-    With `loss_parallel` the logits are a DTensor that is split over the vocabulary.
+    With `loss_parallel`, the logits are a DTensor that is split over the vocabulary.
     """
     plan, sequence_parallel = model.TENSOR_PLAN, parallel.sequence_parallel
     stream: Placement = Shard(SEQUENCE_DIM) if sequence_parallel else Replicate()
@@ -96,9 +97,9 @@ def apply_tensor_parallel(model: Model, mesh: DeviceMesh, parallel: ParallelConf
 
 
 def _check_plan_is_complete(model: nn.Module, plan: Mapping[str, Role]) -> None:
-    """Raise FatalError for modules with parameters that the plan does not name.
+    """Raise FatalError if the plan does not name a module that has parameters.
 
-    Their gradients would silently cover only the slice of one rank.
+    The gradients of such a module would silently cover only the slice of one rank.
     """
     for name, module in model.named_modules():
         has_own = next(module.parameters(recurse=False), None) is not None
@@ -110,12 +111,12 @@ def _check_plan_is_complete(model: nn.Module, plan: Mapping[str, Role]) -> None:
 
 
 def _role(name: str, plan: Mapping[str, Role]) -> Role | None:
-    """The role of a module in the plan; None if the plan does not name it."""
+    """Return the role of a module in the plan, or None if the plan does not name the module."""
     return next((role for pattern, role in plan.items() if matches(pattern, name)), None)
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a pattern matches the name of a module; ``*`` matches one component of it."""
+    """Return whether a pattern matches the name of a module; ``*`` matches one component of the name."""
     components, patterns = name.split("."), pattern.split(".")
     return len(patterns) == len(components) and all(map(fnmatchcase, components, patterns))
 
@@ -140,7 +141,7 @@ def _on_local(module: nn.Module, forward: Callable[..., Tensor], *args: Any, **k
 
 
 class _WholeInput(ModuleStyle):
-    """Gathers a module's first argument on every rank; its other arguments are not split.
+    """Gathers a module's first argument on every rank; the other arguments are not split.
 
     The argument stays a DTensor, so that the gradients from several matrices are summed before a single
     reduction over the ranks.
@@ -165,14 +166,14 @@ STYLES: dict[str, ParallelStyle] = {
     "rowwise": RowwiseParallel(),
     "replicated_with_grad_allreduce": SumsGradients(),
 }
-"""The styles of a plan by name; the names are those of transformers."""
+"""The styles that a plan can name; transformers uses the same names."""
 
 
 def find_styles(task: Task, config: RunConfig, model: nn.Module, tp: int) -> dict[nn.Module, ParallelStyle]:
-    """The style of every module that the plan of the task names, for `tp` ranks.
+    """Return the style of every module that the plan of the task names, for `tp` ranks.
 
-    Raises TaskError for a pattern that matches no module, a style that does not fit its module, and a width
-    that `tp` does not divide.
+    Raises TaskError if a pattern matches no module, a style does not fit its module, or `tp` does not divide
+    a width.
     """
     with errors_of_user(config, "tensor_plan() failed"):
         plan = task.tensor_plan(model)
@@ -196,7 +197,7 @@ def find_styles(task: Task, config: RunConfig, model: nn.Module, tp: int) -> dic
 
 
 def _style(config: RunConfig, path: str, module: nn.Module, value: object, tp: int) -> ParallelStyle:
-    """The style of one module; raises TaskError if it does not fit."""
+    """Return the style of one module; raise TaskError if the style does not fit the module."""
     style = STYLES.get(value) if isinstance(value, str) else value
     if not isinstance(style, ParallelStyle):
         hint = f"it can be {', '.join(STYLES)}, or a ParallelStyle of torch.distributed.tensor.parallel"
@@ -206,7 +207,9 @@ def _style(config: RunConfig, path: str, module: nn.Module, value: object, tp: i
     own = [key for key, _ in [*module.named_parameters(), *module.named_buffers()]]
     if not isinstance(module, nn.Linear | nn.Embedding) or not set(own) <= {"weight", "bias"}:
         message = f"{path} is a {type(module).__name__}, which {_shown(value)} in tensor_plan() cannot split"
-        raise refusal(config, message, "it splits nn.Linear and nn.Embedding; others need a ParallelStyle")
+        raise refusal(
+            config, message, "a name splits nn.Linear and nn.Embedding; other modules need a ParallelStyle"
+        )
     is_embedding, is_colwise = isinstance(module, nn.Embedding), isinstance(style, ColwiseParallel)
     width = {
         (False, False): "in_features",
@@ -221,9 +224,11 @@ def _style(config: RunConfig, path: str, module: nn.Module, value: object, tp: i
         raise TaskError("parallel.tp", message, hint)
     if isinstance(module, nn.Embedding) and isinstance(style, RowwiseParallel) and style.use_local_output:
         if module.padding_idx is not None or module.max_norm is not None:
-            message = f"{path} has padding_idx or max_norm, which {_shown(value)} in tensor_plan() cannot do"
+            message = (
+                f"{path} has padding_idx or max_norm, which {_shown(value)} in tensor_plan() does not support"
+            )
             raise refusal(config, message, "use colwise_gather_output")
-        # That of torch cannot be compiled: its gradient would be wrong.
+        # The style of torch cannot be compiled, because its gradient would be wrong.
         return VocabularyParallel(style.output_layouts[0])
     return style
 
@@ -237,8 +242,9 @@ def split_model(
 ) -> dict[str, Tensor]:
     """Split a model over the ranks of `mesh`, and leave its parameters on the meta device.
 
-    Returns the whole values of those that were not there, by name, of which `fill_shards` takes a part: no
-    device gets more than its shard. Raises TaskError for parameters that are shared but split differently.
+    Returns by name the whole values of parameters that were not on the meta device. `fill_shards` copies a
+    slice of each, so that no device gets more than its shard. Raises TaskError if a shared parameter is split
+    in two ways.
     """
     values = {path: param.detach() for path, param in model.named_parameters() if not param.is_meta}
     paths = shared_names(model)
@@ -249,12 +255,14 @@ def split_model(
     for module, style in styles.items():
         parallelize_module(module, mesh, style)
     for param, same in paths.items():
-        # A style replaces the parameters of its module, which are then neither shared nor frozen.
+        # A style replaces the parameters of its module. The new parameters are neither shared nor frozen.
         first, *others = (model.get_parameter(path) for path in same)
         for path, other in zip(same[1:], others, strict=True):
             if _placements(other) != _placements(first):
                 message = f"{same[0]} and {path} are one parameter, which tensor_plan() splits in two ways"
-                hint = "a head that shares its weight with an embedding: rowwise and colwise_gather_output"
+                hint = (
+                    "for an embedding with a tied head, use rowwise, and for the head colwise_gather_output"
+                )
                 raise refusal(config, message, hint)
         first.requires_grad_(param.requires_grad)
         for path in same[1:]:
@@ -268,7 +276,7 @@ def _placements(param: nn.Parameter) -> object:
 
 @torch.no_grad()
 def fill_shards(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Give this rank's shard of each parameter its part of the whole values."""
+    """Copy the matching slice of each whole value to this rank's shard of the parameter."""
     for name, param in model.named_parameters():
         if name in values:
             local_tensor(param).copy_(values[name][tuple(shard_index(param))])
