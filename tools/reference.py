@@ -330,6 +330,7 @@ print(run.wait().status.state, run.metrics()[-1]["loss"])
 """
 API = {
     "api": ("submit", "sweep", "map_array", "as_completed", "runs", "Run", "Group", "RunError"),
+    "capabilities/report/curves": ("curves", "Curves"),
     "function": ("Requeue",),
     "loop": ("attach", "Attached"),
     "task": (
@@ -339,8 +340,8 @@ API = {
     "adapters": ("add_adapters",),
 }
 """Module -> its public names."""
-API_HEADINGS = {"api": "trainkit", "function": "", "adapters": ""}
-"""What is imported from `adapters` is a part of `task`."""
+API_HEADINGS = {"api": "trainkit", "capabilities/report/curves": "", "function": "", "adapters": ""}
+"""Module -> its heading. The names of a module without a heading are imported from the module before it."""
 
 
 def api_text() -> str:

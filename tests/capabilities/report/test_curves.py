@@ -14,7 +14,16 @@ from numpy import asarray
 
 from tests.support.sweeps import made_up_sweep, stamp
 from trainkit.capabilities.report.curves import curves
-from trainkit.capabilities.report.plot import COLORS, DrawnRun, Series, draw, labels_of, save, smoothed
+from trainkit.capabilities.report.plot import (
+    COLORS,
+    DrawnRun,
+    Series,
+    _num_columns,
+    draw,
+    labels_of,
+    save,
+    smoothed,
+)
 from trainkit.errors import UsageError
 from trainkit.run.group import RunGroup
 from trainkit.run.rundir import RunDir
@@ -154,6 +163,46 @@ def test_a_run_that_diverged_has_a_cross_at_the_edge_and_no_values(sweep: RunGro
     assert asarray(line.get_xdata()).tolist() == [1.0, 2.0]
     assert (cross.get_marker(), asarray(cross.get_xdata()).tolist()) == ("x", [3.0])
     assert asarray(cross.get_ydata()).tolist() == [axes.get_ylim()[1]]
+
+
+@pytest.mark.parametrize(("outlier", "edge"), [(1e32, 1), (-1e32, 0), (-1e301, 0), (1e301, 1)])
+def test_one_outlier_does_not_flatten_the_others(sweep: RunGroup, outlier: float, edge: int) -> None:
+    log(sweep.run(0), [step(n, n, loss=outlier if n == 4 else 2.0 + 0.1 * n) for n in range(1, 9)])
+    (axes,) = curves("mine/0").plot().axes
+    line, cross = axes.lines
+    assert axes.get_yscale() == "linear"
+    assert 1.9 < axes.get_ylim()[0] < axes.get_ylim()[1] < 3
+    assert math.isnan(asarray(line.get_ydata()).tolist()[3])
+    assert asarray(cross.get_xdata()).tolist() == [4.0]
+    assert asarray(cross.get_ydata()).tolist() == [axes.get_ylim()[edge]]
+
+
+@pytest.mark.parametrize(("last", "edge"), [(None, 1), (1e999, 1), (-1e999, 0)])
+def test_a_run_that_diverged_down_has_a_cross_at_the_lower_edge(
+    sweep: RunGroup, last: float | None, edge: int
+) -> None:
+    lines = [json.dumps(step(n, n, loss=1.0)) for n in (1, 2)]
+    end = json.dumps(step(3, 3, loss=last)).replace("Infinity", "1e999")
+    sweep.run(0).metrics_file.write_text("\n".join([*lines, end, ""]))
+    (axes,) = curves("mine/0").plot().axes
+    assert asarray(axes.lines[1].get_ydata()).tolist() == [axes.get_ylim()[edge]]
+
+
+def test_a_band_on_a_logarithmic_axis_ends_at_the_smallest_value(sweep: RunGroup) -> None:
+    log(sweep.run(0), [step(n, n, loss=loss) for n, loss in enumerate((100.0, 10.0, 0.2))])
+    log(sweep.run(1), [step(n, n, loss=loss) for n, loss in enumerate((100.0, 10.0, 3.0))])
+    (axes,) = curves("mine/0", "mine/1").plot().axes
+    assert axes.get_yscale() == "log"
+    ends = asarray(axes.collections[0].get_paths()[0].vertices)[:, 1]
+    assert ends.min() == pytest.approx(1.6)  # the mean of the last step, whose band reaches below 0
+
+
+@pytest.mark.parametrize(
+    ("labels", "num_columns"),
+    [(["a", "b"], 2), (["a", "b", "c"], 3), (["a", "b", "c" * 20], 1), (["a"] * 4, 2), (["a" * 30] * 4, 1)],
+)
+def test_a_legend_has_no_gap(labels: list[str], num_columns: int) -> None:
+    assert _num_columns(labels) == num_columns
 
 
 def test_smoothing_has_no_bias_to_zero() -> None:

@@ -15,15 +15,22 @@ from shlex import join
 from statistics import median
 from typing import NamedTuple
 
-from trainkit.capabilities.report.plot import COLORS, DASHES, LARGEST, is_wide
+from trainkit.capabilities.report.plot import (
+    COLORS,
+    DASHES,
+    LARGEST,
+    band_floor,
+    crosses,
+    is_wide,
+    number_places,
+    typical,
+)
 from trainkit.formats import shown_value
 
 WIDTH, HEIGHT = 2000, 500
 """The units of the SVG, which is as wide and high as its box."""
 Point = tuple[float, float]
 """A place on the horizontal axis, and a value that is nan where it was not finite."""
-MAX_CROSSES = 20
-"""Crosses of one line: more would be a bar."""
 TINY = 1e-300
 """A smaller value is drawn as 0."""
 MAX_LOG_TICKS = 6
@@ -86,11 +93,10 @@ def _viridis(place: float) -> str:
 
 
 def colors_of(values: Sequence[object]) -> list[Color]:
-    """The colours of values: of numbers along viridis, at equal distances in their order; else by name."""
-    numbers = [number for value in values if (number := as_number(value)) is not None]
-    if len(numbers) == len(values):
-        order = sorted(set(numbers))
-        return [viridis(order.index(number) / max(1, len(order) - 1)) for number in numbers]
+    """Return the colours of values: numbers along viridis, as in figures, and names by the palette."""
+    places = number_places(list(map(as_number, values)))
+    if places is not None:
+        return list(map(viridis, places))
     names = list(dict.fromkeys(map(repr, values)))
     return [PALETTE[names.index(repr(value)) % len(PALETTE)] for value in values]
 
@@ -141,6 +147,8 @@ class Label:
     place: float
     text: str
     style: str = ""
+    is_low: bool = False
+    """Whether a cross is at the lower edge."""
 
 
 @dataclass(frozen=True)
@@ -182,8 +190,12 @@ class Scale(NamedTuple):
             return (value - self.low) / (self.high - self.low)
         return (math.log(value) - math.log(self.low)) / (math.log(self.high) - math.log(self.low))
 
+    def fits(self, value: float) -> bool:
+        """Return whether a value is on the axis; False for NaN."""
+        return self.low <= value <= self.high
+
     def labels(self) -> Iterator[tuple[float, str]]:
-        """The place and the text of each tick."""
+        """Yield the place and the text of each tick."""
         step = self.ticks[1] - self.ticks[0] if len(self.ticks) > 1 else self.high - self.low
         largest = max(map(abs, self.ticks), default=0.0)
         for tick in self.ticks:
@@ -192,7 +204,7 @@ class Scale(NamedTuple):
 
 
 def scale_of(values: Iterable[float]) -> Scale:
-    """The axis of some values, logarithmic where they are positive and span much."""
+    """Return the axis for some values; it is logarithmic for positive values of a wide range."""
     found = list(values)
     low, high = min(found, default=0.0), max(found, default=1.0)
     if low >= TINY and is_wide(found):
@@ -225,7 +237,7 @@ def _log_scale(low: float, high: float) -> Scale:
         every = math.ceil((last - first) / MAX_LOG_TICKS)
         powers = [10.0**power for power in range(first, last + 1) if power % every == 0]
         ticks = [tick for tick in powers if below <= tick <= above]
-    return Scale(below, above, ticks, is_log=True)
+    return Scale(min(below, low), max(above, high), ticks, is_log=True)
 
 
 def tick_text(value: float, step: float, largest: float) -> str:
@@ -257,68 +269,85 @@ def line_chart(
     xs = [x for line in lines for x, _ in line.points]
     left, right = min(xs), max(xs)
     right = right if right > left else left + 1
-    y = scale_of(_heights(lines))
+    values = typical(value for line in lines for _, value in line.points)
+    floor = _band_floor(values, lines)
+    y = scale_of([*values, *_band_ends(values, lines, floor)])
     ticks = [tick for tick in nice_ticks(left, right, 4) if tick == round(tick)]
     x = Scale(left, right, [tick for tick in ticks if left <= tick <= right])
     named = [line for line in lines if line.name and has_names]
     return Chart(
         title=title,
         over=over,
-        paths=[Drawn(_kind(line), line.style, _path(line.points, x, y), _band(line, x, y)) for line in lines],
+        paths=[
+            Drawn(_kind(line, y), line.style, _path(line.points, x, y), _band(line, x, y, floor))
+            for line in lines
+        ],
         names=[Drawn(line.kind, line.style, line.name) for line in named] if len(named) > 1 else [],
-        y_labels=_y_labels(y) if any(math.isfinite(v) for line in lines for _, v in line.points) else [],
+        y_labels=_y_labels(y) if any(y.fits(value) for line in lines for _, value in line.points) else [],
         x_labels=[Label(100 * place, text) for place, text in x.labels()],
         crosses=[
-            Label(100 * x.place(at), f"{line.name or title}: not finite from {at:,.0f}", line.style)
+            Label(100 * x.place(at), _outside(line.name or title, at, value), line.style, value < y.low)
             for line in lines
-            for at in _breaks(line.points)
+            for at, value in crosses(line.points, y.low, y.high)
         ],
         marks=[Label(100 * x.place(at), text) for at, text in marks if left <= at <= right],
         data={
             "title": title,
             "over": over,
-            "log": y.is_log,
             "marks": [[at, text] for at, text in marks if left <= at <= right],
             "lines": [_data(line) for line in lines],
         },
     )
 
 
-def _heights(lines: Iterable[Line]) -> Iterator[float]:
-    """The values that an axis must have room for: those of lines, and the ends of their spread."""
-    values = [value for line in lines for _, value in line.points if math.isfinite(value)]
-    yield from values
-    if is_wide(values):
-        return  # the lower end of a spread may be negative, which has no logarithm
+def _band_floor(values: Sequence[float], lines: Iterable[Line]) -> float:
+    """Return the value at which bands end on a logarithmic axis; on a linear axis they do not end."""
+    if not is_wide(values):
+        return -math.inf
+    return band_floor(values[0], (value - size for line in lines for value, size in _spread(line)))
+
+
+def _band_ends(values: Sequence[float], lines: Iterable[Line], floor: float) -> Iterator[float]:
+    """Yield the ends of bands that an axis must have room for, next to the `values` of its lines."""
+    if floor > -math.inf:
+        yield floor
+        return
     for line in lines:
-        for (_, value), size in zip(line.points, line.spread or (), strict=False):
-            if math.isfinite(value) and math.isfinite(size):
+        for value, size in _spread(line):
+            if math.isfinite(size) and values[0] <= value <= values[-1]:
                 yield from (value - size, value + size)
+
+
+def _spread(line: Line) -> Iterator[tuple[float, float]]:
+    """Yield the values of a line with their standard deviations."""
+    return ((value, size) for (_, value), size in zip(line.points, line.spread or (), strict=False))
+
+
+def _outside(name: str, at: float, value: float) -> str:
+    """Return the text of a cross: where a line leaves the axis, and its value there."""
+    return (
+        f"{name}: {value:.4g} at {at:,.0f}" if math.isfinite(value) else f"{name}: not finite from {at:,.0f}"
+    )
 
 
 def _y_labels(y: Scale) -> list[Label]:
     return [Label(100 - 100 * place, text) for place, text in y.labels()]
 
 
-def _kind(line: Line) -> str:
-    """The CSS classes of a line; one of a single point is a dot."""
-    is_dot = sum(math.isfinite(y) for _, y in line.points) == 1
+def _kind(line: Line, y: Scale) -> str:
+    """Return the CSS classes of a line; a line of a single point is a dot."""
+    is_dot = sum(y.fits(value) for _, value in line.points) == 1
     more = "dot" if is_dot else "dense" if len(line.points) > DENSE else ""
     return f"{line.kind} {more}".strip()
 
 
-def _breaks(points: Sequence[Point]) -> list[float]:
-    """Where values begin not to be finite."""
-    before = [False, *(math.isnan(y) for _, y in points)]
-    begun = [x for (x, y), was in zip(points, before, strict=False) if math.isnan(y) and not was]
-    return begun[: MAX_CROSSES - 1] + begun[-1:] if len(begun) > MAX_CROSSES else begun
-
-
-def _pieces(points: Iterable[tuple[float, float, float]]) -> Iterator[list[tuple[float, float, float]]]:
-    """The runs of points whose values are finite."""
+def _pieces(
+    points: Iterable[tuple[float, float, float]], y: Scale
+) -> Iterator[list[tuple[float, float, float]]]:
+    """Yield the stretches of points whose values are on the axis."""
     piece: list[tuple[float, float, float]] = []
     for point in points:
-        if math.isfinite(point[1]):
+        if y.fits(point[1]):
             piece.append(point)
         elif piece:
             yield piece
@@ -328,28 +357,27 @@ def _pieces(points: Iterable[tuple[float, float, float]]) -> Iterator[list[tuple
 
 
 def _path(points: Sequence[Point], x: Scale, y: Scale) -> str:
-    """The SVG path of a line, which is interrupted where its values are not finite."""
-    pieces = _pieces((at, value, 0.0) for at, value in points)
+    """Return the SVG path of a line, which is interrupted where its values are not on the axis."""
+    pieces = _pieces(((at, value, 0.0) for at, value in points), y)
     return "".join(_drawn([(x.place(at), y.place(value)) for at, value, _ in piece]) for piece in pieces)
 
 
-def _band(line: Line, x: Scale, y: Scale) -> str:
-    """The SVG path around the spread of a line."""
+def _band(line: Line, x: Scale, y: Scale, floor: float) -> str:
+    """Return the SVG path around the spread of a line, which ends below at `floor`."""
     if line.spread is None:
         return ""
     text = ""
-    for piece in _pieces(
-        (at, value, size) for (at, value), size in zip(line.points, line.spread, strict=True)
-    ):
+    points = ((at, value, size) for (at, value), size in zip(line.points, line.spread, strict=True))
+    for piece in _pieces(points, y):
         spread = [(x.place(at), value, 0.0 if math.isnan(size) else size) for at, value, size in piece]
         upper = [(at, _within(value + size, y)) for at, value, size in spread]
-        lower = [(at, _within(value - size, y)) for at, value, size in spread]
+        lower = [(at, _within(max(value - size, floor), y)) for at, value, size in spread]
         text += f"{_drawn([*upper, *lower[::-1]])}z"
     return text
 
 
 def _within(value: float, y: Scale) -> float:
-    """The place of an end of a spread, which may be outside a logarithmic axis."""
+    """Return the place of an end of a band, which may be outside the axis."""
     return y.place(min(max(value, y.low), y.high))
 
 
@@ -367,7 +395,11 @@ def _drawn(places: Sequence[Point]) -> str:
 
 
 def _data(line: Line) -> dict[str, object]:
-    """A line for the script: steps as exact differences, six digits of each value, null for no finite one."""
+    """Return a line for the script of the page.
+
+    Steps are exact differences, and values have six digits, or null where they are not finite. `low` lists
+    the indices of values of -inf.
+    """
     steps = [x for x, _ in line.points]
     found: dict[str, object] = {
         "name": line.name,
@@ -375,6 +407,8 @@ def _data(line: Line) -> dict[str, object]:
         "x": [_whole(b - a) for a, b in zip([0, *steps], steps, strict=False)],
         "y": [_short(y) for _, y in line.points],
     }
+    if lows := [index for index, (_, y) in enumerate(line.points) if y == -math.inf]:
+        found["low"] = lows
     return found if line.spread is None else {**found, "spread": list(map(_short, line.spread))}
 
 
@@ -411,12 +445,12 @@ def dot_chart(title: str, key: str, dots: Sequence[Dot]) -> Chart | None:
         return None
     numbers = [as_number(dot.value) for dot in dots]
     are_numbers = None not in numbers
-    places, y = _places([dot.value for dot in dots]), scale_of(results)
+    places, y = _places([dot.value for dot in dots]), scale_of(typical(results))
     x = Scale(0.0, 1.0, [])
     by_place: dict[float, list[float]] = {place: [] for place in sorted(set(places.values()))}
     lines = []
     for dot in sorted(dots, key=lambda dot: dot.is_best):  # the best one on top of the others
-        if dot.result is not None:
+        if dot.result is not None and y.fits(dot.result):
             place = places[shown_value(dot.value)]
             by_place[place].append(dot.result)
             lines.append(Line([(place, dot.result)], BEST if dot.is_best else OTHER, dot.name, kind="big"))
@@ -426,13 +460,18 @@ def dot_chart(title: str, key: str, dots: Sequence[Dot]) -> Chart | None:
     return Chart(
         title=title,
         over=key,
-        paths=[Drawn(_kind(line), line.style, _path(line.points, x, y)) for line in lines],
+        paths=[Drawn(_kind(line, y), line.style, _path(line.points, x, y)) for line in lines],
         y_labels=_y_labels(y),
         x_labels=[Label(100 * place, text) for place, text in _value_labels(places)],
         crosses=[
-            Label(100 * places[shown_value(dot.value)], f"{dot.name}: diverged", Line([], OTHER).style)
+            Label(
+                100 * places[shown_value(dot.value)],
+                f"{dot.name}: {'diverged' if dot.result is None else f'{dot.result:.4g}'}",
+                Line([], OTHER).style,
+                dot.result is not None and dot.result < y.low,
+            )
             for dot in dots
-            if dot.result is None
+            if dot.result is None or not y.fits(dot.result)
         ],
         data={
             "title": title,
@@ -441,7 +480,6 @@ def dot_chart(title: str, key: str, dots: Sequence[Dot]) -> Chart | None:
                 [round(places[shown_value(dot.value)], 4), shown_value(dot.value), dot.result, dot.name]
                 for dot in dots
             ],
-            "log": y.is_log,
         },
     )
 
@@ -472,12 +510,17 @@ def _value_labels(places: Mapping[str, float]) -> list[tuple[float, str]]:
     return labels
 
 
-def metric_order(names: Iterable[str]) -> list[str]:
-    """Metrics in the order of their charts: losses, those of one's own, then speed, rate, norm and memory."""
+def metric_order(names: Iterable[str], first: str | None = None) -> list[str]:
+    """Return metrics in the order of their charts.
+
+    The metric `first` is followed by losses, the user's metrics, speed, learning rate, norm and memory.
+    """
     own = list(names)
     shown = list(TITLES)
 
     def order(name: str) -> tuple[int, int]:
+        if name == first:
+            return -1, 0
         if name in ("loss", "val_loss"):
             return 0, shown.index(name)
         if base_of(name) == "loss":
@@ -501,11 +544,17 @@ def title_of(name: str, counts_samples: bool) -> str:
 
 
 def run_charts(
-    series: Mapping[str, Sequence[Point]], marks: Sequence[tuple[float, str]], counts_samples: bool = False
+    series: Mapping[str, Sequence[Point]],
+    marks: Sequence[tuple[float, str]],
+    counts_samples: bool = False,
+    first: str | None = None,
 ) -> list[Chart]:
-    """A chart for each metric of a run; of training and validation data in one."""
+    """Return a chart for each metric of a run; a metric of training and of validation data shares one.
+
+    The chart of the metric `first` is the first.
+    """
     together: dict[str, list[str]] = {}
-    for name in metric_order(series):
+    for name in metric_order(series, first):
         together.setdefault(base_of(name), []).append(name)
     charts = []
     for base, names in together.items():

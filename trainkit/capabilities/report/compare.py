@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median, stdev
 from typing import TextIO
 
 import click
@@ -17,26 +19,27 @@ import click
 from trainkit.capabilities.report.compared_runs import (
     compared_values,
     differing_keys,
+    progress_of,
     runs_named,
     short_names,
 )
-from trainkit.capabilities.report.curves import Curves, new_file
+from trainkit.capabilities.report.curves import Curves, writable_file
 from trainkit.capabilities.report.curves import curves as read_curves
-from trainkit.capabilities.report.plot import AXES, figure_kind, save
+from trainkit.capabilities.report.plot import AXES, SEED, figure_kind, save, write_output
 from trainkit.capabilities.report.run_report import Report, read_report
 from trainkit.capabilities.watch.view_text import resampled, sparkline
 from trainkit.cli.help import as_command, complete_run, option, terminal_width, warn
 from trainkit.cli.options import PATH, json_option
-from trainkit.cli.output import echo_json, masked
+from trainkit.cli.output import echo_error, echo_json, masked
 from trainkit.cli.status import styled_state
 from trainkit.errors import UsageError
-from trainkit.formats import JsonObject, cell, duration, hours_text, result_text, shown_value, table
+from trainkit.formats import JsonObject, cell, duration, hours_text, plural, result_text, shown_value, table
 from trainkit.observe.current import look_at
 from trainkit.observe.group import column_of, value_order
 from trainkit.observe.ranking import Measured, Ranking, UnknownMetricError, asked_metric, config_ranking, rank
 from trainkit.observe.status import loss_text
 from trainkit.run.events import with_divergence
-from trainkit.run.trial import as_numbers
+from trainkit.run.trial import as_number, as_numbers
 from trainkit.terminal import TITLE, Styled
 
 CURVE_WIDTH = 24
@@ -70,6 +73,7 @@ SORTED_BY = ("run", "state", "step", "loss", "tokens_per_s", "allocated_s", "wor
     type=click.Choice(list(AXES)),
 )
 @option("--smooth WEIGHT", "Draw a moving mean with this weight of the past, such as 0.9.", type=float)
+@option("--overwrite", "Replace the FILE of --plot and --csv if it exists.")
 @option("--metric NAME", "Compare the results by this metric; default: that of their configs, else val_loss.")
 @option("--sort NAME", "Sort the runs by a column, a config key in which they differ, or a metric.")
 @option("--by KEY", "Colour the curves by this config key; default: the first in which the runs differ.")
@@ -81,29 +85,36 @@ def command(
     plot: Path | None,
     x: str | None,
     smooth: float | None,
+    overwrite: bool,
     metric: str | None,
     sort: str | None,
     by: str | None,
     as_json: bool,
 ) -> None:
-    """Compare runs: what each reached, and the config keys in which they differ.
+    """Compare the results of runs, and the config keys in which they differ.
 
-    A group of runs or a bench stands for all of its runs that have started. With --curves or --plot, their
-    curves are compared: a figure has a line per value of the keys, with mean and standard deviation over
-    seeds, and the table has a row per logged step.
+    A group of runs or a bench stands for all of its runs that have started. Runs that differ only in their
+    seeds also have a table of the mean and the standard deviation of their results.
+
+    --curves and --plot compare the curves of the runs. The figure has a line per value of the keys, with mean
+    and standard deviation over seeds. The table has a row per logged step.
     """
     if csv_file is not None and csv_file != "-" and not csv_file.endswith(".csv"):
         names, csv_file = (csv_file, *names), "-"  # `--csv` without FILE, before the runs
-    table_file = None if csv_file in (None, "-") else new_file("--csv", Path(csv_file))
+    table_file = None
+    if csv_file is not None and csv_file != "-":
+        table_file = writable_file("--csv", Path(csv_file), overwrites=overwrite)
     if csv_file is not None and as_json:
         raise UsageError("--csv and --json are mutually exclusive", hint="give only one of them")
     if plot is not None:
-        figure_kind(new_file("--plot", plot))
+        figure_kind(writable_file("--plot", plot, overwrites=overwrite))
+    if overwrite and plot is None and table_file is None:
+        raise UsageError("--overwrite is for a file", hint="name it: --plot losses.pdf or --csv curves.csv")
     for name, value in {"--x": x, "--smooth": smooth, "--by": by}.items():
         if plot is None and value is not None:
             raise UsageError(f"{name} is for a figure", hint="name its file: --plot losses.pdf")
     if metrics is None and plot is None:
-        _compare_runs(names, csv_file is not None, table_file, as_json, metric, sort)
+        _compare_runs(names, csv_file is not None, table_file, overwrite, as_json, metric, sort)
         return
     for name, value in {"--metric": metric, "--sort": sort}.items():
         if value is not None:
@@ -115,12 +126,14 @@ def command(
     for name in curves.unreadable:
         warn(f"{name}: its config cannot be read")
     figure = None if plot is None else curves.plot(x=x or "step", smooth=smooth or 0.0, by=by)
+    if plot is not None or csv_file is not None:
+        _note_progress(names, {name: curves.num_without(name) for name in curves.metrics})
     if csv_file is not None:
-        with _table(table_file) as stream:
+        with _table(table_file, overwrite) as stream:
             curves.write_csv(stream)
     if plot is not None and figure is not None:
         try:
-            save(figure, plot)
+            save(figure, plot, overwrites=overwrite)
         except OSError as error:
             raise UsageError(f"--plot {plot}: {error.strerror or error}", hint="name another file") from error
         click.echo(plot, err=csv_file == "-")
@@ -128,15 +141,30 @@ def command(
         click.echo(_curve_table(curves))
 
 
+def _note_progress(names: Sequence[str], num_without: Mapping[str, int]) -> None:
+    """Say on stderr how many runs lack a metric or have not ended; `num_without` counts the started runs."""
+    progress = progress_of(names)
+    total = plural(progress.num_runs, progress.noun)
+    is_open = progress.num_not_started or progress.num_not_ended
+    for metric, num_started in num_without.items():
+        if count := num_started + progress.num_not_started:
+            have = "has" if count == 1 else "have"
+            echo_error(f"note: {count:,} of {total} {have} no values of {metric}{' yet' if is_open else ''}")
+    if progress.num_not_ended:
+        have = "has" if progress.num_not_ended == 1 else "have"
+        echo_error(f"note: {progress.num_not_ended:,} of {total} {have} not ended yet")
+
+
 @contextmanager
-def _table(file: Path | None) -> Iterator[TextIO]:
-    """Where a table is written: standard output, or a new file whose name is then printed."""
+def _table(file: Path | None, overwrites: bool) -> Iterator[TextIO]:
+    """Open what a table is written to: standard output, or a file whose name is printed in the end."""
     if file is None:
         yield sys.stdout
         return
+    content = io.StringIO(newline="")
+    yield content
     try:
-        with file.open("x", encoding="utf-8", newline="") as stream:
-            yield stream
+        write_output(file, content.getvalue().encode(), overwrites=overwrites)
     except OSError as error:
         raise UsageError(f"--csv {file}: {error.strerror or error}", hint="name another file") from error
     click.echo(file)
@@ -162,6 +190,7 @@ def _compare_runs(
     names: Sequence[str],
     as_csv: bool,
     table_file: Path | None,
+    overwrites: bool,
     as_json: bool,
     metric: str | None,
     sort: str | None,
@@ -194,11 +223,16 @@ def _compare_runs(
         rows.sort(key=lambda row: ranking.order(row[0]["result"]))
     compared = [run for run, *_ in rows]
     differing = [{key: masked(own.get(key), key) for key in keys} for *_, own in rows]
+    repeated = _repetitions(keys, [own for *_, own in rows], [run["result"] for run in compared])
+    if as_csv:
+        _note_progress(names, {ranking.metric: sum(run["result"] is None for run in compared)})
     if as_json:
         found = [{**run, "values": as_numbers(own)} for run, own in zip(compared, differing, strict=True)]
-        echo_json({"differ": keys, "metric": ranking.metric, "mode": ranking.mode, "runs": found})
+        value = {"differ": keys, "metric": ranking.metric, "mode": ranking.mode, "runs": found}
+        echo_json({**value, "repetitions": [one.to_dict() for one in repeated]} if repeated else value)
     elif as_csv:
-        with _table(table_file) as stream:
+        compared = [{**run, **_of_repetition(repeated, index)} for index, run in enumerate(compared)]
+        with _table(table_file, overwrites) as stream:
             writer = csv.writer(stream)
             writer.writerow([*compared[0], *(f"values.{key}" if key in compared[0] else key for key in keys)])
             for run, own in zip(compared, differing, strict=True):
@@ -211,6 +245,82 @@ def _compare_runs(
         click.echo(_figures(compared, [report for *_, report, _ in rows], ranking.heading, results))
         shown_of = [(run["run"], own) for (run, *_, known), own in zip(rows, differing, strict=True) if known]
         click.echo(f"\n{_differences(keys, shown_of)}")
+        if repeated:
+            click.echo(f"\n{_mean_table(keys, repeated, ranking)}")
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """The runs that differ only in their seeds, and the mean of their results."""
+
+    values: Mapping[str, object]
+    """The values of the other keys in which the compared runs differ."""
+    rows: Sequence[int]
+    """The indices of the runs in the table."""
+    num_results: int
+    mean: float | None
+    """None without a result."""
+    sd: float | None
+    """The sample standard deviation, with n - 1 in the denominator; None of fewer than two results."""
+
+    def to_dict(self) -> JsonObject:
+        """Return the mean of the runs as a JSON object."""
+        return {
+            "values": as_numbers(self.values),
+            "num_runs": len(self.rows),
+            "num_results": self.num_results,
+            "mean": self.mean,
+            "sd": self.sd,
+        }
+
+
+def _repetitions(
+    keys: Sequence[str], values: Sequence[Mapping[str, object]], results: Sequence[float | None]
+) -> list[Repetition]:
+    """Return the runs by the values of all keys but the seed; none if every run has other values."""
+    own = [key for key in keys if key != SEED]
+    grouped: dict[str, list[int]] = {}
+    for index, known in enumerate(values):
+        if SEED in keys and known:
+            grouped.setdefault(repr([as_number(known.get(key)) for key in own]), []).append(index)
+    if all(len(rows) < 2 for rows in grouped.values()):
+        return []
+    found = []
+    for rows in grouped.values():
+        finite = [result for index in rows if (result := results[index]) is not None]
+        found.append(
+            Repetition(
+                values={key: masked(values[rows[0]].get(key), key) for key in own},
+                rows=rows,
+                num_results=len(finite),
+                mean=fmean(finite) if finite else None,
+                sd=stdev(finite) if len(finite) > 1 else None,
+            )
+        )
+    return found
+
+
+def _of_repetition(repeated: Sequence[Repetition], index: int) -> JsonObject:
+    """Return the columns of a CSV that a run shares with its repetitions; none if no run is repeated."""
+    if not repeated:
+        return {}
+    own = next((one for one in repeated if index in one.rows), None)
+    num, mean, sd = (None, None, None) if own is None else (own.num_results, own.mean, own.sd)
+    return {"result_n": num, "result_mean": mean, "result_sd": sd}
+
+
+def _mean_table(keys: Sequence[str], repeated: Sequence[Repetition], ranking: Ranking) -> str:
+    """Return a row per value of the keys, with the mean of the results and their standard deviation."""
+    own = [key for key in keys if key != SEED]
+    rows: list[Sequence[str]] = [(*own, "N", f"MEAN ± SD OF {ranking.heading}")]
+    for one in sorted(repeated, key=lambda one: ranking.order(one.mean)):
+        sd = "" if one.sd is None else f" ± {one.sd:.2g}"
+        shown_values = ("-" if one.values[key] is None else shown_value(one.values[key]) for key in own)
+        num = str(one.num_results)
+        if one.num_results < len(one.rows):
+            num += f" of {len(one.rows)}"
+        rows.append((*shown_values, num, f"{result_text(one.mean)}{sd}"))
+    return table(rows, fit=terminal_width())
 
 
 def _compared(name: str, report: Report, ranking: Ranking, measured: Measured) -> JsonObject:

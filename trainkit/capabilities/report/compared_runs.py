@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from trainkit.config.schema import default_values
 from trainkit.formats import shown_value
 from trainkit.observe.values import asked_of
+from trainkit.run.end import read_newest_end
+from trainkit.run.group import group_of
 from trainkit.run.registry import find_run_or_group
 from trainkit.run.rundir import RunDir
 from trainkit.run.trial import as_number, values_of
@@ -35,6 +37,37 @@ def _runs_of(name: str) -> list[RunDir]:
     if isinstance(found, RunDir):
         return [found]
     return [run for index in sorted(found.trials) if (run := found.run(index)).exists()]
+
+
+def _named(name: str) -> list[RunDir]:
+    """Return the run with a name, or all runs of a group, also those that have not started."""
+    found = find_run_or_group(name)
+    return [found] if isinstance(found, RunDir) else [found.run(index) for index in sorted(found.trials)]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The number of runs of some names, and how many of them have not started or not ended."""
+
+    noun: str
+    """``trial`` if all of the runs are trials of groups, else ``run``."""
+    num_runs: int
+    num_not_started: int
+    num_not_ended: int
+    """The runs that have started and have not ended."""
+
+
+def progress_of(names: Iterable[str]) -> Progress:
+    """Return how many of the runs with these names have not started or not ended."""
+    runs = list({run.path.resolve(): run for name in names for run in _named(name)}.values())
+    started = [run for run in runs if run.exists()]
+    ends = [read_newest_end(run.path) for run in started]
+    return Progress(
+        noun="trial" if all(group_of(run) is not None for run in runs) else "run",
+        num_runs=len(runs),
+        num_not_started=len(runs) - len(started),
+        num_not_ended=sum(end is None or end.resumes for end in ends),
+    )
 
 
 def short_names(runs: Sequence[RunDir]) -> list[str]:

@@ -38,7 +38,8 @@ class Curves(dict[str, list[Any]]):
 
     The columns are ``run``, the keys in which the runs differ, ``step``, ``tokens``, ``time_s``,
     ``gpu_hours`` and the metrics; a key with the name of another column is ``config.NAME``. A value that
-    was not logged is None, one that was not finite is nan. `pandas.DataFrame(curves)` is the same table.
+    was not logged is None, and a value that was not finite is nan or -inf. `pandas.DataFrame(curves)` is the
+    same table.
     """
 
     def __init__(
@@ -80,6 +81,10 @@ class Curves(dict[str, list[Any]]):
         for one, own in self._runs:
             pairs = zip(self[column][own], self[metric][own], strict=True)
             yield one.name, [(x, y) for x, y in pairs if x is not None and y is not None]
+
+    def num_without(self, metric: str) -> int:
+        """Return the number of runs without a value of a metric."""
+        return sum(all(value is None for value in self[metric][own]) for _, own in self._runs)
 
     def write_csv(self, stream: TextIO) -> None:
         """Write a line of columns and a line per row; a value that was not logged is empty."""
@@ -212,21 +217,27 @@ def _rows(run: RunDir, records: Iterable[StepRecord], metrics: Sequence[str]) ->
     rows = [kept[step] for step in sorted(kept)]
     for name in metrics:
         # A metric that was never a number was not measured; a loss that never was one has diverged.
-        if not name.endswith("loss") and all(row[name] is None or row[name] != row[name] for row in rows):
+        if not name.endswith("loss") and not any(_is_finite(row[name]) for row in rows):
             for row in rows:
                 row[name] = None
     return rows
 
 
 def _value(record: StepRecord, name: str) -> float | None:
-    """A metric of a step: None if it was not logged or is no number, nan if it was not finite."""
+    """Return a metric of a step: None if it was not logged or is no number, nan or -inf if it was not finite.
+
+    A number beyond `LARGEST` is not finite either, because sums of such numbers are not.
+    """
     value: object = record.values.get(name)
     if name not in record.values or isinstance(value, bool | str | list | dict):
         return None
-    number = record.number(name)
-    return (
-        number if number is not None and abs(number) <= LARGEST else math.nan
-    )  # sums of larger ones are inf
+    if not isinstance(value, int | float):
+        return math.nan
+    return value if abs(value) <= LARGEST else -math.inf if value < 0 else math.nan
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, float | int) and math.isfinite(value)
 
 
 def _seconds(record: StepRecord, before: StepRecord | None, attempt: Attempt) -> float:
@@ -240,10 +251,12 @@ def _seconds(record: StepRecord, before: StepRecord | None, attempt: Attempt) ->
     return max(0.0, now.timestamp() - since) if since is not None else record.number("step_s") or 0.0
 
 
-def new_file(option: str, file: Path) -> Path:
-    """A file that can be written, as typed for an option; UsageError if it exists or has no folder."""
-    if file.exists() or file.is_symlink():
-        raise UsageError(f"{option} {file} exists already", hint="name a new file")
+def writable_file(option: str, file: Path, *, overwrites: bool) -> Path:
+    """Return the file of an option. Raises UsageError if it exists, unless `overwrites`, or has no folder."""
+    if file.is_symlink() or (file.exists() and not file.is_file()):
+        raise UsageError(f"{option} {file} exists already and is no regular file", hint="name another file")
+    if file.exists() and not overwrites:
+        raise UsageError(f"{option} {file} exists already", hint="name a new file, or add --overwrite")
     if not file.parent.is_dir():
         raise UsageError(
             f"{option} {file}: there is no folder {file.parent}", hint="make it, or name another"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from io import BytesIO
@@ -15,6 +15,7 @@ from trainkit.cli.output import masked
 from trainkit.errors import UsageError
 from trainkit.extras import install_line
 from trainkit.formats import did_you_mean, short_keys, shown_value
+from trainkit.run.files import write_atomic
 from trainkit.terminal import cut_in_the_middle
 
 if TYPE_CHECKING:
@@ -33,6 +34,12 @@ KINDS = ("pdf", "svg", "png")
 LARGEST = 1e300
 """A larger value is no number that can be drawn."""
 MAX_LABEL = 44
+MAX_CROSSES = 20
+"""The maximum number of crosses of one line; more of them would merge into a bar."""
+MIN_TYPICAL = 5
+"""The number of values from which one can be an outlier."""
+FAR, FAR_DECADES = 1000, 10
+"""Multiples of the distance between the quartiles and the median, beyond which a value is an outlier."""
 LOG_FROM = 50
 """An axis of positive values is logarithmic if the largest is more than this multiple of the smallest."""
 MAX_LEGEND = 12
@@ -88,6 +95,8 @@ class Line:
     """The standard deviation over the runs; None for a single run."""
     diverged_at: float | None = None
     """The first place from which on no value is finite."""
+    diverged_to: float = math.nan
+    """The value at `diverged_at`: -inf or nan."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +158,7 @@ def draw(
             raise UsageError(f"no run has numbers of {metric} by {x}", hint=hint)
     series = series_of(runs, keys, SEED in keys_that_differ)
     labels = labels_of(series, keys)
-    num_columns = 2 if all(len(label) <= MAX_LABEL // 2 for label in labels) else 1
+    num_columns = _num_columns(labels[:MAX_LEGEND])
     num_rows = -(-min(len(labels), MAX_LEGEND + 1) // num_columns) if len(labels) > 1 else 0
     size = (WIDTH_IN, HEIGHT_IN * len(metrics) + ROW_IN * num_rows)
     with _style():
@@ -175,18 +184,32 @@ def draw(
     return figure
 
 
-def save(figure: Figure, file: Path) -> None:
-    """Write a figure in the format that the suffix of the file names, without the time; a file is kept.
+def save(figure: Figure, file: Path, *, overwrites: bool = False) -> None:
+    """Write a figure in the format that the suffix of the file names, without the time of writing.
 
-    Raises FileExistsError, OSError if it cannot be written, and UsageError for another suffix.
+    Raises FileExistsError if the file exists, unless `overwrites`, OSError if it cannot be written, and
+    UsageError for another suffix.
     """
     kind, content = figure_kind(file), BytesIO()
     stamps = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}
     with _style():
         figure.savefig(content, format=kind, dpi=300, metadata=stamps.get(kind))
+    write_output(file, content.getvalue(), overwrites=overwrites)
+
+
+def write_output(file: Path, content: bytes, *, overwrites: bool) -> None:
+    """Write a file of the user's folder, whole or not at all.
+
+    Raises FileExistsError if the file exists, unless `overwrites`, and OSError if it cannot be written.
+    """
+    if overwrites and file.exists():
+        mode = file.stat().st_mode & 0o777
+        write_atomic(file, content)
+        file.chmod(mode)
+        return
     with file.open("xb") as stream:
         try:
-            stream.write(content.getvalue())
+            stream.write(content)
         except OSError:
             file.unlink()
             raise
@@ -249,12 +272,13 @@ def mean_line(series: Series, metric: str) -> Line:
         values = [y for _, y in own]
         is_finite = all(map(math.isfinite, values))
         xs.append(fmean(x for x, _ in own))
-        ys.append(fmean(values) if is_finite else math.nan)
+        ys.append(fmean(values) if is_finite else sum(values))
         spread.append(stdev(values) if is_finite and len(values) > 1 else math.nan)
-    while ys and math.isnan(ys[-1]):  # within a curve that is a gap
-        diverged_at = xs.pop()
-        ys.pop(), spread.pop()
-    return Line(xs, ys, spread if len(points) > 1 else None, diverged_at)
+    diverged_to = math.nan
+    while ys and not math.isfinite(ys[-1]):  # a value that is not finite within a curve is a gap
+        diverged_at, diverged_to = xs.pop(), ys.pop()
+        spread.pop()
+    return Line(xs, ys, spread if len(points) > 1 else None, diverged_at, diverged_to)
 
 
 def smoothed(values: Sequence[float], weight: float) -> list[float]:
@@ -321,32 +345,85 @@ def number_places(values: Sequence[object]) -> list[float] | None:
 
 
 def is_wide(values: Sequence[float]) -> bool:
-    """Whether the values are positive and span so much that a logarithmic axis shows them better."""
+    """Return whether values are positive and span a range that a logarithmic axis shows better."""
     return bool(values) and min(values) > 0 and max(values) / min(values) > LOG_FROM
+
+
+def typical(values: Iterable[float]) -> list[float]:
+    """Return finite values in ascending order, without outliers such as 1e32 that would flatten an axis.
+
+    An outlier is more than `FAR` times as far from the median as the quartiles, and as zero. Of positive
+    values, an outlier differs from the median by `FAR_DECADES` times as many powers of ten as the quartiles.
+    """
+    found = sorted(value for value in values if math.isfinite(value))
+    if len(found) < MIN_TYPICAL:
+        return found
+    is_positive = found[0] > 0
+    scaled = [math.log10(value) for value in found] if is_positive else found
+    last = len(scaled) - 1
+    low, middle, high = scaled[last // 4], scaled[last // 2], scaled[-(-3 * last // 4)]
+    around = max(high - middle, middle - low, 1.0 if is_positive else abs(middle))
+    if not around:
+        return found
+    most = around * (FAR_DECADES if is_positive else FAR)
+    return [value for value, at in zip(found, scaled, strict=True) if abs(at - middle) <= most]
+
+
+def band_floor(lowest: float, ends: Iterable[float]) -> float:
+    """Return the value on a logarithmic axis at which bands end that would continue below it.
+
+    It is the smallest of the `lowest` value of the lines and the lower `ends` of their bands. Ends below a
+    tenth of `lowest` do not count.
+    """
+    return min((end for end in ends if lowest / 10 <= end < lowest), default=lowest)
+
+
+def crosses(points: Iterable[tuple[float, float]], low: float, high: float) -> list[tuple[float, float]]:
+    """Return the points at which a line leaves the range from `low` to `high`, where a cross is drawn.
+
+    A value that is not finite is outside. Of more than `MAX_CROSSES` points, the first ones and the last are
+    returned.
+    """
+    found, was_inside = list[tuple[float, float]](), True
+    for place, value in points:
+        is_inside = low <= value <= high
+        if was_inside and not is_inside:
+            found.append((place, value))
+        was_inside = is_inside
+    return found if len(found) <= MAX_CROSSES else [*found[: MAX_CROSSES - 1], found[-1]]
 
 
 def _draw_chart(
     axes: Axes, lines: Sequence[Line], styles: Sequence[Style], smooth: float, scale: float
 ) -> None:
-    finite = [y for line in lines for y in line.y if math.isfinite(y)]
-    if is_wide(finite):
+    shown = typical(y for line in lines for y in line.y)
+    lowest, highest = (shown[0], shown[-1]) if shown else (0.0, 0.0)
+    floor = -math.inf
+    if is_wide(shown):
         axes.set_yscale("log")
+        ends = (y - s for line in lines for y, s in zip(line.y, line.spread or (), strict=False))
+        floor = band_floor(lowest, ends)
     for line, style in zip(lines, styles, strict=True):
-        xs, ys = [place / scale for place in line.x], smoothed(line.y, smooth) if smooth else line.y
-        few = "o" if len(line.x) < 3 else None  # a line of one point would be nothing
+        xs = [place / scale for place in line.x]
+        inside = [y if lowest <= y <= highest else math.nan for y in line.y]
+        ys = smoothed(inside, smooth) if smooth else inside
+        few = "o" if len(line.x) < 3 else None  # matplotlib draws nothing for a line of one point
         if smooth:
-            axes.plot(xs, line.y, color=style.color, alpha=0.25, linewidth=0.6)
+            axes.plot(xs, inside, color=style.color, alpha=0.25, linewidth=0.6)
         axes.plot(xs, ys, color=style.color, linestyle=style.dash, marker=few, markersize=3)
         if line.spread is not None:
             pairs = list(zip(ys, line.spread, strict=True))
-            low, high = [y - s for y, s in pairs], [y + s for y, s in pairs]
+            low, high = [max(y - s, floor) for y, s in pairs], [y + s for y, s in pairs]
             axes.fill_between(xs, low, high, color=style.color, alpha=0.2, linewidth=0)
-    top = axes.get_ylim()[1]
-    axes.set_ylim(top=top)
+    bottom, top = axes.get_ylim()
+    axes.set_ylim(bottom, top)
     for line, style in zip(lines, styles, strict=True):
+        points = [*zip(line.x, line.y, strict=True)]
         if line.diverged_at is not None:
-            place = line.diverged_at / scale
-            axes.plot([place], [top], marker="x", color=style.color, clip_on=False, markersize=5)
+            points.append((line.diverged_at, line.diverged_to))
+        for place, value in crosses(points, lowest, highest):
+            edge = bottom if value < lowest else top
+            axes.plot([place / scale], [edge], "x", color=style.color, clip_on=False, markersize=5)
 
 
 def _time_unit(largest_s: float) -> tuple[str, float]:
@@ -355,6 +432,14 @@ def _time_unit(largest_s: float) -> tuple[str, float]:
         if largest_s >= 2 * size:
             return f" ({name})", size
     return " (s)", 1.0
+
+
+def _num_columns(labels: Sequence[str]) -> int:
+    """Return the columns of a legend: 2 of short labels, and of three labels 3 or 1, which leave no gap."""
+    longest = max(map(len, labels), default=0)
+    if len(labels) == 3:
+        return 3 if longest <= MAX_LABEL // 3 else 1
+    return 2 if longest <= MAX_LABEL // 2 else 1
 
 
 def _add_legend(

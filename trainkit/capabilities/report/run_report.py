@@ -132,9 +132,9 @@ def read_report(history: RunHistory, status: RunStatus, now: float) -> Report:
     )
 
 
-def render_report(report: Report) -> str:
-    """The page of a report."""
-    failed, charts = report.status.failure, _charts(report)
+def render_report(report: Report, metric: str | None = None) -> str:
+    """Return the page of a report, with the chart of `metric` first."""
+    failed, charts = report.status.failure, _charts(report, metric)
     return render_page(
         TEMPLATE,
         title=report.status.name,
@@ -151,14 +151,14 @@ def render_report(report: Report) -> str:
     )
 
 
-def _charts(report: Report) -> list[Chart]:
+def _charts(report: Report, metric: str | None) -> list[Chart]:
     marks = [
         (float(item.start_step), str(item.number)) for item in report.attempts if item.training is not None
     ]
     series = report.metrics
     if report.val_loss and "val_loss" not in series:  # a script logs its validations as events
         series = {**series, "val_loss": report.val_loss}
-    return run_charts(series, marks, report.status.progress.samples_per_s is not None)
+    return run_charts(series, marks, report.status.progress.samples_per_s is not None, metric)
 
 
 def _timeline(report: Report) -> list[dict[str, object]]:

@@ -294,10 +294,10 @@ def _read_curves(
     return found
 
 
-def render_sweep(report: SweepReport) -> str:
-    """The page of a sweep."""
+def render_sweep(report: SweepReport, metric: str | None = None) -> str:
+    """Return the page of a sweep, with the curves of `metric` first."""
     keys = [key for key in report.keys if key != REPEAT]
-    curves, names = _curve_charts(report)
+    curves, names = _curve_charts(report, metric)
     lines = _repetitions(report.trials, report.keys, report.objective)
     return render_page(
         TEMPLATE,
@@ -336,11 +336,11 @@ def _verdict(report: SweepReport) -> str:
     return f"{text}. {label}: {result_figure(report.best.result)} with {trial_name(report.best)}."
 
 
-def _curve_charts(report: SweepReport) -> tuple[list[Chart], list[Drawn]]:
-    """A chart for each metric, with a line per trial, and the names of the lines."""
+def _curve_charts(report: SweepReport, first: str | None = None) -> tuple[list[Chart], list[Drawn]]:
+    """Return a chart for each metric, `first` before the others, and the names of their lines."""
     keys = [key for key in report.keys if key not in REPETITIONS]
     by_name = {f"trial {index}": thinned for index, thinned in report.curves.items()}
-    metrics = metric_order(dict.fromkeys(name for own in by_name.values() for name in own.names))
+    metrics = metric_order(dict.fromkeys(name for own in by_name.values() for name in own.names), first)
     trials = {trial.index: trial for trial in report.trials}
     runs = []
     for index, own in report.curves.items():
@@ -364,7 +364,7 @@ def _curve_charts(report: SweepReport) -> tuple[list[Chart], list[Drawn]]:
             found = [(round(x), y) for x, y in zip(mean.x, mean.y, strict=True)]
             spread = None if mean.spread is None else list(mean.spread)
             if mean.diverged_at is not None:
-                found.append((round(mean.diverged_at), math.nan))
+                found.append((round(mean.diverged_at), mean.diverged_to))
                 spread = None if spread is None else [*spread, math.nan]
             lines.append(replace(style, points=found, spread=spread))
         charts.append(line_chart(title_of(metric, counts_samples), lines, has_names=False))

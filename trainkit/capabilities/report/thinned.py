@@ -45,13 +45,15 @@ class Bucket:
     """The number of finite values; without one, `low` and `high` mean nothing."""
     last: int
     """The last step."""
-    broken: int | None
-    """The first step whose value is not finite."""
+    broken: Point | None
+    """The first step whose value is not finite, and -inf or nan for its value."""
 
     @property
     def mean(self) -> Point:
-        """The last step and the mean of the finite values; nan without one."""
-        return self.last, self.total / self.count if self.count else math.nan
+        """The last step and the mean of the finite values; nan or -inf without a finite value."""
+        if self.count:
+            return self.last, self.total / self.count
+        return self.last, math.nan if self.broken is None else self.broken[1]
 
     def merge(self, other: Bucket) -> None:
         """Take in the steps of another bucket."""
@@ -64,8 +66,8 @@ class Bucket:
             self.low, self.high = other.low, other.high
         self.total, self.count = self.total + other.total, self.count + other.count
         self.last = max(self.last, other.last)
-        broken = [step for step in (self.broken, other.broken) if step is not None]
-        self.broken = min(broken, default=None)
+        broken = [point for point in (self.broken, other.broken) if point is not None]
+        self.broken = min(broken, key=itemgetter(0), default=None)
 
 
 class Thinned:
@@ -125,7 +127,7 @@ class Thinned:
         for _, bucket in sorted(self.buckets.get(name, {}).items()):
             own = {bucket.low, bucket.high} if bucket.count else set()
             if bucket.broken is not None:
-                own.add((bucket.broken, math.nan))
+                own.add(bucket.broken)
             found += sorted(own, key=itemgetter(0))
         return found
 
@@ -138,14 +140,16 @@ def _bucket(steps: Sequence[object], values: Sequence[object]) -> Bucket | None:
     """The bucket of a metric's values at some steps; None where none is a number or null."""
     finite: Sequence[float] = values  # type: ignore[assignment]
     at: Sequence[int] = steps  # type: ignore[assignment]
-    broken = None
+    broken: Point | None = None
     low = high = math.inf
     if set(map(type, values)) <= NUMBERS:
         low, high = min(finite), max(finite)
     if not -LARGEST <= low <= high <= LARGEST:
         pairs = [pair for pair in zip(at, values, strict=True) if pair[1] is None or type(pair[1]) in NUMBERS]
         good = [(step, value) for step, value in pairs if value is not None and abs(value) <= LARGEST]  # type: ignore[arg-type]
-        broken = next((step for step, value in pairs if value is None or abs(value) > LARGEST), None)  # type: ignore[arg-type]
+        broken = next((pair for pair in pairs if pair[1] is None or abs(pair[1]) > LARGEST), None)  # type: ignore[arg-type]
+        if broken is not None:
+            broken = broken[0], -math.inf if broken[1] is not None and broken[1] < 0 else math.nan  # type: ignore[operator]
         if not good:
             last = max((step for step, _ in pairs), default=0)
             return None if broken is None else Bucket((0, math.nan), (0, math.nan), 0.0, 0, last, broken)
