@@ -70,7 +70,7 @@ function logScale(low, high) {
   return { low: Math.min(below, low), high: Math.max(above, high), ticks, place: value => value > 0 ? (Math.log(value) - Math.log(bottom)) / size : -FAR, text: tick => tickText(tick, tick, tick) };
 }
 
-const shown = value => value === null ? "not finite" : Math.abs(value) >= 1e5 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(5)));
+const shown = value => value === null ? "not finite" : Math.abs(value) >= 1e21 ? String(Number(value.toPrecision(4))) : Math.abs(value) >= 1e5 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(5)));
 const quoted = value => { const text = String(value ?? "nan"); return /[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text; };
 
 function element(kind, attributes = {}, text = "") {

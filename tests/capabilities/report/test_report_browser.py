@@ -246,6 +246,30 @@ def test_a_chart_that_is_drawn_again_has_the_same_crosses(chromium: Browser, tmp
     assert chromium.evaluate(crosses) == before
 
 
+def test_an_outlier_and_a_band_are_drawn_again_as_before(chromium: Browser, tmp_path: Path) -> None:
+    group = made_up_sweep(tmp_path / "mine", {"optimizer.lr": [0.1, 0.2], "seed": [1, 2]}, num_steps=30)
+    odd = {0: {5: 1e32, 20: -1e32}, 1: {}, 2: {9: None}, 3: {12: -1e301}}
+    for index, values in odd.items():
+        run = group.run(index)
+        lines = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
+        logged = [
+            {**line, "loss": values.get(line["step"], line["loss"]), "wide": 10.0 ** (line["step"] % 4 - index)}
+            for line in lines
+        ]
+        run.metrics_file.write_text("".join(json.dumps(line) + "\n" for line in logged))
+    file = tmp_path / "page.html"
+    file.write_text(render_sweep(read_sweep(group, GroupFiles(group).status({}, NOW), NOW.timestamp())))
+    chromium.open(file, 1400)
+    crosses = "[...document.querySelectorAll('.chart .cross')].map(one => one.className + ': ' + one.title)"
+    before, pixels = chromium.evaluate(crosses), chromium.pixels()
+    axes = [axes_of(chromium, index) for index in range(4)]
+    assert {"cross: lr=0.1: 5e+31 at 5", "cross low: lr=0.1: -5e+31 at 20"} <= set(before)
+    chromium.evaluate("for (const plot of plots) plot.reset()")
+    assert chromium.evaluate(crosses) == before
+    assert [axes_of(chromium, index) for index in range(4)] == axes
+    assert (np.abs(chromium.pixels() - pixels) > 0.3).any(axis=-1).mean() < 0.002
+
+
 def test_the_points_of_a_chart_can_be_saved(
     chromium: Browser, pages: dict[str, Path], tmp_path: Path
 ) -> None:
