@@ -193,6 +193,12 @@ def test_runs_that_differ_in_their_seeds_are_one_line(tmp_path: Path) -> None:
     assert "A line is the mean of runs that differ in their seeds" in render_sweep(report)
 
 
+def test_the_page_says_how_many_runs_have_diverged(tmp_path: Path) -> None:
+    group = made_up_sweep(tmp_path / "mine", {"seed": [1, 2]}, num_steps=2)
+    write_metrics(group.run(0), {"loss": [1.0, None]})
+    assert "2 runs, 2 finished, 1 of them diverged." in render_sweep(report_of(group))
+
+
 def data_of(chart: Chart) -> list[dict[str, Any]]:
     lines: Any = chart.data["lines"]
     return list(lines)

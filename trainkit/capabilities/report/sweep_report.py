@@ -330,6 +330,8 @@ def trial_name(trial: TrialReport) -> str:
 
 def _verdict(report: SweepReport) -> str:
     text = f"{report.name}: {plural(len(report.trials), 'run')}, {state_counts(report.states)}"
+    if num_diverged := sum(trial.diverged_since is not None for trial in report.trials):
+        text += f", {num_diverged:,} of them diverged"
     if report.best is None or report.best.result is None:
         return f"{text}; no results yet."
     label = report.objective.label.capitalize()
