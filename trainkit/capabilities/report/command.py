@@ -1,4 +1,4 @@
-"""``trainkit report``: one HTML page of what a run did."""
+"""Implements ``trainkit report``, which writes one HTML page about a run or a group of runs."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from trainkit.shipped import measured_speeds
 def command(run_name: str, metric: str | None, out: Path | None, overwrite: bool, as_json: bool) -> None:
     """Write report.html in the folder of RUN and print its path.
 
-    The page shows the timeline, goodput and where the rest of the time went, curves, utilisation, requested
-    and used resources, and how to repeat the run. It opens without a network.
+    The page shows the timeline, the goodput and where the other time went, curves, utilisation, requested and
+    used resources, and how to repeat the run. The page needs no network.
 
-    For a group of runs and for the folder of a bench, the page compares all of their runs: a table, failures
-    first, the results by each swept key, and the curves over each other.
+    The page of a group of runs or of a bench compares all runs. It has a table with failures first, the
+    results by each swept key, and the curves of all runs in the same charts.
     """
     from trainkit.capabilities.report.curves import writable_file
     from trainkit.capabilities.report.page import REPORT_FILE
@@ -47,7 +47,7 @@ def command(run_name: str, metric: str | None, out: Path | None, overwrite: bool
     if isinstance(found, RunDir):
         report = read_report(*look_at(found, warn)[:2], now)
         if metric is not None:
-            rank([found], metric, None)  # which says what the run has logged if it has not logged this metric
+            rank([found], metric, None)  # raises UsageError, with the names of what the run has logged
         folder, page, value = found.path, render_report(report, metric), report.to_dict()
     else:
         speeds = measured_speeds(found.path) if metric is None else None

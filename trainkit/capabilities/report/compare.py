@@ -1,4 +1,4 @@
-"""``trainkit compare``: what differs between runs, and what they reached, side by side in the terminal."""
+"""Implements ``trainkit compare``, which shows the results of runs and the keys in which they differ."""
 
 from __future__ import annotations
 
@@ -43,9 +43,11 @@ from trainkit.run.trial import as_number, as_numbers
 from trainkit.terminal import TITLE, Styled
 
 CURVE_WIDTH = 24
+"""Characters of a curve in a table."""
 MAX_CELL = 40
+"""The maximum number of characters of a value in a table."""
 SORTED_BY = ("run", "state", "step", "loss", "tokens_per_s", "allocated_s", "worker_hours")
-"""The columns that runs can be sorted by, next to the keys in which they differ and what ranks them."""
+"""The columns that ``--sort`` takes, in addition to the keys in which the runs differ and to metrics."""
 
 
 @as_command(
@@ -61,10 +63,10 @@ SORTED_BY = ("run", "state", "step", "loss", "tokens_per_s", "allocated_s", "wor
     is_flag=False,
     flag_value="-",
 )
-@option("--curves METRICS", "Compare the curves of these metrics, such as loss,val_loss.", name="metrics")
+@option("--curves METRICS", "Compare the curves of metrics, such as loss,val_loss.", name="metrics")
 @option(
     "--plot FILE",
-    "Draw the curves as a new .pdf, .svg or .png; without --curves, those of the loss.",
+    "Draw the curves as a .pdf, .svg or .png file; default: the curves of the loss.",
     type=PATH,
 )
 @option(
@@ -72,11 +74,11 @@ SORTED_BY = ("run", "state", "step", "loss", "tokens_per_s", "allocated_s", "wor
     "Draw the curves over step, tokens, time or gpu_hours; default: step.",
     type=click.Choice(list(AXES)),
 )
-@option("--smooth WEIGHT", "Draw a moving mean with this weight of the past, such as 0.9.", type=float)
+@option("--smooth WEIGHT", "Draw a moving mean; WEIGHT is the weight of the past, such as 0.9.", type=float)
 @option("--overwrite", "Replace the FILE of --plot and --csv if it exists.")
-@option("--metric NAME", "Compare the results by this metric; default: that of their configs, else val_loss.")
+@option("--metric NAME", "Rank the runs by this metric; default: the metric of their configs, or val_loss.")
 @option("--sort NAME", "Sort the runs by a column, a config key in which they differ, or a metric.")
-@option("--by KEY", "Colour the curves by this config key; default: the first in which the runs differ.")
+@option("--by KEY", "Colour the curves by this config key; default: the first key in which the runs differ.")
 @json_option
 def command(
     names: tuple[str, ...],
@@ -100,7 +102,7 @@ def command(
     and standard deviation over seeds. The table has a row per logged step.
     """
     if csv_file is not None and csv_file != "-" and not csv_file.endswith(".csv"):
-        names, csv_file = (csv_file, *names), "-"  # `--csv` without FILE, before the runs
+        names, csv_file = (csv_file, *names), "-"  # `--csv` had no FILE and stood before the runs
     table_file = None
     if csv_file is not None and csv_file != "-":
         table_file = writable_file("--csv", Path(csv_file), overwrites=overwrite)
@@ -112,7 +114,7 @@ def command(
         raise UsageError("--overwrite is for a file", hint="name it: --plot losses.pdf or --csv curves.csv")
     for name, value in {"--x": x, "--smooth": smooth, "--by": by}.items():
         if plot is None and value is not None:
-            raise UsageError(f"{name} is for a figure", hint="name its file: --plot losses.pdf")
+            raise UsageError(f"{name} is for a figure", hint="add the file of a figure: --plot losses.pdf")
     if metrics is None and plot is None:
         _compare_runs(names, csv_file is not None, table_file, overwrite, as_json, metric, sort)
         return
@@ -120,7 +122,7 @@ def command(
         if value is not None:
             raise UsageError(f"{name} is for a table of runs", hint="--curves names the metrics of curves")
     if as_json:
-        raise UsageError("--json has no curves", hint="--csv FILE writes them as a table")
+        raise UsageError("--json has no curves", hint="--csv FILE writes curves as a table")
     wanted = [name.strip() for name in (metrics or "loss").split(",")]
     curves = read_curves(*names, metrics=[name for name in wanted if name])
     for name in curves.unreadable:
@@ -171,7 +173,7 @@ def _table(file: Path | None, overwrites: bool) -> Iterator[TextIO]:
 
 
 def _curve_table(curves: Curves) -> str:
-    """A row for each run and metric: its last, lowest and highest value, and its curve."""
+    """Return a table with a row per run and metric: the last, lowest and highest value, and the curve."""
     rows: list[Sequence[str]] = [("RUN", "METRIC", "STEP", "LAST", "LOWEST", "HIGHEST", "CURVE")]
     for metric in curves.metrics:
         for run, points in curves.points(metric):
@@ -324,7 +326,7 @@ def _mean_table(keys: Sequence[str], repeated: Sequence[Repetition], ranking: Ra
 
 
 def _compared(name: str, report: Report, ranking: Ranking, measured: Measured) -> JsonObject:
-    """What one run reached, with a `name` as short as it tells the runs apart; None where it is unknown."""
+    """Return the results of one run; a result that is unknown is None."""
     progress = report.status.progress
     found = [] if progress.diverged_since is not None else report.val_loss
     best_step, best = min(found, key=lambda point: point[1], default=(None, None))
@@ -340,7 +342,7 @@ def _compared(name: str, report: Report, ranking: Ranking, measured: Measured) -
         "val_loss": progress.val_loss,
         "best_val_loss": best,
         "best_step": None if best_step is None else int(best_step),
-        # A step that is profiled, or follows a save, is slow.
+        # A median, because a profiled step and the step after a save are slow.
         "tokens_per_s": median(speeds) if speeds else None,
         "allocated_s": round(report.allocated_s, 3),
         "worker_hours": report.worker_hours,
@@ -382,7 +384,10 @@ def _figures(
 
 
 def _result(measured: Measured, report: Report) -> str:
-    """The result of a run and its step, or since when only what ranks it has none."""
+    """Return the text of a run's result and step, or of the step since which its metric has diverged.
+
+    A run whose loss has diverged says so in another column.
+    """
     if measured.result is not None:
         return f"{result_text(measured.result.value)} at {cell(measured.result.step)}"
     is_said = report.status.progress.diverged_since is not None
@@ -390,7 +395,7 @@ def _result(measured: Measured, report: Report) -> str:
 
 
 def _differences(keys: Sequence[str], runs: Sequence[tuple[str, dict[str, object]]]) -> str:
-    """A row per key, or, of more runs than keys, a row per run."""
+    """Return the table of the keys in which runs differ: a row per key, or a row per run of many runs."""
     if len(runs) < 2:
         return "their configs cannot be compared"
     if not keys:
