@@ -177,7 +177,7 @@ def test_of_a_large_file_a_part_is_read(tmp_path, monkeypatch):
     ]
     whole = read_curves(file, attempts_in(events))
     monkeypatch.setattr(goodput, "WHOLE_BYTES", 2**20)
-    monkeypatch.setattr(goodput, "PART_BYTES", 1000)
+    monkeypatch.setattr(goodput, "CHUNK_BYTES", 1000)
     part = read_curves(file, attempts_in(events))
     assert part.num_records == pytest.approx(whole.num_records, rel=0.05)
     for number, spent in whole.spent.items():
@@ -288,8 +288,8 @@ def report_of_run_without(run, prefix):
     ("percents", "used", "following"),
     [
         ((), "unknown", "unknown: not measured"),
-        ((60, 80), "70 % busy on average", "the same: they were busy"),
-        ((60, 79), "70 % busy on average", "find what they wait for before asking for more"),
+        ((60, 80), "70 % busy on average", "the same number, because the GPUs were busy"),
+        ((60, 79), "70 % busy on average", "find out why the GPUs wait before you request more of them"),
     ],
 )
 def test_gpus_that_wait_are_no_reason_to_ask_for_more(run, percents, used, following):
@@ -300,7 +300,7 @@ def test_gpus_that_wait_are_no_reason_to_ask_for_more(run, percents, used, follo
     assert (found.resource, found.used, found.next_time) == ("GPUs", used, following)
 
 
-NOT_ASKED = "nothing: only a job that is submitted to Slurm asks for it"
+NOT_ASKED = "nothing: only a Slurm job requests it"
 MEASURED = "25 % above the peak sampled"
 
 

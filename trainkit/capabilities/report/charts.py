@@ -1,7 +1,7 @@
-"""Charts of a report as inline SVG, with their data for the script of the page, which zooms and shows values.
+"""Draws the charts of a report as inline SVG, with the data for the script of the page.
 
-The labels are HTML, so that they stay readable at any width. `templates/charts.js` draws a part of a chart by
-the same rules: what is changed here is changed there.
+The labels are HTML, so that they stay readable at any width. The script, `templates/charts.js`, zooms charts
+and shows values. It draws by the same rules, so a change of a rule here needs the same change there.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from trainkit.capabilities.report.plot import (
 from trainkit.formats import shown_value
 
 WIDTH, HEIGHT = 2000, 500
-"""The units of the SVG, which is as wide and high as its box."""
+"""The size of the coordinate system of each SVG, which the browser stretches to its box."""
 Point = tuple[float, float]
-"""A place on the horizontal axis, and a value that is nan where it was not finite."""
+"""A place on the horizontal axis, and a value, which is nan or -inf if it was not finite."""
 TINY = 1e-300
-"""A smaller value is drawn as 0."""
+"""A value whose magnitude is smaller is drawn as 0."""
 MAX_LOG_TICKS = 6
 MAX_X_LABELS = 6
 EDGE = 0.08
-"""Room next to the first and the last value of a key, for half of their label."""
+"""The margin next to the first and the last value of a key, which half of a label needs."""
 DENSE = 400
-"""Points of a line that is drawn thin, since its ups and downs would touch."""
+"""A line with more points is drawn thin, because its ups and downs would touch each other."""
 MAX_LABEL = 14
 MAX_CHARTS = 40
 TITLES = {
@@ -54,12 +54,12 @@ TITLES = {
     "grad_norm": "Gradient norm",
     "mem_gib_peak": "Peak memory (GiB)",
 }
-"""Metric of the trainer -> its title. Metrics of one's own keep their names, and come after the losses."""
+"""Maps a metric of the trainer to its title. The user's metrics keep their names."""
 _PART = re.compile(r"(?:train|training|val|valid|validation|eval|evaluation|test)[_/.](.+)")
 
 
 class Color(NamedTuple):
-    """A colour on white and on black."""
+    """A colour for a light page and for a dark page."""
 
     light: str
     dark: str
@@ -71,17 +71,20 @@ PALETTE = [
         COLORS, ("#4BA3DC", "#FF8A45", "#2FC79B", "#E9A3CB", "#F2B632", "#9AD7F7", "#E4E8EE"), strict=True
     )
 ]
-"""Lines of different names; people with any colour vision can distinguish them."""
+"""The colours of values that are not numbers. People with any colour vision can distinguish them."""
 BEST, OTHER, MEDIAN = PALETTE[1], PALETTE[0], Color("#9AA3AF", "#6B7686")
 VIRIDIS = (
     "440154", "482475", "414487", "355F8D", "2A788E", "21918C", "22A884", "44BF70", "7AD151",
     "BDDF26", "FDE725",
 )  # fmt: skip
-"""The colormap viridis at 0, 0.1 … 1."""
+"""The colours of viridis at 0, 0.1, and so on up to 1."""
 
 
 def viridis(place: float) -> Color:
-    """The colour of a place from 0 to 1: without the lightest ones on white, and the darkest on black."""
+    """Return the colour of viridis at a place from 0 to 1.
+
+    A light page does not use the lightest colours, and a dark page does not use the darkest.
+    """
     return Color(_viridis(0.87 * place), _viridis(0.25 + 0.75 * place))
 
 
@@ -102,7 +105,7 @@ def colors_of(values: Sequence[object]) -> list[Color]:
 
 
 def as_number(value: object) -> float | None:
-    """A value that is a number, also as text such as 1e-4; None for another one."""
+    """Return a value as a float, also a text such as ``1e-4``; None if it is not a number."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
@@ -120,19 +123,19 @@ class Line:
     color: Color
     name: str = ""
     spread: Sequence[float] | None = None
-    """The standard deviation at each point; nan where there is none."""
+    """The standard deviation at each point, which is nan if it is unknown; None for a line without a band."""
     kind: str = ""
-    """CSS classes: ``best``, ``median``, ``dot``, ``d1`` to ``d3`` for dashes."""
+    """The CSS classes ``best``, ``median``, ``dot``, and ``d1`` to ``d3`` for dashes."""
 
     @property
     def style(self) -> str:
-        """The variables of its colours in CSS."""
+        """The CSS variables with the colours of the line."""
         return f"--l:{self.color.light};--d:{self.color.dark}"
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A drawn line: its CSS class and style, the path, and that of its spread."""
+    """A drawn line: its CSS classes and style, its path, and the path of its band."""
 
     kind: str
     style: str
@@ -142,7 +145,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Label:
-    """A text at a place of an axis in percent."""
+    """A text at a place of an axis, in percent of its length."""
 
     place: float
     text: str
@@ -153,31 +156,31 @@ class Label:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart for the template."""
+    """A chart, as the template needs it."""
 
     title: str
     over: str
-    """What the horizontal axis is."""
+    """The name of the horizontal axis."""
     paths: list[Drawn]
     y_labels: list[Label]
     x_labels: list[Label]
     data: dict[str, object]
-    """What the script of the page reads."""
+    """The data for the script of the page, which are written as JSON."""
     names: list[Drawn] = field(default_factory=list)
-    """The names of its lines, as `line`."""
+    """The legend; `Drawn.line` is the name of a line."""
     crosses: list[Label] = field(default_factory=list)
-    """Where values are not finite."""
+    """The places of values that are not finite or outside the axis."""
     marks: list[Label] = field(default_factory=list)
-    """Where attempts began."""
+    """The steps at which attempts began."""
 
     @property
     def alt(self) -> str:
-        """What it shows, for those who do not see it."""
+        """The text of the chart for screen readers."""
         return f"{self.title} over {self.over}"
 
 
 class Scale(NamedTuple):
-    """An axis: the values at its ends, and its ticks."""
+    """An axis, with the values at its ends and the values of its ticks."""
 
     low: float
     high: float
@@ -185,7 +188,7 @@ class Scale(NamedTuple):
     is_log: bool = False
 
     def place(self, value: float) -> float:
-        """The place of a value from 0 to 1."""
+        """Return the place of a value, from 0 to 1."""
         if not self.is_log:
             return (value - self.low) / (self.high - self.low)
         return (math.log(value) - math.log(self.low)) / (math.log(self.high) - math.log(self.low))
@@ -218,7 +221,7 @@ def scale_of(values: Iterable[float]) -> Scale:
 
 
 def nice_ticks(low: float, high: float, count: int) -> list[float]:
-    """About `count` round numbers from at most `low` to at least `high`."""
+    """Return about `count` round numbers, from at most `low` to at least `high`."""
     raw = (high - low) / count
     base = 10.0 ** math.floor(math.log10(raw))
     step = next((base * factor for factor in (1, 2, 5, 10) if base * factor >= raw), base * 10)
@@ -227,7 +230,10 @@ def nice_ticks(low: float, high: float, count: int) -> list[float]:
 
 
 def _log_scale(low: float, high: float) -> Scale:
-    """A logarithmic axis from 1, 2 or 5 times a power of ten to another; of many decades, some have ticks."""
+    """Return a logarithmic axis whose ends are 1, 2 or 5 times a power of ten.
+
+    If the axis spans many powers of ten, only some of them have ticks.
+    """
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     round_ones = [factor * 10.0**power for power in range(first, last + 1) for factor in (1, 2, 5)]
     below = max(tick for tick in round_ones if tick <= low * (1 + 1e-9))
@@ -241,7 +247,10 @@ def _log_scale(low: float, high: float) -> Scale:
 
 
 def tick_text(value: float, step: float, largest: float) -> str:
-    """A tick with the digits that distinguish it from the next one: ``0.25``, ``20k``, ``3e-4``."""
+    """Return the text of a tick, such as ``0.25``, ``20k`` or ``3e-4``.
+
+    The text has the digits that distinguish the tick from the next one, which is `step` larger.
+    """
     if value == 0:
         return "0"
     step = abs(step)
@@ -262,7 +271,7 @@ def line_chart(
     over: str = "step",
     has_names: bool = True,
 ) -> Chart | None:
-    """A chart of lines; None when there is nothing to draw."""
+    """Return a chart of lines; None if no line has points."""
     lines = [line for line in lines if line.points]
     if not lines:
         return None
@@ -382,7 +391,7 @@ def _within(value: float, y: Scale) -> float:
 
 
 def _drawn(places: Sequence[Point]) -> str:
-    """A path through places from 0 to 1, each relative to the one before, which is short."""
+    """Return an SVG path through places from 0 to 1, in relative coordinates, which are short."""
     found = [(round(x * WIDTH), round((1 - y) * HEIGHT)) for x, y in places]
     (left, top), *_ = found
     steps = [
@@ -390,15 +399,15 @@ def _drawn(places: Sequence[Point]) -> str:
         for (before_x, before_y), (x, y) in pairwise(found)
         if (x, y) != (before_x, before_y)
     ]
-    text = " ".join(f"{dx} {dy}" for dx, dy in steps).replace(" -", "-")  # a sign separates too
+    text = " ".join(f"{dx} {dy}" for dx, dy in steps).replace(" -", "-")  # a minus sign separates numbers
     return f"M{left} {top}" + (f"l{text}" if steps else "h0")
 
 
 def _data(line: Line) -> dict[str, object]:
     """Return a line for the script of the page.
 
-    Steps are exact differences, and values have six digits, or null where they are not finite. `low` lists
-    the indices of values of -inf.
+    Steps are exact differences. Values have six digits, and are null if they are not finite. `low` lists the
+    indices of the values that are -inf.
     """
     steps = [x for x, _ in line.points]
     found: dict[str, object] = {
@@ -419,7 +428,7 @@ def _short(value: float) -> float | int | None:
 
 
 def _whole(value: float) -> float | int:
-    """A number, without a decimal point if it needs none."""
+    """Return a number as an int if it is whole, because JSON is shorter without a decimal point."""
     return int(value) if value == int(value) and abs(value) < 2**53 else value
 
 
@@ -429,16 +438,16 @@ class Dot:
 
     value: object
     result: float | None
-    """None if it is not finite."""
+    """None if the run diverged."""
     name: str
     is_best: bool = False
 
 
 def dot_chart(title: str, key: str, dots: Sequence[Dot]) -> Chart | None:
-    """A dot for each result by the value of a key, and a line through the medians of numbers.
+    """Return a chart with a dot per result, by the value of a key; None if no run has a result.
 
-    The best one stands out, and a run without a finite result is a cross at the edge. None when no run has a
-    result.
+    A line joins the medians if the values are numbers. The best result has another colour. A run without a
+    result, or with a result far from the others, is a cross at an edge.
     """
     results = [dot.result for dot in dots if dot.result is not None]
     if not results:
@@ -449,7 +458,7 @@ def dot_chart(title: str, key: str, dots: Sequence[Dot]) -> Chart | None:
     x = Scale(0.0, 1.0, [])
     by_place: dict[float, list[float]] = {place: [] for place in sorted(set(places.values()))}
     lines = []
-    for dot in sorted(dots, key=lambda dot: dot.is_best):  # the best one on top of the others
+    for dot in sorted(dots, key=lambda dot: dot.is_best):  # The best is last, so that it covers the others.
         if dot.result is not None and y.fits(dot.result):
             place = places[shown_value(dot.value)]
             by_place[place].append(dot.result)
@@ -485,7 +494,10 @@ def dot_chart(title: str, key: str, dots: Sequence[Dot]) -> Chart | None:
 
 
 def _places(values: Sequence[object]) -> dict[str, float]:
-    """Text of a value -> its place from 0 to 1, at equal distances: numbers in their order, then names."""
+    """Return the place of each value by its text, from 0 to 1 at equal distances.
+
+    Numbers are in ascending order, and other values follow them.
+    """
 
     def order(value: object) -> tuple[bool, float]:
         number = as_number(value)
@@ -499,7 +511,7 @@ def _places(values: Sequence[object]) -> dict[str, float]:
 
 
 def _value_labels(places: Mapping[str, float]) -> list[tuple[float, str]]:
-    """The values as labels, but none that would touch the label before it."""
+    """Return the labels of values, without labels that would touch the label before them."""
     labels: list[tuple[float, str]] = []
     for text, place in places.items():
         if not labels or place - labels[-1][0] >= 1 / MAX_X_LABELS:
@@ -531,13 +543,13 @@ def metric_order(names: Iterable[str], first: str | None = None) -> list[str]:
 
 
 def base_of(name: str) -> str:
-    """The metric without the part of the data: ``loss`` for ``val_loss`` and ``train/loss``."""
+    """Return a metric without the name of the data: ``loss`` for ``val_loss`` and ``train/loss``."""
     found = _PART.fullmatch(name)
     return found[1] if found else name
 
 
 def title_of(name: str, counts_samples: bool) -> str:
-    """The title of a chart; the ``tokens_per_s`` of a task whose losses count samples are samples."""
+    """Return the title of a chart; ``tokens_per_s`` are samples if the losses of a task count samples."""
     title = TITLES.get(name, name)
     is_speed = counts_samples and name.startswith("tokens_per_s")
     return title.replace("Tokens", "Samples") if is_speed else title
@@ -568,7 +580,7 @@ def run_charts(
 
 
 def csv_command(folder: str, metrics: Iterable[str]) -> str:
-    """The command that writes all points of some metrics."""
+    """Return the command that writes all points of some metrics as CSV."""
     names = [name for name in dict.fromkeys(metrics) if "," not in name]
     return join(
         ["trainkit", "compare", folder, "--curves", ",".join(metric_order(names)), "--csv", "curves.csv"]
@@ -576,5 +588,5 @@ def csv_command(folder: str, metrics: Iterable[str]) -> str:
 
 
 def dash(number: int) -> str:
-    """The CSS class of a dash, of which there are as many as in figures."""
+    """Return the CSS class of a dash. The dashes of figures have the same order."""
     return f"d{number % len(DASHES)}" if number % len(DASHES) else ""

@@ -1,4 +1,4 @@
-"""Draws curves with matplotlib, in the size of a column of a paper."""
+"""Draws curves with matplotlib, in the width of one column of a paper."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 AXES = {"step": "step", "tokens": "tokens", "time": "time_s", "gpu_hours": "gpu_hours"}
-"""Axis that curves can be drawn over -> the column of its values."""
+"""Maps a horizontal axis to the column of its values."""
 SEED = "seed"
-"""The key whose values are repetitions of the same run."""
+"""The key that distinguishes repetitions of a run. Runs that differ only in this key are one line."""
 Color = str | tuple[float, float, float, float]
 WIDTH_IN, HEIGHT_IN, ROW_IN = 3.4, 2.3, 0.15
-"""The width of one column, and the heights of the chart of one metric and of a row of the legend."""
+"""The width of a figure, the height of the chart of one metric, and of a row of the legend, in inches."""
 KINDS = ("pdf", "svg", "png")
 LARGEST = 1e300
-"""A larger value is no number that can be drawn."""
+"""A value beyond this limit is drawn as if it were not finite, because sums of such values overflow."""
 MAX_LABEL = 44
+"""The maximum number of characters of a name in the legend."""
 MAX_CROSSES = 20
 """The maximum number of crosses of one line; more of them would merge into a bar."""
 MIN_TYPICAL = 5
@@ -43,9 +44,9 @@ FAR, FAR_DECADES = 1000, 10
 LOG_FROM = 50
 """An axis of positive values is logarithmic if the largest is more than this multiple of the smallest."""
 MAX_LEGEND = 12
-"""Of more lines, a colour bar or the first names stand in place of all names."""
+"""The maximum number of names in a legend. More lines have a colour bar, or a legend of the first names."""
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""The palette of Okabe and Ito, which people with any colour vision can tell apart."""
+"""The palette of Okabe and Ito, whose colours people with any colour vision can distinguish."""
 DASHES: Sequence[Literal["-", "--", ":", "-."]] = ("-", "--", ":", "-.")
 LABELS = {
     "step": "step",
@@ -68,9 +69,9 @@ STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.formatter.useoffset": False,
-    "pdf.fonttype": 42,  # text stays text, as publishers ask
+    "pdf.fonttype": 42,  # publishers require text that stays text
     "svg.fonttype": "none",
-    "svg.hashsalt": "trainkit",  # the same data give the same file
+    "svg.hashsalt": "trainkit",  # a fixed salt, so that the same data give the same file
 }
 
 
@@ -80,34 +81,34 @@ class DrawnRun:
 
     name: str
     values: Mapping[str, object] | None
-    """The value of each key in which the runs differ; None if they are unknown."""
+    """The value of each key in which the runs differ; None if the config of the run cannot be read."""
     points: Mapping[str, Mapping[int, tuple[float, float]]]
-    """Metric -> step -> place and value, nan where it was not finite."""
+    """Metric -> step -> the place on the axis and the value, which is nan or -inf if it was not finite."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One metric of one run, or the mean of runs that differ in their seeds alone."""
+    """One metric of one run, or the mean of runs that differ only in their seeds."""
 
     x: Sequence[float]
     y: Sequence[float]
     spread: Sequence[float] | None = None
-    """The standard deviation over the runs; None for a single run."""
+    """The sample standard deviation over the runs at each point; None for a single run."""
     diverged_at: float | None = None
-    """The first place from which on no value is finite."""
+    """The place from which on no value is finite; None if the last value is finite."""
     diverged_to: float = math.nan
-    """The value at `diverged_at`: -inf or nan."""
+    """The value at `diverged_at`, which is nan or -inf."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """The runs with the same values of all keys but the seed."""
+    """The runs that have the same values of all keys except the seed."""
 
     values: Mapping[str, object] | None
     runs: tuple[DrawnRun, ...]
 
     def label(self, keys: Sequence[str]) -> str:
-        """What tells the series apart; the name of the run where its keys do not."""
+        """Return the values of the keys as text; the names of the runs if they have none of the keys."""
         values = self.values or {}
         named = [
             f"{short}={shown_value(masked(values[key], key))}"
@@ -119,7 +120,7 @@ class Series:
 
 
 def labels_of(series: Sequence[Series], keys: Sequence[str]) -> list[str]:
-    """The label of each series, with a number where some are equal."""
+    """Return the label of each series, with a number if several labels are equal."""
     labels = [one.label(keys) for one in series]
     return [
         f"{label} ({labels[: index + 1].count(label)})" if labels.count(label) > 1 else label
@@ -137,7 +138,7 @@ def draw(
     *,
     on_gpu: bool,
 ) -> Figure:
-    """Draw the metrics, each in a chart of its own; see `Curves.plot`."""
+    """Draw each metric in a separate chart; see `Curves.plot`."""
     if not 0 <= smooth < 1:
         raise UsageError(f"smooth must be from 0 to below 1: {smooth}", hint="0.9 is a common value")
     keys = [key for key in keys_that_differ if key != SEED]
@@ -154,7 +155,7 @@ def draw(
         ) from None
     for metric in metrics:
         if not any(run.points[metric] for run in runs):
-            hint = "name another metric, or another axis: `step` is there for every run"
+            hint = "name another metric, or use --x step, which every run has"
             raise UsageError(f"no run has numbers of {metric} by {x}", hint=hint)
     series = series_of(runs, keys, SEED in keys_that_differ)
     labels = labels_of(series, keys)
@@ -216,7 +217,7 @@ def write_output(file: Path, content: bytes, *, overwrites: bool) -> None:
 
 
 def figure_kind(file: Path) -> str:
-    """The format that the suffix of a file names; UsageError for another one."""
+    """Return the format that the suffix of a file names. Raises UsageError for any other suffix."""
     kind = file.suffix.removeprefix(".").lower()
     if kind not in KINDS:
         what = f".{kind}" if kind else "without a suffix"
@@ -231,7 +232,10 @@ def _style() -> AbstractContextManager[None]:
 
 
 def series_of(runs: Sequence[DrawnRun], keys: Sequence[str], has_seeds: bool) -> list[Series]:
-    """The runs by the values of their keys, in the order of these values where they are numbers."""
+    """Group runs by the values of their keys. Series with numbers are in the order of the numbers.
+
+    Runs are grouped only if they differ in a key or, with `has_seeds`, in their seeds.
+    """
     grouped: dict[str, list[DrawnRun]] = {}
     for run in runs:
         if any(run.points.values()):
@@ -248,15 +252,16 @@ def _order(value: object) -> tuple[bool, float, str]:
 
 
 def _number(value: object) -> float | None:
-    """A value as a number that can be drawn; None for another one."""
+    """Return a value as a float; None if it is not a number that can be drawn."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number and abs(value) <= LARGEST else None  # type: ignore[arg-type]
 
 
 def mean_line(series: Series, metric: str) -> Line:
-    """The mean of a series at each step that all of its runs have which got that far, and its spread.
+    """Return the mean of a series and its standard deviation.
 
-    It ends where a run has diverged: the mean of the others would look as if none had.
+    A step is on the line if all runs have logged it whose curves reach that far. The line ends where a run
+    diverged, because the mean of the other runs would look as if none had.
     """
     points = [run.points[metric] for run in series.runs if run.points[metric]]
     steps = sorted(set().union(*points))
@@ -282,9 +287,9 @@ def mean_line(series: Series, metric: str) -> Line:
 
 
 def smoothed(values: Sequence[float], weight: float) -> list[float]:
-    """The exponential moving mean of the values, each with `weight` of the past; without a bias to zero.
+    """Return the exponential moving mean of values, in which the past has the weight `weight`.
 
-    See https://arxiv.org/abs/1412.6980, section 3, for the correction of the first values.
+    The first values have no bias to zero. Section 3 of https://arxiv.org/abs/1412.6980 has the correction.
     """
     found, mean, total = list[float](), 0.0, 0.0
     for value in values:
@@ -296,14 +301,17 @@ def smoothed(values: Sequence[float], weight: float) -> list[float]:
 
 @dataclass(frozen=True)
 class Style:
-    """How a series is drawn."""
+    """The colour and the dash of the line of a series."""
 
     color: Color
     dash: Literal["-", "--", ":", "-."]
 
 
 def _styles(series: Sequence[Series], keys: Sequence[str], by: str | None) -> list[Style]:
-    """Numbers get colours of viridis, names a palette of their own; further keys change the dashes."""
+    """Return the style of each series: the key `by` sets the colour, and the other keys set the dash.
+
+    Numbers have colours of viridis, and other values have colours of the palette.
+    """
     if by is None or any(one.values is None for one in series):
         return [
             Style(COLORS[index % len(COLORS)], DASHES[index // len(COLORS) % len(DASHES)])
@@ -326,7 +334,7 @@ def _styles(series: Sequence[Series], keys: Sequence[str], by: str | None) -> li
 
 
 def viridis() -> Colormap:
-    """The colormap viridis without its end, which is too light on white."""
+    """Return the colormap viridis without its end, which is too light on white."""
     from matplotlib import colormaps
     from matplotlib.colors import ListedColormap
 
@@ -334,7 +342,10 @@ def viridis() -> Colormap:
 
 
 def number_places(values: Sequence[object]) -> list[float] | None:
-    """The places of numbers from 0 to 1, by their logarithm where they span much; None for other values."""
+    """Return the places of numbers on a colormap, from 0 to 1; None if a value is not a number.
+
+    The places of a wide range of numbers follow their logarithms.
+    """
     found = [number for one in values if (number := _number(one)) is not None]
     if len(found) < len(values):
         return None
@@ -345,15 +356,16 @@ def number_places(values: Sequence[object]) -> list[float] | None:
 
 
 def is_wide(values: Sequence[float]) -> bool:
-    """Return whether values are positive and span a range that a logarithmic axis shows better."""
+    """Return whether values are positive and their range is wide enough for a logarithmic axis."""
     return bool(values) and min(values) > 0 and max(values) / min(values) > LOG_FROM
 
 
 def typical(values: Iterable[float]) -> list[float]:
-    """Return finite values in ascending order, without outliers such as 1e32 that would flatten an axis.
+    """Return the finite values in ascending order, without outliers such as 1e32 that would flatten an axis.
 
-    An outlier is more than `FAR` times as far from the median as the quartiles, and as zero. Of positive
-    values, an outlier differs from the median by `FAR_DECADES` times as many powers of ten as the quartiles.
+    An outlier is more than `FAR` times as far from the median as the quartiles and zero are. If all values
+    are positive, the distances are powers of ten, and an outlier is `FAR_DECADES` times as far from the
+    median as the quartiles, and at least `FAR_DECADES` powers of ten.
     """
     found = sorted(value for value in values if math.isfinite(value))
     if len(found) < MIN_TYPICAL:
@@ -370,10 +382,10 @@ def typical(values: Iterable[float]) -> list[float]:
 
 
 def band_floor(lowest: float, ends: Iterable[float]) -> float:
-    """Return the value on a logarithmic axis at which bands end that would continue below it.
+    """Return the lowest value of a band on a logarithmic axis, where a band cannot reach 0.
 
-    It is the smallest of the `lowest` value of the lines and the lower `ends` of their bands. Ends below a
-    tenth of `lowest` do not count.
+    The value is the minimum of `lowest`, the lowest value of the lines, and of the lower `ends` of the bands
+    that are at least a tenth of `lowest`.
     """
     return min((end for end in ends if lowest / 10 <= end < lowest), default=lowest)
 
@@ -427,7 +439,7 @@ def _draw_chart(
 
 
 def _time_unit(largest_s: float) -> tuple[str, float]:
-    """The unit in which seconds up to the largest are shown, as the label says it, and its seconds."""
+    """Return the unit for an axis of seconds: its text in the label, and its length in seconds."""
     for name, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
         if largest_s >= 2 * size:
             return f" ({name})", size
@@ -435,7 +447,7 @@ def _time_unit(largest_s: float) -> tuple[str, float]:
 
 
 def _num_columns(labels: Sequence[str]) -> int:
-    """Return the columns of a legend: 2 of short labels, and of three labels 3 or 1, which leave no gap."""
+    """Return the number of columns of a legend; three labels have 3 columns or 1, which leave no gap."""
     longest = max(map(len, labels), default=0)
     if len(labels) == 3:
         return 3 if longest <= MAX_LABEL // 3 else 1
@@ -451,7 +463,7 @@ def _add_legend(
     by: str | None,
     num_columns: int,
 ) -> None:
-    """Name the lines below the charts; where they are many numbers of one key, by a colour bar."""
+    """Add a legend below the charts; if the lines are many numbers of one key, add a colour bar instead."""
     from matplotlib.lines import Line2D
 
     if len(series) > MAX_LEGEND and by is not None:
