@@ -123,7 +123,7 @@ def test_a_pattern_that_never_ends_is_given_up(attempt, monkeypatch, capfd):
     follower = LogCurve(attempt, PLAN, r"(?P<step>(a+)+)$b")
     follower.poll()
     follower.end(is_finished=True)
-    problem = "logging.pattern took more than 0.05 s for a part of the log: it is not used any more"
+    problem = "logging.pattern took more than 0.05 s for one read of the log, so it is no longer used"
     assert reasons(attempt.run) == [problem]
     assert capfd.readouterr().out == f"warning: {problem}\n"
 

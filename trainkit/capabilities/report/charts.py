@@ -151,7 +151,7 @@ class Label:
     text: str
     style: str = ""
     is_low: bool = False
-    """Whether a cross is at the lower edge."""
+    """True for a cross at the lower edge."""
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ def read_report(history: RunHistory, status: RunStatus, now: float) -> Report:
     goodput = spent["productive"] / allocated_s if allocated_s > 0 and curves.is_measured else None
     return Report(
         status=status,
-        verdict=_verdict(status, goodput, attempts),
+        verdict=_summary(status, goodput, attempts),
         attempts=attempts,
         allocated_s=allocated_s,
         queued_s=sum(waits) if waits else None,
@@ -203,7 +203,7 @@ ENDED = {name: name for name in ("finished", "failed", "died", "stopped")} | {"c
 """Maps the state of a run that has ended to the verb of the first sentence of the page."""
 
 
-def _verdict(status: RunStatus, goodput: float | None, attempts: list[Attempt]) -> str:
+def _summary(status: RunStatus, goodput: float | None, attempts: list[Attempt]) -> str:
     done, planned = status.progress.step, status.progress.total_steps
     step = "at an unknown step" if done is None else f"at step {done:,}"
     total = "" if planned is None or done is None else f" of {planned:,}"

@@ -307,7 +307,7 @@ def render_sweep(report: SweepReport, metric: str | None = None) -> str:
         TEMPLATE,
         title=report.name,
         report=report,
-        verdict=_verdict(report),
+        verdict=_summary(report),
         trials=report.trials[:MAX_ROWS],
         num_open=OPEN_ROWS,
         num_hidden=max(0, len(report.trials) - MAX_ROWS),
@@ -332,7 +332,7 @@ def trial_name(trial: TrialReport) -> str:
     return shown(trial.written) or f"trial {trial.index}"
 
 
-def _verdict(report: SweepReport) -> str:
+def _summary(report: SweepReport) -> str:
     text = f"{report.name}: {plural(len(report.trials), 'run')}, {state_counts(report.states)}"
     if num_diverged := sum(trial.diverged_since is not None for trial in report.trials):
         text += f", {num_diverged:,} of them diverged"
