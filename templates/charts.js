@@ -1,6 +1,6 @@
 "use strict";
-// What a chart of a report does in a browser: values at the pointer, zoom, lines to hide, and its data as CSV.
-// The axes follow the rules of trainkit/capabilities/report/charts.py, which has drawn them first.
+// Adds interaction to the charts of a report: values at the pointer, zoom, lines to hide, and the data as CSV.
+// trainkit/capabilities/report/charts.py draws each chart first, so both files must have the same rules for axes.
 const WIDTH = 2000, HEIGHT = 500, LOG_FROM = 50, TINY = 1e-300, FAR = 10, MAX_LOG_TICKS = 6, MAX_ROWS = 8, MIN_DRAG = 6, MAX_CROSSES = 20, MIN_TYPICAL = 5, FAR_OUT = 1000, FAR_DECADES = 10;
 const near = (a, b) => b * (1 + 1e-9 * a);
 
@@ -35,7 +35,7 @@ function scaleOf(values) {
   return linear(Math.min(low, ticks[0]), Math.max(high, ticks.at(-1)), ticks);
 }
 
-// Sorted finite values without outliers, as `typical` in trainkit/capabilities/report/plot.py.
+// Returns the sorted values without outliers, as `typical` in trainkit/capabilities/report/plot.py does.
 function typical(values) {
   const found = values.sort((a, b) => a - b);
   if (found.length < MIN_TYPICAL) return found;
@@ -130,7 +130,7 @@ class Plot {
     }
     const values = typical(found);
     this.floor = -Infinity;
-    if (isWide(values)) {  // a band may end below 0, which has no logarithm
+    if (isWide(values)) {  // a band can reach below 0, where a logarithmic axis ends
       const ends = spreads.map(([value, size]) => value - size).filter(end => values[0] / 10 <= end && end < values[0]);
       this.floor = ends.reduce((low, end) => Math.min(low, end), values[0]);
       values.push(this.floor);

@@ -1,4 +1,4 @@
-"""What an agent writes to metrics.jsonl of what rank 0 of a COMMAND prints."""
+"""Tests of the metrics that an agent finds in the output of a COMMAND and writes to metrics.jsonl."""
 
 import pytest
 
@@ -41,7 +41,7 @@ def test_records_are_those_of_a_curve_and_it_is_said_once(attempt):
     prints(attempt, "loading\nstep 1 loss 3.0 lr 1e-3\nstep 2 loss nan")
     follower = LogCurve(attempt, PLAN, "auto")
     follower.poll()
-    assert not run.metrics_file.exists()  # it has not grown, and the last line may not be complete
+    assert not run.metrics_file.exists()  # the step has not grown, and the last line may be incomplete
     prints(attempt, " lr 1e-3\nstep 3 loss 2.0 lr 1e-3, val_loss 2.5\n")
     follower.poll()
     prints(attempt, "step 4 loss 1.0 lr 1e-3")

@@ -1,4 +1,4 @@
-"""The metrics on the progress lines of training loops, under the names with which they are printed."""
+"""Tests of the metrics on the progress lines of training loops, and of their names."""
 
 import math
 from pathlib import Path
@@ -234,7 +234,7 @@ def attempt(tmp_path):
 
 
 def records(attempt, text: str, pattern: str = "auto", parts: int = 1) -> dict[int, dict[str, object]]:
-    """What is written of a text that is printed in some parts."""
+    """Return the records that are written if a text is printed in several chunks."""
     follower = LogCurve(attempt, PLAN, pattern)
     for index in range(parts):
         with attempt.rank_log(0).open("a") as log:

@@ -1,4 +1,4 @@
-"""Charts as SVG: axes, paths, colours and the data for the script."""
+"""Tests of the charts of a report: axes, paths, colours and the data for the script."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ SCALES: dict[str, tuple[list[float], list[str]]] = {
     "nothing": ([], ["0", "0.5", "1.0"]),
     "one": ([7.0], ["6.0", "6.5", "7.0", "7.5", "8.0"]),
 }
-"""Kind of values -> the values, and the labels of their axis."""
+"""Maps a kind of values to the values and the labels of their axis."""
 
 
 @pytest.mark.parametrize("kind", SCALES)
@@ -263,7 +263,7 @@ def test_values_are_at_equal_distances_and_numbers_in_their_order() -> None:
     assert [label.text for label in chart.x_labels] == ["0.0001", "0.001", "0.01"]
     assert [round(label.place) for label in chart.x_labels] == [8, 50, 92]
     assert [item.kind for item in chart.paths] == ["median", "big dot", "big dot", "big dot"]
-    assert chart.paths[-1].style != chart.paths[1].style  # the best one, on top
+    assert chart.paths[-1].style != chart.paths[1].style  # the best dot covers the others
     long = dots([0.1 + 0.2], [3.0])
     assert long is not None
     assert [(label.place, label.text) for label in long.x_labels] == [(50, "0.3")]
@@ -323,7 +323,7 @@ OUTLIERS: dict[str, tuple[list[float], list[float]]] = {
     "a rare count": ([0.0, 0.0, 0.0, 0.0, 5.0], [0.0, 0.0, 0.0, 0.0, 5.0]),
     "not finite": ([NAN, math.inf, 1.0, -math.inf], [1.0]),
 }
-"""Kind of values -> the values, and those for which an axis has room."""
+"""Maps a kind of values to the values and to those for which an axis has room."""
 
 
 @pytest.mark.parametrize("kind", OUTLIERS)

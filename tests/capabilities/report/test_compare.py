@@ -1,4 +1,4 @@
-"""`trainkit compare` as it is typed, on folders that are made up."""
+"""Tests of `trainkit compare` on made-up run folders."""
 
 import csv
 import io
@@ -23,7 +23,7 @@ from trainkit.run.rundir import RunDir
 
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a sweep of six points, and a Slurm that cannot be queried."""
+    """Create a folder with a sweep of six trials, and a Slurm that cannot be queried."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(jobs, "query_jobs_or_warn", lambda ids, warn: None)
     made_up_sweep(tmp_path / "mine", {"optimizer.lr": [1e-4, 3e-4], "seed": [0, 1, 2]}, failed=2)
@@ -67,7 +67,6 @@ def test_a_parameter_may_be_called_like_a_figure(place: Path, capsys: pytest.Cap
 
 
 def test_a_group_stands_for_its_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    """More runs than keys have a row each."""
     assert main(["compare", "mine"]) == 0
     differences = capsys.readouterr().out.split("\n\n")[1]
     assert [line.split() for line in differences.splitlines()] == [
@@ -103,7 +102,7 @@ def test_the_same_config_and_a_single_run(place: Path, capsys: pytest.CaptureFix
 
 
 def made(folder: Path, config: dict[str, object], command: list[str] | None = None, **values: object) -> None:
-    """A run that has ended, of the trainer or of a COMMAND."""
+    """Create a run that has ended, of the trainer or of a COMMAND."""
     run = RunDir(folder)
     train_made_up_point(run, RunConfig.model_validate({"name": "made", **config}), 3, 1.0, 0, False)
     write_json(run.plan_file, {"command": command})
@@ -112,7 +111,7 @@ def made(folder: Path, config: dict[str, object], command: list[str] | None = No
 
 
 def differences(capsys: pytest.CaptureFixture[str], *names: str) -> dict[str, list[str]]:
-    """The rows of the keys that differ, as they are shown."""
+    """Return the rows of the table of the keys that differ."""
     assert main(["compare", *names]) == 0
     _, *rows = capsys.readouterr().out.split("\n\n")[1].splitlines()
     return {cells[0]: cells[1:] for cells in (re.split(r" {2,}", row) for row in rows)}
@@ -125,7 +124,7 @@ FUNCTION = ["python", "-m", "trainkit.function"]
 @pytest.mark.parametrize(
     ("one", "other", "expected"),
     [
-        # A COMMAND has none of the keys of the trainer, and those with their default are no difference.
+        # A COMMAND has no keys of the trainer. Keys with their default are no difference.
         (
             {"config": {}, "command": SCRIPT},
             {"config": {"task": "ring.py:Ring", "optimizer": {"lr": 0.01}}},
@@ -136,13 +135,13 @@ FUNCTION = ["python", "-m", "trainkit.function"]
             {"config": {"seed": 3}, "command": [*SCRIPT, "--lr", "1e-4"]},
             {"COMMAND": ["python a.py", "python a.py --lr 1e-4"]},
         ),
-        # Of its environment, the variables that it was given, masked.
+        # The variables of launch.env are keys, and secrets are masked.
         (
             {"config": {"launch": {"env": {"A": "1", "API_KEY": "abc123def"}}}, "command": SCRIPT},
             {"config": {"launch": {"env": {"A": "2"}}}, "command": SCRIPT},
             {"launch.env.A": ["1", "2"], "launch.env.API_KEY": ["***", "-"]},
         ),
-        # The values of a trial, a text that is a number as it was written.
+        # A value of a trial that is a number as text is shown as it was written.
         (
             {"config": {}, "command": FUNCTION, "lr": "1e-4", "device": "a"},
             {"config": {}, "command": FUNCTION, "lr": 0.0001, "device": "b"},

@@ -1,4 +1,4 @@
-"""The curves of runs as a table and as a figure, on folders that are made up."""
+"""Tests of `trainkit.curves` and its figures on made-up run folders."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LR = "optimizer.lr"
 
 @pytest.fixture
 def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunGroup:
-    """Two learning rates with three seeds each."""
+    """Create a sweep of two learning rates with three seeds each."""
     monkeypatch.chdir(tmp_path)
     group = made_up_sweep(tmp_path / "mine", {LR: [1e-4, 1e-2], "seed": [0, 1, 2]})
     for index, trial in group.trials.items():
@@ -59,7 +59,7 @@ def test_a_table_has_a_row_per_step_and_the_keys_that_differ(sweep: RunGroup) ->
     assert table.num_rows == 6 * 20
     last = [row for row in table.rows() if row["run"] == "4"][-1]
     assert (last[LR], last["seed"], last["step"], last["time_s"]) == (1e-2, 1, 20, 40.0)
-    assert last["gpu_hours"] is None  # no plan and no event says how many ranks there were
+    assert last["gpu_hours"] is None  # neither a plan nor an event has the number of ranks
     assert last["loss"] == pytest.approx(2.0 + 0.05 + 3 * math.exp(-4))
 
 
@@ -84,7 +84,7 @@ def test_a_step_that_was_computed_again_is_one_row_and_takes_time_twice(sweep: R
     first = [step(number, 10 + 10 * number, loss=float(number)) for number in (1, 2, 3, 4)]
     log(run, [*first, *(step(number, 110 + 5 * number, 2, loss=10.0 * number) for number in (3,))])
     table = curves("mine/0")
-    assert table["step"] == [1, 2, 3]  # the fourth is not part of the result
+    assert table["step"] == [1, 2, 3]  # the run lost the fourth step
     assert table["loss"] == [1.0, 2.0, 30.0]
     assert table["time_s"] == [10.0, 20.0, 40.0 + 15.0]
     assert table["gpu_hours"][-1] == pytest.approx((40 * 2 + 15 * 4) / 3600)
@@ -261,7 +261,7 @@ def test_the_mean_ends_where_a_run_has_diverged(sweep: RunGroup) -> None:
 
 
 def test_a_key_that_is_named_as_a_column_stays_one(sweep: RunGroup) -> None:
-    """A COMMAND may have `--sweep lr=…` and log `lr`."""
+    """A COMMAND can sweep `lr` and log a metric `lr`."""
     sweep_json = json.loads((sweep.path / "sweep.json").read_text())
     for trial in sweep_json["points"]:
         trial["values"] = {"grad_norm": f"m{trial['index'] % 2}", "step": 10 * trial["index"]}

@@ -59,7 +59,7 @@ EVENTS = [
 METRICS = [
     step(22, 1, 1),
     step(25, 1, 2),  # 2 s of the step, 1 s of evaluation
-    step(28, 1, 3),  # computed again; 1 s of saving before it
+    step(28, 1, 3),  # the step was computed again, after 1 s of saving
     step(30, 1, 4),
     step(44, 2, 3),
     step(46, 2, 4),
@@ -212,7 +212,7 @@ def test_a_password_is_masked_up_to_the_end_of_its_text_and_an_image_not_at_all(
 
 
 class Page(HTMLParser):
-    """Collects what a page refers to, and fails on a tag that is closed but not open."""
+    """Collects the references of a page, and fails on a tag that is closed but not open."""
 
     VOID = ("meta", "link", "br")
     OPTIONAL = ("th", "td")
@@ -307,7 +307,7 @@ MEASURED = "25 % above the peak sampled"
 @pytest.mark.parametrize(
     ("slurm", "samples", "used", "following"),
     [
-        # A run of 0.34 GiB on this machine is not to ask for anything.
+        # A run on this machine requests nothing from Slurm.
         (
             None,
             [{"job_mem_gib": 0.34, "job_mem_by": "processes"}],

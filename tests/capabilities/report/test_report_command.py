@@ -1,4 +1,4 @@
-"""`trainkit report` as it is typed, on folders that are made up."""
+"""Tests of `trainkit report` on made-up run folders."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from trainkit.cli.main import main
 
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a sweep of three trials, and a Slurm that cannot be queried."""
+    """Create a folder with a sweep of three trials, and a Slurm that cannot be queried."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(jobs, "query_jobs_or_warn", lambda ids, warn: None)
     made_up_sweep(tmp_path / "mine", {"optimizer.lr": [1e-4, 3e-4, 1e-3]}, failed=2)

@@ -1,4 +1,4 @@
-"""The report of a sweep, from run folders that are made up."""
+"""Tests of the report of a sweep on made-up run folders."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_page_names_the_best_and_is_escaped(tmp_path: Path) -> None:
     text = render_sweep(report_of(group))
     assert "<script>alert" not in text
     assert "&lt;script&gt;alert(1)" in text
-    assert "\\u003cscript\\u003ealert(1)" in text  # in the data of its chart
+    assert "\\u003cscript\\u003ealert(1)" in text  # in the data of a chart
     assert "trainkit submit mine.yaml --sweep &#39;a b=1,2&#39;" in text
     assert "2 runs, 2 finished. Best validation loss: 2.05" in text
 
@@ -170,7 +170,7 @@ def test_what_is_read_of_a_point_does_not_grow_with_its_curve(tmp_path: Path) ->
 
 
 def write_metrics(run: RunDir, values: dict[str, list[float | None]]) -> None:
-    """Replace what a run has logged: a value of each metric per step."""
+    """Replace the metrics of a run with a value of each metric per step."""
     rows = zip(*values.values(), strict=True)
     records = [
         {"step": step, "attempt": 1, "time": "2026-01-01T00:00:20Z", **dict(zip(values, row, strict=True))}
@@ -213,7 +213,7 @@ LINES: dict[str, tuple[list[dict[str, list[float | None]]], list[list[float | No
     "negative": ([{"loss": [-5, -6]}, {"loss": [4, 3]}], [[-5, -6], [4, 3]]),
     "of other lengths": ([{"loss": [5, 4, 3]}, {"loss": [4]}], [[5, 4, 3], [4]]),
 }
-"""Kind of sweep -> what each run logs, and the lines of the first chart that has a loss."""
+"""Maps a kind of sweep to the metrics of each run, and to the lines of the chart of the loss."""
 
 
 @pytest.mark.parametrize("kind", LINES)

@@ -65,7 +65,7 @@ class LogCurve(Companion):
         self._is_off, self._size = False, 0
 
     def _begin(self) -> None:
-        """Read which curve earlier attempts have found. Raises OSError, after which the next poll retries."""
+        """Read the curve that earlier attempts found. After an OSError, the next poll tries again."""
         previous = None
         made = (
             Entry(event).record("made_of")

@@ -465,7 +465,7 @@ class PrintedCurve:
             self.join(step, {"val_loss": reading.val_loss})
 
     def _loss_of(self, reading: Reading) -> tuple[int, float, str] | None:
-        """Return the rank, the value and the key of the training loss; None if no loss plainly is.
+        """Return the rank, the value and the key of the training loss; None if it is unclear.
 
         The rank is 0 for ``loss``, 1 for a word in `_PLAIN`, and 2 for any other word. The key is the key of
         `Reading.losses`.

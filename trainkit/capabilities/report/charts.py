@@ -310,7 +310,7 @@ def line_chart(
 
 
 def _band_floor(values: Sequence[float], lines: Iterable[Line]) -> float:
-    """Return the value at which bands end on a logarithmic axis; on a linear axis they do not end."""
+    """Return the lowest value that bands can have on the axis: -inf unless the axis is logarithmic."""
     if not is_wide(values):
         return -math.inf
     return band_floor(values[0], (value - size for line in lines for value, size in _spread(line)))
@@ -391,7 +391,7 @@ def _within(value: float, y: Scale) -> float:
 
 
 def _drawn(places: Sequence[Point]) -> str:
-    """Return an SVG path through places from 0 to 1, in relative coordinates, which are short."""
+    """Return an SVG path through places from 0 to 1. Its coordinates are relative, which is shorter."""
     found = [(round(x * WIDTH), round((1 - y) * HEIGHT)) for x, y in places]
     (left, top), *_ = found
     steps = [
@@ -438,7 +438,7 @@ class Dot:
 
     value: object
     result: float | None
-    """None if the run diverged."""
+    """The result of the run; None if the run diverged."""
     name: str
     is_best: bool = False
 

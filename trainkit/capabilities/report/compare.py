@@ -159,7 +159,7 @@ def _note_progress(names: Sequence[str], num_without: Mapping[str, int]) -> None
 
 @contextmanager
 def _table(file: Path | None, overwrites: bool) -> Iterator[TextIO]:
-    """Open what a table is written to: standard output, or a file whose name is printed in the end."""
+    """Open the output of a table: standard output, or a file whose name is printed after writing it."""
     if file is None:
         yield sys.stdout
         return
@@ -261,9 +261,9 @@ class Repetition:
     """The indices of the runs in the table."""
     num_results: int
     mean: float | None
-    """None without a result."""
+    """The mean of the results; None without a result."""
     sd: float | None
-    """The sample standard deviation, with n - 1 in the denominator; None of fewer than two results."""
+    """The sample standard deviation, with n - 1 in the denominator; None for fewer than two results."""
 
     def to_dict(self) -> JsonObject:
         """Return the mean of the runs as a JSON object."""
@@ -279,7 +279,7 @@ class Repetition:
 def _repetitions(
     keys: Sequence[str], values: Sequence[Mapping[str, object]], results: Sequence[float | None]
 ) -> list[Repetition]:
-    """Return the runs by the values of all keys but the seed; none if every run has other values."""
+    """Group the runs with equal values of all keys except the seed; return [] if no run is repeated."""
     own = [key for key in keys if key != SEED]
     grouped: dict[str, list[int]] = {}
     for index, known in enumerate(values):
@@ -303,7 +303,7 @@ def _repetitions(
 
 
 def _of_repetition(repeated: Sequence[Repetition], index: int) -> JsonObject:
-    """Return the columns of a CSV that a run shares with its repetitions; none if no run is repeated."""
+    """Return the columns of a CSV that a run shares with its repetitions; {} if no run is repeated."""
     if not repeated:
         return {}
     own = next((one for one in repeated if index in one.rows), None)
@@ -312,7 +312,7 @@ def _of_repetition(repeated: Sequence[Repetition], index: int) -> JsonObject:
 
 
 def _mean_table(keys: Sequence[str], repeated: Sequence[Repetition], ranking: Ranking) -> str:
-    """Return a row per value of the keys, with the mean of the results and their standard deviation."""
+    """Return a table with a row per value of the keys, and the mean and standard deviation of the results."""
     own = [key for key in keys if key != SEED]
     rows: list[Sequence[str]] = [(*own, "N", f"MEAN ± SD OF {ranking.heading}")]
     for one in sorted(repeated, key=lambda one: ranking.order(one.mean)):

@@ -31,7 +31,7 @@ CATEGORIES = {
 }
 """Maps a category of allocated time to its label, in the order of the report."""
 NUM_BUCKETS = 800
-"""The number of lists of records that are processed one after another."""
+"""The number of lists into which the records of a file are divided."""
 WHOLE_BYTES, CHUNK_BYTES = 2**26, 2**16
 """The size up to which a file is read whole, and the size of each chunk that is read of a larger file."""
 
@@ -41,13 +41,13 @@ class Curves:
     """Downsampled curves, and the time that each attempt spent in each category."""
 
     spent: dict[int, dict[str, float]]
-    """Attempt -> category -> seconds. The sum over the categories is the allocated time of the attempt."""
+    """Maps an attempt to the seconds of each category, which add up to the allocated time of the attempt."""
     num_records: int
     num_steps_lost: int
     is_measured: bool = False
     """True if the records of any attempt contain the duration of its steps."""
     thinned: dict[int, Thinned] = field(default_factory=dict)
-    """Attempt -> its metrics, without the steps that a later attempt computed again."""
+    """Maps an attempt to its metrics, without the steps that a later attempt computed again."""
 
     @property
     def series(self) -> dict[str, dict[int, list[Point]]]:
@@ -72,7 +72,7 @@ def read_curves(path: Path, attempts: Sequence[Attempt]) -> Curves:
     spent = {number: dict.fromkeys(CATEGORIES, 0.0) for number in by_number}
     curves, newest = Curves(spent, 0, 0), max(by_number, default=0)
     clocks: dict[int, tuple[float, int]] = {}
-    """Attempt -> the time and the step up to which its time has been assigned to categories."""
+    """Maps an attempt to the time and the step up to which its time has been assigned to categories."""
     for records, num_lines in _buckets(path):
         curves.num_records += num_lines
         for number, own in _by_attempt(records).items():

@@ -38,9 +38,12 @@ MAX_LABEL = 44
 MAX_CROSSES = 20
 """The maximum number of crosses of one line; more of them would merge into a bar."""
 MIN_TYPICAL = 5
-"""The number of values from which one can be an outlier."""
+"""The minimum number of values among which outliers are looked for."""
 FAR, FAR_DECADES = 1000, 10
-"""Multiples of the distance between the quartiles and the median, beyond which a value is an outlier."""
+"""The multiples of the quartiles' distance from the median beyond which a value is an outlier.
+
+`FAR` is for distances on a linear scale, and `FAR_DECADES` is for powers of ten.
+"""
 LOG_FROM = 50
 """An axis of positive values is logarithmic if the largest is more than this multiple of the smallest."""
 MAX_LEGEND = 12
@@ -199,7 +202,7 @@ def save(figure: Figure, file: Path, *, overwrites: bool = False) -> None:
 
 
 def write_output(file: Path, content: bytes, *, overwrites: bool) -> None:
-    """Write a file of the user's folder, whole or not at all.
+    """Write an output file of the user. If writing fails, no incomplete file remains.
 
     Raises FileExistsError if the file exists, unless `overwrites`, and OSError if it cannot be written.
     """
@@ -260,7 +263,7 @@ def _number(value: object) -> float | None:
 def mean_line(series: Series, metric: str) -> Line:
     """Return the mean of a series and its standard deviation.
 
-    A step is on the line if all runs have logged it whose curves reach that far. The line ends where a run
+    A step is on the line if every run whose curve reaches the step has logged it. The line ends where a run
     diverged, because the mean of the other runs would look as if none had.
     """
     points = [run.points[metric] for run in series.runs if run.points[metric]]

@@ -57,9 +57,9 @@ class Report:
     allocated_s: float
     queued_s: float | None
     spent: dict[str, float]
-    """Category of `CATEGORIES` -> seconds. The sum is `allocated_s`."""
+    """Maps a category of time to its seconds. The sum is `allocated_s`."""
     percent: dict[str, float]
-    """Category -> percent of `allocated_s`, rounded. Empty if nothing was allocated."""
+    """Maps a category of time to its percentage of `allocated_s`. Empty if nothing was allocated."""
     goodput: float | None
     """The share of the allocated time in steps that the run kept; None if it was not measured."""
     world_size: int | None
@@ -78,7 +78,7 @@ class Report:
     added: dict[str, object] = field(metadata=LEFT_OUT)
     """The keys that capabilities add to the report."""
     sections: dict[str, str] = field(metadata=LEFT_OUT)
-    """The sections that capabilities add to the page, as title -> HTML."""
+    """Maps the title of a section that a capability adds to the page to its HTML."""
 
     def to_dict(self) -> dict[str, object]:
         return placed("report", {**to_json(self), "status": self.status.to_dict()}, to_json(self.added))

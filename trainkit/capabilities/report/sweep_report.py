@@ -134,7 +134,7 @@ class TrialReport(TrialStatus):
     counts_samples: bool = field(default=False, metadata=LEFT_OUT)
     """True if ``tokens_per_s`` counts samples."""
     kept: dict[int, float] = field(default_factory=dict, metadata=LEFT_OUT)
-    """Attempt -> the last step that the run kept. Later steps of the attempt were computed again or lost."""
+    """Maps an attempt to its last step that the run kept. Later steps were computed again or lost."""
 
 
 @dataclass(frozen=True)

@@ -80,9 +80,9 @@ class Thinned:
     def __init__(self, most: int = MAX_BUCKETS) -> None:
         self.most = most
         self.width = 1
-        """Steps of a bucket, a power of two: runs of the same length have the same buckets."""
+        """The number of steps of a bucket. It is a power of two, so that runs can have the same buckets."""
         self.buckets: dict[str, dict[int, Bucket]] = {}
-        """Metric -> step // `width` -> bucket."""
+        """Maps a metric to its buckets by ``step // width``."""
 
     def add(self, records: Iterable[Mapping[str, object]]) -> None:
         """Add some records of metrics.jsonl. If a metric has several values of a step, the newest counts."""
@@ -179,7 +179,7 @@ class Wanted:
 
     folder: str
     kept: Mapping[int, float]
-    """Attempt -> the last step that the run kept. Later steps of the attempt were computed again or lost."""
+    """Maps an attempt to its last step that the run kept. Later steps were computed again or lost."""
     most_buckets: int
     """The maximum number of buckets of a curve."""
     most_bytes: int
