@@ -135,13 +135,13 @@ def test_many_curves_are_thinned_out_and_rows_are_limited(
     report = report_of(made_up_sweep(tmp_path / "mine", axes, num_steps=5))
     text = render_sweep(report)
     assert text.count('<button type="button" class="key') == len(report.curves) == 40
-    assert "The 40 best of 60." in text
+    assert "The 40 best of 60 lines are drawn." in text
     monkeypatch.setattr(sweep_report, "MAX_ROWS", 10)
     monkeypatch.setattr(sweep_report, "OPEN_ROWS", 4)
     text = render_sweep(report)
     assert text.count('<td class="n">5<td') == 10
     assert "<summary>6 more runs</summary>" in text
-    assert "50 more runs, with worse results" in text
+    assert "50 more runs, which have worse results" in text
 
 
 def test_of_a_long_curve_records_from_all_parts_are_read(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_runs_that_differ_in_their_seeds_are_one_line(tmp_path: Path) -> None:
     lines = data_of(charts[0])
     assert [line["y"] for line in lines] == [[3, 3, 1]] * 2
     assert [line["spread"] for line in lines] == [[0, 1, 0]] * 2
-    assert "A line is the mean of runs that differ in their seeds" in render_sweep(report)
+    assert "A line is the mean of runs that differ only in their seeds" in render_sweep(report)
 
 
 def test_the_page_says_how_many_runs_have_diverged(tmp_path: Path) -> None:
