@@ -177,11 +177,13 @@ class Plot {
   paths({ x: steps, y: values, spread }, x) {
     const at = i => Math.round(WIDTH * x.place(steps[i])), down = value => Math.round(HEIGHT * (1 - Math.min(FAR, Math.max(-FAR, this.y.place(value)))));
     const within = value => down(Math.min(Math.max(value, this.y.low, this.floor), this.y.high));
+    const [left, right] = this.view;  // points outside the view continue the line to its edges
+    const draws = i => values[i] !== null && (fits(this.y, values[i]) || steps[i] < left || steps[i] > right);
     let line = "", band = "";
     for (let begin = 0; begin < steps.length; begin++) {
-      if (!fits(this.y, values[begin])) continue;
+      if (!draws(begin)) continue;
       let end = begin;
-      while (end + 1 < steps.length && fits(this.y, values[end + 1])) end++;
+      while (end + 1 < steps.length && draws(end + 1)) end++;
       const piece = Array.from({ length: end - begin + 1 }, (_, i) => begin + i);
       line += piece.map((i, first) => `${first ? "L" : "M"}${at(i)} ${down(values[i])}`).join("") + (end > begin ? "" : "h0");
       if (spread) {

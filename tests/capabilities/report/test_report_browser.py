@@ -207,6 +207,9 @@ def test_a_chart_shows_values_zooms_and_hides_lines(chromium: Browser, pages: di
     assert axes_of(chromium, 0) != whole
     zoomed = chromium.evaluate("plots[0].view")
     assert 1 < zoomed[0] < zoomed[1] < 20
+    path = chromium.evaluate("document.querySelector('.chart .line').getAttribute('d')")
+    assert path.count("M") == 1
+    assert path.count("L") == 19  # the line continues beyond the edges of the view
     chromium.click(left + width / 2, top + 50, clicks=2)
     assert axes_of(chromium, 0) == whole
     chromium.evaluate("document.querySelector('button.key').focus()")

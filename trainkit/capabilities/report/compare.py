@@ -129,7 +129,7 @@ def command(
         warn(f"{name}: its config cannot be read")
     figure = None if plot is None else curves.plot(x=x or "step", smooth=smooth or 0.0, by=by)
     if plot is not None or csv_file is not None:
-        _note_progress(names, {name: curves.num_without(name) for name in curves.metrics})
+        _note_progress(names, {f"values of {name}": curves.num_without(name) for name in curves.metrics})
     if csv_file is not None:
         with _table(table_file, overwrite) as stream:
             curves.write_csv(stream)
@@ -144,14 +144,17 @@ def command(
 
 
 def _note_progress(names: Sequence[str], num_without: Mapping[str, int]) -> None:
-    """Say on stderr how many runs lack a metric or have not ended; `num_without` counts the started runs."""
+    """Say on stderr how many runs lack data or have not ended.
+
+    `num_without` maps the name of the data to the number of started runs that lack them.
+    """
     progress = progress_of(names)
     total = plural(progress.num_runs, progress.noun)
     is_open = progress.num_not_started or progress.num_not_ended
-    for metric, num_started in num_without.items():
+    for data, num_started in num_without.items():
         if count := num_started + progress.num_not_started:
             have = "has" if count == 1 else "have"
-            echo_error(f"note: {count:,} of {total} {have} no values of {metric}{' yet' if is_open else ''}")
+            echo_error(f"note: {count:,} of {total} {have} no {data}{' yet' if is_open else ''}")
     if progress.num_not_ended:
         have = "has" if progress.num_not_ended == 1 else "have"
         echo_error(f"note: {progress.num_not_ended:,} of {total} {have} not ended yet")
@@ -227,7 +230,8 @@ def _compare_runs(
     differing = [{key: masked(own.get(key), key) for key in keys} for *_, own in rows]
     repeated = _repetitions(keys, [own for *_, own in rows], [run["result"] for run in compared])
     if as_csv:
-        _note_progress(names, {ranking.metric: sum(run["result"] is None for run in compared)})
+        num_without = sum(run["result"] is None for run in compared)
+        _note_progress(names, {f"result by {ranking.metric}": num_without})
     if as_json:
         found = [{**run, "values": as_numbers(own)} for run, own in zip(compared, differing, strict=True)]
         value = {"differ": keys, "metric": ranking.metric, "mode": ranking.mode, "runs": found}
