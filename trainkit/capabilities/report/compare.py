@@ -269,7 +269,7 @@ class Repetition:
     sd: float | None
     """The sample standard deviation, with n - 1 in the denominator; None for fewer than two results."""
 
-    def to_dict(self) -> JsonObject:
+    def to_dict(self) -> dict[str, object]:
         """Return the mean of the runs as a JSON object."""
         return {
             "values": as_numbers(self.values),
@@ -306,7 +306,7 @@ def _repetitions(
     return found
 
 
-def _of_repetition(repeated: Sequence[Repetition], index: int) -> JsonObject:
+def _of_repetition(repeated: Sequence[Repetition], index: int) -> dict[str, object]:
     """Return the columns of a CSV that a run shares with its repetitions; {} if no run is repeated."""
     if not repeated:
         return {}
