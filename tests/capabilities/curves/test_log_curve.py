@@ -131,8 +131,8 @@ def test_a_pattern_that_never_ends_is_given_up(attempt, monkeypatch, capfd):
 @pytest.mark.parametrize(
     ("line", "which"),
     [
-        ("loss {0}.5, epoch 0.{0}\n", "the step of the loss"),
-        ("d_loss 1 g_loss {0}\n", "the step of the loss"),
+        ("loss {0}.5, epoch 0.{0}\n", "the step of the loss is unknown"),
+        ("d_loss 1 g_loss {0}\n", "the step of the loss is unknown"),
     ],
 )
 def test_it_says_why_there_is_no_curve(attempt, line, which):
@@ -141,7 +141,7 @@ def test_it_says_why_there_is_no_curve(attempt, line, which):
     follower.poll()
     assert reasons(attempt.run) == []
     follower.end(is_finished=True)
-    reason = f"none from the log: {which} is unknown; set logging.pattern with step and loss"
+    reason = f"no curve in the log: {which}; set logging.pattern with the groups step and loss"
     assert reasons(attempt.run) == [reason]
 
 

@@ -227,7 +227,7 @@ def test_the_same_data_are_the_same_file(sweep: RunGroup, tmp_path: Path, suffix
         ({"smooth": 1.0}, "smooth must be from 0 to below 1: 1.0"),
         ({"by": "seed"}, "runs that differ in their seeds are one line"),
         ({"by": "model"}, "the runs do not differ in model"),
-        ({"x": "tokens"}, "no run has numbers of loss by tokens"),
+        ({"x": "tokens"}, "no run has values of loss over tokens"),
     ],
 )
 def test_a_figure_that_cannot_be_is_refused(

@@ -187,20 +187,22 @@ class LogCurve(Companion):
         if self._is_off:
             return
         losses = self._curve.ambiguous
-        which = f"which of {', '.join(losses)} is the loss" if losses else "the step of the loss"
-        unknown = f"{which} is unknown; set logging.pattern with step and loss"
+        unknown = "the step of the loss is unknown"
+        if losses:
+            unknown = f"it is unknown which of {', '.join(losses)} is the loss"
+        unknown += "; set logging.pattern with the groups step and loss"
         if found is not None:
             has_loss = "loss" in found.names or not losses
             said = found.kind, found.total_steps, found.length is not None, has_loss
             values = {"total_steps": found.total_steps, "made_of": asdict(found)}
             step = "step" if found.kind == "step" else f"step ({found.kind})"
-            step += "" if found.length is None else f", counted on after {found.length}"
+            step += "" if found.length is None else f", which restarts after {found.length}"
             reason = f"from the log: {', '.join((step, *found.names, *found.metrics))}; "
             reason += "logging.pattern changes it" if has_loss else unknown
         elif self._names:
             said, reason = self._names, f"from the log by logging.pattern: step, {', '.join(self._names)}"
         elif self._curve.num_losses >= FEW_LOSSES or (is_over and self._curve.num_losses > 1):
-            said, reason = losses, f"none from the log: {unknown}"
+            said, reason = losses, f"no curve in the log: {unknown}"
         else:
             return
         if said != self._announced:
@@ -214,7 +216,7 @@ class LogCurve(Companion):
             return
         self._has_warned = True
         problem = f"the log has more than {MAX_NAMES} metrics: {name} and others are left out; "
-        problem += "logging.pattern names those that you want"
+        problem += "logging.pattern can choose metrics"
         log_line(f"warning: {problem}")
         log_event(self._attempt.run, self._attempt.number, "curve", reason=problem)
 

@@ -159,7 +159,7 @@ def draw(
     for metric in metrics:
         if not any(run.points[metric] for run in runs):
             hint = "name another metric, or use --x step, which every run has"
-            raise UsageError(f"no run has numbers of {metric} by {x}", hint=hint)
+            raise UsageError(f"no run has values of {metric} over {x}", hint=hint)
     series = series_of(runs, keys, SEED in keys_that_differ)
     labels = labels_of(series, keys)
     num_columns = _num_columns(labels[:MAX_LEGEND])
