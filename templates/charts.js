@@ -37,14 +37,14 @@ function scaleOf(values) {
 
 // Returns the sorted values without outliers, as `typical` in trainkit/capabilities/report/plot.py does.
 function typical(values) {
-  const found = values.sort((a, b) => a - b);
-  if (found.length < MIN_TYPICAL) return found;
-  const isPositive = found[0] > 0, scaled = isPositive ? found.map(Math.log10) : found, last = found.length - 1;
-  const low = scaled[Math.floor(last / 4)], middle = scaled[Math.floor(last / 2)], high = scaled[Math.ceil(3 * last / 4)];
-  const around = Math.max(high - middle, middle - low, isPositive ? 1 : Math.abs(middle));
-  if (!around) return found;
-  const most = around * (isPositive ? FAR_DECADES : FAR_OUT);
-  return found.filter((_, i) => Math.abs(scaled[i] - middle) <= most);
+  const found = values.sort((a, b) => a - b), hasOneSign = found.length > 0 && (found[0] >= 0 || found.at(-1) <= 0);
+  const decades = value => Math.log10(Math.abs(value));
+  const scaled = hasOneSign ? found.filter(value => value !== 0).map(decades).sort((a, b) => a - b) : found;
+  if (scaled.length < MIN_TYPICAL) return found;
+  const last = scaled.length - 1, low = scaled[Math.floor(last / 4)], middle = scaled[Math.floor(last / 2)], high = scaled[Math.ceil(3 * last / 4)];
+  const around = Math.max(high - middle, middle - low, hasOneSign ? 1 : Math.abs(middle));
+  if (hasOneSign) return found.filter(value => value === 0 || Math.abs(decades(value) - middle) <= around * FAR_DECADES);
+  return around ? found.filter(value => Math.abs(value - middle) <= around * FAR_OUT) : found;
 }
 
 const isWide = sorted => sorted.length > 0 && sorted[0] > 0 && sorted.at(-1) / sorted[0] > LOG_FROM;

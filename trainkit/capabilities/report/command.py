@@ -41,7 +41,9 @@ def command(run_name: str, metric: str | None, out: Path | None, overwrite: bool
     if out is not None:
         writable_file("--out", out, overwrites=overwrite)
     elif overwrite:
-        raise UsageError("--overwrite is for --out FILE", hint="leave it out: report.html is replaced")
+        raise UsageError(
+            "--overwrite needs --out FILE", hint="leave out --overwrite: report.html is always replaced"
+        )
     found = find_run_or_group(run_name)
     now = datetime.now(timezone.utc).timestamp()
     if isinstance(found, RunDir):

@@ -111,7 +111,9 @@ def command(
     if plot is not None:
         figure_kind(writable_file("--plot", plot, overwrites=overwrite))
     if overwrite and plot is None and table_file is None:
-        raise UsageError("--overwrite is for a file", hint="name it: --plot losses.pdf or --csv curves.csv")
+        raise UsageError(
+            "--overwrite needs a file", hint="add the file: --plot losses.pdf or --csv curves.csv"
+        )
     for name, value in {"--x": x, "--smooth": smooth, "--by": by}.items():
         if plot is None and value is not None:
             raise UsageError(f"{name} is for a figure", hint="add the file of a figure: --plot losses.pdf")

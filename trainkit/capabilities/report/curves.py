@@ -156,7 +156,7 @@ def curves(*runs: object, metrics: Sequence[str] = ("loss",), keys: Sequence[str
         raise UsageError("no run is named", hint='name runs or groups: trainkit.curves("lr-sweep")')
     wanted = [metrics] if isinstance(metrics, str) else list(metrics)
     if not wanted:
-        raise UsageError("no metric is named", hint='name what was logged, such as metrics=["loss"]')
+        raise UsageError("no metric is named", hint='name metrics, such as metrics=["loss"]')
     found = compared_runs(names)
     known = set[str]().union(*(one.values for one in found))
     for key in keys or ():
@@ -168,8 +168,8 @@ def curves(*runs: object, metrics: Sequence[str] = ("loss",), keys: Sequence[str
     for name in wanted:
         if name not in logged:
             has = sorted(logged - NOT_METRICS)
-            hint = did_you_mean(name, has) or (f"they have logged {', '.join(has)}" if has else "")
-            raise UsageError(f"no run has logged {name}", hint=hint or "they have logged nothing yet")
+            hint = did_you_mean(name, has) or (f"the runs have logged {', '.join(has)}" if has else "")
+            raise UsageError(f"no run has logged {name}", hint=hint or "the runs have logged nothing yet")
     return Curves(read, wanted, keys)
 
 

@@ -148,7 +148,7 @@ def draw(
     if by == SEED:
         raise UsageError("runs that differ in their seeds are one line", hint="colour by another key")
     if by is not None and by not in keys:
-        hint = did_you_mean(by, keys) or (f"they differ in {', '.join(keys)}" if keys else "leave it out")
+        hint = did_you_mean(by, keys) or (f"the runs differ in {', '.join(keys)}" if keys else "leave it out")
         raise UsageError(f"the runs do not differ in {by}", hint=hint)
     try:
         from matplotlib.figure import Figure
@@ -366,22 +366,22 @@ def is_wide(values: Sequence[float]) -> bool:
 def typical(values: Iterable[float]) -> list[float]:
     """Return the finite values in ascending order, without outliers such as 1e32 that would flatten an axis.
 
-    An outlier is more than `FAR` times as far from the median as the quartiles and zero are. If all values
-    are positive, the distances are powers of ten, and an outlier is `FAR_DECADES` times as far from the
-    median as the quartiles, and at least `FAR_DECADES` powers of ten.
+    An outlier is more than `FAR` times as far from the median as the quartiles and zero are. If no two values
+    have different signs, the distances are powers of ten, and an outlier is `FAR_DECADES` times as far from
+    the median as the quartiles, and at least `FAR_DECADES` powers of ten. Zero is then no outlier.
     """
     found = sorted(value for value in values if math.isfinite(value))
-    if len(found) < MIN_TYPICAL:
+    has_one_sign = bool(found) and (found[0] >= 0 or found[-1] <= 0)
+    scaled = sorted(math.log10(abs(value)) for value in found if value) if has_one_sign else found
+    if len(scaled) < MIN_TYPICAL:
         return found
-    is_positive = found[0] > 0
-    scaled = [math.log10(value) for value in found] if is_positive else found
     last = len(scaled) - 1
     low, middle, high = scaled[last // 4], scaled[last // 2], scaled[-(-3 * last // 4)]
-    around = max(high - middle, middle - low, 1.0 if is_positive else abs(middle))
-    if not around:
-        return found
-    most = around * (FAR_DECADES if is_positive else FAR)
-    return [value for value, at in zip(found, scaled, strict=True) if abs(at - middle) <= most]
+    around = max(high - middle, middle - low, 1.0 if has_one_sign else abs(middle))
+    if has_one_sign:
+        most = around * FAR_DECADES
+        return [value for value in found if not value or abs(math.log10(abs(value)) - middle) <= most]
+    return [value for value in found if abs(value - middle) <= around * FAR] if around else found
 
 
 def band_floor(lowest: float, ends: Iterable[float]) -> float:
