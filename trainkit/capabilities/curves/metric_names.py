@@ -30,7 +30,7 @@ TELLING = _set(
     ppl precision psnr recall return returns reward rewards rmse rouge score ssim wer
     """
 )
-"""Words that hardly occur in output other than that of a training, so a line with one can begin a curve."""
+"""Words that hardly occur outside the output of a training. A line with such a word can begin a curve."""
 NO_LOSS = frozenset(
     {"stop", "packet", "frame", "weight", "scale", "scaler", "best", "min", "lowest", "no", "test", "fn"}
 )

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 COLUMNS = ("run", *AXES.values())
 """The columns of each table. The keys in which runs differ, and the metrics, are further columns."""
 LAST_STEP = 2**53
-"""The step from which on a float cannot represent each step."""
+"""The limit of steps: a float cannot represent every larger integer."""
 SHOWN_ROWS = 10
 """Rows that a notebook shows."""
 

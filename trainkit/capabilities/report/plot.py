@@ -98,7 +98,7 @@ class Line:
     spread: Sequence[float] | None = None
     """The sample standard deviation over the runs at each point; None for a single run."""
     diverged_at: float | None = None
-    """The place from which on no value is finite; None if the last value is finite."""
+    """The first place after the last finite value; None if the last value is finite."""
     diverged_to: float = math.nan
     """The value at `diverged_at`, which is nan or -inf."""
 
@@ -290,7 +290,7 @@ def mean_line(series: Series, metric: str) -> Line:
 
 
 def smoothed(values: Sequence[float], weight: float) -> list[float]:
-    """Return the exponential moving mean of values, in which the past has the weight `weight`.
+    """Return the exponential moving mean of values; `weight` is the weight of the past.
 
     The first values have no bias to zero. Section 3 of https://arxiv.org/abs/1412.6980 has the correction.
     """
