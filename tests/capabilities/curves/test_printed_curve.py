@@ -1,6 +1,6 @@
 """Tests that the output of real training loops has a curve, and that the output of other programs has none.
 
-The logs in printed_logs/ were recorded by running each framework on a CPU; that of Megatron-LM follows the
+The logs in printed_logs/ were recorded by running each framework on a CPU. The log of Megatron-LM follows the
 format strings of its training loop.
 """
 
