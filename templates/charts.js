@@ -1,7 +1,7 @@
 "use strict";
-// What a chart of a report does in a browser: values at the pointer, zoom, lines to hide, and its data as CSV.
-// The axes follow the rules of trainkit/capabilities/report/charts.py, which has drawn them first.
-const WIDTH = 2000, HEIGHT = 500, LOG_FROM = 50, TINY = 1e-300, FAR = 10, MAX_LOG_TICKS = 6, MAX_ROWS = 8, MIN_DRAG = 6, MAX_CROSSES = 20;
+// Adds interaction to the charts of a report: values at the pointer, zoom, lines to hide, and the data as CSV.
+// trainkit/capabilities/report/charts.py draws each chart first, so both files must have the same rules for axes.
+const WIDTH = 2000, HEIGHT = 500, LOG_FROM = 50, TINY = 1e-300, FAR = 10, MAX_LOG_TICKS = 6, MAX_ROWS = 8, MIN_DRAG = 6, MAX_CROSSES = 20, MIN_TYPICAL = 5, FAR_OUT = 1000, FAR_DECADES = 10;
 const near = (a, b) => b * (1 + 1e-9 * a);
 
 function niceTicks(low, high, count) {
@@ -35,6 +35,21 @@ function scaleOf(values) {
   return linear(Math.min(low, ticks[0]), Math.max(high, ticks.at(-1)), ticks);
 }
 
+// Returns the sorted values without outliers, as `typical` in trainkit/capabilities/report/plot.py does.
+function typical(values) {
+  const found = values.sort((a, b) => a - b), hasOneSign = found.length > 0 && (found[0] >= 0 || found.at(-1) <= 0);
+  const decades = value => Math.log10(Math.abs(value));
+  const scaled = hasOneSign ? found.filter(value => value !== 0).map(decades).sort((a, b) => a - b) : found;
+  if (scaled.length < MIN_TYPICAL) return found;
+  const last = scaled.length - 1, low = scaled[Math.floor(last / 4)], middle = scaled[Math.floor(last / 2)], high = scaled[Math.ceil(3 * last / 4)];
+  const around = Math.max(high - middle, middle - low, hasOneSign ? 1 : Math.abs(middle));
+  if (hasOneSign) return found.filter(value => value === 0 || Math.abs(decades(value) - middle) <= around * FAR_DECADES);
+  return around ? found.filter(value => Math.abs(value - middle) <= around * FAR_OUT) : found;
+}
+
+const isWide = sorted => sorted.length > 0 && sorted[0] > 0 && sorted.at(-1) / sorted[0] > LOG_FROM;
+const fits = (scale, value) => value !== null && scale.low <= value && value <= scale.high;
+
 function linear(low, high, ticks) {
   const step = ticks.length > 1 ? ticks[1] - ticks[0] : high - low, largest = Math.max(0, ...ticks.map(Math.abs));
   return { low, high, ticks, place: value => (value - low) / (high - low), text: tick => tickText(tick, step, largest) };
@@ -51,11 +66,11 @@ function logScale(low, high) {
   let ticks = round.filter(within);
   if (ticks.length > MAX_LOG_TICKS)
     ticks = powers.filter(power => power % every === 0).map(power => Number(`1e${power}`)).filter(within);
-  const size = Math.log(above) - Math.log(below);
-  return { low: below, high: above, ticks, place: value => value > 0 ? (Math.log(value) - Math.log(below)) / size : -FAR, text: tick => tickText(tick, tick, tick) };
+  const bottom = Math.min(below, low), size = Math.log(Math.max(above, high)) - Math.log(bottom);
+  return { low: Math.min(below, low), high: Math.max(above, high), ticks, place: value => value > 0 ? (Math.log(value) - Math.log(bottom)) / size : -FAR, text: tick => tickText(tick, tick, tick) };
 }
 
-const shown = value => value === null ? "not finite" : Math.abs(value) >= 1e5 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(5)));
+const shown = value => value === null ? "not finite" : Math.abs(value) >= 1e21 ? String(Number(value.toPrecision(4))) : Math.abs(value) >= 1e5 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(5)));
 const quoted = value => { const text = String(value ?? "nan"); return /[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text; };
 
 function element(kind, attributes = {}, text = "") {
@@ -98,31 +113,38 @@ class Plot {
     this.ends = data.dots ? [0, 1] : data.lines.reduce(([low, high], { x }) => [Math.min(low, x[0]), Math.max(high, x.at(-1))], [Infinity, -Infinity]);
     if (this.ends[1] <= this.ends[0]) this.ends[1] = this.ends[0] + 1;
     this.view = this.ends;
-    this.y = scaleOf(this.heights(data));
+    this.y = this.axis(data);
     return this.known = data;
   }
 
-  *heights(data) {
-    if (data.dots) { for (const dot of data.dots) if (dot[2] !== null) yield dot[2]; return; }
-    const [left, right] = this.view, values = [], ends = [];
+  axis(data) {
+    const [left, right] = this.view, found = [], spreads = [];
+    if (data.dots) return scaleOf(typical(data.dots.map(dot => dot[2]).filter(result => result !== null)));
     for (const { name, x, y, spread } of data.lines) {
       if (this.hidden.has(name)) continue;
       for (let i = 0; i < x.length; i++) {
         if (x[i] < left || x[i] > right || y[i] === null) continue;
-        values.push(y[i]);
-        if (spread && spread[i] !== null) ends.push(y[i] - spread[i], y[i] + spread[i]);
+        found.push(y[i]);
+        if (spread && spread[i] !== null) spreads.push([y[i], spread[i]]);
       }
     }
-    yield* values;
-    let low = Infinity, high = -Infinity;
-    for (const value of values) { low = Math.min(low, value); high = Math.max(high, value); }
-    if (!(low > 0 && high / low > LOG_FROM)) yield* ends;
+    const values = typical(found);
+    this.floor = -Infinity;
+    if (isWide(values)) {  // a band can reach below 0, where a logarithmic axis ends
+      const ends = spreads.map(([value, size]) => value - size).filter(end => values[0] / 10 <= end && end < values[0]);
+      this.floor = ends.reduce((low, end) => Math.min(low, end), values[0]);
+      values.push(this.floor);
+    } else {
+      const first = values[0], last = values.at(-1);
+      for (const [value, size] of spreads) if (first <= value && value <= last) values.push(value - size, value + size);
+    }
+    return scaleOf(values);
   }
 
   show(view) {
     const data = this.data;
     this.view = view;
-    this.y = scaleOf(this.heights(data));
+    this.y = this.axis(data);
     const [left, right] = view, x = linear(left, right, niceTicks(left, right, 4).filter(tick => left <= tick && tick <= right && Number.isInteger(tick)));
     const labels = [];
     for (const tick of this.y.ticks) {
@@ -141,9 +163,12 @@ class Plot {
       group.style.display = isHidden ? "none" : "";
       for (const [name, text] of [[".band", band], [".line", path]]) group.querySelector(name)?.setAttribute("d", text);
       if (isHidden) return;
-      const begun = line.x.filter((at, i) => line.y[i] === null && (i === 0 || line.y[i - 1] !== null) && left <= at && at <= right);
+      const begun = [...line.x.keys()].filter(i => !fits(this.y, line.y[i]) && (i === 0 || fits(this.y, line.y[i - 1])) && left <= line.x[i] && line.x[i] <= right);
       const crosses = begun.length > MAX_CROSSES ? [...begun.slice(0, MAX_CROSSES - 1), begun.at(-1)] : begun;
-      for (const at of crosses) across("cross", at, "×", line.style, { title: `${line.name || data.title}: not finite from ${Math.round(at).toLocaleString("en")}` });
+      for (const i of crosses) {
+        const value = line.y[i], at = Math.round(line.x[i]).toLocaleString("en"), isLow = value === null ? line.low?.includes(i) : value < this.y.low;
+        across(isLow ? "cross low" : "cross", line.x[i], "×", line.style, { title: `${line.name || data.title}: ${value === null ? `not finite from ${at}` : `${shown(value)} at ${at}`}` });
+      }
     });
     this.axes.replaceChildren(...labels);
     this.root.classList.toggle("zoomed", left !== this.ends[0] || right !== this.ends[1]);
@@ -151,12 +176,14 @@ class Plot {
 
   paths({ x: steps, y: values, spread }, x) {
     const at = i => Math.round(WIDTH * x.place(steps[i])), down = value => Math.round(HEIGHT * (1 - Math.min(FAR, Math.max(-FAR, this.y.place(value)))));
-    const within = value => down(Math.min(Math.max(value, this.y.low), this.y.high));
+    const within = value => down(Math.min(Math.max(value, this.y.low, this.floor), this.y.high));
+    const [left, right] = this.view;  // points outside the view continue the line to its edges
+    const draws = i => values[i] !== null && (fits(this.y, values[i]) || steps[i] < left || steps[i] > right);
     let line = "", band = "";
     for (let begin = 0; begin < steps.length; begin++) {
-      if (values[begin] === null) continue;
+      if (!draws(begin)) continue;
       let end = begin;
-      while (end + 1 < steps.length && values[end + 1] !== null) end++;
+      while (end + 1 < steps.length && draws(end + 1)) end++;
       const piece = Array.from({ length: end - begin + 1 }, (_, i) => begin + i);
       line += piece.map((i, first) => `${first ? "L" : "M"}${at(i)} ${down(values[i])}`).join("") + (end > begin ? "" : "h0");
       if (spread) {
@@ -183,7 +210,7 @@ class Plot {
   move(event) {
     const data = this.data, [x, y] = this.share(event);
     if (data.dots) {
-      const far = dot => dot[2] === null ? Infinity : Math.hypot(dot[0] - x, (1 - this.y.place(dot[2]) - y) * 0.4);
+      const far = dot => !fits(this.y, dot[2]) ? Infinity : Math.hypot(dot[0] - x, (1 - this.y.place(dot[2]) - y) * 0.4);
       this.point(data.dots.reduce((best, dot) => far(dot) < far(best) ? dot : best));
       return;
     }

@@ -29,7 +29,7 @@ SIZES = {
     "trainkit/backends": (20, 4_338),
     "trainkit/capabilities": (1, 1),
     "trainkit/capabilities/bench": (6, 1_358),
-    "trainkit/capabilities/curves": (4, 1_025),
+    "trainkit/capabilities/curves": (4, 1_045),
     "trainkit/capabilities/debugger": (5, 649),
     "trainkit/capabilities/diagnose": (7, 1_452),
     "trainkit/capabilities/doctor": (6, 1_374),
@@ -45,7 +45,7 @@ SIZES = {
     "trainkit/capabilities/multimodal": (2, 547),
     "trainkit/capabilities/notifications": (5, 510),
     "trainkit/capabilities/replay": (7, 1_565),
-    "trainkit/capabilities/report": (12, 2_803),
+    "trainkit/capabilities/report": (12, 3_199),
     "trainkit/capabilities/shell": (3, 190),
     "trainkit/capabilities/simulation": (4, 312),
     "trainkit/capabilities/slow_ranks": (8, 707),
@@ -55,7 +55,7 @@ SIZES = {
     "trainkit/capabilities/trackers": (6, 1_078),
     "trainkit/capabilities/transformers": (2, 303),
     "trainkit/capabilities/watch": (5, 1_341),
-    "trainkit/cli": (16, 3_783),
+    "trainkit/cli": (16, 3_784),
     "trainkit/cluster": (8, 1_848),
     "trainkit/config": (13, 3_151),
     "trainkit/control": (5, 796),
@@ -67,7 +67,7 @@ SIZES = {
     "trainkit/run": (17, 5_025),
     "trainkit/slurm": (8, 1_606),
     "trainkit/trainer": (38, 9_616),
-    "tests": (423, 71_215),
+    "tests": (423, 71_471),
 }
 """Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
 SLACK = (2, 100)

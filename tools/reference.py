@@ -353,6 +353,7 @@ print(run.wait().status.state, run.metrics()[-1]["loss"])
 """
 API = {
     "api": ("submit", "sweep", "map_array", "as_completed", "runs", "Run", "Group", "RunError"),
+    "capabilities/report/curves": ("curves", "Curves"),
     "function": ("Requeue",),
     "loop": ("attach", "Attached"),
     "task": (
@@ -361,9 +362,9 @@ API = {
     ),
     "adapters": ("add_adapters",),
 }
-"""Maps a module to its public names."""
-API_HEADINGS = {"api": "trainkit", "function": "", "adapters": ""}
-"""Maps a module to its heading; names of `adapters` appear under `task`."""
+"""Module -> its public names."""
+API_HEADINGS = {"api": "trainkit", "capabilities/report/curves": "", "function": "", "adapters": ""}
+"""Module -> its heading. The names of a module without a heading are imported from the module before it."""
 
 
 def api_text() -> str:

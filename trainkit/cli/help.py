@@ -119,6 +119,7 @@ SECTIONS = {
         "--plot",
         "--json",
         "--csv",
+        "--overwrite",
         "--help",
     ),
 }

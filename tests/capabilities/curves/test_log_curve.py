@@ -1,4 +1,4 @@
-"""What an agent writes to metrics.jsonl of what rank 0 of a COMMAND prints."""
+"""Tests of the metrics that an agent finds in the output of a COMMAND and writes to metrics.jsonl."""
 
 import pytest
 
@@ -41,7 +41,7 @@ def test_records_are_those_of_a_curve_and_it_is_said_once(attempt):
     prints(attempt, "loading\nstep 1 loss 3.0 lr 1e-3\nstep 2 loss nan")
     follower = LogCurve(attempt, PLAN, "auto")
     follower.poll()
-    assert not run.metrics_file.exists()  # it has not grown, and the last line may not be complete
+    assert not run.metrics_file.exists()  # the step has not grown, and the last line may be incomplete
     prints(attempt, " lr 1e-3\nstep 3 loss 2.0 lr 1e-3, val_loss 2.5\n")
     follower.poll()
     prints(attempt, "step 4 loss 1.0 lr 1e-3")
@@ -123,7 +123,7 @@ def test_a_pattern_that_never_ends_is_given_up(attempt, monkeypatch, capfd):
     follower = LogCurve(attempt, PLAN, r"(?P<step>(a+)+)$b")
     follower.poll()
     follower.end(is_finished=True)
-    problem = "logging.pattern took more than 0.05 s for a part of the log: it is not used any more"
+    problem = "logging.pattern took more than 0.05 s for one read of the log, so it is no longer used"
     assert reasons(attempt.run) == [problem]
     assert capfd.readouterr().out == f"warning: {problem}\n"
 
@@ -131,8 +131,8 @@ def test_a_pattern_that_never_ends_is_given_up(attempt, monkeypatch, capfd):
 @pytest.mark.parametrize(
     ("line", "which"),
     [
-        ("loss {0}.5, epoch 0.{0}\n", "the step of the loss"),
-        ("d_loss 1 g_loss {0}\n", "the step of the loss"),
+        ("loss {0}.5, epoch 0.{0}\n", "the step of the loss is unknown"),
+        ("d_loss 1 g_loss {0}\n", "the step of the loss is unknown"),
     ],
 )
 def test_it_says_why_there_is_no_curve(attempt, line, which):
@@ -141,7 +141,7 @@ def test_it_says_why_there_is_no_curve(attempt, line, which):
     follower.poll()
     assert reasons(attempt.run) == []
     follower.end(is_finished=True)
-    reason = f"none from the log: {which} is unknown; set logging.pattern with step and loss"
+    reason = f"no curve in the log: {which}; set logging.pattern with the groups step and loss"
     assert reasons(attempt.run) == [reason]
 
 

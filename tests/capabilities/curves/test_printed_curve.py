@@ -1,6 +1,6 @@
-"""The curve in what real training loops printed, and none in what other programs print.
+"""Tests that the output of real training loops has a curve, and that the output of other programs has none.
 
-The logs in printed_logs/ were recorded by running each framework on a CPU; that of Megatron-LM follows the
+The logs in printed_logs/ were recorded by running each framework on a CPU. The log of Megatron-LM follows the
 format strings of its training loop.
 """
 
@@ -147,7 +147,7 @@ STEPS = {
     "units": [1000, 2000, 3000],
     "epochs": [1, 2, 3],
 }
-"""Where they are counted on, in thousands, or epochs."""
+"""Curves whose steps restart at each epoch, are printed in thousands, or are epochs."""
 
 
 @pytest.mark.parametrize("name", LINES)
@@ -180,21 +180,21 @@ def test_a_number_with_a_decimal_comma_is_not_cut():
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        # An epoch in which the second number does not begin again: it is the step already.
+        # The second number does not restart at an epoch, so it is the step.
         ("epoch 0 iter 9 loss 5\nepoch 1 iter 19 loss 4\nepoch 2 iter 29 loss 3", {9: 5, 19: 4, 29: 3}),
         ("\n".join(f"stage 1 step 1/3 iter {n} loss {n}" for n in (1, 2, 3)), {2: 2, 3: 3}),
         ("micro_step: 4 step: 2 loss: 5\nmicro_step: 8 step: 4 loss: 4", {2: 5, 4: 4}),
-        # Only the second epoch shows which of two is the step.
+        # Only the second epoch shows which of two numbers is the step.
         (
             "\n".join(f"epoch {e} step {n} iter {10 * e + n} loss 1" for e in (0, 1) for n in (1, 5, 9)),
             dict.fromkeys((1, 5, 9, 11, 15, 19), 1),
         ),
-        # A script that went back to a checkpoint: its steps are computed again.
+        # The script resumed from a checkpoint, so it computes some steps again.
         ("\n".join(f"step {n} loss {n}" for n in (1, 2, 3, 4, 3, 4, 5)), {1: 1, 2: 2, 3: 3, 4: 4, 5: 5}),
-        # Set-up that is numbered too, and a checkpoint that is named.
+        # The lines of the set-up are numbered too, and the name of a checkpoint has a number.
         ("Step 1: load\nStep 2: build\nloaded step 500 loss 9\nstep 1 loss 5\nstep 2 loss 4", {1: 5, 2: 4}),
         ("iter 1 loss nan\niter 2 loss inf\niter 3 loss 1", {1: math.nan, 2: math.inf, 3: 1}),
-        # Averages of an epoch between the steps.
+        # Averages of an epoch are printed between the steps.
         ("iter 5 loss 3\niter 6 loss 2\nEpoch 1 done, average loss: 9\niter 7 loss 1", {5: 3, 6: 2, 7: 1}),
         ("step 1 box_loss 1 cls_loss 2 loss 3\nstep 2 box_loss 1 cls_loss 2 loss 4", {1: 3, 2: 4}),
     ],

@@ -1,4 +1,4 @@
-"""The metrics on the progress lines of training loops, under the names with which they are printed."""
+"""Tests of the metrics on the progress lines of training loops, and of their names."""
 
 import math
 from pathlib import Path
@@ -234,7 +234,7 @@ def attempt(tmp_path):
 
 
 def records(attempt, text: str, pattern: str = "auto", parts: int = 1) -> dict[int, dict[str, object]]:
-    """What is written of a text that is printed in some parts."""
+    """Return the records that are written if a text is printed in several chunks."""
     follower = LogCurve(attempt, PLAN, pattern)
     for index in range(parts):
         with attempt.rank_log(0).open("a") as log:
@@ -272,8 +272,8 @@ def test_a_gan_has_a_curve_and_it_is_said_that_none_is_the_loss(attempt):
     found = records(attempt, "".join(f"step {n} d_loss 0.4 g_loss 1.{n}\n" for n in (1, 2, 3)))
     assert found[3] == {"d_loss": 0.4, "g_loss": 1.3}
     [event] = read_events(attempt.run, "curve")
-    unknown = "which of d_loss, g_loss is the loss is unknown; set logging.pattern with step and loss"
-    assert event.reason == f"from the log: step, d_loss, g_loss; {unknown}"
+    unknown = "it is unknown which of d_loss, g_loss is the loss"
+    assert event.reason.startswith(f"from the log: step, d_loss, g_loss; {unknown}; ")
 
 
 def test_names_are_bounded(attempt, capfd):

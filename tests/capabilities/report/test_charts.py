@@ -1,4 +1,4 @@
-"""Charts as SVG: axes, paths, colours and the data for the script."""
+"""Tests of the charts of a report: axes, paths, colours and the data for the script."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import pytest
 
 from trainkit.capabilities.report.charts import (
-    MAX_CROSSES,
     PALETTE,
     Chart,
     Dot,
@@ -27,6 +26,7 @@ from trainkit.capabilities.report.charts import (
     tick_text,
     viridis,
 )
+from trainkit.capabilities.report.plot import MAX_CROSSES, band_floor, number_places, typical
 
 NAN = math.nan
 
@@ -57,7 +57,7 @@ SCALES: dict[str, tuple[list[float], list[str]]] = {
     "nothing": ([], ["0", "0.5", "1.0"]),
     "one": ([7.0], ["6.0", "6.5", "7.0", "7.5", "8.0"]),
 }
-"""Kind of values -> the values, and the labels of their axis."""
+"""Maps a kind of values to the values and the labels of their axis."""
 
 
 @pytest.mark.parametrize("kind", SCALES)
@@ -128,7 +128,7 @@ def test_a_spread_is_an_area_within_the_axis() -> None:
     points = [(0, 1.0), (1, 100.0), (2, NAN)]
     chart = line_chart("x", [Line(points, PALETTE[0], "mean", [3.0, 0.0, NAN])])
     assert chart is not None
-    assert chart.data["log"] is True
+    assert [label.text for label in chart.y_labels] == ["1", "10", "100"]
     assert chart.paths[0].band == "M0 349l1000-349 0 0-1000 500z".replace(" 0 0", "")
     chart = line_chart("x", [Line([(0, 1.0), (1, 2.0)], PALETTE[0], "mean", [3.0, 0.0])])
     assert chart is not None
@@ -153,7 +153,6 @@ def test_data_are_short_and_complete() -> None:
     assert chart.data == {
         "title": "x",
         "over": "step",
-        "log": False,
         "marks": [[30, "2"]],
         "lines": [
             {
@@ -264,7 +263,7 @@ def test_values_are_at_equal_distances_and_numbers_in_their_order() -> None:
     assert [label.text for label in chart.x_labels] == ["0.0001", "0.001", "0.01"]
     assert [round(label.place) for label in chart.x_labels] == [8, 50, 92]
     assert [item.kind for item in chart.paths] == ["median", "big dot", "big dot", "big dot"]
-    assert chart.paths[-1].style != chart.paths[1].style  # the best one, on top
+    assert chart.paths[-1].style != chart.paths[1].style  # the best dot covers the others
     long = dots([0.1 + 0.2], [3.0])
     assert long is not None
     assert [(label.place, label.text) for label in long.x_labels] == [(50, "0.3")]
@@ -313,3 +312,80 @@ MANY = [f"own_{number}" for number in range(30)]
 )
 def test_the_command_for_all_points_can_be_pasted(folder: str, metrics: list[str], command: str) -> None:
     assert csv_command(folder, metrics) == command
+
+
+OUTLIERS: dict[str, tuple[list[float], list[float]]] = {
+    "one huge": ([2.0, 2.1, 1.9, 2.2, 1e32], [1.9, 2.0, 2.1, 2.2]),
+    "one huge and negative": ([2.0, 2.1, 1.9, 2.2, -1e32], [1.9, 2.0, 2.1, 2.2]),
+    "a first loss": ([900.0, 3.0, 2.5, 2.2, 2.1, 2.0], [2.0, 2.1, 2.2, 2.5, 3.0, 900.0]),
+    "many decades": ([1e-8, 1e-6, 1e-4, 1e-2, 1.0], [1e-8, 1e-6, 1e-4, 1e-2, 1.0]),
+    "zeros and a first loss": (
+        [0.9, 1e-5, 0.0, 2e-5, 1e-5, 0.0, 1e-5],
+        [0.0, 0.0, 1e-5, 1e-5, 1e-5, 2e-5, 0.9],
+    ),
+    "a likelihood": (
+        [-1e7, -130.0, -121.0, -120.0, -119.0, -118.0],
+        [-1e7, -130.0, -121.0, -120.0, -119.0, -118.0],
+    ),
+    "negative and one huge": ([-1e32, -2.0, -3.0, -2.5, -2.2, -2.1], [-3.0, -2.5, -2.2, -2.1, -2.0]),
+    "both signs": ([-1.0, 1.0, 2.0, -2.0, 1e9, 0.5], [-2.0, -1.0, 0.5, 1.0, 2.0]),
+    "few": ([1.0, 1e32], [1.0, 1e32]),
+    "a rare count": ([0.0, 0.0, 0.0, 0.0, 5.0], [0.0, 0.0, 0.0, 0.0, 5.0]),
+    "not finite": ([NAN, math.inf, 1.0, -math.inf], [1.0]),
+}
+"""Maps a kind of values to the values and to those for which an axis has room."""
+
+
+@pytest.mark.parametrize("kind", OUTLIERS)
+def test_an_axis_has_no_room_for_an_outlier(kind: str) -> None:
+    values, shown = OUTLIERS[kind]
+    assert typical(values) == shown
+
+
+@pytest.mark.parametrize(
+    ("outlier", "is_low", "text"),
+    [
+        (1e32, False, "line 0: 1e+32 at 3"),
+        (-1e32, True, "line 0: -1e+32 at 3"),
+        (math.inf, False, "line 0: not finite from 3"),
+        (-math.inf, True, "line 0: not finite from 3"),
+        (NAN, False, "line 0: not finite from 3"),
+    ],
+)
+def test_an_outlier_is_a_cross_at_its_edge(outlier: float, is_low: bool, text: str) -> None:
+    chart = drawn([(1, 2.0), (2, 2.1), (3, outlier), (4, 1.9), (5, 2.2), (6, 2.0), (7, 2.1)])
+    assert [(label.text, label.is_low) for label in chart.crosses] == [(text, is_low)]
+    assert {float(label.text) for label in chart.y_labels} <= {1.8, 1.9, 2.0, 2.1, 2.2}
+    assert chart.paths[0].line.count("M") == 2
+    json.dumps(chart.data, allow_nan=False)
+
+
+def test_a_band_below_zero_ends_at_the_smallest_value_of_a_logarithmic_axis() -> None:
+    points = [(0, 1.0), (1, 90.0), (2, 3.0)]
+    chart = line_chart("x", [Line(points, PALETTE[0], "mean", [0.5, 0.0, 4.0])])
+    assert chart is not None
+    assert [round(label.place) for label in chart.y_labels] == [87, 43, 0]  # the axis begins at 0.5
+    assert band_floor(1.0, [0.5, 90.0, -1.0]) == 0.5
+    assert band_floor(1.0, [0.05, -1.0]) == 1.0
+
+
+def test_a_result_far_from_the_others_is_a_cross() -> None:
+    chart = dots([1, 2, 3, 4, 5], [2.0, 2.1, -1e32, 2.2, 1.9])
+    assert chart is not None
+    assert [(label.text, label.is_low) for label in chart.crosses] == [("point 2: -1e+32", True)]
+    assert {float(label.text) for label in chart.y_labels} <= {1.8, 1.9, 2.0, 2.1, 2.2}
+
+
+@pytest.mark.parametrize("values", [[1e-4, 1e-3, 1e-1], [1, 2, 10], ["1e-4", "0.01"]])
+def test_a_report_has_the_colors_of_a_figure(values: list[object]) -> None:
+    numbers = [float(str(value)) for value in values]
+    places = number_places(numbers)
+    assert places is not None
+    assert colors_of(values) == [viridis(place) for place in places]
+
+
+def test_the_chart_of_a_metric_can_be_the_first() -> None:
+    names = ["lr", "val_loss", "loss", "acc"]
+    assert metric_order(names, "acc") == ["acc", "loss", "val_loss", "lr"]
+    charts = run_charts({name: [(1, 1.0), (2, 2.0)] for name in names}, [], first="val_loss")
+    assert [chart.title for chart in charts] == ["Loss", "acc", "Learning rate"]

@@ -1,9 +1,10 @@
-"""`trainkit compare` as it is typed, on folders that are made up."""
+"""Tests of `trainkit compare` on made-up run folders."""
 
 import csv
 import io
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from trainkit.run.rundir import RunDir
 
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a sweep of six points, and a Slurm that cannot be queried."""
+    """Create a folder with a sweep of six trials, and a Slurm that cannot be queried."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(jobs, "query_jobs_or_warn", lambda ids, warn: None)
     made_up_sweep(tmp_path / "mine", {"optimizer.lr": [1e-4, 3e-4], "seed": [0, 1, 2]}, failed=2)
@@ -34,7 +35,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_two_runs_and_the_keys_that_differ(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "mine/0", "mine/2"]) == 0
-    figures, differences = capsys.readouterr().out.split("\n\n")
+    figures, differences, _ = capsys.readouterr().out.split("\n\n")
     heading, first, second = (line.split() for line in figures.splitlines())
     assert heading[:4] == ["RUN", "STATE", "STEP", "LOSS"]
     assert first[:3] == ["0", "finished", "20"]
@@ -66,7 +67,6 @@ def test_a_parameter_may_be_called_like_a_figure(place: Path, capsys: pytest.Cap
 
 
 def test_a_group_stands_for_its_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    """More runs than keys have a row each."""
     assert main(["compare", "mine"]) == 0
     differences = capsys.readouterr().out.split("\n\n")[1]
     assert [line.split() for line in differences.splitlines()] == [
@@ -102,7 +102,7 @@ def test_the_same_config_and_a_single_run(place: Path, capsys: pytest.CaptureFix
 
 
 def made(folder: Path, config: dict[str, object], command: list[str] | None = None, **values: object) -> None:
-    """A run that has ended, of the trainer or of a COMMAND."""
+    """Create a run that has ended, of the trainer or of a COMMAND."""
     run = RunDir(folder)
     train_made_up_point(run, RunConfig.model_validate({"name": "made", **config}), 3, 1.0, 0, False)
     write_json(run.plan_file, {"command": command})
@@ -111,7 +111,7 @@ def made(folder: Path, config: dict[str, object], command: list[str] | None = No
 
 
 def differences(capsys: pytest.CaptureFixture[str], *names: str) -> dict[str, list[str]]:
-    """The rows of the keys that differ, as they are shown."""
+    """Return the rows of the table of the keys that differ."""
     assert main(["compare", *names]) == 0
     _, *rows = capsys.readouterr().out.split("\n\n")[1].splitlines()
     return {cells[0]: cells[1:] for cells in (re.split(r" {2,}", row) for row in rows)}
@@ -124,7 +124,7 @@ FUNCTION = ["python", "-m", "trainkit.function"]
 @pytest.mark.parametrize(
     ("one", "other", "expected"),
     [
-        # A COMMAND has none of the keys of the trainer, and those with their default are no difference.
+        # A COMMAND has no keys of the trainer. Keys with their default are no difference.
         (
             {"config": {}, "command": SCRIPT},
             {"config": {"task": "ring.py:Ring", "optimizer": {"lr": 0.01}}},
@@ -135,13 +135,13 @@ FUNCTION = ["python", "-m", "trainkit.function"]
             {"config": {"seed": 3}, "command": [*SCRIPT, "--lr", "1e-4"]},
             {"COMMAND": ["python a.py", "python a.py --lr 1e-4"]},
         ),
-        # Of its environment, the variables that it was given, masked.
+        # The variables of launch.env are keys, and secrets are masked.
         (
             {"config": {"launch": {"env": {"A": "1", "API_KEY": "abc123def"}}}, "command": SCRIPT},
             {"config": {"launch": {"env": {"A": "2"}}}, "command": SCRIPT},
             {"launch.env.A": ["1", "2"], "launch.env.API_KEY": ["***", "-"]},
         ),
-        # The values of a trial, a text that is a number as it was written.
+        # A value of a trial that is a number as text is shown as it was written.
         (
             {"config": {}, "command": FUNCTION, "lr": "1e-4", "device": "a"},
             {"config": {}, "command": FUNCTION, "lr": 0.0001, "device": "b"},
@@ -219,7 +219,7 @@ def test_a_config_that_cannot_be_read(place: Path, capsys: pytest.CaptureFixture
     (place / "mine" / "0" / "config.yaml").write_text("{")
     assert main(["compare", "mine/0", "mine/1", "mine/2"]) == 0
     shown = capsys.readouterr()
-    figures, differences = shown.out.split("\n\n")
+    figures, differences, _ = shown.out.split("\n\n")
     assert shown.err == "warning: 0: its config cannot be read\n"
     assert [line.split()[0] for line in figures.splitlines()] == ["RUN", "0", "1", "2"]
     assert [line.split() for line in differences.splitlines()] == [["1", "2"], ["seed", "1", "2"]]
@@ -235,6 +235,69 @@ def test_curves_go_into_a_table_and_a_figure(place: Path, capsys: pytest.Capture
     assert len(rows) == 6 * 20
     assert set(rows[0]) == {"run", "seed", "step", "tokens", "time_s", "gpu_hours", "loss", "grad_norm"}
     assert "training loss" in (place / "losses.svg").read_text()
+
+
+def test_a_figure_of_an_unfinished_sweep_says_what_is_missing(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(place / "mine" / "5")
+    (place / "mine" / "4" / "metrics.jsonl").write_text("")
+    for index in (3, 4):
+        (place / "mine" / str(index) / "attempts" / "latest" / "end.json").unlink()
+    argv = ["compare", "mine", "--curves", "loss", "--plot", "losses.svg", "--csv", "losses.csv"]
+    assert main(argv) == 0
+    notes = ["note: 2 of 6 trials have no values of loss yet", "note: 2 of 6 trials have not ended yet"]
+    assert capsys.readouterr().err.splitlines() == notes
+    assert main(["compare", "mine", "--csv"]) == 0
+    assert capsys.readouterr().err.splitlines()[-1] == notes[1]
+    assert main(["compare", "mine/0", "mine/1", "--csv"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_figure_can_be_drawn_again(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["compare", "mine", "--curves", "loss", "--plot", "losses.svg", "--csv", "losses.csv"]
+    assert main(argv) == 0
+    files = [place / "losses.svg", place / "losses.csv"]
+    first = [file.read_bytes() for file in files]
+    for file in files:
+        file.write_text("old")
+        file.chmod(0o664)
+    assert main(argv) == 2
+    assert main([*argv, "--overwrite"]) == 0
+    assert [file.read_bytes() for file in files] == first
+    assert [file.stat().st_mode & 0o777 for file in files] == [0o664, 0o664]
+    assert main(["compare", "mine", "--csv", "losses.csv", "--overwrite"]) == 0
+    (place / "folder.svg").mkdir()
+    assert main(["compare", "mine", "--plot", "folder.svg", "--overwrite"]) == 2
+    assert main(["compare", "mine", "--overwrite"]) == 2
+
+
+def test_repetitions_have_a_mean_and_a_standard_deviation(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = {"1e-3": [1.0, 2.0, 3.0], "1e-4": [4.0, 6.0, None]}
+    for lr, losses in results.items():
+        for seed, loss in enumerate(losses):
+            made(place / f"{lr}-{seed}", {}, FUNCTION, lr=lr, seed=seed)
+            record = {"step": 9, "attempt": 1, "loss": loss}
+            with (place / f"{lr}-{seed}" / "metrics.jsonl").open("a") as stream:
+                stream.write(json.dumps(record) + "\n")
+    names = [f"{lr}-{seed}" for lr in results for seed in range(3)]
+    assert main(["compare", *names, "--metric", "loss"]) == 0
+    *_, heading, first, second = capsys.readouterr().out.splitlines()
+    assert re.split(r" {2,}", heading) == ["lr", "N", "MEAN ± SD OF LAST LOSS"]
+    assert re.split(r" {2,}", first) == ["1e-3", "3", "2.0000 ± 1"]
+    assert re.split(r" {2,}", second) == ["1e-4", "2 of 3", "5.0000 ± 1.4"]
+    assert main(["compare", *names, "--metric", "loss", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["repetitions"] == [
+        {"values": {"lr": 1e-3}, "num_runs": 3, "num_results": 3, "mean": 2.0, "sd": 1.0},
+        {"values": {"lr": 1e-4}, "num_runs": 3, "num_results": 2, "mean": 5.0, "sd": pytest.approx(2**0.5)},
+    ]
+    assert main(["compare", *names, "--metric", "loss", "--csv"]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [(row["result_n"], row["result_mean"]) for row in rows] == [("3", "2.0")] * 3 + [("2", "5.0")] * 3
+    assert main(["compare", *names[::3], "--json"]) == 0
+    assert "repetitions" not in json.loads(capsys.readouterr().out)
 
 
 def test_curves_are_shown_in_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""The curves of runs as a table and as a figure, on folders that are made up."""
+"""Tests of `trainkit.curves` and its figures on made-up run folders."""
 
 from __future__ import annotations
 
@@ -14,7 +14,16 @@ from numpy import asarray
 
 from tests.support.sweeps import made_up_sweep, stamp
 from trainkit.capabilities.report.curves import curves
-from trainkit.capabilities.report.plot import COLORS, DrawnRun, Series, draw, labels_of, save, smoothed
+from trainkit.capabilities.report.plot import (
+    COLORS,
+    DrawnRun,
+    Series,
+    _num_columns,
+    draw,
+    labels_of,
+    save,
+    smoothed,
+)
 from trainkit.errors import UsageError
 from trainkit.run.group import RunGroup
 from trainkit.run.rundir import RunDir
@@ -24,7 +33,7 @@ LR = "optimizer.lr"
 
 @pytest.fixture
 def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunGroup:
-    """Two learning rates with three seeds each."""
+    """Create a sweep of two learning rates with three seeds each."""
     monkeypatch.chdir(tmp_path)
     group = made_up_sweep(tmp_path / "mine", {LR: [1e-4, 1e-2], "seed": [0, 1, 2]})
     for index, trial in group.trials.items():
@@ -50,7 +59,7 @@ def test_a_table_has_a_row_per_step_and_the_keys_that_differ(sweep: RunGroup) ->
     assert table.num_rows == 6 * 20
     last = [row for row in table.rows() if row["run"] == "4"][-1]
     assert (last[LR], last["seed"], last["step"], last["time_s"]) == (1e-2, 1, 20, 40.0)
-    assert last["gpu_hours"] is None  # no plan and no event says how many ranks there were
+    assert last["gpu_hours"] is None  # neither a plan nor an event has the number of ranks
     assert last["loss"] == pytest.approx(2.0 + 0.05 + 3 * math.exp(-4))
 
 
@@ -75,7 +84,7 @@ def test_a_step_that_was_computed_again_is_one_row_and_takes_time_twice(sweep: R
     first = [step(number, 10 + 10 * number, loss=float(number)) for number in (1, 2, 3, 4)]
     log(run, [*first, *(step(number, 110 + 5 * number, 2, loss=10.0 * number) for number in (3,))])
     table = curves("mine/0")
-    assert table["step"] == [1, 2, 3]  # the fourth is not part of the result
+    assert table["step"] == [1, 2, 3]  # the run lost the fourth step
     assert table["loss"] == [1.0, 2.0, 30.0]
     assert table["time_s"] == [10.0, 20.0, 40.0 + 15.0]
     assert table["gpu_hours"][-1] == pytest.approx((40 * 2 + 15 * 4) / 3600)
@@ -156,6 +165,46 @@ def test_a_run_that_diverged_has_a_cross_at_the_edge_and_no_values(sweep: RunGro
     assert asarray(cross.get_ydata()).tolist() == [axes.get_ylim()[1]]
 
 
+@pytest.mark.parametrize(("outlier", "edge"), [(1e32, 1), (-1e32, 0), (-1e301, 0), (1e301, 1)])
+def test_one_outlier_does_not_flatten_the_others(sweep: RunGroup, outlier: float, edge: int) -> None:
+    log(sweep.run(0), [step(n, n, loss=outlier if n == 4 else 2.0 + 0.1 * n) for n in range(1, 9)])
+    (axes,) = curves("mine/0").plot().axes
+    line, cross = axes.lines
+    assert axes.get_yscale() == "linear"
+    assert 1.9 < axes.get_ylim()[0] < axes.get_ylim()[1] < 3
+    assert math.isnan(asarray(line.get_ydata()).tolist()[3])
+    assert asarray(cross.get_xdata()).tolist() == [4.0]
+    assert asarray(cross.get_ydata()).tolist() == [axes.get_ylim()[edge]]
+
+
+@pytest.mark.parametrize(("last", "edge"), [(None, 1), (1e999, 1), (-1e999, 0)])
+def test_a_run_that_diverged_down_has_a_cross_at_the_lower_edge(
+    sweep: RunGroup, last: float | None, edge: int
+) -> None:
+    lines = [json.dumps(step(n, n, loss=1.0)) for n in (1, 2)]
+    end = json.dumps(step(3, 3, loss=last)).replace("Infinity", "1e999")
+    sweep.run(0).metrics_file.write_text("\n".join([*lines, end, ""]))
+    (axes,) = curves("mine/0").plot().axes
+    assert asarray(axes.lines[1].get_ydata()).tolist() == [axes.get_ylim()[edge]]
+
+
+def test_a_band_on_a_logarithmic_axis_ends_at_the_smallest_value(sweep: RunGroup) -> None:
+    log(sweep.run(0), [step(n, n, loss=loss) for n, loss in enumerate((100.0, 10.0, 0.2))])
+    log(sweep.run(1), [step(n, n, loss=loss) for n, loss in enumerate((100.0, 10.0, 3.0))])
+    (axes,) = curves("mine/0", "mine/1").plot().axes
+    assert axes.get_yscale() == "log"
+    ends = asarray(axes.collections[0].get_paths()[0].vertices)[:, 1]
+    assert ends.min() == pytest.approx(1.6)  # the mean of the last step, whose band reaches below 0
+
+
+@pytest.mark.parametrize(
+    ("labels", "num_columns"),
+    [(["a", "b"], 2), (["a", "b", "c"], 3), (["a", "b", "c" * 20], 1), (["a"] * 4, 2), (["a" * 30] * 4, 1)],
+)
+def test_a_legend_has_no_gap(labels: list[str], num_columns: int) -> None:
+    assert _num_columns(labels) == num_columns
+
+
 def test_smoothing_has_no_bias_to_zero() -> None:
     assert smoothed([4.0, 4.0, 4.0], 0.9) == pytest.approx([4.0, 4.0, 4.0])
     assert smoothed([1.0, 3.0], 0.5) == pytest.approx([1.0, (0.5 * 0.5 * 1 + 0.5 * 3) / 0.75])
@@ -178,7 +227,7 @@ def test_the_same_data_are_the_same_file(sweep: RunGroup, tmp_path: Path, suffix
         ({"smooth": 1.0}, "smooth must be from 0 to below 1: 1.0"),
         ({"by": "seed"}, "runs that differ in their seeds are one line"),
         ({"by": "model"}, "the runs do not differ in model"),
-        ({"x": "tokens"}, "no run has numbers of loss by tokens"),
+        ({"x": "tokens"}, "no run has values of loss over tokens"),
     ],
 )
 def test_a_figure_that_cannot_be_is_refused(
@@ -212,7 +261,7 @@ def test_the_mean_ends_where_a_run_has_diverged(sweep: RunGroup) -> None:
 
 
 def test_a_key_that_is_named_as_a_column_stays_one(sweep: RunGroup) -> None:
-    """A COMMAND may have `--sweep lr=…` and log `lr`."""
+    """A COMMAND can sweep `lr` and log a metric `lr`."""
     sweep_json = json.loads((sweep.path / "sweep.json").read_text())
     for trial in sweep_json["points"]:
         trial["values"] = {"grad_norm": f"m{trial['index'] % 2}", "step": 10 * trial["index"]}

@@ -59,7 +59,7 @@ EVENTS = [
 METRICS = [
     step(22, 1, 1),
     step(25, 1, 2),  # 2 s of the step, 1 s of evaluation
-    step(28, 1, 3),  # computed again; 1 s of saving before it
+    step(28, 1, 3),  # the step was computed again, after 1 s of saving
     step(30, 1, 4),
     step(44, 2, 3),
     step(46, 2, 4),
@@ -127,7 +127,7 @@ def test_a_command_without_metrics_is_unmeasured_not_idle(run):
     append_jsonl(run.events_file, event(8, 1, "finished", state="finished"))
     report = report_of(run)
     assert (report.spent["unmeasured"], report.allocated_s, report.goodput) == (8.0, 8.0, None)
-    assert "Unknown: the run has no metrics." in render_report(report)
+    assert "Unknown, because the run has no metrics." in render_report(report)
     for number in (1, 2):  # found in its log
         record = {
             "step": number,
@@ -177,7 +177,7 @@ def test_of_a_large_file_a_part_is_read(tmp_path, monkeypatch):
     ]
     whole = read_curves(file, attempts_in(events))
     monkeypatch.setattr(goodput, "WHOLE_BYTES", 2**20)
-    monkeypatch.setattr(goodput, "PART_BYTES", 1000)
+    monkeypatch.setattr(goodput, "CHUNK_BYTES", 1000)
     part = read_curves(file, attempts_in(events))
     assert part.num_records == pytest.approx(whole.num_records, rel=0.05)
     for number, spent in whole.spent.items():
@@ -212,7 +212,7 @@ def test_a_password_is_masked_up_to_the_end_of_its_text_and_an_image_not_at_all(
 
 
 class Page(HTMLParser):
-    """Collects what a page refers to, and fails on a tag that is closed but not open."""
+    """Collects the references of a page, and fails on a tag that is closed but not open."""
 
     VOID = ("meta", "link", "br")
     OPTIONAL = ("th", "td")
@@ -274,8 +274,8 @@ def test_slow_ranks_are_named_with_host_phase_and_steps(run):
     assert report.to_dict()["slowdowns"][0]["noticed"] == iso(22)
     text = render_report(report)
     assert "<td>1<td>node-b<td>data" in text
-    assert "None was noticed." not in text
-    assert "None was noticed." in render_report(report_of_run_without(run, "slow_"))
+    assert "No slow rank was found." not in text
+    assert "No slow rank was found." in render_report(report_of_run_without(run, "slow_"))
 
 
 def report_of_run_without(run, prefix):
@@ -288,8 +288,8 @@ def report_of_run_without(run, prefix):
     ("percents", "used", "following"),
     [
         ((), "unknown", "unknown: not measured"),
-        ((60, 80), "70 % busy on average", "the same: they were busy"),
-        ((60, 79), "70 % busy on average", "find what they wait for before asking for more"),
+        ((60, 80), "70 % busy on average", "the same number, because the GPUs were busy"),
+        ((60, 79), "70 % busy on average", "find out why the GPUs wait before you request more of them"),
     ],
 )
 def test_gpus_that_wait_are_no_reason_to_ask_for_more(run, percents, used, following):
@@ -300,14 +300,14 @@ def test_gpus_that_wait_are_no_reason_to_ask_for_more(run, percents, used, follo
     assert (found.resource, found.used, found.next_time) == ("GPUs", used, following)
 
 
-NOT_ASKED = "nothing: only a job that is submitted to Slurm asks for it"
+NOT_ASKED = "nothing: only a Slurm job requests it"
 MEASURED = "25 % above the peak sampled"
 
 
 @pytest.mark.parametrize(
     ("slurm", "samples", "used", "following"),
     [
-        # A run of 0.34 GiB on this machine is not to ask for anything.
+        # A run on this machine requests nothing from Slurm.
         (
             None,
             [{"job_mem_gib": 0.34, "job_mem_by": "processes"}],

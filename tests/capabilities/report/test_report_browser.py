@@ -1,4 +1,7 @@
-"""The pages of `trainkit report` in a real browser: drawn, readable on a phone and printed, and silent."""
+"""Tests of the pages of `trainkit report` in a real browser.
+
+The pages are drawn, can be read on a phone and printed, and load nothing.
+"""
 
 import contextlib
 import csv
@@ -40,7 +43,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The page of a run, and of sweeps with one and two keys."""
+    """Write the page of a run, and of sweeps with one and two keys."""
     folder = tmp_path_factory.mktemp("pages")
     two = made_up_sweep(
         folder / "two", {"optimizer.lr": [1e-4, 3e-4, 1e-3], "optimizer.name": ["adamw", "sgd"]}, failed=3
@@ -84,7 +87,7 @@ CHARTS = {
     "one key": [["c0", "c1"], *[["v1"]] * 6],
     "two keys": [["c0", "c1"], ["c0", "c1"], ["v1"], ["v0"], *[["v1"]] * 5],
 }
-"""Page -> the colours of lines and dots in each of its charts."""
+"""Maps a page to the colours of the lines and dots in each of its charts."""
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -136,7 +139,7 @@ def test_a_page_can_be_printed(chromium: Browser, pages: dict[str, Path], name: 
 
 
 def num_texts(pdf: bytes) -> int:
-    """How often a PDF draws text."""
+    """Return the number of texts that a PDF draws."""
     count = 0
     for found in re.finditer(rb"stream\r?\n(.*?)endstream", pdf, re.DOTALL):
         with contextlib.suppress(zlib.error):  # a picture or a font
@@ -154,7 +157,7 @@ def test_the_pages_forbid_requests(chromium: Browser, pages: dict[str, Path], tm
 
 
 def plot_box(chromium: Browser, index: int) -> tuple[float, float, float, float]:
-    """Left, top, width and height of a chart in the window, after scrolling to it."""
+    """Scroll to a chart, and return its left, top, width and height in the window."""
     left, top, width, height = chromium.evaluate(
         f"(() => {{ const plot = document.querySelectorAll('.plot')[{index}];"
         "plot.scrollIntoView({ block: 'center' }); const box = plot.getBoundingClientRect();"
@@ -171,7 +174,7 @@ def text_of(chromium: Browser, selector: str) -> list[str]:
 
 
 def axes_of(chromium: Browser, index: int) -> str:
-    """The labels of a chart, their places and its lines."""
+    """Return the labels of a chart with their places."""
     found: str = chromium.evaluate(
         f"(() => {{ const root = document.querySelectorAll('.chart')[{index}];"
         "return [...root.querySelectorAll('.axes span')].map(one => one.className + one.textContent"
@@ -204,6 +207,9 @@ def test_a_chart_shows_values_zooms_and_hides_lines(chromium: Browser, pages: di
     assert axes_of(chromium, 0) != whole
     zoomed = chromium.evaluate("plots[0].view")
     assert 1 < zoomed[0] < zoomed[1] < 20
+    path = chromium.evaluate("document.querySelector('.chart .line').getAttribute('d')")
+    assert path.count("M") == 1
+    assert path.count("L") == 19  # the line continues beyond the edges of the view
     chromium.click(left + width / 2, top + 50, clicks=2)
     assert axes_of(chromium, 0) == whole
     chromium.evaluate("document.querySelector('button.key').focus()")
@@ -244,6 +250,34 @@ def test_a_chart_that_is_drawn_again_has_the_same_crosses(chromium: Browser, tmp
     assert len(before) >= 20
     chromium.evaluate("plots.forEach(plot => plot.reset())")
     assert chromium.evaluate(crosses) == before
+
+
+def test_an_outlier_and_a_band_are_drawn_again_as_before(chromium: Browser, tmp_path: Path) -> None:
+    group = made_up_sweep(tmp_path / "mine", {"optimizer.lr": [0.1, 0.2], "seed": [1, 2]}, num_steps=30)
+    odd = {0: {5: 1e32, 20: -1e32}, 1: {}, 2: {9: None}, 3: {12: -1e301}}
+    for index, values in odd.items():
+        run = group.run(index)
+        lines = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
+        logged = [
+            {
+                **line,
+                "loss": values.get(line["step"], line["loss"]),
+                "wide": 10.0 ** (line["step"] % 4 - index),
+            }
+            for line in lines
+        ]
+        run.metrics_file.write_text("".join(json.dumps(line) + "\n" for line in logged))
+    file = tmp_path / "page.html"
+    file.write_text(render_sweep(read_sweep(group, GroupFiles(group).status({}, NOW), NOW.timestamp())))
+    chromium.open(file, 1400)
+    crosses = "[...document.querySelectorAll('.chart .cross')].map(one => one.className + ': ' + one.title)"
+    before, pixels = chromium.evaluate(crosses), chromium.pixels()
+    axes = [axes_of(chromium, index) for index in range(4)]
+    assert {"cross: lr=0.1: 5e+31 at 5", "cross low: lr=0.1: -5e+31 at 20"} <= set(before)
+    chromium.evaluate("for (const plot of plots) plot.reset()")
+    assert chromium.evaluate(crosses) == before
+    assert [axes_of(chromium, index) for index in range(4)] == axes
+    assert (np.abs(chromium.pixels() - pixels) > 0.3).any(axis=-1).mean() < 0.002
 
 
 def test_the_points_of_a_chart_can_be_saved(

@@ -1,4 +1,4 @@
-"""`trainkit report` as it is typed, on folders that are made up."""
+"""Tests of `trainkit report` on made-up run folders."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from trainkit.cli.main import main
 
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a sweep of three trials, and a Slurm that cannot be queried."""
+    """Create a folder with a sweep of three trials, and a Slurm that cannot be queried."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(jobs, "query_jobs_or_warn", lambda ids, warn: None)
     made_up_sweep(tmp_path / "mine", {"optimizer.lr": [1e-4, 3e-4, 1e-3]}, failed=2)
@@ -33,6 +33,34 @@ def test_a_page_that_cannot_be_written(place: Path, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == f"{Path.cwd() / 'page.html'}\n"
     assert main(["report", "mine", "--out", "page.html"]) == 2
     assert capsys.readouterr().err.startswith("error: --out page.html exists already")
+    Path("page.html").write_text("old")
+    assert main(["report", "mine", "--out", "page.html", "--overwrite"]) == 0
+    assert "3 runs" in Path("page.html").read_text()
+    Path("link.html").symlink_to("page.html")
+    assert main(["report", "mine", "--out", "link.html", "--overwrite"]) == 2
+    assert main(["report", "mine", "--overwrite"]) == 2
+
+
+def test_a_metric_ranks_the_runs_and_is_drawn_first(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for index, accuracy in enumerate((0.7, 0.9, 0.8)):
+        file = place / "mine" / str(index) / "metrics.jsonl"
+        records = [json.loads(line) for line in file.read_text().splitlines()]
+        file.write_text("".join(json.dumps({**one, "acc": accuracy}) + "\n" for one in records))
+    assert main(["report", "mine", "--metric", "acc", "--json"]) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert value["objective"]["name"] == "acc"
+    assert (value["best"]["index"], value["best"]["result"]) == (1, 0.9)
+    page = (place / "mine" / "report.html").read_text()
+    assert "Best acc (max)" in page
+    curves = page.partition("<h2>Curves</h2>")[2]
+    assert curves.index("<h3>acc") < curves.index("<h3>Loss")
+    assert main(["report", "mine/0", "--metric", "lr"]) == 0
+    page = (place / "mine" / "0" / "report.html").read_text()
+    assert page.index("<h3>Learning rate") < page.index("<h3>Loss")
+    for name in ("mine", "mine/0"):
+        capsys.readouterr()
+        assert main(["report", name, "--metric", "accuracy"]) == 2
+        assert "no run has logged accuracy" in capsys.readouterr().err
 
 
 def test_a_point_of_a_sweep_has_a_report_of_its_own(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

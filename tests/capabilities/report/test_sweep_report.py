@@ -1,4 +1,4 @@
-"""The report of a sweep, from run folders that are made up."""
+"""Tests of the report of a sweep on made-up run folders."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_page_names_the_best_and_is_escaped(tmp_path: Path) -> None:
     text = render_sweep(report_of(group))
     assert "<script>alert" not in text
     assert "&lt;script&gt;alert(1)" in text
-    assert "\\u003cscript\\u003ealert(1)" in text  # in the data of its chart
+    assert "\\u003cscript\\u003ealert(1)" in text  # in the data of a chart
     assert "trainkit submit mine.yaml --sweep &#39;a b=1,2&#39;" in text
     assert "2 runs, 2 finished. Best validation loss: 2.05" in text
 
@@ -135,13 +135,13 @@ def test_many_curves_are_thinned_out_and_rows_are_limited(
     report = report_of(made_up_sweep(tmp_path / "mine", axes, num_steps=5))
     text = render_sweep(report)
     assert text.count('<button type="button" class="key') == len(report.curves) == 40
-    assert "The 40 best of 60." in text
+    assert "The 40 best of 60 lines are drawn." in text
     monkeypatch.setattr(sweep_report, "MAX_ROWS", 10)
     monkeypatch.setattr(sweep_report, "OPEN_ROWS", 4)
     text = render_sweep(report)
     assert text.count('<td class="n">5<td') == 10
     assert "<summary>6 more runs</summary>" in text
-    assert "50 more runs, with worse results" in text
+    assert "50 more runs, which have worse results" in text
 
 
 def test_of_a_long_curve_records_from_all_parts_are_read(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_what_is_read_of_a_point_does_not_grow_with_its_curve(tmp_path: Path) ->
 
 
 def write_metrics(run: RunDir, values: dict[str, list[float | None]]) -> None:
-    """Replace what a run has logged: a value of each metric per step."""
+    """Replace the metrics of a run with a value of each metric per step."""
     rows = zip(*values.values(), strict=True)
     records = [
         {"step": step, "attempt": 1, "time": "2026-01-01T00:00:20Z", **dict(zip(values, row, strict=True))}
@@ -190,7 +190,13 @@ def test_runs_that_differ_in_their_seeds_are_one_line(tmp_path: Path) -> None:
     lines = data_of(charts[0])
     assert [line["y"] for line in lines] == [[3, 3, 1]] * 2
     assert [line["spread"] for line in lines] == [[0, 1, 0]] * 2
-    assert "A line is the mean of runs that differ in their seeds" in render_sweep(report)
+    assert "A line is the mean of runs that differ only in their seeds" in render_sweep(report)
+
+
+def test_the_page_says_how_many_runs_have_diverged(tmp_path: Path) -> None:
+    group = made_up_sweep(tmp_path / "mine", {"seed": [1, 2]}, num_steps=2)
+    write_metrics(group.run(0), {"loss": [1.0, None]})
+    assert "2 runs, 2 finished, 1 of them diverged." in render_sweep(report_of(group))
 
 
 def data_of(chart: Chart) -> list[dict[str, Any]]:
@@ -207,7 +213,7 @@ LINES: dict[str, tuple[list[dict[str, list[float | None]]], list[list[float | No
     "negative": ([{"loss": [-5, -6]}, {"loss": [4, 3]}], [[-5, -6], [4, 3]]),
     "of other lengths": ([{"loss": [5, 4, 3]}, {"loss": [4]}], [[5, 4, 3], [4]]),
 }
-"""Kind of sweep -> what each run logs, and the lines of the first chart that has a loss."""
+"""Maps a kind of sweep to the metrics of each run, and to the lines of the chart of the loss."""
 
 
 @pytest.mark.parametrize("kind", LINES)

@@ -1,4 +1,4 @@
-"""Metrics in buckets of steps: what is drawn of a curve, whatever its file contains."""
+"""Tests that a curve has the right buckets of steps, whatever its file contains."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ CURVES: dict[str, tuple[list[Any], list[tuple[float, float]]]] = {
     "negative": ([-1.0, -2.0], [(0, -1.0), (1, -2.0)]),
     "null within": ([1.0, None, 2.0], [(0, 1.0), (1, NAN), (2, 2.0)]),
     "null at the end": ([1.0, None, None], [(0, 1.0), (1, NAN), (2, NAN)]),
-    "infinite": ([1.0, math.inf, -math.inf], [(0, 1.0), (1, NAN), (2, NAN)]),
-    "beyond a float": ([1.0, HUGE, -HUGE], [(0, 1.0), (1, NAN), (2, NAN)]),
+    "infinite": ([1.0, math.inf, -math.inf], [(0, 1.0), (1, NAN), (2, -math.inf)]),
+    "beyond a float": ([1.0, HUGE, -HUGE], [(0, 1.0), (1, NAN), (2, -math.inf)]),
     "beyond what is drawn": ([1.0, 1e305], [(0, 1.0), (1, NAN)]),
     "texts": (["a", "b"], []),
     "a text within": ([1.0, "a", 2.0], [(0, 1.0), (2, 2.0)]),
@@ -54,7 +54,7 @@ CURVES: dict[str, tuple[list[Any], list[tuple[float, float]]]] = {
     "zeros": ([0.0, -0.0], [(0, 0.0), (1, -0.0)]),
     "tiny": ([5e-324, 1e-310], [(0, 5e-324), (1, 1e-310)]),
 }
-"""Kind of values -> the values, and the points of their curve."""
+"""Maps a kind of values to the values and the points of their curve."""
 
 
 @pytest.mark.parametrize("kind", CURVES)
@@ -205,7 +205,7 @@ def test_the_validations_of_a_command_are_among_its_events(tmp_path: Path) -> No
         '{"event": "evaluated", "attempt": 1, "step": 3, "val_loss": 5.0}\n{"event": "started", "step": 1}\n'
     )
     found = read_thinned(write(tmp_path / "script", line(1, loss=3), events=events))
-    assert found.points("val_loss") == [(2, 4.0)]  # the other one was computed again
+    assert found.points("val_loss") == [(2, 4.0)]  # the other value was computed again
     trained = read_thinned(write(tmp_path / "trained", line(1, val_loss=1), events=events))
     assert trained.points("val_loss") == [(1, 1)]
 

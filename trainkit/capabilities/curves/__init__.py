@@ -1,4 +1,4 @@
-"""The curve of a COMMAND: its steps and metrics, which the agent of rank 0 finds in what that rank prints."""
+"""Finds the curve of a COMMAND: the agent of rank 0 reads steps and metrics from the output of that rank."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CurvesPlan(Part):
-    """How the curve of a command is found."""
+    """The part of a plan that says how the curve of a COMMAND is found."""
 
     CAPABILITY = "curves"
     pattern: str
-    """``auto``, or a regular expression."""
+    """The value of `logging.pattern`: ``auto`` or a regular expression."""
 
 
 class Curves(Capability):
-    """The capability: a reader of the log of rank 0 writes metrics.jsonl."""
+    """A capability that reads the log of rank 0 and writes metrics.jsonl."""
 
     name = "curves"
 

@@ -1,4 +1,4 @@
-"""Writes the metrics that rank 0 of a COMMAND prints to metrics.jsonl, where `trainkit.loop` writes too."""
+"""Writes the metrics that rank 0 of a COMMAND prints to metrics.jsonl, the file of `trainkit.loop`."""
 
 from __future__ import annotations
 
@@ -28,41 +28,44 @@ from trainkit.run.files import append_jsonl, read_jsonl_reversed, utc_now
 from trainkit.run.rundir import AttemptDir
 
 SOURCE = "log"
-"""The ``source`` of records that were found in a log."""
+"""The ``source`` of records in metrics.jsonl that were found in a log."""
 READ_BYTES = 2**17
-"""The maximum that is read of a log at once: its end."""
+"""The maximum number of bytes that a poll reads. If a log has grown by more, only its end is read."""
 MAX_RECORDS = 100
-"""The maximum that is written at once: evenly spaced ones of more steps, and those with a rare metric."""
+"""The number of records that a poll writes. Of more steps, it writes evenly spaced ones.
+
+Steps with a rare metric are written in addition.
+"""
 RARE = 10
-"""A metric that so few of the steps have is kept with all of them."""
+"""A metric is rare if at most this number of the steps of a poll have it."""
 FEW_LOSSES = 20
-"""Lines with a loss, but without a step, after which it is logged that there is no curve."""
+"""The number of lines with a loss but without a step after which an event says that there is no curve."""
 MATCH_S = 1.0
-"""How long the pattern of a user may take for what is read at once."""
+"""Seconds that the pattern of a user may take for the lines of one poll."""
 
 
 class LogCurve(Companion):
-    """Follows the log of rank 0, a bounded part at each `poll`, and writes its curve to metrics.jsonl.
+    """Follows the log of rank 0, and writes its curve to metrics.jsonl.
 
-    It stops when the script writes metrics.jsonl itself.
+    Each `poll` reads a bounded number of bytes. The curve ends as soon as the script writes metrics.jsonl.
     """
 
     def __init__(self, attempt: AttemptDir, plan: LaunchPlan, pattern: str) -> None:
-        """`pattern` is ``auto``, or a regular expression."""
+        """Follow the log of `attempt`; `pattern` is ``auto`` or a regular expression."""
         self._attempt, self._file = attempt, attempt.run.metrics_file
         self._log, self._position, self._rest = attempt.rank_log(0), 0, b""
         self._pattern = None if pattern == "auto" else re.compile(pattern)
         self._is_shared = plan.workload.has_launcher and plan.world_size > 1
         self._curve, self._has_begun = PrintedCurve(is_shared=self._is_shared), False
         self._names: tuple[str, ...] = ()
-        self._said: tuple[object, ...] | None = None
+        self._announced: tuple[object, ...] | None = None
         self._step: int | None = None
-        """The newest one that the pattern of a user has found."""
+        """The newest step that the pattern of a user has found."""
         self._has_warned = False
         self._is_off, self._size = False, 0
 
     def _begin(self) -> None:
-        """Read what the attempts before have found. Raises OSError; the next poll tries again."""
+        """Read the curve that earlier attempts found. After an OSError, the next poll tries again."""
         previous = None
         made = (
             Entry(event).record("made_of")
@@ -78,11 +81,11 @@ class LogCurve(Companion):
         self._has_begun = True
 
     def poll(self) -> None:
-        """Read what was printed since the last call. Raises OSError."""
+        """Read the output since the last call. Raises OSError."""
         self._read(is_over=False)
 
     def end(self, *, is_finished: bool) -> None:
-        """Read the rest: nothing more will be printed. Raises OSError."""
+        """Read the remaining output of an attempt that has ended. Raises OSError."""
         self._read(is_over=True)
 
     def _read(self, *, is_over: bool) -> None:
@@ -121,17 +124,16 @@ class LogCurve(Companion):
                 for line in lines:
                     found = pattern.search(CONTROL.sub("", line)[-MAX_LINE:])
                     if found is not None:
-                        self._take(found.groupdict())
+                        self._add_match(found.groupdict())
         except _TooSlow:
             self._is_off = True
-            problem = (
-                f"logging.pattern took more than {MATCH_S:g} s for a part of the log: it is not used any more"
-            )
+            problem = f"logging.pattern took more than {MATCH_S:g} s for one read of the log"
+            problem += ", so it is no longer used"
             log_line(f"warning: {problem}")
             log_event(self._attempt.run, self._attempt.number, "curve", reason=problem)
 
-    def _take(self, groups: Mapping[str, str | None]) -> None:
-        """Add what the pattern of a user has found, as far as these are numbers."""
+    def _add_match(self, groups: Mapping[str, str | None]) -> None:
+        """Add the groups that the pattern of a user has matched and that are numbers."""
         values = {name: _number(text) for name, text in groups.items() if text is not None}
         step, val_loss = values.pop("step", None), values.pop("val_loss", None)
         known = {name: value for name, value in values.items() if value is not None}
@@ -149,7 +151,7 @@ class LogCurve(Companion):
 
     def _write(self) -> None:
         if self._metrics_size() != self._size:
-            self._is_off = True  # the script writes it itself
+            self._is_off = True  # the script writes metrics.jsonl itself
             return
         run, number, now = self._attempt.run, self._attempt.number, utc_now()
         found = list(self._curve.records.items())
@@ -168,7 +170,7 @@ class LogCurve(Companion):
             }
             for step, values in found
         ]
-        self._curve.records = dict(found)  # no more of them where they cannot be written
+        self._curve.records = dict(found)  # so that records do not pile up while the disk is full
         if records:
             append_jsonl(self._file, *records)
             self._size = self._metrics_size()
@@ -179,40 +181,42 @@ class LogCurve(Companion):
         self._curve.evaluations.clear()
 
     def _announce(self, is_over: bool) -> None:
-        """Log once what the curve is made of, or why there is none, and again when that changes."""
+        """Record the source of the curve as an event, or why there is no curve; repeat only changes."""
         found, values = self._curve.found, dict[str, object]()
         said: tuple[object, ...]
         if self._is_off:
             return
         losses = self._curve.ambiguous
-        which = f"which of {', '.join(losses)} is the loss" if losses else "the step of the loss"
-        unknown = f"{which} is unknown; set logging.pattern with step and loss"
+        unknown = "the step of the loss is unknown"
+        if losses:
+            unknown = f"it is unknown which of {', '.join(losses)} is the loss"
+        unknown += "; set logging.pattern with the groups step and loss"
         if found is not None:
             has_loss = "loss" in found.names or not losses
             said = found.kind, found.total_steps, found.length is not None, has_loss
             values = {"total_steps": found.total_steps, "made_of": asdict(found)}
             step = "step" if found.kind == "step" else f"step ({found.kind})"
-            step += "" if found.length is None else f", counted on after {found.length}"
+            step += "" if found.length is None else f", which restarts after {found.length}"
             reason = f"from the log: {', '.join((step, *found.names, *found.metrics))}; "
             reason += "logging.pattern changes it" if has_loss else unknown
         elif self._names:
             said, reason = self._names, f"from the log by logging.pattern: step, {', '.join(self._names)}"
         elif self._curve.num_losses >= FEW_LOSSES or (is_over and self._curve.num_losses > 1):
-            said, reason = losses, f"none from the log: {unknown}"
+            said, reason = losses, f"no curve in the log: {unknown}"
         else:
             return
-        if said != self._said:
-            self._said = said
+        if said != self._announced:
+            self._announced = said
             log_event(self._attempt.run, self._attempt.number, "curve", **values, reason=reason)
 
     def _warn_of_names(self) -> None:
-        """Say once that the script prints more metrics than a curve has."""
+        """Warn once that the script prints more metrics than a curve can have."""
         name = self._curve.left_out
         if name is None or self._has_warned:
             return
         self._has_warned = True
         problem = f"the log has more than {MAX_NAMES} metrics: {name} and others are left out; "
-        problem += "logging.pattern names those that you want"
+        problem += "logging.pattern can choose metrics"
         log_line(f"warning: {problem}")
         log_event(self._attempt.run, self._attempt.number, "curve", reason=problem)
 
@@ -221,20 +225,20 @@ class LogCurve(Companion):
 
 
 def _number(text: str) -> float | None:
-    """The number in a text, which may have commas and a ``%`` after it; None if it is none."""
+    """Return the number in a text such as ``1,024`` or ``91.2%``; None if the text is not a number."""
     try:
         return float(text.rstrip("%").replace(",", ""))
     except ValueError:
-        return None  # the pattern matches other text too
+        return None  # the group of a pattern can match any text
 
 
 class _TooSlow(Exception):
-    """A pattern did not come to an end."""
+    """Raised in a block whose pattern takes too long."""
 
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise _TooSlow in the block after some seconds, also within a match; in the main thread only."""
+    """Raise _TooSlow in the block after some seconds, even during a match. Works only in the main thread."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise _TooSlow

@@ -1,7 +1,7 @@
-"""Which numbers of a progress line are metrics, and how they are called: as the script prints them.
+"""Decides which numbers of a progress line are metrics, and derives their names from the printed text.
 
-A name is in lower case, and its words are joined by ``_``; ``/``, ``.``, ``-`` and ``@`` stay. Times, dates,
-sizes of memory, versions, counts and positions are no metrics.
+A name is in lower case, and ``_`` joins its words. The characters ``/``, ``.``, ``-`` and ``@`` stay. Times,
+dates, sizes of memory, versions, counts and positions are not metrics.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from functools import lru_cache
 from itertools import dropwhile
 
 MAX_NAME = 64
-"""Characters of a name; a longer one is none."""
+"""The maximum number of characters of a name. Longer text before a number is not a name."""
 MAX_WORDS = 3
-"""More words before a number are prose."""
+"""The maximum number of words of a name. More words before a number are prose."""
 OF_VALIDATION = frozenset({"val", "valid", "validation", "eval", "evaluation", "dev"})
+"""Words that say that a metric belongs to a validation."""
 
 
 def _set(words: str) -> frozenset[str]:
@@ -29,18 +30,18 @@ TELLING = _set(
     ppl precision psnr recall return returns reward rewards rmse rouge score ssim wer
     """
 )
-"""Words of a name that is hardly one of anything but a training: with it, a line may begin a curve."""
+"""Words that hardly occur outside the output of a training. A line with such a word can begin a curve."""
 NO_LOSS = frozenset(
     {"stop", "packet", "frame", "weight", "scale", "scaler", "best", "min", "lowest", "no", "test", "fn"}
 )
-"""Words next to ``loss`` with which the number is not the loss of a training step."""
+"""Words next to ``loss`` that show that the number is not the loss of a training step."""
 _NEVER = _set(
     """
     time times timestamp ts eta elapsed remaining runtime duration date wall walltime memory mem ram vram
     version port pid seed best lowest highest packet frame stop py cpp cu cc
     """
 )
-"""Words of names that are none of metrics."""
+"""Words that no name of a metric contains."""
 _SELDOM = _set(
     """
     day days hour hours minute minutes min sec secs second seconds ms us dt mib gib mb gb
@@ -53,24 +54,26 @@ _SELDOM = _set(
     in on to for by with from after at of and or than about over under until within since this that the a an
     """
 )
-"""Words of counts and of prose, which are none of a metric unless another word is in `TELLING`."""
+"""Words of counts and prose. A name of a metric contains one only together with a word in `TELLING`."""
 _PROSE = frozenset({"and", "then", "with", "the", "a", "an", "of", "for", "to", "in", "on", "at", "this"})
-"""Words that begin no name."""
+"""Words with which no name begins."""
 _UNITS = frozenset({"", "%", "k", "m", "x", "db", "nat", "nats", "bit", "bits"})
-"""What may follow a number at once: no unit of a time or of memory."""
+"""Texts that can follow a metric without a space. Units of time and memory are not among them."""
 _FACTORS = {"k": 1_000, "m": 1_000_000}
 _OTHER = re.compile(
     r"[:/.-]\d|\|[^A-Za-z]|\s(?:[kmgt]i?b|ms|us|s|secs?|seconds?|mins?|minutes?|h|hours?|it/s|days?)\b(?!\s?[:=])",
     re.I,
 )
-"""What follows the first number of a date, a time of day or a version, the percents of a progress bar, or a
-number with a unit of its own."""
+"""Matches the text after a number that is not a metric.
+
+Such a number begins a date, a time of day or a version, is the percentage of a progress bar, or has a unit.
+"""
 _OF_A_PART = OF_VALIDATION | {"test", "testing", "train", "training"}
 _IN_A_ROW = re.compile(
     r"\s*(?:$|[|,;)\]}])|\s+[(|-]|\s+[A-Za-z][\w./@-]*(?:\s[A-Za-z][\w./@-]*)?\s?[:=]?\s?[-+]?(?:\.?\d|nan\b|inf\b)",
     re.I,
 )
-"""What follows a number whose name has only a space before it, in ``step 3 loss 0.5 acc 0.91``."""
+"""Matches the text after a number in a row of metrics without ``:`` or ``=``, as in ``loss 0.5 acc 0.91``."""
 _FILLERS = frozenset({"is", "was", "of", "at", "now", "value", "idx", "index", "no", "tensor"})
 _WORD = re.compile(r"[^\W\d_][\w./@-]*")
 _PART = re.compile(r"[a-z]+")
@@ -82,24 +85,24 @@ class Label:
     """The text before a number."""
 
     words: tuple[str, ...]
-    """Without those at its end that say nothing."""
+    """The words of the text, without fillers such as ``is`` at its end."""
     parts: tuple[str, ...]
-    """The letters of its last three words, without digits and signs."""
+    """The runs of letters in the last three words."""
     own: tuple[str, ...]
-    """The letters of its last word."""
+    """The runs of letters in the last word."""
     name: str | None
-    """The name of a metric with this label; None if it is none."""
+    """The name of a metric with this label; None if the label does not belong to a metric."""
     is_telling: bool
-    """Whether the name says that the line is about a training."""
+    """True if the name shows that the line is about a training."""
     is_tensor: bool
-    """Whether the number is in the text of a tensor, such as ``tensor(0.5)``."""
+    """True if the number is in the text of a tensor, such as ``tensor(0.5)``."""
     has_colon: bool
-    """Whether a ``:`` right before the number makes it a line of code, as in ``module:function:42``."""
+    """True if the text contains ``:``, so that another ``:`` before the number makes it a line of code."""
 
 
 @lru_cache(4096)
 def read_label(text: str) -> Label:
-    """Read the text before a number, in lower case; the lines of a loop repeat the same ones."""
+    """Read the text before a number, in lower case. Results are cached, because a loop repeats its labels."""
     words, own = _words(text), _words(_SENTENCE.split(text)[-1])
     own = list(dropwhile(_PROSE.__contains__, own))
     parts = [_PART.findall(word) for word in words[-3:]]
@@ -132,9 +135,10 @@ def _words(text: str) -> list[str]:
 
 
 def metric_of(label: Label, number: re.Match[str], *, is_assigned: bool) -> tuple[str, float] | None:
-    """The name and value of a number with a label; None if it is no metric.
+    """Return the name and the value of a number with a label; None if the number is not a metric.
 
-    `is_assigned`, whether ``:`` or ``=`` is between them; else the number is one only in a row of them.
+    `is_assigned` is True if ``:`` or ``=`` is between the label and the number. Any other number is a metric
+    only before a separator, before another metric, or at the end of the line.
     """
     name, unit, end = label.name, number["unit"].lower(), number.end()
     if name is None or unit not in _UNITS or _OTHER.match(number.string, end):
@@ -147,7 +151,7 @@ def metric_of(label: Label, number: re.Match[str], *, is_assigned: bool) -> tupl
 
 
 def _value(name: str, number: re.Match[str], unit: str, *, is_telling: bool) -> float | None:
-    """The value as it is printed, also in percent; an MFU as a share, ``9845/10000`` as a quotient."""
+    """Return the value of a number as printed. An MFU becomes a share, and ``9845/10000`` becomes 0.9845."""
     value = float(number["value"].replace(",", ""))
     if number["total"] is not None:
         total = float(number["total"])
@@ -158,10 +162,10 @@ def _value(name: str, number: re.Match[str], unit: str, *, is_telling: bool) -> 
 
 
 def of_part(metrics: Mapping[str, float], part: str) -> dict[str, float]:
-    """The metrics of a line about the validation or a test, with ``val_`` or ``test_`` before their names."""
+    """Return the metrics of a line about a validation or a test, with ``val_`` or ``test_`` as prefix."""
     return {name if is_of_part(name) else f"{part}_{name}": value for name, value in metrics.items()}
 
 
 def is_of_part(name: str) -> bool:
-    """Whether a metric is one of the validation or of a test."""
+    """Return whether a metric belongs to a validation or a test."""
     return not {*_PART.findall(name)}.isdisjoint(OF_VALIDATION | {"test"})

@@ -1,8 +1,8 @@
-"""Finds the curve in what a COMMAND prints: its steps, their loss, learning rate and all other metrics.
+"""Finds the curve in the output of a COMMAND: its steps, their loss, learning rate and all other metrics.
 
 A number belongs to the words before it, as in ``step 10/100 | train loss: 2.31``, or is the position of a
-progress bar. Of several numbers that may be the step, the one that grows is; one that begins again, as in
-every epoch, is counted on. Nothing is a curve before its step has grown once.
+progress bar. If several numbers can be the step, the step is the number that grows. If the step restarts, as
+at each epoch, the curve continues its count. There is no curve before a step has grown once.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from trainkit.capabilities.curves.metric_names import (
 )
 
 MAX_LINE = 1000
-"""Characters of a line that are read: the end of a longer one."""
+"""The maximum number of characters of a line. Of a longer line, only the end is read."""
 KINDS = ("global step", "step", "iteration", "batch", "progress bar", "epoch")
-"""What counts steps, the most likely one first."""
+"""The kinds of positions that can count steps, in order of preference."""
 _COUNTS = {
     **dict.fromkeys(("update", "updates"), "global step"),
     **dict.fromkeys(("step", "steps"), "step"),
@@ -56,7 +56,7 @@ _NOT_OF_A_STEP = OF_VALIDATION | {
     "test",
     "nan",
 }
-"""Words before ``step`` with which the number is none of the training."""
+"""Words before ``step`` that show that the number is not a step of the training."""
 _PLAIN = frozenset(
     {
         "train",
@@ -75,71 +75,78 @@ _PLAIN = frozenset(
         "the",
     }
 )
-"""Words next to ``loss`` that do not make it one of several losses."""
+"""Words next to ``loss`` that do not distinguish the loss from other losses."""
 _VALUES = {
     **dict.fromkeys(("lr", "learning rate"), "lr"),
     **dict.fromkeys(("grad norm", "gradient norm", "gnorm"), "grad_norm"),
     **dict.fromkeys(("tok s", "tok sec", "tokens s", "tokens sec", "tokens per sec"), "tokens_per_s"),
     **dict.fromkeys(("tokens per s", "tokens per second", "tps"), "tokens_per_s"),
 }
-"""The last words before other values -> their names in metrics.jsonl."""
+"""Maps the last words before a value to its name in metrics.jsonl."""
 _FACTORS = {"": 1, "k": 1_000, "m": 1_000_000}
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 _OF_TWO = re.compile(r"\d/\s*\d")
 _RANK = re.compile(r"\s*\[(?:rank|default|Rank )(\d+)\]")
-"""How torchrun and DeepSpeed mark the lines of a rank."""
+"""Matches the prefix of torchrun and DeepSpeed for the lines of a rank."""
 _NUMBER = re.compile(
     r"(?<![\w.@])(?<!\w-)(?P<value>[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d*)?(?:e[-+]?\d+)?|[-+]?\.\d+(?:e[-+]?\d+)?"
     r"|[-+]?(?:nan|inf)\b)(?:\s{0,9}/\s{0,9}(?P<total>\d+)(?![\d/.]))?(?P<unit>%|[a-z]*)",
     re.IGNORECASE,
 )
 _DECIMAL_COMMA = re.compile(r",\d")
-"""What follows a number of which only a part was read, as in ``loss 1,45``."""
+"""Matches the rest of a number with a decimal comma, as in ``loss 1,45``."""
 _SEPARATOR = re.compile(r"[|,;{}()\t]|\s-\s|\s{4}|\]\s")
-"""What ends the words that belong to the number before."""
+"""Matches a separator. The words before it belong to the previous number."""
 NO_LABEL = read_label("")
 _BEFORE_A_NUMBER = " \t:=\"'[(#"
 _IN_A_LIST = re.compile(r"[\[(#]")
 _BAR = re.compile(r"[━╸╺█▏▎▍▌▋▊▉|]\s*$"), re.compile(r"\s*\[\d+:\d\d|\s+[\d-]+:")
 _POSITION = re.compile(r"(?:\[|^)\s*$"), re.compile(r"\s*\[\d+:\d\d|\s*[━█#=>]{3}|\s+-\s|\s*\]|\s*\(\d")
-"""What precedes and follows the position of a bar of tqdm or rich, and of Keras and in brackets."""
+"""Patterns of the text before and after a position.
+
+`_BAR` is for bars of tqdm and rich, and `_POSITION` is for bars of Keras and for positions in brackets.
+"""
 _BEGINS_VALIDATION = re.compile(
     r"\W*(?:val|valid|validation|validating|eval|evaluation|evaluating)\b(?!.*epoch)", re.I
 )
 _BEGINS_TEST = re.compile(r"\W*(?:test|testing)\b", re.I)
 _EPOCH_AND_BATCH = re.compile(r"\s*\[\s*(\d+),\s*(\d+)\]")
-"""As the first tutorial of PyTorch prints it."""
+"""Matches ``[1,  2000]``, as the first tutorial of PyTorch prints epoch and batch."""
 
 
 @dataclass
 class Reading:
-    """What one line says."""
+    """The positions and values that one line contains."""
 
     positions: dict[str, tuple[int, int | None]] = field(default_factory=dict)
-    """Kind -> the position, and the total if there is one."""
+    """Maps a kind of position to the position and the total, which is None if the line has none."""
     has_part_of_epoch: bool = False
+    """True if the line has a fraction of an epoch, such as ``epoch: 0.1``."""
     is_validation: bool = False
-    """Whether the line is about a validation, so that its losses are."""
+    """True if the line is about a validation. Its losses are validation losses."""
     is_part: bool = False
-    """Whether it is about one batch of a validation."""
+    """True if the line is about one batch of a validation."""
     losses: dict[str, float] = field(default_factory=dict)
-    """The training losses by what they are called: ``""``, ``train`` for any plain word, or another word."""
+    """Maps the word next to ``loss`` to the training loss.
+
+    The word is ``""`` if there is none, and ``train`` for all words in `_PLAIN`.
+    """
     val_loss: float | None = None
     values: dict[str, float] = field(default_factory=dict)
-    """The learning rate and others that every loop has, by their names in metrics.jsonl."""
+    """The values in `_VALUES`, such as the learning rate, by their names in metrics.jsonl."""
     metrics: dict[str, float] = field(default_factory=dict)
     """All other metrics and training losses, by their names as printed."""
     called: dict[str, str] = field(default_factory=dict)
-    """What a loss is called in `losses` -> its name in `metrics`."""
+    """Maps a key of `losses` to the name of the same loss in `metrics`."""
     is_telling: bool = False
-    """Whether one of the metrics says that the line is about a training, as a loss does."""
+    """True if the name of a metric shows that the line is about a training."""
 
 
 def read_line(line: str) -> Reading:
-    """The positions and values in a line; nothing of one that another rank than 0 has printed."""
+    """Return the positions and values in a line. A line with the prefix of another rank than 0 has none."""
     found, text = Reading(), line.lower()
-    # A chain of substrings is several times as fast as a pattern with these choices.
+    # A chain of substring searches is several times as fast as a pattern with alternatives.
     says_something = "loss" in text or "step" in text or "epoch" in text or "iter" in text or "val" in text
     if not (says_something or "test" in text or _OF_TWO.search(text)):
         return found
@@ -161,7 +168,7 @@ def read_line(line: str) -> Reading:
         is_nan = number["value"].lower() == "nan"
         is_in_row = bool(found.metrics) and before.lower().split() == [*words]
         if is_nan and not (words and (is_assigned or is_in_row or words[-1].endswith(("loss", "norm")))):
-            continue  # a word, as in "number of nan iterations: 0"
+            continue  # "nan" is a word here, as in "number of nan iterations: 0"
         end = number.end()
         begins, ends = _POSITION if not words and not _BAR[0].search(before) else _BAR
         is_position = number["total"] is not None and number["value"].isdigit()
@@ -190,7 +197,7 @@ def read_line(line: str) -> Reading:
 
 
 def _read_named(found: Reading, number: re.Match[str], label: Label) -> bool:
-    """Add a number with a label, whose last words say what it is; whether it may be a metric too."""
+    """Add a number to the field that its label names; return True if the number may be a metric too."""
     text, unit = number["value"].replace(",", ""), number["unit"].lower()
     parts, own = label.parts, label.own
     if not own or unit == "%":
@@ -202,7 +209,7 @@ def _read_named(found: Reading, number: re.Match[str], label: Label) -> bool:
             return False
         context = {*parts[: -len(own)]}
         found.is_validation |= bool(OF_VALIDATION & context)
-        # As in Megatron's "validation loss at iteration 100 | lm loss value: 2.31".
+        # Megatron prints "validation loss at iteration 100 | lm loss value: 2.31".
         if not _NOT_OF_A_STEP & context or (found.is_validation and "loss" in context):
             kind = "global step" if kind == "step" and "global" in parts else kind
             total = None if number["total"] is None else int(number["total"])
@@ -234,7 +241,7 @@ def _read_named(found: Reading, number: re.Match[str], label: Label) -> bool:
 
 @dataclass
 class _Counter:
-    """One number that may be the step."""
+    """Counts a number that may be the step."""
 
     first: int
     last: int
@@ -242,9 +249,9 @@ class _Counter:
     """The epoch in which `last` was printed."""
     interval: int = 0
     offset: int = 0
-    """What is added to count on after it began again."""
+    """The steps before the number restarted, which are added to it."""
     length: int | None = None
-    """How far it counts before it begins again; None if it never did."""
+    """The steps after which the number restarts; None if it has never restarted."""
     has_grown: bool = False
 
     @property
@@ -253,62 +260,63 @@ class _Counter:
 
 
 _Key = tuple[str, int, int | None]
-"""The kind of a position, how plainly the loss is called, and the total."""
+"""The kind of a position, the rank of its loss as in `_loss_of`, and the total."""
 _WITHOUT_LOSS = 3
-"""In place of how plainly the loss is called, of lines that have other metrics alone."""
+"""The rank of a loss in the `_Key` of lines that have other metrics but no loss."""
 MAX_NAMES = 64
-"""Names of metrics that a curve has; what is printed under others is left out."""
+"""The maximum number of metrics of a curve. Further metrics are left out."""
 MAX_ROWS = 256
-"""The newest steps, whose records later lines can add to."""
+"""The number of newest steps to which later lines can add values."""
 
 
 @dataclass
 class _Source:
-    """A source of the curve: one kind of position with one kind of loss."""
+    """A possible source of the curve: lines with one kind of position and one kind of loss."""
 
     records: list[tuple[int, dict[str, float]]] = field(default_factory=list)
-    """What it has before its step has grown."""
+    """The records of the source until its step has grown."""
     is_curve: bool = False
 
 
 @dataclass(frozen=True)
 class Found:
-    """What the curve of a log is made of, for people and for the next attempt."""
+    """The source of the curve of a log, which an event records for people and for the next attempt."""
 
     kind: str
     names: tuple[str, ...]
     total_steps: int | None
     length: int | None
-    """Steps of an epoch, where the step is counted on."""
+    """Steps of an epoch, if the printed step restarts at each epoch; else None."""
     first_epoch: int | None
     metrics: tuple[str, ...] = ()
     """The names of the other metrics, as printed."""
 
 
 class PrintedCurve:
-    """Reads lines one after another, and collects the records of metrics.jsonl that they contain."""
+    """Reads lines one after another, and collects the records for metrics.jsonl."""
 
     def __init__(self, *, is_shared: bool = False, previous: Found | None = None) -> None:
-        """`is_shared`, whether other ranks print into the same log: the first to print a step counts then.
+        """Begin without a curve.
 
-        `previous` is what an earlier attempt has found, which counts on from its first epoch.
+        `is_shared` is True if several ranks print into the same log. The first rank to print a step then
+        counts. `previous` is the curve of an earlier attempt, whose count of epochs continues.
         """
         self.records: dict[int, dict[str, float]] = {}
-        """Step -> its values; whoever writes them takes them out."""
+        """Maps a step to its values. The caller that writes the records removes them."""
         self.evaluations: list[tuple[int, float]] = []
-        """Steps and their validation losses."""
+        """The steps of validations, with the validation losses."""
         self.left_out: str | None = None
-        """The first metric beyond `MAX_NAMES`."""
+        """The first metric that was left out because of `MAX_NAMES`; None if no metric was."""
         self._names: dict[str, None] = {}
         self._rows: dict[int, dict[str, float]] = {}
-        """The newest steps with all that is known of them."""
+        """The newest steps with all of their values so far."""
         self._val_loss: float | None = None
-        """The newest one: a progress bar shows it until the next."""
+        """The newest validation loss. A progress bar repeats it until the next validation."""
         self.found: Found | None = None
         self.ambiguous: tuple[str, ...] = ()
-        """The losses of a line none of which is the loss."""
+        """The losses of a line with several losses, if none of them is plainly the training loss."""
         self.num_losses = 0
-        """Lines with a loss, with or without a step."""
+        """The number of lines with a loss, with or without a step."""
         self._is_shared = is_shared
         self._previous = previous
         self._counters: dict[tuple[str, int | None], _Counter] = {}
@@ -319,12 +327,12 @@ class PrintedCurve:
         self._first_epoch = None if previous is None else previous.first_epoch
         self._ignores_epochs = False
         self._waiting: Reading | None = None
-        """A loss without a position: the next redraw of a progress bar has it."""
+        """A line with a loss but without a position, which the next redraw of a progress bar supplies."""
         self._repeated = 0
         self._step: int | None = None
 
     def read(self, line: str) -> None:
-        """Read a line as it was shown."""
+        """Read a line as the terminal showed it."""
         reading = read_line(line)
         self._ignores_epochs |= reading.has_part_of_epoch
         if self._ignores_epochs:
@@ -341,20 +349,20 @@ class PrintedCurve:
             has_value, self._waiting = True, None
         self.finish()
         if reading.positions and (has_value or (reading.metrics and self._primary is not None)):
-            self._take(reading)
+            self._add_reading(reading)
         elif has_value:
             self._waiting = reading
             if self._primary is not None and self._primary[0] != "progress bar":
                 self._add_evaluation(reading)
 
     def finish(self) -> None:
-        """Add a validation loss that no redraw of a bar has taken, as the last one of a log."""
+        """Add the values of a waiting line, for which no redraw of a progress bar follows."""
         waiting, self._waiting = self._waiting, None
         if waiting is not None and self._primary is not None and self._primary[0] == "progress bar":
             self._add_evaluation(waiting)
 
     def _add_evaluation(self, reading: Reading) -> None:
-        """Add what a line without a position says of a validation or test to the newest step."""
+        """Add the validation or test values of a line without a position to the newest step."""
         self._add_validation(reading, self._step)
         self.join(self._step, self._own({n: v for n, v in reading.metrics.items() if is_of_part(n)}))
 
@@ -365,7 +373,7 @@ class PrintedCurve:
             if self._first_epoch is None:
                 self._first_epoch = self._epoch
 
-    def _take(self, reading: Reading) -> None:
+    def _add_reading(self, reading: Reading) -> None:
         self._continue_epochs(reading)
         counted = {kind: self._count(kind, *position) for kind, position in reading.positions.items()}
         kinds = [kind for kind in KINDS if counted.get(kind) is not None]
@@ -373,7 +381,7 @@ class PrintedCurve:
             return
         counters = {kind: self._counters[kind, reading.positions[kind][1]] for kind in kinds}
         own = [kind for kind in kinds if kind != "epoch"] or kinds
-        # The one that grows, and rather one that never began again.
+        # Prefer a number that grows, then a number that has never restarted.
         kind = min(own, key=lambda kind: (not counters[kind].has_grown, counters[kind].length is not None))
         counter = counters[kind]
         is_own = kind != "epoch" or self._primary is None or self._primary[0] == "epoch"
@@ -384,7 +392,7 @@ class PrintedCurve:
         else:
             rank, value, called = loss
             if self._primary is not None and self._primary[0] in own and self._primary[0] != kind:
-                # What was taken for the step has begun again, and this has not.
+                # The number that was the step has restarted, and the number of this kind has not.
                 self._primary = kind, rank, total
                 self._sources[self._primary] = _Source(is_curve=True)
             values = {
@@ -395,7 +403,7 @@ class PrintedCurve:
             self._add((kind, rank, total), counter, values)
 
     def _add_without_loss(self, reading: Reading, kind: str, counter: _Counter) -> None:
-        """Add the metrics of a line to the step that it names, or after an epoch to the newest one."""
+        """Add the metrics of a line to the step that the line names; after an epoch, to the newest step."""
         values = {**reading.values, **self._own(reading.metrics)}
         primary, key = self._primary, (kind, _WITHOUT_LOSS, reading.positions[kind][1])
         if primary is None or key == primary or _order(key) < _order(primary):
@@ -409,7 +417,7 @@ class PrintedCurve:
             self.join(self._step, values)
 
     def _own(self, metrics: Mapping[str, float], loss: str | None = None) -> dict[str, float]:
-        """The metrics that the curve has, without the one that is its loss."""
+        """Return the metrics that the curve has room for, without the metric that is its loss."""
         for name in metrics:
             if name in self._names or name in (loss, "loss", "val_loss"):
                 continue
@@ -420,7 +428,7 @@ class PrintedCurve:
         return {name: value for name, value in metrics.items() if name != loss and name in self._names}
 
     def join(self, step: int | None, values: Mapping[str, float]) -> None:
-        """Add values to what is known of a step; nothing without a step."""
+        """Add values to the record of a step; do nothing if `step` is None."""
         if step is None or not values:
             return
         row = self._rows.get(step)
@@ -428,15 +436,15 @@ class PrintedCurve:
             if len(self._rows) == MAX_ROWS:
                 oldest = next(iter(self._rows))
                 if step < oldest:
-                    return  # what it had is not known any more
+                    return  # the other values of the step are no longer in memory
                 del self._rows[oldest]
             row = {}
-        # Of several ranks, the first to print a value counts.
+        # If several ranks print a value, the first counts.
         row = {**values, **row} if self._is_shared else {**row, **values}
         self._rows[step] = self.records[step] = row
 
     def _continue_epochs(self, reading: Reading) -> None:
-        """Count on in an epoch that is longer or shorter than the one before."""
+        """Continue the count in an epoch that is longer or shorter than the epoch before it."""
         if self._primary is None or self._primary[0] not in reading.positions:
             return
         kind, rank, length = self._primary
@@ -457,9 +465,10 @@ class PrintedCurve:
             self.join(step, {"val_loss": reading.val_loss})
 
     def _loss_of(self, reading: Reading) -> tuple[int, float, str] | None:
-        """How plainly the loss is called, 0 for the most, its value, and what it is called.
+        """Return the rank, the value and the key of the training loss; None if it is unclear.
 
-        None without one or in doubt.
+        The rank is 0 for ``loss``, 1 for a word in `_PLAIN`, and 2 for any other word. The key is the key of
+        `Reading.losses`.
         """
         losses = reading.losses
         for rank, called in enumerate(("", "train")):
@@ -471,7 +480,7 @@ class PrintedCurve:
         return (2, losses[called], called) if len(losses) == 1 else None
 
     def _count(self, kind: str, value: int, total: int | None) -> int | None:
-        """Follow one number; returns its step, None for one that another rank has printed late."""
+        """Count a number, and return its step; None if another rank has printed an old step."""
         key, epoch = (kind, total), None if kind == "epoch" else self._epoch
         counter = self._counters.get(key)
         if counter is None:
@@ -526,9 +535,9 @@ class PrintedCurve:
         if self._repeated and self._is_shared and not is_bar:
             return
         if self._repeated > 1 and is_bar:
-            return  # what `for … in tqdm` shows then is of later steps: it moves ten times a second
+            return  # `for … in tqdm` redraws ten times a second, so the values belong to a later step
         if self._step is not None and step < self._step:
-            # The script has gone back to a checkpoint.
+            # The script has resumed from a checkpoint.
             self._rows = {other: row for other, row in self._rows.items() if other < step}
         self._step = step
         self.join(step, values)
@@ -545,21 +554,24 @@ class PrintedCurve:
 
 
 def _order(key: _Key) -> tuple[bool, bool, int, int]:
-    """Which source is the curve: rather one with a loss, of steps than of epochs, and a plain loss."""
+    """Return the sort key of sources; the first source is the curve.
+
+    A source with a loss is preferred, then a source of steps to one of epochs, and then a plain loss.
+    """
     kind, rank, _ = key
     return rank == _WITHOUT_LOSS, kind == "epoch", rank, KINDS.index(kind)
 
 
 def _is_one_count(total: int | None, other: int | None) -> bool:
-    """Whether two numbers of a kind count the same, of which one may be printed without its total."""
+    """Return whether two numbers of a kind have the same total; either may be printed without a total."""
     return total == other or None in (total, other)
 
 
 _ENDS = re.compile(rb"[\r\n]|\x08+")
-"""What ends a line on a screen: a progress bar overwrites its own."""
+"""Matches the end of a line on a screen. A progress bar returns to the begin of its line to overwrite it."""
 
 
 def shown_lines(data: bytes) -> tuple[list[str], bytes]:
-    """The lines of some output as they were shown, and what may become another one."""
+    """Return the lines of some output as a terminal showed them, and the incomplete last line."""
     *lines, rest = _ENDS.split(data)
     return [line.decode("utf-8", errors="replace") for line in lines if line.strip()], rest

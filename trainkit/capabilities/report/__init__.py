@@ -1,1 +1,1 @@
-"""Reports of what runs did: a page of a run or of a group, and runs side by side in the terminal."""
+"""Reports on runs: the page of a run or of a group, and the comparison of runs in the terminal."""

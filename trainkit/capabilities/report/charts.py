@@ -1,7 +1,7 @@
-"""Charts of a report as inline SVG, with their data for the script of the page, which zooms and shows values.
+"""Draws the charts of a report as inline SVG, with the data for the script of the page.
 
-The labels are HTML, so that they stay readable at any width. `templates/charts.js` draws a part of a chart by
-the same rules: what is changed here is changed there.
+The labels are HTML, so that they stay readable at any width. The script, `templates/charts.js`, zooms charts
+and shows values. It draws by the same rules, so a change of a rule here needs the same change there.
 """
 
 from __future__ import annotations
@@ -15,23 +15,30 @@ from shlex import join
 from statistics import median
 from typing import NamedTuple
 
-from trainkit.capabilities.report.plot import COLORS, DASHES, LARGEST, is_wide
+from trainkit.capabilities.report.plot import (
+    COLORS,
+    DASHES,
+    LARGEST,
+    band_floor,
+    crosses,
+    is_wide,
+    number_places,
+    typical,
+)
 from trainkit.formats import shown_value
 
 WIDTH, HEIGHT = 2000, 500
-"""The units of the SVG, which is as wide and high as its box."""
+"""The size of the coordinate system of each SVG, which the browser stretches to its box."""
 Point = tuple[float, float]
-"""A place on the horizontal axis, and a value that is nan where it was not finite."""
-MAX_CROSSES = 20
-"""Crosses of one line: more would be a bar."""
+"""A place on the horizontal axis, and a value, which is nan or -inf if it was not finite."""
 TINY = 1e-300
-"""A smaller value is drawn as 0."""
+"""A value whose magnitude is smaller is drawn as 0."""
 MAX_LOG_TICKS = 6
 MAX_X_LABELS = 6
 EDGE = 0.08
-"""Room next to the first and the last value of a key, for half of their label."""
+"""The margin next to the first and the last value of a key, which half of a label needs."""
 DENSE = 400
-"""Points of a line that is drawn thin, since its ups and downs would touch."""
+"""A line with more points is drawn thin, because its ups and downs would touch each other."""
 MAX_LABEL = 14
 MAX_CHARTS = 40
 TITLES = {
@@ -47,12 +54,12 @@ TITLES = {
     "grad_norm": "Gradient norm",
     "mem_gib_peak": "Peak memory (GiB)",
 }
-"""Metric of the trainer -> its title. Metrics of one's own keep their names, and come after the losses."""
+"""Maps a metric of the trainer to its title. The user's metrics keep their names."""
 _PART = re.compile(r"(?:train|training|val|valid|validation|eval|evaluation|test)[_/.](.+)")
 
 
 class Color(NamedTuple):
-    """A colour on white and on black."""
+    """A colour for a light page and for a dark page."""
 
     light: str
     dark: str
@@ -64,17 +71,20 @@ PALETTE = [
         COLORS, ("#4BA3DC", "#FF8A45", "#2FC79B", "#E9A3CB", "#F2B632", "#9AD7F7", "#E4E8EE"), strict=True
     )
 ]
-"""Lines of different names; people with any colour vision can distinguish them."""
+"""The colours of values that are not numbers. People with any colour vision can distinguish them."""
 BEST, OTHER, MEDIAN = PALETTE[1], PALETTE[0], Color("#9AA3AF", "#6B7686")
 VIRIDIS = (
     "440154", "482475", "414487", "355F8D", "2A788E", "21918C", "22A884", "44BF70", "7AD151",
     "BDDF26", "FDE725",
 )  # fmt: skip
-"""The colormap viridis at 0, 0.1 … 1."""
+"""The colours of viridis at 0, 0.1, and so on up to 1."""
 
 
 def viridis(place: float) -> Color:
-    """The colour of a place from 0 to 1: without the lightest ones on white, and the darkest on black."""
+    """Return the colour of viridis at a place from 0 to 1.
+
+    A light page does not use the lightest colours, and a dark page does not use the darkest.
+    """
     return Color(_viridis(0.87 * place), _viridis(0.25 + 0.75 * place))
 
 
@@ -86,17 +96,16 @@ def _viridis(place: float) -> str:
 
 
 def colors_of(values: Sequence[object]) -> list[Color]:
-    """The colours of values: of numbers along viridis, at equal distances in their order; else by name."""
-    numbers = [number for value in values if (number := as_number(value)) is not None]
-    if len(numbers) == len(values):
-        order = sorted(set(numbers))
-        return [viridis(order.index(number) / max(1, len(order) - 1)) for number in numbers]
+    """Return the colours of values: numbers along viridis, as in figures, and names by the palette."""
+    places = number_places(list(map(as_number, values)))
+    if places is not None:
+        return list(map(viridis, places))
     names = list(dict.fromkeys(map(repr, values)))
     return [PALETTE[names.index(repr(value)) % len(PALETTE)] for value in values]
 
 
 def as_number(value: object) -> float | None:
-    """A value that is a number, also as text such as 1e-4; None for another one."""
+    """Return a value as a float, also a text such as ``1e-4``; None if it is not a number."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
@@ -114,19 +123,19 @@ class Line:
     color: Color
     name: str = ""
     spread: Sequence[float] | None = None
-    """The standard deviation at each point; nan where there is none."""
+    """The standard deviation at each point, which is nan if it is unknown; None for a line without a band."""
     kind: str = ""
-    """CSS classes: ``best``, ``median``, ``dot``, ``d1`` to ``d3`` for dashes."""
+    """The CSS classes ``best``, ``median``, ``dot``, and ``d1`` to ``d3`` for dashes."""
 
     @property
     def style(self) -> str:
-        """The variables of its colours in CSS."""
+        """The CSS variables with the colours of the line."""
         return f"--l:{self.color.light};--d:{self.color.dark}"
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A drawn line: its CSS class and style, the path, and that of its spread."""
+    """A drawn line: its CSS classes and style, its path, and the path of its band."""
 
     kind: str
     style: str
@@ -136,40 +145,42 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Label:
-    """A text at a place of an axis in percent."""
+    """A text at a place of an axis, in percent of its length."""
 
     place: float
     text: str
     style: str = ""
+    is_low: bool = False
+    """True for a cross at the lower edge."""
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart for the template."""
+    """A chart, as the template needs it."""
 
     title: str
     over: str
-    """What the horizontal axis is."""
+    """The name of the horizontal axis."""
     paths: list[Drawn]
     y_labels: list[Label]
     x_labels: list[Label]
     data: dict[str, object]
-    """What the script of the page reads."""
+    """The data for the script of the page, which are written as JSON."""
     names: list[Drawn] = field(default_factory=list)
-    """The names of its lines, as `line`."""
+    """The legend; `Drawn.line` is the name of a line."""
     crosses: list[Label] = field(default_factory=list)
-    """Where values are not finite."""
+    """The places of values that are not finite or outside the axis."""
     marks: list[Label] = field(default_factory=list)
-    """Where attempts began."""
+    """The steps at which attempts began."""
 
     @property
     def alt(self) -> str:
-        """What it shows, for those who do not see it."""
+        """The text of the chart for screen readers."""
         return f"{self.title} over {self.over}"
 
 
 class Scale(NamedTuple):
-    """An axis: the values at its ends, and its ticks."""
+    """An axis, with the values at its ends and the values of its ticks."""
 
     low: float
     high: float
@@ -177,13 +188,17 @@ class Scale(NamedTuple):
     is_log: bool = False
 
     def place(self, value: float) -> float:
-        """The place of a value from 0 to 1."""
+        """Return the place of a value, from 0 to 1."""
         if not self.is_log:
             return (value - self.low) / (self.high - self.low)
         return (math.log(value) - math.log(self.low)) / (math.log(self.high) - math.log(self.low))
 
+    def fits(self, value: float) -> bool:
+        """Return whether a value is on the axis; False for NaN."""
+        return self.low <= value <= self.high
+
     def labels(self) -> Iterator[tuple[float, str]]:
-        """The place and the text of each tick."""
+        """Yield the place and the text of each tick."""
         step = self.ticks[1] - self.ticks[0] if len(self.ticks) > 1 else self.high - self.low
         largest = max(map(abs, self.ticks), default=0.0)
         for tick in self.ticks:
@@ -192,7 +207,7 @@ class Scale(NamedTuple):
 
 
 def scale_of(values: Iterable[float]) -> Scale:
-    """The axis of some values, logarithmic where they are positive and span much."""
+    """Return the axis for some values; it is logarithmic for positive values of a wide range."""
     found = list(values)
     low, high = min(found, default=0.0), max(found, default=1.0)
     if low >= TINY and is_wide(found):
@@ -206,7 +221,7 @@ def scale_of(values: Iterable[float]) -> Scale:
 
 
 def nice_ticks(low: float, high: float, count: int) -> list[float]:
-    """About `count` round numbers from at most `low` to at least `high`."""
+    """Return about `count` round numbers, from at most `low` to at least `high`."""
     raw = (high - low) / count
     base = 10.0 ** math.floor(math.log10(raw))
     step = next((base * factor for factor in (1, 2, 5, 10) if base * factor >= raw), base * 10)
@@ -215,7 +230,10 @@ def nice_ticks(low: float, high: float, count: int) -> list[float]:
 
 
 def _log_scale(low: float, high: float) -> Scale:
-    """A logarithmic axis from 1, 2 or 5 times a power of ten to another; of many decades, some have ticks."""
+    """Return a logarithmic axis whose ends are 1, 2 or 5 times a power of ten.
+
+    If the axis spans many powers of ten, only some of them have ticks.
+    """
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     round_ones = [factor * 10.0**power for power in range(first, last + 1) for factor in (1, 2, 5)]
     below = max(tick for tick in round_ones if tick <= low * (1 + 1e-9))
@@ -225,11 +243,14 @@ def _log_scale(low: float, high: float) -> Scale:
         every = math.ceil((last - first) / MAX_LOG_TICKS)
         powers = [10.0**power for power in range(first, last + 1) if power % every == 0]
         ticks = [tick for tick in powers if below <= tick <= above]
-    return Scale(below, above, ticks, is_log=True)
+    return Scale(min(below, low), max(above, high), ticks, is_log=True)
 
 
 def tick_text(value: float, step: float, largest: float) -> str:
-    """A tick with the digits that distinguish it from the next one: ``0.25``, ``20k``, ``3e-4``."""
+    """Return the text of a tick, such as ``0.25``, ``20k`` or ``3e-4``.
+
+    The text has the digits that distinguish the tick from the next one, which is `step` larger.
+    """
     if value == 0:
         return "0"
     step = abs(step)
@@ -250,75 +271,92 @@ def line_chart(
     over: str = "step",
     has_names: bool = True,
 ) -> Chart | None:
-    """A chart of lines; None when there is nothing to draw."""
+    """Return a chart of lines; None if no line has points."""
     lines = [line for line in lines if line.points]
     if not lines:
         return None
     xs = [x for line in lines for x, _ in line.points]
     left, right = min(xs), max(xs)
     right = right if right > left else left + 1
-    y = scale_of(_heights(lines))
+    values = typical(value for line in lines for _, value in line.points)
+    floor = _band_floor(values, lines)
+    y = scale_of([*values, *_band_ends(values, lines, floor)])
     ticks = [tick for tick in nice_ticks(left, right, 4) if tick == round(tick)]
     x = Scale(left, right, [tick for tick in ticks if left <= tick <= right])
     named = [line for line in lines if line.name and has_names]
     return Chart(
         title=title,
         over=over,
-        paths=[Drawn(_kind(line), line.style, _path(line.points, x, y), _band(line, x, y)) for line in lines],
+        paths=[
+            Drawn(_kind(line, y), line.style, _path(line.points, x, y), _band(line, x, y, floor))
+            for line in lines
+        ],
         names=[Drawn(line.kind, line.style, line.name) for line in named] if len(named) > 1 else [],
-        y_labels=_y_labels(y) if any(math.isfinite(v) for line in lines for _, v in line.points) else [],
+        y_labels=_y_labels(y) if any(y.fits(value) for line in lines for _, value in line.points) else [],
         x_labels=[Label(100 * place, text) for place, text in x.labels()],
         crosses=[
-            Label(100 * x.place(at), f"{line.name or title}: not finite from {at:,.0f}", line.style)
+            Label(100 * x.place(at), _outside(line.name or title, at, value), line.style, value < y.low)
             for line in lines
-            for at in _breaks(line.points)
+            for at, value in crosses(line.points, y.low, y.high)
         ],
         marks=[Label(100 * x.place(at), text) for at, text in marks if left <= at <= right],
         data={
             "title": title,
             "over": over,
-            "log": y.is_log,
             "marks": [[at, text] for at, text in marks if left <= at <= right],
             "lines": [_data(line) for line in lines],
         },
     )
 
 
-def _heights(lines: Iterable[Line]) -> Iterator[float]:
-    """The values that an axis must have room for: those of lines, and the ends of their spread."""
-    values = [value for line in lines for _, value in line.points if math.isfinite(value)]
-    yield from values
-    if is_wide(values):
-        return  # the lower end of a spread may be negative, which has no logarithm
+def _band_floor(values: Sequence[float], lines: Iterable[Line]) -> float:
+    """Return the lowest value that bands can have on the axis: -inf unless the axis is logarithmic."""
+    if not is_wide(values):
+        return -math.inf
+    return band_floor(values[0], (value - size for line in lines for value, size in _spread(line)))
+
+
+def _band_ends(values: Sequence[float], lines: Iterable[Line], floor: float) -> Iterator[float]:
+    """Yield the ends of bands that an axis must have room for, next to the `values` of its lines."""
+    if floor > -math.inf:
+        yield floor
+        return
     for line in lines:
-        for (_, value), size in zip(line.points, line.spread or (), strict=False):
-            if math.isfinite(value) and math.isfinite(size):
+        for value, size in _spread(line):
+            if math.isfinite(size) and values[0] <= value <= values[-1]:
                 yield from (value - size, value + size)
+
+
+def _spread(line: Line) -> Iterator[tuple[float, float]]:
+    """Yield the values of a line with their standard deviations."""
+    return ((value, size) for (_, value), size in zip(line.points, line.spread or (), strict=False))
+
+
+def _outside(name: str, at: float, value: float) -> str:
+    """Return the text of a cross: where a line leaves the axis, and its value there."""
+    return (
+        f"{name}: {value:.4g} at {at:,.0f}" if math.isfinite(value) else f"{name}: not finite from {at:,.0f}"
+    )
 
 
 def _y_labels(y: Scale) -> list[Label]:
     return [Label(100 - 100 * place, text) for place, text in y.labels()]
 
 
-def _kind(line: Line) -> str:
-    """The CSS classes of a line; one of a single point is a dot."""
-    is_dot = sum(math.isfinite(y) for _, y in line.points) == 1
+def _kind(line: Line, y: Scale) -> str:
+    """Return the CSS classes of a line; a line of a single point is a dot."""
+    is_dot = sum(y.fits(value) for _, value in line.points) == 1
     more = "dot" if is_dot else "dense" if len(line.points) > DENSE else ""
     return f"{line.kind} {more}".strip()
 
 
-def _breaks(points: Sequence[Point]) -> list[float]:
-    """Where values begin not to be finite."""
-    before = [False, *(math.isnan(y) for _, y in points)]
-    begun = [x for (x, y), was in zip(points, before, strict=False) if math.isnan(y) and not was]
-    return begun[: MAX_CROSSES - 1] + begun[-1:] if len(begun) > MAX_CROSSES else begun
-
-
-def _pieces(points: Iterable[tuple[float, float, float]]) -> Iterator[list[tuple[float, float, float]]]:
-    """The runs of points whose values are finite."""
+def _pieces(
+    points: Iterable[tuple[float, float, float]], y: Scale
+) -> Iterator[list[tuple[float, float, float]]]:
+    """Yield the stretches of points whose values are on the axis."""
     piece: list[tuple[float, float, float]] = []
     for point in points:
-        if math.isfinite(point[1]):
+        if y.fits(point[1]):
             piece.append(point)
         elif piece:
             yield piece
@@ -328,33 +366,32 @@ def _pieces(points: Iterable[tuple[float, float, float]]) -> Iterator[list[tuple
 
 
 def _path(points: Sequence[Point], x: Scale, y: Scale) -> str:
-    """The SVG path of a line, which is interrupted where its values are not finite."""
-    pieces = _pieces((at, value, 0.0) for at, value in points)
+    """Return the SVG path of a line, which is interrupted where its values are not on the axis."""
+    pieces = _pieces(((at, value, 0.0) for at, value in points), y)
     return "".join(_drawn([(x.place(at), y.place(value)) for at, value, _ in piece]) for piece in pieces)
 
 
-def _band(line: Line, x: Scale, y: Scale) -> str:
-    """The SVG path around the spread of a line."""
+def _band(line: Line, x: Scale, y: Scale, floor: float) -> str:
+    """Return the SVG path around the spread of a line, which ends below at `floor`."""
     if line.spread is None:
         return ""
     text = ""
-    for piece in _pieces(
-        (at, value, size) for (at, value), size in zip(line.points, line.spread, strict=True)
-    ):
+    points = ((at, value, size) for (at, value), size in zip(line.points, line.spread, strict=True))
+    for piece in _pieces(points, y):
         spread = [(x.place(at), value, 0.0 if math.isnan(size) else size) for at, value, size in piece]
         upper = [(at, _within(value + size, y)) for at, value, size in spread]
-        lower = [(at, _within(value - size, y)) for at, value, size in spread]
+        lower = [(at, _within(max(value - size, floor), y)) for at, value, size in spread]
         text += f"{_drawn([*upper, *lower[::-1]])}z"
     return text
 
 
 def _within(value: float, y: Scale) -> float:
-    """The place of an end of a spread, which may be outside a logarithmic axis."""
+    """Return the place of an end of a band, which may be outside the axis."""
     return y.place(min(max(value, y.low), y.high))
 
 
 def _drawn(places: Sequence[Point]) -> str:
-    """A path through places from 0 to 1, each relative to the one before, which is short."""
+    """Return an SVG path through places from 0 to 1. Its coordinates are relative, which is shorter."""
     found = [(round(x * WIDTH), round((1 - y) * HEIGHT)) for x, y in places]
     (left, top), *_ = found
     steps = [
@@ -362,12 +399,16 @@ def _drawn(places: Sequence[Point]) -> str:
         for (before_x, before_y), (x, y) in pairwise(found)
         if (x, y) != (before_x, before_y)
     ]
-    text = " ".join(f"{dx} {dy}" for dx, dy in steps).replace(" -", "-")  # a sign separates too
+    text = " ".join(f"{dx} {dy}" for dx, dy in steps).replace(" -", "-")  # a minus sign separates numbers
     return f"M{left} {top}" + (f"l{text}" if steps else "h0")
 
 
 def _data(line: Line) -> dict[str, object]:
-    """A line for the script: steps as exact differences, six digits of each value, null for no finite one."""
+    """Return a line for the script of the page.
+
+    Steps are exact differences. Values have six digits, and are null if they are not finite. `low` lists the
+    indices of the values that are -inf.
+    """
     steps = [x for x, _ in line.points]
     found: dict[str, object] = {
         "name": line.name,
@@ -375,6 +416,8 @@ def _data(line: Line) -> dict[str, object]:
         "x": [_whole(b - a) for a, b in zip([0, *steps], steps, strict=False)],
         "y": [_short(y) for _, y in line.points],
     }
+    if lows := [index for index, (_, y) in enumerate(line.points) if y == -math.inf]:
+        found["low"] = lows
     return found if line.spread is None else {**found, "spread": list(map(_short, line.spread))}
 
 
@@ -385,7 +428,7 @@ def _short(value: float) -> float | int | None:
 
 
 def _whole(value: float) -> float | int:
-    """A number, without a decimal point if it needs none."""
+    """Return a number as an int if it is whole, because JSON is shorter without a decimal point."""
     return int(value) if value == int(value) and abs(value) < 2**53 else value
 
 
@@ -395,28 +438,28 @@ class Dot:
 
     value: object
     result: float | None
-    """None if it is not finite."""
+    """The result of the run; None if the run diverged."""
     name: str
     is_best: bool = False
 
 
 def dot_chart(title: str, key: str, dots: Sequence[Dot]) -> Chart | None:
-    """A dot for each result by the value of a key, and a line through the medians of numbers.
+    """Return a chart with a dot per result, by the value of a key; None if no run has a result.
 
-    The best one stands out, and a run without a finite result is a cross at the edge. None when no run has a
-    result.
+    A line joins the medians if the values are numbers. The best result has another colour. A run without a
+    result, or with a result far from the others, is a cross at an edge.
     """
     results = [dot.result for dot in dots if dot.result is not None]
     if not results:
         return None
     numbers = [as_number(dot.value) for dot in dots]
     are_numbers = None not in numbers
-    places, y = _places([dot.value for dot in dots]), scale_of(results)
+    places, y = _places([dot.value for dot in dots]), scale_of(typical(results))
     x = Scale(0.0, 1.0, [])
     by_place: dict[float, list[float]] = {place: [] for place in sorted(set(places.values()))}
     lines = []
-    for dot in sorted(dots, key=lambda dot: dot.is_best):  # the best one on top of the others
-        if dot.result is not None:
+    for dot in sorted(dots, key=lambda dot: dot.is_best):  # The best is last, so that it covers the others.
+        if dot.result is not None and y.fits(dot.result):
             place = places[shown_value(dot.value)]
             by_place[place].append(dot.result)
             lines.append(Line([(place, dot.result)], BEST if dot.is_best else OTHER, dot.name, kind="big"))
@@ -426,13 +469,18 @@ def dot_chart(title: str, key: str, dots: Sequence[Dot]) -> Chart | None:
     return Chart(
         title=title,
         over=key,
-        paths=[Drawn(_kind(line), line.style, _path(line.points, x, y)) for line in lines],
+        paths=[Drawn(_kind(line, y), line.style, _path(line.points, x, y)) for line in lines],
         y_labels=_y_labels(y),
         x_labels=[Label(100 * place, text) for place, text in _value_labels(places)],
         crosses=[
-            Label(100 * places[shown_value(dot.value)], f"{dot.name}: diverged", Line([], OTHER).style)
+            Label(
+                100 * places[shown_value(dot.value)],
+                f"{dot.name}: {'diverged' if dot.result is None else f'{dot.result:.4g}'}",
+                Line([], OTHER).style,
+                dot.result is not None and dot.result < y.low,
+            )
             for dot in dots
-            if dot.result is None
+            if dot.result is None or not y.fits(dot.result)
         ],
         data={
             "title": title,
@@ -441,13 +489,15 @@ def dot_chart(title: str, key: str, dots: Sequence[Dot]) -> Chart | None:
                 [round(places[shown_value(dot.value)], 4), shown_value(dot.value), dot.result, dot.name]
                 for dot in dots
             ],
-            "log": y.is_log,
         },
     )
 
 
 def _places(values: Sequence[object]) -> dict[str, float]:
-    """Text of a value -> its place from 0 to 1, at equal distances: numbers in their order, then names."""
+    """Return the place of each value by its text, from 0 to 1 at equal distances.
+
+    Numbers are in ascending order, and other values follow them.
+    """
 
     def order(value: object) -> tuple[bool, float]:
         number = as_number(value)
@@ -461,7 +511,7 @@ def _places(values: Sequence[object]) -> dict[str, float]:
 
 
 def _value_labels(places: Mapping[str, float]) -> list[tuple[float, str]]:
-    """The values as labels, but none that would touch the label before it."""
+    """Return the labels of values, without labels that would touch the label before them."""
     labels: list[tuple[float, str]] = []
     for text, place in places.items():
         if not labels or place - labels[-1][0] >= 1 / MAX_X_LABELS:
@@ -472,12 +522,17 @@ def _value_labels(places: Mapping[str, float]) -> list[tuple[float, str]]:
     return labels
 
 
-def metric_order(names: Iterable[str]) -> list[str]:
-    """Metrics in the order of their charts: losses, those of one's own, then speed, rate, norm and memory."""
+def metric_order(names: Iterable[str], first: str | None = None) -> list[str]:
+    """Return metrics in the order of their charts.
+
+    The metric `first` is followed by losses, the user's metrics, speed, learning rate, norm and memory.
+    """
     own = list(names)
     shown = list(TITLES)
 
     def order(name: str) -> tuple[int, int]:
+        if name == first:
+            return -1, 0
         if name in ("loss", "val_loss"):
             return 0, shown.index(name)
         if base_of(name) == "loss":
@@ -488,24 +543,30 @@ def metric_order(names: Iterable[str]) -> list[str]:
 
 
 def base_of(name: str) -> str:
-    """The metric without the part of the data: ``loss`` for ``val_loss`` and ``train/loss``."""
+    """Return a metric without the name of the data: ``loss`` for ``val_loss`` and ``train/loss``."""
     found = _PART.fullmatch(name)
     return found[1] if found else name
 
 
 def title_of(name: str, counts_samples: bool) -> str:
-    """The title of a chart; the ``tokens_per_s`` of a task whose losses count samples are samples."""
+    """Return the title of a chart; ``tokens_per_s`` are samples if the losses of a task count samples."""
     title = TITLES.get(name, name)
     is_speed = counts_samples and name.startswith("tokens_per_s")
     return title.replace("Tokens", "Samples") if is_speed else title
 
 
 def run_charts(
-    series: Mapping[str, Sequence[Point]], marks: Sequence[tuple[float, str]], counts_samples: bool = False
+    series: Mapping[str, Sequence[Point]],
+    marks: Sequence[tuple[float, str]],
+    counts_samples: bool = False,
+    first: str | None = None,
 ) -> list[Chart]:
-    """A chart for each metric of a run; of training and validation data in one."""
+    """Return a chart for each metric of a run; a metric of training and of validation data shares one.
+
+    The chart of the metric `first` is the first.
+    """
     together: dict[str, list[str]] = {}
-    for name in metric_order(series):
+    for name in metric_order(series, first):
         together.setdefault(base_of(name), []).append(name)
     charts = []
     for base, names in together.items():
@@ -519,7 +580,7 @@ def run_charts(
 
 
 def csv_command(folder: str, metrics: Iterable[str]) -> str:
-    """The command that writes all points of some metrics."""
+    """Return the command that writes all points of some metrics as CSV."""
     names = [name for name in dict.fromkeys(metrics) if "," not in name]
     return join(
         ["trainkit", "compare", folder, "--curves", ",".join(metric_order(names)), "--csv", "curves.csv"]
@@ -527,5 +588,5 @@ def csv_command(folder: str, metrics: Iterable[str]) -> str:
 
 
 def dash(number: int) -> str:
-    """The CSS class of a dash, of which there are as many as in figures."""
+    """Return the CSS class of a dash. The dashes of figures have the same order."""
     return f"d{number % len(DASHES)}" if number % len(DASHES) else ""

@@ -1,8 +1,7 @@
-"""``trainkit report``: one HTML page of what a run did."""
+"""Implements ``trainkit report``, which writes one HTML page about a run or a group of runs."""
 
 from __future__ import annotations
 
-import os
 from datetime import datetime, timezone
 from pathlib import Path
 from shlex import quote
@@ -18,33 +17,44 @@ from trainkit.run.rundir import RunDir
 from trainkit.shipped import measured_speeds
 
 
-@as_command("trainkit report last", "trainkit report last --json")
+@as_command("trainkit report last", "trainkit report lr-sweep --metric val_accuracy")
 @run_argument
+@option("--metric NAME", "Rank the runs by this metric, and draw its curve first.")
 @option("--out FILE", "New file; default: in the folder of RUN.", type=PATH)
+@option("--overwrite", "Replace the FILE of --out if it exists.")
 @json_option
-def command(run_name: str, out: Path | None, as_json: bool) -> None:
+def command(run_name: str, metric: str | None, out: Path | None, overwrite: bool, as_json: bool) -> None:
     """Write report.html in the folder of RUN and print its path.
 
-    The page shows the timeline, goodput and where the rest of the time went, curves, utilisation, requested
-    and used resources, and how to repeat the run. It opens without a network.
+    The page shows the timeline, the goodput and where the other time went, curves, utilisation, requested and
+    used resources, and how to repeat the run. The page needs no network.
 
-    For a group of runs and for the folder of a bench, the page compares all of their runs: a table, failures
-    first, the results by each swept key, and the curves over each other.
+    The page of a group of runs or of a bench compares all runs. It has a table with failures first, the
+    results by each swept key, and the curves of all runs in the same charts.
     """
+    from trainkit.capabilities.report.curves import writable_file
     from trainkit.capabilities.report.page import REPORT_FILE
     from trainkit.capabilities.report.run_report import read_report, render_report
     from trainkit.capabilities.report.sweep_report import read_sweep, render_sweep
+    from trainkit.observe.ranking import rank
 
+    if out is not None:
+        writable_file("--out", out, overwrites=overwrite)
+    elif overwrite:
+        raise UsageError(
+            "--overwrite needs --out FILE", hint="leave out --overwrite: report.html is always replaced"
+        )
     found = find_run_or_group(run_name)
-    if out is not None and os.path.lexists(out):
-        raise UsageError(f"--out {out} exists already", hint="name a new file")
     now = datetime.now(timezone.utc).timestamp()
     if isinstance(found, RunDir):
         report = read_report(*look_at(found, warn)[:2], now)
-        folder, page, value = found.path, render_report(report), report.to_dict()
+        if metric is not None:
+            rank([found], metric, None)  # raises UsageError, with the names of what the run has logged
+        folder, page, value = found.path, render_report(report, metric), report.to_dict()
     else:
-        runs = read_sweep(found, query_group(found, warn), now, measured_speeds(found.path))
-        folder, page, value = found.path, render_sweep(runs), runs.to_dict()
+        speeds = measured_speeds(found.path) if metric is None else None
+        runs = read_sweep(found, query_group(found, warn, metric), now, speeds)
+        folder, page, value = found.path, render_sweep(runs, metric), runs.to_dict()
     file = folder / REPORT_FILE if out is None else out.absolute()
     try:
         write_atomic(file, page)

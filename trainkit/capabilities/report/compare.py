@@ -1,15 +1,17 @@
-"""``trainkit compare``: what differs between runs, and what they reached, side by side in the terminal."""
+"""Implements ``trainkit compare``, which shows the results of runs and the keys in which they differ."""
 
 from __future__ import annotations
 
 import csv
+import io
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median, stdev
 from typing import TextIO
 
 import click
@@ -18,20 +20,21 @@ from trainkit.capabilities.report.compared_runs import (
     compared_value,
     compared_values,
     differing_keys,
+    progress_of,
     runs_named,
     short_names,
 )
-from trainkit.capabilities.report.curves import Curves, new_file
+from trainkit.capabilities.report.curves import Curves, writable_file
 from trainkit.capabilities.report.curves import curves as read_curves
-from trainkit.capabilities.report.plot import AXES, figure_kind, save
+from trainkit.capabilities.report.plot import AXES, SEED, figure_kind, save, write_output
 from trainkit.capabilities.report.run_report import Report, read_report
 from trainkit.capabilities.watch.view_text import resampled, sparkline
 from trainkit.cli.help import as_command, complete_run, option, terminal_width, warn
 from trainkit.cli.options import PATH, json_option
-from trainkit.cli.output import echo_json, masked
+from trainkit.cli.output import echo_error, echo_json, masked
 from trainkit.cli.status import styled_state
 from trainkit.errors import UsageError
-from trainkit.formats import JsonObject, cell, duration, hours_text, result_text, shown_value, table
+from trainkit.formats import JsonObject, cell, duration, hours_text, plural, result_text, shown_value, table
 from trainkit.observe.current import look_at
 from trainkit.observe.group import column_of, value_order
 from trainkit.observe.ranking import Measured, Ranking, UnknownMetricError, asked_metric, config_ranking, rank
@@ -41,9 +44,11 @@ from trainkit.run.trial import as_numbers
 from trainkit.terminal import TITLE, Styled
 
 CURVE_WIDTH = 24
+"""Characters of a curve in a table."""
 MAX_CELL = 40
+"""The maximum number of characters of a value in a table."""
 SORTED_BY = ("run", "state", "step", "loss", "tokens_per_s", "allocated_s", "worker_hours")
-"""The columns that runs can be sorted by, next to the keys in which they differ and what ranks them."""
+"""The columns that ``--sort`` takes, in addition to the keys in which the runs differ and to metrics."""
 
 
 @as_command(
@@ -59,10 +64,10 @@ SORTED_BY = ("run", "state", "step", "loss", "tokens_per_s", "allocated_s", "wor
     is_flag=False,
     flag_value="-",
 )
-@option("--curves METRICS", "Compare the curves of these metrics, such as loss,val_loss.", name="metrics")
+@option("--curves METRICS", "Compare the curves of metrics, such as loss,val_loss.", name="metrics")
 @option(
     "--plot FILE",
-    "Draw the curves as a new .pdf, .svg or .png; without --curves, those of the loss.",
+    "Draw the curves as a .pdf, .svg or .png file; default: the curves of the loss.",
     type=PATH,
 )
 @option(
@@ -70,10 +75,11 @@ SORTED_BY = ("run", "state", "step", "loss", "tokens_per_s", "allocated_s", "wor
     "Draw the curves over step, tokens, time or gpu_hours; default: step.",
     type=click.Choice(list(AXES)),
 )
-@option("--smooth WEIGHT", "Draw a moving mean with this weight of the past, such as 0.9.", type=float)
-@option("--metric NAME", "Compare the results by this metric; default: that of their configs, else val_loss.")
+@option("--smooth WEIGHT", "Draw a moving mean; WEIGHT is the weight of the past, such as 0.9.", type=float)
+@option("--overwrite", "Replace the FILE of --plot and --csv if it exists.")
+@option("--metric NAME", "Rank the runs by this metric; default: the metric of their configs, or val_loss.")
 @option("--sort NAME", "Sort the runs by a column, a config key in which they differ, or a metric.")
-@option("--by KEY", "Colour the curves by this config key; default: the first in which the runs differ.")
+@option("--by KEY", "Colour the curves by this config key; default: the first key in which the runs differ.")
 @json_option
 def command(
     names: tuple[str, ...],
@@ -82,46 +88,57 @@ def command(
     plot: Path | None,
     x: str | None,
     smooth: float | None,
+    overwrite: bool,
     metric: str | None,
     sort: str | None,
     by: str | None,
     as_json: bool,
 ) -> None:
-    """Compare runs: what each reached, and the config keys in which they differ.
+    """Compare the results of runs, and the config keys in which they differ.
 
-    A group of runs or a bench stands for all of its runs that have started. With --curves or --plot, their
-    curves are compared: a figure has a line per value of the keys, with mean and standard deviation over
-    seeds, and the table has a row per logged step.
+    A group of runs or a bench stands for all of its runs that have started. Runs that differ only in their
+    seeds also have a table of the mean and the standard deviation of their results.
+
+    --curves and --plot compare the curves of the runs. The figure has a line per value of the keys, with mean
+    and standard deviation over seeds. The table has a row per logged step.
     """
     if csv_file is not None and csv_file != "-" and not csv_file.endswith(".csv"):
-        names, csv_file = (csv_file, *names), "-"  # `--csv` without FILE, before the runs
-    table_file = None if csv_file in (None, "-") else new_file("--csv", Path(csv_file))
+        names, csv_file = (csv_file, *names), "-"  # `--csv` had no FILE and stood before the runs
+    table_file = None
+    if csv_file is not None and csv_file != "-":
+        table_file = writable_file("--csv", Path(csv_file), overwrites=overwrite)
     if csv_file is not None and as_json:
         raise UsageError("--csv and --json are mutually exclusive", hint="give only one of them")
     if plot is not None:
-        figure_kind(new_file("--plot", plot))
+        figure_kind(writable_file("--plot", plot, overwrites=overwrite))
+    if overwrite and plot is None and table_file is None:
+        raise UsageError(
+            "--overwrite needs a file", hint="add the file: --plot losses.pdf or --csv curves.csv"
+        )
     for name, value in {"--x": x, "--smooth": smooth, "--by": by}.items():
         if plot is None and value is not None:
-            raise UsageError(f"{name} is for a figure", hint="name its file: --plot losses.pdf")
+            raise UsageError(f"{name} is for a figure", hint="add the file of a figure: --plot losses.pdf")
     if metrics is None and plot is None:
-        _compare_runs(names, csv_file is not None, table_file, as_json, metric, sort)
+        _compare_runs(names, csv_file is not None, table_file, overwrite, as_json, metric, sort)
         return
     for name, value in {"--metric": metric, "--sort": sort}.items():
         if value is not None:
             raise UsageError(f"{name} is for a table of runs", hint="--curves names the metrics of curves")
     if as_json:
-        raise UsageError("--json has no curves", hint="--csv FILE writes them as a table")
+        raise UsageError("--json has no curves", hint="--csv FILE writes curves as a table")
     wanted = [name.strip() for name in (metrics or "loss").split(",")]
     curves = read_curves(*names, metrics=[name for name in wanted if name])
     for name in curves.unreadable:
         warn(f"{name}: its config cannot be read")
     figure = None if plot is None else curves.plot(x=x or "step", smooth=smooth or 0.0, by=by)
+    if plot is not None or csv_file is not None:
+        _note_progress(names, {f"values of {name}": curves.num_without(name) for name in curves.metrics})
     if csv_file is not None:
-        with _table(table_file) as stream:
+        with _table(table_file, overwrite) as stream:
             curves.write_csv(stream)
     if plot is not None and figure is not None:
         try:
-            save(figure, plot)
+            save(figure, plot, overwrites=overwrite)
         except OSError as error:
             raise UsageError(f"--plot {plot}: {error.strerror or error}", hint="name another file") from error
         click.echo(plot, err=csv_file == "-")
@@ -129,22 +146,40 @@ def command(
         click.echo(_curve_table(curves))
 
 
+def _note_progress(names: Sequence[str], num_without: Mapping[str, int]) -> None:
+    """Say on stderr how many runs lack data or have not ended.
+
+    `num_without` maps the name of the data to the number of started runs that lack them.
+    """
+    progress = progress_of(names)
+    total = plural(progress.num_runs, progress.noun)
+    is_open = progress.num_not_started or progress.num_not_ended
+    for data, num_started in num_without.items():
+        if count := num_started + progress.num_not_started:
+            have = "has" if count == 1 else "have"
+            echo_error(f"note: {count:,} of {total} {have} no {data}{' yet' if is_open else ''}")
+    if progress.num_not_ended:
+        have = "has" if progress.num_not_ended == 1 else "have"
+        echo_error(f"note: {progress.num_not_ended:,} of {total} {have} not ended yet")
+
+
 @contextmanager
-def _table(file: Path | None) -> Iterator[TextIO]:
-    """Where a table is written: standard output, or a new file whose name is then printed."""
+def _table(file: Path | None, overwrites: bool) -> Iterator[TextIO]:
+    """Open the output of a table: standard output, or a file whose name is printed after writing it."""
     if file is None:
         yield sys.stdout
         return
+    content = io.StringIO(newline="")
+    yield content
     try:
-        with file.open("x", encoding="utf-8", newline="") as stream:
-            yield stream
+        write_output(file, content.getvalue().encode(), overwrites=overwrites)
     except OSError as error:
         raise UsageError(f"--csv {file}: {error.strerror or error}", hint="name another file") from error
     click.echo(file)
 
 
 def _curve_table(curves: Curves) -> str:
-    """A row for each run and metric: its last, lowest and highest value, and its curve."""
+    """Return a table with a row per run and metric: the last, lowest and highest value, and the curve."""
     rows: list[Sequence[str]] = [("RUN", "METRIC", "STEP", "LAST", "LOWEST", "HIGHEST", "CURVE")]
     for metric in curves.metrics:
         for run, points in curves.points(metric):
@@ -163,6 +198,7 @@ def _compare_runs(
     names: Sequence[str],
     as_csv: bool,
     table_file: Path | None,
+    overwrites: bool,
     as_json: bool,
     metric: str | None,
     sort: str | None,
@@ -196,11 +232,17 @@ def _compare_runs(
     compared = [run for run, *_ in rows]
     differing = [{key: masked(own.get(key), key) for key in keys} for *_, own in rows]
     plain = [{key: compared_value(key, value) for key, value in own.items()} for own in differing]
+    repeated = _repetitions(keys, [own for *_, own in rows], [run["result"] for run in compared])
+    if as_csv:
+        num_without = sum(run["result"] is None for run in compared)
+        _note_progress(names, {f"result by {ranking.metric}": num_without})
     if as_json:
         found = [{**run, "values": own} for run, own in zip(compared, plain, strict=True)]
-        echo_json({"differ": keys, "metric": ranking.metric, "mode": ranking.mode, "runs": found})
+        value = {"differ": keys, "metric": ranking.metric, "mode": ranking.mode, "runs": found}
+        echo_json({**value, "repetitions": [one.to_dict() for one in repeated]} if repeated else value)
     elif as_csv:
-        with _table(table_file) as stream:
+        compared = [{**run, **_of_repetition(repeated, index)} for index, run in enumerate(compared)]
+        with _table(table_file, overwrites) as stream:
             writer = csv.writer(stream)
             writer.writerow([*compared[0], *(f"values.{key}" if key in compared[0] else key for key in keys)])
             for run, own in zip(compared, plain, strict=True):
@@ -213,10 +255,86 @@ def _compare_runs(
         click.echo(_figures(compared, [report for *_, report, _ in rows], ranking.heading, results))
         shown_of = [(run["run"], own) for (run, *_, known), own in zip(rows, differing, strict=True) if known]
         click.echo(f"\n{_differences(keys, shown_of)}")
+        if repeated:
+            click.echo(f"\n{_mean_table(keys, repeated, ranking)}")
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """The runs that differ only in their seeds, and the mean of their results."""
+
+    values: Mapping[str, object]
+    """The values of the other keys in which the compared runs differ."""
+    rows: Sequence[int]
+    """The indices of the runs in the table."""
+    num_results: int
+    mean: float | None
+    """The mean of the results; None without a result."""
+    sd: float | None
+    """The sample standard deviation, with n - 1 in the denominator; None for fewer than two results."""
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the mean of the runs as a JSON object."""
+        return {
+            "values": {key: compared_value(key, value) for key, value in self.values.items()},
+            "num_runs": len(self.rows),
+            "num_results": self.num_results,
+            "mean": self.mean,
+            "sd": self.sd,
+        }
+
+
+def _repetitions(
+    keys: Sequence[str], values: Sequence[Mapping[str, object]], results: Sequence[float | None]
+) -> list[Repetition]:
+    """Group the runs with equal values of all keys except the seed; return [] if no run is repeated."""
+    own = [key for key in keys if key != SEED]
+    grouped: dict[str, list[int]] = {}
+    for index, known in enumerate(values):
+        if SEED in keys and known:
+            grouped.setdefault(repr([compared_value(key, known.get(key)) for key in own]), []).append(index)
+    if all(len(rows) < 2 for rows in grouped.values()):
+        return []
+    found = []
+    for rows in grouped.values():
+        finite = [result for index in rows if (result := results[index]) is not None]
+        found.append(
+            Repetition(
+                values={key: masked(values[rows[0]].get(key), key) for key in own},
+                rows=rows,
+                num_results=len(finite),
+                mean=fmean(finite) if finite else None,
+                sd=stdev(finite) if len(finite) > 1 else None,
+            )
+        )
+    return found
+
+
+def _of_repetition(repeated: Sequence[Repetition], index: int) -> dict[str, object]:
+    """Return the columns of a CSV that a run shares with its repetitions; {} if no run is repeated."""
+    if not repeated:
+        return {}
+    own = next((one for one in repeated if index in one.rows), None)
+    num, mean, sd = (None, None, None) if own is None else (own.num_results, own.mean, own.sd)
+    return {"result_n": num, "result_mean": mean, "result_sd": sd}
+
+
+def _mean_table(keys: Sequence[str], repeated: Sequence[Repetition], ranking: Ranking) -> str:
+    """Return a table with a row per value of the keys, and the mean and standard deviation of the results."""
+    own = [key for key in keys if key != SEED]
+    rows: list[Sequence[str]] = [(*own, "N", f"MEAN ± SD OF {ranking.heading}")]
+    for one in sorted(repeated, key=lambda one: ranking.order(one.mean)):
+        sd = "" if one.sd is None else f" ± {one.sd:.2g}"
+        shown_values = ("-" if one.values[key] is None else shown_value(one.values[key]) for key in own)
+        num = str(one.num_results)
+        if one.num_results < len(one.rows):
+            num += f" of {len(one.rows)}"
+        rows.append((*shown_values, num, f"{result_text(one.mean)}{sd}"))
+    return table(rows, fit=terminal_width())
 
 
 def _compared(name: str, report: Report, ranking: Ranking, measured: Measured) -> JsonObject:
-    """What one run reached, with a `name` as short as it tells the runs apart; None where it is unknown."""
+    """Return the results of one run; a result that is unknown is None."""
     progress = report.status.progress
     found = [] if progress.diverged_since is not None else report.val_loss
     best_step, best = min(found, key=lambda point: point[1], default=(None, None))
@@ -232,7 +350,7 @@ def _compared(name: str, report: Report, ranking: Ranking, measured: Measured) -
         "val_loss": progress.val_loss,
         "best_val_loss": best,
         "best_step": None if best_step is None else int(best_step),
-        # A step that is profiled, or follows a save, is slow.
+        # A median, because a profiled step and the step after a save are slow.
         "tokens_per_s": median(speeds) if speeds else None,
         "allocated_s": round(report.allocated_s, 3),
         "worker_hours": report.worker_hours,
@@ -274,7 +392,10 @@ def _figures(
 
 
 def _result(measured: Measured, report: Report) -> str:
-    """The result of a run and its step, or since when only what ranks it has none."""
+    """Return the text of a run's result and step, or of the step since which its metric has diverged.
+
+    A run whose loss has diverged says so in another column.
+    """
     if measured.result is not None:
         return f"{result_text(measured.result.value)} at {cell(measured.result.step)}"
     is_said = report.status.progress.diverged_since is not None
@@ -282,7 +403,7 @@ def _result(measured: Measured, report: Report) -> str:
 
 
 def _differences(keys: Sequence[str], runs: Sequence[tuple[str, dict[str, object]]]) -> str:
-    """A row per key, or, of more runs than keys, a row per run."""
+    """Return the table of the keys in which runs differ: a row per key, or a row per run of many runs."""
     if len(runs) < 2:
         return "their configs cannot be compared"
     if not keys:

@@ -1,4 +1,4 @@
-"""Which runs are compared, under which names, and in which keys they differ."""
+"""Finds the runs to compare, their names in tables, and the keys in which they differ."""
 
 from __future__ import annotations
 
@@ -9,27 +9,30 @@ from dataclasses import dataclass
 from trainkit.config.schema import default_values, is_known
 from trainkit.formats import shown_value
 from trainkit.observe.values import asked_of
+from trainkit.run.end import read_newest_end
+from trainkit.run.group import group_of
 from trainkit.run.registry import find_run_or_group
 from trainkit.run.rundir import RunDir
 from trainkit.run.trial import as_number, values_of
 
 VARIABLES = "launch.env"
+"""The key of environment variables. Each variable is compared as a key of its own name."""
 _VERSION = re.compile(r"\d+\.\d*0")
 """A text that would lose its last zero as a number."""
 
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """A run that is compared, under the name that tells it apart."""
+    """A run that is compared, with a name that no other compared run has."""
 
     name: str
     run: RunDir
     values: Mapping[str, object]
-    """What it was asked for by key, as it was written; empty if its config cannot be read."""
+    """The config values of the run by key, as the user wrote them; empty if its config cannot be read."""
 
 
 def runs_named(names: Iterable[str]) -> list[RunDir]:
-    """The runs of these names, each once; a group stands for all of its runs that have started."""
+    """Return the runs with these names, each once. A group stands for all of its runs that have started."""
     return list({run.path.resolve(): run for name in names for run in _runs_of(name)}.values())
 
 
@@ -40,8 +43,39 @@ def _runs_of(name: str) -> list[RunDir]:
     return [run for index in sorted(found.trials) if (run := found.run(index)).exists()]
 
 
+def _named(name: str) -> list[RunDir]:
+    """Return the run with a name, or all runs of a group, also those that have not started."""
+    found = find_run_or_group(name)
+    return [found] if isinstance(found, RunDir) else [found.run(index) for index in sorted(found.trials)]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The number of runs of some names, and how many of them have not started or not ended."""
+
+    noun: str
+    """``trial`` if all of the runs are trials of groups, else ``run``."""
+    num_runs: int
+    num_not_started: int
+    num_not_ended: int
+    """The runs that have started and have not ended."""
+
+
+def progress_of(names: Iterable[str]) -> Progress:
+    """Return how many of the runs with these names have not started or not ended."""
+    runs = list({run.path.resolve(): run for name in names for run in _named(name)}.values())
+    started = [run for run in runs if run.exists()]
+    ends = [read_newest_end(run.path) for run in started]
+    return Progress(
+        noun="trial" if all(group_of(run) is not None for run in runs) else "run",
+        num_runs=len(runs),
+        num_not_started=len(runs) - len(started),
+        num_not_ended=sum(end is None or end.resumes for end in ends),
+    )
+
+
 def short_names(runs: Sequence[RunDir]) -> list[str]:
-    """The names of the folders, with their parents where two folders share a name."""
+    """Return the names of the run folders, with their parent folders if two of them are equal."""
     names = [run.path.name for run in runs]
     for depth in range(2, max((len(run.path.parts) for run in runs), default=0) + 1):
         if len(set(names)) == len(names):
@@ -61,10 +95,10 @@ def compared_value(key: str, value: object) -> object:
 
 
 def differing_keys(values: Iterable[Mapping[str, object]]) -> list[str]:
-    """The keys that do not have the same value in all runs, in alphabetical order.
+    """Return the keys that do not have the same value in all runs, in alphabetical order.
 
-    A key that some runs lack, such as those of the trainer in a comparison with a COMMAND, is left out where
-    the others have its default.
+    Some runs may lack a key; a COMMAND, for example, has no keys of the trainer. Such a key is left out if
+    all other runs have its default.
     """
     texts = [
         {key: shown_value(compared_value(key, one)) for key, one in own.items()} for own in values if own
@@ -79,7 +113,10 @@ def differing_keys(values: Iterable[Mapping[str, object]]) -> list[str]:
 
 
 def compared_values(run: RunDir, asked: Mapping[str, object]) -> dict[str, object]:
-    """What `asked_of` a run by key, without its config's name, with a key for each of `launch.env`."""
+    """Return the config values of a run, with a key for each variable of `launch.env`.
+
+    The name of the config is left out, unless the user swept it. `asked` comes from `asked_of`.
+    """
     dropped = (VARIABLES,) if "name" in values_of(run) else ("name", VARIABLES)
     found = {key: value for key, value in asked.items() if key not in dropped}
     variables = asked.get(VARIABLES)
@@ -89,7 +126,7 @@ def compared_values(run: RunDir, asked: Mapping[str, object]) -> dict[str, objec
 
 
 def compared_runs(names: Iterable[str]) -> list[ComparedRun]:
-    """The runs of these names. Raises UsageError for one that does not exist."""
+    """Return the runs with these names. Raises UsageError if one does not exist."""
     runs = runs_named(names)
     found = zip(short_names(runs), runs, (compared_values(run, asked_of(run)) for run in runs), strict=True)
     return [ComparedRun(*one) for one in found]

@@ -1,4 +1,4 @@
-"""The curves of runs as one table, for figures and for programs of one's own.
+"""Reads the curves of runs into one table, for figures and for the user's own programs.
 
 table = trainkit.curves("lr-sweep", metrics=["loss", "val_loss"])
 pandas.DataFrame(table).groupby("optimizer.lr")["val_loss"].min()
@@ -33,16 +33,20 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLUMNS = ("run", *AXES.values())
+"""The columns of each table. The keys in which runs differ, and the metrics, are further columns."""
 LAST_STEP = 2**53
+"""The limit of steps: a float cannot represent every larger integer."""
 SHOWN_ROWS = 10
+"""Rows that a notebook shows."""
 
 
 class Curves(dict[str, list[Any]]):
-    """A table with a row per logged step of each run: column -> its values, of equal length.
+    """A table with a row per logged step of each run, as a dictionary of columns of equal length.
 
     The columns are ``run``, the keys in which the runs differ, ``step``, ``tokens``, ``time_s``,
-    ``gpu_hours`` and the metrics; a key with the name of another column is ``config.NAME``. A value that
-    was not logged is None, one that was not finite is nan. `pandas.DataFrame(curves)` is the same table.
+    ``gpu_hours`` and the metrics. A key with the name of another column has the column ``config.NAME``. A
+    value that was not logged is None, and a value that was not finite is nan or -inf.
+    `pandas.DataFrame(curves)` makes a data frame of the table.
     """
 
     def __init__(
@@ -53,9 +57,9 @@ class Curves(dict[str, list[Any]]):
     ) -> None:
         self.metrics = tuple(metrics)
         self.keys_that_differ = tuple(differing_keys(one.values for one, _ in runs))
-        """The keys in which the runs differ, also those that are no columns."""
+        """The keys in which the runs differ, even if they are not columns."""
         self.unreadable = tuple(one.name for one, _ in runs if not one.values)
-        """The runs whose config cannot be read, so that their keys are unknown."""
+        """The names of the runs whose config cannot be read. The keys of these runs are unknown."""
         shown = self.keys_that_differ if keys is None else keys
         taken = {*COLUMNS, *metrics}
         named = {key: f"config.{key}" if key in taken else key for key in shown}
@@ -78,17 +82,24 @@ class Curves(dict[str, list[Any]]):
         return len(self["run"])
 
     def rows(self) -> Iterator[dict[str, object]]:
-        """Each row as column -> value."""
+        """Yield each row as a dictionary of column and value."""
         return (dict(zip(self, values, strict=True)) for values in zip(*self.values(), strict=True))
 
     def points(self, metric: str, column: str = "step") -> Iterator[tuple[str, list[tuple[float, float]]]]:
-        """The points of a metric over a column, by the name of each run."""
+        """Yield the name of each run, and its points: the values of a column and of a metric.
+
+        Steps at which either was not logged are left out.
+        """
         for one, own in self._runs:
             pairs = zip(self[column][own], self[metric][own], strict=True)
             yield one.name, [(x, y) for x, y in pairs if x is not None and y is not None]
 
+    def num_without(self, metric: str) -> int:
+        """Return the number of runs that have not logged a metric."""
+        return sum(all(value is None for value in self[metric][own]) for _, own in self._runs)
+
     def write_csv(self, stream: TextIO) -> None:
-        """Write a line of columns and a line per row; a value that was not logged is empty."""
+        """Write the table as CSV, with a header. A value that was not logged is empty."""
         writer = csv.writer(stream)
         writer.writerow(self)
         for row in zip(*self.values(), strict=True):
@@ -96,11 +107,13 @@ class Curves(dict[str, list[Any]]):
             writer.writerow(["" if value is None else value for value in texts])
 
     def plot(self, *, x: str = "step", smooth: float = 0.0, by: str | None = None) -> Figure:
-        """Draw each metric over `x`: a line per value of the keys, with mean and spread over seeds.
+        """Draw a chart of each metric, with a line per value of the keys; return a figure of matplotlib.
 
-        Returns a figure of matplotlib, which `savefig` writes. `smooth` is the weight of the past in a moving
-        mean, from 0 to below 1. Lines are coloured by the key `by`, or the first in which the runs differ.
-        Raises UsageError for what the runs do not have, or where matplotlib is missing.
+        A line is the mean over seeds, with the sample standard deviation as a band. `x` is ``step``,
+        ``tokens``, ``time`` or ``gpu_hours``. `smooth` is the weight of the past in a moving mean, from 0 to
+        below 1. Lines are coloured by the key `by`; by default, by the first key in which the runs differ.
+
+        Raises UsageError if the runs do not have a key or numbers of a metric, or if matplotlib is missing.
         """
         if x not in AXES:
             raise UsageError(f"unknown axis {x}", hint=did_you_mean(x, AXES) or f"axes are {', '.join(AXES)}")
@@ -136,17 +149,20 @@ class Curves(dict[str, list[Any]]):
 
 
 def curves(*runs: object, metrics: Sequence[str] = ("loss",), keys: Sequence[str] | None = None) -> Curves:
-    """The curves of runs and groups: names, folders, or what `trainkit.submit` and `runs` have returned.
+    """Read the curves of runs and groups into a table.
 
-    `metrics` are names in metrics.jsonl, of the trainer or of one's own. `keys` are config keys to have as
-    columns; by default those in which the runs differ. Raises UsageError for a run or metric that is unknown.
+    `runs` are names, folders, or objects that `trainkit.submit` and `trainkit.runs` return. `metrics` are
+    names in metrics.jsonl, which the trainer or your script has logged. `keys` are the config keys that
+    become columns; by default, the keys in which the runs differ.
+
+    Raises UsageError if a run does not exist, no run has logged a metric, or no run has a key.
     """
     names = [str(getattr(run, "path", run)) for run in _flat(runs)]
     if not names:
         raise UsageError("no run is named", hint='name runs or groups: trainkit.curves("lr-sweep")')
     wanted = [metrics] if isinstance(metrics, str) else list(metrics)
     if not wanted:
-        raise UsageError("no metric is named", hint='name what was logged, such as metrics=["loss"]')
+        raise UsageError("no metric is named", hint='name metrics, such as metrics=["loss"]')
     found = compared_runs(names)
     known = set[str]().union(*(one.values for one in found))
     for key in keys or ():
@@ -158,8 +174,8 @@ def curves(*runs: object, metrics: Sequence[str] = ("loss",), keys: Sequence[str
     for name in wanted:
         if name not in logged:
             has = sorted(logged - NOT_METRICS)
-            hint = did_you_mean(name, has) or (f"they have logged {', '.join(has)}" if has else "")
-            raise UsageError(f"no run has logged {name}", hint=hint or "they have logged nothing yet")
+            hint = did_you_mean(name, has) or (f"the runs have logged {', '.join(has)}" if has else "")
+            raise UsageError(f"no run has logged {name}", hint=hint or "the runs have logged nothing yet")
     return Curves(read, wanted, keys)
 
 
@@ -172,9 +188,12 @@ def _flat(runs: Iterable[object]) -> Iterator[object]:
 
 
 def _records(run: RunDir) -> list[StepRecord]:
-    """What was logged of each step of each attempt, in order, with the validations of a command."""
+    """Return the record of each step of each attempt, in order.
+
+    A COMMAND logs validation losses as events, which are added to the records of their steps.
+    """
     found: dict[tuple[int, int], dict[str, object]] = {}
-    attempt = 0  # of a record that names none: that before it
+    attempt = 0  # A record without an attempt belongs to the attempt of the record before it.
     for record in read_steps(run):
         attempt = attempt if record.attempt is None else record.attempt
         if 0 <= record.step < LAST_STEP:
@@ -189,10 +208,9 @@ def _records(run: RunDir) -> list[StepRecord]:
 
 
 def _rows(run: RunDir, records: Iterable[StepRecord], metrics: Sequence[str]) -> list[dict[str, object]]:
-    """The steps that are part of a run's result: what is logged of each, and the time until then.
+    """Return a row for each step that the run kept, with its metrics and the training time until then.
 
-    Time counts while steps are computed: neither the queue nor start-up, and a step that was computed again
-    counts twice.
+    Time in the queue and during start-up does not count. A step that was computed twice counts twice.
     """
     events = read_events(run, "started", "training")
     attempts = {one.number: one for one in ended_attempts(attempts_of(events), None)}
@@ -203,7 +221,7 @@ def _rows(run: RunDir, records: Iterable[StepRecord], metrics: Sequence[str]) ->
     for record in records:
         attempt = attempts.get(record.attempt or 0, Attempt(0))
         if before is not None and before.attempt != record.attempt:
-            for stale in [step for step in kept if step >= record.step]:  # this attempt computes them again
+            for stale in [step for step in kept if step >= record.step]:  # this attempt recomputes them
                 del kept[stale]
             before = None
         spent_s = _seconds(record, before, attempt)
@@ -217,26 +235,32 @@ def _rows(run: RunDir, records: Iterable[StepRecord], metrics: Sequence[str]) ->
             kept[record.step] = row | {name: _value(record, name) for name in metrics}
     rows = [kept[step] for step in sorted(kept)]
     for name in metrics:
-        # A metric that was never a number was not measured; a loss that never was one has diverged.
-        if not name.endswith("loss") and all(row[name] is None or row[name] != row[name] for row in rows):
+        # A loss that was never finite has diverged. Any other metric that was never finite was not measured.
+        if not name.endswith("loss") and not any(_is_finite(row[name]) for row in rows):
             for row in rows:
                 row[name] = None
     return rows
 
 
 def _value(record: StepRecord, name: str) -> float | None:
-    """A metric of a step: None if it was not logged or is no number, nan if it was not finite."""
+    """Return a metric of a step: None if it was not logged or is no number, nan or -inf if it was not finite.
+
+    A number beyond `LARGEST` is not finite either, because sums of such numbers are not.
+    """
     value: object = record.values.get(name)
     if name not in record.values or isinstance(value, bool | str | list | dict):
         return None
-    number = record.number(name)
-    return (
-        number if number is not None and abs(number) <= LARGEST else math.nan
-    )  # sums of larger ones are inf
+    if not isinstance(value, int | float):
+        return math.nan
+    return value if abs(value) <= LARGEST else -math.inf if value < 0 else math.nan
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, float | int) and math.isfinite(value)
 
 
 def _seconds(record: StepRecord, before: StepRecord | None, attempt: Attempt) -> float:
-    """The seconds from the record before, or from the begin of the training in this attempt."""
+    """Return the seconds since the previous record, or since the training of the attempt began."""
     now = parse_time(record.time)
     if now is None:
         return 0.0
@@ -246,10 +270,12 @@ def _seconds(record: StepRecord, before: StepRecord | None, attempt: Attempt) ->
     return max(0.0, now.timestamp() - since) if since is not None else record.number("step_s") or 0.0
 
 
-def new_file(option: str, file: Path) -> Path:
-    """A file that can be written, as typed for an option; UsageError if it exists or has no folder."""
-    if file.exists() or file.is_symlink():
-        raise UsageError(f"{option} {file} exists already", hint="name a new file")
+def writable_file(option: str, file: Path, *, overwrites: bool) -> Path:
+    """Return the file of an option. Raises UsageError if it exists, unless `overwrites`, or has no folder."""
+    if file.is_symlink() or (file.exists() and not file.is_file()):
+        raise UsageError(f"{option} {file} exists already and is no regular file", hint="name another file")
+    if file.exists() and not overwrites:
+        raise UsageError(f"{option} {file} exists already", hint="name a new file, or add --overwrite")
     if not file.parent.is_dir():
         raise UsageError(
             f"{option} {file}: there is no folder {file.parent}", hint="make it, or name another"

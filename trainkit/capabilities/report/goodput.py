@@ -1,4 +1,4 @@
-"""Where the allocated time of a run went, and its curves: one pass over metrics.jsonl."""
+"""Computes how a run spent its allocated time, and its curves, in one pass over metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -29,28 +29,29 @@ CATEGORIES = {
     "other": "Between steps",
     "unmeasured": "Not measured",
 }
-"""Category of allocated time -> its label, in the order in which they are shown."""
+"""Maps a category of allocated time to its label, in the order of the report."""
 NUM_BUCKETS = 800
-WHOLE_BYTES, PART_BYTES = 2**26, 2**16
-"""Up to this size a file is read as a whole; of a larger one, so much of each bucket."""
+"""The number of lists into which the records of a file are divided."""
+WHOLE_BYTES, CHUNK_BYTES = 2**26, 2**16
+"""The size up to which a file is read whole, and the size of each chunk that is read of a larger file."""
 
 
 @dataclass
 class Curves:
-    """Downsampled curves, and the time of each category by attempt."""
+    """Downsampled curves, and the time that each attempt spent in each category."""
 
     spent: dict[int, dict[str, float]]
-    """Attempt -> category -> seconds; they add up to its allocated time."""
+    """Maps an attempt to the seconds of each category, which add up to the allocated time of the attempt."""
     num_records: int
     num_steps_lost: int
     is_measured: bool = False
-    """Whether the records of an attempt say how long its steps took."""
+    """True if the records of any attempt contain the duration of its steps."""
     thinned: dict[int, Thinned] = field(default_factory=dict)
-    """Attempt -> what it logged, without the steps that a later one computed again."""
+    """Maps an attempt to its metrics, without the steps that a later attempt computed again."""
 
     @property
     def series(self) -> dict[str, dict[int, list[Point]]]:
-        """Each of `CURVES` -> attempt -> the finite points by step."""
+        """The finite points of each metric in `CURVES`, by attempt and in the order of their steps."""
         return {
             name: {
                 number: [point for point in own.points(name) if math.isfinite(point[1])]
@@ -61,24 +62,24 @@ class Curves:
 
     @property
     def metrics(self) -> dict[str, list[Point]]:
-        """Each metric that was logged -> its points by step, nan where it was not finite."""
+        """The points of each metric, in the order of their steps; nan or -inf if a value was not finite."""
         return joined(own for _, own in sorted(self.thinned.items()))
 
 
 def read_curves(path: Path, attempts: Sequence[Attempt]) -> Curves:
-    """Read metrics.jsonl once: its curves and, with the attempts' events, where the time went."""
+    """Read the curves in metrics.jsonl, and compute how each attempt spent its time."""
     by_number = {attempt.number: attempt for attempt in attempts}
     spent = {number: dict.fromkeys(CATEGORIES, 0.0) for number in by_number}
     curves, newest = Curves(spent, 0, 0), max(by_number, default=0)
     clocks: dict[int, tuple[float, int]] = {}
-    """Attempt -> the time and step up to which its time has been divided."""
+    """Maps an attempt to the time and the step up to which its time has been assigned to categories."""
     for records, num_lines in _buckets(path):
         curves.num_records += num_lines
         for number, own in _by_attempt(records).items():
             attempt = by_number.get(number)
             if attempt is None:
                 continue
-            # What the last attempt has not saved is lost, but nothing else shows why it failed.
+            # The steps that the last attempt did not save are drawn too, because they may show why it failed.
             drawn = (
                 own if number == newest else [record for record in own if record.step <= attempt.kept_step]
             )
@@ -86,7 +87,7 @@ def read_curves(path: Path, attempts: Sequence[Attempt]) -> Curves:
             begin = attempt.training or attempt.started
             is_timed = number in clocks or any(record.number("step_s") is not None for record in own)
             if begin is None or attempt.ended is None or not is_timed:
-                continue  # the log of a COMMAND seldom says how long its steps took
+                continue  # the log of a COMMAND seldom contains the duration of steps
             clock = clocks.get(number, (begin, attempt.start_step))
             clocks[number], num_lost = _add_steps(spent[number], attempt, own, clock)
             curves.num_steps_lost += num_lost
@@ -99,7 +100,10 @@ def read_curves(path: Path, attempts: Sequence[Attempt]) -> Curves:
 def _add_steps(
     spent: dict[str, float], attempt: Attempt, records: Sequence[StepRecord], clock: tuple[float, int]
 ) -> tuple[tuple[float, int], int]:
-    """Divide the time between records into steps and what was between them; returns the new clock."""
+    """Assign the time between records to categories.
+
+    Return the new clock, which is the time and step of the last record, and the number of lost steps.
+    """
     before, step_before = clock
     num_lost = 0
     for record in records:
@@ -123,9 +127,9 @@ def _add_steps(
 
 
 def _between_steps(attempt: Attempt, begin: float, end: float) -> str:
-    """What happened between two records besides steps."""
-    # A record is written after the evaluation of its step and before the save: one that begins in the
-    # millisecond of a record follows it.
+    """Return the category of the time between two records that was not spent in steps."""
+    # The record of a step is written after its evaluation and before its save. A save that begins in the same
+    # millisecond as the record therefore belongs to the time after the record.
     evaluated = bisect_right(attempt.evaluations, end) > bisect_right(attempt.evaluations, begin)
     saved = bisect_left(attempt.saves, end) > bisect_left(attempt.saves, begin)
     if evaluated and saved:
@@ -134,11 +138,11 @@ def _between_steps(attempt: Attempt, begin: float, end: float) -> str:
 
 
 def _add_ends(spent: dict[str, float], attempt: Attempt, clock: tuple[float, int] | None) -> None:
-    """Add start-up and shutdown, or all of the time of an attempt without records."""
+    """Assign the time before the first record and after the last one; without records, all of the time."""
     if attempt.started is None or attempt.ended is None:
         return
     if clock is None:
-        # A COMMAND reports no first step: when its start-up ended is unknown.
+        # A COMMAND reports no first step, so the end of its start-up is unknown.
         until = attempt.training or attempt.first_step or attempt.started
         spent["startup"] += max(0.0, until - attempt.started)
         spent["unmeasured"] += max(0.0, attempt.ended - until)
@@ -155,9 +159,10 @@ def _by_attempt(records: Sequence[StepRecord]) -> dict[int, list[StepRecord]]:
 
 
 def _buckets(path: Path) -> Iterator[tuple[list[StepRecord], int]]:
-    """The records of a file in about `NUM_BUCKETS` lists, each with how many it stands for.
+    """Yield the records of a file in about `NUM_BUCKETS` lists, and how many records each list represents.
 
-    Of a file with more than `WHOLE_BYTES`, evenly spaced ones, each for the steps since the one before.
+    A file of more than `WHOLE_BYTES` is read in evenly spaced chunks. A chunk represents all records up to
+    the next chunk.
     """
     try:
         stream = open_file(path)
@@ -169,22 +174,22 @@ def _buckets(path: Path) -> Iterator[tuple[list[StepRecord], int]]:
         stream.seek(0)
         lines = forward_lines(stream)
         if size <= WHOLE_BYTES:
-            while part := list(islice(lines, count)):
-                if records := list(steps_of(parse_records(part))):
+            while chunk := list(islice(lines, count)):
+                if records := list(steps_of(parse_records(chunk))):
                     yield records, len(records)
             return
-        for part in _spaced(stream, size):
-            if records := list(steps_of(parse_records(part))):
-                yield records, len(records) * (size // NUM_BUCKETS) // sum(map(len, part))
+        for chunk in _spaced(stream, size):
+            if records := list(steps_of(parse_records(chunk))):
+                yield records, len(records) * (size // NUM_BUCKETS) // sum(map(len, chunk))
 
 
 def _spaced(stream: BinaryIO, size: int) -> Iterator[list[bytes]]:
-    """Evenly spaced lines of a large file, and its last ones."""
-    for begin in (*range(0, size - PART_BYTES, size // NUM_BUCKETS), size - PART_BYTES):
+    """Yield lists of the lines in evenly spaced chunks of a large file; the last chunk is its end."""
+    for begin in (*range(0, size - CHUNK_BYTES, size // NUM_BUCKETS), size - CHUNK_BYTES):
         stream.seek(begin)
         if begin:
             stream.readline(MAX_SAMPLE_BYTES)
-        part = list[bytes]()
-        while stream.tell() < begin + PART_BYTES and (line := stream.readline(PART_BYTES)):
-            part.append(line)
-        yield part
+        chunk = list[bytes]()
+        while stream.tell() < begin + CHUNK_BYTES and (line := stream.readline(CHUNK_BYTES)):
+            chunk.append(line)
+        yield chunk

@@ -1,4 +1,7 @@
-"""What the pages of reports share: HTML that requests nothing, with one script that its own policy allows."""
+"""Renders the pages of reports as HTML that loads nothing.
+
+The content security policy of a page allows only the script that the page contains.
+"""
 
 from __future__ import annotations
 
@@ -12,26 +15,26 @@ from trainkit.formats import GIB, duration, hours_text, mask_secrets, masked_val
 
 REPORT_FILE = "report.html"
 PLACE = "<script></script>"
-"""Where the script goes in a page; no value can be that, since it is escaped."""
+"""The text in a page that its script replaces. No value can contain this text, because values are escaped."""
 
 _IMAGE = re.compile('((?<=src=")data:image/png;base64,[A-Za-z0-9+/=]*(?="))')
-"""An image in a page; no value can be that with its quotes, which are escaped."""
+"""Matches an image in a page. No value can match, because quotes in values are escaped."""
 
 
 def _gib(amount: float | None) -> str:
-    """An amount of memory that is in GiB, in the unit that suits it."""
+    """Return the text of an amount of memory in GiB, in a unit that suits its size."""
     return "unknown" if amount is None else size(amount * GIB)
 
 
 def result_figure(value: float | None) -> str:
-    """A result with five digits, and a large one with all digits before the point."""
+    """Return the text of a result with five digits; a large result has all digits before the point."""
     if value is None:
         return "unknown"
     return f"{value:,.5g}" if abs(value) < 99_999.5 else number(value)
 
 
 def render_page(template: str, **values: Any) -> str:
-    """The page of a template; everything in `values` is escaped, also in the data of its charts."""
+    """Return the page of a template. All `values` are escaped, also in the data of charts."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
@@ -47,12 +50,15 @@ def render_page(template: str, **values: Any) -> str:
     script = (shipped_templates() / "charts.js").read_text(encoding="utf-8")
     allowed = b64encode(sha256(script.encode()).digest()).decode()
     page = environment.get_template(template).render(**values, script_hash=allowed)
-    # The script last, as it is in its file: the policy of the page has its hash.
+    # The script is inserted last and unchanged, because the policy of the page contains its hash.
     return _masked(page).replace(PLACE, f"<script>{script}</script>", 1)
 
 
 def _masked(page: str) -> str:
-    """A page with `***` for what looks like a secret; images, which are much text, are not searched."""
+    """Return a page with `***` in place of anything that looks like a secret.
+
+    Images are not searched, because they are long texts without secrets.
+    """
     parts = _IMAGE.split(page)
     parts[::2] = map(mask_secrets, parts[::2])
     return "".join(parts)

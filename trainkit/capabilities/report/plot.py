@@ -1,9 +1,9 @@
-"""Draws curves with matplotlib, in the size of a column of a paper."""
+"""Draws curves with matplotlib, in the width of one column of a paper."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from io import BytesIO
@@ -15,6 +15,7 @@ from trainkit.cli.output import masked
 from trainkit.errors import UsageError
 from trainkit.extras import install_line
 from trainkit.formats import did_you_mean, short_keys, shown_value
+from trainkit.run.files import write_atomic
 from trainkit.terminal import cut_in_the_middle
 
 if TYPE_CHECKING:
@@ -23,22 +24,32 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 AXES = {"step": "step", "tokens": "tokens", "time": "time_s", "gpu_hours": "gpu_hours"}
-"""Axis that curves can be drawn over -> the column of its values."""
+"""Maps a horizontal axis to the column of its values."""
 SEED = "seed"
-"""The key whose values are repetitions of the same run."""
+"""The key that distinguishes repetitions of a run. Runs that differ only in this key are one line."""
 Color = str | tuple[float, float, float, float]
 WIDTH_IN, HEIGHT_IN, ROW_IN = 3.4, 2.3, 0.15
-"""The width of one column, and the heights of the chart of one metric and of a row of the legend."""
+"""The width of a figure, the height of the chart of one metric, and of a row of the legend, in inches."""
 KINDS = ("pdf", "svg", "png")
 LARGEST = 1e300
-"""A larger value is no number that can be drawn."""
+"""A value beyond this limit is drawn as if it were not finite, because sums of such values overflow."""
 MAX_LABEL = 44
+"""The maximum number of characters of a name in the legend."""
+MAX_CROSSES = 20
+"""The maximum number of crosses of one line; more of them would merge into a bar."""
+MIN_TYPICAL = 5
+"""The minimum number of values among which outliers are looked for."""
+FAR, FAR_DECADES = 1000, 10
+"""The multiples of the quartiles' distance from the median beyond which a value is an outlier.
+
+`FAR` is for distances on a linear scale, and `FAR_DECADES` is for powers of ten.
+"""
 LOG_FROM = 50
 """An axis of positive values is logarithmic if the largest is more than this multiple of the smallest."""
 MAX_LEGEND = 12
-"""Of more lines, a colour bar or the first names stand in place of all names."""
+"""The maximum number of names in a legend. More lines have a colour bar, or a legend of the first names."""
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""The palette of Okabe and Ito, which people with any colour vision can tell apart."""
+"""The palette of Okabe and Ito, whose colours people with any colour vision can distinguish."""
 DASHES: Sequence[Literal["-", "--", ":", "-."]] = ("-", "--", ":", "-.")
 LABELS = {
     "step": "step",
@@ -61,9 +72,9 @@ STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.formatter.useoffset": False,
-    "pdf.fonttype": 42,  # text stays text, as publishers ask
+    "pdf.fonttype": 42,  # publishers require text that stays text
     "svg.fonttype": "none",
-    "svg.hashsalt": "trainkit",  # the same data give the same file
+    "svg.hashsalt": "trainkit",  # a fixed salt, so that the same data give the same file
 }
 
 
@@ -73,32 +84,34 @@ class DrawnRun:
 
     name: str
     values: Mapping[str, object] | None
-    """The value of each key in which the runs differ; None if they are unknown."""
+    """The value of each key in which the runs differ; None if the config of the run cannot be read."""
     points: Mapping[str, Mapping[int, tuple[float, float]]]
-    """Metric -> step -> place and value, nan where it was not finite."""
+    """Metric -> step -> the place on the axis and the value, which is nan or -inf if it was not finite."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One metric of one run, or the mean of runs that differ in their seeds alone."""
+    """One metric of one run, or the mean of runs that differ only in their seeds."""
 
     x: Sequence[float]
     y: Sequence[float]
     spread: Sequence[float] | None = None
-    """The standard deviation over the runs; None for a single run."""
+    """The sample standard deviation over the runs at each point; None for a single run."""
     diverged_at: float | None = None
-    """The first place from which on no value is finite."""
+    """The first place after the last finite value; None if the last value is finite."""
+    diverged_to: float = math.nan
+    """The value at `diverged_at`, which is nan or -inf."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """The runs with the same values of all keys but the seed."""
+    """The runs that have the same values of all keys except the seed."""
 
     values: Mapping[str, object] | None
     runs: tuple[DrawnRun, ...]
 
     def label(self, keys: Sequence[str]) -> str:
-        """What tells the series apart; the name of the run where its keys do not."""
+        """Return the values of the keys as text; the names of the runs if they have none of the keys."""
         values = self.values or {}
         named = [
             f"{short}={shown_value(masked(values[key], key))}"
@@ -110,7 +123,7 @@ class Series:
 
 
 def labels_of(series: Sequence[Series], keys: Sequence[str]) -> list[str]:
-    """The label of each series, with a number where some are equal."""
+    """Return the label of each series, with a number if several labels are equal."""
     labels = [one.label(keys) for one in series]
     return [
         f"{label} ({labels[: index + 1].count(label)})" if labels.count(label) > 1 else label
@@ -128,14 +141,14 @@ def draw(
     *,
     on_gpu: bool,
 ) -> Figure:
-    """Draw the metrics, each in a chart of its own; see `Curves.plot`."""
+    """Draw each metric in a separate chart; see `Curves.plot`."""
     if not 0 <= smooth < 1:
         raise UsageError(f"smooth must be from 0 to below 1: {smooth}", hint="0.9 is a common value")
     keys = [key for key in keys_that_differ if key != SEED]
     if by == SEED:
         raise UsageError("runs that differ in their seeds are one line", hint="colour by another key")
     if by is not None and by not in keys:
-        hint = did_you_mean(by, keys) or (f"they differ in {', '.join(keys)}" if keys else "leave it out")
+        hint = did_you_mean(by, keys) or (f"the runs differ in {', '.join(keys)}" if keys else "leave it out")
         raise UsageError(f"the runs do not differ in {by}", hint=hint)
     try:
         from matplotlib.figure import Figure
@@ -145,11 +158,11 @@ def draw(
         ) from None
     for metric in metrics:
         if not any(run.points[metric] for run in runs):
-            hint = "name another metric, or another axis: `step` is there for every run"
-            raise UsageError(f"no run has numbers of {metric} by {x}", hint=hint)
+            hint = "name another metric, or use --x step, which every run has"
+            raise UsageError(f"no run has values of {metric} over {x}", hint=hint)
     series = series_of(runs, keys, SEED in keys_that_differ)
     labels = labels_of(series, keys)
-    num_columns = 2 if all(len(label) <= MAX_LABEL // 2 for label in labels) else 1
+    num_columns = _num_columns(labels[:MAX_LEGEND])
     num_rows = -(-min(len(labels), MAX_LEGEND + 1) // num_columns) if len(labels) > 1 else 0
     size = (WIDTH_IN, HEIGHT_IN * len(metrics) + ROW_IN * num_rows)
     with _style():
@@ -175,25 +188,39 @@ def draw(
     return figure
 
 
-def save(figure: Figure, file: Path) -> None:
-    """Write a figure in the format that the suffix of the file names, without the time; a file is kept.
+def save(figure: Figure, file: Path, *, overwrites: bool = False) -> None:
+    """Write a figure in the format that the suffix of the file names, without the time of writing.
 
-    Raises FileExistsError, OSError if it cannot be written, and UsageError for another suffix.
+    Raises FileExistsError if the file exists, unless `overwrites`, OSError if it cannot be written, and
+    UsageError for another suffix.
     """
     kind, content = figure_kind(file), BytesIO()
     stamps = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}
     with _style():
         figure.savefig(content, format=kind, dpi=300, metadata=stamps.get(kind))
+    write_output(file, content.getvalue(), overwrites=overwrites)
+
+
+def write_output(file: Path, content: bytes, *, overwrites: bool) -> None:
+    """Write an output file of the user. If writing fails, no incomplete file remains.
+
+    Raises FileExistsError if the file exists, unless `overwrites`, and OSError if it cannot be written.
+    """
+    if overwrites and file.exists():
+        mode = file.stat().st_mode & 0o777
+        write_atomic(file, content)
+        file.chmod(mode)
+        return
     with file.open("xb") as stream:
         try:
-            stream.write(content.getvalue())
+            stream.write(content)
         except OSError:
             file.unlink()
             raise
 
 
 def figure_kind(file: Path) -> str:
-    """The format that the suffix of a file names; UsageError for another one."""
+    """Return the format that the suffix of a file names. Raises UsageError for any other suffix."""
     kind = file.suffix.removeprefix(".").lower()
     if kind not in KINDS:
         what = f".{kind}" if kind else "without a suffix"
@@ -208,7 +235,10 @@ def _style() -> AbstractContextManager[None]:
 
 
 def series_of(runs: Sequence[DrawnRun], keys: Sequence[str], has_seeds: bool) -> list[Series]:
-    """The runs by the values of their keys, in the order of these values where they are numbers."""
+    """Group runs by the values of their keys. Series with numbers are in the order of the numbers.
+
+    Runs are grouped only if they differ in a key or, with `has_seeds`, in their seeds.
+    """
     grouped: dict[str, list[DrawnRun]] = {}
     for run in runs:
         if any(run.points.values()):
@@ -225,15 +255,16 @@ def _order(value: object) -> tuple[bool, float, str]:
 
 
 def _number(value: object) -> float | None:
-    """A value as a number that can be drawn; None for another one."""
+    """Return a value as a float; None if it is not a number that can be drawn."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number and abs(value) <= LARGEST else None  # type: ignore[arg-type]
 
 
 def mean_line(series: Series, metric: str) -> Line:
-    """The mean of a series at each step that all of its runs have which got that far, and its spread.
+    """Return the mean of a series and its standard deviation.
 
-    It ends where a run has diverged: the mean of the others would look as if none had.
+    A step is on the line if every run whose curve reaches the step has logged it. The line ends where a run
+    diverged, because the mean of the other runs would look as if none had.
     """
     points = [run.points[metric] for run in series.runs if run.points[metric]]
     steps = sorted(set().union(*points))
@@ -249,18 +280,19 @@ def mean_line(series: Series, metric: str) -> Line:
         values = [y for _, y in own]
         is_finite = all(map(math.isfinite, values))
         xs.append(fmean(x for x, _ in own))
-        ys.append(fmean(values) if is_finite else math.nan)
+        ys.append(fmean(values) if is_finite else sum(values))
         spread.append(stdev(values) if is_finite and len(values) > 1 else math.nan)
-    while ys and math.isnan(ys[-1]):  # within a curve that is a gap
-        diverged_at = xs.pop()
-        ys.pop(), spread.pop()
-    return Line(xs, ys, spread if len(points) > 1 else None, diverged_at)
+    diverged_to = math.nan
+    while ys and not math.isfinite(ys[-1]):  # a value that is not finite within a curve is a gap
+        diverged_at, diverged_to = xs.pop(), ys.pop()
+        spread.pop()
+    return Line(xs, ys, spread if len(points) > 1 else None, diverged_at, diverged_to)
 
 
 def smoothed(values: Sequence[float], weight: float) -> list[float]:
-    """The exponential moving mean of the values, each with `weight` of the past; without a bias to zero.
+    """Return the exponential moving mean of values; `weight` is the weight of the past.
 
-    See https://arxiv.org/abs/1412.6980, section 3, for the correction of the first values.
+    The first values have no bias to zero. Section 3 of https://arxiv.org/abs/1412.6980 has the correction.
     """
     found, mean, total = list[float](), 0.0, 0.0
     for value in values:
@@ -272,14 +304,17 @@ def smoothed(values: Sequence[float], weight: float) -> list[float]:
 
 @dataclass(frozen=True)
 class Style:
-    """How a series is drawn."""
+    """The colour and the dash of the line of a series."""
 
     color: Color
     dash: Literal["-", "--", ":", "-."]
 
 
 def _styles(series: Sequence[Series], keys: Sequence[str], by: str | None) -> list[Style]:
-    """Numbers get colours of viridis, names a palette of their own; further keys change the dashes."""
+    """Return the style of each series: the key `by` sets the colour, and the other keys set the dash.
+
+    Numbers have colours of viridis, and other values have colours of the palette.
+    """
     if by is None or any(one.values is None for one in series):
         return [
             Style(COLORS[index % len(COLORS)], DASHES[index // len(COLORS) % len(DASHES)])
@@ -302,7 +337,7 @@ def _styles(series: Sequence[Series], keys: Sequence[str], by: str | None) -> li
 
 
 def viridis() -> Colormap:
-    """The colormap viridis without its end, which is too light on white."""
+    """Return the colormap viridis without its end, which is too light on white."""
     from matplotlib import colormaps
     from matplotlib.colors import ListedColormap
 
@@ -310,7 +345,10 @@ def viridis() -> Colormap:
 
 
 def number_places(values: Sequence[object]) -> list[float] | None:
-    """The places of numbers from 0 to 1, by their logarithm where they span much; None for other values."""
+    """Return the places of numbers on a colormap, from 0 to 1; None if a value is not a number.
+
+    The places of a wide range of numbers follow their logarithms.
+    """
     found = [number for one in values if (number := _number(one)) is not None]
     if len(found) < len(values):
         return None
@@ -321,40 +359,102 @@ def number_places(values: Sequence[object]) -> list[float] | None:
 
 
 def is_wide(values: Sequence[float]) -> bool:
-    """Whether the values are positive and span so much that a logarithmic axis shows them better."""
+    """Return whether values are positive and their range is wide enough for a logarithmic axis."""
     return bool(values) and min(values) > 0 and max(values) / min(values) > LOG_FROM
+
+
+def typical(values: Iterable[float]) -> list[float]:
+    """Return the finite values in ascending order, without outliers such as 1e32 that would flatten an axis.
+
+    An outlier is more than `FAR` times as far from the median as the quartiles and zero are. If no two values
+    have different signs, the distances are powers of ten, and an outlier is `FAR_DECADES` times as far from
+    the median as the quartiles, and at least `FAR_DECADES` powers of ten. Zero is then no outlier.
+    """
+    found = sorted(value for value in values if math.isfinite(value))
+    has_one_sign = bool(found) and (found[0] >= 0 or found[-1] <= 0)
+    scaled = sorted(math.log10(abs(value)) for value in found if value) if has_one_sign else found
+    if len(scaled) < MIN_TYPICAL:
+        return found
+    last = len(scaled) - 1
+    low, middle, high = scaled[last // 4], scaled[last // 2], scaled[-(-3 * last // 4)]
+    around = max(high - middle, middle - low, 1.0 if has_one_sign else abs(middle))
+    if has_one_sign:
+        most = around * FAR_DECADES
+        return [value for value in found if not value or abs(math.log10(abs(value)) - middle) <= most]
+    return [value for value in found if abs(value - middle) <= around * FAR] if around else found
+
+
+def band_floor(lowest: float, ends: Iterable[float]) -> float:
+    """Return the lowest value of a band on a logarithmic axis, where a band cannot reach 0.
+
+    The value is the minimum of `lowest`, the lowest value of the lines, and of the lower `ends` of the bands
+    that are at least a tenth of `lowest`.
+    """
+    return min((end for end in ends if lowest / 10 <= end < lowest), default=lowest)
+
+
+def crosses(points: Iterable[tuple[float, float]], low: float, high: float) -> list[tuple[float, float]]:
+    """Return the points at which a line leaves the range from `low` to `high`, where a cross is drawn.
+
+    A value that is not finite is outside. Of more than `MAX_CROSSES` points, the first ones and the last are
+    returned.
+    """
+    found, was_inside = list[tuple[float, float]](), True
+    for place, value in points:
+        is_inside = low <= value <= high
+        if was_inside and not is_inside:
+            found.append((place, value))
+        was_inside = is_inside
+    return found if len(found) <= MAX_CROSSES else [*found[: MAX_CROSSES - 1], found[-1]]
 
 
 def _draw_chart(
     axes: Axes, lines: Sequence[Line], styles: Sequence[Style], smooth: float, scale: float
 ) -> None:
-    finite = [y for line in lines for y in line.y if math.isfinite(y)]
-    if is_wide(finite):
+    shown = typical(y for line in lines for y in line.y)
+    lowest, highest = (shown[0], shown[-1]) if shown else (0.0, 0.0)
+    floor = -math.inf
+    if is_wide(shown):
         axes.set_yscale("log")
+        ends = (y - s for line in lines for y, s in zip(line.y, line.spread or (), strict=False))
+        floor = band_floor(lowest, ends)
     for line, style in zip(lines, styles, strict=True):
-        xs, ys = [place / scale for place in line.x], smoothed(line.y, smooth) if smooth else line.y
-        few = "o" if len(line.x) < 3 else None  # a line of one point would be nothing
+        xs = [place / scale for place in line.x]
+        inside = [y if lowest <= y <= highest else math.nan for y in line.y]
+        ys = smoothed(inside, smooth) if smooth else inside
+        few = "o" if len(line.x) < 3 else None  # matplotlib draws nothing for a line of one point
         if smooth:
-            axes.plot(xs, line.y, color=style.color, alpha=0.25, linewidth=0.6)
+            axes.plot(xs, inside, color=style.color, alpha=0.25, linewidth=0.6)
         axes.plot(xs, ys, color=style.color, linestyle=style.dash, marker=few, markersize=3)
         if line.spread is not None:
             pairs = list(zip(ys, line.spread, strict=True))
-            low, high = [y - s for y, s in pairs], [y + s for y, s in pairs]
+            low, high = [max(y - s, floor) for y, s in pairs], [y + s for y, s in pairs]
             axes.fill_between(xs, low, high, color=style.color, alpha=0.2, linewidth=0)
-    top = axes.get_ylim()[1]
-    axes.set_ylim(top=top)
+    bottom, top = axes.get_ylim()
+    axes.set_ylim(bottom, top)
     for line, style in zip(lines, styles, strict=True):
+        points = [*zip(line.x, line.y, strict=True)]
         if line.diverged_at is not None:
-            place = line.diverged_at / scale
-            axes.plot([place], [top], marker="x", color=style.color, clip_on=False, markersize=5)
+            points.append((line.diverged_at, line.diverged_to))
+        for place, value in crosses(points, lowest, highest):
+            edge = bottom if value < lowest else top
+            axes.plot([place / scale], [edge], "x", color=style.color, clip_on=False, markersize=5)
 
 
 def _time_unit(largest_s: float) -> tuple[str, float]:
-    """The unit in which seconds up to the largest are shown, as the label says it, and its seconds."""
+    """Return the unit for an axis of seconds: its text in the label, and its length in seconds."""
     for name, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
         if largest_s >= 2 * size:
             return f" ({name})", size
     return " (s)", 1.0
+
+
+def _num_columns(labels: Sequence[str]) -> int:
+    """Return the number of columns of a legend; three labels have 3 columns or 1, which leave no gap."""
+    longest = max(map(len, labels), default=0)
+    if len(labels) == 3:
+        return 3 if longest <= MAX_LABEL // 3 else 1
+    return 2 if longest <= MAX_LABEL // 2 else 1
 
 
 def _add_legend(
@@ -366,7 +466,7 @@ def _add_legend(
     by: str | None,
     num_columns: int,
 ) -> None:
-    """Name the lines below the charts; where they are many numbers of one key, by a colour bar."""
+    """Add a legend below the charts; if the lines are many numbers of one key, add a colour bar instead."""
     from matplotlib.lines import Line2D
 
     if len(series) > MAX_LEGEND and by is not None:

@@ -1,4 +1,4 @@
-"""The report of a run: what it did, where its time went, and a page that shows it without a network."""
+"""Makes the report of a run: its results, how it spent its time, and a page that needs no network."""
 
 from __future__ import annotations
 
@@ -31,13 +31,15 @@ from trainkit.shipped import ask_each, placed
 
 TEMPLATE = "report.html.j2"
 TIME_MARGIN, MEMORY_MARGIN = 1.2, 1.25
-NOTHING, NOT_ASKED = "nothing", "nothing: only a job that is submitted to Slurm asks for it"
+"""The factors by which the advice exceeds the measured time and memory."""
+NOTHING, NOT_ASKED = "nothing", "nothing: only a Slurm job requests it"
 BY = {"cgroup": " of the job's control group", "processes": " of its processes"}
+"""Maps how the memory of a job was measured to its text."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """One resource: what was asked, what was used, and what to ask for next time."""
+    """The requested and the used amount of a resource, and the amount to request next time."""
 
     resource: str
     asked: str
@@ -47,7 +49,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class Report:
-    """What a run did; None where a value is unknown."""
+    """The results of a run; a value that is unknown is None."""
 
     status: RunStatus
     verdict: str
@@ -55,18 +57,18 @@ class Report:
     allocated_s: float
     queued_s: float | None
     spent: dict[str, float]
-    """Category of `CATEGORIES` -> seconds; they add up to `allocated_s`."""
+    """Maps a category of time to its seconds. The sum is `allocated_s`."""
     percent: dict[str, float]
-    """Category -> percent of `allocated_s`, rounded. Empty when nothing was allocated."""
+    """Maps a category of time to its percentage of `allocated_s`. Empty if nothing was allocated."""
     goodput: float | None
-    """Productive and kept step time over allocated time; None when it was not measured."""
+    """The share of the allocated time in steps that the run kept; None if it was not measured."""
     world_size: int | None
     worker_hours: float | None
     num_records: int
     num_steps_lost: int
     curves: dict[str, dict[int, list[Point]]] = field(metadata=LEFT_OUT)
     metrics: dict[str, list[Point]] = field(metadata=LEFT_OUT)
-    """Each metric that was logged -> its points, nan where it was not finite."""
+    """Maps a metric to its points, which are nan or -inf if a value was not finite."""
     val_loss: list[Point] = field(metadata=LEFT_OUT)
     advice: list[Advice]
     checkpoints: list[ListedCheckpoint]
@@ -74,21 +76,21 @@ class Report:
     layout: dict[str, int]
     provenance: dict[str, object]
     added: dict[str, object] = field(metadata=LEFT_OUT)
-    """The keys that capabilities add."""
+    """The keys that capabilities add to the report."""
     sections: dict[str, str] = field(metadata=LEFT_OUT)
-    """The sections that capabilities add to the page: title -> HTML."""
+    """Maps the title of a section that a capability adds to the page to its HTML."""
 
     def to_dict(self) -> dict[str, object]:
         return placed("report", {**to_json(self), "status": self.status.to_dict()}, to_json(self.added))
 
 
 def read_report(history: RunHistory, status: RunStatus, now: float) -> Report:
-    """The report of a run of which the events have been read; `now` is in seconds since the epoch."""
+    """Read the report of a run. `history` contains its events, and `now` is in seconds since the epoch."""
     run, events = history.run, history.events
     attempts = ended_attempts(events.attempts, now if status.is_active else _last_time(history))
     checkpoints = list_checkpoints(run)
     if attempts and not status.is_active and status.state != "finished" and not status.is_command:
-        # Nothing is left of the steps after the newest checkpoint.
+        # The steps after the newest checkpoint are lost.
         saved = [item.step or 0 for item in checkpoints if item.state == "published"]
         attempts[-1].kept_step = max(saved, default=0)
     curves = read_curves(run.metrics_file, attempts)
@@ -108,7 +110,7 @@ def read_report(history: RunHistory, status: RunStatus, now: float) -> Report:
     goodput = spent["productive"] / allocated_s if allocated_s > 0 and curves.is_measured else None
     return Report(
         status=status,
-        verdict=_verdict(status, goodput, attempts),
+        verdict=_summary(status, goodput, attempts),
         attempts=attempts,
         allocated_s=allocated_s,
         queued_s=sum(waits) if waits else None,
@@ -132,9 +134,9 @@ def read_report(history: RunHistory, status: RunStatus, now: float) -> Report:
     )
 
 
-def render_report(report: Report) -> str:
-    """The page of a report."""
-    failed, charts = report.status.failure, _charts(report)
+def render_report(report: Report, metric: str | None = None) -> str:
+    """Return the page of a report, with the chart of `metric` first."""
+    failed, charts = report.status.failure, _charts(report, metric)
     return render_page(
         TEMPLATE,
         title=report.status.name,
@@ -151,18 +153,18 @@ def render_report(report: Report) -> str:
     )
 
 
-def _charts(report: Report) -> list[Chart]:
+def _charts(report: Report, metric: str | None) -> list[Chart]:
     marks = [
         (float(item.start_step), str(item.number)) for item in report.attempts if item.training is not None
     ]
     series = report.metrics
-    if report.val_loss and "val_loss" not in series:  # a script logs its validations as events
+    if report.val_loss and "val_loss" not in series:  # a script logs its validation losses as events
         series = {**series, "val_loss": report.val_loss}
-    return run_charts(series, marks, report.status.progress.samples_per_s is not None)
+    return run_charts(series, marks, report.status.progress.samples_per_s is not None, metric)
 
 
 def _timeline(report: Report) -> list[dict[str, object]]:
-    """A row per attempt: spans and marks, in percent of the run's time."""
+    """Return a row per attempt, with its spans of time and its ticks in percent of the time of the run."""
     times = [
         time
         for attempt in report.attempts
@@ -198,10 +200,10 @@ def _timeline(report: Report) -> list[dict[str, object]]:
 
 
 ENDED = {name: name for name in ("finished", "failed", "died", "stopped")} | {"cancelled": "was cancelled"}
-"""State of a run that has ended -> the verb of the verdict."""
+"""Maps the state of a run that has ended to the verb of the first sentence of the page."""
 
 
-def _verdict(status: RunStatus, goodput: float | None, attempts: list[Attempt]) -> str:
+def _summary(status: RunStatus, goodput: float | None, attempts: list[Attempt]) -> str:
     done, planned = status.progress.step, status.progress.total_steps
     step = "at an unknown step" if done is None else f"at step {done:,}"
     total = "" if planned is None or done is None else f" of {planned:,}"
@@ -210,7 +212,7 @@ def _verdict(status: RunStatus, goodput: float | None, attempts: list[Attempt]) 
     said = with_divergence(None, since) if status.state == "finished" else status.reason
     why = f": {said}" if said else ""
     useful = (
-        "how much of the allocated time was productive is unknown"
+        "the productive share of the allocated time is unknown"
         if goodput is None
         else f"{goodput:.0%} of the allocated time went into steps that count"
     )
@@ -234,7 +236,7 @@ def _advice(
             lost_s = sum(own["lost"] for own in curves.spent.values())
             needed_s = sum(attempt.allocated_s for attempt in attempts) - lost_s
             minutes = 5 * math.ceil(needed_s * TIME_MARGIN / 300)
-            what = "the measured time" if len(attempts) == 1 else "all attempts without repeated steps"
+            what = "the measured time" if len(attempts) == 1 else "all attempts, without repeated steps"
             following = f"--time {minutes // 60:02d}:{minutes % 60:02d}:00 (20 % above {what})"
         minutes, seconds = divmod(round(longest_s), 60)
         longest = f"{minutes:,} min {seconds:02d} s" if longest_s >= 60 else f"{longest_s:.1f} s"
@@ -255,15 +257,15 @@ def _advice(
         if busy := numbers(nodes, "gpu_mean_percent"):
             share = sum(busy) / len(busy)
             used = f"{share:.0f} % busy on average"
-            following = "find what they wait for before asking for more"
+            following = "find out why the GPUs wait before you request more of them"
             if share >= 70:
-                following = "the same: they were busy"
+                following = "the same number, because the GPUs were busy"
         found.append(Advice("GPUs", f"{config.get('resources.gpus_per_node')} a node", used, following))
     return found
 
 
 def _last_time(history: RunHistory) -> float | None:
-    """When a run that left no end was last seen."""
+    """Return the time of the last sign of life of a run whose end was not recorded."""
     times = [timestamp(event.time) for event in list(history.events.recent)[-1:]]
     file = history.run.metrics_file
     if file.exists():

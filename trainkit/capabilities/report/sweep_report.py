@@ -1,6 +1,6 @@
-"""The report of a sweep, a group or a bench: all of its runs on one page.
+"""Makes the report of a sweep, a group or a bench, with all of its runs on one page.
 
-A sweep can have thousands of runs, so what is read of each is bounded: records of a long curve are sampled.
+A sweep can have thousands of runs, so only a bounded number of records is read of each run.
 """
 
 from __future__ import annotations
@@ -73,31 +73,34 @@ from trainkit.run.rundir import RunDir
 
 TEMPLATE = "sweep_report.html.j2"
 MAX_LINES = 40
-"""Trials whose curves are drawn: more would cover each other."""
+"""The maximum number of lines in a chart; more lines would cover each other."""
 MAX_DRAWN = 400
-"""Runs whose curves are read, several of a trial."""
+"""The maximum number of runs whose curves are read. A line is the mean of several runs."""
 NUM_BUCKETS = 6000
-"""Buckets of all curves of a metric, so that a page does not grow with its runs."""
+"""The number of buckets of all curves of a metric, which limits the size of a page with many runs."""
 MIN_BUCKETS = 64
+"""The minimum number of buckets of a curve."""
 CURVE_BYTES = 2**29
-"""Read of all curves together: seconds of work. Of more, evenly spaced parts are read."""
+"""Bytes that are read of all curves together, which takes seconds. Larger files are read in chunks."""
 OPEN_ROWS = 100
-"""Runs that the page lists unfolded."""
+"""Runs that the page lists without a click."""
 MAX_ROWS = 2000
+"""The maximum number of runs that the page lists."""
 MAX_AXIS_KEYS = 6
+"""The maximum number of keys with a chart of the results."""
 NUM_SAMPLES = 64
 """Records that are read of a long curve, evenly spaced."""
 WHOLE_BYTES = 65_536
-"""Curves up to this size are read whole."""
+"""The size of metrics.jsonl up to which the file is read whole."""
 EVENTS = ("submitted", "started", "training", "first_step", "requeue_decision", "stopped", "finished")
 REPEAT = "repeat"
 REPETITIONS = (SEED, REPEAT)
-"""Keys whose values are repetitions of the same trial."""
+"""The keys that distinguish repetitions. Runs that differ only in these keys are one line."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """The figure that the trials are compared by."""
+    """The metric by which the trials are compared."""
 
     name: str
     label: str
@@ -105,18 +108,18 @@ class Objective:
 
 
 SPEED = Objective("tokens_per_s", "tokens per second", False)
-"""How the trials of a bench are compared."""
+"""The objective of a bench."""
 
 
 def objective_of(ranking: Ranking) -> Objective:
-    """The objective of a sweep whose runs are ranked by a metric."""
+    """Return the objective of a sweep whose runs are ranked by a metric."""
     label = "best validation loss" if ranking.metric == "val_loss" else ranking.label
     return Objective(ranking.metric, label, ranking.mode == "min")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrialReport(TrialStatus):
-    """What one run did; None where a value is unknown."""
+    """The results of one run; a value that is unknown is None."""
 
     job_id: str | None = field(metadata=LEFT_OUT)
     best: Best | None = field(metadata=LEFT_OUT)
@@ -124,32 +127,32 @@ class TrialReport(TrialStatus):
     age_s: float | None = field(default=None, metadata=LEFT_OUT)
     step: int | None
     result: float | None
-    """Its value of the objective."""
+    """The value of the objective."""
     tokens_per_s: float | None
-    """The median of the records that were read."""
+    """The median over the records that were read."""
     worker_hours: float | None
     counts_samples: bool = field(default=False, metadata=LEFT_OUT)
-    """Whether its ``tokens_per_s`` are samples."""
+    """True if ``tokens_per_s`` counts samples."""
     kept: dict[int, float] = field(default_factory=dict, metadata=LEFT_OUT)
-    """Attempt -> the last step that is part of the run's result."""
+    """Maps an attempt to its last step that the run kept. Later steps were computed again or lost."""
 
 
 @dataclass(frozen=True)
 class SweepReport:
-    """What the runs of a sweep did."""
+    """The results of the runs of a sweep."""
 
     name: str
     run_dir: str
     keys: list[str]
     objective: Objective
     trials: list[TrialReport]
-    """Failures first, then by result."""
+    """All trials: failed ones first, then the others by result."""
     states: dict[str, int]
     best: TrialReport | None
     is_cuda: bool
     worker_hours: float | None
     curves: dict[int, Thinned] = field(metadata=LEFT_OUT)
-    """The curves that are drawn, by the index of their trial."""
+    """The curves that the page draws, by the index of the trial."""
     config: FlatConfig = field(metadata=LEFT_OUT)
     provenance: dict[str, object] = field(metadata=LEFT_OUT)
 
@@ -159,12 +162,12 @@ class SweepReport:
 
     @property
     def has_speed(self) -> bool:
-        """Whether the speed of any run is known."""
+        """Return whether the speed of any run is known."""
         return any(trial.tokens_per_s is not None for trial in self.trials)
 
     @property
     def counts_samples(self) -> bool:
-        """Whether the speeds of its runs are samples per second."""
+        """Return whether the speeds of all runs are samples per second."""
         known = [trial.counts_samples for trial in self.trials if trial.tokens_per_s is not None]
         return bool(known) and all(known)
 
@@ -172,9 +175,10 @@ class SweepReport:
 def read_sweep(
     group: RunGroup, status: GroupStatus, now: float, speeds: Mapping[int, float | None] | None = None
 ) -> SweepReport:
-    """Read the report of a sweep; `now`, in seconds since the epoch, ends attempts that still run.
+    """Read the report of a sweep.
 
-    `speeds` are those that a bench has measured, by the index of a trial: trials are compared by them.
+    `now` is in seconds since the epoch, and counts as the end of attempts that still run. `speeds` are the
+    speeds that a bench has measured, by the index of the trial. With `speeds`, trials are compared by speed.
     """
     record, plan = group.record, PlanRecord(group.record.plan)
     objective = objective_of(status.ranking) if speeds is None else SPEED
@@ -205,7 +209,7 @@ def read_sweep(
 
 
 def _order(trial: TrialReport, objective: Objective) -> tuple[bool, int, float, int]:
-    """Failures first, then by result, then those without one."""
+    """Return the sort key of a trial: failed trials first, then by result, then trials without a result."""
     is_failed = trial.state in FAILED
     severity = ORDER.index(trial.state) if trial.state in ORDER else 0
     return (
@@ -248,7 +252,7 @@ def _read_trial(
 
 
 def sample_records(path: Path) -> list[StepRecord]:
-    """The records of a short metrics file; of a long one about `NUM_SAMPLES`, from the first to the last."""
+    """Return the records of a metrics file, or about `NUM_SAMPLES` evenly spaced records of a long file."""
     with opened(path) as stream:
         if stream is None:
             return []
@@ -256,14 +260,14 @@ def sample_records(path: Path) -> list[StepRecord]:
         if size <= WHOLE_BYTES:
             return list(steps_of(parse_records(stream)))
         lines = sampled_lines(stream, 0, size, NUM_SAMPLES - 1)
-        lines += list(islice(reversed_lines(stream, size), 2))[::-1]  # the last may be cut off
+        lines += list(islice(reversed_lines(stream, size), 2))[::-1]  # the last line may be incomplete
     return list(steps_of(parse_records(lines)))
 
 
 def _repetitions(
     trials: Sequence[TrialReport], keys: Sequence[str], objective: Objective
 ) -> list[list[TrialReport]]:
-    """The trials that differ in their repetitions alone, the trial with the best of them first."""
+    """Return lists of trials that are repetitions of each other, with the best list and trial first."""
     own = [key for key in keys if key not in REPETITIONS]
     found: dict[str, list[TrialReport]] = {}
     for trial in sorted(trials, key=lambda trial: (_rank(trial, objective), trial.index)):
@@ -275,7 +279,7 @@ def _repetitions(
 def _read_curves(
     trials: Sequence[TrialReport], keys: Sequence[str], objective: Objective
 ) -> dict[int, Thinned]:
-    """The curves of the best trials, each file read once; of very long ones, parts."""
+    """Read the curves of the best trials, by the index of the trial."""
     started = [trial for trial in trials if trial.step is not None]
     lines = _repetitions(started, keys, objective)[:MAX_LINES]
     chosen = [trial for line in lines for trial in line][:MAX_DRAWN]
@@ -290,20 +294,20 @@ def _read_curves(
     for line in lines:
         own = [found[trial.index] for trial in line if trial.index in found]
         for thinned in own:
-            thinned.widen(max(one.width for one in own))  # their mean is taken bucket by bucket
+            thinned.widen(max(one.width for one in own))  # a mean needs buckets of the same width
     return found
 
 
-def render_sweep(report: SweepReport) -> str:
-    """The page of a sweep."""
+def render_sweep(report: SweepReport, metric: str | None = None) -> str:
+    """Return the page of a sweep, with the curves of `metric` first."""
     keys = [key for key in report.keys if key != REPEAT]
-    curves, names = _curve_charts(report)
+    curves, names = _curve_charts(report, metric)
     lines = _repetitions(report.trials, report.keys, report.objective)
     return render_page(
         TEMPLATE,
         title=report.name,
         report=report,
-        verdict=_verdict(report),
+        verdict=_summary(report),
         trials=report.trials[:MAX_ROWS],
         num_open=OPEN_ROWS,
         num_hidden=max(0, len(report.trials) - MAX_ROWS),
@@ -324,23 +328,25 @@ def render_sweep(report: SweepReport) -> str:
 
 
 def trial_name(trial: TrialReport) -> str:
-    """The name of a trial: its values, else its number."""
+    """Return the name of a trial: its values, or its number if it has none."""
     return shown(trial.written) or f"trial {trial.index}"
 
 
-def _verdict(report: SweepReport) -> str:
+def _summary(report: SweepReport) -> str:
     text = f"{report.name}: {plural(len(report.trials), 'run')}, {state_counts(report.states)}"
+    if num_diverged := sum(trial.diverged_since is not None for trial in report.trials):
+        text += f", {num_diverged:,} of them diverged"
     if report.best is None or report.best.result is None:
         return f"{text}; no results yet."
     label = report.objective.label.capitalize()
     return f"{text}. {label}: {result_figure(report.best.result)} with {trial_name(report.best)}."
 
 
-def _curve_charts(report: SweepReport) -> tuple[list[Chart], list[Drawn]]:
-    """A chart for each metric, with a line per trial, and the names of the lines."""
+def _curve_charts(report: SweepReport, first: str | None = None) -> tuple[list[Chart], list[Drawn]]:
+    """Return a chart for each metric, `first` before the others, and the names of their lines."""
     keys = [key for key in report.keys if key not in REPETITIONS]
     by_name = {f"trial {index}": thinned for index, thinned in report.curves.items()}
-    metrics = metric_order(dict.fromkeys(name for own in by_name.values() for name in own.names))
+    metrics = metric_order(dict.fromkeys(name for own in by_name.values() for name in own.names), first)
     trials = {trial.index: trial for trial in report.trials}
     runs = []
     for index, own in report.curves.items():
@@ -364,7 +370,7 @@ def _curve_charts(report: SweepReport) -> tuple[list[Chart], list[Drawn]]:
             found = [(round(x), y) for x, y in zip(mean.x, mean.y, strict=True)]
             spread = None if mean.spread is None else list(mean.spread)
             if mean.diverged_at is not None:
-                found.append((round(mean.diverged_at), math.nan))
+                found.append((round(mean.diverged_at), mean.diverged_to))
                 spread = None if spread is None else [*spread, math.nan]
             lines.append(replace(style, points=found, spread=spread))
         charts.append(line_chart(title_of(metric, counts_samples), lines, has_names=False))
@@ -373,7 +379,10 @@ def _curve_charts(report: SweepReport) -> tuple[list[Chart], list[Drawn]]:
 
 
 def _styles(series: Sequence[Series], keys: Sequence[str]) -> list[tuple[Color, str]]:
-    """The colour of each line by the first key in which the trials differ, and a dash by the other ones."""
+    """Return the colour and the dash of each line.
+
+    The first key in which the trials differ sets the colour, and the other keys set the dash.
+    """
     known = [one.values or {} for one in series]
     by = next((key for key in keys if len({repr(own.get(key)) for own in known}) > 1), None)
     if by is None:
@@ -385,7 +394,7 @@ def _styles(series: Sequence[Series], keys: Sequence[str]) -> list[tuple[Color, 
 
 
 def _key_charts(report: SweepReport, keys: Sequence[str]) -> list[Chart]:
-    """The results by each key; a run that has diverged has none, and is shown as such."""
+    """Return a chart of the results by each key, which also shows the runs that have diverged."""
     known = [trial for trial in report.trials if trial.result is not None or trial.diverged_since is not None]
     best = None if report.best is None else report.best.index
     label = report.objective.label.capitalize()

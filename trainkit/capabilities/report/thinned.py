@@ -1,4 +1,7 @@
-"""The metrics of a run in buckets of steps: few enough to draw, with every spike and what is not finite."""
+"""Reduces the metrics of a run to buckets of steps.
+
+A chart can draw the buckets of a long run, and they keep each spike and the first value that is not finite.
+"""
 
 from __future__ import annotations
 
@@ -21,40 +24,43 @@ from trainkit.run.files import MAX_SAMPLE_BYTES, forward_lines, opened, parse_re
 from trainkit.run.rundir import RunDir
 
 MAX_BUCKETS = 512
-"""Of a curve; with more, the buckets become twice as wide."""
+"""The maximum number of buckets of a curve. A curve with more buckets gets buckets of twice the width."""
 MAX_METRICS = 128
-"""Metrics of one run that are kept, in the order in which they were logged first."""
+"""The maximum number of metrics of one run. The metrics that were logged first are kept."""
 POSITIONS = NOT_METRICS | {"epoch", "samples_seen"}
-"""Numbers that say where a record is, not what was measured."""
+"""The keys of numbers that give the position of a record in the training, and are not metrics."""
 NUMBERS = frozenset({int, float})
 CHUNK = 1024
-NUM_PARTS = 512
-"""Parts of a file that is too large to be read as a whole."""
+"""Lines of a file that are parsed together."""
+NUM_CHUNKS = 512
+"""Chunks that are read of a file that is too large to be read whole."""
 Point = tuple[float, float]
-"""A step, and a value that is nan where it was not finite."""
+"""A step and a value, which is nan or -inf if it was not finite."""
 
 
 @dataclass(slots=True)
 class Bucket:
-    """One metric over some steps."""
+    """The values of one metric over some consecutive steps."""
 
     low: Point
     high: Point
     total: float
     count: int
-    """The number of finite values; without one, `low` and `high` mean nothing."""
+    """The number of finite values. If it is 0, `low` and `high` have no meaning."""
     last: int
     """The last step."""
-    broken: int | None
-    """The first step whose value is not finite."""
+    broken: Point | None
+    """The first step whose value is not finite, and -inf or nan for its value."""
 
     @property
     def mean(self) -> Point:
-        """The last step and the mean of the finite values; nan without one."""
-        return self.last, self.total / self.count if self.count else math.nan
+        """The last step, and the mean of the finite values; nan or -inf if no value is finite."""
+        if self.count:
+            return self.last, self.total / self.count
+        return self.last, math.nan if self.broken is None else self.broken[1]
 
     def merge(self, other: Bucket) -> None:
-        """Take in the steps of another bucket."""
+        """Add the values of another bucket to this bucket."""
         if other.count and self.count:
             self.low, self.high = (
                 min(self.low, other.low, key=itemgetter(1)),
@@ -64,8 +70,8 @@ class Bucket:
             self.low, self.high = other.low, other.high
         self.total, self.count = self.total + other.total, self.count + other.count
         self.last = max(self.last, other.last)
-        broken = [step for step in (self.broken, other.broken) if step is not None]
-        self.broken = min(broken, default=None)
+        broken = [point for point in (self.broken, other.broken) if point is not None]
+        self.broken = min(broken, key=itemgetter(0), default=None)
 
 
 class Thinned:
@@ -74,12 +80,12 @@ class Thinned:
     def __init__(self, most: int = MAX_BUCKETS) -> None:
         self.most = most
         self.width = 1
-        """Steps of a bucket, a power of two: runs of the same length have the same buckets."""
+        """The number of steps of a bucket. It is a power of two, so that runs can have the same buckets."""
         self.buckets: dict[str, dict[int, Bucket]] = {}
-        """Metric -> step // `width` -> bucket."""
+        """Maps a metric to its buckets by ``step // width``."""
 
     def add(self, records: Iterable[Mapping[str, object]]) -> None:
-        """Take in some records of metrics.jsonl; of one step, the newest value of each metric counts."""
+        """Add some records of metrics.jsonl. If a metric has several values of a step, the newest counts."""
         for place, own in groupby(records, lambda record: record["step"] // self.width):  # type: ignore[operator]
             self._add(place, list(own))
         while max(map(len, self.buckets.values()), default=0) > self.most:
@@ -112,7 +118,10 @@ class Thinned:
 
     @property
     def names(self) -> list[str]:
-        """The metrics; one that never was a number was not measured, but a loss has diverged."""
+        """The metrics that have a finite value, and all losses.
+
+        A loss without a finite value has diverged. Any other metric without one was not measured.
+        """
         return [
             name
             for name, own in self.buckets.items()
@@ -120,32 +129,35 @@ class Thinned:
         ]
 
     def points(self, name: str) -> list[Point]:
-        """The lowest and highest value of each bucket, and nan at the first step that has no finite value."""
+        """Return the lowest and the highest value of each bucket, and its first value that is not finite."""
         found = list[Point]()
         for _, bucket in sorted(self.buckets.get(name, {}).items()):
             own = {bucket.low, bucket.high} if bucket.count else set()
             if bucket.broken is not None:
-                own.add((bucket.broken, math.nan))
+                own.add(bucket.broken)
             found += sorted(own, key=itemgetter(0))
         return found
 
     def means(self, name: str) -> dict[int, Point]:
-        """The mean of each bucket by its number, at its last step; nan where no value was finite."""
+        """Return the mean of each bucket by the number of the bucket; see `Bucket.mean`."""
         return {place: bucket.mean for place, bucket in sorted(self.buckets.get(name, {}).items())}
 
 
 def _bucket(steps: Sequence[object], values: Sequence[object]) -> Bucket | None:
-    """The bucket of a metric's values at some steps; None where none is a number or null."""
+    """Return the bucket of the values of a metric at some steps; None if no value is a number or null."""
     finite: Sequence[float] = values  # type: ignore[assignment]
     at: Sequence[int] = steps  # type: ignore[assignment]
-    broken = None
+    broken: Point | None = None
     low = high = math.inf
     if set(map(type, values)) <= NUMBERS:
         low, high = min(finite), max(finite)
     if not -LARGEST <= low <= high <= LARGEST:
         pairs = [pair for pair in zip(at, values, strict=True) if pair[1] is None or type(pair[1]) in NUMBERS]
         good = [(step, value) for step, value in pairs if value is not None and abs(value) <= LARGEST]  # type: ignore[arg-type]
-        broken = next((step for step, value in pairs if value is None or abs(value) > LARGEST), None)  # type: ignore[arg-type]
+        bad = next((pair for pair in pairs if pair[1] is None or abs(pair[1]) > LARGEST), None)  # type: ignore[arg-type]
+        if bad is not None:
+            is_negative = isinstance(bad[1], int | float) and bad[1] < 0
+            broken = bad[0], -math.inf if is_negative else math.nan
         if not good:
             last = max((step for step, _ in pairs), default=0)
             return None if broken is None else Bucket((0, math.nan), (0, math.nan), 0.0, 0, last, broken)
@@ -163,23 +175,24 @@ def _bucket(steps: Sequence[object], values: Sequence[object]) -> Bucket | None:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A run whose metrics are to be drawn."""
+    """A run whose metrics will be drawn."""
 
     folder: str
     kept: Mapping[int, float]
-    """Attempt -> the last step that is part of the run's result."""
+    """Maps an attempt to its last step that the run kept. Later steps were computed again or lost."""
     most_buckets: int
+    """The maximum number of buckets of a curve."""
     most_bytes: int
-    """A larger metrics.jsonl is read in evenly spaced parts."""
+    """The size of metrics.jsonl up to which the file is read whole. A larger file is read in chunks."""
 
 
 def read_thinned(wanted: Wanted) -> Thinned:
-    """Read the metrics of a run once, with the validations of a command."""
+    """Read the metrics of a run. A COMMAND logs validation losses as events, so these are read too."""
     run, found = RunDir(wanted.folder), Thinned(wanted.most_buckets)
     with opened(run.metrics_file) as stream:
         lines = iter(()) if stream is None else _lines(stream, wanted.most_bytes)
-        while part := list(islice(lines, CHUNK)):
-            found.add(_kept(_records(part), wanted.kept))
+        while chunk := list(islice(lines, CHUNK)):
+            found.add(_kept(_records(chunk), wanted.kept))
     if "val_loss" not in found.buckets:
         events = (event.values for event in read_events(run, "evaluated") if event.step is not None)
         found.add(
@@ -191,7 +204,7 @@ def read_thinned(wanted: Wanted) -> Thinned:
 
 
 def _records(lines: Sequence[bytes]) -> Iterable[dict[str, object]]:
-    """The records in some lines; in one pass, which is faster, if all are whole."""
+    """Parse lines as JSON objects: all lines at once, which is faster, unless a line is damaged."""
     text = b"[%b]" % b",".join(lines)
     try:
         if b"NaN" in text or b"Infinity" in text:
@@ -207,7 +220,7 @@ def _records(lines: Sequence[bytes]) -> Iterable[dict[str, object]]:
 def _kept(
     records: Iterable[Mapping[str, object]], kept: Mapping[int, float]
 ) -> Iterator[Mapping[str, object]]:
-    """The records whose steps no later attempt has computed again."""
+    """Yield the records of the steps that the run kept; `kept` is the last such step of each attempt."""
     limits = {attempt: step for attempt, step in kept.items() if step < LAST_STEP}
     for record in records:
         step = record.get("step")
@@ -219,14 +232,17 @@ def _kept(
 
 
 def _lines(stream: BinaryIO, most_bytes: int) -> Iterator[bytes]:
-    """The lines of a file; of a larger one than `most_bytes`, those in evenly spaced parts, and the last."""
+    """Yield the lines of a file. Of a file larger than `most_bytes`, yield those in evenly spaced chunks.
+
+    The last chunk ends at the end of the file.
+    """
     size = os.fstat(stream.fileno()).st_size
     if size <= most_bytes:
         yield from forward_lines(stream)
         return
-    length = most_bytes // NUM_PARTS
-    for number in range(NUM_PARTS + 1):
-        begin = (size - length) * number // NUM_PARTS
+    length = most_bytes // NUM_CHUNKS
+    for number in range(NUM_CHUNKS + 1):
+        begin = (size - length) * number // NUM_CHUNKS
         stream.seek(begin)
         if begin:
             stream.readline(MAX_SAMPLE_BYTES)
@@ -235,7 +251,10 @@ def _lines(stream: BinaryIO, most_bytes: int) -> Iterator[bytes]:
 
 
 def read_all(wanted: Sequence[Wanted], num_bytes: int) -> list[Thinned]:
-    """The metrics of runs whose files have `num_bytes` in all, by a process per core where that is faster."""
+    """Read the metrics of several runs, with a process per core if that is faster.
+
+    `num_bytes` is the total size of the files that will be read.
+    """
     cores = len(os.sched_getaffinity(0))
     if num_bytes < 2**24 or min(cores, len(wanted)) < 2:
         return list(map(read_thinned, wanted))
@@ -247,7 +266,7 @@ def read_all(wanted: Sequence[Wanted], num_bytes: int) -> list[Thinned]:
 
 
 def joined(attempts: Iterable[Thinned]) -> dict[str, list[Point]]:
-    """The points of each metric over all attempts of a run."""
+    """Return the points of each metric over all attempts of a run, sorted by step."""
     found = dict[str, list[Point]]()
     for thinned in attempts:
         for name in thinned.names:
