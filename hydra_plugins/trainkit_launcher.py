@@ -1,6 +1,6 @@
-"""``hydra/launcher=trainkit``: the jobs of a Hydra multirun as a group of runs, on Slurm or this machine."""
+"""Implements ``hydra/launcher=trainkit``, which runs the jobs of a Hydra multirun as a group of runs."""
 
-# Without postponed annotations: Hydra executes this module before it is in sys.modules.
+# Annotations are not postponed, because Hydra executes this module before it is in sys.modules.
 
 import logging
 import os
@@ -25,14 +25,14 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class TrainkitLauncherConf:
-    """Options of `trainkit.map_array`; None is its default."""
+    """Options of `trainkit.map_array`; None keeps the default of an option."""
 
     _target_: str = "hydra_plugins.trainkit_launcher.TrainkitLauncher"
     name: str = "${hydra.job.name}"
     nodes: int | None = None
     gpus_per_node: int | None = None
     limit: int | None = None
-    """How many of the jobs run at once."""
+    """Maximum number of jobs that run at once."""
     time: str | None = None
     partition: str | None = None
     account: str | None = None
@@ -40,7 +40,7 @@ class TrainkitLauncherConf:
     constraint: str | None = None
     backend: str | None = None
     overrides: dict[str, Any] = field(default_factory=dict)
-    """Keys of trainkit's config, such as `resources.mem` or `launch.venv`, and their values."""
+    """Maps keys of trainkit's config, such as `resources.mem` or `launch.venv`, to their values."""
 
 
 ConfigStore.instance().store(
@@ -50,7 +50,7 @@ ConfigStore.instance().store(
 
 @dataclass(frozen=True)
 class HydraJob:
-    """One job of a multirun, which is a `trainkit.run.trial.Trial`."""
+    """One job of a multirun, which implements `trainkit.run.trial.Trial`."""
 
     number: int
     params: dict[str, object]
@@ -61,13 +61,13 @@ class HydraJob:
 
 
 def run(job: HydraJob) -> JobReturn:
-    """Run a job as Hydra does, as a rank of its run, which fails if its task does."""
+    """Run a job as Hydra does, as a rank of its run, which fails if the task of the job fails."""
     Singleton.set_state(job.singletons)
     setup_globals()
     is_first = os.environ["RANK"] == "0"
     with open_dict(job.config):
         job.config.hydra.job.id = os.environ.get("SLURM_JOB_ID", job.config.hydra.job.id)
-        if not is_first:  # the ranks of a job have one output folder
+        if not is_first:  # The ranks of a job share one output folder.
             job.config.hydra.output_subdir = None
     done = run_job(
         hydra_context=job.context,
@@ -82,7 +82,7 @@ def run(job: HydraJob) -> JobReturn:
 
 
 class TrainkitLauncher(Launcher):
-    """Hydra makes one for a multirun, whose sweeper calls `launch` once or, as Optuna's, many times."""
+    """The launcher of a multirun, whose sweeper calls `launch` once or, like Optuna's, many times."""
 
     def __init__(self, overrides: DictConfig, **options: Any) -> None:
         self.options = {name: value for name, value in options.items() if value is not None}
@@ -103,7 +103,7 @@ class TrainkitLauncher(Launcher):
         return [_returned(one, job) for one, job in zip(group, jobs, strict=True)]
 
     def _job(self, overrides: list[str], number: int) -> HydraJob:
-        """A job with its config as it is now: files may change until it starts."""
+        """Return a job with its current config, because files may change until the job starts."""
         config = self.context.config_loader.load_sweep_config(self.config, overrides)
         with open_dict(config):
             config.hydra.sweep.dir = str(Path(str(config.hydra.sweep.dir)).absolute())
@@ -112,7 +112,10 @@ class TrainkitLauncher(Launcher):
 
 
 def _params(overrides: list[str]) -> dict[str, object]:
-    """What the overrides of a job set, by key: a number as it is written, and null for what they delete."""
+    """Return the values that the overrides of a job set, by key.
+
+    A number is text as it is written, and a deleted key has the value null.
+    """
     from trainkit.run.trial import as_number
 
     found: dict[str, object] = {}
@@ -129,6 +132,6 @@ def _params(overrides: list[str]) -> dict[str, object]:
 def _returned(one: "Run", job: HydraJob) -> JobReturn:
     try:
         return one.result()  # type: ignore[no-any-return]
-    except Exception as error:  # Hydra raises it where the value is asked for
+    except Exception as error:  # Hydra raises the error when the value is read.
         overrides = list(job.config.hydra.overrides.task)
         return JobReturn(cfg=job.config, overrides=overrides, status=JobStatus.FAILED, _return_value=error)

@@ -331,7 +331,7 @@ class Run(Generic[Value]):
         from trainkit.control.resume import planned_resume, resume_run
 
         run = create_task_run(self._folder)
-        refuse_foreign(run.path, "`trainkit resume --trust` executes it as you all the same")
+        refuse_foreign(run.path, "`trainkit resume --trust` executes it as you anyway")
         with planned_resume(run, (), _flags({}, options), warn=warn_caller, new_code=new_code) as found:
             for text in found.plan.warnings:
                 warn_caller(text)

@@ -233,9 +233,9 @@ def test_what_only_reads_writes_nothing(here: Path, line: str) -> None:
         ),
         (
             "variable.yaml",
-            "launch.env.A has ${oc.env:HOME}, which stays as it is written: nothing evaluates it",
+            "launch.env.A contains ${oc.env:HOME}, which trainkit does not evaluate",
         ),
-        ("remark.yaml", "note has ${oc.env:USER}, which stays as it is written: nothing evaluates it"),
+        ("remark.yaml", "note contains ${oc.env:USER}, which trainkit does not evaluate"),
         (
             "never.yaml",
             "checkpoint.every_steps and checkpoint.every_minutes are null: after a crash or a lost node the"

@@ -61,7 +61,7 @@ def test_ctrl_c_saves_and_ends(desk):
     shown, words = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "asked by SIGINT" in shown
-    assert "stopping; Ctrl-C again does not wait for a save" in words
+    assert "stopping after a save" in words
     assert read_json(run.attempt(1).end_file)["reason"] == "saved after SIGINT"
     assert not is_running(supervisor)
 
@@ -76,7 +76,7 @@ def test_second_ctrl_c_ends_at_once(desk):
         """
     )
     process, run, _ = started(desk)
-    for text in ("does not wait", "stopping immediately"):
+    for text in ("stopping after a save", "stopping immediately"):
         process.send_signal(signal.SIGINT)
         wait_for(lambda text=text: text in process.stderr.readline())
         desk.wait_for_log(run, "told")  # two that come before the first is taken are one
@@ -198,7 +198,7 @@ def test_a_folder_that_is_moved_or_deleted_is_not_made_again(desk, is_moved, is_
     assert process.returncode == 0, words
     assert shown.splitlines()[2:] == ["attempt 1 rank 0", "asked by SIGTERM"]
     reason = f"saved after SIGTERM: its folder was moved to {moved}"
-    assert f"stopped: {reason}\n`trainkit resume {moved}` continues it" in words
+    assert f"stopped: {reason}\n`trainkit resume {moved}` continues the run" in words
     assert read_json(moved / "attempts/001/end.json")["reason"] == reason
     said(RunDir(moved).attempt(1).supervisor_log.read_text())
 

@@ -154,7 +154,7 @@ def test_what_cannot_start_is_said_by_rank_0(ranks: Ranks) -> None:
     refused = {
         ("run", "--set", "train.steps=0"): "error: --set train.steps=0: train.steps: ",
         ("run", "--", "python", "x.py"): "error: torchrun starts the ranks of a COMMAND itself\n\n"
-        "hint: `torchrun … python …`, without trainkit",
+        "hint: use `torchrun … python …` without trainkit",
         ("resume", "small", "--follow"): "error: --follow cannot be combined with torchrun",
     }
     for args, expected in refused.items():

@@ -205,7 +205,7 @@ def test_accelerate_gets_what_the_dry_run_shows_and_after_a_resume_what_was_set(
         (["--array", "%3"], "limits how many tasks run at once, but names no tasks"),
         (["--sweep", "seed=1,2", "--array", "0-1"], "--sweep numbers its trials itself"),
         (["--sweep", "seed=1,2", "--follow"], "--follow follows one run"),
-        (["--sweep", "seed=1,2", "--now"], "--now starts one run, not a group"),
+        (["--sweep", "seed=1,2", "--now"], "--now starts one run, but the runs of a group"),
         (["--after", "nobody"], "unknown run 'nobody'"),
         (["--array", "0-3", "--backend", "submitit"], "does not submit arrays through submitit"),
     ],

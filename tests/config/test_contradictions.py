@@ -72,7 +72,7 @@ schedule.decay_steps=5
     schedule.decay_steps: is 5, but schedule.name is cosine
     hint: only wsd uses schedule.decay_steps
 schedule.decay_steps=181 schedule.name=wsd
-    schedule.decay_steps: is 181: with schedule.warmup_steps 20 that exceeds train.steps 200
+    schedule.decay_steps: is 181, which together with schedule.warmup_steps 20 exceeds train.steps 200
     hint: null uses a fifth of the run
 precision.float8=rowwise precision.dtype=fp16
     precision.float8: is rowwise, but precision.dtype is fp16

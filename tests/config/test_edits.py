@@ -98,11 +98,11 @@ def test_defaults_origins_and_named_flags() -> None:
 
 REFUSED = """
 optimizer.betas.2=0.5
-    optimizer.betas: has items 0 to 1, not 2; += appends one
+    optimizer.betas: has items 0 to 1, not 2; += appends an item
 optimizer.betas.2=0.5
     optimizer.betas must be a list of 2, each a number of at least 0 and below 1
 launch.modules.0=x
-    launch.modules: is empty, not 0; += appends one
+    launch.modules: is empty, not 0; += appends an item
 optimizer.lr+=1
     optimizer.lr: is 0.0003: += appends to a list
     hint: optimizer.lr must be a number

@@ -138,7 +138,7 @@ THEIRS = "model.architecture=transformers"
         (["model.from_scratch=true", "model.lora={r: 8}"], "lora: is set, but model.from_scratch is true"),
         ([THEIRS, "model.dropout=0.1"], "model.dropout: is 0.1, which models of"),
         ([THEIRS, "model.dim=96"], "model.dim: is 96, but "),
-        ([THEIRS, "parallel.pp=2"], "of trainkit can be cut into stages, not that of transformers"),
+        ([THEIRS, "parallel.pp=2"], "of trainkit can be cut into stages, not transformers"),
         ([THEIRS, "parallel.cp=2"], "only models of trainkit can split a sequence over ranks"),
         ([THEIRS, "parallel.tp=2", "model.lora={r: 8}"], "whose adapters cannot be split"),
         ([THEIRS, "data.source={a: 1, b: 2}"], "data.source: is a mixture, but"),

@@ -143,8 +143,8 @@ def test_message(tmp_path: Path, override: str, message: str | None) -> None:
         ("notify.name=1", "notify has on, webhook, mail, min_interval_s, stalled_after_s"),
         (
             "train.batch_size=1",
-            "did you mean train.device_batch_size, the samples that a process computes at once, or"
-            " train.global_batch_size, those of a step?",
+            "did you mean train.device_batch_size, the samples per process and pass, or"
+            " train.global_batch_size, the samples per optimizer step?",
         ),
         ("data.dataset=1", "did you mean data.source?"),
         ("slurm=1", "did you mean resources?"),

@@ -215,7 +215,7 @@ def test_what_every_host_installs_for_itself_may_differ_on_the_nodes(
     [
         (V100, (13, 0), "13.0", "fp16", "has no kernels for the GPU V100 32GB .*cu126` installs"),
         (V100, (12, 4), "12.6", "fp16", None),
-        ("Tesla T4", (13, 0), "13.0", "bf16", "is bf16, in which the tensor cores of T4 do .*dtype: fp16"),
+        ("Tesla T4", (13, 0), "13.0", "bf16", "is bf16, which the tensor cores of T4 do .*dtype: fp16"),
         ("NVIDIA H100", (12, 4), "13.0", "bf16", "driver for CUDA 13, and has one for 12.4.*cu126` installs"),
         ("NVIDIA H100", (13, 0), "13.0", "bf16", None),
         ("NVIDIA H100", (13, 0), None, "bf16", "the run uses GPUs, but torch .* was built without CUDA"),

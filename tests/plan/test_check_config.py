@@ -76,7 +76,10 @@ def test_float8_needs_blocks_that_are_compiled(tmp_path: Path) -> None:
     ("parallel", "warnings"),
     [
         ("dp_shard=2", ()),
-        ("dp_replicate=2", ("precision.float8: gather does what true does: the weights are not sharded",)),
+        (
+            "dp_replicate=2",
+            ("precision.float8: gather has the same effect as true, because the weights are not sharded",),
+        ),
     ],
 )
 def test_where_weights_are_not_sharded_none_are_gathered(

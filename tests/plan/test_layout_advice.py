@@ -42,7 +42,7 @@ def test_too_large_a_batch(tmp_path: Path) -> None:
     assert found.render().startswith(
         "--set train.device_batch_size=8: train.device_batch_size: is 8: each GPU needs about "
         "164.1 GiB (154.4 GiB for activations and loss), but even the largest GPU with that name has 93.6 "
-        "GiB\n  hint: `trainkit plan` lists the settings that fit, and with --gpus N those on more GPUs"
+        "GiB\n  hint: `trainkit plan` lists the settings that fit; add --gpus N for more GPUs"
     )
 
 

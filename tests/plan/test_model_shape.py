@@ -78,7 +78,7 @@ dim: 132, num_heads: 4
     hint: the rotary position embedding requires an even dim / num_heads
 vocab_size: 256
     model.vocab_size: is 256, but the tokenizer has 257 tokens
-    hint: null uses one that is large enough
+    hint: null uses a size that is large enough
 """
 SEVERAL = ("dim: 100, num_heads: 3, num_kv_heads: 2, vocab_size: 1", "vocab num_heads num_kv")
 

@@ -147,7 +147,7 @@ def test_on_this_machine_there_are_as_many_as_one_asks_for() -> None:
     assert (made.num_nodes, made.sizes) == (4, {})
     said(made.reasons["nodes"])
     made = plan("resources.nodes=1-3", "train.global_batch_size=4", target=LOCAL)
-    assert made.reasons["nodes"].startswith("2: the most of 1-3, which this machine simulates; not 3: train.")
+    assert made.reasons["nodes"].startswith("2: the maximum of 1-3, which this machine simulates; not 3: ")
 
 
 def test_one_number_is_the_plan_that_it_always_was() -> None:

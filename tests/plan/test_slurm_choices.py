@@ -55,10 +55,10 @@ def test_the_notice_fits_the_shortest_limit(times, asked, lead_s, total_s) -> No
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["time=null", "slice=01:00:00"], "resources.slice: is 01:00:00, but resources.time limits nothing"),
-        (["time='0'", "slice=01:00:00"], "resources.slice: is 01:00:00, but resources.time limits nothing"),
+        (["time=null", "slice=01:00:00"], "resources.slice: is 01:00:00, but resources.time sets no limit"),
+        (["time='0'", "slice=01:00:00"], "resources.slice: is 01:00:00, but resources.time sets no limit"),
         (["time=01:00:00", "slice=90:00"], "is 90:00, which is more than the 01:00:00 of resources.time"),
-        (["time=01:00:00", "slice=90:00"], "--set resources.slice=null for none"),
+        (["time=01:00:00", "slice=90:00"], "--set resources.slice=null disables slices"),
         (["time=2-0", "slice=13:00:00"], "is 13:00:00, but partition h allows at most 12:00:00"),
         (["time=01:00:00", "time_min=2:00:00"], "is 2:00:00, but resources.time is 01:00:00"),
         (["time=01:00:00", "slice=10:00", "time_min=20:00"], "is 20:00, but resources.slice is 10:00"),

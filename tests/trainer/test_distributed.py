@@ -117,8 +117,8 @@ def test_no_gpu_for_a_rank(
     [
         ("no CUDA", (9, 0), "fp16", r"torch .* was built without CUDA", "--index-url https://download.pyt"),
         ("Tesla V100-SXM2-16GB", (7, 0), "fp16", "has no kernels for the GPU Tesla V100", "/cu126`"),
-        ("Tesla V100", (7, 0), "bf16", "dtype is bf16, in which the tensor cores of Tesla V100", "fp16"),
-        ("Tesla T4", (7, 5), "bf16", "dtype is bf16, in which the tensor cores of Tesla T4", "fp16"),
+        ("Tesla V100", (7, 0), "bf16", "dtype is bf16, which the tensor cores of Tesla V100", "fp16"),
+        ("Tesla T4", (7, 5), "bf16", "dtype is bf16, which the tensor cores of Tesla T4", "fp16"),
         ("Tesla T4", (7, 5), "fp16", "", ""),
         ("NVIDIA A100", (8, 0), "bf16", "", ""),
     ],

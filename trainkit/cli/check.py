@@ -1,4 +1,4 @@
-"""`trainkit check`: lists every problem of a config, and when its job would start; `trainkit schema`."""
+"""Implements `trainkit check`, which lists every problem of a config, and `trainkit schema`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ MAX_COLUMN_WIDTH = 40
 )
 @option(
     "--task-smoke",
-    "Try your own task too: a few samples forward and backward, on one and two ranks, on this machine's CPU.",
+    "Also run your own task on a few samples, forward and backward, on one and two ranks on "
+    "this machine's CPU.",
     name="smoke",
 )
 @options.of_capabilities("check")
@@ -111,8 +112,8 @@ def command(
     for text in plan.warnings:
         warn(text)
     and_warnings = f", {plural(len(plan.warnings), 'warning')}" if plan.warnings else ""
-    verdict = Styled(f"{request.path}: no problems{and_warnings}", WATCH if plan.warnings else GOOD)
-    click.echo(painted(verdict), err=True)
+    summary = Styled(f"{request.path}: no problems{and_warnings}", WATCH if plan.warnings else GOOD)
+    click.echo(painted(summary), err=True)
 
 
 @as_command("trainkit schema > trainkit.schema.json", "trainkit schema | head -n 20")
@@ -128,14 +129,14 @@ def schema() -> None:
 
 
 def _waits(plan: LaunchPlan, config: RunConfig, cluster: Cluster, must: bool) -> StartEstimates | None:
-    """Slurm's estimate of the start time; None if Slurm does not answer, unless it `must`.
+    """Return Slurm's estimate of the start time, or None if Slurm does not answer.
 
-    Raises UsageError if Slurm would reject the job.
+    If `must` is True, a missing answer raises an error. Raises UsageError if Slurm would reject the job.
     """
     from trainkit.backend import backend_named
 
     try:
-        if cluster.error:  # do not wait for the same timeout again
+        if cluster.error:  # A new query would wait for the same timeout again.
             raise SlurmError(cluster.error, hint="`trainkit check` without --estimate does not need it")
         waits = backend_named(plan.backend).start_estimates(plan, config, cluster)
     except TrainkitError as error:

@@ -1,4 +1,4 @@
-"""Which runs a list shows and in which order: by their config, their tags and their figures."""
+"""Selects and sorts the runs of a list by their config, their tags and their figures."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from trainkit.run.trial import as_number
 FIGURES = ("loss", "val_loss", "tokens_per_s", "step", "age_s")
 TAGS = "tags"
 OF_CONFIG = ("name", TAGS)
-"""Keys that are those of the config, even where a parameter of a function is called so."""
+"""Keys that always mean the config, even if a parameter of a function has the same name."""
 EXAMPLE = "for example optimizer.lr=1e-3"
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What `trainkit status` was asked for."""
+    """The filter and the order that `trainkit status` was given."""
 
     where: tuple[tuple[str, object], ...]
     """Config keys and the values that they must have."""
     tags: tuple[str, ...]
     sort_key: str | None
-    """One of `FIGURES`, or a config key: the smallest first."""
+    """A key of `FIGURES` or of the config; runs with the smallest value come first."""
 
     @property
     def columns(self) -> list[str]:
-        """The keys that a list shows in addition, since it was asked for them."""
+        """Return the keys of the additional columns, which are the keys of the filter and the order."""
         keys = [*(key for key, _ in self.where), *([TAGS] if self.tags else [])]
         if self.sort_key is not None and (self.sort_key == "val_loss" or self.sort_key not in FIGURES):
             keys.append(self.sort_key)
@@ -45,13 +45,13 @@ class Choice:
 
     @property
     def headings(self) -> list[str]:
-        """The headings of the additional columns."""
+        """Return the headings of the additional columns."""
         return [key.upper().replace("_", " ") for key in short_keys(self.columns)]
 
     def apply(self, statuses: Sequence[RunStatus | GroupStatus]) -> list[ChosenRun]:
-        """The runs and groups that match, in order; a group matches if one of its runs may.
+        """Return the matching runs and groups in order; a group matches if one of its runs may match.
 
-        Raises UsageError for a key that is neither of a config nor swept in the COMMAND of one of them.
+        Raises UsageError for a key that is neither a config key nor swept in the COMMAND of a group.
         """
         found = [ChosenRun(status, _configs(status)) for status in statuses]
         options = [(f"--where {key}={shown_value(value)}", key) for key, value in self.where]
@@ -82,7 +82,7 @@ class ChosenRun:
     configs: list[FlatConfig]
 
     def value(self, key: str) -> Any:
-        """A figure, or the value of a config key if all of its runs have the same."""
+        """Return a figure, or the value of a config key if all runs have the same value."""
         if key not in FIGURES:
             values = [config.get(key) for config in self.configs]
             return values[0] if all(value == values[0] for value in values) else None
@@ -92,7 +92,7 @@ class ChosenRun:
         return self.status.age_s if isinstance(self.status, GroupStatus) else self.status.to_dict()[key]
 
     def texts(self, columns: Sequence[str]) -> list[str]:
-        """What the additional columns of a list show."""
+        """Return the texts of the additional columns."""
         found = [self.value(key) for key in columns]
         return [
             cell(value, ".4f") if key in FIGURES else "-" if value is None else shown_value(value)
@@ -101,7 +101,7 @@ class ChosenRun:
 
 
 def parse_choice(where: Sequence[str], tags: Sequence[str], sort_key: str | None) -> Choice:
-    """The choice of ``--where KEY=VALUE``, ``--tag`` and ``--sort``; UsageError for an invalid value."""
+    """Parse ``--where KEY=VALUE``, ``--tag`` and ``--sort``; raise UsageError for an invalid value."""
     return Choice(tuple(map(_condition, where)), tuple(tags), sort_key)
 
 
@@ -122,12 +122,12 @@ def _unknown(where: str, path: tuple[str, ...], figures: Sequence[str] = ()) -> 
 
 
 def _is_same(value: object, wanted: object) -> bool:
-    """Whether a value is the wanted one: that of a COMMAND is text as it was written."""
+    """Return whether a value equals the wanted value; a value of a COMMAND is text as written."""
     if as_number(value) == wanted or not isinstance(value, str):
         return as_number(value) == wanted
     try:
         return value == shown_value(wanted) or parse_value(value) == wanted
-    except ValueError:  # no YAML: no value that can be asked for reads the same
+    except ValueError:  # The text is not YAML, so no wanted value equals it.
         return False
 
 
@@ -148,7 +148,7 @@ def _configs(status: RunStatus | GroupStatus) -> list[FlatConfig]:
 
 
 def _with_entries(config: Mapping[str, object]) -> FlatConfig:
-    """The config with the parts of its mappings and lists, such as those of launch.env, by dotted keys."""
+    """Add the entries of mappings and lists, such as the entries of launch.env, under dotted keys."""
     found = dict(config)
     for key, value in config.items():
         if isinstance(value, dict | list):

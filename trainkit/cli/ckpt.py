@@ -1,4 +1,4 @@
-"""`trainkit ckpt`: list, verify, prune and export the checkpoints of a run."""
+"""Implements `trainkit ckpt`, which lists, verifies, prunes and exports the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -53,18 +53,18 @@ def ls(run_name: str, as_json: bool) -> None:
 
 @command.command(epilog=examples("trainkit ckpt verify last", "trainkit ckpt verify last --json"))
 @run_argument
-@option("--step N", "Only the checkpoint of this step.", type=INDEX)
+@option("--step N", "Verify only the checkpoint of this step.", type=INDEX)
 @json_option
 def verify(run_name: str, step: int | None, as_json: bool) -> int:
-    """Compare every file of RUN's published checkpoints with its hash; exit code 1 when one differs.
+    """Compare every file of RUN's published checkpoints with its hash; exit code 1 if a file differs.
 
-    Changes nothing: resuming skips damaged checkpoints.
+    Changes no files. Resuming skips damaged checkpoints.
     """
     results = []
     for checkpoint in checkpoints_of(find_run(run_name), step):
         damage = manifest.find_damage(checkpoint)
         if not checkpoint.path.is_dir():
-            continue  # deleted meanwhile by the run, as superseded
+            continue  # The run has deleted this superseded checkpoint in the meantime.
         results.append({"step": checkpoint.step, "path": str(checkpoint.path), "damage": damage or None})
         if not as_json:
             click.echo(f"{checkpoint.path.name}  {f'damaged: {damage}' if damage else 'intact'}")
@@ -110,12 +110,15 @@ def prune(run_name: str, keep_last: int, dry_run: bool, as_json: bool) -> None:
 
 
 def checkpoints_of(run: RunDir, step: int | None) -> list[manifest.Checkpoint]:
-    """The published checkpoints of a run, or the one of a step; raises UsageError if there is none."""
+    """Return the published checkpoints of a run, or the checkpoint of `step`.
+
+    Raises UsageError if there is no such checkpoint.
+    """
     there = manifest.published(run.checkpoints_dir)
     if not there:
         raise UsageError(
             f"{run.shown} has no published checkpoint",
-            hint=f"`trainkit ckpt ls {run.word}` shows what there is instead",
+            hint=f"`trainkit ckpt ls {run.word}` shows rejected checkpoints and unfinished saves",
         )
     wanted = [checkpoint for checkpoint in there if step in (None, checkpoint.step)]
     if not wanted:

@@ -1,4 +1,4 @@
-"""`trainkit cancel` and `requeue`: what stops a run or starts it again."""
+"""Implements `trainkit cancel`, which stops a run, and `trainkit requeue`, which starts it again."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from trainkit.run.registry import find_run, find_run_or_group
 @options.trust_option
 @options.json_option
 def cancel(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
-    """Cancel RUN: it saves and exits, or is killed after the grace time.
+    """Cancel RUN, which saves and exits, or is killed after the grace time.
 
     For a group or a bench, cancels all of its runs. Succeeds if RUN has already ended. With --wait, the exit
-    code is 1 if another command has started it again since.
+    code is 1 if another command has started RUN again since.
     """
     found = find_run_or_group(run_name, acts=True)
     options.refuse_untrusted(found.path)

@@ -1,4 +1,4 @@
-"""What a command says of itself: its help page, the values that a shell completes, and how it warns."""
+"""Builds the help pages and the shell completion of commands, and prints warnings."""
 
 from __future__ import annotations
 
@@ -123,9 +123,9 @@ SECTIONS = {
         "--help",
     ),
 }
-"""Heading -> its options, in the order in which they are listed."""
+"""Maps a heading to its options, in the order of the help page."""
 ADDED_UNDER = "How"
-"""The heading that ends with the options which capabilities add."""
+"""The heading whose last options are the ones that capabilities add."""
 
 
 class AddedOption(click.Option):
@@ -133,7 +133,7 @@ class AddedOption(click.Option):
 
 
 def by_heading(options: Sequence[click.Option]) -> Iterator[tuple[str, dict[str, click.Option]]]:
-    """Each heading with its options by name, in their order."""
+    """Yield each heading with its options by name, in their order."""
     by_name = {name: item for item in options for name in item.opts}
     added = [item.opts[0] for item in options if isinstance(item, AddedOption)]
     for heading, names in SECTIONS.items():
@@ -142,12 +142,12 @@ def by_heading(options: Sequence[click.Option]) -> Iterator[tuple[str, dict[str,
 
 
 def examples(*lines: str) -> str:
-    """The epilog of a command's help: examples that run as they are."""
+    """Return the epilog of a command's help, with examples that run as written."""
     return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
 
 
 def terminal_width() -> int | None:
-    """To what a table is fitted: the width of the terminal, None where the output goes elsewhere."""
+    """Return the width of the terminal for tables; None if the output does not go to a terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
@@ -191,19 +191,19 @@ class Group(CommandGroup):
 def as_command(
     *lines: str, cls: type[click.Command] = Command, **options: Any
 ) -> Callable[[Function], click.Command]:
-    """The decorator of a command whose help ends with these examples."""
+    """Return the decorator of a command whose help ends with these examples."""
     return click.command(cls=cls, epilog=examples(*lines), **options)
 
 
 def as_group(name: str, *lines: str, cls: type[click.Group] = Group) -> Callable[[Function], click.Group]:
-    """`as_command` for a group of commands of this name."""
+    """Return the decorator of a group of commands; see `as_command`."""
     return click.group(name, cls=cls, epilog=examples(*lines))
 
 
 def option(shown: str, text: str, name: str = "", **rules: Any) -> Callable[[Any], Any]:
-    """An option, as its help shows it: ``--step N`` has a value, ``--merge`` alone is a flag.
+    """Return an option as its help shows it: ``--step N`` takes a value, ``--merge`` alone is a flag.
 
-    `name` is the parameter that gets the value, unless it is that of the option.
+    `name` is the parameter that gets the value, if it differs from the name of the option.
     """
     flag, _, metavar = shown.partition(" ")
     if metavar:
@@ -215,7 +215,7 @@ def option(shown: str, text: str, name: str = "", **rules: Any) -> Callable[[Any
 
 Items = list[CompletionItem]
 MAX_RUNS = 200
-"""Completion proposes the newest runs: a shell waits for it."""
+"""Limits completion to the newest runs, because the shell waits for the result."""
 
 
 @as_command(
@@ -239,7 +239,7 @@ def completion(shell: str) -> None:
 
 
 def complete_run(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> Items:
-    """RUN: `last`, the names of known runs, and folders."""
+    """Complete RUN with `last`, the names of known runs, and folders."""
     from trainkit.run.registry import starts
 
     known = list(islice((start for start in starts() if start.read() is not None), MAX_RUNS))
@@ -251,7 +251,7 @@ def complete_run(ctx: click.Context, parameter: click.Parameter, incomplete: str
 
 
 def complete_config(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> Items:
-    """CONFIG: YAML files and folders here, and the names of shipped configs."""
+    """Complete CONFIG with YAML files and folders here, and the names of shipped configs."""
     here = sorted(Path().glob(f"{incomplete}*")) if not Path(incomplete).is_absolute() else []
     found = {f"{path}/": "" for path in here if path.is_dir()}
     found |= {str(path): "" for path in here if path.suffix in (".yaml", ".yml")}
@@ -260,14 +260,14 @@ def complete_config(ctx: click.Context, parameter: click.Parameter, incomplete: 
 
 
 def complete_profile(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> Items:
-    """Profiles of the project and shipped ones."""
+    """Complete --profile with the profiles of the project and the shipped profiles."""
     folders = (Path("profiles"), Path("configs/profiles"), shipped_configs() / "profiles")
     names = sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
     return _starting(dict.fromkeys(names, ""), incomplete)
 
 
 def complete_setting(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> Items:
-    """The keys of ``--set KEY=VALUE``."""
+    """Complete the keys of ``--set KEY=VALUE``."""
     from trainkit.config.schema import all_keys
 
     return _starting({f"{key}=": "" for key in all_keys()}, incomplete)

@@ -1,4 +1,4 @@
-"""``trainkit logs``: the output of a run, also of one that a command has started and follows."""
+"""Implements ``trainkit logs``, and follows the output of runs that other commands start."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ SHOW_S = 0.1
     "--follow",
     "following",
     is_flag=True,
-    help="Follow the log, across attempts, until the run ends, and print how; exit code 1 if it failed.",
+    help="Follow the log across attempts until the run ends, then print how it ended; exit code 1 if "
+    "it failed.",
 )
 @option("--rank R", "Rank to print; default: 0.", type=INDEX)
 @option("--node N", "Print all ranks of this node and its agent.", type=INDEX)
@@ -116,11 +117,11 @@ def command(
 
 
 def _logs_of(attempt: AttemptDir, rank: int | None, node: int | None, all_ranks: bool) -> list[Path]:
-    """The selected logs of an attempt."""
+    """Return the selected logs of an attempt."""
     if all_ranks:
         return sorted(attempt.logs_dir.glob("*.log"))
     plan = read_plan(attempt)
-    nodes = ranks_of_nodes(plan)  # empty without a plan: then nothing is known of the ranks of a node
+    nodes = ranks_of_nodes(plan)  # The list is empty without a plan, so the ranks of a node are unknown.
     if node is not None and nodes and node >= len(nodes):
         raise UsageError(f"{attempt.run.shown} has no node {node}", hint=there_are(range(len(nodes))))
     if node is not None:
@@ -137,9 +138,9 @@ def follow_run(
     on_poll: Callable[[], None] = lambda: None,
     shows_log: bool = True,
 ) -> int:
-    """Print rank 0's log and the run's events until it ends, then how it ended; returns the exit code.
+    """Print rank 0's log and the run's events until the run ends, then its end; return the exit code.
 
-    `on_poll` is called several times per second. `shows_log` False prints nothing until the end.
+    `on_poll` is called several times per second. If `shows_log` is False, nothing is printed until the end.
     KeyboardInterrupt passes through.
     """
     run.hold()
@@ -163,7 +164,7 @@ def follow_run(
             click.echo(line, err=to_stderr)
     entry = read_job(run).newest
     if entry is not None:
-        # Otherwise the next command, for example `resume`, might find the supervisor still running.
+        # Without this wait, the next command, such as `resume`, might find the supervisor still running.
         backend_of(entry).wait_until_gone(run, entry, SUPERVISOR_EXIT_S)
     _print_events(events, attempt)
     return print_end(run, entry or AttemptRecord())
@@ -171,7 +172,10 @@ def follow_run(
 
 @contextlib.contextmanager
 def kept_terminal() -> Iterator[int]:
-    """Keep the terminal while the block redirects stdout and stderr; yields a descriptor of its stdout."""
+    """Restore the terminal after the block redirects stdout and stderr.
+
+    Yields a descriptor of the terminal's stdout.
+    """
     streams = (sys.stdout, sys.stderr)
     for stream in streams:
         stream.flush()
@@ -195,12 +199,12 @@ def show_rank_0(attempt: AttemptDir, ended: threading.Event, terminal: int) -> N
 
 def _write(texts: Iterable[str], terminal: int) -> None:
     if lines := list(texts):
-        with contextlib.suppress(OSError):  # the terminal was closed, and the ranks save
+        with contextlib.suppress(OSError):  # The terminal was closed, so the ranks are saving.
             os.write(terminal, escaped("\n".join(lines) + "\n").encode(errors="replace"))
 
 
 def follow_detachable(run: RunDir, attempt: int, to_stderr: bool) -> int:
-    """`follow_run`, except that Ctrl-C detaches with exit code 130 while the job continues."""
+    """Follow a run like `follow_run`, but detach on Ctrl-C with exit code 130 while the job continues."""
     try:
         return follow_run(run, attempt, to_stderr)
     except KeyboardInterrupt:
@@ -224,7 +228,7 @@ LOGGED_EVENTS = {
     "checkpoint_rejected",
     "checkpoint_failed",
 }
-"""Events that are shown otherwise: those of the trainer are in rank 0's log."""
+"""Events that other output already shows, such as rank 0's log for events of the trainer."""
 
 
 def _print_events(events: Tail, attempt: int) -> None:
@@ -234,22 +238,22 @@ def _print_events(events: Tail, attempt: int) -> None:
 
 
 def print_end(run: RunDir, entry: AttemptRecord) -> int:
-    """Print on stderr how the newest attempt ended; returns 0 if it finished or was stopped, else 1.
+    """Print to stderr how the newest attempt ended; return 0 if it finished or was stopped, else 1.
 
-    `entry` is what job.json says of it now that it has ended.
+    `entry` is the record of the attempt in job.json after its end.
     """
     run.follow()
     if not (numbers := run.attempt_numbers()):
-        click.echo(f"ended: {run.shown} was deleted while the run was there", err=True)
+        click.echo(f"ended: {run.shown} was deleted during the run", err=True)
         return EXIT_FAILED
     attempt = run.attempt(numbers[-1])
     deadline_s = time.monotonic() + END_S
-    # After `cancel --now` its end may be recorded a bit later.
+    # After `cancel --now`, the end of the attempt may be recorded a bit later.
     while (end := read_end(attempt)) is None and entry.is_cancelled and time.monotonic() < deadline_s:
         time.sleep(0.05)
     if end is None:
         status = look_at(run, lambda _: None)[1]
-        if status.state == "cancelled":  # by Slurm, before it could record that
+        if status.state == "cancelled":  # Slurm cancelled the run before the run could record its end.
             click.echo(f"cancelled: {status.reason}", err=True)
             return EXIT_FAILED
         if not entry.has_started:
@@ -267,10 +271,10 @@ def print_end(run: RunDir, entry: AttemptRecord) -> int:
     since = diverged_since(run, attempt.number)
     click.echo(f"{end.state}: {with_divergence(end.reason, since)}", err=True)
     if end.verdict:
-        # The log of rank 0 was shown.
+        # The log of rank 0 was already shown.
         num_log_lines = 0 if end.verdict.rank == 0 else FAILURE_LOG_LINES
         for line in failure_lines(end.verdict, run.word, num_log_lines=num_log_lines):
             click.echo(line, err=True)
     if end.state == "stopped":
-        click.echo(f"`trainkit resume {run.word}` continues it", err=True)
+        click.echo(f"`trainkit resume {run.word}` continues the run", err=True)
     return EXIT_OK if end.exit_code in (EXIT_OK, EXIT_STOPPED) else EXIT_FAILED

@@ -1,7 +1,7 @@
 """The `trainkit` program: loads and runs one command, and reports its errors.
 
-Only click is imported here, so that ``trainkit --help`` is fast: a command's module is loaded when the
-command is run, and the help texts of all commands are in the table below.
+Only click is imported here, so that ``trainkit --help`` is fast. The module of a command is loaded when the
+command runs, and the help lines of all commands are in the table below.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ SECTIONS = {
         "init": "Inspect this cluster; write its profile and a first run config.",
         "submit": "Submit a run to Slurm, or start it in the background on this machine.",
         "run": "Run in the foreground, on this node or as the ranks of an srun step.",
-        "shell": "Open an interactive allocation with the environment ready.",
+        "shell": "Open a shell in a new allocation, with the environment of a job.",
     },
     "Watch": {
-        "status": "Show what runs are doing, or one run in detail.",
+        "status": "Show the state of all runs, or one run in detail.",
         "watch": "Watch a run live in the terminal: curves, nodes, warnings.",
         "logs": "Print the output of a run.",
         "diagnose": "Name the first failing rank of a run, its cause, and what to do.",
-        "replay": "Compute steps of a run again and compare: is it the data, or the hardware?",
-        "report": "Write one HTML page of what a run did and where its time went.",
-        "compare": "Compare runs: what each reached, and where their configs differ.",
+        "replay": "Recompute steps of a run and compare, to tell a data problem from a hardware problem.",
+        "report": "Write an HTML report of a run and of its use of time.",
+        "compare": "Compare the results and the configs of runs.",
         "stacks": "Print the Python stacks of every rank of a running job.",
         "attach": "Open a shell on a node of a running job.",
         "debug": "Debug a rank of a running job that waits at breakpoint().",
@@ -57,7 +57,7 @@ SECTIONS = {
         "plan": "List the parallel layouts that fit, with memory and a recommendation.",
         "drill": "Fire drill: interrupt short runs and compare their losses.",
         "bench": "Benchmark a config on several layouts or with several settings.",
-        "doctor": "Check this machine or the nodes of a cluster: can a job run there?",
+        "doctor": "Check whether a job can run on this machine or on the nodes of a cluster.",
         "env": "Print the rank environment that a process started here would get.",
     },
     "Tools": {
@@ -68,21 +68,21 @@ SECTIONS = {
         "completion": "Print the completion script of a shell.",
     },
 }
-"""Heading -> its commands, each with its line in ``trainkit --help``."""
+"""Maps a heading to its commands, each with its line in ``trainkit --help``."""
 COMMANDS = {name: text for commands in SECTIONS.values() for name, text in commands.items()}
-"""Every command, with its help line."""
+"""Maps every command to its help line."""
 _IN_FILE = {
     **dict.fromkeys(("cancel", "requeue"), "control"),
     "completion": "help",
     "env": "run",
     "schema": "check",
 }
-"""The commands of the core that share a file of `trainkit/cli/`: each other one is `command` of its own."""
+"""Commands of the core that share a file of `trainkit/cli/`; every other command has a separate file."""
 
 
 def load_command(name: str) -> click.Command:
-    """Import one of `COMMANDS`, or another one that a shipped capability has."""
-    from trainkit.shipped import shipped_command  # which --help does not need
+    """Import a command of `COMMANDS`, or another command of a shipped capability."""
+    from trainkit.shipped import shipped_command  # --help does not need this module.
 
     own = f"trainkit.cli.{_IN_FILE[name]}:{name}" if name in _IN_FILE else f"trainkit.cli.{name}:command"
     return _imported(*(shipped_command(name) or own).split(":"))
@@ -95,11 +95,11 @@ def _imported(module: str, name: str) -> click.Command:
 
 
 class ReaderGone(Exception):
-    """The reader of stdout, as in `| head`, has closed the pipe."""
+    """The error of a command whose reader, such as `| head`, has closed the pipe of stdout."""
 
 
 class CommandTable(CommandGroup):
-    """The top-level group: commands by name, each loaded when it is run."""
+    """The top-level group, which loads each command when it runs."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -116,7 +116,7 @@ class CommandTable(CommandGroup):
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
-            raise ReaderGone from None  # click would exit with 1
+            raise ReaderGone from None  # Click would exit with 1.
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         width = max(map(len, COMMANDS))
@@ -165,8 +165,8 @@ def cli(ctx: click.Context, debug: bool, no_color: bool) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code, one of those in the help."""
-    # Click writes completions as bytes, for a shell that reads them.
+    """Run one command and return its exit code, as listed in the help."""
+    # Click writes completions to the shell as bytes, which the escaped output does not support.
     with contextlib.nullcontext() if "_TRAINKIT_COMPLETE" in os.environ else escaped_output():
         return _main(argv)
 
@@ -202,7 +202,7 @@ def _main(argv: Sequence[str] | None) -> int:
         hint = "an unexpected error: `trainkit --debug …` shows its traceback"
         if isinstance(error, OSError) and error.filename:
             message = f"{os.fsdecode(error.filename)}: {error.strerror}"
-            hint = "check this path, its permissions and its disk; `trainkit --debug …` shows who uses it"
+            hint = "check this path, permissions and disk; `trainkit --debug …` shows the code that uses it"
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             message = f"{error.filename or 'a file'} cannot be written: {error.strerror}"
             hint = "free space on its disk or in your quota; `trainkit status` shows what was done"
@@ -210,7 +210,7 @@ def _main(argv: Sequence[str] | None) -> int:
             _discard_stdout()
             as_json = False
             message = f"the output cannot be written: {error.strerror}"
-            hint = "free space on its disk, or write it elsewhere; `trainkit status` shows what was done"
+            hint = "free space on its disk, or write to another disk; `trainkit status` shows what was done"
         return _report(TrainkitError(message, hint), as_json)
 
 
@@ -226,13 +226,13 @@ def _report(error: TrainkitError, as_json: bool) -> int:
             return error.exit_code
         except OSError:
             _discard_stdout()
-    with contextlib.suppress(OSError):  # stderr may be on the same disk
+    with contextlib.suppress(OSError):  # stderr may be on the same full disk.
         echo_error(error.render())
     return error.exit_code
 
 
 def _is_from_output(error: OSError) -> bool:
-    """Whether printing raised the error; one of another file would be about that file."""
+    """Return whether printing raised the error, rather than access to another file."""
     place = error.__traceback__
     while place is not None and place.tb_next is not None:
         place = place.tb_next
@@ -241,5 +241,5 @@ def _is_from_output(error: OSError) -> bool:
 
 
 def _discard_stdout() -> None:
-    """Discard what stdout still buffers: Python flushes it at exit, which would raise again."""
+    """Discard the buffer of stdout, because Python flushes it at exit and would raise again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

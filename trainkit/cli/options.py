@@ -1,4 +1,4 @@
-"""Options that several commands share, as decorators."""
+"""Defines options that several commands share, as decorators."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ AUTO = "auto"
 
 
 def named_folder(text: str | None, option: str = "--run-dir") -> Path | None:
-    """The folder of an option, which --trust accepts; UsageError if an unset shell variable left it empty."""
+    """Return the folder that an option names, and accept it if --trust is given.
+
+    Raises UsageError if the text is empty, for example because a shell variable is unset.
+    """
     if text is not None and not text.strip():
         raise UsageError(f"{option} is empty", hint=f"name a folder, or omit {option} for runs/NAME")
     folder = None if text is None else typed_path(text, Path())
@@ -50,7 +53,7 @@ def named_folder(text: str | None, option: str = "--run-dir") -> Path | None:
 
 
 class TypedPath(click.ParamType):  # type: ignore[type-arg] # generic since click 8.2
-    """A path, such as one for what a command writes: no URL, and with `~`."""
+    """A path, such as the path of an output file; `~` is expanded and a URL is refused."""
 
     name = "path"
 
@@ -72,7 +75,7 @@ set_option = option(
 profile_option = option("--profile NAME", "Profile applied over the config.", shell_complete=complete_profile)
 backend_option = option(
     "--backend",
-    "Where the run starts; auto: Slurm where there is one, else this machine.",
+    "Where the run starts; auto uses Slurm if it is available, else this machine.",
     type=click.Choice(["auto", "sbatch", "submitit", "local"]),
 )
 launcher_option = option(
@@ -87,35 +90,35 @@ after_option = option(
     multiple=True,
     shell_complete=complete_run,
 )
-now_option = option("--now", "On this machine: do not wait for GPUs or cores that other runs use.")
+now_option = option("--now", "On this machine, start without waiting for GPUs or cores that other runs use.")
 run_argument = click.argument("run_name", metavar="RUN", shell_complete=complete_run)
-"""A job id, a run name, a run folder or `last`."""
+"""The argument RUN: a job id, a run name, a run folder or `last`."""
 trust_option = click.option(
     "--trust",
     is_flag=True,
     expose_value=False,
-    help="Accept the folder of the run although another user could have changed what is in it.",
+    help="Accept the run folder even if another user could have changed its content.",
 )
 
 
 def refuse_untrusted(folder: Path) -> None:
-    """Raise UsageError where another user could replace files of a run, unless --trust accepts them."""
+    """Raise UsageError if another user could replace files of a run, unless --trust is given."""
     if not accept_trusted(folder):
-        refuse_foreign(folder, "`--trust` executes it as you all the same")
+        refuse_foreign(folder, "`--trust` executes it as you anyway")
 
 
 yes_option = click.option(
     "--yes",
     is_flag=True,
     expose_value=False,
-    help="Open the port although other users of this host can connect to it.",
+    help="Open the port even if other users of this host can connect to it.",
 )
 
 
 def refuse_shared_host(what: str, instead: str) -> None:
-    """Raise UsageError where other people could connect to a port of this host, unless --yes is given.
+    """Raise UsageError if other people could connect to a port of this host, unless --yes is given.
 
-    `instead` is what needs no port.
+    `instead` suggests an alternative that needs no port.
     """
     if click.get_current_context().get_parameter_source("yes") is ParameterSource.COMMANDLINE:
         return
@@ -128,12 +131,15 @@ def refuse_shared_host(what: str, instead: str) -> None:
         who = ", ".join(people[:3]) + (f" and {len(people) - 3} more" if len(people) > 3 else "")
     raise UsageError(
         f"{what} listens on a port of this host without a password: {who} can connect to it",
-        hint=f"{instead}; `--yes` opens the port all the same",
+        hint=f"{instead}; `--yes` opens the port anyway",
     )
 
 
 def accept_trusted(folder: Path | None) -> bool:
-    """Accept the folder of a run, by default that of all runs, if --trust is given; returns whether it is."""
+    """Accept the folder of a run if --trust is given, and return whether --trust is given.
+
+    The default is the folder of all runs.
+    """
     is_given = click.get_current_context().get_parameter_source("trust") is ParameterSource.COMMANDLINE
     if is_given:
         trust(folder or Path(RUNS_FOLDER))
@@ -154,30 +160,30 @@ config_argument = click.argument(
     shell_complete=complete_config,
     callback=_refuse_empty,
 )
-"""A file, or the name of a shipped config."""
+"""The argument CONFIG: a file or the name of a shipped config."""
 
 
 def combined(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Several options as one decorator, which lists them in this order."""
+    """Combine several options into one decorator, which lists them in this order."""
     return lambda function: functools.reduce(lambda made, option: option(made), reversed(options), function)
 
 
 class NodesType(click.IntRange):
-    """A number of nodes, or several such as 2-8 or 2,4,8, which the config checks."""
+    """A number of nodes, or several such as 2-8 or 2,4,8, which the config validates."""
 
     config_key = ("resources", "nodes")
 
     def __init__(self, *others: str) -> None:
         super().__init__(min=1)
         self.others = others
-        """Words that stand for a number."""
+        """Words that are accepted in place of a number."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         is_several = re.fullmatch(r"\d+-\d+|[1-9]\d*(,[1-9]\d*)+", str(value)) is not None
         return str(value) if is_several or value in self.others else super().convert(value, param, ctx)
 
 
-NODES_HELP = "Number of nodes; of 2-8 or 2,4,8 as many as Slurm has"
+NODES_HELP = "Number of nodes; with 2-8 or 2,4,8, the largest number that Slurm has"
 gpus_per_node_option = click.option(
     "--gpus-per-node",
     "--nproc",
@@ -191,7 +197,7 @@ shape_options = combined(option("--nodes N", f"{NODES_HELP}.", type=NodesType())
 choosing_shape_options = combined(
     option(
         "--nodes N",
-        f"{NODES_HELP}; auto: the number that should finish first, also in slices.",
+        f"{NODES_HELP}; auto chooses the number that should finish first, also in slices.",
         type=NodesType(AUTO),
     ),
     gpus_per_node_option,
@@ -206,7 +212,7 @@ shape_options_here = combined(
     ),
     option("--nodes N", "Number of hosts; torchrun or mpirun starts the others.", type=COUNT),
 )
-"""The options of a command that runs here: on one node, or on this node of several."""
+"""The options of a command that runs in the foreground, on this node alone or on this node of several."""
 
 
 CONFIG_HELP = (
@@ -218,17 +224,18 @@ CONFIG_HELP = (
 def config_options(
     shape: Callable[[Any], Any] = shape_options, *, submits: bool = True, unless: str = ""
 ) -> Callable[[Function], Function]:
-    """CONFIG and all options that change its values, given together as `request: ConfigRequest`.
+    """Add CONFIG and all options that change its values, passed together as `request: ConfigRequest`.
 
-    `shape` has the options for nodes and GPUs; those of a job are there if the command `submits`. With the
-    option `unless`, the command needs no config, and `request` is None unless CONFIG was typed.
+    `shape` contains the options for nodes and GPUs. Options of a Slurm job are added if the command
+    `submits`. If the option `unless` is given, the command needs no config, and `request` is None without
+    CONFIG.
     """
     place = (shape, slurm_options, backend_option) if submits else (shape,)
     return lambda function: _request_options(function, *place, unless=unless)
 
 
 def of_capabilities(command: str) -> Callable[[Function], Function]:
-    """The options that capabilities add to a command, which gets those that were typed as `choices`."""
+    """Add the options of capabilities to a command, which gets the typed options as `choices`."""
 
     def add(function: Function) -> Function:
         for place in shipped_options(command):
@@ -240,14 +247,15 @@ def of_capabilities(command: str) -> Callable[[Function], Function]:
 
 
 def choose_config(argv: tuple[str, ...] = ()) -> str:
-    """The default config of a command without CONFIG, which is printed to stderr.
+    """Return the default config of a command without CONFIG, and print its name to stderr.
 
-    Empty for a COMMAND, which the shipped quickstart does not describe.
+    The name is empty for a COMMAND if the default is the shipped quickstart, which does not describe the
+    COMMAND.
     """
     name, reason = default_config(Path.cwd())
     if argv and name == QUICKSTART:
         return ""
-    if os.environ.get("SLURM_PROCID", "0") == "0":  # print it once per srun step
+    if os.environ.get("SLURM_PROCID", "0") == "0":  # The ranks of an srun step print the name once.
         click.echo(f"config: {name} ({reason})", err=True)
     return name
 
@@ -269,7 +277,7 @@ def _request_options(function: Function, *place: Callable[[Any], Any], unless: s
             named = "run" if click.get_current_context().info_name == "run" else "submit"
             is_line = " " in config and not Path(config).exists()
             program = config if is_line else f"python {shlex.quote(config)}"
-            hint = f"`trainkit {named} -- {program}` runs a script of your own"
+            hint = f"`trainkit {named} -- {program}` runs your own script"
             raise ConfigError([Problem("", "no such config", config, hint)])
         if config is not None:
             request = ConfigRequest(config, profile, overrides, flags, argv, chooses_nodes=chooses)
@@ -283,22 +291,22 @@ def _request_options(function: Function, *place: Callable[[Any], Any], unless: s
         *place,
         option("--name NAME", "Name of the run."),
         option("--note TEXT", "A remark about the run."),
-        option("--tag TAG", "For `status --tag`; repeatable.", name="tags", multiple=True),
+        option("--tag TAG", "Tag of the run, for `status --tag`; repeatable.", name="tags", multiple=True),
     )(wrapper)
 
 
 SLURM_FLAGS = {
     "time": ("T", "Time limit of the job, in Slurm's format."),
-    "slice": ("T", "Time limit of each job, with --time for all of them together."),
+    "slice": ("T", "Time limit of each job of the run; --time limits all jobs together."),
     "time-min": ("T", "Shortest time limit to accept if the job starts sooner."),
     "partition": ("P", "Slurm partition."),
-    "clusters": ("A,B", "Slurm clusters; of several, whichever starts the job first."),
+    "clusters": ("A,B", "Slurm clusters; with several, the one that starts the job first."),
     "account": ("A", "Slurm account."),
     "qos": ("Q", "Slurm quality of service."),
     "constraint": ("C", "Required node features, in Slurm's syntax."),
-    "cluster": ("NAME", "Cluster profile; default: the one for this cluster."),
+    "cluster": ("NAME", "Cluster profile; default: the profile for this cluster."),
 }
-"""Option -> its metavar and help."""
+"""Maps an option to its metavar and its help text."""
 
 
 job_options = combined(
@@ -308,9 +316,9 @@ job_options = combined(
     ),
     option("--per", "One Slurm task per GPU, or one per node.", type=click.Choice(["gpu", "node"])),
 )
-"""The options of a Slurm job whose code is given."""
+"""The options of a Slurm job, except the option for the copy of the code."""
 gpu_type_option = option(
-    "--gpu-type TYPE", "GPU type, or several such as h100,a100, of which any one will do."
+    "--gpu-type TYPE", "GPU type, or several such as h100,a100; the job gets any one of them."
 )
 slurm_options = combined(
     job_options,
@@ -320,7 +328,7 @@ slurm_options = combined(
 
 
 def config_flags(arguments: dict[str, Any]) -> dict[str, tuple[str, object]]:
-    """The config values among `arguments`, from which they are removed, each with the flag as typed."""
+    """Remove the config values from `arguments` and return each with the flag as typed."""
     given = {name: arguments.pop(name, None) for name in FLAGS}
     flags: dict[str, tuple[str, object]] = {
         FLAGS[name]: (f"--{name.replace('_', '-')} {value}", value)
@@ -335,7 +343,10 @@ def config_flags(arguments: dict[str, Any]) -> dict[str, tuple[str, object]]:
 
 
 def refuse_other_options(name: str, what: str = "") -> None:
-    """Raise UsageError if arguments without effect are given with the parameter `name`, which is `what`."""
+    """Raise UsageError if arguments are given that have no effect with the parameter `name`.
+
+    `what` describes the parameter in the message.
+    """
     context = click.get_current_context()
     typed = [
         item.opts[0] if isinstance(item, click.Option) else str(item.metavar).strip("[]")
@@ -349,7 +360,7 @@ def refuse_other_options(name: str, what: str = "") -> None:
 
 
 class WithTrailingCommand(Command):
-    """A command whose own arguments end at ``--``; `trailing_workload` has the others."""
+    """A command whose arguments end at ``--``; `trailing_workload` returns the COMMAND after ``--``."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if "--" in args:
@@ -367,7 +378,7 @@ class WithTrailingCommand(Command):
 
 
 def trailing_workload(launcher: str) -> Workload:
-    """The command after ``--``, or the trainer without ``--``; UsageError for the trainer with a launcher."""
+    """Return the COMMAND after ``--``, or the trainer; raise UsageError for the trainer with a launcher."""
     argv: tuple[str, ...] | None = click.get_current_context().meta.get(_KEY)
     if argv is None and launcher != "python":
         raise UsageError(f"--launcher {launcher} needs a COMMAND", hint="add: -- train.py …")
@@ -375,7 +386,7 @@ def trailing_workload(launcher: str) -> Workload:
     if workload.has_two_pythons:
         raise UsageError(
             f"--launcher {launcher} starts Python itself, but the COMMAND begins with {workload.argv[0]}",
-            hint=f"leave it out: -- {shlex.join(workload.argv[1:]) or 'train.py …'}",
+            hint=f"omit it: -- {shlex.join(workload.argv[1:]) or 'train.py …'}",
         )
     if workload.has_launcher and Path(workload.argv[0]).name == launcher:
         script = next((at for at, word in enumerate(workload.argv) if word.endswith(".py")), 0)

@@ -1,7 +1,7 @@
-"""What leaves the program as text: nothing in it controls a terminal, and JSON has no secrets.
+"""Prints text without control characters, and JSON without secrets.
 
-Characters that the locale lacks are replaced; in JSON they are escaped. Names, messages, reasons, hosts and
-logs are written by others.
+Names, messages, reasons, hosts and logs come from other programs, so they may contain control characters.
+Characters that the locale lacks are replaced; in JSON they are escaped.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def escaped(text: str) -> str:
-    r"""A text with visible control characters, such as ``\u001b``, which JSON reads as well, and colours."""
+    r"""Escape the control characters of a text as in JSON, such as ``\u001b``, and keep its colours."""
     return _ESCAPED.sub(lambda found: found[1] or f"\\u{ord(found[0]):04x}", text)
 
 
 def replaced(text: str) -> str:
-    """A text of the same length with a sign in the place of each control character."""
+    """Replace each control character of a text by a visible sign; the length stays the same."""
     return _REPLACED.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def encodable(text: str, stream: TextIO) -> str:
-    """A text with `?` in the place of each character that a stream cannot write."""
+    """Replace each character that a stream cannot write by `?`."""
     if text.isascii():
         return text
-    encoding = stream.encoding or "utf-8"  # a stream in memory has none
+    encoding = stream.encoding or "utf-8"  # A stream in memory has no encoding.
     try:
         text.encode(encoding, stream.errors or "strict")
     except UnicodeEncodeError:
@@ -47,12 +47,12 @@ def encodable(text: str, stream: TextIO) -> str:
 
 
 def colours() -> bool | None:
-    """What click needs: False where nobody wants colours, else None, by which a terminal has them."""
+    """Return click's colour setting: False disables colours, None lets click detect a terminal."""
     return False if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" else None
 
 
 def echo_error(text: str) -> None:
-    """Print what an error, a warning or a hint says to stderr; its first word has the style of its kind."""
+    """Print an error, a warning or a hint to stderr and style the word of its kind."""
     lines = [_said(line) for line in text.split("\n")]
     click.echo("\n".join(lines), err=True, color=colours())
 
@@ -66,17 +66,17 @@ def _said(line: str) -> str:
 
 
 class EscapedStream:
-    """A stream that escapes what is written to it, and replaces what it cannot encode."""
+    """A stream that escapes control characters and replaces characters that it cannot encode."""
 
     buffer = None
-    """Click would write UTF-8 into that of an ASCII stream."""
+    """None, because click would write UTF-8 into the buffer of an ASCII stream."""
 
     def __init__(self, stream: TextIO, escapes: bool = True) -> None:
         self._stream, self._escapes = stream, escapes
 
     @property
     def whole(self) -> EscapedStream:
-        """Where a log is printed: into a file with its control characters."""
+        """Return the stream for a log; unless it is a terminal, it keeps control characters."""
         return self if self.isatty() else EscapedStream(self._stream, escapes=False)
 
     def write(self, text: str) -> int:
@@ -88,27 +88,30 @@ class EscapedStream:
 
 @contextmanager
 def escaped_output() -> Iterator[None]:
-    """Escape what the block prints; programs that it starts write as they like."""
-    # Either is None when the parent closed it.
+    """Escape the output of the block, but not the output of programs that the block starts."""
+    # A stream is None if the parent process closed it.
     out, err = (stream and EscapedStream(stream) for stream in (sys.stdout, sys.stderr))
     with redirect_stdout(out), redirect_stderr(err):
         yield
 
 
 def json_text(value: object, indent: int | None = None) -> str:
-    """A value as JSON for stdout: in ASCII if that is not in UTF-8, or a text has bytes that are no text."""
+    """Return a value as JSON for stdout.
+
+    The JSON is ASCII if stdout is not UTF-8 or a text contains bytes that are no text.
+    """
     text = json.dumps(value, indent=indent, ensure_ascii=False)
     is_utf8 = codecs.lookup(sys.stdout.encoding or "utf-8").name == "utf-8"
     return text if is_utf8 and not _SURROGATE.search(text) else json.dumps(value, indent=indent)
 
 
 def echo_json(value: object) -> None:
-    """Print a value as JSON on one line, with `***` for what looks like a secret."""
+    """Print a value as JSON on one line, with `***` in place of secrets."""
     click.echo(json_text(masked(value)))
 
 
 def echo_result(value: object, text: str, as_json: bool) -> None:
-    """Print a result: its value as `echo_json` does, or its text."""
+    """Print a result as its JSON value or as its text."""
     if as_json:
         echo_json(value)
     else:
@@ -116,7 +119,7 @@ def echo_result(value: object, text: str, as_json: bool) -> None:
 
 
 def masked(value: object, key: str = "") -> object:
-    """A value of JSON whose texts are masked, also by the name of their key."""
+    """Mask every text of a JSON value that looks like a secret, also by the name of its key."""
     from trainkit.formats import mask_secrets
 
     if isinstance(value, str):

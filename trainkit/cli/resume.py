@@ -1,4 +1,4 @@
-"""``trainkit resume``: continue from the newest intact checkpoint."""
+"""Implements ``trainkit resume``, which continues a run from its newest intact checkpoint."""
 
 from __future__ import annotations
 
@@ -58,11 +58,12 @@ def command(
 ) -> int:
     """Resume RUN from its newest intact checkpoint, optionally on a different number of nodes or GPUs.
 
-    For a group on this machine, runs what has not finished.
+    For a group on this machine, start the runs that have not finished.
 
-    It resumes in the same run folder as the next attempt, or with --as in a new run folder, on Slurm or on
-    this machine, where it ran. A run of `trainkit run` resumes in the foreground, unless --follow, --json or
-    --as is given. Started by torchrun or mpirun, it runs as their ranks, as `trainkit run` does.
+    RUN resumes as the next attempt in its run folder, or with --as in a new run folder. It resumes on Slurm
+    or on this machine, where it ran before. A run of `trainkit run` resumes in the foreground, unless
+    --follow, --json or --as is given. Under torchrun or mpirun, RUN resumes as their ranks, as with `trainkit
+    run`.
     """
     from trainkit.control.changed_config import changes, expected_time_s, learning_rate_change, missing_save
     from trainkit.control.resume import (
@@ -79,7 +80,7 @@ def command(
             given = "--json" if as_json else "--follow" if follow else "--as"
             raise UsageError(
                 f"{given} cannot be combined with {task.launcher}",
-                hint="the run stays in the foreground and in its folder; leave the option out",
+                hint="the run stays in the foreground and in its folder; omit the option",
             )
         if task.task != 0:
             return join_step(folder, task)
@@ -121,7 +122,7 @@ def command(
                 click.echo(f"  time                about {duration(time_s)} {left}", err=True)
         if plan.workload.reads_input and not source.input_file.exists():
             words = f"{plan.workload.argv[0]} reads standard input"
-            echo_error(f"warning: {words}, which this run has not kept: it gets an empty one")
+            echo_error(f"warning: {words}, which this run has not kept, so its input is empty")
         if fork is None and (missing := missing_save(so_far)):
             click.echo(f"  checkpoint          {missing}", err=True)
         if task is not None:

@@ -1,4 +1,4 @@
-"""``trainkit run``: run in the foreground; ``trainkit env``: as which rank."""
+"""Implements ``trainkit run``, which runs in the foreground, and ``trainkit env``, which prints a rank."""
 
 from __future__ import annotations
 
@@ -59,13 +59,15 @@ def command(
     launcher: str,
     choices: Sequence[Choice] = (),
 ) -> int:
-    """Run CONFIG in the foreground and print rank 0's output: on this node, or as the ranks of the srun step
-    in which it is started. With a COMMAND after --, each rank runs it instead of the built-in trainer.
+    """Run CONFIG in the foreground and print rank 0's output.
 
-    Without Slurm it runs on several hosts that share the filesystem of the run folder, as the ranks of
-    torchrun or mpirun.
+    The run uses this node or, inside an srun step, the tasks of the step as its ranks. With a COMMAND after
+    --, each rank runs the COMMAND instead of the built-in trainer.
 
-    With --debug one rank has the terminal, the others log to files, and nothing counts as a hang. `trainkit
+    Without Slurm, torchrun or mpirun can start the run on several hosts that share the filesystem of the run
+    folder.
+
+    With --debug, one rank has the terminal, the others log to files, and no step counts as a hang. `trainkit
     debug` debugs a rank of a run that has no terminal.
 
     Ctrl-C saves and stops the run; a second Ctrl-C stops it immediately. Ctrl-Z pauses a run on one machine,
@@ -104,7 +106,7 @@ def command(
 
 
 def _kept_input(workload: Workload) -> bytes | None:
-    """What the run keeps of the standard input, which rank 0 otherwise inherits."""
+    """Return the standard input that the run keeps; None if rank 0 inherits the standard input."""
     from trainkit.launch.standard_input import kept_input
 
     stdin, about_input = kept_input(workload, streams=True)
@@ -116,24 +118,24 @@ def _kept_input(workload: Workload) -> bytes | None:
 def _start(
     config: RunConfig, plan: LaunchPlan, folder: Path | None, stdin: bytes | None
 ) -> tuple[RunDir, str, AttemptRecord]:
-    """Create and start a run; its folder, its name, and the entry of its attempt."""
+    """Create and start a run; return its folder, its name, and the record of its attempt."""
     from trainkit.launch.create import create_run, start_run
 
     created = create_run(config, plan, ["trainkit", *sys.argv[1:]], folder, stdin=stdin)
     print_created(created)
-    created.run.hold()  # its ranks may be at work before this process looks at it again
+    created.run.hold()  # The ranks may already run when this process next uses the folder.
     return created.run, created.name, start_run(created.run, created.job, config, plan, "run")
 
 
 def shown_failures(plan: LaunchPlan) -> LaunchPlan:
-    """The plan of a run in the foreground: a failure is shown, not restarted."""
+    """Return the plan of a run in the foreground, which shows a failure instead of restarting."""
     return replace(plan, requeue=replace(plan.requeue, on=()))
 
 
 def stay_in_foreground(
     run: RunDir, name: str, entry: AttemptRecord, plan: LaunchPlan, *, shows_log: bool = True
 ) -> int:
-    """Show a run that ends with this process, and forward the signals of the terminal; its exit code."""
+    """Show a run that ends with this process and forward the terminal's signals; return the exit code."""
     forwarder = _Forwarder()
     forwarder.install()
     print_started(run, name, entry, plan.backend, as_json=False)
@@ -168,7 +170,7 @@ class _Forwarder:
                 click.echo(
                     "\nstopping immediately"
                     if again
-                    else "\nstopping; Ctrl-C again does not wait for a save",
+                    else "\nstopping after a save; press Ctrl-C again to stop immediately",
                     err=True,
                 )
             backend_of(entry).signal(run, entry, number)
@@ -183,13 +185,13 @@ LOCK_TIMEOUT_S = 10.0
 
 
 def launched_task() -> SlurmTask | LaunchedRank | None:
-    """The Slurm task or launched rank that this process is; None if it is alone."""
+    """Return the Slurm task or launched rank that this process is; None if the process is alone."""
     task = find_slurm_task() if "SLURM_STEP_ID" in os.environ else None
     return task if task is not None and task.num_tasks > 1 else find_launched_rank()
 
 
 def join_step(folder: Path, task: SlurmTask | LaunchedRank) -> int:
-    """Run this task of the attempt that the first one announces in `folder`; returns its exit code."""
+    """Run this task of the attempt that task 0 announces in `folder`; return the task's exit code."""
     found = step_run.await_announcement(folder, task)
     if isinstance(found, int):
         return found
@@ -201,14 +203,14 @@ def join_step(folder: Path, task: SlurmTask | LaunchedRank) -> int:
 def lead_step(
     folder: Path, task: SlurmTask | LaunchedRank, run: RunDir, entry: AttemptRecord, plan: LaunchPlan
 ) -> int:
-    """Announce the attempt that has been opened in `folder` and run its first task; returns its exit code.
+    """Announce the attempt in `folder` and run its first task; return the task's exit code.
 
     `entry` is the attempt's entry in job.json.
     """
     attempt = run.attempt(entry.attempt)
     step_run.announce(folder, task, attempt)
     if isinstance(task, LaunchedRank):
-        # After it, or an older announcement would count.
+        # Announce the attempt before this call, which may wait, so that no rank reads an older announcement.
         become_sole_supervisor(run, LOCK_TIMEOUT_S)
     with kept_terminal() as terminal:
         # The agent now writes to its log; the terminal shows rank 0.
@@ -224,7 +226,7 @@ def lead_step(
 def run_in_step(
     request: ConfigRequest, workload: Workload, run_dir: str | None, task: SlurmTask | LaunchedRank
 ) -> int:
-    """Run CONFIG or a COMMAND as this task of the step or launcher; returns the exit code of this task."""
+    """Run CONFIG or a COMMAND as this task of the step or launcher; return the task's exit code."""
     folder = Path(RUNS_FOLDER).absolute()
     if task.task != 0:
         return join_step(folder, task)
@@ -232,7 +234,7 @@ def run_in_step(
         run, entry, plan = _start_in_step(request, workload, run_dir, task)
     except TrainkitError as error:
         if isinstance(task, LaunchedRank):
-            raise  # its launcher ends the other ranks
+            raise  # The launcher ends the other ranks.
         try:
             step_run.announce(folder, task, error.exit_code)
         except OSError:
@@ -242,9 +244,9 @@ def run_in_step(
 
 
 def _end_step(task: SlurmTask, error: TrainkitError) -> int:
-    """Print the error and kill the step, whose other tasks cannot be reached; returns the exit code."""
+    """Print the error, kill the step because its other tasks cannot be reached, and return the exit code."""
     click.echo(error.render(), err=True)
-    # srun loses output that it has not read when the step ends.
+    # srun loses output that it has not read before the step ends.
     time.sleep(SRUN_READ_S)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with contextlib.suppress(TrainkitError):
@@ -253,14 +255,14 @@ def _end_step(task: SlurmTask, error: TrainkitError) -> int:
 
 
 def _exit_code(code: int) -> int:
-    """The exit code for srun: a run that saved and stopped as requested has not failed."""
+    """Return the exit code for srun: 0 for a run that saved and stopped as requested."""
     return EXIT_OK if code == EXIT_STOPPED else code
 
 
 def _start_in_step(
     request: ConfigRequest, workload: Workload, run_dir: str | None, task: SlurmTask | LaunchedRank
 ) -> tuple[RunDir, AttemptRecord, LaunchPlan]:
-    """Load, plan, create and start the run, as the first task of the step; its attempt's record and plan."""
+    """Plan, create and start the run as the first task of the step; return its folder, record and plan."""
     from trainkit.launch.plan_run import gather, plan_run
 
     if isinstance(task, LaunchedRank):
@@ -280,7 +282,7 @@ def _start_in_step(
 
 
 def shape_flags(task: SlurmTask | LaunchedRank, per_node: int) -> dict[str, tuple[str, object]]:
-    """The shape of a run whose ranks have started, each with its origin."""
+    """Return the shape of a run whose ranks have started, each value with its origin."""
     origin = task.launcher if isinstance(task, LaunchedRank) else "srun"
     return {
         "resources.nodes": (f"{origin}, {task.num_nodes} nodes", task.num_nodes),
@@ -289,7 +291,7 @@ def shape_flags(task: SlurmTask | LaunchedRank, per_node: int) -> dict[str, tupl
 
 
 def launched_target(task: LaunchedRank) -> Target:
-    """The ranks of another launcher as a target."""
+    """Return the ranks of another launcher as a target."""
     from trainkit.cluster.target import Target
 
     reason = f"launcher: {task.launcher} has started {task.num_tasks} ranks; this is {task.first}"
@@ -297,19 +299,19 @@ def launched_target(task: LaunchedRank) -> Target:
 
 
 def refuse_command(task: LaunchedRank, workload: Workload) -> None:
-    """Raise UsageError for a COMMAND, whose ranks the launcher starts without trainkit."""
+    """Raise UsageError for a COMMAND, because the launcher starts its ranks without trainkit."""
     if workload.is_command:
         raise UsageError(
             f"{task.launcher} starts the ranks of a COMMAND itself",
-            hint=f"`{task.launcher} … {workload.argv[0]} …`, without trainkit",
+            hint=f"use `{task.launcher} … {workload.argv[0]} …` without trainkit",
         )
 
 
 def _step_target(task: SlurmTask, num_procs: int | None) -> tuple[tuple[int, ...], Target]:
-    """The workers of each node of the step, and the step as a target.
+    """Return the number of workers on each node of the step, and the step as a target.
 
-    Each task is one rank or, with `num_procs`, the agent of one node. Raises UsageError for `num_procs` with
-    several tasks on a node.
+    Each task is one rank. With `num_procs`, each task is the agent of one node instead. UsageError is raised
+    for `num_procs` if a node has several tasks.
     """
     from trainkit.cluster.target import Target
 
@@ -331,7 +333,7 @@ def _step_target(task: SlurmTask, num_procs: int | None) -> tuple[tuple[int, ...
 @as_command("trainkit env", "srun --ntasks=4 trainkit env", "trainkit env --json")
 @options.json_option
 def env(as_json: bool) -> None:
-    """Print the rank environment that a process started here would get, or why it is not a rank."""
+    """Print the rank environment that a process started here would get, or why the process is not a rank."""
     rank, reason = _rank_here()
     if as_json:
         values = {"is_rank": bool(rank), **{key: rank.get(key) for key in RANK_KEYS}, "reason": reason}
@@ -363,9 +365,10 @@ RANK_KEYS = (
 
 
 def _rank_here() -> tuple[dict[str, Any], str]:
-    """The rank of this process, by its variables or as a task of a Slurm step, and the reason; else empty.
+    """Return the values of this process's rank and their source, or no values and the reason.
 
-    Raises UsageError when variables contradict each other.
+    The values come from environment variables or from the Slurm step. Raises UsageError if the variables
+    contradict each other.
     """
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
         return vars(find_rank_env()), "RANK is set"

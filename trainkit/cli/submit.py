@@ -1,4 +1,4 @@
-"""``trainkit submit``: submit a run to Slurm, or start it in the background on this machine."""
+"""Implements ``trainkit submit``, which submits a run to Slurm or starts it on this machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def sweep_option(help_text: str) -> Callable[[options.Function], options.Function]:
-    """``--sweep KEY=V,V,…``, repeatable, given as `sweeps`."""
+    """Return the option ``--sweep KEY=V,V,…``, which is repeatable and passed as `sweeps`."""
     return option("--sweep KEY=V,V,…", help_text, name="sweeps", multiple=True)
 
 
@@ -45,7 +45,7 @@ def sweep_option(help_text: str) -> Callable[[options.Function], options.Functio
 )
 @options.config_options(options.choosing_shape_options)
 @options.gpu_type_option
-@sweep_option("One run per value, and per combination of several --sweep.")
+@sweep_option("One run per value; several --sweep submit one run per combination.")
 @option(
     "--array SPEC",
     "One run per index, as in 0-9 or 1,3,5, with consecutive seeds; %4 runs at most 4 at once.",
@@ -74,16 +74,17 @@ def command(
 ) -> int:
     """Submit a run of CONFIG to Slurm, or start it in the background on this machine.
 
-    Prints the run folder and the job id. With a COMMAND after --, each rank runs it instead of the built-in
-    trainer.
+    Prints the run folder and the job id. With a COMMAND after --, each rank runs the COMMAND instead of the
+    built-in trainer.
 
-    In place of CONFIG, a RUN (its name, folder or job id) is run again in a new folder: with its config, its
-    copy of the code and its command, on the same backend and number of GPUs, as if submitted from the same
-    folder. Options change it. A file or shipped config of that name comes first.
+    In place of CONFIG, a RUN (its name, folder or job id) is repeated in a new folder. The new run uses the
+    config, the copied code and the command of RUN, on the same backend and number of GPUs, as if submitted
+    from the same folder. Options change the new run. A file or a shipped config takes precedence over a RUN
+    of the same name.
 
-    --sweep and --array submit a group of runs: one Slurm array, or on this machine one run after another. The
-    group's folder has one run folder per index. Sweep values are parsed as items of a YAML list: "a,b" is one
-    string, [1,2],[3,4] are two lists.
+    --sweep and --array submit a group of runs, as one Slurm array or, on this machine, one run after another.
+    The group's folder contains one run folder per index. Sweep values are parsed as items of a YAML list:
+    "a,b" is one string, and [1,2],[3,4] are two lists.
     """
     from trainkit.launch.submission import plan_submission, submission_warnings
     from trainkit.launch.sweep import group_trials
@@ -99,16 +100,16 @@ def command(
         click.get_current_context().with_resource(submission_folder(repeated.job, takes_new_code=True))
     if is_group and follow:
         raise UsageError(
-            "--follow follows one run, not a group", hint="`trainkit logs GROUP/0 -f` follows one of them"
+            "--follow follows one run, not a group", hint="`trainkit logs GROUP/0 -f` follows one of its runs"
         )
     if is_group and now:
         raise UsageError(
-            "--now starts one run, not a group, whose runs share what is free", hint="remove --now"
+            "--now starts one run, but the runs of a group share the free GPUs and cores", hint="remove --now"
         )
     if request.chooses_nodes and (is_group or after):
         raise UsageError(
-            "--nodes auto is for one run that may start now: when a group or a run with --after would "
-            "start is unknown",
+            "--nodes auto is for one run that may start now, because the start of a group or of a run "
+            "with --after is unknown",
             hint="name a number, or several as in --nodes 2-8",
         )
     spec, trials = group_trials(request, workload, sweeps, array)
@@ -125,7 +126,7 @@ def command(
     plan = submission.plan
     if now and plan.is_job:
         raise UsageError("--now is for a run on this machine, and this one is for Slurm", hint="remove --now")
-    # Of a run on this machine, this is what a dry run shows: there is no script.
+    # A dry run on this machine prints the description on stdout, because there is no script.
     is_shown = dry_run and not plan.is_job and not as_json
     click.echo(describe_plan(plan, next_name(submission.trials[0].config.name, folder)), err=not is_shown)
     for line in (
@@ -158,7 +159,7 @@ def command(
     }
     echo_result(facts, f"{run.path}\n{job_id}", as_json)
     if follow and attempt is not None:
-        from trainkit.cli.logs import follow_detachable  # what reads runs is slow to import
+        from trainkit.cli.logs import follow_detachable  # Modules that read runs are slow to import.
 
         return follow_detachable(run, attempt, to_stderr=as_json)
     first = submission.trials[0].index
@@ -172,11 +173,15 @@ def command(
 def _repeated(
     request: ConfigRequest, workload: Workload
 ) -> tuple[ConfigRequest, Workload, RepeatedRun | None]:
-    """The run that CONFIG names; the request for its config, and the workload: its own if none is typed."""
+    """Return the request, the workload, and the run to repeat if CONFIG names a run.
+
+    Without a COMMAND, the workload of the repeated run is used.
+    """
     is_config = request.path in ("", "-") or typed_path(request.path, Path()).is_file()
     if is_config or find_shipped_config(request.path) is not None:
         return request, workload, None
-    from trainkit.launch.repeat import find_repeated, repeated_run  # what reads runs is slow to import
+    # Modules that read runs are slow to import.
+    from trainkit.launch.repeat import find_repeated, repeated_run
 
     typed = {text.partition("=")[0].strip() for text in request.overrides} | request.flags.keys()
     run = find_repeated(request.path)
@@ -198,7 +203,7 @@ def _changes(repeated: RepeatedRun, submission: Submission, request: ConfigReque
 
 
 def _notes(submission: Submission, workload: Workload, is_sweep: bool) -> Iterator[str]:
-    """What to know of the trials of a group."""
+    """Yield notes about the trials of a group."""
     from trainkit.launch.submission import describe_trials, reaches_command
 
     trials = submission.trials
@@ -207,21 +212,21 @@ def _notes(submission: Submission, workload: Workload, is_sweep: bool) -> Iterat
         generated = {json.dumps(item.plan.files) for item in trials}
         if len(generated) == 1 and not reaches_command(trials, workload.argv):
             yield (
-                "  note: a COMMAND sees only {KEY} in its words and swept launch.env.NAME; the other values "
+                "  note: a COMMAND sees only {KEY} in its arguments and swept launch.env.NAME; other values "
                 "are in config.yaml of the run folder, $TRAINKIT_JOB_RUN_DIR"
             )
         if not trials[0].config.launch.snapshot:
-            others = "relative outputs of one overwrite those of another"
+            others = "their relative output paths overwrite each other"
             yield f"  note: all trials run in {Path.cwd()}: {others}"
 
 
 def _show(submission: Submission, folder: Path | None, test_only: bool, as_json: bool) -> int:
-    """Print the script that would be submitted, with --json the plan of a local run, or Slurm's estimate."""
+    """Print the script of the job, the plan of a local run for --json, or Slurm's estimate of the start."""
     plan, (script, files) = submission.plan, submission.preview(folder)
     if not test_only:
         if plan.is_job or as_json:
             click.echo(script, nl=False)
-        # As `head` prints files; the standard output is the script, byte for byte.
+        # Print the files to stderr as `head` does, because stdout is the script, byte for byte.
         for path, text in files.items():
             click.echo(f"==> {path} <==\n{text}", nl=False, err=True)
         return EXIT_OK

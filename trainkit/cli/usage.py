@@ -1,4 +1,4 @@
-"""What was wrong with a command line, as an error with a hint that can be typed."""
+"""Turns errors in a command line into errors with a hint that the user can type."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import click
 from trainkit.errors import EXIT_FAILED, EXIT_USAGE, ConfigError, TrainkitError, UsageError
 
 SIMILAR = 0.75
-"""`sumbit` is like `submit` (0.83); `wait` is not like `watch` (0.67)."""
+"""Minimum similarity of a suggestion; `sumbit` and `submit` have 0.83, `wait` and `watch` have 0.67."""
 PROGRAM = re.compile(r"(\S*/)?(python[0-9.]*|torchrun|accelerate|deepspeed|wandb|bash|sh)|\S*\.(py|sh)")
 SETTING = re.compile(r"-*(?P<key>[A-Za-z_]+(\.[A-Za-z_]+)+)=(?P<value>.+)")
 DASHES = "\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}"
-"""What a word processor or a web page makes of ``--``."""
+"""Dashes that a word processor or a web page writes in place of ``--``."""
 OTHER_COMMANDS = {
     "ls": ("list", "ps", "queue", "show", "status"),
     "status": ("ls", "list", "ps", "queue", "squeue", "sacct", "show", "jobs", "runs", "info", "describe"),
@@ -39,7 +39,7 @@ OTHER_COMMANDS = {
     **{"diagnose": ("explain", "why", "errors", "inspect"), "stacks": ("py-spy", "stack")},
     **{"--help": ("help", "man", "usage", "?", "/?", "/help"), "--version": ("version", "ver")},
 }
-"""Command -> those of other programs that mean the same."""
+"""Maps a command to the commands of other programs that mean the same."""
 MOVES = "a run is a folder: once it has ended, `mv` and `cp -r` move and copy it"
 DELETES = "a run is a folder: `rm -r` deletes one that has ended, `trainkit cancel RUN` ends one that runs"
 RESUMES = "`trainkit resume {run}` starts a run again from its newest checkpoint"
@@ -48,20 +48,20 @@ RESUME_OPTIONS = (
     " --ckpt-path --checkpoint --from-checkpoint --load --load-checkpoint --load-from-checkpoint --restore"
     " --restart --continue --continue-from"
 )
-"""Options of other programs for a run that continues."""
+"""Options of other programs that continue a run."""
 KEEPS_LOGS = "`trainkit logs RUN` shows what a run prints; the files are in its run folder"
-HERE = "a run works in the folder in which it is submitted: `cd` there first"
-IS_SET = "trainkit sets it itself: leave it out"
-IS_HERE = "`trainkit run` is on this machine: leave it out"
-ASKS_NOTHING = "trainkit asks nothing: leave it out"
+HERE = "a run uses the folder where you submit it: `cd` to that folder first"
+IS_SET = "trainkit sets this option itself; omit it"
+IS_HERE = "`trainkit run` always uses this machine; omit this option"
+ASKS_NOTHING = "trainkit never asks for confirmation; omit this option"
 WRITES_ACCELERATE = (
     "trainkit writes the config of accelerate: `trainkit submit --launcher accelerate -- train.py`"
 )
-OWN_LIGHTNING = (
-    "a LightningCLI of your own comes after --: `trainkit submit --launcher lightning -- main.py {args}`"
+OWN_LIGHTNING = "your own LightningCLI follows --: `trainkit submit --launcher lightning -- main.py {args}`"
+RENDEZVOUS = "trainkit chooses address, port and ranks itself; omit this option"
+BY_HAND = (
+    "omit this option; on several hosts without Slurm, start `torchrun … -m trainkit run CONFIG` on each host"
 )
-RENDEZVOUS = "trainkit chooses address, port and ranks itself: leave it out"
-BY_HAND = "leave it out; on several hosts without Slurm, start `torchrun … -m trainkit run CONFIG` on each"
 OTHER_WAYS = {
     **dict.fromkeys(("--output", "--error", "-o", "-e", "--log-dir", "--logdir"), KEEPS_LOGS),
     **dict.fromkeys(("--local", "--here"), "did you mean --backend local?"),
@@ -75,13 +75,13 @@ OTHER_WAYS = {
     **dict.fromkeys(("--open-mode", "--label", "--multi-prog", "--kill-on-bad-exit", "--overlap"), IS_SET),
     **dict.fromkeys(("--chdir", "-D", "--workdir", "--cwd", "--working-dir"), HERE),
     **dict.fromkeys(("--yes", "-y", "--force", "--overwrite", "--no-input"), ASKS_NOTHING),
-    **dict.fromkeys(("--wait", "-W"), "`--follow` stays until the run has ended"),
-    **dict.fromkeys(("--quiet", "--silent"), "what is not the result goes to stderr: `2>/dev/null` hides it"),
+    **dict.fromkeys(("--wait", "-W"), "`--follow` waits until the run has ended"),
+    **dict.fromkeys(("--quiet", "--silent"), "diagnostics go to stderr; `2>/dev/null` hides them"),
     **dict.fromkeys(
         ("--sweep_id", "--sweep-id", "--count"), "`--sweep KEY=VALUE,VALUE` starts a run for each value"
     ),
     "--verbose": "`trainkit --debug COMMAND …` shows where an error comes from",
-    "--wrap": "a program of your own comes after --: `trainkit submit -- COMMAND`",
+    "--wrap": "your own program follows --: `trainkit submit -- COMMAND`",
     **dict.fromkeys(
         ("--standalone", "--rdzv_backend", "--rdzv-backend", "--rdzv_id", "--rdzv-id"), RENDEZVOUS
     ),
@@ -91,10 +91,10 @@ OTHER_WAYS = {
     ),
     **dict.fromkeys(("--node-rank", "--master-addr", "--master-port"), BY_HAND),
     **dict.fromkeys(("--max_restarts", "--max-restarts"), "did you mean --set requeue.max_crashes=…?"),
-    **dict.fromkeys(("--requeue", "--no-requeue"), "`--set requeue.max=N` says how often a run starts again"),
+    **dict.fromkeys(("--requeue", "--no-requeue"), "`--set requeue.max=N` limits the restarts of a run"),
     **dict.fromkeys(("--use_deepspeed", "--deepspeed"), "did you mean --launcher deepspeed?"),
 }
-"""Option of other programs -> what to type instead, where that is no option of the same command."""
+"""Maps an option of other programs to a hint, if no option of the same command replaces it."""
 SBATCH_OPTIONS = (
     "acctg-freq batch bb bbf begin cluster-constraint container contiguous core-spec cores-per-socket"
     " deadline delay-boot distribution exclusive extra-node-info get-user-env gid gres-flags hint hold"
@@ -102,20 +102,20 @@ SBATCH_OPTIONS = (
     " ntasks-per-socket overcommit oversubscribe power prefer priority propagate reboot sockets-per-node"
     " spread-job switches thread-spec threads-per-core tmp uid use-min-nodes wckey"
 )
-"""Options of sbatch that have no key of their own: `resources.extra` takes them."""
+"""Options of sbatch without a config key; `resources.extra` accepts them."""
 SRUN_OPTIONS = (
     "accel-bind bcast compress cpu-bind gpu-bind mem-bind mpi network task-epilog task-prolog unbuffered"
 )
-"""Options of srun that have no key of their own: `launch.srun_extra` takes them."""
+"""Options of srun without a config key; `launch.srun_extra` accepts them."""
 KILLS = ("-9", "-f", "--force", "--kill", "-s", "--signal")
-"""Options of `kill` and `scancel` for a run that has not ended otherwise."""
+"""Options of `kill` and `scancel` that end a job immediately."""
 SBATCH_SHORT = {"-w": "nodelist", "-L": "licenses", "-H": "hold", "-b": "begin", "-s": "oversubscribe"}
 SBATCH_KEYS = {"-x": "exclude", "-M": "clusters"}
-"""Short options of sbatch, by the long one or the key."""
+"""SBATCH_SHORT maps short options of sbatch to long options, and SBATCH_KEYS maps them to config keys."""
 SLURM_ALONE = ("--time", "--partition", "--account", "--qos", "--constraint", "--mem", "--exclusive")
-"""Options of a job, which have no effect on what runs here."""
+"""Options of a Slurm job, which have no effect on a run in the foreground."""
 WORD_IS_VALUE = ("bf16", "fp16", "fp32", "cpu")
-"""Options of other programs that say the value of a key."""
+"""Options of other programs whose name is the value of a config key."""
 OTHER_NAMES = {
     "--nodes": ("-N", "--nnodes", "--num_machines", "--num-machines"),
     "--gpus-per-node": (
@@ -147,11 +147,11 @@ OTHER_NAMES = {
     "--out": ("-o", "--output", "--to", "--output-dir", "--output_dir"),
     "--all": ("-a",),
 }
-"""Option -> those of Slurm's commands and of launchers that mean the same."""
+"""Maps an option to the options of Slurm's commands and of launchers that mean the same."""
 
 
 class CommandGroup(click.Group):
-    """A group that names the command which was meant."""
+    """A group of commands that suggests the intended command for an unknown one."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -165,7 +165,7 @@ class CommandGroup(click.Group):
 
 
 def _command_hint(args: Sequence[str], known: Sequence[str], program: str) -> str:
-    """What to type in place of an unknown command of `program`, the first of `args`."""
+    """Return a hint for the unknown command `args[0]` of `program`."""
     from trainkit.formats import near
 
     name, is_top = args[0].lower(), "submit" in known
@@ -198,7 +198,7 @@ def _command_hint(args: Sequence[str], known: Sequence[str], program: str) -> st
 
 
 def _meant_by_operand(args: Sequence[str]) -> str | None:
-    """The command that was left out before a program, a config or a run."""
+    """Return the command that the user omitted before a program, a config or a run."""
     from trainkit.folders import find_shipped_config
 
     if PROGRAM.fullmatch(args[0]):
@@ -218,12 +218,12 @@ def _is_run(name: str) -> bool:
 
 
 def from_click(error: click.ClickException, args: Sequence[str]) -> TrainkitError:
-    """Convert a click error; most are usage errors and exit with 2."""
+    """Convert a click error; most click errors are usage errors with exit code 2."""
     message, hint = error.format_message().rstrip("."), ""
     message = message[:1].lower() + message[1:]
     context = error.ctx if isinstance(error, click.UsageError) else None
     takes_command = args[:1] in (["submit"], ["run"]) and "--" not in args
-    args = args[: args.index("--")] if "--" in args else args  # what follows is not trainkit's
+    args = args[: args.index("--")] if "--" in args else args  # Arguments after -- belong to the COMMAND.
     if isinstance(error, click.NoSuchOption):
         known = _option_names(error.ctx)
         # Click reads -help as -h -e -l -p.
@@ -242,7 +242,7 @@ def from_click(error: click.ClickException, args: Sequence[str]) -> TrainkitErro
     elif isinstance(error, click.BadParameter) and error.param is not None:
         message, hint = _bad_value(error.param, args) or (message, "")
     if isinstance(error, click.UsageError) and takes_command and (first := _program_at(args, context)):
-        hint = f"a program of your own comes after --: `trainkit {_with_dashes(args, first)}`"
+        hint = f"your own program follows --: `trainkit {_with_dashes(args, first)}`"
     if isinstance(error, click.UsageError) and not hint:
         named = ["trainkit", *(word for word in args[:1] if not word.startswith("-"))]
         path = " ".join(named) if context is None else context.command_path
@@ -261,14 +261,14 @@ def _option_names(context: click.Context | None) -> list[str]:
 
 
 def _program_at(args: Sequence[str], context: click.Context | None) -> int:
-    """The index of the program in a command line, 0 without one; the value of an option is none."""
+    """Return the index of the program in a command line, or 0; an option's value is not a program."""
     with_value = {name for item in _options(context) if not item.is_flag for name in item.opts}
     found = (index for index, word in enumerate(args) if PROGRAM.fullmatch(word) and "=" not in word)
     return next((index for index in found if args[index - 1] not in with_value), 0)
 
 
 def _with_dashes(args: Sequence[str], first: int) -> str:
-    """The words that were meant, where the ``--`` before a program was forgotten."""
+    """Return the command line with the ``--`` that the user forgot before a program."""
     own, program = [word for word in args[:first] if word.strip(DASHES + "-")], args[first:]
     launcher = program[0].rpartition("/")[2]
     script = next((at for at, word in enumerate(program) if word.endswith(".py")), 0)
@@ -285,7 +285,7 @@ def _name(param: click.Parameter) -> str:
 
 
 def _word_hint(args: Sequence[str]) -> str:
-    """A word of the command line that is an option or a setting, written in another way."""
+    """Return a hint for an argument that is a misspelt option or setting."""
     rest = args[1:]
     if (cut := _cut_setting(args)) is not None:
         return cut[2]
@@ -325,11 +325,14 @@ def _task_name(word: str) -> str:
 
 _NUMBER = r"[-+]?[\d.]+(?:[eE][-+]?\d+)?"
 _LOOSE = re.compile(rf"=|=?{_NUMBER}(?:,+{_NUMBER})*,*|[a-z_.]+=\S+")
-"""A value, or values, behind a space."""
+"""Matches a loose equals sign, numbers or a setting that follows a space."""
 
 
 def _cut_setting(args: Sequence[str]) -> tuple[str, str, str] | None:
-    """The first word behind a ``--set`` or ``--sweep`` that was meant to be a part of it, all, and a hint."""
+    """Find an argument that belongs to the ``--set`` or ``--sweep`` before it.
+
+    Returns the argument, the whole setting and a hint.
+    """
     for at, word in enumerate(args):
         option, equals, text = word.partition("=")
         if option not in ("--set", "--sweep"):
@@ -340,7 +343,7 @@ def _cut_setting(args: Sequence[str]) -> tuple[str, str, str] | None:
         if not rest or rest[0].startswith("-") or not key:
             continue
         whole = " ".join([option, text, rest[0]])
-        if not value:  # --set KEY VALUE, --set KEY= VALUE, --set KEY =VALUE, --set KEY = VALUE
+        if not value:  # Examples are --set KEY VALUE and --set KEY = VALUE.
             found = next((one.lstrip("=") for one in rest[:2] if one.lstrip("=")), "")
             from trainkit.config.schema import is_known, meant
 
@@ -357,19 +360,17 @@ def _cut_setting(args: Sequence[str]) -> tuple[str, str, str] | None:
 
 
 def cut_setting(args: Sequence[str], config: str | None) -> TrainkitError | None:
-    """The error of a CONFIG that is ``help``, or a part of the setting before it; None of another."""
+    """Return the error of a CONFIG that is ``help`` or belongs to the setting before it; otherwise None."""
     if config == "help" and args[-1:] == ["help"]:
         return UsageError("help: no such file or shipped config", hint=_help_hint(args))
     found = _cut_setting(args[: args.index("--")] if "--" in args else args)
     if found is None or found[0] != config:
         return None
-    return UsageError(
-        f"{found[1]}: a setting is one word, and its values are joined by commas", hint=found[2]
-    )
+    return UsageError(f"{found[1]}: a setting is one argument, with commas between its values", hint=found[2])
 
 
 def as_typed(error: TrainkitError, args: Sequence[str]) -> TrainkitError:
-    """An error with a hint that is the command line as it should have been."""
+    """Return an error whose hint, if possible, is the corrected command line."""
     from trainkit.run.registry import RunElsewhere
 
     if isinstance(error, RunElsewhere) and error.only is not None:
@@ -378,7 +379,7 @@ def as_typed(error: TrainkitError, args: Sequence[str]) -> TrainkitError:
         if at is None:
             return error
         words[at] = str(error.only)
-        return UsageError(error.message, hint=f"`{join(['trainkit', *words])}` acts on it")
+        return UsageError(error.message, hint=f"`{join(['trainkit', *words])}` acts on this run")
     asks_help = len(args) > 1 and args[-1] == "help" and "--" not in args
     if asks_help and error.exit_code == EXIT_USAGE and not isinstance(error, ConfigError):
         return UsageError(error.message, hint=_help_hint(args))
@@ -390,7 +391,7 @@ def _help_hint(args: Sequence[str]) -> str:
 
 
 def _setting_hint(found: re.Match[str], known: Sequence[str] = ("--set",)) -> str:
-    """The option for ``key=value``: several values of a key that takes one are a sweep."""
+    """Return a hint for ``key=value``; several values of a key that takes one value need ``--sweep``."""
     from trainkit.config.schema import is_known, meant
     from trainkit.config.suggest import accepts, other_key_says
 
@@ -404,7 +405,7 @@ def _setting_hint(found: re.Match[str], known: Sequence[str] = ("--set",)) -> st
 
 
 def _option_hint(error: click.NoSuchOption, args: Sequence[str]) -> str:
-    """The option that was meant, by its name here, or the key of the config that has no option."""
+    """Return a hint with the option or the config key that an unknown option probably means."""
     from difflib import get_close_matches
 
     known, typed = _option_names(error.ctx), error.option_name
@@ -412,7 +413,7 @@ def _option_hint(error: click.NoSuchOption, args: Sequence[str]) -> str:
     if "--json" in known and value == "json":
         return "did you mean --json?"
     if typed in ("--run", "--run-name", "--name") and _takes_run(error.ctx):
-        return f"RUN has no option: `{program} {quote(value or 'RUN')}`"
+        return f"RUN is an argument, not an option: `{program} {quote(value or 'RUN')}`"
     if moved := _of_another_command(typed, error.ctx, args):
         return moved
     if error.ctx is not None and error.ctx.command.name == "cancel" and typed in KILLS:
@@ -424,7 +425,7 @@ def _option_hint(error: click.NoSuchOption, args: Sequence[str]) -> str:
     if args[1:2] == ["fit"]:
         return OWN_LIGHTNING.format(args=join(args[1:]))
     if typed in ("--config", "-c", "--file", "--model") and _names_config(typed, value):
-        return f"CONFIG has no option: `{program} {quote(value or 'CONFIG')}`"
+        return f"CONFIG is an argument, not an option: `{program} {quote(value or 'CONFIG')}`"
     if typed in ("--env", "-e", "--export") and "--set" in known and "=" in (value or ""):
         return f"did you mean --set {quote(f'launch.env.{value}')}?"
     if typed.replace("_", "-") in RESUME_OPTIONS.split() and args[0] in ("submit", "run"):
@@ -452,7 +453,7 @@ def _takes_run(context: click.Context | None) -> bool:
 
 
 def _of_another_command(typed: str, context: click.Context | None, args: Sequence[str]) -> str:
-    """An option of a command that stands before it, or of the program that stands after its command."""
+    """Return a hint for a command's option before the command, or a global option after the command."""
     from difflib import get_close_matches
 
     if context is None:
@@ -469,12 +470,12 @@ def _of_another_command(typed: str, context: click.Context | None, args: Sequenc
         typed, [name for item in root.command.params for name in item.opts], 1, 0.9
     ):
         rest = [word for word in args if word != typed]
-        return f"it comes before the command: `{join(['trainkit', meant[0], *rest])}`"
+        return f"this option comes before the command: `{join(['trainkit', meant[0], *rest])}`"
     return ""
 
 
 def _with_value(names: Sequence[str], value: str | None) -> str:
-    """An option with the value that was typed for another one; ``--gres gpu:a100:4`` has a type too."""
+    """Return the options for a value of another option; ``--gres gpu:a100:4`` also contains a GPU type."""
     *kind, count = (value or "").removeprefix("gpu:").split(":")
     if names == ["--gpus-per-node"] and value != count and count.isdigit() and len(kind) < 2:
         return " ".join([*(f"--gpu-type {one}" for one in kind), f"--gpus-per-node {count}"])
@@ -488,7 +489,7 @@ def _names_config(typed: str, value: str | None) -> bool:
 
 
 def _key_hint(typed: str, value: str | None, args: Sequence[str], known: Sequence[str]) -> str:
-    """The key of the config for an option of another program, with a value that it takes."""
+    """Return a hint with the config key for an option of another program, and a valid value."""
     from trainkit.config.schema import all_keys, other_names, sections
     from trainkit.config.suggest import accepts, nearest, other_key_says
 
@@ -531,7 +532,7 @@ def _key_hint(typed: str, value: str | None, args: Sequence[str], known: Sequenc
 
 
 def _typed(names: Sequence[str], args: Sequence[str]) -> str | None:
-    """The last value that was typed for an option with these names."""
+    """Return the last value that was typed for an option with one of these names."""
     value = None
     for word, following in zip(args, [*args[1:], None], strict=True):
         name, equals, rest = word.partition("=")
@@ -541,13 +542,13 @@ def _typed(names: Sequence[str], args: Sequence[str]) -> str | None:
 
 
 def _bad_value(param: click.Parameter, args: Sequence[str]) -> tuple[str, str] | None:
-    """What is wrong with a number or choice, in the words of a config's problems, and what was meant."""
+    """Return a message and a hint for an invalid number or choice, in the style of config problems."""
     from trainkit.config.schema import allowed_values, schema_words
     from trainkit.config.suggest import readings
     from trainkit.folders import INTERPOLATION, NOT_EVALUATED
 
     kind, name = param.type, _name(param)
-    # An argument with a choice is the only one of its command.
+    # An argument with a choice is the only argument of its command.
     value = _typed(param.opts, args) if isinstance(param, click.Option) else args[-1]
     choices: Sequence[str] = ()
     if key := getattr(kind, "config_key", ()):

@@ -1,4 +1,4 @@
-"""Run configs: their schema, loading, and the origin of each value."""
+"""Defines run configs: their schema, loading, and the origin of each value."""
 
 from trainkit.config.load import dump_effective, load_config, read_effective
 from trainkit.config.loaded import InvalidConfig, LoadedConfig

@@ -1,4 +1,4 @@
-"""The folder of a Hugging Face model, and what its config.json sets in the config of a run."""
+"""Finds the folder of a Hugging Face model, and reads the config values that its config.json sets."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ SIZES = {
     "ffn_dim": "intermediate_size",
     "norm_eps": "rms_norm_eps",
 }
-"""Keys of the `model` section -> keys of config.json, for the models that trainkit's decoder can be."""
+"""Maps keys of the `model` section to keys of config.json, for models that trainkit's decoder can run."""
 MISTRAL_WINDOW = 4096
-"""The default of transformers."""
+"""The default of `sliding_window` in transformers."""
 ROPE_KEYS: tuple[str, ...] = get_args(RopeKey)
 
 
@@ -33,23 +33,24 @@ class HFModel(NamedTuple):
 
     folder: Path
     architecture: str
-    """``llama`` if trainkit's decoder computes the same, else ``transformers``."""
+    """``llama`` if trainkit's decoder can run the model, else ``transformers``."""
     values: JsonObject
-    """Keys of the `model` section and the values that config.json gives them."""
+    """Maps keys of the `model` section to their values in config.json."""
     reason: str
-    """Why trainkit's decoder cannot be this model; empty if it can."""
+    """The reason why trainkit's decoder cannot run this model; empty if it can."""
 
     @property
     def tokenizer(self) -> Path | None:
-        """Its tokenizer.json, if there is one."""
+        """Return the path of the model's tokenizer.json, or None if the file does not exist."""
         file = self.folder / TOKENIZER_NAME
         return file if file.is_file() else None
 
 
 def find_hf_model(name: str, cwd: Path) -> HFModel:
-    """Find a model by its folder, or by its hub name among the downloaded ones; nothing is downloaded.
+    """Find a model by its folder, or by its hub name among the downloaded models.
 
-    Raises UsageError if there is none or its config.json cannot be read.
+    The function downloads nothing. Raises UsageError if the model is not found or its config.json cannot be
+    read.
     """
     folder = _find_folder(name, cwd)
     file = folder / CONFIG_NAME
@@ -105,13 +106,13 @@ def _find_folder(name: str, cwd: Path) -> Path:
 
 
 def _rope(content: JsonObject) -> tuple[float | None, JsonObject]:
-    """The base of the rotary embedding, and its scaling, as written by transformers 4 and 5."""
+    """Return the base and the scaling of the rotary embedding, as written by transformers 4 and 5."""
     rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
     return rope.get("rope_theta", content.get("rope_theta", 10_000.0)), rope
 
 
 def _unlike_decoder(content: JsonObject) -> str:
-    """What trainkit's decoder does not compute; empty if it computes this model."""
+    """Return the reason why trainkit's decoder cannot run the model; empty if it can."""
     model_type = content["model_type"]
     if model_type not in ("llama", "mistral", "qwen2"):
         return f"model_type is {model_type}"
@@ -131,7 +132,7 @@ def _unlike_decoder(content: JsonObject) -> str:
         ),
         "attention_dropout": (content.get("attention_dropout", 0.0), 0.0),
         "mlp_bias": (content.get("mlp_bias", False), False),
-        # Qwen2 has biases for queries, keys and values, but Llama's option has one for the output too.
+        # Qwen2 has biases for queries, keys and values, but Llama's option also adds a bias to the output.
         "attention_bias": (content.get("attention_bias", False) and model_type != "qwen2", False),
         "use_sliding_window": (content.get("use_sliding_window", False), False),
         "sliding_window": (has_windows, False),

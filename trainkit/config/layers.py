@@ -1,4 +1,4 @@
-"""The layers of a config: files and the files they extend, profiles, environment variables, flags."""
+"""Reads the layers of a config: files, the files that they extend, profiles, variables and flags."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ from trainkit.formats import did_you_mean, near
 
 
 def as_this_version(entry: Entry) -> Entry:
-    """The content of a file in the present version of the format.
+    """Convert the content of a config file to the current version of the format.
 
-    Raises ConfigError for a newer one, with that alone: other problems of the file are probably valid there.
+    Raises ConfigError if the file is newer. The error reports no other problems, because the file is probably
+    valid in the newer version.
     """
     version, key = entry.value.get("config_version"), ("logging", "tensorboard")
     if version is None or type(version.value) is not int:
@@ -51,7 +52,7 @@ def as_this_version(entry: Entry) -> Entry:
     if version.value == 1:
         entry = merge(entry, entry_at(("config_version",), schema.CONFIG_VERSION, version.origin))
         if (found := entry.find(key)) is not None and found.value is True:
-            # It was the default, and demanded nothing.
+            # In version 1, true was the default and did not require TensorBoard.
             entry = merge(entry, entry_at(key, "auto", found.origin))
     return entry
 
@@ -65,21 +66,21 @@ def _form_hint(typed: str) -> str:
 
 
 def _value_hint(path: tuple[str, ...]) -> str:
-    """What to type for a value that YAML does not understand."""
+    """Return a hint for a value that is not valid YAML."""
     if (key := ".".join(path)) in schema.default_values():
         return f"{key} must be {schema.allowed_values(path)}"
     return "text with a colon, a bracket, # or ${…} needs quotes"
 
 
 class Edit(NamedTuple):
-    """What a flag does to the value of a key."""
+    """A change that a flag makes to the value of a key."""
 
     path: tuple[str, ...]
     value: Any
     origin: str
     appends: bool = False
     may_miss: bool = False
-    """Whether an entry that it removes may be missing, as in a sweep over values and null."""
+    """Allows the removal of an entry that does not exist, as in a sweep over values and null."""
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -87,7 +88,7 @@ class Edit(NamedTuple):
 
     @property
     def removes(self) -> bool:
-        """Whether null removes an entry: of a mapping whose values cannot be null."""
+        """Return whether null removes an entry from a mapping whose values cannot be null."""
         if self.value is not None or len(self.path) != len(self.key) + 1 or not schema.is_known(self.key):
             return False
         field = schema.field_schema(self.key)
@@ -97,11 +98,11 @@ class Edit(NamedTuple):
 
     @property
     def is_partial(self) -> bool:
-        """Whether it changes the value that other layers give, instead of setting one."""
+        """Return whether the edit changes the value from other layers instead of replacing it."""
         return self.appends or self.removes or any(map(str.isdecimal, self.path[len(self.key) :]))
 
     def apply(self, tree: Entry) -> Entry:
-        """The tree with the changed value; raises ConfigError if there is no such key or part."""
+        """Return the tree with the edited value; raise ConfigError if the key or item does not exist."""
         name = ".".join(self.key)
         if not schema.is_known(self.key):
             raise ConfigError([unknown_problem(self.key, Entry(None, self.origin))])
@@ -121,7 +122,7 @@ class Edit(NamedTuple):
         return merge(without(tree, [self.key]), entry)
 
     def _changed(self, value: object, path: tuple[str, ...]) -> object:
-        """A value with the change at a path in it."""
+        """Return a copy of `value` with the change at `path`."""
         if not path and self.appends:
             if isinstance(value, dict) and isinstance(self.value, dict):
                 return {**value, **self.value}
@@ -142,13 +143,13 @@ class Edit(NamedTuple):
             raise ValueError(f"is {schema.show_value(value)}, which has no item {name}")
         if not name.isdecimal() or int(name) >= len(value):
             items = f"has items 0 to {len(value) - 1}" if value else "is empty"
-            raise ValueError(f"{items}, not {name}; += appends one")
+            raise ValueError(f"{items}, not {name}; += appends an item")
         index = int(name)
         return [*value[:index], self._changed(value[index], rest), *value[index + 1 :]]
 
 
 def _with_origins(entry: Entry, before: Entry | None) -> Entry:
-    """The entry, in which what is as before has the origin that it had."""
+    """Keep the earlier origin of every value that the entry does not change."""
     if before is None or not (entry.is_mapping and before.is_mapping):
         return before if before is not None and entry.value is before.value else entry
     return replace(
@@ -160,7 +161,7 @@ ENV_PREFIX = "TRAINKIT_"
 ENV_INTERNAL_PREFIX = "TRAINKIT_JOB_"
 EMPTY = Entry({}, "default")
 SCRIPTS = {".py": "python", ".sh": "bash"}
-"""The suffixes of files that are no configs, and what starts them."""
+"""Maps the suffix of a script to the program that runs the script."""
 _SETTING = re.compile(r"\+{0,2}([a-z_]+(?:\.[a-z_]+)?)=(.*)")
 _NUMBER = re.compile(r"[-+]?[\d.]+(?:[eE][-+]?\d+)?")
 
@@ -173,7 +174,10 @@ class Layers:
         self.problems: list[Problem] = []
 
     def config(self, name: str | Path) -> tuple[Entry, Path]:
-        """The config with this name and its path: a file before a shipped config; ``-`` is standard input."""
+        """Find a config by name and return its content and path.
+
+        A file takes precedence over a shipped config. The name ``-`` means standard input.
+        """
         if Path(name) == STANDARD_INPUT:
             return self._file(STANDARD_INPUT, ()), STANDARD_INPUT
         try:
@@ -189,7 +193,7 @@ class Layers:
 
     def _missing(self, name: str, path: Path) -> Problem:
         if path.suffix in SCRIPTS:
-            hint = f"`trainkit submit -- {SCRIPTS[path.suffix]} {quote(name)}` runs a script of your own"
+            hint = f"`trainkit submit -- {SCRIPTS[path.suffix]} {quote(name)}` runs your own script"
             return Problem("", "no such config", name, hint)
         if _NUMBER.fullmatch(name):
             hint = f"a number is no CONFIG: write --set KEY={name}, or --sweep KEY=VALUE,{name}"
@@ -213,7 +217,10 @@ class Layers:
         return Problem("", "no such file or shipped config", name, hint)
 
     def file(self, path: Path) -> Entry:
-        """A file merged over the files it extends; empty if it cannot be read."""
+        """Read a file and merge it over the files that it extends.
+
+        If the file cannot be read, record the problem and return an empty entry.
+        """
         return self._file(self.cwd / path, ())
 
     def _file(self, path: Path, parents: tuple[Path, ...], *, executes: bool = False) -> Entry:
@@ -237,7 +244,7 @@ class Layers:
             if parent.resolve() in chain:
                 names = [self.shown(item) for item in chain[chain.index(parent.resolve()) :]]
                 message = f"{' extends '.join([*names, names[0]])}: this is circular"
-                self.problem("extends", message, origin, "remove this one, or that of another of these files")
+                self.problem("extends", message, origin, "remove `extends` from one of these files")
                 continue
             result = overlay(result, self._file(parent, chain))
         return overlay(result, Entry(own, entry.origin))
@@ -269,9 +276,9 @@ class Layers:
         return None
 
     def profile(self, name: str, config: Path | None) -> Entry:
-        """The profile with this name; `config` is the path of the run config, if it has one.
+        """Read the profile with this name; `config` is the path of the run config, if the command has one.
 
-        One of that config alone is next to it: ``CONFIG.NAME.yaml``.
+        A profile for this config alone is the file ``CONFIG.NAME.yaml`` next to it.
         """
         folders = [self.cwd / "profiles", self.cwd / "configs" / "profiles", shipped_configs() / "profiles"]
         if config is not None:
@@ -291,14 +298,15 @@ class Layers:
         return EMPTY
 
     def environment(self, environ: Mapping[str, str]) -> Entry:
-        """The layer of environment variables such as ``TRAINKIT_TRAIN__STEPS``."""
+        """Read the layer of environment variables such as ``TRAINKIT_TRAIN__STEPS``."""
         result = EMPTY
         for name, text in sorted(environ.items()):
             is_internal = name.startswith(ENV_INTERNAL_PREFIX) or name == WEBHOOK_VARIABLE
             if not name.startswith(ENV_PREFIX) or is_internal:
                 continue
             parts = name.removeprefix(ENV_PREFIX).split("__")
-            # Parts after section and key name entries of a free mapping (launch.env), which keep their case.
+            # The parts after the section and the key name an entry of a mapping such as launch.env, and keep
+            # their case.
             path = (*(part.lower() for part in parts[:2]), *parts[2:])
             try:
                 result = merge(result, entry_at(path, parse_value(text, path), name, text.strip()))
@@ -309,13 +317,17 @@ class Layers:
     def flags(
         self, overrides: Sequence[str], named: Mapping[str, tuple[str, object]]
     ) -> tuple[Entry, list[Edit]]:
-        """The layer of ``--set a.b=c`` and of named options, and their edits; the last of a key wins."""
+        """Return the layer that ``--set a.b=c`` and named options form, and their partial edits.
+
+        The last ``--set`` of a key wins. A named option that contradicts ``--set`` is a problem.
+        """
         layer, edits = EMPTY, list[Edit]()
 
         def add(edit: Edit, typed: str = "") -> None:
             nonlocal layer
             if edit.is_partial or any(one.key == edit.path[: len(one.key)] for one in edits):
-                edits.append(edit)  # a value that is set after edits of its key is one too
+                # A full value that follows partial edits of its key must be applied after these edits.
+                edits.append(edit)
             else:
                 layer = merge(layer, entry_at(edit.path, edit.value, edit.origin, typed))
 
@@ -346,7 +358,7 @@ class Layers:
         return layer, edits
 
     def shown(self, path: Path) -> str:
-        """A path as origins show it: relative if it is in the working folder."""
+        """Return a path as origins show it: relative if it is in the working folder."""
         if path == STANDARD_INPUT:
             return "standard input"
         absolute = self.cwd / path

@@ -1,4 +1,4 @@
-"""Loads a config from all its layers, each value with its origin, and replaces values for a command."""
+"""Loads a config from all its layers with the origin of each value, and changes values for commands."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from trainkit.folders import FIRST_RUN, FIRST_RUN_NAME, config_folder, shipped_c
 from trainkit.shipped import TASKS, load
 
 DEFAULT_PRESET = ModelConfig.model_fields["preset"].default
-"""Without effect where `model.hf` sets the sizes."""
+"""The preset has no effect if `model.hf` sets the sizes."""
 PROJECT_FILE = "trainkit.yaml"
 PATHS = {
     ("data", "source"): "stdlib",
@@ -35,7 +35,7 @@ PATHS = {
     ("data", "cache_dir"): None,
     ("model", "init_from"): None,
 }
-"""Keys whose values are paths, each with the one value that is a name instead."""
+"""Maps each key whose value is a path to the one value that is a name instead of a path."""
 
 
 def load_config(
@@ -49,19 +49,21 @@ def load_config(
     layers: bool = True,
     defaults: Sequence[Entry] = (),
 ) -> LoadedConfig:
-    """Load a config file, or a shipped config by name, merged with all other layers.
+    """Load a config file, or a shipped config by name, and merge it with all other layers.
 
-    `overrides` are the arguments of ``--set``; `flags` maps a key to the flag as typed and its value.
-    `layers` False ignores ./trainkit.yaml, the user's config and the environment: `path` is the config of a
-    run, which is executed again, and UsageError is raised if another user could have written it. `defaults`
-    are the lowest layers, such as the `defaults` of a cluster profile.
+    `overrides` are the arguments of ``--set``. `flags` maps a key to the flag as typed and its value.
+    `defaults` are the lowest layers, such as the `defaults` of a cluster profile.
 
-    Raises InvalidConfig with the problems of all layers and the valid part of the config, or a plain
-    ConfigError if there is no such part because a layer cannot be read or two flags conflict.
+    `layers` is False if `path` is the config of an existing run, which is executed again. The function then
+    ignores ./trainkit.yaml, the user's config and the environment, and raises UsageError if another user
+    could have written the file.
+
+    Raises InvalidConfig with the problems of all layers and the valid part of the config. Raises a plain
+    ConfigError without a valid part if a layer cannot be read or two flags conflict.
     """
     environ = os.environ if environ is None else environ
     reader = Layers(Path.cwd() if cwd is None else cwd, of_run=not layers)
-    # The lowest precedence first.
+    # Layers with lower precedence come first.
     trees = [*defaults]
     if layers:
         around = (config_folder(environ) / "config.yaml", reader.cwd / PROJECT_FILE)
@@ -71,7 +73,8 @@ def load_config(
         tree, file = reader.config(path)
         written = tree.find(("name",)) if path == FIRST_RUN else None
         if written and written.value == FIRST_RUN_NAME and any(layer.find(("name",)) for layer in defaults):
-            tree = without(tree, [("name",)])  # a command has its own; this one is of the training
+            # The defaults of a command already name its run; the name in the file is for the training run.
+            tree = without(tree, [("name",)])
         trees.append(tree)
     if profile is not None:
         trees.append(reader.profile(profile, file))
@@ -84,10 +87,10 @@ def load_config(
 
 
 def _merged(reader: Layers, trees: Sequence[Entry], edits: Sequence[Edit]) -> LoadedConfig:
-    """Merge layers, the lowest first, and change what flags edit in their values.
+    """Merge layers, the lowest first, and apply the edits of flags.
 
-    Raises InvalidConfig with a config without the unknown keys and invalid values, ConfigError if a layer
-    cannot be read or two flags conflict.
+    Raises InvalidConfig with a config without the unknown keys and invalid values. Raises ConfigError if a
+    layer cannot be read or two flags conflict.
     """
     problems = list(reader.problems)
     merged, causes = EMPTY, set()
@@ -95,7 +98,7 @@ def _merged(reader: Layers, trees: Sequence[Entry], edits: Sequence[Edit]) -> Lo
         unknown = list(unknown_keys(tree))
         problems += [unknown_problem(key, entry) for key, entry in unknown]
         causes |= {match for key, _ in unknown if (match := meant(key)) is not None}
-        # A section may be empty, as ``train:`` with every line commented out.
+        # A section may be empty, for example ``train:`` with every line below it commented out.
         empty = [(name,) for name in sections() if (own := tree.find((name,))) and own.value is None]
         merged = overlay(merged, without(tree, [*empty, *(key for key, _ in unknown)]))
     for edit in edits:
@@ -106,7 +109,8 @@ def _merged(reader: Layers, trees: Sequence[Entry], edits: Sequence[Edit]) -> Lo
             causes.add(".".join(edit.key))
     epochs = merged.find(("train", "epochs"))
     if epochs is not None and epochs.value is not None and merged.find(("train", "steps")) is None:
-        merged = merge(merged, entry_at(("train", "steps"), None, DEFAULT))  # instead of the default
+        # null replaces the default, because epochs set the length.
+        merged = merge(merged, entry_at(("train", "steps"), None, DEFAULT))
     try:
         config = _validated(merged, reader.cwd)
     except ValidationError as error:
@@ -152,9 +156,9 @@ def _length_note(tree: Entry) -> str:
 
 
 def _with_hf_model(tree: Entry, config: RunConfig, cwd: Path, shipped: str) -> tuple[Entry, list[Problem]]:
-    """The tree with what the config.json of `model.hf` sets, and the problems of that model.
+    """Add the values that the config.json of `model.hf` sets, and return the problems of the model.
 
-    Values of shipped configs, whose origins start with `shipped`, are replaced.
+    These values replace values of shipped configs, whose origins start with `shipped`.
     """
     name = config.model.hf
     assert name is not None
@@ -166,7 +170,7 @@ def _with_hf_model(tree: Entry, config: RunConfig, cwd: Path, shipped: str) -> t
         return tree, [Problem("model.hf", error.message, origin.origin, error.hint)]
     tree = merge(tree, entry_at(("model", "hf"), str(model.folder), origin.origin))
     if config.has_user_task:
-        return tree, []  # the task reads it
+        return tree, []  # The task reads the model itself.
     architecture, problems = tree.find(("model", "architecture")), []
     if architecture is not None and architecture.value == DECODER and model.reason:
         message = f"is llama, which cannot be {shown_path(model.folder)}: {model.reason}"
@@ -174,7 +178,7 @@ def _with_hf_model(tree: Entry, config: RunConfig, cwd: Path, shipped: str) -> t
         problems.append(Problem("model.architecture", message, architecture.origin, hint))
     if architecture is not None and architecture.value not in (DECODER, TRANSFORMERS):
         message = f"is {architecture.value}, but model.hf is {name}"
-        hint = "remove one of them: your own architecture reads no weights of other models"
+        hint = "remove one of them: your own architecture cannot load weights of other models"
         return tree, [Problem("model.architecture", message, architecture.origin, hint)]
     chosen = model.architecture if architecture is None else architecture.value
     if config.model.lora is not None and architecture is None:
@@ -205,7 +209,7 @@ def _with_hf_model(tree: Entry, config: RunConfig, cwd: Path, shipped: str) -> t
 
 
 def _sizes_of_transformers(tree: Entry, model: HFModel, shipped: str) -> Iterator[Problem]:
-    """The sizes in a config that are not those of a model which has its own."""
+    """Yield a problem for each size in the config that differs from the size in the model's config.json."""
     for key in (*SIZES, "num_kv_heads", "rope_theta", "rope_scaling", "qkv_bias", "tie_embeddings"):
         found = tree.find(("model", key))
         if found is None or found.origin.startswith(shipped):
@@ -217,7 +221,7 @@ def _sizes_of_transformers(tree: Entry, model: HFModel, shipped: str) -> Iterato
 
 
 def _absolute_paths(tree: Entry, cwd: Path) -> Entry:
-    """The tree with absolute paths of data and weights; raises ConfigError for one named twice."""
+    """Make the paths of data and weights absolute; raise ConfigError if a mapping names a path twice."""
     task = tree.find(("task",))
     own = TASKS.get(str(task.value)) if task is not None else None
     of_task = {} if own is None else {("task_args", key): name for key, name in own.paths.items()}
@@ -261,16 +265,15 @@ def _origins(config: RunConfig, tree: Entry) -> dict[str, str]:
 
 
 def dump_effective(config: RunConfig) -> str:
-    """The whole config as YAML, in schema order; `read_effective` reads it back."""
+    """Return the whole config as YAML, in schema order, for `read_effective`."""
     return yamlfile.dump(config.model_dump(mode="json", by_alias=True))
 
 
 def read_effective(path: str | Path, *, executes: bool = True) -> RunConfig:
     """Read a config that `dump_effective` wrote, without any other layers.
 
-    Raises ConfigError if the file cannot be read or is not a valid config, and UsageError if another user
-    could have written it, unless the caller only shows what it says, and does not let it decide what it
-    `executes`.
+    Raises ConfigError if the file cannot be read or is not a valid config. Raises UsageError if another user
+    could have written the file; pass `executes` False to only show the config and skip this check.
     """
     entry = as_this_version(read_yaml_file(Path(path), str(path), executes=executes))
     try:
@@ -282,7 +285,7 @@ def read_effective(path: str | Path, *, executes: bool = True) -> RunConfig:
 
 @dataclass(frozen=True)
 class Change:
-    """A config value that a command replaces, and why."""
+    """A config value that a command replaces, with the reason."""
 
     key: str
     value: Any
@@ -295,21 +298,24 @@ class Change:
 
 
 def _shown(value: Any) -> str:
-    """A value as it is written in YAML."""
+    """Return a value as it is written in YAML."""
     return json.dumps(value, ensure_ascii=False)
 
 
 Values = dict[str, tuple[Any, str]]
-"""Dotted key -> the value that a command sets, and why."""
+"""Maps a dotted key to the value that a command sets and the reason."""
 
 
 def quiet_keys(config: RunConfig) -> dict[str, str]:
-    """The keys of capabilities that are null in a run which nobody follows -> why, as `Capability.quiet`."""
+    """Map the keys of capabilities that are null in an unattended run to the reason in `Capability.quiet`."""
     return {key: why for name in capabilities_of(config) for key, why in load(name).quiet.items()}
 
 
 def short_training(config: RunConfig, num_steps: int, what: str) -> Values:
-    """The values of a run of `num_steps` steps that logs every step; `what` names it in reasons."""
+    """Return the values of a run of `num_steps` steps that logs every step.
+
+    `what` names the run in the reasons.
+    """
     schedule, length = config.schedule, f"train.steps sets the length of the {what}"
     values: Values = {
         "train.steps": (num_steps, f"a {what} is short"),
@@ -325,7 +331,10 @@ def short_training(config: RunConfig, num_steps: int, what: str) -> Values:
 
 
 def with_changes(loaded: LoadedConfig, values: Values, origin: str) -> tuple[LoadedConfig, list[Change]]:
-    """A copy of the config with `values`, and those that change it; raises ConfigError as `with_values`."""
+    """Return a copy of the config with `values`, and the list of changes.
+
+    Raises ConfigError as `with_values` does.
+    """
     content = loaded.config.model_dump(mode="json", by_alias=True)
     changes = []
     for key, (value, why) in values.items():
@@ -338,11 +347,12 @@ def with_changes(loaded: LoadedConfig, values: Values, origin: str) -> tuple[Loa
 
 
 def with_values(loaded: LoadedConfig, values: Mapping[str, object], origin: str) -> LoadedConfig:
-    """A copy of the config with `values`, by keys such as ``train.steps``; `origin` is their origin.
+    """Return a copy of the config with `values`, which maps keys such as ``train.steps`` to values.
 
-    Raises ConfigError listing every value that is invalid or contradicts another.
+    `origin` becomes the origin of the new values. Raises ConfigError with every value that is invalid or
+    contradicts another value.
     """
-    # Only the sections that change are dumped and validated: the others stay the same objects.
+    # Dump and validate only the sections that change; the other sections stay the same objects.
     content: dict[str, object] = dict(loaded.config)
     changed = EMPTY
     for key, value in values.items():
@@ -352,7 +362,7 @@ def with_values(loaded: LoadedConfig, values: Mapping[str, object], origin: str)
             content[key] = value
             continue
         section: Any = content.setdefault(path[0], {})
-        if isinstance(section, Section):  # not copied yet
+        if isinstance(section, Section):  # This section is not copied yet.
             section = content[path[0]] = section.model_dump(mode="json", by_alias=True)
         elif section is loaded.config.task_args:
             section = content[path[0]] = dict(section)

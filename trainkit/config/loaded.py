@@ -1,4 +1,4 @@
-"""A config with the origin of every value."""
+"""Defines a loaded config, which knows the origin of every value."""
 
 from __future__ import annotations
 
@@ -15,42 +15,44 @@ DEFAULT = "default"
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A config with the origin of each value."""
+    """A config and the origin of each of its values."""
 
     config: RunConfig
     origins: dict[str, str]
-    """Dotted key to ``file:line``, the flag, the variable's name, or ``default``."""
+    """Maps a dotted key to its origin: ``file:line``, the flag, the variable's name, or ``default``."""
     adjustable: frozenset[str] = frozenset()
-    """Keys whose values were not chosen for this run, such as those of shipped configs."""
+    """Keys whose values were not chosen for this run, such as values of shipped configs."""
     length_note: str = ""
-    """Which value sets the length of the run, if it replaces one of another key."""
+    """Describes the value that sets the length of the run, if it replaces the value of the other length key.
+    """
     typed: frozenset[str] = frozenset()
-    """Keys that the command itself sets: with ``--set`` or another option, or as an argument of a call."""
+    """Keys that the command itself sets, with ``--set``, another option or an argument of a Python call."""
 
     def set_by_user(self, key: str) -> bool:
-        """Whether the user set the key; otherwise a plan may adapt its value."""
+        """Return whether the user set the key; a plan may change the value of any other key."""
         return key not in self.adjustable and self.origins.get(key, DEFAULT) != DEFAULT
 
     def adjusting(self, *keys: str, origin: str) -> LoadedConfig:
-        """The config with those of `keys` adjustable whose values come from the file `origin`."""
+        """Return a config in which `keys` are adjustable if their values come from the file `origin`."""
         found = {key for key in keys if self.origins.get(key, "").startswith(f"{origin}:")}
         return replace(self, adjustable=self.adjustable | found)
 
     def problem(self, key: str, message: str, hint: str) -> Problem:
-        """A problem of a key, with the origin of its value unless that is the default."""
+        """Return a problem of a key, with the origin of its value unless the value is the default."""
         origin = self.origins.get(key, DEFAULT)
         return Problem(key, message, "" if origin == DEFAULT else origin, hint)
 
     def located(self, problems: Iterable[Problem]) -> list[Problem]:
-        """Problems of keys with the origins of their values."""
+        """Return the problems, each with the origin of its key's value."""
         return [self.problem(item.key, item.message, item.hint) for item in problems]
 
     def require_decoder(
         self, task: tuple[str, str], architecture: tuple[str, str], *, or_own: bool = False
     ) -> None:
-        """Raise ConfigError unless the model is trainkit's decoder, or `or_own` a class of the user's.
+        """Raise ConfigError unless the model is trainkit's decoder or, with `or_own`, a class of the user.
 
-        `task` and `architecture` are (what is wrong, hint) where one of these has the model.
+        `task` is the message and the hint if a task provides the model. `architecture` is the message and the
+        hint for other architectures.
         """
         key, name = self.config.model_source
         if name != DECODER and (key == "task" or name == TRANSFORMERS or not or_own):
@@ -91,7 +93,7 @@ _DEPENDENTS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("train.steps", "train.epochs", "schedule"), ("train.steps", "train.epochs", "schedule.decay_steps")),
     (("launch",), ("launch",)),
 )
-"""Pairs (causes, dependents): keys and sections, and those whose checks depend on their values."""
+"""Pairs (causes, dependents) of keys and sections. The check of a dependent uses the values of its causes."""
 
 
 def _contains(prefix: str, key: str) -> bool:
@@ -99,7 +101,7 @@ def _contains(prefix: str, key: str) -> bool:
 
 
 def _depends(key: str, cause: str) -> bool:
-    """Whether a problem of `key` may be caused by the value of the key or section `cause`."""
+    """Return whether the value of the key or section `cause` may explain a problem of `key`."""
     return _contains(cause, key) or any(
         any(_contains(cause, item) or _contains(item, cause) for item in causes)
         and any(_contains(item, key) for item in dependents)
@@ -108,23 +110,23 @@ def _depends(key: str, cause: str) -> bool:
 
 
 class InvalidConfig(ConfigError):
-    """The problems of a config, and its valid part, which can still be checked."""
+    """An error with the problems of a config and its valid part, which can still be checked."""
 
     def __init__(self, problems: Iterable[Problem], rest: LoadedConfig, causes: frozenset[str]) -> None:
         super().__init__(list(problems))
         self.rest = rest
-        """The config with the default for every key that is misspelt or has an invalid value."""
+        """The config, with the default for every key that is misspelt or has an invalid value."""
         self.causes = causes
-        """The keys and sections whose values in `rest` may differ from what the user meant."""
+        """Keys and sections whose values in `rest` may differ from the values that the user meant."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.problems, self.rest, self.causes)
 
     def with_problems_of_rest(self, problems: Iterable[Problem]) -> ConfigError:
-        """An error that adds problems found in `rest`, except those that `causes` may explain."""
+        """Return an error that adds the problems found in `rest` that `causes` cannot explain."""
         return ConfigError([*self.problems, *independent_problems(problems, self.causes)])
 
 
 def independent_problems(problems: Iterable[Problem], causes: Iterable[str]) -> list[Problem]:
-    """The problems that do not depend on the values of the keys and sections in `causes`."""
+    """Return the problems that do not depend on the values of the keys and sections in `causes`."""
     return [item for item in problems if not any(_depends(item.key, cause) for cause in causes)]

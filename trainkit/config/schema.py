@@ -1,6 +1,6 @@
-"""The whole config of a run, and the names and allowed values of its keys.
+"""Defines the config of a run, and the names and allowed values of its keys.
 
-The keys of its sections are in `training.py` and `running.py`.
+The keys of the sections are in `training.py` and `running.py`.
 """
 
 import inspect
@@ -21,7 +21,8 @@ from trainkit.shipped import TASKS, installed_section, shipped_classes
 CONFIG_VERSION: Literal[2] = 2
 TASK_NAMES = ", ".join(TASKS)
 EXTENDS_SCHEMA = {
-    "description": "Files merged before this one, in order; relative to this file or shipped with trainkit.",
+    "description": "Files merged before this one, in order. Each is a path relative to this file or the name "
+    "of a shipped config.",
     "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
 }
 
@@ -46,7 +47,7 @@ class RunConfig(Section):
         allowed="a name of at most 100 letters, digits, dots, dashes and underscores",
     )
     note: str | None = key(None, "A remark about the run.")
-    tags: tuple[str, ...] = key((), "Words by which `status --tag` finds the run.")
+    tags: tuple[str, ...] = key((), "Tags by which `status --tag` finds the run.")
     seed: NotNegative = key(0, "Random seed for weights, data order and dropout.", lt=2**63)
     device: Literal["auto", "cpu", "cuda"] = key(
         "auto", "Device to train on; auto: CUDA if there is a GPU, else the CPU."
@@ -75,28 +76,28 @@ class RunConfig(Section):
 
     @property
     def has_user_task(self) -> bool:
-        """Whether a `trainkit.task.Task` has the model and the data, such as the user's own."""
+        """Return whether a `trainkit.task.Task`, shipped or not, provides the model and the data."""
         return self.task != "causal_lm"
 
     @property
     def model_source(self) -> tuple[str, str]:
-        """The key that says where the code of the model is, and its value."""
+        """Return the key that selects the code of the model, and its value."""
         return ("task", self.task) if self.has_user_task else ("model.architecture", self.model.architecture)
 
     @property
     def has_decoder(self) -> bool:
-        """Whether the model is built from trainkit's own classes, on tokens that `data` names."""
+        """Return whether the model is trainkit's decoder or a user's subclass of `Model`."""
         return self.model_source[0] == "model.architecture" and not self.uses_transformers
 
     @property
     def secrets(self) -> tuple[str, ...]:
-        """The environment variables whose values must be written nowhere."""
+        """Return the environment variables whose values must not be written anywhere."""
         webhook = self.notify.webhook
         return self.launch.secrets if webhook is None else (*self.launch.secrets, webhook)
 
     @property
     def uses_transformers(self) -> bool:
-        """Whether the transformers library has the code of the model."""
+        """Return whether the transformers library provides the code of the model."""
         return self.model_source == ("model.architecture", training.TRANSFORMERS)
 
 
@@ -105,11 +106,14 @@ FREE_MAPPING = "task_args"
 
 
 _named: dict[str, type[Section]] = {}
-"""The sections of capabilities of other packages that a config or a command line has named."""
+"""Sections of capabilities from other packages that a config or a command line has named."""
 
 
 def is_installed_section(name: str) -> bool:
-    """Whether a capability of an installed package has a section of this name, whose keys are known then."""
+    """Return whether an installed package has a capability with a section of this name.
+
+    The keys of the section become known with the first call.
+    """
     if name in RunConfig.model_fields:
         return False
     if name not in _named and (found := installed_section(name)) is not None:
@@ -120,7 +124,7 @@ def is_installed_section(name: str) -> bool:
 
 
 def config_class(names: Iterable[str]) -> type[RunConfig]:
-    """The class of a config that has sections of these names: those that are no section are ignored."""
+    """Return the config class with the sections in `names`; names of other keys are ignored."""
     return _with_sections(tuple(sorted(name for name in names if is_installed_section(name))))
 
 
@@ -133,14 +137,18 @@ def _with_sections(names: tuple[str, ...]) -> type[RunConfig]:
 
 
 def capabilities_of(config: RunConfig) -> tuple[str, ...]:
-    """The capabilities that a config may use: all shipped ones, and those of other packages that it names."""
+    """Return the capabilities that a config may use.
+
+    The result contains all shipped capabilities, and the capabilities of other packages that the config
+    names.
+    """
     own = (name for name in type(config).model_fields if name not in RunConfig.model_fields)
     return (*shipped_classes(), *own)
 
 
 @cache
 def sections() -> dict[str, tuple[str, ...]]:
-    """The keys of every section."""
+    """Return the keys of every section."""
     found: dict[str, tuple[str, ...]] = {}
     for name, field in _with_sections(tuple(sorted(_named))).model_fields.items():
         kind = field.annotation
@@ -151,19 +159,20 @@ def sections() -> dict[str, tuple[str, ...]]:
 
 @cache
 def default_values() -> JsonObject:
-    """Every dotted key, in schema order, with its default."""
+    """Return every dotted key with its default, in schema order."""
     return dict(flatten(_with_sections(tuple(sorted(_named)))().model_dump(mode="json", by_alias=True)))
 
 
 def all_keys() -> tuple[str, ...]:
-    """Every dotted key that has a value, in schema order."""
+    """Return every dotted key that has a value, in schema order."""
     return tuple(default_values())
 
 
 def flatten(dumped: JsonObject) -> Iterator[tuple[str, Any]]:
-    """The dotted keys and values of a dumped config; mappings inside a section are one value."""
+    """Yield the dotted keys and values of a dumped config; a mapping inside a section is one value."""
     for name, value in dumped.items():
-        if name in sections() and isinstance(value, dict):  # in a file that was damaged it may be none
+        # In a damaged file, a section may have another type.
+        if name in sections() and isinstance(value, dict):
             for key, inner in value.items():
                 yield f"{name}.{key}", inner
         else:
@@ -171,7 +180,7 @@ def flatten(dumped: JsonObject) -> Iterator[tuple[str, Any]]:
 
 
 def is_known(path: tuple[str, ...]) -> bool:
-    """Whether a path names a section, a key, or an entry of a free mapping."""
+    """Return whether a path names a section, a key, or an entry of a free mapping."""
     if path[0] == FREE_MAPPING:
         return True
     if path[0] not in sections() and not is_installed_section(path[0]):
@@ -181,20 +190,20 @@ def is_known(path: tuple[str, ...]) -> bool:
 
 OTHER_NAMES = Path(__file__).with_name("other_names.yaml")
 SIMILAR = 0.75
-"""`learningrate` is like no key; `model_name` is not like `model.norm_eps` (0.67)."""
+"""Minimum similarity of a suggested key; `model_name` and `model.norm_eps` have a similarity of only 0.67."""
 
 
 @cache
 def other_names() -> dict[str, str]:
-    """The keys by the names that other trainers and Slurm have for them."""
-    from trainkit.config.yamlfile import read_yaml_file  # only to explain an error
+    """Map the names that other trainers and Slurm use to the keys of a config."""
+    from trainkit.config.yamlfile import read_yaml_file  # The module is imported only to explain an error.
 
     named = read_yaml_file(OTHER_NAMES, OTHER_NAMES.name).plain()
     return {name: key for key, names in named.items() for name in names}
 
 
 def meant(path: tuple[str, ...]) -> str | None:
-    """The key or section closest to an unknown path, or None."""
+    """Return the key or section closest to an unknown path, or None."""
     leaf = path[-1]
     dotted = re.sub("[/:]|__", ".", ".".join(path))
     if dotted in all_keys():
@@ -215,10 +224,11 @@ def meant(path: tuple[str, ...]) -> str | None:
     words |= {key.replace(".", "_"): key for key in all_keys()} | {key: key for key in all_keys()}
     words |= {name: name for name in RunConfig.model_fields}
     if len(path) > 1:
-        del words["name"]  # of the run: in a section it would be that of something else
+        del words["name"]  # `name` is the name of the run; inside a section it would name something else.
     found = near(leaf, RunConfig.model_fields, SIMILAR) if len(path) == 1 and leaf not in words else None
     found = found or near(leaf, words, SIMILAR)
-    return words[found] if found and words[found] != path[0] else None  # `checkpoint.dir` is not `checkpoint`
+    # Do not suggest `checkpoint` for `checkpoint.dir`.
+    return words[found] if found and words[found] != path[0] else None
 
 
 MAX_SHOWN = 80
@@ -232,7 +242,7 @@ def allowed_values(path: tuple[str, ...]) -> str:
 
 
 def field_schema(path: tuple[str, ...]) -> JsonObject:
-    """The JSON schema of a key or section."""
+    """Return the JSON schema of a key or section."""
     schema = _schema()
     field: JsonObject = schema["properties"][path[0]]
     if path[0] not in sections() or len(path) == 1:
@@ -247,7 +257,7 @@ def _schema() -> JsonObject:
 
 
 def show_value(value: Any) -> str:
-    """A value as messages show it, truncated to `MAX_SHOWN` characters."""
+    """Return a value as messages show it, truncated to `MAX_SHOWN` characters."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"
 

@@ -1,4 +1,4 @@
-"""The problems of unknown keys and refused values, with what was probably meant: what is accepted."""
+"""Reports unknown keys and invalid values, with a hint at what the user probably meant."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ WORDS = {
     **dict.fromkeys(("never", "none", "nil"), "null"),
     **dict.fromkeys(("pytorch", "torch", "torch.distributed.run", "torch.distributed.launch"), "torchrun"),
 }
-"""A value as other programs write it, in small letters, and as it is written here."""
+"""Maps values that other programs accept, in lower case, to the values that trainkit accepts."""
 _QUOTES = "\"'`“”„‘’‚«»"
 _THOUSANDS = re.compile(r"[-+]?\d{1,3}([,_]\d{3})+")
 _DECIMAL_COMMA = re.compile(r"[-+]?\d+,\d+([eE][-+]?\d+)?")
@@ -49,12 +49,13 @@ _DURATION = re.compile(
     r"(?:(?P<m>\d+)\s*m(?:in(?:ute)?s?)?)?\s*(?:(?P<s>\d+)\s*s(?:ec(?:ond)?s?)?)?"
 )
 _CLOCK = re.compile(r"(?:(?:(\d+)[-:])?(\d+):)?(\d+):(\d+)")
-"""Days, hours, minutes and seconds, of which Slurm takes no more than 59 and a dash behind the days."""
+"""Matches days, hours, minutes and seconds. Slurm accepts at most 59 minutes and seconds, and a dash after
+the days."""
 _TIMES = re.compile(r"(.*\d.*?)\s*(?:-|\.\.|\bto\b|\N{EN DASH})\s*(.*\d.*)")
-"""A range of times."""
+"""Matches a range of times."""
 _THOUSAND = re.compile(r"(\d+(?:\.\d+)?)\s*([km])")
 _SETTINGS = re.compile(r"[,;]\s*(?=[a-z_]+(?:\.[a-z_]+)*=)")
-"""What stands between two settings that were typed as one."""
+"""Matches the separator between two settings that were typed as one."""
 _FACTORS = {"k": 1000, "m": 10**6}
 MAX_WHOLE = 10**18
 _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
@@ -65,23 +66,22 @@ TIMES = (TIME, ("resources", "slice"), ("resources", "time_min"))
 OPTIMIZER = ("optimizer", "name")
 _MEMORY = re.compile(r"(\d+)(?:[.,](\d+))?\s*([kmgtp])(?:[a-z]*ytes?|ig[as]?|b)?")
 GRES = re.compile(r"(?:gpus?:)?(?!gpus?\b)([A-Za-z][\w.-]*?)(?::(\d+))?", re.ASCII)
-"""GPUs as --gres and --gpus-per-node of sbatch take them: their type, and their number."""
+"""Matches GPUs in the form of sbatch's --gres and --gpus-per-node: the type and the number."""
 _MEMORY_PER_CPU = re.compile(r"(\d+[KMGT])c")
 
 
 _BATCH = (
-    "did you mean train.device_batch_size, the samples that a process computes at once, or"
-    " train.global_batch_size, those of a step?"
+    "did you mean train.device_batch_size, the samples per process and pass, or "
+    "train.global_batch_size, the samples per optimizer step?"
 )
 _ACCUMULATES = (
-    "a step accumulates what train.global_batch_size, its samples, is above train.device_batch_size times the"
-    " processes"
+    "set train.global_batch_size: a step accumulates gradients until it has processed this number of samples"
 )
-_SHARDS = "parallel.dp_shard: -1 shards over all processes, as FSDP does; it is the default"
-_OPTIMIZER = "another optimizer needs a loop of your own: docs/own-script.md, trainkit.loop"
-_LAUNCHES = "trainkit plans that: `--launcher accelerate` gives accelerate its config"
-_FOLDER = "`--run-dir DIR` names the folder of a run, which has all that it writes"
-_HYDRA = "`python app.py -m hydra/launcher=trainkit KEY=VALUE,VALUE` submits an application of Hydra"
+_SHARDS = "the default, parallel.dp_shard: -1, shards over all processes as FSDP does"
+_OPTIMIZER = "other optimizers need your own training loop; see docs/own-script.md and trainkit.loop"
+_LAUNCHES = "trainkit sets this value; `--launcher accelerate` passes accelerate a config"
+_FOLDER = "`--run-dir DIR` sets the run folder, which contains all output of the run"
+_HYDRA = "`python app.py -m hydra/launcher=trainkit KEY=VALUE,VALUE` submits a Hydra application"
 _TRAINER = (
     "did you mean train? The devices, num_nodes, max_epochs and precision of Lightning's Trainer are"
     " resources.gpus_per_node, resources.nodes, train.epochs and precision.dtype"
@@ -103,11 +103,11 @@ OTHER_KEYS_SAY = {
     "defaults": "extends: [FILE, …] lists the configs that this one changes",
     "gres": "did you mean resources.gpus_per_node? resources.extra takes other options of sbatch",
 }
-"""A key of other programs that no single key replaces, and what does."""
+"""Maps a key of another program that no single key replaces to a hint."""
 
 
 def unknown_keys(entry: Entry) -> Iterator[tuple[tuple[str, ...], Entry]]:
-    """The unknown sections and keys of a tree."""
+    """Yield the unknown sections and keys of a tree."""
     for name, inner in entry.value.items():
         if not is_known((name,)):
             yield (name,), inner
@@ -118,13 +118,13 @@ def unknown_keys(entry: Entry) -> Iterator[tuple[tuple[str, ...], Entry]]:
 
 
 def other_key_says(key: str) -> str | None:
-    """What replaces a key of other programs that no single key replaces; None for any other key."""
+    """Return a hint for a key of another program that no single key replaces; None for any other key."""
     of_capabilities = (load(name).other_keys.get(key) for name in shipped_classes())
     return OTHER_KEYS_SAY.get(key) or next(filter(None, of_capabilities), None)
 
 
 def unknown_problem(path: tuple[str, ...], entry: Entry) -> Problem:
-    """The problem of an unknown key, with the closest key as the hint."""
+    """Return the problem of an unknown key, with the closest key as its hint."""
     if (other := other_key_says(path[-1])) is not None:
         return Problem(".".join(path), "unknown key", entry.origin, other)
     match = meant(path)
@@ -140,7 +140,7 @@ def unknown_problem(path: tuple[str, ...], entry: Entry) -> Problem:
 
 
 def validation_problems(error: ValidationError, entry: Entry) -> list[Problem]:
-    """One problem for each key whose value is invalid."""
+    """Return one problem for each key whose value is invalid."""
     problems: dict[tuple[str, ...], Problem] = {}
     for item in error.errors(include_url=False, include_context=False):
         location = tuple(str(part) for part in item["loc"])
@@ -161,15 +161,18 @@ def validation_problems(error: ValidationError, entry: Entry) -> list[Problem]:
 
 
 def _origin(found: Entry, rest: tuple[str, ...]) -> str:
-    """The origin of the refused part of a value, whose place is `rest`; without one, a flag before a file."""
+    """Return the origin of the invalid item at `rest` in a value.
+
+    If the item has several origins, a flag takes precedence over a file.
+    """
     for part in rest:
-        found = found.find((part,)) or found  # pydantic names the types of a union here too
+        found = found.find((part,)) or found  # pydantic also puts the types of a union into the location.
     origins = [leaf.origin for _, leaf in found.leaves()] or [found.origin]
     return next((one for one in origins if one.startswith("--")), origins[0])
 
 
 def readings(text: str, words: Iterable[str] = ()) -> Iterator[str]:
-    """What a typed text may have meant, the nearest first; `words` are the allowed ones."""
+    """Yield the possible meanings of a typed text, the closest first; `words` are the allowed values."""
     bare = text.strip().strip(_QUOTES).strip()
     small = bare.lower()
     yield from (bare, small)
@@ -193,11 +196,11 @@ def readings(text: str, words: Iterable[str] = ()) -> Iterator[str]:
 
 
 def times(text: str) -> Iterator[str]:
-    """The times that a typed text may have meant, as Slurm takes them."""
+    """Yield the possible meanings of a typed text as times in Slurm's format."""
     bare = text.strip().strip(_QUOTES).strip().lower()
     yield bare
     if (duration := _DURATION.fullmatch(bare)) is not None:
-        with suppress(ValueError):  # 1.2.3h
+        with suppress(ValueError):  # A text such as 1.2.3h contains no number.
             yield time_text(round(sum(float(duration[unit] or 0) * s for unit, s in _UNIT_S.items())))
     if (clock := _CLOCK.fullmatch(bare)) is not None:
         days, *rest = (int(part or 0) for part in clock.groups())
@@ -207,13 +210,13 @@ def times(text: str) -> Iterator[str]:
 
 
 def _time_range(text: str) -> tuple[str, str] | None:
-    """The ends of a range of times, in order; None of another text."""
+    """Return the ends of a range of times, in order, or None if the text is no range of times."""
     found = _TIMES.fullmatch(text.strip().strip(_QUOTES).lower())
     if found is None:
         return None
     first, last = found.groups()
     if (unit := re.search("[a-z]+$", last)) is not None and first.isdigit():
-        first += unit[0]  # 1-2h
+        first += unit[0]  # 1-2h means 1h to 2h.
     ends = [
         next((one for one in times(end) if ":" in one and accepts(TIME, one)), None) for end in (first, last)
     ]
@@ -222,7 +225,7 @@ def _time_range(text: str) -> tuple[str, str] | None:
 
 
 def value_hint(path: tuple[str, ...], found: Entry, origin: str) -> str:
-    """How to write the value of a key that was refused."""
+    """Return a hint on how to write the value of a key whose value was rejected."""
     value = found.plain()
     if has_interpolation(value if isinstance(value, str) else show_value(value)):
         return not_evaluated(path, origin)
@@ -234,7 +237,7 @@ def value_hint(path: tuple[str, ...], found: Entry, origin: str) -> str:
         return _default_hint(path)
     typed = value if isinstance(value, str) else found.typed or show_value(value)
     if path == MEMORY and (of_cpu := _MEMORY_PER_CPU.fullmatch(typed)):
-        return f"that is the memory of a CPU: resources.extra takes {{mem-per-cpu: {of_cpu[1]}}}"
+        return f"this is memory per CPU; set it with resources.extra: {{mem-per-cpu: {of_cpu[1]}}}"
     if path == TIME and typed.lower() in ("unlimited", "infinite"):
         return 'a time of "0" sets no limit'
     if path == TIME and (ends := _time_range(typed)) is not None:
@@ -250,11 +253,12 @@ def value_hint(path: tuple[str, ...], found: Entry, origin: str) -> str:
         return _section_hint(path[0], typed, origin)
     if path == ("name",):
         letters = normalize("NFKD", typed.replace("ß", "ss"))
-        plain = "".join(one for one in letters if not combining(one))  # é is e
+        # Accents are removed, so that é becomes e.
+        plain = "".join(one for one in letters if not combining(one))
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", plain).strip("-._")[:100]
         if name.isdigit():
             return f"job ids are reserved; add a letter, such as run-{name}"
-        if not accepts(path, name):  # YAML reads it as a number or as true
+        if not accepts(path, name):  # Without quotes, YAML reads the name as a number or as true.
             name = name and f'"{name}"'
         begins = "" if letters[:1].isalnum() else " A name begins with a letter or a digit"
         return f"did you mean {_written(path, name, origin)}?{begins}" if name else _default_hint(path)
@@ -288,21 +292,25 @@ def not_evaluated(path: tuple[str, ...], origin: str = "") -> str:
 
 
 def variable_of(path: tuple[str, ...]) -> str:
-    """The variable of the environment that sets a key."""
+    """Return the environment variable that sets a key."""
     return f"TRAINKIT_{'__'.join(path).upper()}"
 
 
 def nearest(path: tuple[str, ...], typed: str) -> str | None:
-    """What a typed text probably means for a key, in a form that it takes; None if nothing is near."""
+    """Return the probable meaning of a typed text as a valid value of the key; None if nothing is close."""
     found = times(typed) if path in TIMES else readings(typed, _words(path))
     if path == MEMORY and re.fullmatch(r"\d+(\.\d+)?", typed):
-        # Of Slurm's users, few mean MB by a number this small.
+        # Few users of Slurm mean MB by a number below 1000.
         found = iter((f"{typed}{'G' if float(typed) < 1000 else 'M'}",) if float(typed) else ())
     return next((text for text in found if accepts(path, text)), None)
 
 
 def _section_hint(section: str, typed: str, origin: str) -> str:
-    """A value in place of a section: ``model: 7b``, or a key of it without the space behind its colon."""
+    """Return a hint for text in place of a section.
+
+    The text is a value such as ``7b`` in ``model: 7b``, or a key and its value without the space after the
+    colon.
+    """
     key, sign, rest = re.match(r"([^:=\s]*)\s*([:=]?)\s*(.*)", typed, re.DOTALL).groups()  # type: ignore[union-attr]
     if rest and key in sections()[section]:
         return f"write a {'space after the colon' if sign == ':' else 'colon'}: {key}: {rest}"
@@ -316,14 +324,14 @@ def _section_hint(section: str, typed: str, origin: str) -> str:
 
 
 def _words(path: tuple[str, ...]) -> tuple[str, ...]:
-    """The words among which the value of a key is chosen."""
+    """Return the words that the key accepts."""
     field = field_schema(path)
     options = field.get("anyOf", [field])
     return tuple(str(word) for option in options for word in option.get("enum", ()))
 
 
 def accepts(path: tuple[str, ...], text: str) -> bool:
-    """Whether a key takes a value that is written like this."""
+    """Return whether a key accepts a value that is written like `text`."""
     try:
         content = parse_value(text, path)
         for name in reversed(path):
@@ -335,7 +343,7 @@ def accepts(path: tuple[str, ...], text: str) -> bool:
 
 
 def _written(path: tuple[str, ...], text: str, origin: str) -> str:
-    """A value as it is typed where the refused one was."""
+    """Return a value as the user must type it in place of the rejected value."""
     if origin.startswith("--set "):
         return "--set " + quote(f"{'.'.join(path)}={text}")
     return f"{origin.split(' ')[0]} {quote(text)}" if origin.startswith("--") else text

@@ -1,4 +1,4 @@
-"""Config sections for what a run computes: model, data, training, optimizer, schedule, precision."""
+"""Defines the config sections for what a run computes, such as the model, the data and the optimizer."""
 
 from typing import Annotated, Literal
 
@@ -8,7 +8,8 @@ from trainkit.config.section import AtLeastOne, BelowOne, Fraction, NotNegative,
 from trainkit.formats import JsonObject
 
 DECODER, TRANSFORMERS = "llama", "transformers"
-"""The architecture whose rules and memory are known without running its code, and any of that library."""
+"""The architecture that trainkit can plan without running its code, and any model of the transformers
+library."""
 RopeKey = Literal["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
 Preset = Literal["nano", "tiny", "mini", "60m", "125m", "350m", "1b", "3b", "7b", "8b", "13b", "70b"]
 
@@ -18,14 +19,17 @@ class ModelConfig(Section):
 
     architecture: str = key(
         DECODER,
-        "llama, FILE.py:CLASS for your own subclass of trainkit.trainer.models.model.Model, or"
-        " transformers; unset with hf: llama where trainkit's decoder can run the model, else transformers.",
+        "llama, FILE.py:CLASS for your own subclass of trainkit.trainer.models.model.Model, or "
+        "transformers. If hf is set and architecture is not, the value is llama if trainkit's "
+        "decoder can run the model, else transformers.",
         pattern=r"^(llama|transformers|.+\.py:[A-Za-z_][A-Za-z0-9_]*)$",
         allowed="llama, transformers or FILE.py:CLASS",
     )
     preset: Preset = key("tiny", "Named model size; it sets every size that is null.")
     vocab_size: AtLeastOne | None = key(
-        None, "Vocabulary size; null uses the preset's, or the tokenizer's in steps of 64 if larger."
+        None,
+        "Vocabulary size; null uses the larger of the preset's size and the tokenizer's size "
+        "rounded up to a multiple of 64.",
     )
     dim: AtLeastOne | None = key(None, "Width of the residual stream.")
     num_layers: AtLeastOne | None = key(None, "Number of decoder blocks.")
@@ -35,26 +39,27 @@ class ModelConfig(Section):
     norm_eps: Positive | None = key(None, "Epsilon of every RMSNorm.")
     rope_theta: Positive | None = key(None, "Base of the rotary position embedding.")
     rope_scaling: dict[RopeKey, Positive] | None = key(
-        None, "How Llama 3.1 stretches the rotary position embedding to longer contexts."
+        None, "Factors with which Llama 3.1 stretches the rotary position embedding to longer contexts."
     )
     qkv_bias: bool = key(False, "Biases of queries, keys and values, as in Qwen2.")
     dropout: BelowOne = key(0.0, "Dropout probability at the output of each residual branch.")
     tie_embeddings: bool = key(False, "Share the weights of the embedding and the output projection.")
     hf: str | None = key(
-        None, "Hugging Face model to train instead of a preset: its folder, or the name of a downloaded one."
+        None,
+        "Hugging Face model to train instead of a preset: its folder, or the hub name of a downloaded model.",
     )
-    from_scratch: bool = key(False, "Use only the architecture of hf, and initialise the weights.")
+    from_scratch: bool = key(False, "Use only the architecture of hf, and initialise the weights randomly.")
     lora: JsonObject | None = key(
         None,
-        "Train low-rank adapters of hf, or of what your task adapts: the arguments of peft's"
-        " LoraConfig, such as r.",
+        "Train low-rank adapters of hf, or of the modules that your task adapts. The values are "
+        "arguments of peft's LoraConfig, such as r.",
     )
     quantize: Literal["nf4"] | None = key(
-        None, "With lora: keep the frozen linear layers in 4 bits, as QLoRA (experimental)."
+        None, "Keep the frozen linear layers in 4 bits, as QLoRA does; requires lora (experimental)."
     )
     init_from: str | None = key(None, "Run folder or checkpoint whose weights a new run starts with.")
     init_include: tuple[str, ...] = key(
-        (), "Patterns of the parameters to take from init_from, such as encoder.*; [] takes all."
+        (), "Patterns of the parameters to load from init_from, such as encoder.*; [] loads all."
     )
 
 
@@ -63,8 +68,9 @@ class DataConfig(Section):
 
     source: str | list[str] | Annotated[dict[str, Positive], Field(min_length=1)] = key(
         "stdlib",
-        "Files or folders of .txt, .jsonl or .parquet, saved Hugging Face datasets, or prepared"
-        " shards; stdlib: Python's standard library. A mapping mixes them: {web: 0.7, code: 0.3}.",
+        "Files or folders of .txt, .jsonl or .parquet, saved Hugging Face datasets, or prepared "
+        "shards; stdlib reads Python's standard library. A mapping mixes sources by weight: {web: "
+        "0.7, code: 0.3}.",
         allowed="a path, a list of paths, or a mapping of paths to weights above 0",
     )
     val_source: str | list[str] | None = key(
@@ -77,7 +83,7 @@ class DataConfig(Section):
         min_length=1,
     )
     seq_len: AtLeastOne = key(256, "Tokens per sample.")
-    num_workers: NotNegative = key(2, "Loader threads per rank; processes for a task.")
+    num_workers: NotNegative = key(2, "Loader threads per rank; loader processes if `task` is not causal_lm.")
     val_fraction: BelowOne = key(0.01, "Fraction of the source held out for validation.")
     document_mask: bool = key(False, "Let tokens attend only to tokens of their own document.")
     shuffle: bool = key(True, "Shuffle the samples of each epoch.")
@@ -103,7 +109,7 @@ class TrainConfig(Section):
     grad_clip: Positive | None = key(1.0, "Maximum global gradient norm; null disables clipping.")
     eval_every: AtLeastOne | None = key(50, "Steps between validations; null never validates.")
     eval_batches: AtLeastOne | None = key(
-        None, "Maximum batches of global_batch_size per validation; null reads all."
+        None, "Maximum number of batches of global_batch_size per validation; null reads all batches."
     )
     eval_at_start: bool = key(True, "Validate once before the first step.")
     log_every: AtLeastOne = key(10, "Steps between log lines.")
@@ -121,7 +127,7 @@ class OptimizerConfig(Section):
     )
     lr: Positive = key(3.0e-4, "Peak learning rate, before scaling by lr_scale.")
     lr_scale: Literal["none", "linear", "sqrt"] = key(
-        "none", "How the learning rate scales with the data-parallel size."
+        "none", "Scaling of the learning rate with the data-parallel size."
     )
     lr_scale_base: AtLeastOne = key(1, "Data-parallel size that lr was tuned for.")
     weight_decay: float = key(0.1, "Decoupled weight decay, for matrices only.", ge=0)

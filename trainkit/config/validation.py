@@ -26,9 +26,10 @@ MIN_SECRET_CHARS = 8
 
 
 def written_secrets(text: str, names: Collection[str]) -> list[str]:
-    """The variables that `text` assigns a literal secret: those in `names` or with a telling name.
+    """Return the variables to which `text` assigns a literal secret.
 
-    References such as ``$NAME`` and values shorter than `MIN_SECRET_CHARS` are not reported.
+    A variable counts if it is in `names` or its name looks like the name of a secret. References such as
+    ``$NAME`` and values shorter than `MIN_SECRET_CHARS` are not reported.
     """
     return [
         found["name"]
@@ -40,11 +41,12 @@ def written_secrets(text: str, names: Collection[str]) -> list[str]:
 
 
 MAY_BE_SECRET = ("launch.env.", "launch.setup")
-"""Keys whose values no error shows: the origin of a flag contains it as typed, and errors end up in logs."""
+"""Keys whose values no error shows, because the values may be secrets and errors end up in logs. The origin
+of a flag contains its value as typed."""
 
 
 def contradictions(loaded: LoadedConfig) -> Iterator[Problem]:
-    """Every contradiction between values of a config."""
+    """Yield every contradiction between values of a config."""
     config = loaded.config
     used = [load(name) for name in capabilities_of(config)]
     found = itertools.chain(
@@ -83,7 +85,7 @@ def _nodes(config: RunConfig) -> Iterator[KeyProblem]:
     resources = config.resources
     if resources.spare_nodes and not isinstance(resources.nodes, int):
         message = f"is {resources.spare_nodes}, but resources.nodes is {resources.nodes}"
-        hint = "remove it: of a range, the nodes above the fewest are the spare ones"
+        hint = "remove it: with a range, the nodes above the minimum are the spare nodes"
         yield "resources.spare_nodes", message, hint
 
 
@@ -96,18 +98,18 @@ def _times(config: RunConfig) -> Iterator[KeyProblem]:
     if resources.slice is not None:
         key = "resources.slice"
         if total_s is None:
-            message = f"is {resources.slice}, but resources.time limits nothing"
+            message = f"is {resources.slice}, but resources.time sets no limit"
             yield key, message, "set it to the time of all slices together"
         elif slice_s is None or slice_s > total_s:
             message = f"is {resources.slice}, which is more than the {resources.time} of resources.time"
             yield (
                 key,
                 message,
-                "resources.time is that of all slices together; --set resources.slice=null for none",
+                "resources.time limits all slices together; --set resources.slice=null disables slices",
             )
         if "timeout" not in config.requeue.on:
             message = f"is {resources.slice}, but requeue.on does not include timeout"
-            yield key, message, "add it: every slice ends with its time limit"
+            yield key, message, "add timeout: every slice ends at its time limit"
     if resources.time_min is not None and (job_s is None or least_s is None or least_s > job_s):
         key = "slice" if resources.slice else "time"
         limit = "sets no limit" if job_s is None else f"is {resources.job_time}"
@@ -129,7 +131,7 @@ def _hf(config: RunConfig) -> Iterator[KeyProblem]:
     needs_hf = [key for key, is_used in uses.items() if is_used]
     if config.has_user_task:
         message = f"is set, but task is {config.task}, which builds its model itself"
-        # Tasks have adapters too.
+        # Tasks support adapters too, so model.lora is allowed.
         yield from ((key, message, f"remove {key}") for key in needs_hf if key != "model.lora")
         return
     if model.hf is None:
@@ -159,7 +161,10 @@ def _hf(config: RunConfig) -> Iterator[KeyProblem]:
 
 
 def doubts(loaded: LoadedConfig, trains: bool) -> Iterator[str]:
-    """What is allowed, but seldom meant; `trains` is false for a COMMAND, which has its own schedule."""
+    """Yield warnings about values that are allowed but seldom meant.
+
+    `trains` is False for a COMMAND, which has its own schedule.
+    """
     config, steps = loaded.config, loaded.config.train.steps
     warmup = config.schedule.warmup_steps
     for key in ("time", "slice", "time_min"):
@@ -178,7 +183,7 @@ def doubts(loaded: LoadedConfig, trains: bool) -> Iterator[str]:
     texts |= {f"resources.{name}": value for name, value in config.resources if isinstance(value, str)}
     for key, text in texts.items():
         if (found := INTERPOLATION.search(text or "")) is not None:
-            yield f"{key} has {found[0]}, which stays as it is written: nothing evaluates it"
+            yield f"{key} contains {found[0]}, which trainkit does not evaluate"
     if not trains:
         return
     if steps is not None and warmup > steps and loaded.set_by_user("schedule.warmup_steps"):
@@ -195,7 +200,7 @@ def doubts(loaded: LoadedConfig, trains: bool) -> Iterator[str]:
         )
     stop = config.train.stop_at_step
     if steps is not None and stop is not None and stop >= steps:
-        yield f"train.stop_at_step is {stop}, and train.steps is {steps}: the run ends before it"
+        yield f"train.stop_at_step is {stop}, and train.steps is {steps}: the run ends before that step"
     if config.checkpoint.every_steps is None and config.checkpoint.every_minutes is None:
         yield (
             "checkpoint.every_steps and checkpoint.every_minutes are null: after a crash or a lost node the"
@@ -222,7 +227,7 @@ def _best_metric(config: RunConfig) -> Iterator[KeyProblem]:
 
 
 _NOT_GROUPS = ("time", "attempt", "source")
-"""The keys of a record in metrics.jsonl that are not found by the pattern."""
+"""Keys of a record in metrics.jsonl that the pattern must not replace."""
 
 
 def _pattern(config: RunConfig) -> Iterator[KeyProblem]:
@@ -270,14 +275,12 @@ def _precision(config: RunConfig) -> Iterator[KeyProblem]:
 
 
 def _stages(config: RunConfig) -> Iterator[KeyProblem]:
-    """The degrees that only a `Model` of trainkit supports."""
+    """Yield a problem for each parallel degree that only a `Model` of trainkit supports."""
     does = {"pp": "be cut into stages", "cp": "split a sequence over ranks"}
     for key, what in {} if config.has_decoder else does.items():
         degree = getattr(config.parallel, key)
         if degree > 1:
-            message = (
-                f"is {degree}, but only models of trainkit can {what}, not that of {config.model_source[1]}"
-            )
+            message = f"is {degree}, but only models of trainkit can {what}, not {config.model_source[1]}"
             hint = "use parallel.dp_shard or tp; model.architecture llama, or FILE.py:CLASS, supports it"
             yield f"parallel.{key}", message, hint
 
@@ -300,10 +303,10 @@ def _document_mask(config: RunConfig) -> Iterator[KeyProblem]:
 
 
 MAX_BF16_BETA = 0.99
-"""bf16 rounds to 1 part in 256: it would lose most updates of a longer running average."""
+"""bf16 rounds to 1 part in 256, so a longer running average would lose most of its updates."""
 ROW_PARTS = 8
-"""adamw_8bit divides each row of a matrix into 8 parts and these into blocks, so that tensor parallelism over
-2, 4 or 8 ranks cuts no block."""
+"""adamw_8bit divides each row of a matrix into 8 chunks and each chunk into blocks, so that tensor
+parallelism over 2, 4 or 8 ranks cuts no block."""
 
 
 def _optimizer(config: RunConfig) -> Iterator[KeyProblem]:
@@ -349,7 +352,7 @@ OF_BASH = (
     "UID",
     "_",
 )
-"""Variables that bash, which runs the batch script, sets itself: an assignment fails or has no effect."""
+"""Variables that bash sets itself. An assignment to them in the batch script fails or has no effect."""
 
 
 def _variables(config: RunConfig) -> Iterator[KeyProblem]:
@@ -395,7 +398,7 @@ def _decay(config: RunConfig) -> Iterator[KeyProblem]:
         yield key, message, "only wsd uses schedule.decay_steps"
     elif steps is not None and schedule.warmup_steps + schedule.decay_steps > steps:
         message = (
-            f"is {schedule.decay_steps}: with schedule.warmup_steps {schedule.warmup_steps} "
-            f"that exceeds train.steps {steps}"
+            f"is {schedule.decay_steps}, which together with schedule.warmup_steps {schedule.warmup_steps} "
+            f"exceeds train.steps {steps}"
         )
         yield key, message, "null uses a fifth of the run"

@@ -1,4 +1,4 @@
-"""YAML files and values as trees of entries, each with its file and line."""
+"""Reads YAML files and values as trees of entries, each with its file and line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ MAX_FILE_BYTES = 10_000_000
 STANDARD_INPUT = Path("-")
 MAX_DEPTH = 100
 MAX_VALUES = 100_000
-"""Aliases of aliases make any number of values out of a few hundred bytes."""
+"""Limits the values of a config, because nested aliases expand a few hundred bytes to any number of values.
+"""
 _PATTERNS = {
     "null": r"^(?:~|null|Null|NULL|)$",
     "bool": r"^(?:true|True|TRUE|false|False|FALSE)$",
@@ -34,7 +35,7 @@ _PATTERNS = {
 
 
 VARIABLES = ("launch", "env")
-"""The mapping of environment variables, whose numbers and booleans are text as it is written."""
+"""The mapping of environment variables; its numbers and booleans stay text, exactly as written."""
 _AS_WRITTEN = frozenset(TAG + kind for kind in ("bool", "int", "float"))
 
 
@@ -52,7 +53,7 @@ for _name, _pattern in _PATTERNS.items():
 
 
 def parse_scalar(node: yaml.ScalarNode) -> Any:
-    """The value of a scalar node.
+    """Return the value of a scalar node.
 
     Raises ValueError for a tag outside YAML's core schema.
     """
@@ -73,7 +74,7 @@ def parse_scalar(node: yaml.ScalarNode) -> Any:
 
 
 def dump(value: Any) -> str:
-    """YAML text that parses to `value` under both YAML 1.1 and 1.2; keys keep their order."""
+    """Return YAML text that parses to `value` under both YAML 1.1 and 1.2; keys keep their order."""
     text: str = yaml.dump(value, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=100)
     return text
 
@@ -85,22 +86,22 @@ class Entry:
     value: Any
     origin: str
     typed: str = ""
-    """A single value as it was typed: 007 is the number 7."""
+    """The text of a scalar as it was typed, such as 007 for the number 7."""
     is_replaced: bool = False
-    """Whether `overlay` put it in place of an earlier value."""
+    """True if `overlay` put this entry in place of an earlier value."""
 
     @property
     def is_mapping(self) -> bool:
         return isinstance(self.value, dict)
 
     def plain(self) -> Any:
-        """The value without origins."""
+        """Return the value without origins."""
         if isinstance(self.value, dict):
             return {key: entry.plain() for key, entry in self.value.items()}
         return self.value
 
     def leaves(self, prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Entry]]:
-        """Every entry that is not a mapping, with its path."""
+        """Yield every entry that is not a mapping, with its path."""
         if not isinstance(self.value, dict):
             yield prefix, self
             return
@@ -108,7 +109,7 @@ class Entry:
             yield from entry.leaves((*prefix, key))
 
     def find(self, path: tuple[str, ...]) -> Entry | None:
-        """The entry at a path, or None."""
+        """Return the entry at a path, or None."""
         entry = self
         for key in path:
             if not isinstance(entry.value, dict) or key not in entry.value:
@@ -118,13 +119,13 @@ class Entry:
 
 
 WHOLE = ("data", "source")
-"""The mapping that is one value, a mixture: it is replaced rather than merged."""
+"""The mapping that counts as one value, a mixture of sources; layers replace it instead of merging it."""
 
 
 def merge(low: Entry, high: Entry, path: tuple[str, ...] = ()) -> Entry:
-    """Merge two mappings recursively; scalars and lists of `high` replace those of `low`.
+    """Merge two mappings recursively; scalars and lists of `high` replace the values of `low`.
 
-    `path` is the place of both in the config.
+    `path` is the position of both mappings in the config.
     """
     if not (low.is_mapping and high.is_mapping) or path == WHOLE:
         return high
@@ -135,7 +136,7 @@ def merge(low: Entry, high: Entry, path: tuple[str, ...] = ()) -> Entry:
 
 
 def without(entry: Entry, paths: list[tuple[str, ...]]) -> Entry:
-    """The tree without the entries at `paths`, each of one or two keys."""
+    """Return the tree without the entries at `paths`; each path has one or two keys."""
     kept: dict[str, Entry] = {}
     for name, inner in entry.value.items():
         if (name,) in paths:
@@ -148,11 +149,11 @@ def without(entry: Entry, paths: list[tuple[str, ...]]) -> Entry:
 
 
 LENGTHS = (("train", "steps"), ("train", "epochs"))
-"""The keys for the length of a run, of which one is set."""
+"""The two keys for the length of a run; only one of them is set."""
 
 
 def overlay(low: Entry, high: Entry) -> Entry:
-    """`merge`, except that the length in `high` replaces one that `low` gives by the other key."""
+    """Merge two mappings; a length in `high` also replaces a length that `low` sets with the other key."""
     for own, other in (LENGTHS, LENGTHS[::-1]):
         found, before = high.find(own), low.find(other)
         replaces = found is not None and found.value is not None and high.find(other) is None
@@ -163,7 +164,7 @@ def overlay(low: Entry, high: Entry) -> Entry:
 
 
 def entry_at(path: tuple[str, ...], value: Any, origin: str, typed: str = "") -> Entry:
-    """A tree with a single value, such as that of a flag, which was typed as `typed`."""
+    """Return a tree with a single value, such as the value of a flag; `typed` is its text as typed."""
     entry = replace(_entries(value, origin), typed=typed)
     for key in reversed(path):
         entry = Entry({key: entry}, origin)
@@ -179,7 +180,8 @@ def _entries(value: Any, origin: str) -> Entry:
 def read_yaml_file(path: Path, shown: str, *, executes: bool = False) -> Entry:
     """Read the mapping in a file; `shown` is the file's name in origins.
 
-    Raises ConfigError listing every syntax problem; of what a run `executes`, UsageError as `open_trusted`.
+    Raises ConfigError with every syntax problem. If a run `executes` the file, raises UsageError as
+    `open_trusted` does.
     """
     text = _read_text(path, shown, executes)
     try:
@@ -208,9 +210,9 @@ def read_yaml_file(path: Path, shown: str, *, executes: bool = False) -> Entry:
 
 
 def parse_value(text: str, path: tuple[str, ...] = ()) -> Any:
-    """Parse a YAML scalar, list or mapping on one line, as in ``--set a.b=[1, 2]``; `path` is its key.
+    """Parse a YAML scalar, list or mapping on one line, as in ``--set a.b=[1, 2]``.
 
-    Raises ValueError with a message for the user.
+    `path` is the key of the value. Raises ValueError with a message for the user.
     """
     try:
         node = yaml.compose(text, Loader=Loader)
@@ -232,7 +234,7 @@ def parse_value(text: str, path: tuple[str, ...] = ()) -> Any:
 
 
 def _syntax_hint(text: str, error: yaml.MarkedYAMLError, number: int | None) -> str:
-    """What to change where a file is no YAML; `number` is that of the line, from 0."""
+    """Return a hint for a syntax error in a file; `number` is the line of the error, counted from 0."""
     lines = text.splitlines()
     if re.search(r"^\s*\t", text, re.MULTILINE):
         return "indent with spaces: YAML does not allow tabs"
@@ -300,7 +302,7 @@ def _read_text(path: Path, shown: str, executes: bool) -> str:
 
 @cache
 def _standard_input() -> bytes:
-    """What a command reads once, although it loads its config several times."""
+    """Read standard input once, because a command loads its config several times."""
     return sys.stdin.buffer.read(MAX_FILE_BYTES)
 
 
@@ -319,7 +321,7 @@ class _Builder:
         if self.count > MAX_VALUES:
             message, hint = (
                 f"the config has more than {MAX_VALUES:,} values",
-                "an alias repeats what it names",
+                "an alias repeats the values that it names; use fewer aliases",
             )
             raise ConfigError([Problem("", message, origin, hint)])
         if id(node) in self.open_nodes:
@@ -354,7 +356,7 @@ class _Builder:
                 self.problem(key_node, (*path, key), message, "remove one of them")
                 continue
             value = self.entry(value_node, (*path, key))
-            # The origin is the line of the key: the value of "train:" begins on the next line.
+            # The origin is the line of the key, because the value of "train:" begins on the next line.
             entries[key] = replace(value, origin=self.origin(key_node))
         return entries
 

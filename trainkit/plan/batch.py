@@ -1,4 +1,4 @@
-"""Batch sizes, ``global = device x data-parallel x accumulation`` samples, and the scaled learning rate."""
+"""Computes batch sizes, ``global = device x data-parallel x accumulation``, and the learning rate."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ GLOBAL, DEVICE, MICROBATCHES = (
     "parallel.pp_microbatches",
 )
 NEAR = 1 / 8
-"""Largest relative change of an adapted global batch that is preferred to a smaller device batch."""
+"""Largest relative change of the global batch that is preferred to a smaller device batch."""
 
 
 class BatchRequest(NamedTuple):
-    """The batch sizes of a config; those that the user did not set are adapted to the layout."""
+    """The batch sizes of a config; sizes that the user did not set are adapted to the layout."""
 
     device_batch_size: int
     global_batch_size: int | None
@@ -34,16 +34,16 @@ class BatchRequest(NamedTuple):
 
     @classmethod
     def of(cls, loaded: LoadedConfig) -> BatchRequest:
-        """The batch sizes of a config."""
+        """Return the batch sizes of a config."""
         train, parallel = loaded.config.train, loaded.config.parallel
         fixed = frozenset(key for key in (GLOBAL, DEVICE, MICROBATCHES) if loaded.set_by_user(key))
         return cls(train.device_batch_size, train.global_batch_size, parallel, fixed)
 
 
 def make_batch(request: BatchRequest, layout: Layout, seq_len: int) -> Batch:
-    """The batch of one optimizer step on a layout: the requested one if possible, else the closest.
+    """Return the batch of one optimizer step on a layout: the requested batch if possible, else the closest.
 
-    Keeps the global batch size if it divides evenly, and never changes a size that the user set. Raises
+    The global batch size is kept if it divides evenly, and a size that the user set never changes. Raises
     ConfigError, with sizes that work, if the samples of a step cannot be divided.
     """
     device, total = request.device_batch_size, request.global_batch_size
@@ -71,18 +71,18 @@ def _batch(layout: Layout, size: int, steps: int, seq_len: int, microbatches: in
 
 
 def _accumulations(request: BatchRequest, layout: Layout, size: int) -> Iterator[tuple[int, int]]:
-    """A device batch size with each number of accumulation steps to try, the exact one first."""
+    """Yield a device batch size with each number of accumulation steps to try, the exact number first."""
     total, at_once = request.global_batch_size or 1, size * layout.dp
     if total % at_once == 0:
         yield size, total // at_once
     if GLOBAL not in request.fixed:
-        reach = 1 if layout.pp == 1 else 4 * layout.pp  # a pipeline needs a number of microbatches
+        reach = 1 if layout.pp == 1 else 4 * layout.pp  # A pipeline limits the number of microbatches.
         near = total // at_once
         yield from ((size, steps) for steps in range(max(1, near - reach), near + reach + 1))
 
 
 def _preference(request: BatchRequest, dp: int, size: int, steps: int) -> tuple[float, ...]:
-    """A sort key: the requested global batch first, then close ones; larger device batches first."""
+    """Return a sort key: the requested global batch first, then close ones, then larger device batches."""
     wanted = request.global_batch_size or 1
     difference = abs(size * steps * dp - wanted) / wanted
     if difference == 0:
@@ -98,7 +98,10 @@ def _microbatches(request: BatchRequest, layout: Layout, size: int) -> list[int]
 
 
 def _problem(request: BatchRequest, dp: int) -> Problem:
-    """The problem of a global batch that cannot be divided among the processes, with the closest that can."""
+    """Return the problem of a global batch that cannot be divided among the processes.
+
+    The hint contains the closest sizes that can be divided.
+    """
     total, size = request.global_batch_size or 1, request.device_batch_size
     processes = "1 data-parallel process" if dp == 1 else f"{dp} data-parallel processes"
     step, shown = dp, processes
@@ -111,7 +114,7 @@ def _problem(request: BatchRequest, dp: int) -> Problem:
 
 
 def batch_changes(batch: Batch, request: BatchRequest) -> list[str]:
-    """The differences of a batch from the config."""
+    """Return the differences between a batch and the config."""
     derived = {
         GLOBAL: (batch.global_batch_size, request.global_batch_size or batch.global_batch_size),
         DEVICE: (batch.device_batch_size, request.device_batch_size),
@@ -121,7 +124,7 @@ def batch_changes(batch: Batch, request: BatchRequest) -> list[str]:
 
 
 def batch_reason(batch: Batch, request: BatchRequest, dp: int) -> str:
-    """Describe how a batch is composed, and its differences from the config."""
+    """Describe how a batch is composed and how it differs from the config."""
     notes = batch_changes(batch, request)
     sentence = (
         f"{plural(batch.global_batch_size, 'sample')} per step = {batch.device_batch_size} per process "
@@ -136,7 +139,7 @@ LrScale = Literal["none", "linear", "sqrt"]
 def scaled_lr(lr: float, scale: LrScale, dp: int, base: int) -> tuple[float, str]:
     """Scale a learning rate tuned for `base` data-parallel processes to `dp`; return it and the reason.
 
-    Linear: Goyal et al. 2017 (arXiv 1706.02677). Square root, for Adam: Malladi et al. 2022
+    ``linear`` follows Goyal et al. 2017 (arXiv 1706.02677). ``sqrt``, for Adam, follows Malladi et al. 2022
     (arXiv 2205.10287).
     """
     if scale == "none":
@@ -149,10 +152,10 @@ def scaled_lr(lr: float, scale: LrScale, dp: int, base: int) -> tuple[float, str
 
 
 def learning_rate(step: int, total_steps: int, peak_lr: float, config: ScheduleConfig) -> float:
-    """The learning rate of a step; steps are numbered from 1 to `total_steps`.
+    """Return the learning rate of a step; steps are numbered from 1 to `total_steps`.
 
-    Warmup is linear and reaches the peak at step `warmup_steps`; `wsd` (warmup, stable, decay;
-    arXiv 2404.06395) stays there and decays linearly over the last `decay_steps`.
+    Warmup is linear and reaches the peak at step `warmup_steps`. The schedule `wsd` (warmup, stable, decay;
+    arXiv 2404.06395) stays at the peak and decays linearly over the last `decay_steps`.
     """
     if step <= config.warmup_steps:
         return peak_lr * step / config.warmup_steps

@@ -1,4 +1,4 @@
-"""What is true where a run would start: gathered once per command, then passed."""
+"""Defines the facts about the place where a run starts, which a command gathers once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Interpreter:
     host_argv: tuple[str, ...]
     """The argv prefix of the supervisor, which runs outside of any container."""
     options: tuple[str, ...] = ("-u",)
-    """Options of the interpreter; includes ``-P`` only if it is known to be newer than 3.10."""
+    """Options of the interpreter, with ``-P`` only if the interpreter is known to be newer than 3.10."""
     host_options: tuple[str, ...] = ("-u",)
     venv: str | None = None
     """The folder of the bin/activate that the script sources."""
@@ -36,11 +36,11 @@ class Environment:
 
     interpreter: Interpreter
     problems: tuple[KeyProblem, ...] = ()
-    """What would fail in the job: the interpreter and its packages, the container, the webhook."""
+    """Problems that would make the job fail: the interpreter and its packages, the container, the webhook."""
     torch: TorchBuild | None = None
     """The torch of the trainer; None if unknown."""
     torch_key: str = "device"
-    """The key that chooses it."""
+    """The config key that selects this torch."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ class Facts:
     """The place, data and environment of a config, as `trainkit.launch.plan_run.gather` finds them."""
 
     machine: Machine
-    """The one on which the command runs."""
+    """The machine on which the command runs."""
     target: Target = LOCAL
     data: DataFacts | None = None
-    """None for what trains no model of trainkit: neither model nor data is then checked."""
+    """The data; None if the run trains no model of trainkit, so that neither model nor data is checked."""
     missing: tuple[KeyProblem, ...] = ()
-    """The problems of keys that name a file or run which does not exist."""
+    """Problems of keys that name a file or run that does not exist."""
     environment: Environment | None = None
-    """None for a plan of which only the size matters."""
+    """The environment; None if only the size of the plan matters."""

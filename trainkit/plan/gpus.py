@@ -1,4 +1,4 @@
-"""GPU types by the names that drivers and clusters use, and those of a run."""
+"""Finds GPU types by the names that drivers and clusters use, and the GPU types of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 Version = tuple[int, int]
 RESTART_S = 300.0
-"""Seconds from a failure, or the end of a job, to the next step, which nothing here has measured."""
+"""Assumed seconds from a failure, or from the end of a job, to the next step; nothing here has measured them.
+"""
 USABLE = 0.92
 """Fraction of a GPU's memory for tensors; CUDA, NCCL and allocator fragmentation take the rest."""
 
@@ -43,17 +44,18 @@ class Gpu(NamedTuple):
 
     @property
     def capability(self) -> Version | None:
-        """Its compute capability if that is below 8.0, from which on tensor cores compute in bf16."""
+        """Return the compute capability if it is below 8.0, the first with bf16 tensor cores; else None."""
         return FP16_ONLY.get(self.name.partition(" ")[0])
 
     @property
     def usable(self) -> int:
-        """Bytes that a plan may use."""
+        """Return the bytes that a plan may use."""
         return int(self.memory * USABLE)
 
 
-# GB/s one way to other GPUs of the node, and to other nodes; GPUs per node. NVLink: half of the figure in
-# data sheets, which counts both directions. Network: of DGX and HGX systems, one port per GPU.
+# Each tuple contains the GB/s one way to other GPUs of the node, the GB/s to other nodes, and the GPUs per
+# node. NVLink figures are half of the data sheets, which count both directions. Network figures are from DGX
+# and HGX systems with one port per GPU.
 _NVLINK5_72 = 900, 50, 4
 _NVLINK5 = 900, 50, 8
 _NVLINK4 = 450, 50, 8
@@ -64,9 +66,10 @@ _PCIE5 = 50, 12.5, 8
 _PCIE4 = 25, 6.25, 8
 _PCIE3 = 12, 6.25, 8
 
-# Words of the name; advertised sizes in GB, the most common first, each with the MiB that nvidia-smi reports
-# (error correction takes some); links; dense tensor-core FLOP/s with 16-bit inputs from NVIDIA's data sheets
-# (half of the figure "with sparsity"). The first row that matches wins. GB300 has the memory of B300.
+# Each row contains the words of the name, the memory, the links, and the dense tensor-core FLOP/s with 16-bit
+# inputs. The memory maps advertised sizes in GB, the most common first, to the MiB that nvidia-smi reports,
+# because error correction takes some. The FLOP/s are from NVIDIA's data sheets, half of the figure "with
+# sparsity". The first row that matches wins. GB300 has the memory of B300.
 _ROWS: tuple[tuple[str, dict[int, int], tuple[float, float, int], float | None], ...] = (
     ("GB300", {288: 275_040}, _NVLINK5_72, 2.5e15),
     ("GB200", {186: 189_471}, _NVLINK5_72, 2.5e15),
@@ -101,22 +104,23 @@ _ROWS: tuple[tuple[str, dict[int, int], tuple[float, float, int], float | None],
     ("RTX 3090", {24: 24_576}, _PCIE4, 71e12),
 )
 FP16_ONLY: dict[str, Version] = {"V100": (7, 0), "T4": (7, 5)}
-"""The GPUs whose tensor cores do not compute in bf16, and their compute capabilities."""
+"""Maps GPUs whose tensor cores do not compute in bf16 to their compute capabilities."""
 _NO_PRODUCT = re.compile(r"NVIDIA|TESLA|GEFORCE|QUADRO")
 
 
 def find_gpu(name: str) -> Gpu | None:
-    """The GPU type for a name from the driver (``NVIDIA A100-SXM4-40GB``) or the cluster (``a100``).
+    """Return the GPU type for a name from the driver or the cluster.
 
-    None for an unknown name, and for a MIG device.
+    Examples are ``NVIDIA A100-SXM4-40GB`` and ``a100``. Returns None for an unknown name and for a MIG
+    device.
     """
     words = re.sub(r"[^A-Z0-9]+", " ", _NO_PRODUCT.sub(" ", name.upper())).split()
     if "MIG" in words:
         return None
     for row, sizes, links, peak in _ROWS:
         parts = row.upper().split()
-        if set(parts) <= set(words) or "".join(parts) in words:  # rtx4090 is RTX 4090
-            # The size in GB that the name has, else the most common one.
+        if set(parts) <= set(words) or "".join(parts) in words:  # rtx4090 matches RTX 4090
+            # Use the size in GB that the name contains, else the most common size.
             named = [int(match[1]) for word in words if (match := re.fullmatch(r"(\d+)(GB?)?", word))]
             size = next((size for size in named if size in sizes), None)
             gb = size or next(iter(sizes))
@@ -128,7 +132,7 @@ def find_gpu(name: str) -> Gpu | None:
 
 
 def known_gpus() -> tuple[str, ...]:
-    """The names that `find_gpu` knows, newer GPUs first."""
+    """Return the names that `find_gpu` knows, newer GPUs first."""
     return tuple(row.lower().replace(" ", "-") for row, *_ in _ROWS)
 
 
@@ -137,11 +141,11 @@ EXAMPLE = "h100"
 
 
 def gpu_names(config: RunConfig, machine: Machine, target: Target) -> list[str]:
-    """The names of the GPU types that a job may get; empty if unknown."""
+    """Return the names of the GPU types that a job may get; empty if unknown."""
     types = config.resources.gpu_types
     if target.cluster is None or len(types) == 1:
         return list(types or dict.fromkeys(machine.gpu_names))
-    # Imported only for Slurm: a dry run on this machine needs no model of a cluster.
+    # Imported only for Slurm, because a dry run on this machine needs no model of a cluster.
     from trainkit.cluster.limits import ResourceRequest, partition_refusals
 
     request = ResourceRequest.of(config.resources, target.cluster)
@@ -153,9 +157,9 @@ def gpu_names(config: RunConfig, machine: Machine, target: Target) -> list[str]:
 
 
 def known_gpu(names: list[str], resources: ResourcesConfig | None = None) -> Gpu | None:
-    """The GPU type with the most memory among `names`, or the least if `resources` asks for any of them.
+    """Return the GPU type with the most memory, or with the least if `resources` accepts several types.
 
-    None if any of them is unknown.
+    Returns None if any of the `names` is unknown.
     """
     found = [find_gpu(name) for name in names]
     known = [gpu for gpu in found if gpu is not None]
@@ -164,12 +168,12 @@ def known_gpu(names: list[str], resources: ResourcesConfig | None = None) -> Gpu
 
 
 def shown_types(names: list[str]) -> str:
-    """The names of GPU types in a message."""
+    """Return the names of GPU types as messages show them."""
     return ", ".join(name or "a GPU without a type" for name in names)
 
 
 def unchecked_memory(names: list[str]) -> str:
-    """The warning for GPUs of unknown memory; `names` are those of `gpu_names`."""
+    """Return the warning for GPUs of unknown memory; `names` is the result of `gpu_names`."""
     reason = f"their memory is unknown ({shown_types(names)})"
     if not names:
         reason = "their type is unknown, which resources.gpu_type sets"
@@ -180,18 +184,18 @@ def unchecked_memory(names: list[str]) -> str:
 
 
 def gpu_problems(names: list[str], config: RunConfig, facts: Facts, device: str) -> Iterator[KeyProblem]:
-    """Why the trainer cannot use the GPUs that it may get, as far as they and its torch are known.
+    """Yield the reasons why the trainer cannot use its GPUs, if they and its torch are known.
 
-    `names` are those of `gpu_names`, of which a run on CPUs has none.
+    `names` is the result of `gpu_names`, which is empty for a run on CPUs.
     """
     environment, machine = facts.environment, facts.machine
     torch = None if environment is None else environment.torch
     gpus = list(map(find_gpu, names))
     old = [(gpu.capability, gpu.name) for gpu in gpus if gpu is not None and gpu.capability is not None]
-    # Where the job may also get others, its ranks decide.
+    # If the job may also get other GPUs, its ranks decide.
     capability, name = max(old) if old and len(old) == len(gpus) else (None, "")
     if environment is not None and torch is not None:
-        # Libraries of the job's own may bring a newer CUDA than the driver's.
+        # Libraries of the job may bring a newer CUDA than the driver's.
         is_known = facts.target.cluster is None and "LD_LIBRARY_PATH" not in config.launch.env
         driver = machine.driver_cuda if is_known else None
         found = torch.problem(name, capability, driver) if device == "cuda" else None
@@ -205,13 +209,13 @@ def gpu_problems(names: list[str], config: RunConfig, facts: Facts, device: str)
 
 
 def bf16_problem(gpu: str) -> tuple[str, str]:
-    """Why a run does not train in bf16 on a GPU of `FP16_ONLY`, and a hint."""
-    message = f"is bf16, in which the tensor cores of {gpu} do not compute"
-    return message, "set precision.dtype: fp16, or request others with resources.gpu_type"
+    """Return the reason why a run cannot train in bf16 on a GPU of `FP16_ONLY`, and a hint."""
+    message = f"is bf16, which the tensor cores of {gpu} do not support"
+    return message, "set precision.dtype: fp16, or request other GPUs with resources.gpu_type"
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """The peak dense FLOP/s of a device for ``bf16`` or ``fp16``; None if unknown."""
+    """Return the peak dense FLOP/s of a device for ``bf16`` or ``fp16``; None if unknown."""
     gpu = find_gpu(device_name)
     if gpu is None or dtype not in ("bf16", "fp16"):
         return None

@@ -1,4 +1,4 @@
-"""The launch plan: all values that are decided before a job starts."""
+"""Defines the launch plan, which contains all values that are decided before a job starts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KEYS = (
     "network requeue spare_nodes per command command_signal launcher python venv container_program slurm "
     "node_sizes after warnings checkpoint_bytes sizes gpu_types fills_nodes version world_size"
 )
-"""The keys of plan.json in their order, but for those of parts."""
+"""The keys of plan.json in their order, except the keys of parts."""
 _OF_RECORDS = {
     "command": ("workload", "argv"),
     "command_signal": ("workload", "signal"),
@@ -33,7 +33,8 @@ _OF_RECORDS = {
     "gpu_types": ("slurm", "gpu_types"),
     "fills_nodes": ("slurm", "fills_nodes"),
 }
-"""The keys that lie in a record of the plan: key -> the field of the plan, and that of its record."""
+"""Maps a key of plan.json to the record of the plan that contains its value, and to the field in that record.
+"""
 Options = dict[str, str | int | bool]
 P = TypeVar("P", bound=Part)
 DAMAGED_HINT = "each folder in attempts/ of the run has the plan of its attempt"
@@ -54,8 +55,8 @@ class Place:
 class Layout:
     """The degrees of parallelism of a job.
 
-    Dimensions from outermost to innermost: pp, dp_replicate, dp_shard, cp, tp. Tensor-parallel ranks
-    communicate most, so they are neighbours on a node.
+    The dimensions, from outermost to innermost, are pp, dp_replicate, dp_shard, cp and tp. Tensor-parallel
+    ranks communicate most, so they are neighbours on a node.
     """
 
     dp_replicate: int = 1
@@ -66,7 +67,7 @@ class Layout:
 
     @property
     def dp(self) -> int:
-        """Data-parallel size: the number of different batches read in parallel."""
+        """Return the data-parallel size, the number of different batches that are read in parallel."""
         return self.dp_replicate * self.dp_shard
 
     @property
@@ -75,16 +76,16 @@ class Layout:
 
     @property
     def splits_model(self) -> bool:
-        """Whether ranks share the work on one sample."""
+        """Return whether several ranks share the work on one sample."""
         return self.tp * self.pp * self.cp > 1
 
     @property
     def has_local_forward(self) -> bool:
-        """Whether a forward pass has no collective."""
+        """Return whether a forward pass needs no collective."""
         return self.world_size == self.dp_replicate
 
     def place(self, rank: int) -> Place:
-        """The coordinates of a rank."""
+        """Return the coordinates of a rank."""
         rank, tp = divmod(rank, self.tp)
         rank, cp = divmod(rank, self.cp)
         rank, dp_shard = divmod(rank, self.dp_shard)
@@ -92,7 +93,7 @@ class Layout:
         return Place(pp, dp_replicate, dp_shard, cp, tp)
 
     def dp_rank(self, rank: int) -> int:
-        """The data-parallel index of a rank, from 0 to `dp` - 1."""
+        """Return the data-parallel index of a rank, from 0 to `dp` - 1."""
         place = self.place(rank)
         return place.dp_replicate * self.dp_shard + place.dp_shard
 
@@ -111,29 +112,30 @@ class Batch:
 
 @dataclass(frozen=True)
 class RequeuePolicy:
-    """When the run may restart automatically: the keys of the section `requeue` that a job needs."""
+    """The rules for automatic restarts: the keys of the section `requeue` that a job needs."""
 
     on: tuple[str, ...] = ("preempted", "timeout", "node_fail", "crash", "hang")
     max: int = 100
     max_crashes: int = 3
     total_s: float | None = None
-    """Seconds that the jobs of a run may take together, each one slice of them; None without slices."""
+    """Seconds that all jobs of a run may take together if each job is a slice; None without slices."""
     hang_factor: float | None = 20.0
     hang_min_s: float = 300.0
 
 
 @dataclass(frozen=True)
 class WorkerEnvironment:
-    """What the processes of the workers start with."""
+    """The environment in which the processes of the workers start."""
 
     variables: dict[str, str] = field(default_factory=dict)
     """Environment variables of every worker."""
     network: str = "auto"
-    """A preset, or the name of an interface."""
+    """A network preset, or the name of a network interface."""
     python: tuple[str, ...] | None = None
-    """The interpreter for a launcher or the built-in trainer; None uses that of the agent."""
+    """The interpreter for a launcher or the built-in trainer; None uses the agent's interpreter."""
     venv: str | None = None
-    """The virtual environment that the agent activates for a command; None where the batch script does."""
+    """The virtual environment that the agent activates for a command; None if the batch script activates it.
+    """
     container_program: str | None = None
     """The runtime of `launch.container`: ``apptainer``, ``singularity`` or ``pyxis``."""
 
@@ -149,14 +151,14 @@ class SlurmRequest:
     version: tuple[int, ...] = ()
     """The version of Slurm; empty if unknown."""
     clusters: tuple[str, ...] = field(default=(), metadata=OPTIONAL)
-    """The clusters any one of which may take the job; empty for the cluster of this host."""
+    """The clusters that may take the job; empty for the cluster of this host."""
     gpu_types: dict[str, str] = field(default_factory=dict, metadata=OPTIONAL)
-    """The GPU type of each partition that may start the job, where it names several."""
+    """Maps each partition that may start the job to its GPU type, if the config names several of either."""
     fills_nodes: bool = field(default=False, metadata=OPTIONAL)
-    """Whether the ranks use all CPUs of an exclusive job, which may be more than it has requested."""
+    """True if the ranks use all CPUs of an exclusive job, which may have more CPUs than it requested."""
 
     def comment(self, token: str) -> str:
-        """The comment of a job: the token of its submission, then the config's."""
+        """Return the comment of a job: the token of its submission, followed by the config's comment."""
         own = self.sbatch.get("comment")
         return f"{token} {own}" if own else token
 
@@ -175,11 +177,11 @@ class LaunchPlan:
     lr: float
     """Peak learning rate after scaling."""
     threads_per_worker: int | None
-    """None uses the cores that a worker finds on its node."""
+    """Threads of each worker; None uses the cores that a worker finds on its node."""
     grace_s: float
     """Seconds between a stop signal and the end of the job."""
     reasons: dict[str, str]
-    """The reason for each derived value, one sentence each."""
+    """The reason for each derived value, in one sentence."""
     environment: WorkerEnvironment = WorkerEnvironment()
     requeue: RequeuePolicy = RequeuePolicy()
     spare_nodes: int = 0
@@ -187,7 +189,7 @@ class LaunchPlan:
     per: str = "node"
     """The unit of a Slurm task: ``gpu`` (one worker) or ``node`` (all workers of a node)."""
     workload: Workload = TRAINER
-    """What the ranks execute."""
+    """The program that the ranks execute."""
     slurm: SlurmRequest | None = None
     """The Slurm options; None for a local job."""
     node_sizes: tuple[int, ...] | None = None
@@ -195,32 +197,35 @@ class LaunchPlan:
     after: tuple[str, ...] = field(default=(), metadata=OPTIONAL)
     """The folders of runs and groups that must finish before a run on this machine starts."""
     warnings: tuple[str, ...] = ()
-    """What could not be checked, or may be slow, one sentence each."""
+    """Warnings about values that were not checked or may be slow, in one sentence each."""
     checkpoint_bytes: int | None = None
-    """The size of a checkpoint; None for what trains no model of trainkit."""
+    """The size of a checkpoint; None if the run trains no model of trainkit."""
     sizes: dict[str, dict[str, object]] = field(default_factory=dict, metadata=OPTIONAL)
-    """Another number of nodes that an attempt may have -> what changes in the plan then."""
+    """Maps another number of nodes that an attempt may have to the changes in the plan for that number."""
     parts: dict[str, dict[str, object]] = field(default_factory=dict, metadata=LEFT_OUT)
-    """Capability -> the content of its part, which `part` reads."""
+    """Maps a capability to the content of its part, which `part` reads."""
 
     @property
     def is_here(self) -> bool:
-        """Whether all nodes are this machine."""
+        """Return whether all nodes are this machine."""
         return self.backend == "local"
 
     @property
     def is_job(self) -> bool:
-        """Whether a scheduler runs it as a job; else it runs where it is started."""
+        """Return whether a scheduler runs the plan as a job; otherwise the command itself starts the run."""
         return self.slurm is not None
 
     @property
     def clusters(self) -> tuple[str, ...]:
-        """The clusters any one of which may take the job; empty for the cluster of this host."""
+        """Return the clusters that may take the job; empty for the cluster of this host."""
         return () if self.slurm is None else self.slurm.clusters
 
     @property
     def has_supervisor(self) -> bool:
-        """Whether a process of its own watches all ranks; with ranks that were started first, none does."""
+        """Return whether a supervisor process watches all ranks.
+
+        Ranks that srun or another launcher started before trainkit have no supervisor.
+        """
         return self.backend not in ("srun", "launcher")
 
     @property
@@ -229,17 +234,17 @@ class LaunchPlan:
 
     @property
     def shown_nodes(self) -> str:
-        """The number of nodes, or their range, in words."""
+        """Return the number of nodes, or their range, in words."""
         first = f"{self.fewest_nodes}-" if self.fewest_nodes < self.num_nodes else ""
         return f"{first}{self.num_nodes} node{'s' if self.num_nodes > 1 else ''}"
 
     @property
     def may_lose_nodes(self) -> bool:
-        """Whether the run continues in its job when a node is lost."""
+        """Return whether the run continues in the same job if a node is lost."""
         return bool(self.spare_nodes) or bool(self.sizes)
 
     def at(self, num_nodes: int) -> LaunchPlan:
-        """The plan for as many nodes as an attempt may have of `num_nodes`, or for the fewest."""
+        """Return the plan for the largest planned size up to `num_nodes`, or for the smallest size."""
         planned = [self.num_nodes, *map(int, self.sizes)]
         size = max((size for size in planned if size <= num_nodes), default=self.fewest_nodes)
         if size == self.num_nodes:
@@ -248,31 +253,31 @@ class LaunchPlan:
 
     @property
     def attended_in(self) -> str | None:
-        """The capability in which a person attends to a rank, which may wait for hours; None without one."""
+        """Return the capability in which a person attends to a rank, which may wait for hours; else None."""
         return attended_in(self.parts)
 
     @property
     def attended_rank(self) -> int | None:
-        """The rank that a person attends to."""
+        """Return the rank that a person attends to, or None."""
         name = self.attended_in
         rank = None if name is None else self.parts[name].get(SHIPPED[name].attends)
         return rank if isinstance(rank, int) else None
 
     def without_hangs(self) -> LaunchPlan:
-        """The plan of a run in which a rank may wait for a person: nothing counts as a hang."""
+        """Return a plan in which no step counts as a hang, because a rank may wait for a person."""
         plan = replace(self, requeue=replace(self.requeue, hang_factor=None))
         for name in self.parts:
             plan = load(name).without_hangs(plan)
         return plan
 
     def with_part(self, part: Part) -> LaunchPlan:
-        """The plan with a part in place of the one that the capability had."""
+        """Return the plan with a part, which replaces the earlier part of the same capability."""
         return replace(self, parts={**self.parts, part.CAPABILITY: to_json(part)})
 
     def part(self, kind: type[P]) -> P | None:
-        """The part of a capability, whose class is `kind`; None for a run that does not use it.
+        """Return the part of a capability, whose class is `kind`; None if the run does not use the part.
 
-        Raises UsageError if it is damaged.
+        Raises UsageError if the part is damaged.
         """
         value = self.parts.get(kind.CAPABILITY)
         try:
@@ -283,7 +288,7 @@ class LaunchPlan:
 
     @property
     def files(self) -> dict[str, str]:
-        """The files that its parts write into the run folder: name -> text."""
+        """Return the files that the parts write into the run folder, as a map from name to text."""
         return files_of(self.parts)
 
     @property
@@ -306,19 +311,23 @@ class LaunchPlan:
             if value[record] is not None and name in value[record]:
                 value[key] = value[record].pop(name)
         value["command"] = value["command"] or None
-        del value["workload"], value["environment"]  # all of their keys lie in the file itself
+        # All keys of these records are top-level keys of the file.
+        del value["workload"], value["environment"]
         return put_parts({key: value[key] for key in _KEYS.split() if key in value} | value, self.parts)
 
     def to_text(self) -> str:
-        """The text of plan.json."""
+        """Return the text of plan.json."""
         return plan_text(self.to_dict())
 
     @classmethod
     def read(cls, file: Path, *, executes: bool = True) -> LaunchPlan:
-        """The plan in a plan.json; raises OSError, and UsageError if it is damaged or a newer one.
+        """Read the plan in a plan.json.
 
-        UsageError is also raised if another user could have written it, unless the caller `executes` nothing
-        of what it says.
+        Raises OSError if the file cannot be read, and UsageError if the plan is damaged or newer than this
+        trainkit.
+
+        If `executes` is True, also raises UsageError if another user could have written the file. A caller
+        that executes nothing in the plan passes False.
         """
         try:
             return cls.from_dict(read_json(file, executes=executes))
@@ -327,9 +336,9 @@ class LaunchPlan:
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> LaunchPlan:
-        """The plan that `to_dict` wrote; keys that this version does not know are left out.
+        """Return the plan that `to_dict` wrote, without keys that this version does not know.
 
-        Raises UsageError if a newer trainkit wrote it, ValueError if it is damaged.
+        Raises UsageError if a newer trainkit wrote the plan, and ValueError if the plan is damaged.
         """
         try:
             if value.get("version", 0) > PLAN_VERSION:
@@ -337,21 +346,24 @@ class LaunchPlan:
                     f"plan.json has version {value['version']}; this trainkit supports version {PLAN_VERSION}"
                 )
                 raise UsageError(message, hint="use the trainkit that submitted the run, or a newer one")
-            Layout(**value["layout"]), Batch(**value["batch"])  # unknown degrees would change what runs
+            # The call raises an error for unknown degrees, which would change the run.
+            Layout(**value["layout"]), Batch(**value["batch"])
             if (slurm := value.get("slurm")) is not None:
-                slurm["sbatch"], slurm["srun"]  # without its options another job would run
+                # The look-up raises an error without the options, because a different job would run.
+                slurm["sbatch"], slurm["srun"]
             plan = read_record(cls, {**_with_records(value), "parts": take_parts(value)}, strict=True)
             counts = [plan.num_nodes, plan.workers_per_node, *(plan.node_sizes or ()), *astuple(plan.layout)]
             if min(counts) < 1:
                 raise ValueError("plan.json is damaged: a number of nodes, workers or ranks is not positive")
-            files_of(plan.parts), keys_of(plan.parts)  # what others do with them needs no check
+            # The calls raise an error for a damaged part, so that later readers need no check.
+            files_of(plan.parts), keys_of(plan.parts)
             return plan
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"plan.json is damaged: {error!r}") from None
 
 
 def _with_records(plan: Mapping[str, object]) -> dict[str, object]:
-    """The content of a plan.json, with the records that its keys lie in."""
+    """Return the content of a plan.json, with its keys moved into their records."""
     found = {key: value for key, value in plan.items() if key not in ("workload", "environment")}
     if found.get("command") is None:
         found.pop("command", None)
@@ -363,11 +375,11 @@ def _with_records(plan: Mapping[str, object]) -> dict[str, object]:
 
 
 def resized(plan: Mapping[str, object], num_nodes: int) -> dict[str, object]:
-    """The content of plan.json for another number of nodes, which must be one of its sizes.
+    """Return the content of plan.json for another number of nodes, which must be one of its sizes.
 
-    Keys of another version are kept: the job was submitted with them.
+    Keys of another version are kept, because the job was submitted with them.
     """
-    from trainkit.run.submitted import plans_by_size  # which only jobs for a range of nodes need
+    from trainkit.run.submitted import plans_by_size  # Only jobs for a range of nodes need this module.
 
     plans = plans_by_size(plan)
     chosen = plans.pop(str(num_nodes))
@@ -375,12 +387,12 @@ def resized(plan: Mapping[str, object], num_nodes: int) -> dict[str, object]:
 
 
 def plan_text(plan: Mapping[str, object]) -> str:
-    """The text of plan.json."""
+    """Return the text of plan.json."""
     return json.dumps(plan, indent=2, ensure_ascii=False) + "\n"
 
 
 def with_excluded(request: SlurmRequest, hosts: Sequence[str]) -> SlurmRequest:
-    """The request with these hosts excluded too."""
+    """Return the request with these hosts also excluded."""
     before = str(request.sbatch.get("exclude") or "")
     new = [host for host in hosts if host not in before.split(",")]
     exclude = ",".join([*([before] if before else []), *new])
@@ -388,7 +400,7 @@ def with_excluded(request: SlurmRequest, hosts: Sequence[str]) -> SlurmRequest:
 
 
 def option_argv(options: Options) -> list[str]:
-    """Options as command-line arguments, such as ``--nodes=2``; False omits an option."""
+    """Return options as command-line arguments, such as ``--nodes=2``; False omits an option."""
     return [
         f"--{name}" if value is True else f"--{name}={value}"
         for name, value in options.items()
@@ -397,5 +409,5 @@ def option_argv(options: Options) -> list[str]:
 
 
 def damaged_plan(file: Path, error: ValueError) -> UsageError:
-    """The error of a plan.json that is damaged."""
+    """Return the error for a damaged plan.json."""
     return UsageError(f"{file} cannot be read: {error}", hint=DAMAGED_HINT)

@@ -1,4 +1,4 @@
-"""Launch drafts: derive a plan, for this machine or a running step, without its model and data."""
+"""Drafts a plan for this machine or a running step, without checking its model and data."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ WORKERS_PER_CPU = 16
 
 @dataclass
 class LaunchDraft:
-    """Derives a plan for this machine: each method derives one value and records its reason or problem."""
+    """A draft of the plan for this machine; each method derives a value and records its reason or problem."""
 
     loaded: LoadedConfig
     machine: Machine
     target: Target
     problems: list[Problem] = field(default_factory=list)
-    """Without the origins of their keys."""
+    """Problems without the origins of their keys."""
     reasons: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     env: dict[str, str] = field(default_factory=dict)
     passed: set[str] = field(default_factory=set)
-    """The keys that a command gets through a capability."""
+    """Keys whose values a command gets through a capability."""
     parts: dict[str, dict[str, object]] = field(default_factory=dict)
 
     def plan(self, workload: Workload) -> LaunchPlan:
-        """The plan without its model and data; raises ConfigError with every problem."""
+        """Return the plan without its model and data; raise ConfigError with every problem."""
         config, target = self.loaded.config, self.target
         if target is not LOCAL:
             self.reasons["backend"] = target.reason
@@ -64,16 +64,18 @@ class LaunchDraft:
             layout, batch, lr = Layout(dp_shard=world_size), Batch(0, 0, 0, 0), 0.0
             self._plan_command(workload, Ranks(world_size, num_nodes, workers_per_node, device))
             self.reasons["end"] = (
-                "exit code 0 is the end; after a notice only if the command has created "
+                "exit code 0 ends the run; after a stop signal, only if the command has created "
                 "$TRAINKIT_JOB_DONE_FILE"
             )
             if (why := out_of_reach(workload.argv)) is not None:
-                self.reasons["notice"] = f"may not reach the training, which then cannot save: {why}"
+                self.reasons["notice"] = (
+                    f"a stop signal may not reach the training, which then cannot save: {why}"
+                )
         self.check_oversubscription(device, world_size)
         threads = self.threads_per_worker(world_size)
         lead_s = self.lead_s()
         per = target.per or self.per(workload.launcher)
-        # The agents of a command send it the signal that is configured.
+        # The agents of a command send it the configured signal.
         has_agents = workload.is_command or config.requeue.signal == "auto"
         notice = workload.notice if has_agents else config.requeue.signal
         slurm = self.request(device, workers_per_node, threads, f"{notice}@{lead_s}", per)
@@ -106,9 +108,10 @@ class LaunchDraft:
         )
 
     def _without_effect(self, workload: Workload) -> Iterator[str]:
-        """What was typed for this run and does nothing; a file may be shared with runs that use it.
+        """Yield a warning about values that were typed for this run and have no effect.
 
-        What a sweep sets is described with its points.
+        Values of a file do not count, because runs that use the values may share the file. Values of a sweep
+        are described with its trials.
         """
         found = sorted(
             key
@@ -121,12 +124,12 @@ class LaunchDraft:
         if found:
             has, it = ("has", "it") if len(found) == 1 else ("have", "them")
             yield (
-                f"{', '.join(found)} {has} no effect on a COMMAND or function, unless that reads {it} from "
+                f"{', '.join(found)} {has} no effect on a COMMAND or function that does not read {it} from "
                 "config.yaml in $TRAINKIT_JOB_RUN_DIR"
             )
 
     def _plan_command(self, workload: Workload, ranks: Ranks) -> None:
-        """Plan what capabilities give to a command."""
+        """Plan the values that capabilities pass to a command."""
         for name in capabilities_of(self.loaded.config):
             try:
                 given = load(name).plan_command(self.loaded, workload, ranks)
@@ -141,9 +144,10 @@ class LaunchDraft:
                 self.parts[name] = to_json(given.part)
 
     def check_oversubscription(self, device: str, world_size: int) -> None:
-        """Report too many CPU workers: a typo in --nodes must not start a thousand processes here.
+        """Report too many CPU workers, because a typo in --nodes must not start a thousand processes here.
 
-        Slurm has started the tasks of a step already; of a job, `limit_problems` checks the limits.
+        A step is not checked, because Slurm has started its tasks already. For a job, `limit_problems` checks
+        the limits.
         """
         if self.target.node_sizes is not None or self.target.cluster is not None:
             return
@@ -191,7 +195,7 @@ class LaunchDraft:
         return requested
 
     def detected_gpus(self) -> int:
-        """The GPUs of each node if the config does not set them."""
+        """Return the number of GPUs of each node if the config does not set it."""
         nodes, num_gpus = self.loaded.config.resources.most_nodes, self.machine.num_gpus
         if 0 < num_gpus < nodes:
             message = f"is {nodes}, but this machine has {plural(num_gpus, 'GPU')} and every node needs one"
@@ -244,23 +248,23 @@ class LaunchDraft:
         return threads
 
     def derived_threads(self, world_size: int) -> tuple[int | None, str]:
-        """The threads per worker if the config does not set them, and why."""
+        """Return the threads per worker if the config does not set them, and the reason."""
         num_cpus = self.machine.num_cpus
         threads = max(1, num_cpus // world_size)
         return threads, f"{threads}: {num_cpus} CPU cores for {plural(world_size, 'worker')}"
 
     def lead_s(self) -> int:
-        """How many seconds before its end the run gets the notice; here, as many as it asks for."""
+        """Return the seconds from the stop signal to the end of the job, here the configured grace time."""
         return math.ceil(self.loaded.config.requeue.grace_s)
 
     def per(self, launcher: str) -> Literal["gpu", "node"]:
-        """The unit of a task."""
+        """Return the unit of a Slurm task."""
         return "node"
 
     def request(
         self, device: str, workers_per_node: int, threads: int | None, notice: str, per: str
     ) -> SlurmRequest | None:
-        """The Slurm options; None if no job is submitted."""
+        """Return the Slurm options; None if no job is submitted."""
         return None
 
     def problem(self, key: str, message: str, hint: str = "") -> None:
@@ -269,14 +273,14 @@ class LaunchDraft:
 
 @dataclass
 class StepDraft(LaunchDraft):
-    """Derives a plan for a running step, whose first node is this machine."""
+    """A draft of the plan for a running step, whose first node is this machine."""
 
     def workers_per_node(self, device: str) -> int:
         sizes, num_gpus = self.target.node_sizes or (), self.machine.num_gpus
         count = max(sizes)
         self.reasons["workers_per_node"] = f"{','.join(map(str, sizes))}: workers of each node of the step"
         if device == "cuda" and count > num_gpus == 1 and self.target.per == "gpu":
-            # The ranks find out whether it is the same GPU in all tasks.
+            # The ranks find out whether all tasks see the same GPU.
             self.warnings.append(f"task 0 sees one GPU of its node: {BOUND_GPU_WARNING}")
         elif device == "cuda" and count > num_gpus:
             message = f"is {count} in this step, but this node has {num_gpus} visible GPUs"
@@ -291,12 +295,12 @@ class StepDraft(LaunchDraft):
 
     @property
     def is_launched(self) -> bool:
-        """Whether another launcher has started the ranks, and not Slurm."""
+        """Return whether another launcher, and not Slurm, has started the ranks."""
         return self.target.backend == "launcher"
 
 
 def _policy(section: RequeueConfig) -> RequeuePolicy:
-    """The values of a section that the job needs."""
+    """Return the values of a section that the job needs."""
     known = (field.name for field in fields(RequeuePolicy) if field.name in type(section).model_fields)
     return RequeuePolicy(**{name: getattr(section, name) for name in known})
 

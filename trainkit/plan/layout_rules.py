@@ -1,4 +1,4 @@
-"""Layout rules: checks degrees against the number of processes, the model and the batch; names of layouts."""
+"""Checks degrees against the number of processes, the model and the batch, and names layouts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainkit.plan.step_work import SPLIT_BACKWARD, StepWork, num_stages
 
 
 def layout_problems(work: StepWork) -> Iterator[Problem]:
-    """All problems that rule out a layout for a model and a batch."""
+    """Yield all problems that rule out a layout for a model and a batch."""
     yield from _tensor_problems(work)
     pp, schedule, num_layers = work.layout.pp, work.parallel.pp_schedule, work.shape.num_layers
     stages = num_stages(pp, schedule)
@@ -24,9 +24,9 @@ def layout_problems(work: StepWork) -> Iterator[Problem]:
 
 
 def compiles(parallel: ParallelConfig, layout: Layout, device: str) -> bool:
-    """Whether blocks are compiled on a device, ``cpu`` or ``cuda``.
+    """Return whether blocks are compiled on a device, ``cpu`` or ``cuda``.
 
-    Unless the config says so, not on CPUs, where compiling takes longer than a short run, and not with a
+    By default, blocks are not compiled on CPUs, where compiling takes longer than a short run, and with a
     schedule that splits the backward pass.
     """
     if parallel.compile is not None:
@@ -35,7 +35,7 @@ def compiles(parallel: ParallelConfig, layout: Layout, device: str) -> bool:
 
 
 def batch_problems(work: StepWork) -> Iterator[Problem]:
-    """All problems that rule out a layout for a batch, independent of the model."""
+    """Yield all problems that rule out a layout for a batch, independent of the model."""
     layout, parallel, schedule = work.layout, work.parallel, work.parallel.pp_schedule
     if layout.cp > 1 and work.seq_len % (2 * layout.cp):
         message = f"is {layout.cp}, but data.seq_len {work.seq_len} is not a multiple of 2 x {layout.cp}"
@@ -77,7 +77,7 @@ def _tensor_problems(work: StepWork) -> Iterator[Problem]:
 def microbatch_problems(
     layout: Layout, parallel: ParallelConfig, device_batch_size: int, accumulation_steps: int
 ) -> Iterator[Problem]:
-    """The problems that rule out the number of microbatches of a pipeline."""
+    """Yield the problems that rule out the number of microbatches of a pipeline."""
     if layout.pp == 1:
         return
     pp, schedule, microbatches = layout.pp, parallel.pp_schedule, parallel.pp_microbatches
@@ -86,7 +86,7 @@ def microbatch_problems(
         message = f"is {microbatches}, which does not divide train.device_batch_size {device_batch_size}"
         hint = f"it can be {divisors(device_batch_size)}"
         yield Problem("parallel.pp_microbatches", message, hint=hint)
-    # One step is one run of the schedule, including all accumulated microbatches.
+    # One step is one run of the schedule, which includes all accumulated microbatches.
     count = microbatches * accumulation_steps
     made = f"is {microbatches}" + (f" x {accumulation_steps} accumulated" if accumulation_steps > 1 else "")
     least = {"1f1b": pp, "dualpipe_v": stages}.get(schedule, 1)
@@ -101,17 +101,17 @@ def microbatch_problems(
 
 
 def divisors_of(number: int) -> list[int]:
-    """The divisors of a number, smallest first."""
+    """Return the divisors of a number, smallest first."""
     return [item for item in range(1, number + 1) if number % item == 0]
 
 
 def divisors(number: int, most: int | None = None) -> str:
-    """The divisors of a number up to `most` as text, for example ``1 or 2 or 4``."""
+    """Return the divisors of a number up to `most` as text, for example ``1 or 2 or 4``."""
     return " or ".join(str(item) for item in divisors_of(number) if item <= (most or number))
 
 
 def make_layout(parallel: ParallelConfig, world_size: int) -> tuple[Layout, str]:
-    """The layout of `world_size` processes and its description; a degree of -1 is derived.
+    """Return the layout of `world_size` processes and its description; a degree of -1 is derived.
 
     Raises ConfigError if the product of the degrees is not the number of processes.
     """
@@ -182,7 +182,7 @@ DEGREES = ("dp_replicate", "dp_shard", "tp", "pp", "cp")
 
 
 def parse_layout(text: str) -> dict[str, object]:
-    """The values of ``--layout tp=2,dp_shard=2``, keys of the section `parallel`, with all degrees.
+    """Parse ``--layout tp=2,dp_shard=2`` into keys of the section `parallel`, with all degrees.
 
     Raises UsageError if the text is invalid.
     """
@@ -204,12 +204,12 @@ def parse_layout(text: str) -> dict[str, object]:
             raise UsageError(f"{origin}: {key}: {error}", hint="values are written as in a config") from None
     missing = dict.fromkeys(DEGREES, 1)
     if values.get("dp_replicate") != -1:
-        missing["dp_shard"] = -1  # derived
+        missing["dp_shard"] = -1  # -1 derives this degree.
     return {**missing, **values}
 
 
 def layout_name(layout: Layout, others: Mapping[str, object]) -> str:
-    """The name of a layout, in the form of ``--layout``: degrees above 1, then other keys of `parallel`."""
+    """Return the name of a layout in the form of ``--layout``: degrees above 1, then other keys."""
     degrees = {name: getattr(layout, name) for name in DEGREES if getattr(layout, name) > 1}
     return (
         ",".join(f"{key}={yaml_text(value)}" for key, value in {**degrees, **others}.items()) or "dp_shard=1"
@@ -217,5 +217,5 @@ def layout_name(layout: Layout, others: Mapping[str, object]) -> str:
 
 
 def yaml_text(value: object) -> str:
-    """A value of `parallel` as a config has it."""
+    """Return a value of `parallel` as it is written in a config."""
     return str(value).lower() if isinstance(value, bool) else str(value)

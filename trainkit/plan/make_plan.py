@@ -27,10 +27,10 @@ from trainkit.shipped import load
 
 
 def make_plan(loaded: LoadedConfig, facts: Facts, workload: Workload = TRAINER) -> LaunchPlan:
-    """The plan of a config: its layout, batch and job, with its model and memory checked. Pure.
+    """Return the plan of a config: its layout, batch and job, with its model and memory checked.
 
-    Of a command there is no model or data to check, and layout and batch are only planned for what the tool
-    of its launcher gets. Raises ConfigError with every problem.
+    A command has no model or data to check. Its layout and batch are planned only for the values that the
+    tool of its launcher gets. The function is pure. Raises ConfigError with every problem.
     """
     plan, problems = None, []
     try:
@@ -56,7 +56,7 @@ def make_plan(loaded: LoadedConfig, facts: Facts, workload: Workload = TRAINER) 
 
 
 def with_parts(plan: LaunchPlan, loaded: LoadedConfig, facts: Facts) -> LaunchPlan:
-    """The plan with the parts of the capabilities that the config uses, their reasons and warnings."""
+    """Add the parts of the capabilities that the config uses, with their reasons and warnings."""
     reasons, warnings, parts = dict(plan.reasons), list(plan.warnings), dict(plan.parts)
     for name in capabilities_of(loaded.config):
         planned = load(name).plan(loaded, facts, plan)
@@ -68,7 +68,7 @@ def with_parts(plan: LaunchPlan, loaded: LoadedConfig, facts: Facts) -> LaunchPl
 
 
 def _inserted(reasons: dict[str, str], new: Mapping[str, str], follows: str | None) -> dict[str, str]:
-    """The reasons with new ones after the one that they follow, else at the end."""
+    """Insert new reasons after the reason that they follow, else at the end."""
     names = list(reasons)
     place = len(names) if follows is None else names.index(follows) + 1
     return {**{name: reasons[name] for name in names[:place]}, **new, **reasons, **new}
@@ -80,7 +80,7 @@ def _problem(found: KeyProblem) -> Problem:
 
 
 def problems(loaded: LoadedConfig, facts: Facts, workload: Workload = TRAINER) -> list[Problem]:
-    """Everything that is wrong with a config where the facts hold, as one list."""
+    """Return every problem of a config under the given facts."""
     try:
         make_plan(loaded, facts, workload)
     except ConfigError as error:
@@ -91,7 +91,10 @@ def problems(loaded: LoadedConfig, facts: Facts, workload: Workload = TRAINER) -
 def _with_model(
     config: RunConfig, data: DataFacts, machine: Machine, gpus: list[str], plan: LaunchPlan | None
 ) -> tuple[LaunchPlan | None, list[Problem]]:
-    """The plan with what its model and data add, and every problem of these; `gpus` are of `gpu_names`."""
+    """Add the results of the model and data checks to the plan, and return their problems.
+
+    `gpus` is the result of `gpu_names`.
+    """
     model = config.model
     problems = [*map(_problem, data.problems)]
     if config.uses_transformers:
@@ -112,7 +115,9 @@ def _with_model(
     if config.precision.float8:
         problems += _float8_problems(config, plan)
     if config.precision.float8 == "gather" and plan.layout.dp_shard * plan.layout.cp == 1:
-        unsharded = "precision.float8: gather does what true does: the weights are not sharded"
+        unsharded = (
+            "precision.float8: gather has the same effect as true, because the weights are not sharded"
+        )
         plan = replace(plan, warnings=(*plan.warnings, unsharded))
     if shape is not None:
         work = work_of(config, shape, plan.layout, plan.batch, plan.device)
@@ -131,7 +136,7 @@ def _draft(loaded: LoadedConfig, facts: Facts) -> LaunchDraft:
 def _float8_problems(config: RunConfig, plan: LaunchPlan) -> Iterator[Problem]:
     value = str(config.precision.float8).lower()
     if plan.device == "cpu":
-        if config.device != "cpu":  # that is a contradiction within the config
+        if config.device != "cpu":  # Another check reports this contradiction within the config.
             message = f"is {value}, but the run would use CPUs: {plan.reasons['device']}"
             yield Problem("precision.float8", message, hint="float8 requires a GPU")
     elif not compiles(config.parallel, plan.layout, plan.device):
@@ -145,7 +150,7 @@ def _float8_problems(config: RunConfig, plan: LaunchPlan) -> Iterator[Problem]:
 def _check_model(
     config: RunConfig, machine: Machine, gpus: list[str], plan: LaunchPlan, work: StepWork
 ) -> tuple[LaunchPlan, list[Problem]]:
-    """The plan with its memory estimate, and all problems that prevent training the model with it."""
+    """Return the plan with its memory estimate, and all problems that prevent training the model."""
     if config.model.architecture != DECODER:
         # The other rules and the memory of a custom architecture are unknown.
         return plan, [*batch_problems(work)]
@@ -167,14 +172,14 @@ def _check_model(
 
 
 def _staging_problems(config: RunConfig, plan: LaunchPlan, saved: int, machine: Machine) -> Iterator[Problem]:
-    """The problem if a node has too little memory for asynchronous saves of checkpoints of `saved` bytes."""
+    """Yield a problem if a node has too little memory for asynchronous saves of `saved` bytes."""
     resources, layout = config.resources, plan.layout
     need = saved * plan.workers_per_node * layout.dp_replicate / layout.world_size
     if not plan.is_job:
         key, have = "checkpoint.async", machine.memory
         value = f"is true, and this machine has {size(have or 0)}"
     else:
-        # Without resources.mem a job gets the partition's default, which is not known here.
+        # Without resources.mem, a job gets the partition's default, which is unknown here.
         mib = memory_mib(resources.mem or "0")
         key, have = "resources.mem", None if mib is None else int(mib * 2**20)
         value = f"is {resources.mem}"
@@ -186,14 +191,14 @@ def _staging_problems(config: RunConfig, plan: LaunchPlan, saved: int, machine: 
 def _host_problems(
     config: RunConfig, plan: LaunchPlan, work: StepWork, machine: Machine
 ) -> Iterator[Problem]:
-    """The problem if the processes of a run on this machine need more memory than it has.
+    """Yield a problem if the processes of a run on this machine need more memory than it has.
 
-    Only the weights, gradients and optimizer state count, which the run certainly needs: running out of
-    memory would also take down other processes.
+    Only weights, gradients and optimizer state count, because the run certainly needs them. Running out of
+    memory would also kill other processes.
     """
     state = state_bytes(work) * plan.layout.dp_replicate
     if not plan.is_here:
-        state //= plan.num_nodes  # the others are other machines
+        state //= plan.num_nodes  # The other nodes are other machines.
     if not plan.is_job and machine.memory is not None and state > machine.memory:
         what = f"is {config.model.preset}: weights, gradients and optimizer state take {size(state)}"
         message = f"{what}, but this machine has {size(machine.memory)}"

@@ -1,11 +1,13 @@
-"""Peak memory of a step on the GPU that needs the most, by category. Pure.
+"""Estimates the peak memory of a step on the GPU that needs the most, by category.
 
-Weights, gradients and optimizer state are sharded as in ZeRO (arXiv 1910.02054): in float32, 4, 4 and, for
-AdamW, 8 bytes per parameter, over ``dp_shard x cp x tp x pp`` ranks. Other memory varies within a step, so it
-is computed for a few phases; the phase with the most memory is the peak. Activations follow "Reducing
-Activation Recomputation" (arXiv 2205.05198), for blocks of RMSNorm, grouped-query attention without stored
-scores, and SwiGLU. What is small, such as statistics, the rounding of shards and masks, is left out: this
-ranks layouts, and a simulation of a rank counts every tensor.
+Weights, gradients and optimizer state are sharded as in ZeRO (arXiv 1910.02054). In float32 they take 4, 4
+and, for AdamW, 8 bytes per parameter, divided over ``dp_shard x cp x tp x pp`` ranks. Other memory varies
+within a step, so it is computed for a few phases; the phase with the most memory is the peak. Activations
+follow "Reducing Activation Recomputation" (arXiv 2205.05198), for blocks of RMSNorm, grouped-query attention
+without stored scores, and SwiGLU.
+
+The estimate only ranks layouts, so it omits small terms such as statistics, masks and the rounding of shards.
+The simulation of a rank counts every tensor. All functions are pure.
 """
 
 from __future__ import annotations
@@ -33,21 +35,21 @@ from trainkit.plan.step_work import (
 
 FLOAT32 = 4
 RECOMPUTED_COPIES = 6
-"""Copies of a block's activations during deferred weight gradients with recomputation: torch recomputes them
-for each weight and frees none. Measured: 5.5 to 6.4 copies."""
+"""Copies of a block's activations during deferred weight gradients with recomputation, because torch
+recomputes the activations for each weight and frees none. Measurements show 5.5 to 6.4 copies."""
 
 
 class RankParams(NamedTuple):
     """The parameters of one rank of a pipeline after tensor parallelism, unsharded."""
 
     layers: tuple[int, ...]
-    """Number of layers of each of its stages, in forward order."""
+    """Number of layers of each stage of the rank, in forward order."""
     block: int
-    """Of one block."""
+    """Parameters of one block."""
     embedding: int
-    """0 if it is on another rank, or tied to a head on this one."""
+    """Parameters of the embedding; 0 if it is on another rank, or tied to a head on this rank."""
     head: int
-    """0 if it is on another rank."""
+    """Parameters of the head; 0 if the head is on another rank."""
 
     @property
     def num_layers(self) -> int:
@@ -60,7 +62,7 @@ class RankParams(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def rank_params(shape: ModelShape, layout: Layout, schedule: PipelineSchedule, pp_rank: int) -> RankParams:
-    """The parameters of one rank; the last stage has the head, the first one the embedding."""
+    """Return the parameters of one rank; the last stage has the head, the first stage the embedding."""
     stages, mine = num_stages(layout.pp, schedule), stages_of(pp_rank, layout.pp, schedule)
     layers = tuple(len(stage_layers(shape.num_layers, stages)[stage]) for stage in mine)
     block = num_params_between_embeddings(shape) // shape.num_layers // layout.tp
@@ -71,20 +73,20 @@ def rank_params(shape: ModelShape, layout: Layout, schedule: PipelineSchedule, p
 
 
 def stream_bytes(work: StepWork) -> int:
-    """The bytes per token of the residual stream on one rank."""
+    """Return the bytes per token of the residual stream on one rank."""
     return work.itemsize * work.shape.dim // (work.layout.tp if work.parallel.sequence_parallel else 1)
 
 
 def _norm_bytes(work: StepWork) -> int:
-    """The bytes per token that a norm keeps; on CPUs, its input and its result in float32."""
+    """Return the bytes per token that a norm keeps; on CPUs, its input and its result in float32."""
     return stream_bytes(work) * (2 * FLOAT32 // work.itemsize if work.device == "cpu" else 1)
 
 
 def block_bytes(work: StepWork) -> int:
-    """The activation bytes that one block keeps per pass without recomputation.
+    """Return the activation bytes that one block keeps per pass without recomputation.
 
-    Of each token the inputs of both norms, of qkv and of gate and up. Split over tp: queries, keys, values
-    and output of attention; gate, up, silu(gate) and their product.
+    A block keeps the inputs of both norms, of qkv, and of gate and up for each token. Tensor parallelism
+    splits queries, keys, values and output of attention, and gate, up, silu(gate) and their product.
     """
     shape, layout, item = work.shape, work.layout, work.itemsize
     kv_dim = shape.num_kv_heads * shape.head_dim
@@ -92,24 +94,24 @@ def block_bytes(work: StepWork) -> int:
     split = (2 if layout.cp == 1 else 3) * shape.dim + 2 * kv_dim * layout.cp + 4 * shape.ffn_dim
     a_token = 2 * _norm_bytes(work) + item * (2 * shape.dim + split / layout.tp)
     if shape.dropout:
-        a_token += 2 * stream_bytes(work)  # the masks of both branches
+        a_token += 2 * stream_bytes(work)  # Both branches have a dropout mask.
     mask = 0
     if layout.cp > 1 and work.device == "cpu":
-        # Each of two chunks attends to what is before it; GPU kernels do not store causal masks.
+        # Each of the two chunks attends to the tokens before it; GPU kernels do not store causal masks.
         mask = item * (work.seq_len // (2 * layout.cp)) ** 2 * (2 * layout.cp + 1)
     return round(work.tokens_per_pass * a_token) + mask
 
 
 def kept_bytes(work: StepWork) -> int:
-    """The activation bytes that one block keeps per pass until its backward pass."""
+    """Return the activation bytes that one block keeps per pass until its backward pass."""
     mode, shape, tp = work.parallel.activation_checkpointing, work.shape, work.layout.tp
     if mode == "none":
         return block_bytes(work)
     a_token: float = stream_bytes(work)
     if mode == "selective":
-        # Attention and every second matrix product (wq, wv, gate, down), and what is reduced over tp.
+        # Attention, every second matrix product (wq, wv, gate, down) and results reduced over tp are kept.
         kv_dim = shape.num_kv_heads * shape.head_dim
-        # On Hopper, attention with context parallelism is two calls that are merged.
+        # On Hopper, attention with context parallelism merges the results of two calls.
         attended = shape.dim * (2 if work.layout.cp > 1 and work.device == "cuda" else 1)
         a_token += work.itemsize * ((attended + shape.dim + kv_dim + shape.ffn_dim) / tp + shape.dim)
         a_token += 2 * stream_bytes(work) if tp > 1 else 0
@@ -117,7 +119,7 @@ def kept_bytes(work: StepWork) -> int:
 
 
 def _split_gradient_bytes(work: StepWork) -> int:
-    """The bytes of output gradients that one block keeps per pass for deferred weight gradients."""
+    """Return the bytes of output gradients that one block keeps per pass for deferred weight gradients."""
     shape = work.shape
     split = shape.dim + 2 * shape.num_kv_heads * shape.head_dim + 2 * shape.ffn_dim
     norms = 2 * stream_bytes(work) * (FLOAT32 // work.itemsize if work.device == "cpu" else 1)
@@ -130,11 +132,11 @@ def _logits(work: StepWork) -> float:
 
 
 def loss_bytes(work: StepWork) -> int:
-    """The bytes of the loss of one pass at the start of its backward pass.
+    """Return the bytes of the loss of one pass at the start of its backward pass.
 
-    These are log-probabilities and the gradients of log-probabilities and logits, in float32. torch's loss
-    parallelism has one more copy, and a pipeline also keeps the logits. A loss in parts needs these for one
-    part, and the gradients of the head's weight and of the hidden states.
+    The loss keeps log-probabilities and the gradients of log-probabilities and logits, in float32. torch's
+    loss parallelism keeps one more copy, and a pipeline also keeps the logits. A chunked loss keeps these
+    tensors for one chunk only, and the gradients of the head's weight and of the hidden states.
     """
     a_logit = FLOAT32 * (4 if work.parallel.loss_parallel and work.layout.tp > 1 else 3)
     a_logit += work.itemsize if work.layout.pp > 1 else 0
@@ -153,7 +155,7 @@ class Parts:
     gradients: int = 0
     optimizer: int = 0
     activations: int = 0
-    """Activations kept for the backward pass, and those of the block being recomputed."""
+    """Activations kept for the backward pass, and activations of the block that is recomputed."""
     loss: int = 0
     buffers: int = 0
     """Gathered and cast parameters, gradients in communication, and pipeline receive buffers."""
@@ -168,8 +170,9 @@ class Memory:
     """The memory of one rank, by phase of a step."""
 
     phases: dict[str, Parts]
-    """``loss``: start of the loss's backward pass; ``backward``: start of a block's backward pass;
-    ``reduce``: reduction of the last gradients; ``update``: optimizer step."""
+    """Maps a phase to its memory. ``loss`` is the start of the loss's backward pass, ``backward`` the start
+    of a block's backward pass, ``reduce`` the reduction of the last gradients, and ``update`` the optimizer
+    step."""
 
     @cached_property
     def worst_phase(self) -> str:
@@ -177,32 +180,32 @@ class Memory:
 
     @cached_property
     def peak(self) -> int:
-        """Total bytes in the worst phase."""
+        """Return the total bytes in the worst phase."""
         return self.phases[self.worst_phase].total
 
     @property
     def largest(self) -> Parts:
-        """The maximum of each category over all phases; these do not coincide."""
+        """Return the maximum of each category over all phases; the maxima do not coincide."""
         return Parts(*map(max, zip(*map(astuple, self.phases.values()), strict=True)))
 
 
 def memory_of(work: StepWork) -> Memory:
-    """The memory of the rank that needs the most."""
+    """Return the memory of the rank that needs the most."""
     ranks = extreme_ranks(work)
     return max((rank_memory(work, rank) for rank in ranks), key=lambda found: found.peak)
 
 
 def check_gpu_memory(work: StepWork, gpu: Gpu) -> tuple[str, Problem | None]:
-    """A sentence about the memory of a run, and the problem if it certainly does not fit.
+    """Return a sentence about the memory of a run, and the problem if the run certainly does not fit.
 
-    If a name has variants, the one with the most memory counts.
+    If a GPU name has variants, the variant with the most memory counts.
     """
     memory = memory_of(work)
     peak, worst = memory.peak, memory.phases[memory.worst_phase]
     text = f"about {size(peak)} of the {size(gpu.memory)} of each {gpu.name} ({peak / gpu.memory:.0%})"
     if peak <= gpu.most_memory:
         return text if peak <= gpu.usable else f"{text}: little headroom is left", None
-    # The key that affects the largest part.
+    # Report the key that affects the largest part of the memory.
     state = worst.params + worst.gradients + worst.optimizer
     if state > gpu.most_memory or state > worst.total / 2:
         key, value = "parallel.dp_shard", work.layout.dp_shard
@@ -214,19 +217,19 @@ def check_gpu_memory(work: StepWork, gpu: Gpu) -> tuple[str, Problem | None]:
     if gpu.most_memory > gpu.memory:
         limit = f"even the largest GPU with that name has {size(gpu.most_memory)}"
     message = f"is {value}: each GPU needs about {size(peak)} ({most}), but {limit}"
-    hint = "`trainkit plan` lists the settings that fit, and with --gpus N those on more GPUs"
+    hint = "`trainkit plan` lists the settings that fit; add --gpus N for more GPUs"
     return text, Problem(key, message, hint=hint)
 
 
 def extreme_ranks(work: StepWork) -> list[int]:
-    """The pipeline ranks that may need the most: both ends, and the first one with the most layers."""
+    """Return the pipeline ranks that may need the most: both ends, and the first with the most layers."""
     pp, schedule = work.layout.pp, work.parallel.pp_schedule
     layers = [rank_params(work.shape, work.layout, schedule, rank).num_layers for rank in range(pp)]
     return sorted({0, layers.index(max(layers)), pp - 1})
 
 
 def rank_memory(work: StepWork, pp_rank: int) -> Memory:
-    """The memory of one pipeline rank; all ranks with the same stages need the same."""
+    """Return the memory of one pipeline rank; all ranks with the same stages need the same amount."""
     params = rank_params(work.shape, work.layout, work.parallel.pp_schedule, pp_rank)
     on_device = 0 if work.parallel.offload else params.whole // work.shards
     # One process also keeps the weights in the compute type.
@@ -243,29 +246,31 @@ def rank_memory(work: StepWork, pp_rank: int) -> Memory:
 
 
 Phase = tuple[str, int, int, int, int]
-"""Name, and bytes of gradients, activations, loss and buffers."""
+"""The name of a phase, and its bytes of gradients, activations, loss and buffers."""
 
 
 def _phases(work: StepWork, params: RankParams) -> Iterator[Phase]:
-    """The phases of a step without a pipeline, in which gradients are reduced as soon as they are there."""
+    """Yield the phases of a step without a pipeline, which reduces gradients as soon as they exist."""
     item, blocks, block, head = work.itemsize, params.num_layers, params.block, params.head
     is_wrapped, is_tied = work.is_wrapped, work.shape.tie_embeddings
     shard = FLOAT32 * params.whole // work.shards
     own = 0 if work.parallel.offload else shard
-    waiting = 0  # gradients of earlier passes
+    waiting = 0  # These are the gradients of earlier passes.
     if work.accumulation_steps > 1:
-        # With offload, one process, and shards without replicas, move those of every pass to the host.
+        # With offload, one process, and shards without replicas, move the gradients of every pass to the
+        # host.
         moves = work.layout.dp_replicate == 1 and (work.shards > 1 or work.layout.world_size == 1)
         waiting = own if moves else shard
     whole = item * params.whole
-    stays = work.keeps_gathered and work.shards > 1 and work.passes_per_step > 1  # for the next pass
+    # The parameters are kept for the next pass.
+    stays = work.keeps_gathered and work.shards > 1 and work.passes_per_step > 1
     yield "update", own, 0, 0, 0
     kept, in_block = kept_bytes(work), _in_a_block(work, params)
     gathered = (whole if work.keeps_gathered else item * head) if is_wrapped else 0
     yield "loss", waiting, kept * blocks + _head_bytes(work), loss_bytes(work), gathered
-    # Activations are freed and gradients made at constant rates: the peak is near one of the ends.
+    # Activations are freed and gradients made at constant rates, so the peak is near one of the ends.
     recomputed = max(0, block_bytes(work) - kept)
-    # Tied embeddings stay gathered, and their gradient waits for that of the embedding.
+    # Tied embeddings stay gathered, and the head's gradient waits for the embedding's gradient.
     both_ends = head if is_wrapped and is_tied else 0
     for done in {0, min(1, blocks - 1), blocks - 1}:
         made = 0 if own == 0 else FLOAT32 * (block * done + head - both_ends) // work.shards
@@ -281,20 +286,21 @@ def _phases(work: StepWork, params: RankParams) -> Iterator[Phase]:
         end = params.embedding or head
         buffers = FLOAT32 * end + (whole if stays else 0)
         yield "reduce", (waiting or own) + item * end, 0, 0, buffers
-        if not is_tied:  # the head is reduced before the blocks
+        if not is_tied:  # The head is reduced before the blocks.
             yield "reduce", waiting + item * head, kept * blocks, 0, gathered + FLOAT32 * head
 
 
 def _pipeline_phases(work: StepWork, params: RankParams, pp_rank: int) -> Iterator[Phase]:
-    """The phases of a step of a pipeline, which reduces gradients only after all passes."""
+    """Yield the phases of a step with a pipeline, which reduces gradients only after all passes."""
     item, layers, schedule = work.itemsize, params.layers, work.parallel.pp_schedule
     pp, passes, has_head = work.layout.pp, work.passes_per_step, params.head > 0
     is_deferred = schedule in DEFERRED_WEIGHT_GRADS
-    # One input and one gradient per microbatch; the gradient that is sent on is kept too if it is deferred.
+    # Each microbatch receives one input and one gradient. With deferred weight gradients, the gradient that
+    # is sent on is kept too.
     received = (len(layers) - (pp_rank == 0)) * (2 if is_deferred else 1) + len(layers) - has_head
     buffers = received * passes * work.tokens_per_pass * stream_bytes(work)
     yield "update", 0 if work.parallel.offload else FLOAT32 * params.whole // work.shards, 0, 0, buffers
-    buffers += item * params.whole  # gathered for all passes
+    buffers += item * params.whole  # The parameters stay gathered for all passes.
     kept, block, split = kept_bytes(work), block_bytes(work), _split_gradient_bytes(work)
     last, at_head, logits = loss_bytes(work), _head_bytes(work), _logits(work)
     again, in_block, losses = max(0, block - kept), _in_a_block(work, params) + item * params.head, 0
@@ -305,7 +311,7 @@ def _pipeline_phases(work: StepWork, params: RankParams, pp_rank: int) -> Iterat
         a_logit = item if is_deferred else FLOAT32 + item
         losses = others * round(logits * a_logit + at_head)
     for state in worst_in_flight(schedule, pp, pp_rank, passes):
-        # Deferred gradients of weights also wait in the compute type, but for those of the first stage.
+        # Deferred weight gradients also wait in the compute type, except the gradients of the first stage.
         all_have = state.summed == len(layers)
         summed = params.whole if all_have else state.summed * (params.block * layers[-1] + params.head)
         latest = summed - all_have * (params.embedding + (pp_rank == 0) * params.block * layers[0])
@@ -317,15 +323,15 @@ def _pipeline_phases(work: StepWork, params: RankParams, pp_rank: int) -> Iterat
 
 
 def _head_bytes(work: StepWork) -> int:
-    """The activation bytes of the final norm and the head's input per pass."""
+    """Return the activation bytes of the final norm and the head's input per pass."""
     return work.tokens_per_pass * (_norm_bytes(work) + work.itemsize * work.shape.dim)
 
 
 def _in_a_block(work: StepWork, params: RankParams) -> int:
-    """The bytes that the backward pass of a block needs in addition to its kept activations.
+    """Return the bytes that the backward pass of a block needs in addition to its kept activations.
 
-    First these are gradients of activations, inside the SwiGLU, later gradients of all weights, after most
-    activations are freed.
+    At first, the pass needs gradients of activations inside the SwiGLU. Later, when most activations are
+    freed, it needs gradients of all weights.
     """
     shape, tp, stream = work.shape, work.layout.tp, stream_bytes(work) * work.tokens_per_pass
     numbers = shape.dim * (2 if tp > 1 else 1) + 3 * shape.ffn_dim / tp
@@ -334,10 +340,10 @@ def _in_a_block(work: StepWork, params: RankParams) -> int:
 
 
 def checkpoint_bytes(work: StepWork) -> int:
-    """The bytes of a checkpoint: the weights, in float32, and the optimizer state."""
+    """Return the bytes of a checkpoint, which contains the float32 weights and the optimizer state."""
     return round(num_params(work.shape) * (FLOAT32 + work.optimizer_bytes))
 
 
 def state_bytes(work: StepWork) -> int:
-    """The unsharded bytes of a model's weights and gradients, both float32, and optimizer state."""
+    """Return the unsharded bytes of a model's weights and gradients, in float32, and optimizer state."""
     return checkpoint_bytes(work) + FLOAT32 * num_params(work.shape)

@@ -1,4 +1,4 @@
-"""The shape of the model: presets, shapes from configs, parameter and FLOP counts."""
+"""Resolves the shape of a model from its preset and config, and counts parameters and FLOPs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ VOCAB_MULTIPLE = 64
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How Llama 3.1 stretches the rotary embedding: long wavelengths by `factor`, short ones not at all."""
+    """The stretching of the rotary embedding in Llama 3.1.
+
+    Long wavelengths are stretched by `factor`, short wavelengths not at all.
+    """
 
     factor: float
     low_freq_factor: float
@@ -53,7 +56,7 @@ class Preset:
     num_kv_heads: int
     ffn_dim: int
     vocab_size: int | None = None
-    """None for models that are made for small vocabularies: they have that of the tokenizer."""
+    """None for models that are made for small vocabularies and use the tokenizer's size."""
     norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
 
@@ -80,7 +83,7 @@ SIZES = ("dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "norm_eps"
 
 
 def vocabulary_note(model: ModelConfig, tokenizer_vocab_size: int) -> str | None:
-    """A sentence if the vocabulary of a model is not that of both its preset and the tokenizer."""
+    """Return a sentence if the vocabulary size of a model differs between its preset and the tokenizer."""
     preset = PRESETS[model.preset].vocab_size
     padded = _padded(tokenizer_vocab_size)
     if model.vocab_size is not None or preset is None or preset == padded:
@@ -96,9 +99,9 @@ def _padded(tokenizer_vocab_size: int) -> int:
 
 
 def resolve_model_shape(model: ModelConfig, tokenizer_vocab_size: int) -> ModelShape:
-    """The shape of a config: its preset with its overrides.
+    """Return the shape of a config, which is its preset with its overrides.
 
-    Raises ConfigError with every size that is incompatible with another.
+    Raises ConfigError with every size that is incompatible with another size.
     """
     preset = PRESETS[model.preset]
     scaling = {str(key): value for key, value in (model.rope_scaling or {}).items()}
@@ -123,7 +126,7 @@ def _shape_problems(shape: ModelShape, tokenizer_vocab_size: int) -> list[Proble
     problems = []
     if shape.vocab_size < tokenizer_vocab_size:
         message = f"is {shape.vocab_size}, but the tokenizer has {tokenizer_vocab_size} tokens"
-        hint = "null uses one that is large enough"
+        hint = "null uses a size that is large enough"
         problems.append(Problem("model.vocab_size", message, hint=hint))
     if shape.dim % shape.num_heads:
         message = f"is {shape.num_heads}, which does not divide model.dim {shape.dim}"
@@ -140,13 +143,13 @@ def _shape_problems(shape: ModelShape, tokenizer_vocab_size: int) -> list[Proble
 
 
 def num_params(shape: ModelShape) -> int:
-    """The number of all parameters, including embeddings; tied embeddings count once."""
+    """Return the number of all parameters, including embeddings; tied embeddings count once."""
     embeddings = shape.vocab_size * shape.dim * (1 if shape.tie_embeddings else 2)
     return embeddings + num_params_between_embeddings(shape)
 
 
 def num_params_between_embeddings(shape: ModelShape) -> int:
-    """The number of parameters of the decoder blocks and the final norm."""
+    """Return the number of parameters of the decoder blocks and the final norm."""
     attention = 2 * shape.dim * shape.dim + 2 * shape.dim * shape.num_kv_heads * shape.head_dim
     feed_forward = 3 * shape.dim * shape.ffn_dim
     norms = 2 * shape.dim
@@ -155,10 +158,10 @@ def num_params_between_embeddings(shape: ModelShape) -> int:
 
 
 def flops_per_token(shape: ModelShape, seq_len: int) -> float:
-    """The FLOPs of training on one token, without recomputation.
+    """Return the FLOPs of training on one token, without recomputation.
 
-    ``6 N + 12 L H Q T`` of PaLM, appendix B (arXiv 2204.02311). N counts the blocks and the output
-    projection, even if tied, but not the embedding, which is a lookup.
+    The formula is ``6 N + 12 L H Q T`` of PaLM, appendix B (arXiv 2204.02311). N counts the blocks and the
+    output projection, even if tied, but not the embedding, which is a lookup.
     """
     matmul_params = num_params_between_embeddings(shape) + shape.vocab_size * shape.dim
     attention = 12 * shape.num_layers * shape.dim * seq_len

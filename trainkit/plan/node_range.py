@@ -18,23 +18,23 @@ from trainkit.plan.workload import TRAINER, Workload
 from trainkit.run.files import difference
 from trainkit.shipped import load
 
-if TYPE_CHECKING:  # a run on this machine has none
+if TYPE_CHECKING:  # A run on this machine needs no cluster.
     from trainkit.cluster.model import Cluster
 
 KEY = "resources.nodes"
 BATCH = "train.global_batch_size"
 MOST_SIZES = 1000
-"""Numbers of nodes that are planned, in less than a second."""
+"""Maximum number of node counts to plan, which takes less than a second."""
 
 
 def plan_nodes(
     loaded: LoadedConfig, facts: Facts, workload: Workload = TRAINER, before: LaunchPlan | None = None
 ) -> LaunchPlan:
-    """The plan of a config, which for a range of nodes has one for each number that is possible.
+    """Return the plan of a config, which for a range of nodes contains a plan for each possible count.
 
-    Its own number is the largest. Global batch and learning rate are those of the largest too, or of the plan
-    `before`, so that the curve does not depend on what the job gets. Raises ConfigError with every problem if
-    no number is possible.
+    The main plan is for the largest count. Global batch and learning rate of all counts are the values of the
+    largest count or of the plan `before`, so that the loss curve does not depend on the nodes that the job
+    gets. Raises ConfigError with every problem if no count is possible.
     """
     resources = loaded.config.resources
     if resources.fewest_nodes == resources.most_nodes:
@@ -61,7 +61,8 @@ def plan_nodes(
         except ConfigError as error:
             refused[num_nodes] = error
             continue
-        if facts.target.cluster is None:  # here there are as many nodes as one asks for
+        # This machine simulates any number of nodes, so only the largest is planned.
+        if facts.target.cluster is None:
             break
         if len(plans) == 1:
             values["resources.gpus_per_node"] = plans[0].workers_per_node
@@ -71,24 +72,26 @@ def plan_nodes(
         raise refused[resources.fewest_nodes]
     first = plans[0] if before is None else replace(plans[0], lr=before.lr)
     if facts.target.cluster is None:
-        note = f"{first.num_nodes}: the most of {resources.nodes}, which this machine simulates"
+        note = f"{first.num_nodes}: the maximum of {resources.nodes}, which this machine simulates"
         return replace(first, reasons={"nodes": note + _not_possible(refused), **first.reasons})
     if any(_given(plan) != _given(first) for plan in plans):
-        message = f"is {resources.nodes}, with which the values that {workload.launcher} gets would change"
+        message = (
+            f"is {resources.nodes}, but the values for {workload.launcher} depend on the number of nodes"
+        )
         hint = "name one number of nodes, or write the values into the command"
         raise ConfigError([loaded.problem(KEY, message, hint)])
     return _joined(first, plans, refused, facts.target.cluster)
 
 
 def _given(plan: LaunchPlan) -> list[object]:
-    """The values of batch and learning rate that the command gets."""
+    """Return the values of batch and learning rate that the command gets."""
     return [load(name).size_independent(plan) for name in plan.parts]
 
 
 def _joined(
     first: LaunchPlan, plans: Sequence[LaunchPlan], refused: Mapping[int, ConfigError], cluster: Cluster
 ) -> LaunchPlan:
-    """The first plan, with what changes in it for the other numbers of nodes."""
+    """Return the first plan, with its changes for the other node counts."""
     sizes = spans([plan.num_nodes for plan in reversed(plans)])
     note = f"{sizes}: as many as Slurm has{_not_possible(refused)}"
     if len(plans) == 1:
@@ -100,7 +103,7 @@ def _joined(
 
 
 def _alike(plan: LaunchPlan, first: LaunchPlan, least: LaunchPlan, note: str) -> LaunchPlan:
-    """The plan with what is alike for all numbers of nodes; `first` has the most, `least` the fewest."""
+    """Set the values that all node counts share; `first` has the most nodes, `least` the fewest."""
     reasons = {"nodes": note, **plan.reasons}
     for key, of in (("lr", first), ("exclude", least)):
         if key in reasons:

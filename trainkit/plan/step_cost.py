@@ -1,6 +1,6 @@
-"""Estimates the time of a step on a layout, and what its GPUs send each other. Pure.
+"""Estimates the time of a step on a layout, and the data that its GPUs send each other.
 
-Times are accurate enough to rank layouts, not to predict them.
+The times are accurate enough to rank layouts, but not to predict their speed. All functions are pure.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ class Flow:
     """The data that one GPU sends for one kind of communication in one optimizer step."""
 
     kind: Kind
-    """``gather``: all-gather of parameters; ``scatter``: reduce-scatter of gradients over shards; ``reduce``:
-    all-reduce of gradients over replicas; tp, cp, pp: activations and their gradients."""
+    """``gather`` is the all-gather of parameters, ``scatter`` the reduce-scatter of gradients over shards,
+    and ``reduce`` the all-reduce of gradients over replicas. ``tp``, ``cp`` and ``pp`` send activations and
+    their gradients."""
     num_bytes: int
     calls: int
     """Number of collectives."""
@@ -34,25 +35,25 @@ class Flow:
     """Difference between the ranks of neighbours in the group."""
 
     def crosses_nodes(self, node_size: int) -> bool:
-        """Whether the group spans several nodes."""
+        """Return whether the group spans several nodes."""
         return self.ranks * self.stride > node_size
 
     def ranks_of_a_node(self, node_size: int) -> int:
-        """The number of ranks of the group on one node, which share its links to other nodes."""
+        """Return the number of ranks of the group on one node, which share its links to other nodes."""
         return min(self.ranks, max(1, node_size // self.stride))
 
 
 def traffic(work: StepWork) -> list[Flow]:
-    """All data that a GPU sends in one step."""
+    """Return all data that a GPU sends in one step."""
     flows = [*_weights(work), *_activations(work)]
     return [flow for flow in flows if flow.ranks > 1 and flow.num_bytes]
 
 
 def _weights(work: StepWork) -> Iterator[Flow]:
-    """All-gathers of parameters and reduce-scatters of gradients over shards, all-reduce over replicas.
+    """Yield all-gathers of parameters, and reductions of gradients over shards and replicas.
 
-    Per pass, in a pipeline once. ZeRO-3 gathers for the forward and the backward pass, the head once.
-    ZeRO-2 gathers once per step.
+    The counts are per pass, or per step in a pipeline. ZeRO-3 gathers for the forward and the backward pass,
+    but the head only once. ZeRO-2 gathers once per step.
     """
     params, layout, shards, copies = _params(work, 0), work.layout, work.shards, work.layout.dp_replicate
     passes = 1 if layout.pp > 1 else work.passes_per_step
@@ -73,7 +74,8 @@ def _activations(work: StepWork) -> Iterator[Flow]:
     mode, block_passes = work.parallel.activation_checkpointing, params.num_layers * work.passes_per_step
     stream = work.tokens_per_pass * work.itemsize * shape.dim
     # Attention and feed-forward each gather their input and reduce their output, forward and backward.
-    # Recomputation gathers again; reduced outputs are kept, or for `full` that of attention is reduced again.
+    # Recomputation gathers again. Reduced outputs are kept, except that `full` reduces the output of
+    # attention again.
     calls = {"none": 8, "selective": 10, "full": 11}[mode] * block_passes
     yield Flow("tp", calls * stream * (layout.tp - 1) // layout.tp, calls, layout.tp, 1)
     keys = work.tokens_per_pass * work.itemsize * 2 * shape.num_kv_heads * shape.head_dim // layout.tp
@@ -98,7 +100,8 @@ FLOAT32_SHARE = 1 / 16
 UNKNOWN_PEAK = 300e12
 """FLOP/s assumed for a GPU whose peak is unknown; only relative times are shown."""
 INTERFERENCE = 0.1
-"""Minimum exposed fraction of communication: it takes SMs and memory bandwidth from the computation."""
+"""Minimum exposed fraction of communication, because communication takes SMs and memory bandwidth from the
+computation."""
 WEIGHTS_OF_A_BLOCK = 9
 """Number of weights of a block: seven matrices and two norms."""
 HOP_S = {"node": 2e-6, "network": 6e-6}
@@ -120,21 +123,21 @@ class Cost:
 
     @cached_property
     def step_s(self) -> float:
-        """Seconds per optimizer step."""
+        """Return the seconds per optimizer step."""
         inside = self.compute_s + self.recompute_s
         inside += sum(self.exposed_s[kind] for kind in ("tp", "cp", "pp"))
         return inside / (1 - self.bubble) + self.exposed_s["dp"]
 
     @property
     def sent(self) -> dict[str, int]:
-        """Bytes that a GPU sends per step, by kind of parallelism."""
+        """Return the bytes that a GPU sends per step, by kind of parallelism."""
         sums = dict.fromkeys(("dp", "tp", "cp", "pp"), 0)
         for flow in self.flows:
             sums["dp" if flow.kind in DATA_PARALLEL else flow.kind] += flow.num_bytes
         return sums
 
     def crossing(self, node_size: int) -> tuple[str, ...]:
-        """Kinds of parallelism that use the network between nodes."""
+        """Return the kinds of parallelism that use the network between nodes."""
         kinds = {flow.kind for flow in self.flows if flow.crosses_nodes(node_size)}
         found = {"dp" if kind in DATA_PARALLEL else kind for kind in kinds}
         return tuple(kind for kind in ("dp", "tp", "cp", "pp") if kind in found)
@@ -150,7 +153,7 @@ def cost_of(work: StepWork, gpu: Gpu, node_size: int) -> Cost:
         seconds[flow.kind] += _seconds(flow, gpu, node_size)
     exposed = {kind: seconds[kind] for kind in ("tp", "cp", "pp")}
     if work.layout.pp > 1:
-        # Parameters are gathered before the schedule starts, and gradients reduced after it ends.
+        # Parameters are gathered before the schedule starts, and gradients are reduced after it ends.
         exposed["dp"] = sum(seconds[kind] for kind in DATA_PARALLEL)
     else:
         # All-gathers overlap with the whole pass, reduce-scatters with each backward pass, and the all-reduce
@@ -169,7 +172,7 @@ def _exposed(seconds: float, hidden_by_s: float) -> float:
 
 
 def recompute_share(work: StepWork) -> float:
-    """The time of recomputation as a fraction of the compute time of a step.
+    """Return the time of recomputation as a fraction of the compute time of a step.
 
     A forward pass is a third of a step. ``selective`` recomputes every second matrix product: wk, wo and up.
     If weight gradients are deferred, torch recomputes a block for the input gradients and again for each
@@ -187,7 +190,7 @@ def recompute_share(work: StepWork) -> float:
 
 
 def rank_flops(work: StepWork, pp_rank: int) -> float:
-    """The FLOPs of one rank per step: ``6 N + 12 L h T`` per token (arXiv 2204.02311)."""
+    """Return the FLOPs of one rank per step: ``6 N + 12 L h T`` per token (arXiv 2204.02311)."""
     shape, layout = work.shape, work.layout
     params = _params(work, pp_rank)
     kv_dim = shape.num_kv_heads * shape.head_dim
@@ -210,9 +213,9 @@ def _compute_s(work: StepWork, gpu: Gpu) -> float:
 
 
 def _seconds(flow: Flow, gpu: Gpu, node_size: int) -> float:
-    """The seconds that a flow takes on its slowest link."""
+    """Return the seconds that a flow takes on its slowest link."""
     if flow.kind == "pp":
-        # Point-to-point: the ranks of a node do not share one transfer as in a collective.
+        # Sends are point-to-point, so the ranks of a node do not share one transfer as in a collective.
         far = flow.crosses_nodes(node_size)
         return flow.num_bytes / (gpu.network_bandwidth if far else gpu.node_bandwidth)
     if not flow.crosses_nodes(node_size):

@@ -1,4 +1,7 @@
-"""A model on a layout: everything that the memory and time of a step depend on; pipeline schedules. Pure."""
+"""Describes a step of a model on a layout, and pipeline schedules, to estimate memory and time.
+
+All functions are pure.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +26,19 @@ STAGES_PER_RANK: dict[PipelineSchedule, int] = {
     "dualpipe_v": 2,
 }
 V_SHAPED: tuple[PipelineSchedule, ...] = ("zbv", "dualpipe_v")
-"""Schedules whose stages go down the ranks and back up: the first rank also has the last stage."""
+"""Schedules whose stages go down the ranks and back up, so that the first rank also has the last stage."""
 
 SPLIT_BACKWARD: tuple[PipelineSchedule, ...] = ("interleaved_zero_bubble", "zbv", "dualpipe_v")
 """Schedules that split the backward pass into input gradients and weight gradients (zero bubble)."""
 
 
 def num_stages(pp: int, schedule: PipelineSchedule) -> int:
-    """The total number of stages of `pp` ranks; 1 without a pipeline."""
+    """Return the total number of stages of `pp` ranks; 1 without a pipeline."""
     return 1 if pp == 1 else pp * STAGES_PER_RANK[schedule]
 
 
 def stages_of(pp_rank: int, pp: int, schedule: PipelineSchedule) -> list[int]:
-    """The stages of one rank of a pipeline, in forward order."""
+    """Return the stages of one rank of a pipeline, in forward order."""
     if pp == 1:
         return [0]
     if schedule in V_SHAPED:
@@ -46,7 +49,8 @@ def stages_of(pp_rank: int, pp: int, schedule: PipelineSchedule) -> list[int]:
 def stage_layers(num_layers: int, stages: int) -> list[range]:
     """Split layers over stages as evenly as possible.
 
-    The remainder goes to the stages in the middle: the first also has the embedding, the last the head.
+    The remainder goes to the stages in the middle, because the first stage also has the embedding and the
+    last stage has the head.
     """
     size, left = divmod(num_layers, stages)
     start = (stages - left) // 2
@@ -57,11 +61,11 @@ def stage_layers(num_layers: int, stages: int) -> list[range]:
 
 
 MIN_BLOCK_HEAD_DIM = 16
-"""The smallest heads of attention that computes its mask."""
+"""The smallest head size for attention that computes its mask."""
 
 
 def attends_in_blocks(parallel: ParallelConfig, shape: ModelShape, dtype: str, device: str) -> bool:
-    """Whether attention computes the mask of documents: compiled for a GPU, in half precision."""
+    """Return whether attention computes the mask of documents, which needs a GPU and half precision."""
     compiled = device == "cuda" and parallel.compile is not False
     return compiled and dtype != "fp32" and shape.head_dim >= MIN_BLOCK_HEAD_DIM
 
@@ -73,7 +77,7 @@ class StepWork:
     shape: ModelShape
     layout: Layout
     parallel: ParallelConfig
-    """Its degrees are ignored; those of `layout` apply."""
+    """The parallel settings; the degrees of `layout` replace their degrees."""
     seq_len: int
     device_batch_size: int
     accumulation_steps: int
@@ -81,35 +85,36 @@ class StepWork:
     optimizer_bytes: float = 8
     """Bytes of optimizer state per parameter."""
     device: str = "cuda"
-    """CPU kernels keep more activations; a memory tracker without a GPU measures those."""
+    """The device type. CPU kernels keep more activations, which a memory tracker on a machine without a GPU
+    measures."""
     document_mask: bool = False
-    """Whether attention has a mask, which rules out context and pipeline parallelism."""
+    """True if attention has a mask, which rules out context and pipeline parallelism."""
     float8_gather: bool = False
-    """Whether shards of the matrices of blocks are gathered in float8."""
+    """True if shards of the matrices of blocks are gathered in float8."""
 
     @property
     def itemsize(self) -> int:
-        """Bytes per element of the compute type."""
+        """Return the bytes per element of the compute type."""
         return 4 if self.dtype == "fp32" else 2
 
     @property
     def block_itemsize(self) -> int:
-        """Bytes per parameter of a block that is gathered; its norms are small."""
+        """Return the bytes per parameter of a gathered block, whose small norms are ignored."""
         return 1 if self.float8_gather and self.shards > 1 else self.itemsize
 
     @property
     def shards(self) -> int:
-        """Number of ranks that shard parameters, gradients and optimizer state, apart from tp and pp."""
+        """Return the number of ranks that shard parameters, gradients and optimizer state."""
         return self.layout.dp_shard * self.layout.cp
 
     @property
     def is_wrapped(self) -> bool:
-        """Whether `fully_shard` or `replicate` casts the parameters of each unit when it needs them."""
+        """Return whether `fully_shard` or `replicate` casts the parameters of each unit on use."""
         return self.layout.world_size > 1 or self.parallel.wraps_one
 
     @property
     def keeps_gathered(self) -> bool:
-        """Whether parameters stay gathered from the forward to the backward pass.
+        """Return whether parameters stay gathered from the forward to the backward pass.
 
         Replicas without shards have nothing to gather, and a pipeline needs the parameters for every
         microbatch.
@@ -125,36 +130,36 @@ class StepWork:
 
     @property
     def passes_per_step(self) -> int:
-        """Passes (microbatches) of a rank per optimizer step."""
+        """Return the number of passes (microbatches) of a rank per optimizer step."""
         if self.layout.pp == 1:
             return self.accumulation_steps
         return self.parallel.pp_microbatches * self.accumulation_steps
 
     @property
     def recomputes_for_weights(self) -> bool:
-        """Whether activations are recomputed separately for weight gradients and for input gradients."""
+        """Return whether activations are recomputed separately for weight gradients and input gradients."""
         parallel = self.parallel
         goes_back_twice = self.layout.pp > 1 and parallel.pp_schedule in SPLIT_BACKWARD
         return goes_back_twice and parallel.activation_checkpointing == "full"
 
     @property
     def tokens_per_pass(self) -> int:
-        """Tokens per pass on a rank."""
+        """Return the tokens per pass on a rank."""
         return self.samples_per_pass * self.seq_len // self.layout.cp
 
     @property
     def loss_chunks(self) -> int:
-        """Number of parts in which the loss of a pass is computed."""
+        """Return the number of chunks in which the loss of a pass is computed."""
         return loss_chunks(self.layout, self.shape, self.tokens_per_pass)
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens per optimizer step over all ranks."""
+        """Return the tokens per optimizer step over all ranks."""
         return self.samples_per_step * self.seq_len
 
     @property
     def samples_per_step(self) -> int:
-        """Samples per optimizer step over all ranks: the global batch size."""
+        """Return the samples per optimizer step over all ranks, which is the global batch size."""
         return self.device_batch_size * self.accumulation_steps * self.layout.dp
 
     def with_parallel(self, **changes: object) -> StepWork:
@@ -162,15 +167,17 @@ class StepWork:
 
 
 MAX_CHUNK_LOGITS = 2**28
-"""A GiB in float32. Each part reads and writes the gradient of the head's weight once."""
+"""Maximum number of logits per chunk, a GiB in float32. Each chunk reads and writes the gradient of the
+head's weight once."""
 
 
 def loss_chunks(layout: Layout, shape: ModelShape, tokens: int) -> int:
-    """Into how many parts the loss of a pass is split, so that never all logits exist; 1 if it is not.
+    """Return the number of chunks into which the loss of a pass is split; 1 if it is not split.
 
-    They are of one length where less than twice as many are: the loss is compiled once for each length. A
-    split loss keeps the gradient of the head in float32, which saves memory only for many tokens. Tensor
-    parallelism and pipelines split the logits themselves.
+    With chunks, the logits of a pass never exist all at once. Chunks have the same length if this needs less
+    than twice the minimum number of chunks, because the loss is compiled once for each length. A split loss
+    keeps the gradient of the head in float32, so it saves memory only for many tokens. Tensor parallelism and
+    pipelines split the logits themselves.
     """
     if layout.tp > 1 or layout.pp > 1 or tokens < 2 * shape.dim:
         return 1
@@ -179,22 +186,22 @@ def loss_chunks(layout: Layout, shape: ModelShape, tokens: int) -> int:
 
 
 MAX_BLOCK = 256
-"""Most elements that share a scale in 8 bits."""
+"""Maximum number of elements that share a scale in 8 bits."""
 
 
 def row_blocks(row_size: int) -> tuple[int, int]:
-    """The elements of each part of a matrix row and the number of blocks per part, for adamw_8bit.
+    """Return the elements per chunk of a matrix row and the blocks per chunk, for adamw_8bit.
 
-    They depend on nothing but the row, so that a checkpoint does not depend on the layout.
+    Both numbers depend only on the row, so that a checkpoint does not depend on the layout.
     """
     part = row_size // math.gcd(row_size, ROW_PARTS)
     return part, -(-part // MAX_BLOCK)
 
 
 def optimizer_bytes(optimizer: OptimizerConfig, shape: ModelShape) -> float:
-    """The bytes of optimizer state per parameter."""
+    """Return the bytes of optimizer state per parameter."""
     if optimizer.name == "adamw_8bit":
-        # For both averages a code per element and a float32 scale per block. Vectors and small matrices,
+        # Both averages need a code per element and a float32 scale per block. Vectors and small matrices,
         # whose averages are in float32, do not count.
         blocks = (num_blocks / part for part, num_blocks in map(row_blocks, (shape.dim, shape.ffn_dim)))
         return 2 * (1 + 4 * max(blocks))
@@ -204,7 +211,7 @@ def optimizer_bytes(optimizer: OptimizerConfig, shape: ModelShape) -> float:
 def work_of(
     config: RunConfig, shape: ModelShape, layout: Layout, batch: Batch, device: str = "cuda"
 ) -> StepWork:
-    """The work of a config on a layout with a batch, whose number of microbatches replaces the config's."""
+    """Return the work of a config on a layout; the microbatches of `batch` replace the config's number."""
     microbatches = batch.pp_microbatches or config.parallel.pp_microbatches
     return StepWork(
         shape=shape,
@@ -221,30 +228,31 @@ def work_of(
     )
 
 
-# The bubble and the microbatches in flight of a schedule. The unit of time is one pass of a stage: a forward
-# pass takes 1, and so do both halves of a backward pass, for input gradients and for weight gradients (zero
-# bubble, arXiv 2401.10241). The formulas match torch's implementations of these schedules.
+# The functions below compute the bubble and the microbatches in flight of a schedule. The unit of time is one
+# pass of a stage. A forward pass takes 1, and so does each half of a backward pass, for input gradients and
+# for weight gradients (zero bubble, arXiv 2401.10241). The formulas match torch's implementations of these
+# schedules.
 
 PASSES = 3
-"""Passes per microbatch and stage: forward, input gradients, weight gradients."""
+"""Number of passes per microbatch and stage: forward, input gradients, weight gradients."""
 DEFERRED_WEIGHT_GRADS: tuple[PipelineSchedule, ...] = ("interleaved_zero_bubble", "zbv")
-"""Schedules that defer weight gradients in every pass, except on the first stage; the others in
-`SPLIT_BACKWARD` do so only at the ends of a step."""
+"""Schedules that defer weight gradients in every pass, except on the first stage. Other schedules in
+`SPLIT_BACKWARD` defer them only at the ends of a step."""
 
 
 class InFlight(NamedTuple):
     """The passes and gradients that a rank of a pipeline holds at a possible memory peak."""
 
     whole: int
-    """Forward passes, over all of its stages, whose gradients are not computed yet."""
+    """Number of forward passes, over all stages of the rank, whose gradients are not computed yet."""
     half: int = 0
-    """Passes whose input gradients are computed, but not their weight gradients."""
+    """Number of passes whose input gradients are computed, but not their weight gradients."""
     summed: int = 0
-    """Number of its stages that hold accumulated weight gradients."""
+    """Number of stages of the rank that hold accumulated weight gradients."""
 
 
 def bubble_fraction(schedule: PipelineSchedule, pp: int, num_microbatches: int) -> float:
-    """The fraction of a step in which a rank is idle: (p - 1) / (m + p - 1) for 1F1B and GPipe."""
+    """Return the fraction of a step in which a rank is idle: (p - 1) / (m + p - 1) for 1F1B and GPipe."""
     if pp == 1:
         return 0.0
     idle = _idle_passes(schedule, pp, num_microbatches)
@@ -252,7 +260,7 @@ def bubble_fraction(schedule: PipelineSchedule, pp: int, num_microbatches: int) 
 
 
 def _idle_passes(schedule: PipelineSchedule, pp: int, num_microbatches: int) -> int:
-    """The idle time of a rank per step, in passes of a stage."""
+    """Return the idle time of a rank per step, in passes of a stage."""
     hops = pp - 1
     missing = max(0, pp - num_microbatches)
     if schedule == "interleaved_1f1b":
@@ -267,7 +275,7 @@ def _idle_passes(schedule: PipelineSchedule, pp: int, num_microbatches: int) -> 
 
 
 def stages_in_flight(schedule: PipelineSchedule, pp: int, pp_rank: int, num_microbatches: int) -> int:
-    """The maximum number of forward passes whose activations a rank keeps, over all of its stages."""
+    """Return the maximum number of forward passes whose activations a rank keeps, over all its stages."""
     if pp == 1:
         return 1
     both = 2 * num_microbatches
@@ -289,11 +297,11 @@ def stages_in_flight(schedule: PipelineSchedule, pp: int, pp_rank: int, num_micr
 def worst_in_flight(
     schedule: PipelineSchedule, pp: int, pp_rank: int, num_microbatches: int
 ) -> list[InFlight]:
-    """The states of a rank at the start of those backward passes at which memory may peak."""
+    """Return the states of a rank at the start of each backward pass at which memory may peak."""
     most = stages_in_flight(schedule, pp, pp_rank, num_microbatches)
     stages = STAGES_PER_RANK[schedule]
     if schedule in DEFERRED_WEIGHT_GRADS:
-        # With few microbatches, the forward passes are over before the earlier stage has gradients.
+        # With few microbatches, the forward passes end before the earlier stage has gradients.
         settled = pp + 1 if schedule == "zbv" else 2 * pp + (pp_rank == pp - 1)
         summed = stages if num_microbatches >= settled else 1
         if schedule == "interleaved_zero_bubble":
@@ -305,16 +313,16 @@ def worst_in_flight(
         return [InFlight(most, summed=summed), *at_end]
     if most < stages * num_microbatches:
         return [InFlight(most, summed=stages)]
-    # All forward passes are done before the first backward pass leaves gradients.
+    # All forward passes end before the first backward pass leaves gradients.
     return [InFlight(most), InFlight(most - 1, summed=stages)]
 
 
 def losses_in_flight(schedule: PipelineSchedule, pp: int, num_microbatches: int) -> int:
-    """The maximum number of microbatches whose loss the last stage keeps for the backward pass."""
+    """Return the maximum number of microbatches whose loss the last stage keeps for the backward pass."""
     if pp == 1:
         return 1
     if schedule == "gpipe":
         return num_microbatches
     if schedule == "interleaved_zero_bubble":
-        return min(pp, num_microbatches)  # weight gradients are deferred
+        return min(pp, num_microbatches)  # Weight gradients are deferred.
     return 1

@@ -1,4 +1,4 @@
-"""Sweep axes, the combinations of their values, and how values are shown and filled into a command."""
+"""Parses sweep axes, combines their values, and fills the values into a command."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainkit.errors import UsageError
 from trainkit.formats import shown_value
 
 MAX_TRIALS = 100_000
-"""More trials are a typo: no known Slurm accepts larger arrays."""
+"""Maximum number of trials; more trials are a typo, because no known Slurm accepts larger arrays."""
 NOT_SWEPT = {
     "name": "every trial has the name of its group",
     "config_version": "it is the version of the file format",
@@ -26,16 +26,17 @@ _SPAN = re.compile(
     r"(?P<first>\d+)(?:\.\.|-|:)(?P<last>\d+)"
     r"|range\((?:(?P<start>\d+), *)?(?P<end>\d+)(?:, *(?P<step>[1-9]\d*))?\)"
 )
-"""A range as shells, Slurm, Hydra and Python write it; one with a colon has no end, as in Python."""
+"""Matches a range as shells, Slurm, Hydra and Python write it. A range with a colon excludes its end, as in
+Python."""
 _WRAPPED = re.compile(r"choice\(([^()]*)\)|\(([^()]*)\)|\{([^{}:]*)\}")
 _DRAWN = re.compile(r"(?:interval|uniform|log_?uniform|log|normal|tag|glob|sort|shuffle)\(.*\)")
-"""Values that Hydra or a search chooses."""
+"""Matches values that Hydra or a search chooses."""
 _SEPARATED = re.compile(r"[-+\d.eE]+(?:[\s;]+[-+\d.eE]+)+")
 MAX_LISTED = 20
 
 
 def _meant_values(path: tuple[str, ...], raw: str) -> str | None:
-    """The values that were meant in another form than a list with commas; None of what is read as it is."""
+    """Return the values that another form than a list with commas means; None if `raw` is read as written."""
     if accepts(path, raw):
         return None
     if (wrapped := _WRAPPED.fullmatch(raw)) is not None:
@@ -54,10 +55,11 @@ def _meant_values(path: tuple[str, ...], raw: str) -> str | None:
 
 
 def parse_axis(text: str, command: Sequence[str] = ()) -> tuple[str, list[object]]:
-    """Key and values of ``--sweep a.b=1,2,3``, or of ``--sweep lr=1,2`` for a `command` with ``{lr}``.
+    """Parse ``--sweep a.b=1,2,3`` into a key and its values.
 
-    The values are parsed as a YAML list without brackets: ``"a,b"`` is text with a comma, ``[1,2],[3,4]`` are
-    lists. Raises UsageError if the text is not a valid axis.
+    For a `command` that contains ``{lr}``, ``--sweep lr=1,2`` is valid too. The values are parsed as a YAML
+    list without brackets: ``"a,b"`` is text with a comma, and ``[1,2],[3,4]`` are two lists. Raises
+    UsageError if the text is not a valid axis.
     """
     origin = f"--sweep {text}"
     key, equals, raw = text.partition("=")
@@ -74,10 +76,10 @@ def parse_axis(text: str, command: Sequence[str] = ()) -> tuple[str, list[object
     is_placeholder = not is_known(path) and names_key(command, key)
     if not is_placeholder and is_known(path) and (values_hint := _meant_values(path, raw)) is not None:
         raise UsageError(
-            f"{origin}: {raw} is no list of values", hint=f"write each: --sweep {key}={values_hint}"
+            f"{origin}: {raw} is no list of values", hint=f"list the values: --sweep {key}={values_hint}"
         )
     try:
-        # A command gets its values as they are written.
+        # A command gets its values as written.
         values = parse_value(f"[{raw}]", (*VARIABLES, key) if is_placeholder else path)
     except ValueError:
         values = None
@@ -120,12 +122,12 @@ def refuse_axis(
 
 
 def names_key(command: Sequence[str], key: str) -> bool:
-    """Whether a command contains ``{key}``, which stands for the swept value."""
+    """Return whether a command contains ``{key}``, which stands for the swept value."""
     return any(f"{{{key}}}" in word for word in command)
 
 
 def filled_in(command: Sequence[str], values: Mapping[str, object]) -> tuple[str, ...]:
-    """The command of a trial: ``{key}`` becomes the value of a swept key, anything else stays."""
+    """Return the command of a trial, in which the value of each swept key replaces ``{key}``."""
     words = []
     for word in command:
         for key, value in values.items():
@@ -135,9 +137,9 @@ def filled_in(command: Sequence[str], values: Mapping[str, object]) -> tuple[str
 
 
 def sweep_trials(texts: Sequence[str], command: Sequence[str] = ()) -> list[dict[str, object]]:
-    """The values by key of every combination of all ``--sweep``; the last key varies fastest.
+    """Return every combination of the values of all ``--sweep``, by key; the last key varies fastest.
 
-    Raises UsageError, also for a key that appears twice and for more than `MAX_TRIALS` combinations.
+    Raises UsageError for an invalid axis, a key that appears twice, and more than `MAX_TRIALS` combinations.
     """
     axes = [parse_axis(text, command) for text in texts]
     keys = [key for key, _ in axes]
@@ -152,7 +154,7 @@ def sweep_trials(texts: Sequence[str], command: Sequence[str] = ()) -> list[dict
 
 
 def key_without_seed(values: Mapping[str, object]) -> str:
-    """The values of a trial as text; trials with the same text differ only in the seed."""
+    """Return the values of a trial as text; trials with the same text differ only in the seed."""
     return json.dumps({key: value for key, value in values.items() if key != "seed"})
 
 

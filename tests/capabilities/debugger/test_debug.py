@@ -292,7 +292,7 @@ def test_debugpy(desk, tmp_path):
         (
             ["--debug=debugpy", "--", sys.executable, "x.py"],
             "debugpy listens on a port of this host without a password: ann can connect to it\n\n"
-            "hint: `--debug` gives a rank this terminal; `--yes` opens the port all the same",
+            "hint: `--debug` gives a rank this terminal; `--yes` opens the port anyway",
         ),
         (["--debug=debugpy", "--yes", "--", sys.executable, "x.py"], "-m pip install debugpy` installs it"),
     ],

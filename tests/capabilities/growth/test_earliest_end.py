@@ -134,7 +134,7 @@ def offer(
         (
             offer(0, 1, limit_h=RESTART_H),
             [],
-            *(None, 1, "takes 1h00m, and a restart about 5m00s of each job"),
+            *(None, 1, "takes 1h00m, and a restart takes about 5m00s of each job"),
         ),
         (offer(0, 1.5), ["resources.time=3:0:0", "resources.slice=1:0:0"], 1.5 + RESTART_H, 2, ""),
         (
@@ -301,7 +301,7 @@ def test_the_time_of_a_run_that_is_cut_is_enough_for_its_restarts(
     assert (choice.taken.work.source.partition(":")[0], choice.taken.num_jobs) == ("assumed", 7)
     assert (loaded.config.resources.slice, loaded.config.resources.time) == ("04:00:00", "1-00:35:00")
     assert plan.requeue.total_s == 24 * HOUR + 7 * RESTART_S
-    assert "resources.time is raised from 1-00:00:00 to what" in plan.reasons["slice"]
+    assert "resources.time is raised from 1-00:00:00 to" in plan.reasons["slice"]
 
 
 def test_what_fits_only_in_slices_is_refused_without_an_answer(
@@ -388,7 +388,7 @@ def test_the_speed_is_that_of_earlier_runs(
         (replace(FACTS, target=LOCAL), "", "only Slurm knows when more or fewer nodes are free"),
         (FACTS, "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1", "connect failure"),
         (FACTS, "/bin/sleep 60", "did not answer within"),
-        (FACTS, REFUSES, "none is known to finish"),
+        (FACTS, REFUSES, "no request is known to finish"),
         (
             replace(FACTS, target=Target("sbatch", "", Cluster("west", error="sinfo did not answer"))),
             "",
@@ -419,7 +419,7 @@ def test_without_any_limit_nothing_tells_how_long_it_takes(
     cluster = replace(WEST, partitions=(replace(WEST.partitions[0], max_time_s=None),))
     facts = replace(FACTS, target=Target("sbatch", "", cluster))
     choice = choose(monkeypatch, "device=cpu", "resources.time=null", facts=facts)[2]
-    assert (choice.taken, choice.reason.partition(":")[0]) == (None, "nothing tells how long the run takes")
+    assert (choice.taken, choice.reason.partition(":")[0]) == (None, "the duration of the run is unknown")
 
 
 def test_what_slurm_has_not_answered_in_time_does_not_count(

@@ -41,8 +41,8 @@ HOUR = 3600.0
         (10 * HOUR, 600, {8: HOUR, 4: 0}, 4, ""),  # it would not have eight now
         (10 * HOUR, 600, {8: 30, 4: 0}, 8, ""),
         (10 * HOUR, 600, {8: 2 * HOUR, 4: HOUR}, None, "4 nodes would be free in 1h00m"),
-        (10 * HOUR, 600, {8: None}, None, "Slurm does not say"),
-        (10 * HOUR, 600, {}, None, "Slurm does not say"),
+        (10 * HOUR, 600, {8: None}, None, "Slurm gives no start time"),
+        (10 * HOUR, 600, {}, None, "Slurm gives no start time"),
         (10 * HOUR, 17000, {4: 0}, None, ""),  # the restart takes what is saved
         (10 * HOUR, 14300, {4: 0}, 4, ""),  # a little more than a tenth remains
         (10 * HOUR, 14500, {4: 0}, None, ""),
@@ -135,14 +135,14 @@ def test_a_slurm_that_names_no_time_changes_nothing(played: Played, error: Excep
     played.trains(HOUR, 100, 1100)
     played.waits = {6: error, 2: error}
     assert played.after(ASK_EVERY_S + 1) is None
-    assert played.decisions() == [(None, "does not grow: Slurm does not say when it would start more")]
+    assert played.decisions() == [(None, "does not grow: Slurm gives no start time for more nodes")]
 
 
 def test_without_a_step_a_size_or_a_restart_left_nobody_asks(
     tmp_path: Path, played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert played.after(ASK_EVERY_S + 1) is None
-    assert played.decisions() == [(None, "does not grow: it is not known how long the rest takes")]
+    assert played.decisions() == [(None, "does not grow: the remaining time is unknown")]
     most = replace(played.plan, num_nodes=8, sizes={"2": {}, "4": {}})
     played.watch = GrowthWatch(played.attempt, most, ["a"], num_good=1)
     assert played.after(ASK_EVERY_S + 1) is None

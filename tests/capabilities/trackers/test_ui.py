@@ -333,7 +333,7 @@ def test_a_page_that_others_could_open(
     said = capfd.readouterr()
     assert said.out == ""
     assert f"{tool}'s page listens on a port of this host without a password: {who} can connect" in said.err
-    assert "creates a file that only you can read; `--yes` opens the port all the same" in said.err
+    assert "creates a file that only you can read; `--yes` opens the port anyway" in said.err
     assert start(*argv, "--yes")
 
 

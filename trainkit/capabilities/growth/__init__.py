@@ -1,6 +1,6 @@
-"""The number of nodes of a run: the one that is expected to finish first, and growth.
+"""Chooses the node count with which a run is expected to finish first, and lets a run grow.
 
-A run that grows, and has fewer nodes than it may have, returns to the queue when Slurm would start more.
+A growing run that has fewer nodes than it may have returns to the queue when Slurm would start more.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GrowthPlan(Part):
-    """Whether a run grows."""
+    """The part of the plan for a run that grows."""
 
     CAPABILITY = "growth"
     grow: bool = True
 
 
 class Growth(Capability):
-    """The capability: what asks Slurm is imported only in a job."""
+    """The growth capability, which imports the code that asks Slurm only in a job."""
 
     name = "growth"
 

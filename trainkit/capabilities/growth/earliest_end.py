@@ -1,7 +1,8 @@
-"""``--nodes auto``: the nodes, partition and slice of time with which a run is expected to finish first.
+"""Implements ``--nodes auto``: chooses the request with which a run is expected to finish first.
 
-Gathers when Slurm would start each request and how long the work takes there, then decides; nothing is
-certain about either: other jobs come and end as they like.
+A request has a number of nodes, a partition and a time limit. This module asks Slurm when each request would
+start, estimates how long the work takes, and decides. Both estimates are uncertain, because other jobs arrive
+and end at any time.
 """
 
 from __future__ import annotations
@@ -41,36 +42,37 @@ from trainkit.run.registry import iter_known_runs
 from trainkit.run.rundir import RunDir
 
 ENOUGH_S = 5.0
-"""Seconds for all questions to Slurm together; what it has not answered by then does not count."""
+"""Seconds for all questions to Slurm together; later answers do not count."""
 MOST_ASKED = 24
-"""Requests that Slurm is asked about."""
+"""Maximum number of requests that Slurm is asked about."""
 SLICES_S = (3600.0, 4 * 3600.0)
-"""Shorter limits that it is asked about too, if the run may be cut; a restart is small against each."""
+"""Shorter time limits to ask about, if the run may be cut into slices; a restart is short compared with each.
+"""
 LEAST_SIZES = 4
-"""Numbers of nodes in each partition for which there must be enough questions before there are slices."""
+"""Minimum number of node counts in each partition; slices are asked about only if questions remain."""
 MOST_RUNS = 100
-"""Earlier runs whose speed is looked up, the newest first."""
+"""Maximum number of earlier runs whose speed is looked up, the newest first."""
 SPEED_SECTIONS = {"task", "model", "precision", "parallel", "data"}
-"""What two configs must have in common so that a step of one takes as long as one of the other."""
+"""Sections that must be equal in two configs, so that their steps take the same time."""
 DEGREES = {"parallel": {"dp_replicate", "dp_shard", "tp", "pp", "cp", "pp_microbatches"}}
-"""What is compared as the plans have derived it."""
+"""Keys that are not compared in the configs, because the plans contain their derived values."""
 
 SizeAndGpu = tuple[int, str]
-"""A number of nodes and their GPU type, which is empty if unknown."""
+"""The key of an estimate: a number of nodes and their GPU type, which is empty if unknown."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """How long the steps of a run take somewhere."""
+    """The duration of the steps of a run on given nodes."""
 
     seconds: float
     source: str
-    """How that is known."""
+    """The source of the estimate."""
 
 
 @dataclass(frozen=True)
 class Offer:
-    """A request that would be possible, and what is expected of it."""
+    """A possible request, and the expected start and end of a run with it."""
 
     num_nodes: int
     partition: str
@@ -78,35 +80,35 @@ class Offer:
     """The time limit of a job."""
     work: Work
     start_time: datetime | None = None
-    """None if Slurm gives no time."""
+    """The expected start; None if Slurm gives no time."""
     is_slice: bool = False
-    """Whether the config does not ask for this limit, but its time allows several such jobs."""
+    """True if the config does not set this limit as a slice, but its time allows several such jobs."""
     end_time: datetime | None = None
-    """None if it would not finish."""
+    """The expected end; None if the run would not finish."""
     num_jobs: int = 1
-    """Jobs until then."""
+    """Number of jobs until the end."""
     remark: str = ""
-    """Why not."""
+    """The reason why the run would not finish."""
 
 
 @dataclass(frozen=True)
 class Choice(NodesChoice):
-    """The offers, and which of them is taken."""
+    """The offers, and the offer that is taken."""
 
     offers: Sequence[Offer]
     taken: Offer | None
-    """None where the request is unchanged."""
+    """The offer that is taken; None if the request is unchanged."""
     reason: str = ""
-    """Why none is, in a sentence."""
+    """The reason why no offer is taken, in one sentence."""
     priority: str = field(default="", metadata=LEFT_OUT)
-    """What Slurm says of this user's priority."""
+    """Slurm's report about this user's priority."""
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data, without the priority."""
+        """Return plain data, without the priority."""
         return {**to_json(self), "reason": self.reason or None}
 
     def lines(self, plan: LaunchPlan, fit: int | None = None) -> Iterator[str]:
-        """A table of the offers, with a star at the one that is taken, and what it rests on."""
+        """Yield a table of the offers, with a star at the offer that is taken, and notes about it."""
         now, workers = datetime.now(timezone.utc), plan.workers_per_node
         if self.offers:
             unit = "GPU-hours" if plan.device == "cuda" else "worker-hours"
@@ -123,7 +125,7 @@ class Choice(NodesChoice):
                     (f"{offer.num_nodes}{star}", offer.partition, limit, start, end, f"{hours:.2f}", source)
                 )
             yield from table(rows, right={5}, fit=fit, num_keys=2).splitlines()
-            yield "Starts are what `sbatch --test-only` says now; jobs that come or end earlier change them."
+            yield "`sbatch --test-only` estimates the starts; other jobs that arrive or end can change them."
         if self.priority:
             yield f"your priority (sprio --weights, sshare):\n{self.priority}"
         if self.taken is None:
@@ -139,13 +141,14 @@ def choose_nodes(
     before: LaunchPlan | None = None,
     left: float = 1.0,
 ) -> tuple[LoadedConfig, LaunchPlan, Choice]:
-    """The config with every number of nodes, the plan for the one that is expected to end first, and why.
+    """Return the config with all node counts, the plan with the earliest expected end, and the choice.
 
-    Of a run that resumes, `before` is that of `plan_nodes`, and `left` the share of its steps that is left.
-    Raises the errors of `plan_run`. Without an answer of Slurm, the plan is that of the config.
+    For a run that resumes, `before` has the same meaning as in `plan_nodes`, and `left` is the remaining
+    share of its steps. Raises the errors of `plan_run`. Without an answer from Slurm, the plan follows the
+    config.
     """
     if len(clusters := loaded.config.resources.clusters) > 1:
-        message = f"cannot compare the starts on {listed(clusters, 'or')}, of which Slurm takes the first"
+        message = f"cannot compare the starts on {listed(clusters, 'or')}, among which Slurm chooses"
         raise UsageError(f"--nodes auto {message}", hint="name the nodes, or a range of them")
     facts = facts or gather(loaded, workload, code_dir=code_dir)
     cluster = facts.target.cluster
@@ -160,7 +163,7 @@ def choose_nodes(
     own = plan_run(base, facts, workload, code_dir=code_dir, before=before)
 
     def unchanged(choice: Choice) -> tuple[LoadedConfig, LaunchPlan, Choice]:
-        # What fits into no partition uncut is refused as without auto.
+        # If a run fits into no partition without slices, it is refused, as without --nodes auto.
         plan = own if base is loaded else plan_run(loaded, facts, workload, code_dir=code_dir, before=before)
         return loaded, plan, choice
 
@@ -185,25 +188,25 @@ def choose_nodes(
         return unchanged(Choice((), None, error.message.splitlines()[0]))
     best = earliest(offers)
     if best is None:
-        return unchanged(Choice(offers, None, "none is known to finish", priority))
+        return unchanged(Choice(offers, None, "no request is known to finish", priority))
     why_longer = ""
     if best.is_slice:
         more: dict[str, object] = {}
-        # Partitions that take only slices are planned for too now, and may have fewer GPUs per node.
+        # Partitions that accept only slices are planned for too now, and may have fewer GPUs per node.
         if len(request.partitions) > 1:
             more["resources.gpus_per_node"] = plan.workers_per_node
-        # An uncut job would return to the queue after its time too, but slices end for good after theirs.
+        # An uncut job would return to the queue after its time limit, but slices end after the total time.
         total_s = 60 * math.ceil((best.work.seconds + best.num_jobs * RESTART_S) / 60)
         if total_s > (time_limit_s(str(given.time)) or 0):
             more["resources.time"] = time_text(total_s)
-            why_longer = f"; resources.time is raised from {given.time} to what all jobs are expected to take"
+            why_longer = f"; resources.time is raised from {given.time} to the expected time of all jobs"
         wider = _sliced(wider, best.limit_s, **more)
         plan = plan_run(wider, facts, workload, code_dir=code_dir, before=plan)
     return wider, taken(plan, best, why_longer), Choice(offers, best, priority=priority)
 
 
 def _may_be_cut(config: RunConfig, workload: Workload) -> bool:
-    """Whether a run continues after any slice, of which the config sets none."""
+    """Return whether a run can continue after a slice although its config sets no slice."""
     asked = config.resources
     is_limited = asked.time is not None and time_limit_s(asked.time) is not None
     is_free = asked.slice is None and asked.time_min is None
@@ -214,11 +217,11 @@ def _sliced(loaded: LoadedConfig, slice_s: float, **others: object) -> LoadedCon
     return with_values(loaded, {"resources.slice": time_text(int(slice_s)), **others}, "--nodes auto")
 
 
-# Decide.
+# Decisions, which do not ask Slurm.
 
 
 def sizes_around(own: int, most: int) -> list[int]:
-    """A number of nodes, its halves and its doubles up to `most`, ascending."""
+    """Return a number of nodes, its halves, and its doubles up to `most`, in ascending order."""
     sizes = [own]
     while sizes[0] % 2 == 0:
         sizes.insert(0, sizes[0] // 2)
@@ -230,7 +233,7 @@ def sizes_around(own: int, most: int) -> list[int]:
 def expected_work(
     base: Mapping[SizeAndGpu, Work], measured: Mapping[SizeAndGpu, Work]
 ) -> dict[SizeAndGpu, Work]:
-    """The work in each place of `base`: measured there, else in proportion to the nearest measurement."""
+    """Return the work in each place of `base`, measured there or scaled from the nearest measurement."""
     found = dict(base)
     for place, work in base.items():
         if place in measured:
@@ -248,10 +251,11 @@ def expected_work(
 
 
 def with_end(offer: Offer, config: RunConfig, now: datetime, whole: datetime | None = None) -> Offer:
-    """The offer with its expected end, or the reason why it would not finish.
+    """Return the offer with its expected end, or with the reason why the run would not finish.
 
-    A run that returns to the queue after each job is assumed to wait there as long as now, and to restart in
-    RESTART_S. A gap is used once: the second job starts no sooner than a longer one would, at `whole`.
+    The estimate assumes that a run that returns to the queue after a job waits as long as now, and restarts
+    in RESTART_S. Backfill helps only the first job, so the second job is assumed to start no earlier than an
+    uncut job would, at `whole`.
     """
     start, resources = offer.start_time, config.resources
     if start is None:
@@ -263,7 +267,9 @@ def with_end(offer: Offer, config: RunConfig, now: datetime, whole: datetime | N
         if "timeout" not in config.requeue.on:
             return replace(offer, remark=f"{needs}, and requeue.on has no timeout")
         if limit_s <= RESTART_S:
-            return replace(offer, remark=f"{needs}, and a restart about {duration(RESTART_S)} of each job")
+            return replace(
+                offer, remark=f"{needs}, and a restart takes about {duration(RESTART_S)} of each job"
+            )
         more = math.ceil((work_s - limit_s) / (limit_s - RESTART_S))
     busy_s = work_s + more * RESTART_S
     is_typed = resources.slice is not None and not offer.is_slice
@@ -277,7 +283,7 @@ def with_end(offer: Offer, config: RunConfig, now: datetime, whole: datetime | N
 
 
 def earliest(offers: Sequence[Offer]) -> Offer | None:
-    """The offer that ends first, of equal ones that with the fewest jobs, then nodes; None if none ends."""
+    """Return the offer that ends first, or None; ties go to the fewest jobs, then the fewest nodes."""
     ending = [
         (offer.end_time, offer.num_jobs, offer.num_nodes, index)
         for index, offer in enumerate(offers)
@@ -286,17 +292,17 @@ def earliest(offers: Sequence[Offer]) -> Offer | None:
     return offers[min(ending)[-1]] if ending else None
 
 
-# Gather.
+# Questions to Slurm and to earlier runs.
 
 
 def _gather(
     plan: LaunchPlan, config: RunConfig, facts: Facts, request: ResourceRequest, left: float, cut: bool
 ) -> tuple[list[Offer], str]:
-    """The offers of all sizes, partitions and time limits of a plan, and what Slurm says of the priority."""
+    """Return the offers of all sizes, partitions and time limits of a plan, and the priority report."""
     cluster, resources = facts.target.cluster, config.resources
     assert cluster is not None
     sizes = sorted([plan.num_nodes, *map(int, plan.sizes)], reverse=True)
-    # Too many questions leave out slices, then sizes.
+    # With too many questions, slices are omitted first, then sizes.
     least = min(len(sizes), LEAST_SIZES) * len(request.partitions)
     slices = SLICES_S[: max(0, MOST_ASKED // least - 1)] if cut else None
     limits = {item.name: _limits(request, cluster, item, slices) for item in request.partitions}
@@ -307,7 +313,7 @@ def _gather(
         gpus = dict.fromkeys(gpus, "")
     asked = [
         (size, item, limit_s, is_slice)
-        for is_slice in (False, True)  # last: what the time is not enough for is not asked
+        for is_slice in (False, True)  # Slices come last, and are not asked about if the time runs out.
         for size in plans
         for item in request.partitions
         for limit_s in limits[item.name]
@@ -349,7 +355,10 @@ def _gather(
 def _limits(
     request: ResourceRequest, cluster: Cluster, partition: Partition, slices: Sequence[float] | None
 ) -> list[float]:
-    """The time limits that a job may get; `slices` are shorter ones, None for a run that is not cut."""
+    """Return the time limits that a job may get.
+
+    `slices` are shorter limits to add; None for a run that is not cut.
+    """
     longest = request.time_s or partition.job_time_s or math.inf
     if slices is not None:
         longest = min(longest, longest_time_s(request, cluster, partition)[0])
@@ -372,7 +381,7 @@ def _base(
     gpus: set[str],
     request: ResourceRequest,
 ) -> dict[SizeAndGpu, Work]:
-    """The work in each place as `trainkit plan` estimates it, else as the time limit says of its nodes."""
+    """Return the work in each place as `trainkit plan` estimates it, else from the time limit."""
     steps, data = config.train.steps, facts.data
     known = {name: gpu for name in gpus if (gpu := find_gpu(name)) is not None}
     if data is not None and steps is not None and config.model.architecture == DECODER and gpus == {*known}:
@@ -389,16 +398,19 @@ def _base(
     total_s = time_limit_s(resources.time) if resources.time is not None else None
     total_s = total_s or max((item.job_time_s or 0 for item in request.partitions), default=0)
     if not total_s:
-        message = "nothing tells how long the run takes: resources.time and train.steps are null"
+        message = "the duration of the run is unknown: resources.time and train.steps are null"
         raise TrainkitError(message, hint="set one of them, or name a number of nodes")
-    source = f"assumed: resources.time is that of {plural(request.nodes, 'node')}"
+    source = f"assumed: resources.time is for {plural(request.nodes, 'node')}"
     return {(size, name): Work(total_s * request.nodes / size, source) for size in plans for name in gpus}
 
 
 def _measured(
     plans: Mapping[int, LaunchPlan], config: RunConfig, gpus: Mapping[str, str]
 ) -> dict[SizeAndGpu, Work]:
-    """The work at the speed of earlier runs with the same steps, those of a bench too; the newest count."""
+    """Return the work at the speed of earlier runs, including bench runs, that had the same steps.
+
+    Newer runs take precedence.
+    """
     found: dict[SizeAndGpu, Work] = {}
     steps = config.train.steps
     if steps is None or plans[max(plans)].workload.is_command:
@@ -415,7 +427,7 @@ def _measured(
             gpu = gpus.get(started.text("partition") or "") if started is not None else None
             measured = numbers([record for record in records if record.attempt == number], "step_s")
             if gpu is None or (plan.num_nodes, gpu) in found or not measured or not _is_alike(run, config):
-                continue  # without a partition of this cluster, it was on other nodes
+                continue  # An attempt without a partition of this cluster used other nodes.
             source = f"measured in {run.shown}"
             found[plan.num_nodes, gpu] = Work(steps * statistics.median(measured), source)
     return found
@@ -425,7 +437,7 @@ def _is_alike(run: RunDir, config: RunConfig) -> bool:
     try:
         before = read_effective(run.config_file)
     except (OSError, ConfigError):
-        return False  # of another version
+        return False  # The config is from another version of trainkit.
     first, second = (one.model_dump(include=SPEED_SECTIONS, exclude=DEGREES) for one in (before, config))
     return first == second
 
@@ -435,11 +447,11 @@ def _earlier_runs() -> Iterator[RunDir]:
         yield from map(known.run, known.trials) if isinstance(known, RunGroup) else (known,)
 
 
-# Act.
+# The plan of the offer that is taken.
 
 
 def taken(plan: LaunchPlan, offer: Offer, why_longer: str = "") -> LaunchPlan:
-    """The plan of a job that requests what the offer does; a lost node leaves it the smaller sizes."""
+    """Return the plan of a job that requests the offer; smaller sizes remain for lost nodes."""
     own = plan.at(offer.num_nodes)
     assert own.slurm is not None
     sizes = {size: change for size, change in own.sizes.items() if int(size) < offer.num_nodes}

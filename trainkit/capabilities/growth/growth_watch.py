@@ -1,6 +1,6 @@
-"""When a run on fewer nodes than it may have returns to the queue, to restart on more.
+"""Decides when a run on fewer nodes than it may use returns to the queue, to restart on more nodes.
 
-Asks Slurm from time to time whether the nodes that it lacks are free, then decides.
+The watch regularly asks Slurm whether the missing nodes are free.
 """
 
 from __future__ import annotations
@@ -28,28 +28,29 @@ ASK_EVERY_S = 1800.0
 ENOUGH_S = 5.0
 """Seconds for all questions to Slurm together, during which no signal is handled."""
 MOST_ASKED = 4
-"""Numbers of nodes that Slurm is asked about."""
+"""Maximum number of node counts that Slurm is asked about."""
 SOON_S = 60.0
-"""A job that would start within this time would start now."""
+"""Maximum seconds until its start for which a job counts as startable now."""
 REQUEUE_S = 120.0
-"""What a save and a requeue take, besides the start of the ranks."""
+"""Seconds for a save and a requeue, without the start of the ranks."""
 MIN_SHARE = 0.1
-"""Share of the remaining time that a growth must save, besides what the restart takes."""
+"""Minimum share of the remaining time that a growth must save, after the time of the restart is subtracted.
+"""
 MAX_VAIN = 2
-"""Growths after which the run had no more nodes than before."""
+"""Maximum number of growths after which the run had no more nodes than before."""
 
 
 @dataclass(frozen=True)
 class Growth:
-    """Whether a run returns to the queue to restart on more nodes."""
+    """The decision whether a run returns to the queue to restart on more nodes."""
 
     num_nodes: int | None
-    """On how many; None where it stays."""
+    """The number of nodes to restart on; None if the run does not grow."""
     reason: str
 
     @property
     def sentence(self) -> str:
-        """It as one sentence."""
+        """Return the decision as one sentence."""
         to = "does not grow" if self.num_nodes is None else f"grows to {plural(self.num_nodes, 'node')}"
         return f"{to}: {self.reason}"
 
@@ -57,14 +58,14 @@ class Growth:
 def decide_growth(
     left_s: float, restart_s: float, num_nodes: int, waits: Mapping[int, float | None]
 ) -> Growth:
-    """Whether a run that needs `left_s` more on `num_nodes` restarts on more, in proportion faster.
+    """Decide whether a run with `left_s` remaining on `num_nodes` restarts on more nodes.
 
-    `waits` has the seconds until the nodes that the run lacks are free, by the number of nodes that it may
-    have; None if Slurm names no time.
+    The speed is assumed to be proportional to the number of nodes. `waits` maps each number of nodes that the
+    run may have to the seconds until the missing nodes are free; None if Slurm names no time.
     """
     known = {size: wait_s for size, wait_s in waits.items() if wait_s is not None}
     if not known:
-        return Growth(None, "Slurm does not say when it would start more")
+        return Growth(None, "Slurm gives no start time for more nodes")
     free = [size for size, wait_s in known.items() if wait_s <= SOON_S]
     if not free:
         size, wait_s = min(known.items(), key=lambda one: one[1])
@@ -80,7 +81,7 @@ def decide_growth(
 
 
 def vain_growths(attempts: Sequence[Attempt]) -> int:
-    """The growths after which the run had no more nodes than before."""
+    """Return the number of growths after which the run had no more nodes than before."""
     return sum(
         one.cause == "grow" and (following.num_nodes or 0) <= (one.num_nodes or 0)
         for one, following in pairwise(attempts)
@@ -88,18 +89,18 @@ def vain_growths(attempts: Sequence[Attempt]) -> int:
 
 
 class GrowthWatch(Watch):
-    """Asks during an attempt, at most every `ASK_EVERY_S`, whether the run is to grow."""
+    """A watch that asks during an attempt, at most every `ASK_EVERY_S`, whether the run should grow."""
 
     while_stopping = False
 
     def __init__(self, attempt: AttemptDir, plan: LaunchPlan, hosts: Sequence[str], num_good: int) -> None:
-        """`hosts` are those of the allocation, of which `num_good` can be used."""
+        """Watch an attempt, which can use `num_good` of the allocated `hosts`."""
         self._attempt, self._plan, self._hosts, self._num_good = attempt, plan, hosts, num_good
         self._larger = sorted((size for size in map(int, plan.sizes) if size > plan.num_nodes), reverse=True)
         self._asked_s = time.monotonic()
 
     def poll(self) -> PlannedStop | None:
-        """The growth that is decided, if it is time to ask; None where the run stays. Raises OSError."""
+        """Return the planned stop if the run decides to grow, else None; may raise OSError."""
         now_s = time.monotonic()
         if not self._larger or now_s < self._asked_s + ASK_EVERY_S:
             return None
@@ -119,10 +120,10 @@ class GrowthWatch(Watch):
         steps = [step for step in history.newest_steps() if step.attempt == number]
         left_s = seconds_left(steps, history.events.total_steps)
         if left_s is None:
-            return Growth(None, "it is not known how long the rest takes")
+            return Growth(None, "the remaining time is unknown")
         limit = restarts_limit(list(previous_ends(self._attempt).values()), self._plan.requeue)
         if limit is None and (vain := vain_growths([attempts[one] for one in sorted(attempts)])) >= MAX_VAIN:
-            limit = f"it restarted with no more nodes {plural(vain, 'time')}"
+            limit = f"it restarted {plural(vain, 'time')} without getting more nodes"
         if limit is not None:
             return Growth(None, limit)
         own = attempts[number]
@@ -130,9 +131,9 @@ class GrowthWatch(Watch):
         return decide_growth(left_s, REQUEUE_S + start_s, self._plan.num_nodes, self._waits())
 
     def _waits(self) -> dict[int, float | None]:
-        """Larger numbers of nodes, and in how many seconds those that the run lacks are free."""
+        """Map each larger number of nodes to the seconds until the missing nodes are free."""
         assert self._plan.slurm is not None
-        # Its own nodes may have room for another job, but not for another node of this one.
+        # The run's nodes may have room for another job, but not for another node of this run.
         others = with_excluded(self._plan.slurm, self._hosts).sbatch
         partition = os.environ.get("SLURM_JOB_PARTITION") or others.get("partition", False)
         others = {**others, "partition": partition, "comment": False, "dependency": False}

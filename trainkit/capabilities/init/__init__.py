@@ -1,1 +1,1 @@
-"""`trainkit init`: the profile of a cluster, a first run config for it, and a task to start from."""
+"""Implements `trainkit init`, which writes a cluster profile, a first run config or a task template."""

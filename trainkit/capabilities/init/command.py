@@ -1,4 +1,4 @@
-"""``trainkit init``: writes the profile of this cluster and a first run config."""
+"""Implements ``trainkit init``, which writes the profile of this cluster and a first run config."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ PROFILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
     "trainkit init --json",
 )
 @option("--cluster NAME", "Name of the profile; default: the cluster's name.", name="name")
-@option("--dir DIR", "Folder of the run config; default: the current one.", name="folder", default=".")
+@option("--dir DIR", "Folder of the run config; default: the current folder.", name="folder", default=".")
 @option("--task NAME", "Write NAME.py, a task of your own, its config and its test.")
 @json_option
 def command(name: str | None, folder: str, task: str | None, as_json: bool) -> None:
     """Write the profile of this cluster and a first run config; existing files are kept.
 
-    With --task, write a task to start from instead: a model, data and a loss, which train as they are.
+    With --task, write a task template instead: a model, data and a loss, which train without changes.
 
     The profile goes to your config folder, where every command finds it. The run config, first-run.yaml, is
     the default CONFIG of commands in its folder and the only file written without Slurm. Prints the written
@@ -88,7 +88,7 @@ def command(name: str | None, folder: str, task: str | None, as_json: bool) -> N
 
 
 def _is_installed(name: str, folder: Path) -> bool:
-    """Whether a package of this name is found anywhere but in the folder."""
+    """Return whether a package of this name is found outside the folder."""
     spec = find_spec(name)
     return (
         spec is not None

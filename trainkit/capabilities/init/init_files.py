@@ -1,4 +1,4 @@
-"""The files that `trainkit init` writes: the profile of a cluster and a first run config for it."""
+"""Writes the files of `trainkit init`: the profile of a cluster and a first run config for it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainkit.formats import memory_text, time_text, version_text
 
 
 def describe_cluster(cluster: Cluster) -> str:
-    """A cluster in one line; the profile says the rest."""
+    """Describe a cluster in one line; the profile contains the details."""
     names = [
         f"{item.name}{' (default)' * item.is_default}" for item in cluster.partitions if not item.is_hidden
     ]
@@ -32,7 +32,7 @@ SHIPPED_TASK = "mine"
 
 
 def task_texts(name: str) -> dict[str, str]:
-    """The files of a new task by name: the task, its config and its test, from the shipped ones."""
+    """Return the files of a new task by name: the task, its config and its test."""
     class_name = "".join(part.capitalize() for part in name.split("_"))
     shipped = {file: shipped_templates() / "task" / file.format(SHIPPED_TASK) for file in TASK_FILES}
     texts = {file.format(name): path.read_text(encoding="utf-8") for file, path in shipped.items()}
@@ -54,7 +54,7 @@ def write_new(path: Path, text: str) -> bool:
                 file.write(text)
                 file.flush()
             except BaseException:
-                path.unlink()  # a partial file would block the next try
+                path.unlink()  # A partial file would block the next try.
                 raise
     except FileExistsError:
         if path.parent.is_dir():
@@ -63,7 +63,7 @@ def write_new(path: Path, text: str) -> bool:
     except OSError as error:
         raise UsageError(
             f"cannot write {path}: {error.strerror or error}",
-            hint="--dir DIR sets the folder of the run config, XDG_CONFIG_HOME that of the profile",
+            hint="--dir DIR sets the folder of the run config, XDG_CONFIG_HOME the folder of the profile",
         ) from error
     return True
 
@@ -72,11 +72,11 @@ COMMENT_COLUMN = 32
 UNBOUNDED = 10**6
 PARTITION_COMMENTS = {
     "hidden": "Slurm lists it only with --all",
-    "default_time": "of a job with resources.time: null",
+    "default_time": "for a job with resources.time: null",
     "min_nodes": "of one job",
     "max_nodes": "of one job",
-    "max_cpus_per_node": "that its jobs may use",
-    "needs_reservation": "its jobs name one: resources.reservation",
+    "max_cpus_per_node": "limit for its jobs",
+    "needs_reservation": "its jobs must set resources.reservation",
 }
 _TEXTS: dict[str, Callable[[int], str]] = {
     "max_time_s": time_text,
@@ -91,11 +91,11 @@ _SECTIONS: dict[type, tuple[type[Section], str | None]] = {
     Partition: (PartitionProfile, "max_time_s"),
     NodeKind: (NodesProfile, "count"),
 }
-"""The section of the file for each, and the key that is written also at its default."""
+"""Maps a type to its section of the file, and to the key that is written even at its default."""
 
 
 def profile_text(cluster: Cluster, today: date) -> str:
-    """The profile of a cluster as YAML; `trainkit.cluster.profile` reads it back."""
+    """Return the profile of a cluster as YAML, for `trainkit.cluster.profile`."""
     known = {"apptainer" if name == "singularity" else name for name in cluster.containers}
     default = cluster.partition(None)
     return _rendered(
@@ -115,7 +115,7 @@ def _rendered(template: str, **values: object) -> str:
     environment = Environment(
         loader=FileSystemLoader(shipped_templates()),
         undefined=StrictUndefined,
-        autoescape=False,  # YAML, not HTML: each value goes through `flow`
+        autoescape=False,  # The output is YAML, not HTML, and each value goes through `flow`.
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
@@ -126,7 +126,7 @@ def _rendered(template: str, **values: object) -> str:
 
 
 def _flow(value: object) -> str:
-    """A value as one line of YAML."""
+    """Return a value as one line of YAML."""
     text: str = yaml.dump(
         [value], Dumper=Dumper, default_flow_style=True, sort_keys=False, allow_unicode=True, width=UNBOUNDED
     )
@@ -134,7 +134,7 @@ def _flow(value: object) -> str:
 
 
 def _values(item: Account | Qos | Partition | NodeKind) -> dict[str, object]:
-    """The keys of a section of the profile that are written, but for the nodes of a partition."""
+    """Return the keys of a profile section that are written, except the nodes of a partition."""
     section, always = _SECTIONS[type(item)]
     found: dict[str, object] = {}
     for name, info in section.model_fields.items():
@@ -150,11 +150,11 @@ def _values(item: Account | Qos | Partition | NodeKind) -> dict[str, object]:
 
 FIRST_RUN_TIME_S = 1800
 MIN_FIRST_RUN_TIME_S = 300
-"""Partitions with a shorter limit are not chosen for the first run."""
+"""Minimum time limit of a partition that is chosen for the first run."""
 
 
 def first_run_text(cluster: Cluster | None) -> str:
-    """A run config that runs unchanged; `cluster` is None on a machine without Slurm."""
+    """Return a run config that runs unchanged; `cluster` is None on a machine without Slurm."""
     partition = None if cluster is None else first_partition(cluster)
     partitions, accounts = (cluster.partitions, cluster.accounts or ()) if cluster else ((), ())
     limit_s = None if partition is None else partition.max_time_s
@@ -174,7 +174,7 @@ def first_run_text(cluster: Cluster | None) -> str:
 
 
 def first_partition(cluster: Cluster) -> Partition | None:
-    """The partition for the first run: one with GPUs if possible, preferably the default one."""
+    """Return the partition for the first run: one with GPUs if possible, preferably the default."""
     request = ResourceRequest(nodes=1, names={}, account=_first_account(cluster))
     usable = [
         item
@@ -189,7 +189,7 @@ def first_partition(cluster: Cluster) -> Partition | None:
 
 
 def _first_account(cluster: Cluster) -> str | None:
-    """The account to charge if there is no default account, else None."""
+    """Return the account to charge if there is no default account, else None."""
     accounts = cluster.accounts or ()
     if not accounts or any(item.is_default for item in accounts):
         return None

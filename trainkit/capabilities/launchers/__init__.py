@@ -1,4 +1,4 @@
-"""What a launcher's own tool gets from the config, and how it starts the ranks of a command."""
+"""Passes config values to the tool of a launcher, which starts the ranks of a command."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Launchers(Capability):
-    """The capability: torchrun, accelerate, DeepSpeed, Lightning and Megatron."""
+    """The launchers capability, for torchrun, accelerate, DeepSpeed, Lightning and Megatron."""
 
     name = "launchers"
 
@@ -31,7 +31,7 @@ class Launchers(Capability):
             reasons["launcher"] = description
             kept = [key for key in sorted(loaded.origins) if key.startswith(("model.", "schedule."))]
             if own := [key for key in kept if loaded.set_by_user(key) and key not in loaded.typed]:
-                warnings.append(f"{workload.launcher} does not get {', '.join(own)}: the script has its own")
+                warnings.append(f"{workload.launcher} does not get {', '.join(own)}: the script sets them")
         part = LauncherPlan(given.files, given.values, job.typed)
         return Planned(
             None if part == LauncherPlan() else part, reasons, tuple(warnings), given.env, job.asked

@@ -1,7 +1,7 @@
-"""What a launcher's own tool gets from the config: its config file, its flags, or values for the command.
+"""Makes the input of a launcher's tool from the config: its config file, flags, or command values.
 
-Only keys that the user set are passed on, so that every other default stays that of the tool. Model and
-learning rate schedule are the script's own.
+Only keys that the user set are passed on, so that the tool's defaults apply to all other values. The script
+itself sets the model and the learning rate schedule.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from trainkit.plan.launch import Batch, Layout
 from trainkit.plan.layout_rules import make_layout
 
 SECTIONS = ("seed", "data", "train", "optimizer", "precision", "parallel")
-"""The keys and sections that can reach a launcher."""
+"""Keys and sections that can reach a launcher."""
 ACCUMULATION_VARIABLE = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 RECOMPUTE = "parallel.activation_checkpointing"
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a generated file depends on besides the keys that were set."""
+    """The properties of a job on which a generated file depends, besides the keys that were set."""
 
     loaded: LoadedConfig
     world_size: int
@@ -34,64 +34,64 @@ class Job:
     workers_per_node: int
     device: str
     asked: set[str] = field(default_factory=set)
-    """The keys that were set and on which the files depend; grows with each question."""
+    """Keys that were set and that the files depend on; each call of `has` adds keys."""
 
     @cached_property
     def typed(self) -> tuple[str, ...]:
-        """The keys that may reach a launcher and that the user set, sorted."""
+        """Return the keys that may reach a launcher and that the user set, sorted."""
         known = sorted(self.loaded.origins)
         return tuple(
             key for key in known if key.partition(".")[0] in SECTIONS and self.loaded.set_by_user(key)
         )
 
     def has(self, *keys: str) -> bool:
-        """Whether the user set one of these keys or a key of these sections."""
+        """Return whether the user set one of these keys or a key of these sections."""
         found = {key for key in self.typed for name in keys if key == name or key.startswith(f"{name}.")}
         self.asked.update(found)
         return bool(found)
 
     def layout(self) -> Layout:
-        """The layout of the processes."""
+        """Return the layout of the processes."""
         self.has(*(f"parallel.{key}" for key in ("dp_replicate", "dp_shard", "tp", "pp", "cp")))
         return make_layout(self.loaded.config.parallel, self.world_size)[0]
 
     def batch(self, layout: Layout) -> Batch | None:
-        """The batch of one step; None unless the user set one of its sizes."""
+        """Return the batch of one step; None unless the user set one of its sizes."""
         if not self.has(DEVICE, GLOBAL):
             return None
         return make_batch(BatchRequest.of(self.loaded), layout, self.loaded.config.data.seq_len)
 
     def lr(self, layout: Layout) -> float:
-        """The peak learning rate, scaled as the config says."""
+        """Return the peak learning rate, scaled as the config says."""
         optimizer = self.loaded.config.optimizer
         self.has("optimizer.lr_scale", "optimizer.lr_scale_base")
         return scaled_lr(optimizer.lr, optimizer.lr_scale, layout.dp, optimizer.lr_scale_base)[0]
 
     @property
     def shards(self) -> bool:
-        """Whether the user asked for sharded parameters."""
+        """Return whether the user requested sharded parameters."""
         return self.has("parallel.dp_shard") and self.loaded.config.parallel.dp_shard != 1
 
     def only_set(self, *entries: tuple[str, str, object]) -> dict[str, object]:
-        """The value by name of those (key, name, value) whose key or section was set; without None."""
+        """Return the values by name, without None and without values whose key or section was not set."""
         return {name: value for key, name, value in entries if value is not None and self.has(key)}
 
 
 @dataclass(frozen=True)
 class LauncherInput:
-    """What the tool of a launcher gets."""
+    """The input of a launcher's tool."""
 
     files: dict[str, str] = field(default_factory=dict)
-    """Name in the run folder -> text."""
+    """Maps the name of a file in the run folder to its text."""
     env: dict[str, str] = field(default_factory=dict)
     values: dict[str, str] = field(default_factory=dict)
-    """Placeholder in the command -> its value."""
+    """Maps a placeholder in the command to its value."""
 
 
 def launcher_input(job: Job, command: Sequence[str], launcher: str) -> LauncherInput:
-    """What a launcher's tool gets for a command.
+    """Return the input of a launcher's tool for a command.
 
-    Raises ConfigError for values that the tool has no counterpart for.
+    Raises ConfigError for values that the tool does not support.
     """
     tools = {
         "accelerate": _accelerate,
@@ -103,7 +103,7 @@ def launcher_input(job: Job, command: Sequence[str], launcher: str) -> LauncherI
 
 
 def describe_input(given: LauncherInput, launcher: str) -> str | None:
-    """Describe in a line what a tool gets; None if nothing."""
+    """Describe the input of a tool in one line; None if it is empty."""
     parts = [f"{name} in the run folder" for name in given.files]
     parts += [f"{name}={value}" for name, value in given.env.items()]
     parts += [f"{{{name}}} is {value}" for name, value in given.values.items() if value]
@@ -111,7 +111,10 @@ def describe_input(given: LauncherInput, launcher: str) -> str | None:
 
 
 def _refuse(job: Job, tool: str, problems: Iterable[tuple[str, str]], degrees: Sequence[str] = ()) -> None:
-    """Raise ConfigError for (key, why the tool cannot have its value), and for degrees above 1."""
+    """Raise ConfigError with the given problems, and with a problem for each of `degrees` above 1.
+
+    A problem is a key and the reason why the tool cannot have its value.
+    """
     found = [*problems]
     for key in degrees:
         degree = getattr(job.loaded.config.parallel, key)
@@ -126,14 +129,15 @@ def _refuse(job: Job, tool: str, problems: Iterable[tuple[str, str]], degrees: S
 
 
 def _accelerate(job: Job, command: Sequence[str]) -> LauncherInput:
-    """The file of ``accelerate launch --config_file``; see ClusterConfig in accelerate's config_args.py."""
+    """Return the file for ``accelerate launch --config_file``; see ClusterConfig in config_args.py."""
     _refuse(job, "accelerate", _accelerate_problems(job), ("tp", "pp", "cp"))
     parallel, dtype = job.loaded.config.parallel, job.loaded.config.precision.dtype
     layout = job.layout() if job.shards else Layout(dp_shard=job.world_size)
     batch = job.batch(layout)
     env = {}
     if batch is not None and job.has(DEVICE) and job.has(GLOBAL):
-        # accelerate launch has no key for it except with DeepSpeed; Accelerator reads the variable.
+        # accelerate launch has no key for accumulation except with DeepSpeed, but Accelerator reads the
+        # variable.
         env[ACCUMULATION_VARIABLE] = str(batch.accumulation_steps)
     if not (job.shards or job.has("precision.dtype")):
         # accelerate then reads the user's own default file, if there is one.
@@ -176,7 +180,7 @@ def _accelerate_problems(job: Job) -> Iterator[tuple[str, str]]:
 
 
 def _deepspeed(job: Job, command: Sequence[str]) -> LauncherInput:
-    """The file for ``{ds_config}`` in a command; the keys are those of DeepSpeed's configuration JSON."""
+    """Return the file for ``{ds_config}`` in a command, with the keys of DeepSpeed's configuration JSON."""
     if not any("{ds_config}" in word for word in command):
         return LauncherInput()
     _refuse(job, "deepspeed", _deepspeed_problems(job), ("tp", "pp", "cp"))
@@ -198,7 +202,7 @@ def _deepspeed(job: Job, command: Sequence[str]) -> LauncherInput:
         "weight_decay": optimizer.weight_decay,
     }
     if job.device == "cpu" and not parallel.offload:
-        params["torch_adam"] = True  # its own kernel for parameters on the device is for GPUs
+        params["torch_adam"] = True  # DeepSpeed's kernel for parameters on the device requires a GPU.
     value = job.only_set(
         (DEVICE, "train_micro_batch_size_per_gpu", batch.device_batch_size),
         (GLOBAL, "train_batch_size", batch.global_batch_size if is_global else None),
@@ -218,10 +222,12 @@ def _deepspeed_problems(job: Job) -> Iterator[tuple[str, str]]:
         yield DEVICE, "is not set, and {ds_config} needs a batch size: DeepSpeed has no default"
     copies, shards = parallel.dp_replicate, parallel.dp_shard
     if shards not in (-1, 1, job.world_size) or (copies > 1 and shards != 1):
-        message = f"is {shards}, but ZeRO shards over all {job.world_size} processes: -1, or 1 for none"
+        message = (
+            f"is {shards}, but ZeRO shards over all {job.world_size} processes; use -1, or 1 to not shard"
+        )
         yield "parallel.dp_shard", message
     if parallel.offload and parallel.dp_shard == 1:
-        yield "parallel.offload", "is true, but DeepSpeed offloads what it shards"
+        yield "parallel.offload", "is true, but DeepSpeed offloads only what it shards"
     if optimizer != "adamw" and job.has("optimizer"):
         yield "optimizer.name", f"is {optimizer}, which DeepSpeed does not have"
 
@@ -232,9 +238,9 @@ LIGHTNING_PRECISION = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixe
 
 
 def _lightning(job: Job, command: Sequence[str]) -> LauncherInput:
-    """Values for placeholders, named like the arguments of ``lightning.Trainer``.
+    """Return values for placeholders, named like the arguments of ``lightning.Trainer``.
 
-    A command asks for each by name, so that it also gets the config's defaults.
+    A command requests each value by name, so it also gets the config's defaults.
     """
     config, layout = job.loaded.config, Layout(dp_shard=job.world_size)
     train = config.train
@@ -257,7 +263,7 @@ def _lightning(job: Job, command: Sequence[str]) -> LauncherInput:
         ),
         "lr": (lambda: f"{job.lr(layout):g}", ["optimizer.lr"]),
     }
-    """Placeholder -> its value, and the keys on which that depends."""
+    """Maps a placeholder to its value, and to the keys on which the value depends."""
     asked = [name for name in values if any(f"{{{name}}}" in word for word in command)]
     problems = []
     if "strategy" in asked and job.shards and job.device == "cpu":
@@ -272,7 +278,7 @@ def _lightning(job: Job, command: Sequence[str]) -> LauncherInput:
 
 
 def _megatron(job: Job, command: Sequence[str]) -> LauncherInput:
-    """The flags that are appended to a command, as in Megatron-LM's megatron/training/arguments.py."""
+    """Return the flags to append to a command, as in Megatron-LM's megatron/training/arguments.py."""
     _refuse(job, "megatron", _megatron_problems(job))
     flags = _megatron_flags(job, job.layout())
     typed = {word.partition("=")[0] for word in command}
@@ -285,12 +291,12 @@ def _megatron(job: Job, command: Sequence[str]) -> LauncherInput:
 
 
 def _megatron_flags(job: Job, layout: Layout) -> dict[str, object]:
-    """Flag -> value, which is empty for a switch."""
+    """Return the flags with their values; the value of a switch is empty."""
     config = job.loaded.config
     train, optimizer, dtype, batch = config.train, config.optimizer, config.precision.dtype, job.batch(layout)
     recompute = config.parallel.activation_checkpointing
     sequence = config.parallel.sequence_parallel and layout.tp > 1
-    # A microbatch of a pipeline: what trainkit divides a device batch into.
+    # trainkit divides a device batch into the microbatches of a pipeline.
     micro = batch and batch.device_batch_size // (batch.pp_microbatches or 1)
     whole = batch and batch.global_batch_size if train.global_batch_size is not None else None
     return job.only_set(

@@ -1,4 +1,4 @@
-"""The part of the plan that says what the tool of a launcher gets."""
+"""Defines the part of the plan for the tool of a launcher."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ MEGATRON_ARGS = "megatron_args.txt"
 
 @dataclass(frozen=True)
 class LauncherPlan(Part):
-    """What the tool of a launcher gets."""
+    """The input of a launcher's tool."""
 
     CAPABILITY = "launchers"
     files: dict[str, str] = field(default_factory=dict)
-    """Files for the tool, in the run folder: name -> text."""
+    """Maps the name of a file for the tool, in the run folder, to its text."""
     values: dict[str, str] = field(default_factory=dict)
-    """Placeholders in the command, without their braces, and their values."""
+    """Maps placeholders in the command, without their braces, to their values."""
     keys: tuple[str, ...] = ()
-    """The keys that the user had set, of those that may reach a launcher."""
+    """Keys that the user set and that may reach a launcher."""

@@ -1,4 +1,4 @@
-"""What to change where no layout fits, and the choices of layouts as a table and as JSON. Pure."""
+"""Suggests changes if no layout fits, and formats the choices of layouts as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from trainkit.plan.memory import state_bytes
 from trainkit.plan.step_work import StepWork
 
 MAX_NODES = 512
-"""Larger clusters are not tried."""
+"""Maximum number of nodes that are tried."""
 
 
 def advise(work: StepWork, hardware: Hardware, global_batch_size: int | None) -> Iterator[tuple[str, Choice]]:
-    """What makes a run fit that no layout of its GPUs can train, and the best choice with it.
+    """Yield each change that makes a run fit, and the best choice with the change.
 
-    These are the fewest GPUs with which it fits, and offload, which saves the most memory but is slow.
+    The changes are the smallest number of GPUs with which the run fits, and offload, which saves the most
+    memory but is slow.
     """
     for other in _sizes(hardware):
         found = choose(work, other, global_batch_size)
@@ -33,7 +34,7 @@ def advise(work: StepWork, hardware: Hardware, global_batch_size: int | None) ->
 
 
 def _sizes(hardware: Hardware) -> Iterator[Hardware]:
-    """The sizes to try: parts of a node, then nodes in powers of two and the midpoints between them."""
+    """Yield the sizes to try: fractions of a node, then nodes in powers of two and the midpoints."""
     size = max(hardware.node_size, hardware.gpu.node_size)
     for num_gpus in range(1, size + 1):
         if size % num_gpus == 0:
@@ -49,11 +50,11 @@ def _sizes(hardware: Hardware) -> Iterator[Hardware]:
 MIN_SHARE = 0.03
 """Smallest fraction of a step that a reason mentions."""
 DERIVED = -1
-"""The value of a derived degree, which already results in the wanted one."""
+"""The value of a derived degree, which already results in the wanted degree."""
 
 
 def reason(choice: Choice) -> str:
-    """Describe the replicas and shards of a layout, and where it loses time."""
+    """Describe the replicas and shards of a layout, and the causes of lost time."""
     return "; ".join([describe_layout(choice.work.layout), *_losses(choice)])
 
 
@@ -72,7 +73,7 @@ def headline(best: Choice) -> str:
 
 
 def settings(choice: Choice, config: RunConfig) -> dict[str, object]:
-    """The config keys to change to use a choice, in reading order."""
+    """Return the config keys to change for a choice, in reading order."""
     work, layout = choice.work, choice.work.layout
     wanted: dict[str, object] = {
         "train.device_batch_size": work.device_batch_size,
@@ -90,25 +91,25 @@ def settings(choice: Choice, config: RunConfig) -> dict[str, object]:
     if layout.pp > 1:
         wanted["parallel.pp_microbatches"] = work.parallel.pp_microbatches
     if work.shards == 1:
-        del wanted["parallel.zero"]  # there is nothing to gather
+        del wanted["parallel.zero"]  # Without shards, there is nothing to gather.
     own = {key: attrgetter(key)(config) for key in wanted}
     return {key: value for key, value in wanted.items() if own[key] not in (value, DERIVED)}
 
 
 def set_flags(values: dict[str, object]) -> list[str]:
-    """The ``--set`` flags for `settings`."""
+    """Return the ``--set`` flags for `settings`."""
     return [f"--set {key}={yaml_text(value)}" for key, value in values.items()]
 
 
 def _losses(choice: Choice) -> list[str]:
-    """The causes of lost time in a step, the largest fraction first."""
+    """Return the causes of lost time in a step, the largest fraction first."""
     cost, node_size = choice.cost, choice.hardware.node_size
     far = cost.crossing(node_size)
     shares = {
         "recomputation": cost.recompute_s / cost.step_s,
         "pipeline bubble": cost.bubble * (1 - cost.exposed_s["dp"] / cost.step_s),
     }
-    names = {"dp": "parameters and gradients", "tp": "parts of matrices", "cp": "keys and values"}
+    names = {"dp": "parameters and gradients", "tp": "shards of matrices", "cp": "keys and values"}
     names["pp"] = "the next stage"
     for kind, name in names.items():
         where = " over the network" if kind in far else ""
@@ -147,7 +148,10 @@ CONFIGURED = "*"
 def table_lines(
     choices: Sequence[Choice], configured: Choice | None, best: Choice | None, fit: int | None = None
 ) -> list[str]:
-    """Format choices as lines: GiB of memory, GiB sent per GPU and step, time relative to the best choice."""
+    """Format choices as lines of a table.
+
+    Memory is in GiB, sent data in GiB per GPU and step, and time is relative to the best choice.
+    """
     rows = [HEADER, *(_row(choice, choice == configured, best) for choice in choices)]
     numbers = [index for index, name in enumerate(HEADER) if name not in LEFT]
     return table(rows, right=numbers, fit=fit, num_keys=1 + len(DEGREES)).splitlines()
@@ -174,18 +178,18 @@ def _row(choice: Choice, is_configured: bool, best: Choice | None) -> tuple[str,
 
 
 def _amount(num_bytes: float) -> str:
-    """GiB in a table, or MiB, which are marked, of less than one."""
+    """Format bytes as GiB in a table, or as MiB with the suffix M if they are less than one GiB."""
     return f"{num_bytes / GIB:.1f}" if num_bytes >= GIB or not num_bytes else f"{num_bytes / MIB:.0f}M"
 
 
 def relative_time(choice: Choice, best: Choice) -> float:
-    """The time per token relative to that of the best choice."""
+    """Return the time per token relative to the time of the best choice."""
     mine, least = (item.cost.step_s / item.work.tokens_per_step for item in (choice, best))
     return mine / least
 
 
 def choice_dict(choice: Choice, config: RunConfig, best: Choice | None) -> dict[str, object]:
-    """A choice as a JSON object; amounts in bytes."""
+    """Return a choice as a JSON object, with amounts in bytes."""
     work, memory, cost = choice.work, choice.memory, choice.cost
     return {
         "layout": asdict(work.layout),

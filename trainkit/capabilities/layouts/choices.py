@@ -1,4 +1,7 @@
-"""Finds the layouts of N GPUs that can train a model, fastest first. Pure."""
+"""Finds the layouts of N GPUs that can train a model, fastest first.
+
+All functions are pure.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +43,9 @@ class Hardware:
 def find_hardware(
     config: RunConfig, machine: Machine, target: Target, gpu_type: str | None, num_gpus: int | None
 ) -> Hardware:
-    """The hardware to plan for: that of the command line, else that of the config's target.
+    """Return the hardware to plan for, from the command line or else from the config's target.
 
-    Raises UsageError if it is unknown.
+    Raises UsageError if the hardware is unknown.
     """
     names = [gpu_type] if gpu_type is not None else gpu_names(config, machine, target)
     gpu = known_gpu(names, config.resources)
@@ -81,10 +84,10 @@ def _unknown(gpu_type: str | None, names: list[str], machine: Machine) -> UsageE
 
 
 LONG_SEQUENCE = 16_384
-"""From this many tokens on, context parallelism is tried although parallel.cp is 1."""
+"""Minimum number of tokens for which context parallelism is tried although parallel.cp is 1."""
 MODES = ("none", "selective", "full")
 COMPLEXITY = 0.01
-"""Relative speedup that each additional kind of parallelism must bring, since it adds ways to fail."""
+"""Relative speedup that each additional kind of parallelism must bring, because it adds ways to fail."""
 
 
 @dataclass(frozen=True)
@@ -96,24 +99,24 @@ class Choice:
 
     @cached_property
     def memory(self) -> Memory:
-        """Memory of the rank that needs the most."""
+        """Return the memory of the rank that needs the most."""
         return memory_of(self.work)
 
     @cached_property
     def cost(self) -> Cost:
-        """Cost of an optimizer step."""
+        """Return the cost of an optimizer step."""
         return cost_of(self.work, self.hardware.gpu, self.hardware.node_size)
 
     @cached_property
     def fit(self) -> str:
-        """``fits``, ``tight`` (above the usable memory but below the total memory) or ``no``."""
+        """Return ``fits``, ``tight`` (above the usable memory but below the total memory) or ``no``."""
         if self.memory.peak <= self.hardware.gpu.usable:
             return "fits"
         return "tight" if self.memory.peak <= self.hardware.gpu.memory else "no"
 
     @cached_property
     def rank(self) -> tuple[int, float]:
-        """Sort key: choices that fit first, then faster ones first."""
+        """Return a sort key: choices that fit first, then faster choices first."""
         if self.fit == "no":
             return 2, float(self.memory.peak)
         kinds = sum(degree > 1 for degree in astuple(self.work.layout))
@@ -122,17 +125,18 @@ class Choice:
 
 
 def choose(base: StepWork, hardware: Hardware, global_batch_size: int | None) -> list[Choice]:
-    """The best choice for every layout that the model and the batch allow, best first.
+    """Return the best choice for every layout that the model and the batch allow, best first.
 
-    `base` sets the sequence length, the schedule and the largest number of samples per pass. Activation
-    checkpointing, the device batch, the microbatches and ``zero`` are chosen; the global batch is unchanged.
+    `base` sets the sequence length, the schedule and the maximum number of samples per pass. The function
+    chooses activation checkpointing, the device batch, the microbatches and ``zero``; the global batch is
+    unchanged.
     """
     best = (best_on_layout(base, layout, hardware, global_batch_size) for layout in layouts(base, hardware))
     return sorted((choice for choice in best if choice is not None), key=lambda choice: choice.rank)
 
 
 def layouts(base: StepWork, hardware: Hardware) -> Iterator[Layout]:
-    """The layouts of all GPUs that divide the heads, with at most one pipeline rank per layer."""
+    """Yield layouts of all GPUs whose tp divides the heads and whose pp is at most the number of layers."""
     shape, splits_sequence = base.shape, base.layout.cp > 1 or base.seq_len >= LONG_SEQUENCE
     for layout in enumerate_layouts(hardware.num_gpus, hardware.node_size, splits_sequence):
         fits = shape.num_kv_heads % layout.tp == 0 and layout.pp <= shape.num_layers
@@ -141,7 +145,7 @@ def layouts(base: StepWork, hardware: Hardware) -> Iterator[Layout]:
 
 
 def enumerate_layouts(world_size: int, node_size: int, splits_sequence: bool) -> Iterator[Layout]:
-    """All layouts of `world_size` processes with tensor parallelism within a node."""
+    """Yield all layouts of `world_size` processes with tensor parallelism within a node."""
     factors = divisors_of(world_size)
     tps = [tp for tp in factors if tp <= node_size]
     for tp, pp, cp in product(tps, factors, factors if splits_sequence else [1]):
@@ -153,14 +157,14 @@ def enumerate_layouts(world_size: int, node_size: int, splits_sequence: bool) ->
 def best_on_layout(
     base: StepWork, layout: Layout, hardware: Hardware, global_batch_size: int | None
 ) -> Choice | None:
-    """The fastest choice for a layout that fits, else the one with the lowest memory.
+    """Return the fastest choice for a layout that fits, else the choice with the lowest memory.
 
-    None if the layout cannot train the model.
+    Returns None if the layout cannot train the model.
     """
     best: Choice | None = None
     works = list(candidate_batches(replace(base, layout=layout), global_batch_size))
     for mode in MODES:
-        # A stronger mode is worth trying only with a larger batch than the one that fits already.
+        # A stronger mode is worth trying only with a larger batch than the batch that fits already.
         for index, work in enumerate(works):
             made = work.with_parallel(activation_checkpointing=mode)
             if next(layout_problems(made), None) is not None:
@@ -175,9 +179,9 @@ def best_on_layout(
 
 
 def candidate_batches(work: StepWork, global_batch_size: int | None) -> Iterator[StepWork]:
-    """The possible device batches on a layout, largest first, none larger than requested.
+    """Yield the possible device batches on a layout, largest first, none larger than requested.
 
-    They have no activation checkpointing, because not every schedule supports it.
+    The batches have no activation checkpointing, because not every schedule supports it.
     """
     work = work.with_parallel(activation_checkpointing="none")
     dp = work.layout.dp
@@ -194,11 +198,12 @@ def candidate_batches(work: StepWork, global_batch_size: int | None) -> Iterator
 
 
 def _with_batch(work: StepWork, samples: int, passes: int) -> StepWork | None:
-    """The work with `samples` per pass and `passes` per step; None if it violates a rule."""
+    """Return the work with `samples` per pass and `passes` per step; None if it violates a rule."""
     if work.layout.pp == 1:
         made = replace(work, device_batch_size=samples, accumulation_steps=passes)
         return None if next(layout_problems(made), None) is not None else made
-    # At least one microbatch per rank fills the pipeline in validation too, which does not accumulate.
+    # At least one microbatch per rank fills the pipeline in validation too, because validation does not
+    # accumulate.
     pp, counts = work.layout.pp, divisors_of(passes)
     for microbatches in sorted(counts, key=lambda count: (count < pp, abs(count - pp))):
         made = replace(
@@ -212,7 +217,7 @@ def _with_batch(work: StepWork, samples: int, passes: int) -> StepWork | None:
 
 
 def _with_zero_2(choice: Choice) -> Choice:
-    """The choice with ZeRO-2, if that fits and is faster; else the same choice."""
+    """Return the choice with ZeRO-2 if that fits and is faster, else the same choice."""
     work = choice.work
     if work.shards == 1 or work.keeps_gathered:
         return choice
@@ -223,7 +228,7 @@ def _with_zero_2(choice: Choice) -> Choice:
 def configured_layout(
     loaded: LoadedConfig, shape: ModelShape, hardware: Hardware
 ) -> tuple[Choice | None, list[Problem]]:
-    """The layout of the config, or None and all problems that rule it out on this hardware."""
+    """Return the choice of the config's layout, or None and all problems that rule it out here."""
     config = loaded.config
     try:
         layout, _ = make_layout(config.parallel, hardware.num_gpus)
@@ -236,7 +241,7 @@ def configured_layout(
 
 
 def base_work(config: RunConfig, shape: ModelShape, configured: Choice | None) -> StepWork:
-    """The work to derive other layouts from, with the config's samples per pass as the maximum."""
+    """Return the work to derive other layouts from, with at most the config's samples per pass."""
     if configured is None:
         layout = Layout(tp=config.parallel.tp, pp=config.parallel.pp, cp=config.parallel.cp)
         work = work_of(config, shape, layout, Batch(config.train.device_batch_size, 1, 0, 0))

@@ -1,4 +1,4 @@
-"""``trainkit plan``: lists the layouts that fit, with memory and estimated time, and recommends one."""
+"""Implements ``trainkit plan``, which lists the layouts that fit and recommends one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 )
 @config_options()
 @option("--gpus N", "Total number of GPUs, in full nodes.", type=COUNT)
-@option("--gpu-type TYPE", "GPU type; default: that of the run.", name="planned_type")
+@option("--gpu-type TYPE", "GPU type; default: the type of the run.", name="planned_type")
 @option("--all", "Also list layouts that do not fit.", name="show_all")
 @option("--limit N", "Maximum number of layouts.", type=COUNT, default=10, show_default=True)
 @option(
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 )
 @option(
     "--save-s S",
-    "Seconds for which a checkpoint holds up the ranks.",
+    "Seconds that a checkpoint blocks the ranks.",
     type=click.FloatRange(min=0, min_open=True),
     default=SAVE_S,
     show_default=True,
@@ -75,10 +75,11 @@ def command(
 ) -> int:
     """List the parallel layouts that can train the model of CONFIG, fastest first.
 
-    Memory is in GiB, or M for MiB, on the GPU that needs the most: the maximum of each part, and the peak,
-    which is less than their sum because the maxima do not coincide. Batch is samples per pass x passes per
-    step; sent is what a GPU sends in a step; time is an estimate relative to the first row. The global batch
-    size is the same for all layouts. A star marks the config's layout. Exits with 1 if no layout fits.
+    Memory is in GiB, or in MiB with the suffix M, on the GPU that needs the most. The table shows the maximum
+    of each category, and the peak, which is less than their sum because the maxima do not coincide. Batch is
+    samples per pass x passes per step, sent is the data that a GPU sends in a step, and time is an estimate
+    relative to the first row. The global batch size is the same for all layouts. A star marks the config's
+    layout. Exits with 1 if no layout fits.
     """
     if gpus is not None and {"resources.nodes", "resources.gpus_per_node"} <= set(request.flags):
         raise UsageError("--gpus conflicts with --nodes and --gpus-per-node", hint="use only one of them")
@@ -106,7 +107,7 @@ def _hardware(loaded: LoadedConfig, gpus: int | None, gpu_type: str | None) -> H
 
 
 def _shape(loaded: LoadedConfig) -> ModelShape:
-    """The model's shape; the data is inspected only if the vocabulary size depends on it."""
+    """Return the model's shape; inspect the data only if the vocabulary size depends on it."""
     from trainkit.data.checks import inspect_data
     from trainkit.plan.model_shape import resolve_model_shape
 
@@ -154,17 +155,18 @@ class _Planned:
         self.best = first if first is not None and first.fit != "no" else None
         self.effective: EffectiveTime | None = None
         shown = self.own or self.best
-        if shown is not None and hardware.gpu.peak_flops is not None:  # else times are only relative
+        # Without the peak FLOP/s, times are only relative.
+        if shown is not None and hardware.gpu.peak_flops is not None:
             self.effective = effective_time(loaded.config, hardware.num_nodes, shown.cost.step_s, assumed)
 
     def listed(self, show_all: bool, limit: int) -> list[Choice]:
-        """The first choices, and the config's layout in any case."""
+        """Return the first choices, and the config's layout in any case."""
         fitting = [choice for choice in self.choices if show_all or self.best is None or choice.fit != "no"]
         listed = fitting[:limit]
         return listed if self.own is None or self.own in listed else [*listed, self.own]
 
     def advice(self) -> list[tuple[str, Choice]]:
-        """Changes that would fit, if no layout fits."""
+        """Return the changes with which the run would fit, if no layout fits."""
         from trainkit.capabilities.layouts.advice import advise
 
         if self.best is not None:
@@ -188,8 +190,8 @@ class _Planned:
         for problem in self.own_problems:
             click.echo(f"the config's layout is not possible:\n{problem.render()}", err=True)
         if self.own is not None:
-            verdict = {"fits": "fits", "tight": "fits barely", "no": "does not fit"}[self.own.fit]
-            click.echo(f"* the config's layout {verdict}: peak {size(self.own.memory.peak)}", err=True)
+            fit = {"fits": "fits", "tight": "fits barely", "no": "does not fit"}[self.own.fit]
+            click.echo(f"* the config's layout {fit}: peak {size(self.own.memory.peak)}", err=True)
         if self.best is not None:
             click.echo(f"recommended: {reason(self.best)}\n  {headline(self.best)}", err=True)
             click.echo(f"to use it: {self._flags(self.best)}", err=True)
@@ -202,7 +204,7 @@ class _Planned:
             click.echo(f"would fit with {peak}: {what}: {self._flags(choice)}", err=True)
 
     def _flags(self, choice: Choice) -> str:
-        """The command that submits the run with a choice."""
+        """Return the command that submits the run with a choice."""
         from trainkit.capabilities.layouts.advice import set_flags, settings
 
         request, hardware = self.request, choice.hardware
@@ -213,7 +215,7 @@ class _Planned:
         return f"trainkit submit {quote(request.path)} {' '.join(flags)}"
 
     def to_dict(self, show_all: bool, limit: int) -> dict[str, object]:
-        """The plan as a JSON object; amounts in bytes."""
+        """Return the plan as a JSON object, with amounts in bytes."""
         from trainkit.capabilities.layouts.advice import choice_dict, headline
         from trainkit.plan.model_shape import num_params
 

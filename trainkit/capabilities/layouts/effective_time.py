@@ -1,8 +1,11 @@
-"""The share of its time in which a run makes progress, although nodes fail. Pure.
+"""Computes the share of its time in which a run makes progress, although nodes fail.
 
-The model of "Revisiting Reliability in Large-Scale Machine Learning Research Clusters" (arXiv 2410.21680):
-failures come at random, in proportion to the nodes, and each costs a restart and the work since the last
-checkpoint. It is computed without the approximation that two failures seldom follow each other.
+The model is from "Revisiting Reliability in Large-Scale Machine Learning Research Clusters" (arXiv
+2410.21680). Failures come at random, in proportion to the nodes, and each failure costs a restart and the
+work since the last checkpoint. Unlike the paper, the formula does not assume that two failures seldom follow
+each other.
+
+All functions are pure.
 """
 
 from __future__ import annotations
@@ -19,17 +22,17 @@ if TYPE_CHECKING:
     from trainkit.config import RunConfig
 
 FAILURES_PER_NODE_DAY = 0.0065
-"""On nodes of 8 A100, in the larger cluster of that paper."""
+"""The failure rate of nodes with 8 A100, in the larger cluster of the paper."""
 SAVE_S = 1.0
-"""For which a save holds up the ranks, which write in the background."""
+"""Seconds that a save blocks the ranks, which write in the background."""
 DAY_S = 86400.0
 NOTABLE = 0.5
-"""Expected failures of a run, from which its share of effective time is shown."""
+"""Minimum number of expected failures of a run for which its share of effective time is shown."""
 
 
 @dataclass(frozen=True)
 class Assumed:
-    """What nothing on this machine tells."""
+    """Assumed values, which nothing on this machine can tell."""
 
     failures_per_node_day: float = FAILURES_PER_NODE_DAY
     restart_s: float = RESTART_S
@@ -37,21 +40,21 @@ class Assumed:
 
 
 def effective_share(failures_per_s: float, interval_s: float, assumed: Assumed) -> float:
-    """The share of time in steps that count, with a checkpoint after each `interval_s` seconds of steps.
+    """Return the share of time in steps that count, with a checkpoint every `interval_s` seconds of steps.
 
     An interval and its save take t seconds without a failure. Repeated until they succeed, they take
-    (exp(rate t) - 1) / rate on average, and restarts, in which nodes fail too, make that exp(rate restart)
-    times as long.
+    (exp(rate t) - 1) / rate on average. Restarts, during which nodes fail too, multiply this time by exp(rate
+    restart).
     """
     rate, wait_s = failures_per_s, interval_s + assumed.save_s
-    # With negative exponents, which do not overflow.
+    # Negative exponents do not overflow.
     return rate * interval_s * exp(-rate * (assumed.restart_s + wait_s)) / -expm1(-rate * wait_s)
 
 
 def best_interval_s(failures_per_s: float, save_s: float) -> float:
-    """The interval between checkpoints with the largest share of effective time.
+    """Return the interval between checkpoints with the largest share of effective time.
 
-    There the derivative of `effective_share` is 0: 1 - rate i = exp(-rate (i + save)).
+    At this interval, the derivative of `effective_share` is 0: 1 - rate i = exp(-rate (i + save)).
     """
     low_s, high_s = 0.0, 1 / failures_per_s
     for _ in range(60):
@@ -67,17 +70,17 @@ class EffectiveTime:
 
     failure_every_s: float
     interval_s: float
-    """Between the checkpoints of the config."""
+    """Seconds between the checkpoints of the config."""
     share: float
     best_interval_s: float
     best_steps: int
-    """`best_interval_s` in steps."""
+    """The number of steps in `best_interval_s`."""
     best_share: float
     step_s: float
     assumed: Assumed
 
     def lines(self) -> Iterator[str]:
-        """It for people, with what it rests on."""
+        """Yield the result and its assumptions as text."""
         best = f"checkpoint.every_steps={self.best_steps}"
         yield (
             f"effective time: {self.share:.1%} with a checkpoint every {duration(self.interval_s)}; at most"
@@ -95,9 +98,9 @@ class EffectiveTime:
 def effective_time(
     config: RunConfig, num_nodes: int, step_s: float, assumed: Assumed
 ) -> EffectiveTime | None:
-    """The share of effective time of a run; None without checkpoints.
+    """Return the share of effective time of a run; None without checkpoints.
 
-    None also on one node or for a short run, unless something else than the usual is assumed.
+    Returns None also on one node or for a short run, unless a value other than the default is assumed.
     """
     saves, steps = config.checkpoint, config.train.steps
     rate = num_nodes * assumed.failures_per_node_day / DAY_S

@@ -1,1 +1,1 @@
-"""Shells on a cluster: `trainkit shell` in a new allocation, `trainkit attach` next to a running job."""
+"""Opens shells on a cluster: `trainkit shell` in a new allocation, `trainkit attach` in a running job."""

@@ -1,4 +1,4 @@
-"""``trainkit shell`` and ``trainkit attach``: shells on the nodes of an allocation."""
+"""Implements ``trainkit shell`` and ``trainkit attach``, which open shells on the nodes of an allocation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Interactive shells: on the first node of a new allocation, and on a node of a running job."""
+"""Opens interactive shells on the first node of a new allocation, and on a node of a running job."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ BATCH_ONLY_OPTIONS = ("signal", "requeue", "no-requeue", "no-kill", "ntasks-per-
 
 
 def shell_argv(loaded: LoadedConfig, start_file: str) -> list[str]:
-    """The salloc command that requests the resources of a config and starts a shell on the first node.
+    """Return the salloc command that requests the resources of a config and starts a shell.
 
-    Raises ConfigError with every problem.
+    The shell runs on the first node. Raises ConfigError with every problem.
     """
     plan = make_plan(loaded, Facts(NOWHERE, make_target(loaded, "sbatch")), Workload(("bash",)))
     assert plan.slurm is not None
@@ -48,12 +48,12 @@ def shell_argv(loaded: LoadedConfig, start_file: str) -> list[str]:
     if plan.clusters:
         options["clusters"] = ",".join(plan.clusters)
     shell = ["bash", "--rcfile", start_file, "-i"]
-    # An interactive step uses no resources of the allocation: steps started from the shell can have all.
+    # An interactive step uses no resources of the allocation, so steps started from the shell can use all.
     return ["salloc", *option_argv(options), "srun", "--interactive", "--preserve-env", "--pty", *shell]
 
 
 def shell_start_file(config: RunConfig, cwd: Path) -> str:
-    """The start file of the shell: the user's own one, then the environment of a job.
+    """Return the start file of the shell: the user's own start file, then the environment of a job.
 
     The shell runs outside of any container, like salloc and srun.
     """
@@ -67,7 +67,7 @@ def shell_start_file(config: RunConfig, cwd: Path) -> str:
 
 
 def open_shell(loaded: LoadedConfig, folder: Path) -> NoReturn:
-    """Replace this process by the shell on a new allocation; its start file is written to `folder`.
+    """Replace this process with a shell on a new allocation; write its start file to `folder`.
 
     Raises UsageError without a terminal or Slurm, and ConfigError with every problem.
     """
@@ -83,11 +83,11 @@ def open_shell(loaded: LoadedConfig, folder: Path) -> NoReturn:
     except FileNotFoundError:
         path.unlink()
         message = "`salloc` is not on PATH: Slurm is not available here"
-        raise UsageError(message, hint="type it on a login node of a cluster") from None
+        raise UsageError(message, hint="run the command on a login node of a cluster") from None
 
 
 def attach(run: RunDir, node: int) -> NoReturn:
-    """Replace this process by a shell on a node of a run's job; raises UsageError if it does not run."""
+    """Replace this process with a shell on a node of a run's job; raise UsageError if it does not run."""
     entry, job = running_job(run)
     hosts = job.hosts
     if node >= len(hosts):
@@ -98,7 +98,7 @@ def attach(run: RunDir, node: int) -> NoReturn:
 
 
 def running_job(run: RunDir) -> tuple[AttemptRecord, JobInfo]:
-    """The newest attempt of a run and its job; raises UsageError unless Slurm runs it."""
+    """Return the newest attempt of a run and its job; raise UsageError unless Slurm runs the job."""
     entry = read_job(run).newest or AttemptRecord()
     if entry.backend is None:
         hint = "use a shell on the machine that runs it"
@@ -111,7 +111,7 @@ def running_job(run: RunDir) -> tuple[AttemptRecord, JobInfo]:
 
 
 def run_next_to(job: JobInfo, cluster: str | None, host: str, argv: Sequence[str]) -> NoReturn:
-    """Replace this process by one on a host of a job, with this terminal."""
+    """Replace this process with a program on a host of a job, on this terminal."""
     argv = [
         "srun",
         *([f"--clusters={cluster}"] if cluster else []),
