@@ -78,9 +78,9 @@ def test_a_pipe_that_never_ends(shell) -> None:
     reading, writing = os.pipe()
     try:
         assert "without data" in shell("exec $ask train", stdin=reading)[0]
-        said = shell("exec $ask python3 - 2>&1", stdin=reading)
-        said(said[0])
-        assert said[-2].endswith("nothing has come from it for 0.4 s")
+        printed = shell("exec $ask python3 - 2>&1", stdin=reading)
+        said(printed[0])
+        assert printed[-2].endswith("nothing has come from it for 0.4 s")
     finally:
         os.close(reading)
         os.close(writing)
