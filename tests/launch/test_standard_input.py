@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.programs import run_program, wait_for
+from tests.support.said import said
 
 TRAINKIT = f"{sys.executable} -m trainkit"
 ASK = """
