@@ -446,7 +446,8 @@ class Attached:
         self._watchdog.close()
         if self._end_groups is not None and dist.is_initialized():
             self._end_groups()
-        # A group that is still referenced when Python exits can end it with SIGABRT.
+        # A process group that is still referenced when the interpreter exits can abort the process with
+        # SIGABRT.
         gc.collect()
 
     def _record_end(self) -> None:

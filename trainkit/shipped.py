@@ -77,7 +77,7 @@ class Shipped(NamedTuple):
     causes: Mapping[str, RestartCause] = {}
     """Cause of its `PlannedStop` -> how the run restarts."""
     group_file: str | None = None
-    """A file by which a group of runs is recognized as the capability's; None if there is none."""
+    """The file that marks a group of runs as made by this capability; None if it makes no groups."""
     functions: Mapping[str, str] = {}
     """Function that the core calls by this name -> MODULE:NAME in the folder."""
     keeps_media: bool = False

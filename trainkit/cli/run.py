@@ -61,7 +61,7 @@ def command(
 ) -> int:
     """Run CONFIG in the foreground and print rank 0's output.
 
-    The run uses this node or, inside an srun step, the tasks of the step as its ranks. With a COMMAND after
+    The run uses this node. Inside an srun step, each task of the step becomes a rank. With a COMMAND after
     --, each rank runs the COMMAND instead of the built-in trainer.
 
     Without Slurm, torchrun or mpirun can start the run on several hosts that share the filesystem of the run

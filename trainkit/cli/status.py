@@ -98,14 +98,14 @@ MINOR = (HEADING.index("ATTEMPT"), HEADING.index("WORKERS"), HEADING.index("TOKE
 @click.argument("run_name", metavar="[RUN]", required=False, shell_complete=complete_run)
 @option("--all", "Show every run instead of the newest ones.", name="show_all")
 @option("--here", "Show only the runs in ./runs.", name="only_here")
-@option("--where KEY=VALUE", "Show all runs with this value; repeatable.", multiple=True)
+@option("--where KEY=VALUE", "Show only runs whose config key KEY has this value; repeatable.", multiple=True)
 @option("--tag TAG", "Show all runs with this tag; repeatable.", name="tags", multiple=True)
 @option(
     "--sort KEY",
     "Sort all runs by loss, val_loss, tokens_per_s or a config key; a group by a metric or a column.",
     name="sort_key",
 )
-@option("--metric NAME", "Show the result of RUN by this metric, and rank the runs of a group by it.")
+@option("--metric NAME", "Metric that is reported as the result of RUN and that ranks the runs of a group.")
 @json_option
 def command(
     run_name: str | None,

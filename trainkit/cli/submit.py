@@ -79,8 +79,8 @@ def command(
 
     In place of CONFIG, a RUN (its name, folder or job id) is repeated in a new folder. The new run uses the
     config, the copied code and the command of RUN, on the same backend and number of GPUs, as if submitted
-    from the same folder. Options change the new run. A file or a shipped config takes precedence over a RUN
-    of the same name.
+    from the same folder. Options on the command line override the settings of RUN. A file or a shipped config
+    takes precedence over a RUN of the same name.
 
     --sweep and --array submit a group of runs, as one Slurm array or, on this machine, one run after another.
     The group's folder contains one run folder per index. Sweep values are parsed as items of a YAML list:

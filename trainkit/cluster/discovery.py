@@ -259,7 +259,7 @@ def parse_nodes(text: str) -> dict[str, tuple[NodeKind, ...]]:
     Their CPUs and memory are those that jobs can use.
     """
     found: dict[str, Counter[tuple[int | None, int | None, str, str]]] = {}
-    # There can be ten thousand nodes, but only few kinds of them.
+    # There can be ten thousand nodes but only a few distinct kinds, so each distinct line is parsed once.
     for pairs, count in Counter(tuple(_NODE_PAIR.findall(line)) for line in text.splitlines()).items():
         values = dict(reversed(pairs))  # the first of a name wins, because free text can follow
         amounts = {key: _number(values.get(key, "")) or 0 for key in _AMOUNTS}

@@ -45,7 +45,7 @@ class CancelResult:
     """``ended`` if the run had already ended, ``cancelled`` if it is over now, ``cancelling`` while it saves,
     and ``restarted`` if another command has started it again since."""
     message: str
-    """A sentence for the user, which names the folder."""
+    """A message for the user that names the folder."""
     facts: dict[str, object]
     """The values for ``--json``."""
     entry: AttemptRecord | None = None

@@ -21,7 +21,7 @@ from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.shipped import keys_of
 
 REPLAY_FILE = "replay.json"
-"""The file in a job folder of `trainkit replay` that names the run and steps to compute again."""
+"""The file that `trainkit replay` writes to its job folder; it names the run and the steps to replay."""
 FOUND_HERE = {"device": "device", "resources.gpus_per_node": "workers_per_node", "launch.backend": "backend"}
 """Maps each key that may be ``auto`` to the plan's attribute with the resolved value."""
 SHAPE = ("backend", "num_nodes", "workers_per_node", "device", "layout", "batch", "lr")

@@ -179,7 +179,7 @@ def plan_submission(
     planned: list[PlannedTrial] = []
     refused: list[LoadedTrial] = []
     choice: NodesChoice | None = None
-    # The key of a plan has no seed, because a plan depends on the seed only if the command names it.
+    # The cache key leaves out the seed: a plan depends on it only if the command line contains the seed.
     plans: dict[tuple[str, tuple[str, ...] | None], LaunchPlan | ConfigError] = {}
     for trial in trials:
         loaded = trial.loaded

@@ -57,7 +57,7 @@ def _as_trial(status: RunStatus, group: RunGroup, index: int, warn: Callable[[st
         name=f"{group.name}/{index}",
         state=known.state,
         reason=known.reason,
-        attempt=None if known.job_id is None else 1,  # the task writes attempt 1 when it starts
+        attempt=None if known.job_id is None else 1,  # the array task records attempt 1 when it starts
         job_id=known.job_id,
         place=place,
         command=plan.command,
@@ -79,7 +79,7 @@ def query_group(group: RunGroup, warn: Callable[[str], None], metric: str | None
 
 
 def read_group(group: RunGroup, query: JobQuery, metric: str | None = None) -> GroupStatus:
-    """Return the status of a group after one `query` of Slurm for all of its jobs.
+    """Return the status of a group; calls `query` once, for all jobs of the group.
 
     `metric` has the same meaning as in `query_group`.
     """

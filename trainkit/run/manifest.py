@@ -352,7 +352,8 @@ def _listed(path: Path, state: str, best: bool, reason: str | None) -> ListedChe
     found = read_object(path / MANIFEST_NAME)
     manifest = Record(found if isinstance(found.get("files"), dict) else {})
     progress = manifest.record("progress")
-    # A checkpoint that was validated only after a resume does not record that it is the best; later ones do.
+    # If a checkpoint was validated only after a resume, its manifest does not mark it as the best. The
+    # manifests of later checkpoints name it in `best_step`.
     is_own = best and progress.count("best_step") == progress.count("step")
     metric = (progress.text("best_metric") or "").partition(" ")[0] if is_own else None
     files = [item.stat() for item in path.rglob("*") if item.is_file()]

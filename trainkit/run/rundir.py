@@ -157,7 +157,7 @@ class RunDir(RunFolder):
         self._inode, self._made = os.fstat(self._held).st_ino, self._when_made()
 
     def _when_made(self) -> tuple[int, ...]:
-        """Return values that tell this folder from another one at the same path.
+        """Return values that identify this folder and differ for a folder created later at its path.
 
         Inode numbers alone do not: a new folder may get the number of a deleted one, and some file systems
         change them. Raises OSError if the folder does not exist.

@@ -223,7 +223,7 @@ class SequentialForwardBackward(OneByOne[Microbatch]):
 
 
 class LossModule(nn.Module):
-    """Combines the model and its loss in one module, which is the root of sharding.
+    """Wraps the model and its loss in one module, which is the root module for FSDP.
 
     The parameters of the root stay gathered, so the loss can use any submodule of the model.
     """

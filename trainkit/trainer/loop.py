@@ -123,7 +123,7 @@ class Trainer:
     _is_best = False
     """True if the current state has the best value of `checkpoint.best_metric` so far."""
     _best_in_flight: int | None = None
-    """Step of a best checkpoint whose save may still be in progress."""
+    """Step of the most recent best checkpoint if its save may still be in progress."""
     _published_best: tuple[float | None, int | None] = (None, None)
     """Value and step of the last best checkpoint that was surely published."""
     _last_save_s = 0.0

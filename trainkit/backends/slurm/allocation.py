@@ -474,7 +474,8 @@ class SlurmAllocation(Allocation):
                 self._request_requeue(attempt)
                 self._leave_requeued(attempt.plan)
         except TrainkitError as error:
-            # An administrator forbids the requeue, or the controller was unavailable for minutes.
+            # Either an administrator has disabled requeueing, or the controller was unreachable for several
+            # minutes.
             return decide_stranded(decision, attempt.outcome, error.message)
         except OSError as error:
             problem = f"{self.run.path} cannot be written ({error})"

@@ -31,7 +31,7 @@ from trainkit.run.rundir import RunDir
 @option("--step N", "The checkpoint of this step.", type=INDEX)
 @option(
     "--format",
-    "Files that transformers loads; your own task chooses its files.",
+    "Output format: hf writes files that transformers loads; your own task decides which files it writes.",
     name="format_name",
     type=click.Choice(["hf"]),
     default="hf",

@@ -149,7 +149,9 @@ def choose_nodes(
     """
     if len(clusters := loaded.config.resources.clusters) > 1:
         message = f"cannot compare the starts on {listed(clusters, 'or')}, among which Slurm chooses"
-        raise UsageError(f"--nodes auto {message}", hint="name the nodes, or a range of them")
+        raise UsageError(
+            f"--nodes auto {message}", hint="give a number of nodes or a range, such as --nodes 2-8"
+        )
     facts = facts or gather(loaded, workload, code_dir=code_dir)
     cluster = facts.target.cluster
     is_cut, base = _may_be_cut(loaded.config, workload), loaded

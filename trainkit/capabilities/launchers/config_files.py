@@ -136,8 +136,8 @@ def _accelerate(job: Job, command: Sequence[str]) -> LauncherInput:
     batch = job.batch(layout)
     env = {}
     if batch is not None and job.has(DEVICE) and job.has(GLOBAL):
-        # accelerate launch has no key for accumulation except with DeepSpeed, but Accelerator reads the
-        # variable.
+        # The config file of `accelerate launch` has no key for gradient accumulation except with DeepSpeed,
+        # but `Accelerator` reads this variable.
         env[ACCUMULATION_VARIABLE] = str(batch.accumulation_steps)
     if not (job.shards or job.has("precision.dtype")):
         # accelerate then reads the user's own default file, if there is one.

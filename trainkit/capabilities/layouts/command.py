@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     "trainkit plan quickstart --gpus 2 --gpu-type rtx4090 --profile balanced --json",
 )
 @config_options()
-@option("--gpus N", "Total number of GPUs, in full nodes.", type=COUNT)
+@option("--gpus N", "Total number of GPUs; a multiple of the GPUs per node.", type=COUNT)
 @option("--gpu-type TYPE", "GPU type; default: the type of the run.", name="planned_type")
 @option("--all", "Also list layouts that do not fit.", name="show_all")
 @option("--limit N", "Maximum number of layouts.", type=COUNT, default=10, show_default=True)
@@ -113,7 +113,8 @@ def _shape(loaded: LoadedConfig) -> ModelShape:
 
     unknown, simulate = "whose memory is unknown", "`trainkit check --simulate-world N` simulates a step of"
     loaded.require_decoder(
-        (unknown, "`trainkit plan` needs the task causal_lm"), (unknown, f"{simulate} your own architecture")
+        (unknown, "`trainkit plan` requires the task causal_lm"),
+        (unknown, f"{simulate} your own architecture"),
     )
     vocab_size = loaded.config.model.vocab_size
     if vocab_size is None:

@@ -21,7 +21,7 @@ from trainkit.shipped import measured_speeds
 @run_argument
 @option("--metric NAME", "Rank the runs by this metric, and draw its curve first.")
 @option("--out FILE", "New file; default: in the folder of RUN.", type=PATH)
-@option("--overwrite", "Replace the FILE of --out if it exists.")
+@option("--overwrite", "Overwrite the output file if it exists.")
 @json_option
 def command(run_name: str, metric: str | None, out: Path | None, overwrite: bool, as_json: bool) -> None:
     """Write report.html in the folder of RUN and print its path.

@@ -48,7 +48,8 @@ def shell_argv(loaded: LoadedConfig, start_file: str) -> list[str]:
     if plan.clusters:
         options["clusters"] = ",".join(plan.clusters)
     shell = ["bash", "--rcfile", start_file, "-i"]
-    # An interactive step uses no resources of the allocation, so steps started from the shell can use all.
+    # `srun --interactive` takes no resources of the allocation, so steps started from the shell can use all
+    # of them.
     return ["salloc", *option_argv(options), "srun", "--interactive", "--preserve-env", "--pty", *shell]
 
 

@@ -141,7 +141,7 @@ def _step(
 
 
 def main() -> int:
-    """Simulate the rank on the command line, and print the result."""
+    """Simulate the rank given as an argument, and print the result as JSON."""
     config_file, plan_file, rank = sys.argv[1:4]
     config = read_effective(Path(config_file), executes=False)
     plan = LaunchPlan.read(Path(plan_file), executes=False)

@@ -112,7 +112,7 @@ class Model(nn.Module):
     @property
     @abstractmethod
     def attentions(self) -> list[nn.Module]:
-        """Return modules with an `attend(q, k, v)` of whole sequences, which context parallelism replaces."""
+        """Return the modules whose `attend(q, k, v)` gets full sequences; context parallelism replaces it."""
 
     @property
     @abstractmethod

@@ -242,9 +242,9 @@ def split_model(
 ) -> dict[str, Tensor]:
     """Split a model over the ranks of `mesh`, and leave its parameters on the meta device.
 
-    Returns by name the whole values of parameters that were not on the meta device. `fill_shards` copies a
-    slice of each, so that no device gets more than its shard. Raises TaskError if a shared parameter is split
-    in two ways.
+    Returns a dictionary from name to full (unsharded) tensor of the parameters that were not on the meta
+    device. `fill_shards` copies a slice of each, so that no device gets more than its shard. Raises TaskError
+    if a shared parameter is split in two ways.
     """
     values = {path: param.detach() for path, param in model.named_parameters() if not param.is_meta}
     paths = shared_names(model)
