@@ -9,7 +9,7 @@ def program() -> int:
     """Run the command on the command line; return its exit code."""
     try:
         # Importing libraries allocates much and frees little, so garbage collections would take 7 % of a dry
-        # run. A command that runs for hours still collects.
+        # run. Garbage collection still runs in commands that run for hours.
         gc.set_threshold(100_000)
         _open_closed_streams()
         from trainkit.cli.main import main

@@ -111,10 +111,10 @@ def submit(
     """Start a run on Slurm, or in the background on this machine, as ``trainkit submit`` does.
 
     `work` is a config for the built-in trainer, or a function that each rank calls with `args`. `Run.result`
-    returns the value of the function. Use `functools.partial` to pass keyword arguments to the function: an
-    option with the name of one of its parameters is refused. `command` runs a program instead, optionally
-    through a `launcher` such as ``torchrun``. A function or a command may have a `config` for its job. The
-    run starts after the runs in `after` have finished.
+    returns the value of the function. To pass keyword arguments to the function, use `functools.partial`; an
+    option that has the name of one of the function's parameters is refused. `command` runs a program instead,
+    optionally through a `launcher` such as ``torchrun``. A function or a command may have a `config` for its
+    job. The run starts after the runs in `after` have finished.
 
     `options` are the options of the command line, such as ``nodes=2``, ``gpus_per_node=4``,
     ``time="1:00:00"``, ``name``, ``note`` and ``tags``, and sections of the config, such as ``train={"steps":

@@ -188,7 +188,7 @@ def shown_value(value: object) -> str:
 
 
 def shown_argument(name: str, value: object) -> str:
-    """Return a keyword argument for a message, masked if its name or value looks like a secret."""
+    """Format a keyword argument for a message; mask it if its name or value looks like a secret."""
     return f"{name}={_shortened(mask_secrets(f'{name}={value!r}').removeprefix(f'{name}='))}"
 
 

@@ -26,7 +26,7 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
 def install_line(*names: str, python: str | None = None) -> str:
     """Return the command that installs the packages of extras; `python` selects the interpreter's pip.
 
-    A name that is not an extra is the name of a package that an external capability needs.
+    Names that are not extras are package names, which capabilities of other packages use.
     """
     pip = "pip install" if python is None else f"{quote(python)} -m pip install"
     packages = dict.fromkeys(package for name in names for package in PACKAGES.get(name, (name,)))

@@ -305,8 +305,8 @@ class Layers:
             if not name.startswith(ENV_PREFIX) or is_internal:
                 continue
             parts = name.removeprefix(ENV_PREFIX).split("__")
-            # The parts after the section and the key name an entry of a mapping such as launch.env, and keep
-            # their case.
+            # Any parts after the section and the key refer to an entry of a mapping such as launch.env. They
+            # keep their case.
             path = (*(part.lower() for part in parts[:2]), *parts[2:])
             try:
                 result = merge(result, entry_at(path, parse_value(text, path), name, text.strip()))

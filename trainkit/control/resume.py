@@ -67,7 +67,7 @@ def planned_resume(
     The run stays on its machine or cluster unless `target` or ``launch.backend`` in `flags` names another.
     With `chooses_nodes`, the plan has the number of nodes that is expected to finish first. `starts_here` is
     True if this command starts the attempt in the run's own folder. Raises UsageError or ConfigError if the
-    run cannot resume, also for values that are incompatible with the newest checkpoint.
+    run cannot resume, for example because the new values are incompatible with the newest checkpoint.
     """
     refuse_replay(run)
     job = read_job(run)

@@ -69,7 +69,7 @@ _PCIE3 = 12, 6.25, 8
 # Each row contains the words of the name, the memory, the links, and the dense tensor-core FLOP/s with 16-bit
 # inputs. The memory maps advertised sizes in GB, the most common first, to the MiB that nvidia-smi reports,
 # because error correction takes some. The FLOP/s are from NVIDIA's data sheets, half of the figure "with
-# sparsity". The first row that matches wins. GB300 has the memory of B300.
+# sparsity". The first row that matches wins. GB300 has as much memory as B300.
 _ROWS: tuple[tuple[str, dict[int, int], tuple[float, float, int], float | None], ...] = (
     ("GB300", {288: 275_040}, _NVLINK5_72, 2.5e15),
     ("GB200", {186: 189_471}, _NVLINK5_72, 2.5e15),

@@ -105,7 +105,8 @@ class ShardedOptimizer(ABC):
     def step(self, lr: float, divisor: Tensor, skip: Tensor) -> None:
         """Update the parameters with gradient / divisor, or change nothing if skip is 1.
 
-        `divisor` and `skip` are float32 [] on the device, so that the host need not wait for their values.
+        `divisor` and `skip` are 0-dim float32 tensors on the device, so the host does not have to
+        synchronize.
         """
 
     def end_step(self) -> None:

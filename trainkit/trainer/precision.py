@@ -67,7 +67,7 @@ def cast_weights(
 
 
 class LossScale:
-    """A loss factor that keeps fp16 gradients from underflowing and is halved when they overflow.
+    """A dynamic loss scale that prevents fp16 gradients from underflowing; it is halved on overflow.
 
     The factor stays on the device, so that the host never waits for it. Overflows are detected in the global
     gradient norm, so all ranks skip the same steps.

@@ -236,7 +236,7 @@ class QuantizedAverage:
         average = self._without_blocks(self._in_blocks(relative) * self.scales.view(-1, 1))
         if self.codes.is_contiguous():
             return average
-        # The fused kernel assumes the strides of the parameter.
+        # The fused kernel assumes that the average has the same strides as the parameter.
         return torch.empty_like(self.codes, dtype=torch.float32).copy_(average)
 
     def quantize(self, average: Tensor, skip: Tensor) -> None:

@@ -556,7 +556,8 @@ class PrintedCurve:
 def _order(key: _Key) -> tuple[bool, bool, int, int]:
     """Return the sort key of sources; the first source is the curve.
 
-    A source with a loss is preferred, then a source of steps to one of epochs, and then a plain loss.
+    Prefer sources that have a loss, then sources counted in steps over sources counted in epochs, then a loss
+    that is just named `loss`.
     """
     kind, rank, _ = key
     return rank == _WITHOUT_LOSS, kind == "epoch", rank, KINDS.index(kind)

@@ -104,7 +104,7 @@ class Choice(NodesChoice):
     """Slurm's report about this user's priority."""
 
     def to_dict(self) -> dict[str, object]:
-        """Return plain data, without the priority."""
+        """Return this choice as a dictionary for JSON, without the priority of the jobs."""
         return {**to_json(self), "reason": self.reason or None}
 
     def lines(self, plan: LaunchPlan, fit: int | None = None) -> Iterator[str]:

@@ -66,7 +66,7 @@ def best_interval_s(failures_per_s: float, save_s: float) -> float:
 
 @dataclass(frozen=True)
 class EffectiveTime:
-    """The share of effective time of a planned run."""
+    """The estimated fraction of a planned run's time that is spent on useful steps."""
 
     failure_every_s: float
     interval_s: float

@@ -367,7 +367,7 @@ def run_agent(attempt: AttemptDir, plan: LaunchPlan, rendezvous: Rendezvous) -> 
 
 
 def run_step_task(run: RunDir, number: int) -> int:
-    """Run the agent of this task of a scheduler's step; return its exit code.
+    """Run the node agent as the current task of the job step; return its exit code.
 
     Call this with the signals blocked.
     """

@@ -162,7 +162,7 @@ def gradient_switch(
     masters: Mapping[nn.Parameter, nn.Parameter] | None = None,
     local_gradient: LocalGradient | None = None,
 ) -> GradientSwitch:
-    """Return the gradient switch of a built model; install `HostReduction` if the model is not wrapped.
+    """Return a callable that enables or disables gradient reduction; installs `HostReduction` without FSDP.
 
     `masters` maps every parameter to its float32 master if the model computes in another dtype.
     `local_gradient` gets the gradients of this rank, except gradients that `replicate` reduces. If a single

@@ -68,7 +68,8 @@ class PipelineForwardBackward(ForwardBackward[Microbatch]):
         kind: Any = get_schedule_class(TORCH_NAMES[schedule])
         self.schedule: Any = kind(
             stages if issubclass(kind, PipelineScheduleMulti) else stages[0],
-            # The schedule runs once per step, whatever the accumulation, so that a step has one bubble.
+            # Run the schedule once per step, regardless of the number of accumulation steps, so that each
+            # step has only one pipeline bubble.
             n_microbatches=num_microbatches * batch.accumulation_steps,
             loss_fn=self._scaled_loss,
             scale_grads=False,
