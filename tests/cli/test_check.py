@@ -50,7 +50,7 @@ def test_a_file_system_without_locks_is_refused(
     assert main([command, config]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert "error: files in runs cannot be locked: Function not implemented\n\nhint: runs need" in err
+    assert "error: files in runs cannot be locked: Function not implemented\n\nhint: runs require" in err
     assert [path.name for path in Path.cwd().iterdir()] == [config]
 
 

@@ -247,7 +247,6 @@ def lines_that_differ(whole: str, text: str) -> str:
 
 def typed(line: str, project: Path) -> str:
     """A command, its output and its exit code, without the names of this machine; JSON fills its lines."""
-    from trainkit import __version__
     from trainkit.cli.main import main as trainkit
     from trainkit.config.schema import default_values
 
@@ -259,18 +258,25 @@ def typed(line: str, project: Path) -> str:
         assert text == json.dumps(json.loads(text), ensure_ascii=False) + "\n", (
             "indents would hide a difference"
         )
+    text, said = (_neutral(printed, project) for printed in (text, errors.getvalue()))
+    if "--json" in line:  # after the names are replaced: where a line breaks depends on their lengths
         value = json.loads(text, parse_float=lambda number: float(f"{float(number):.{DIGITS}g}"))
-        if isinstance(value, dict) and isinstance(
-            value.get("config"), dict
-        ):  # of a report: keys with their default are left out
+        if isinstance(value, dict) and isinstance(value.get("config"), dict):
+            # The config of a report: keys with their default values are left out.
             base = default_values()
             value["config"] = {
                 key: own for key, own in value["config"].items() if key not in base or base[key] != own
             }
         text = filled_json(value) + "\n"
-    shown = f"$ trainkit {line.strip()}\n{text}"
-    shown += f"--- standard error\n{errors.getvalue()}" if errors.getvalue() else ""
-    shown += f"--- exit code {code}\n"
+    shown = _neutral(f"$ trainkit {line.strip()}\n", project) + text
+    shown += f"--- standard error\n{said}" if said else ""
+    return shown + f"--- exit code {code}\n"
+
+
+def _neutral(text: str, project: Path) -> str:
+    """Return a text without the names and hashes that differ between machines."""
+    from trainkit import __version__
+
     for found, name in (
         (str(project), PROJECT),
         (str(Path(os.environ["HOME"])), "@HOME@"),
@@ -279,10 +285,10 @@ def typed(line: str, project: Path) -> str:
         (str(HERE.parents[1]), "@TRAINKIT@"),
         (f"trainkit {__version__}", "trainkit @VERSION@"),
     ):
-        shown = shown.replace(found, name)
-    shown = re.sub(r"(?<=trainkit:)[0-9a-f]{16}\b", "@TOKEN@", shown)  # a hash of the path of the run
-    shown = re.sub(r"\b[0-9a-f]{32}(:[0-9a-f]{32})?\b", "@HASH@", shown)  # of config.yaml and plan.json
-    return re.sub(r"(@PYTHON@\s+-u)\s+-P\b", r"\1", shown)  # Python 3.10 does not have -P
+        text = text.replace(found, name)
+    text = re.sub(r"(?<=trainkit:)[0-9a-f]{16}\b", "@TOKEN@", text)  # a hash of the path of the run
+    text = re.sub(r"\b[0-9a-f]{32}(:[0-9a-f]{32})?\b", "@HASH@", text)  # of config.yaml and plan.json
+    return re.sub(r"(@PYTHON@\s+-u)\s+-P\b", r"\1", text)  # Python 3.10 does not have -P
 
 
 if __name__ == "__main__":

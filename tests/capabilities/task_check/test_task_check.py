@@ -430,6 +430,6 @@ def test_an_optimizer_of_the_config_is_refused_at_submit_for_a_task_with_its_own
     assert main(["check", "run.yaml", "--set", setting]) == 2
     key, _, value = setting.partition("=")
     assert (
-        f"--set {setting}: {key}: is {value}, but Mine has optimizers of its own" in capsys.readouterr().err
+        f"--set {setting}: {key}: is {value}, but Mine defines its own optimizers" in capsys.readouterr().err
     )
     assert main(["check", "run.yaml", "--set", setting, "--set", "launch.setup=[cd .]"]) == 0

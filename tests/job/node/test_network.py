@@ -16,14 +16,14 @@ def test_the_way_to_this_machine_is_the_loopback_interface() -> None:
 
 
 def test_presets() -> None:
-    alone, said = network_environ("auto", None)
-    said(said)
-    nowhere, said = network_environ("auto", "no-such-host.invalid")
-    assert (nowhere, said) == ({}, "no interface chosen: no route to no-such-host.invalid")
-    auto, said = network_environ("auto", "127.0.0.1")
+    alone, line = network_environ("auto", None)
+    said(line)
+    nowhere, line = network_environ("auto", "no-such-host.invalid")
+    assert (nowhere, line) == ({}, "no interface chosen: no route to no-such-host.invalid")
+    auto, line = network_environ("auto", "127.0.0.1")
     assert auto == {"GLOO_SOCKET_IFNAME": "lo"}
     assert alone == {**auto, "NCCL_SOCKET_IFNAME": "=lo"}
-    said(said)
+    said(line)
     assert network_environ("socket", "127.0.0.1")[0] == {**auto, "NCCL_IB_DISABLE": "1"}
     assert network_environ("debug", "127.0.0.1")[0]["NCCL_DEBUG"] == "INFO"
 
@@ -53,10 +53,10 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Host:
 
 def test_the_only_interface_is_that_of_nccl_too(host: Host) -> None:
     host.has("eth1")
-    environ, said = network_environ("auto", "other")
+    environ, line = network_environ("auto", "other")
     # NCCL takes names for prefixes, gloo compares whole names and knows no sign.
     assert environ == {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1"}
-    said(said)
+    said(line)
     host.has("eth1", "docker0", "virbr0")
     assert network_environ("auto", "other")[0] == environ
     host.has("eth1", "eth2")
@@ -73,10 +73,10 @@ def test_nccl_chooses_among_several_interfaces(
     (tmp_path / "mlx5_0").mkdir()
     monkeypatch.setattr(network, "INFINIBAND", tmp_path)
     host.has("eth1", *more)
-    environ, said = network_environ(preset, "other")
+    environ, line = network_environ(preset, "other")
     assert environ["GLOO_SOCKET_IFNAME"] == "eth1"
     assert "NCCL_SOCKET_IFNAME" not in environ
-    assert said.startswith("interface eth1: the route to other; NCCL chooses its own")
+    assert line.startswith("interface eth1: the route to other; NCCL chooses its own")
 
 
 def test_the_interfaces_of_this_host() -> None:
@@ -87,9 +87,9 @@ def test_the_interfaces_of_this_host() -> None:
 
 
 def test_a_named_interface_must_exist() -> None:
-    environ, said = network_environ("lo", "anything")
+    environ, line = network_environ("lo", "anything")
     assert environ == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
-    said(said)
+    said(line)
     with pytest.raises(UsageError, match="has no such interface") as caught:
         network_environ("ib7", "anything")
     assert "its interfaces are" in caught.value.hint
