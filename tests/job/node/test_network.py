@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.said import said
 from trainkit.errors import UsageError
 from trainkit.job.node import worker_env as network
 from trainkit.job.node.worker_env import addresses, interface_to, network_environ

@@ -52,7 +52,7 @@ def command(
 ) -> int:
     """Write the model of a checkpoint of RUN for other programs: the best checkpoint, else the newest.
 
-    With model.lora, the command writes only the adapters, as peft does, unless --merge is given.
+    With model.lora, the command writes only the adapters, as peft does; --merge adds them to the model.
     """
     run = find_run(run_name)
     refuse_untrusted(run.path)
