@@ -51,7 +51,8 @@ def foreign_problem(file: Entry, shown: str) -> Problem | None:
 
 def _is_own(key: str) -> bool:
     """Return whether only a config of trainkit has a mapping with this key."""
-    return (key in sections() and key not in _OF_LIGHTNING) or key == FREE_MAPPING or is_installed_section(key)
+    is_section = key in sections() and key not in _OF_LIGHTNING
+    return is_section or key == FREE_MAPPING or is_installed_section(key)
 
 
 def _present(file: Entry, keys: tuple[str, ...]) -> list[str]:
