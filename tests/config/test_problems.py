@@ -64,6 +64,9 @@ train=3
 launch.env={A: [1]}
     launch.env: must be a mapping, each value text, not {"A": ["1"]}
     hint: write it as {NAME: VALUE}
+launch.env={A: [1], B: "${HOME}"}
+    launch.env: must be a mapping, each value text, not {"A": ["1"], "B": "${HOME}"}
+    hint: write it as {NAME: VALUE}
 """
 
 
