@@ -184,6 +184,8 @@ def test_what_is_refused_names_the_key(tmp_path: Path, site: Path) -> None:
     done = trainkit(tmp_path, site, "check", "own.yaml")
     assert done.returncode == 2
     assert "own.yaml:2: toy.tick: unknown key\n\nhint: did you mean toy.ticks?" in done.stderr
+    (tmp_path / "own.yaml").write_text("toy: {class_path: a.B}\n")
+    assert "own.yaml:1: toy.class_path: unknown key" in trainkit(tmp_path, site, "check", "own.yaml").stderr
     assert not (tmp_path / "run").exists()
 
 

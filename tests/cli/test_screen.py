@@ -13,6 +13,7 @@ import pytest
 from benchmarks.mutated_runs import make_project
 from tests.support.said import said
 from trainkit.cli.main import main
+from trainkit.cli.status import MAX_ENDED_RUNS
 from trainkit.function import ARGV
 from trainkit.run.registry import register
 from trainkit.run.rundir import RunDir
@@ -151,6 +152,20 @@ def test_the_runs_of_a_function_are_one_line(project: Path, show: Show) -> None:
         f"runs/{name}" for name in reversed(names)
     ]
     assert len(json.loads(show("status --json")[0])) == len(shown.splitlines()) - 1
+
+
+def test_many_runs_of_a_function_print_a_warning_once(project: Path, show: Show) -> None:
+    for index in range(MAX_ENDED_RUNS + 3):
+        run = RunDir(shutil.copytree(project / "runs" / "finished", project / "runs" / f"work-{index}"))
+        plan, job = json.loads(run.plan_file.read_text()), json.loads(run.job_file.read_text())
+        run.plan_file.write_text(json.dumps({**plan, "command": [*ARGV]}))
+        run.job_file.write_text(json.dumps({**job, "name": "work"}))
+        register(run, "work")
+    sweep = project / "runs" / "sweep" / "sweep.json"
+    sweep.write_text(json.dumps({**json.loads(sweep.read_text()), "version": 99}))
+    shown, warnings = show("status", columns=120)
+    assert f"({MAX_ENDED_RUNS + 3} runs)" in shown
+    assert warnings.count("version 99") == 1
 
 
 def _column(line: str, at: int) -> str:

@@ -64,6 +64,9 @@ train=3
 launch.env={A: [1]}
     launch.env: must be a mapping, each value text, not {"A": ["1"]}
     hint: write it as {NAME: VALUE}
+launch.env={A: [1], B: "${HOME}"}
+    launch.env: must be a mapping, each value text, not {"A": ["1"], "B": "${HOME}"}
+    hint: write it as {NAME: VALUE}
 """
 
 
@@ -224,3 +227,23 @@ def test_the_file_store_of_mlflow(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", all_keys())
 def test_every_key_can_say_what_it_may_hold(key: str) -> None:
     assert allowed_values(tuple(key.split(".")))
+
+
+@pytest.mark.parametrize(
+    ("text", "keys"),
+    [
+        ("task: t.py:T\ntask_args: {class_path: a.B, fit: {x: 1}}\n", []),
+        ("train: {steps: 5}\nmixed_precision: bf16\nnum_machines: 2\n", ["mixed_precision", "num_machines"]),
+        ("schedule: {name: linear}\ntrainer: {stps: 5, log_every: 2}\n", ["trainer"]),
+        ("resources: {nodes: 1}\nparameters: {lr: 1}\nmethod: grid\n", ["parameters", "method"]),
+    ],
+)
+def test_a_file_with_a_section_of_trainkit_alone_is_not_of_another_program(
+    tmp_path: Path, text: str, keys: list[str]
+) -> None:
+    if not keys:
+        (tmp_path / "run.yaml").write_text(text)
+        assert load_config("run.yaml", environ={}, cwd=tmp_path).config.task_args["fit"] == {"x": 1}
+        return
+    found = problems(tmp_path, text=text)
+    assert [one.split("\n")[0].partition(": ")[2] for one in found] == [f"{key}: unknown key" for key in keys]

@@ -50,6 +50,8 @@ def test_what_is_wrong(tmp_path: Path) -> None:
     assert problems(container="image") == [(key, "is 'image', which apptainer and pyxis can both run")]
     gone = f"{tmp_path}/gone.sif"
     assert problems(container=gone) == [(key, f"is {gone!r}, but {gone} does not exist")]
+    no_path = "/a/${USER}.sif is not a path: trainkit does not evaluate ${…}"
+    assert problems(container="/a/${USER}.sif") == [(key, no_path)]
     [(_, message)] = problems(container="gone.sif")
     said(message)
     [(where, message)] = problems("/a,b", container="docker://x")

@@ -265,6 +265,22 @@ def test_the_table_of_a_group_has_no_steps_that_are_computed_again(tmp_path: Pat
     assert (trial.best, trial.step) == (Best("val_loss", 3.0, 2), 2)
 
 
+@pytest.mark.parametrize("lost", ["loss", "val_loss"])
+def test_a_run_that_was_resumed_from_before_it_diverged_has_a_result(tmp_path: Path, lost: str) -> None:
+    """The losses that are not finite belong to steps that the newest attempt computes again."""
+    group = make_group(tmp_path, {0: {"seed": 0}})
+    run = started(group, 0, {"loss": "4 3 2 1", "val_loss": "4 3 2 1", lost: "4 3 nan nan"})
+    assert (best_result(run), diverged_since(run)) == (None, 3)
+    claim_entry(run, 2, 1)
+    log_event(run, 2, "training", step=2)
+    for _ in range(2):
+        assert (best_result(run), diverged_since(run)) == (Best("val_loss", 3.0, 2), None)
+        assert measure(run, Ranking("val_loss")).result == Best("val_loss", 3.0, 2)
+        (trial,) = status(group, "val_loss").trials
+        assert (trial.best, trial.diverged_since) == (Best("val_loss", 3.0, 2), None)
+        log(run, {"loss": "2.5"}, attempt=2, first=3)
+
+
 def test_the_best_metric_of_the_config_ranks(tmp_path: Path) -> None:
     runs: list[Curves | None] = [
         {"loss": "1", "val_loss": "1", "val_accuracy": ".1"},

@@ -166,6 +166,23 @@ def test_events_of_a_run_are_read_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "begins", [{"event": "training", "step": 2}, {"event": "evaluated", "step": 3, "val_loss": 9.0}]
+)
+def test_validations_of_steps_that_are_computed_again_are_left_out(
+    tmp_path: Path, begins: dict[str, object]
+) -> None:
+    """The trainer logs the beginning of an attempt; a COMMAND may log only its validations."""
+    file = tmp_path / "events.jsonl"
+    for step, loss in ((2, 3.0), (4, 1.0), (6, 0.5)):
+        append_jsonl(file, {"event": "evaluated", "attempt": 1, "step": step, "val_loss": loss})
+    append_jsonl(file, {"attempt": 2, **begins})
+    append_jsonl(file, {"event": "evaluated", "attempt": 2, "step": 5, "val_loss": 2.5})
+    history = EventHistory(file)
+    history.update()
+    assert {step: loss for step, loss in history.val_losses.items() if step != 3} == {2: 3.0, 5: 2.5}
+
+
+@pytest.mark.parametrize(
     "damaged",
     [{"event": []}, {"event": "checkpoint_begin", "step": [1]}, {"event": "started", "attempt": {}}],
 )

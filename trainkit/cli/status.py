@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from shlex import join, quote
 from textwrap import wrap
@@ -250,11 +251,18 @@ def with_calls(statuses: Sequence[RunStatus | GroupStatus]) -> list[RunStatus | 
 
 
 def _show_all_runs(show_all: bool, as_json: bool, below: Path | None) -> None:
+    # The runs may be read twice: Slurm is queried once, and each warning is printed once.
+    warn_once = cache(warn)
+
+    @cache
+    def ask_slurm(*ids: str) -> Mapping[str, JobInfo] | None:
+        return query_jobs_or_warn(ids, warn_once)
+
     def query(ids: Sequence[str]) -> Mapping[str, JobInfo] | None:
-        return query_jobs_or_warn(ids, warn)
+        return ask_slurm(*ids)
 
     max_ended = None if show_all or as_json else MAX_ENDED_RUNS
-    statuses, num_hidden = read_all(max_ended, query, {}, warn, below)
+    statuses, num_hidden = read_all(max_ended, query, {}, warn_once, below)
     if as_json:
         _echo_json_of(statuses)
         return
@@ -268,7 +276,7 @@ def _show_all_runs(show_all: bool, as_json: bool, below: Path | None) -> None:
         shown = with_calls(statuses)
         # the list has space for more of the runs that were not read
         if num_hidden and len(shown) < len(statuses):
-            statuses, num_hidden = read_all(MAX_READ, query, {}, warn, below)
+            statuses, num_hidden = read_all(MAX_READ, query, {}, warn_once, below)
             shown = with_calls(statuses)
     shown.sort(key=lambda status: not status.is_active)
     num_shown = len(shown)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shlex import quote
 
-from trainkit.config.schema import sections
+from trainkit.config.schema import FREE_MAPPING, is_installed_section, sections
 from trainkit.config.yamlfile import Entry
 from trainkit.errors import Problem
 
@@ -29,13 +29,16 @@ MAX_KEYS = 2
 _COMMANDS_OF_LIGHTNING = ("fit", "validate", "test", "predict")
 """LightningCLI writes the config of each command in a section with the name of the command."""
 
+_OF_LIGHTNING = ("model", "data", "optimizer")
+"""The sections of trainkit that a config of LightningCLI has too."""
+
 
 def foreign_problem(file: Entry, shown: str) -> Problem | None:
     """Return the problem of a file that is the config of another program, or None for any other file.
 
     `shown` is the path of the file as the user typed it.
     """
-    if not file.is_mapping:
+    if not file.is_mapping or any(_is_own(key) for key in file.value if file.value[key].is_mapping):
         return None
     if "parameters" in file.value and (keys := _present(file, _OF_SWEEP)):
         return _problem(file, "a sweep file of W&B", ["parameters", *keys], _sweep_hint(file))
@@ -44,6 +47,12 @@ def foreign_problem(file: Entry, shown: str) -> Problem | None:
     if keys := _keys_of_lightning(file):
         return _problem(file, "a config of LightningCLI", keys, LIGHTNING.format(file=quote(shown)))
     return None
+
+
+def _is_own(key: str) -> bool:
+    """Return whether only a config of trainkit has a mapping with this key."""
+    is_section = key in sections() and key not in _OF_LIGHTNING
+    return is_section or key == FREE_MAPPING or is_installed_section(key)
 
 
 def _present(file: Entry, keys: tuple[str, ...]) -> list[str]:

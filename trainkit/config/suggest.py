@@ -227,7 +227,9 @@ def _time_range(text: str) -> tuple[str, str] | None:
 def value_hint(path: tuple[str, ...], found: Entry, origin: str) -> str:
     """Return a hint on how to write the value of a key whose value was rejected."""
     value = found.plain()
-    if has_interpolation(value if isinstance(value, str) else show_value(value)):
+    # A mapping such as launch.env may contain ${…} as text.
+    is_text_allowed = isinstance(value, dict) and path != WHOLE
+    if not is_text_allowed and has_interpolation(value if isinstance(value, str) else show_value(value)):
         return not_evaluated(path, origin)
     if path == WHOLE and isinstance(value, dict):
         return "give each source a weight, such as {web: 0.7, code: 0.3}; their sum does not matter"

@@ -12,7 +12,7 @@ from pathlib import Path, PurePath
 from typing import ClassVar
 
 from trainkit.config.running import LaunchConfig
-from trainkit.errors import KeyProblem
+from trainkit.errors import KeyProblem, UsageError
 from trainkit.folders import shown_path, typed_path
 from trainkit.job.processes import PYTHON_OPTIONS
 from trainkit.plan.facts import Interpreter
@@ -29,6 +29,8 @@ def find_interpreter(
     Relative folders are below `cwd`.
     """
     problems = list(_contradictions(launch))
+    if no_paths := list(_no_paths(launch, cwd)):
+        return find_interpreter(LaunchConfig(), cwd, environ)[0], [*problems, *no_paths]
     venv, conda, script = None, None, None
     argv: tuple[str, ...] = (sys.executable,)
     in_container = launch.container is not None
@@ -105,6 +107,14 @@ def launch_problems(launch: LaunchConfig) -> Iterator[KeyProblem]:
         key = f"launch.env.{name}"
         if name in RANK_VARIABLES or _JOB_VARIABLE.fullmatch(name):
             yield key, "is set by the job in every process", "remove it"
+
+
+def _no_paths(launch: LaunchConfig, cwd: Path) -> Iterator[KeyProblem]:
+    for key in ("venv", "uv", "conda", "python"):
+        try:
+            typed_path(getattr(launch, key) or "", cwd)
+        except UsageError as error:
+            yield f"launch.{key}", error.message, error.hint or ""
 
 
 def _contradictions(launch: LaunchConfig) -> Iterator[KeyProblem]:
@@ -253,7 +263,12 @@ def container_problems(launch: LaunchConfig, cwd: str, available: Sequence[str] 
             yield "launch.container_mounts", "is set while launch.container is null", "set launch.container"
         return
     program = container_program(launch, available)
-    key, path = "launch.container", absolute_image(image, program or "", cwd)
+    key = "launch.container"
+    try:
+        path = absolute_image(image, program or "", cwd)
+    except UsageError as error:
+        yield key, error.message, error.hint or ""
+        return
     if image.startswith("-"):
         yield key, f"is {image!r}, which is an option, not an image", "give the path or URI of an image"
     elif program is None:

@@ -400,6 +400,9 @@ def _read(group: RunGroup, index: int, rankings: Sequence[Ranking]) -> TrialFile
     if best is not None:
         with suppress(OSError):
             since = diverged_in(f"{folder}/metrics.jsonl", "loss")
+            # the newest attempt may compute these steps again
+            if since is not None:
+                since = diverged_since(group.run(index))
     results = {} if best is None else {best.metric: None if since is not None else best}
     files = TrialFiles(group.trials[index], job_id, entry, end, results=results, diverged_since=since)
     if not entry.attempt or (best is not None and not rankings):

@@ -257,20 +257,34 @@ def diverged_since(run: RunDir, attempt: int | None = None) -> int | None:
     """Return the step since which all losses of a run are NaN or infinite; None if the newest is finite.
 
     If the training losses are finite, the validation losses are checked. With `attempt`, return None too if
-    the newest losses belong to another attempt.
+    the newest losses belong to another attempt. Without it, steps that a later attempt computes again do not
+    count.
     """
-    since = diverged_in(run.metrics_file, "loss", attempt)
-    return diverged_in(run.events_file, "val_loss", attempt) if since is None else since
+    since = _diverged_since(run, attempt)
+    if since is None or attempt is not None:
+        return since
+    begins = first_steps(run, read_events(run, *BEGINNINGS))
+    return _diverged_since(run, None, begins) if begins else since
 
 
-def diverged_in(file: str | Path, metric: str, attempt: int | None = None) -> int | None:
+def _diverged_since(run: RunDir, attempt: int | None, begins: Mapping[int, int] = {}) -> int | None:
+    since = diverged_in(run.metrics_file, "loss", attempt, begins)
+    return diverged_in(run.events_file, "val_loss", attempt, begins) if since is None else since
+
+
+def diverged_in(
+    file: str | Path, metric: str, attempt: int | None = None, begins: Mapping[int, int] = {}
+) -> int | None:
     """Return the step since which all values of one metric in a file are NaN or infinite; else None.
 
-    With `attempt`, return None too if the newest value belongs to another attempt.
+    With `attempt`, return None too if the newest value belongs to another attempt. `begins` is the result of
+    `first_steps`.
     """
     since: int | None = None
     num_without = num_others = 0
     for record in steps_of(read_jsonl_reversed(file)):
+        if _is_stale(record, begins):
+            continue
         if metric not in record.values:
             is_expected = record.values.get("event", "evaluated") == "evaluated"
             num_without += is_expected

@@ -378,7 +378,8 @@ class EventHistory:
         self.notable: deque[Event] = deque(maxlen=MAX_NOTABLE)
         self.attempts: dict[int, Attempt] = {}
         self.val_losses: dict[int, float] = {}
-        """Maps a step to its validation loss."""
+        """Maps a step to its validation loss, without the steps that a later attempt computes again."""
+        self._evaluated_in: int | None = None
         self.first_val_loss: float | None = None
         self.val_loss: float | None = None
         self.has_lost_val_loss = False
@@ -424,7 +425,19 @@ class EventHistory:
         if (take := _OF_RUN.get(name)) is not None:
             take(self, event)
 
+    def _training(self, event: Event) -> None:
+        if event.step is not None:
+            self._drop_val_losses(event.step + 1)
+
+    def _drop_val_losses(self, first: int) -> None:
+        for step in [one for one in self.val_losses if one >= first]:
+            del self.val_losses[step]
+
     def _evaluated(self, event: Event) -> None:
+        # a COMMAND need not log the beginning of an attempt
+        if event.attempt != self._evaluated_in and event.step is not None:
+            self._evaluated_in = event.attempt
+            self._drop_val_losses(event.step)
         self.val_loss = event.number("val_loss")
         self.has_lost_val_loss = self.val_loss is None and "val_loss" in event.values
         if self.first_val_loss is None:
@@ -440,6 +453,7 @@ class EventHistory:
 
 
 _OF_RUN: Mapping[str, Callable[[EventHistory, Event], None]] = {
+    "training": EventHistory._training,
     "evaluated": EventHistory._evaluated,
     "checkpoint_begin": EventHistory._checkpoint_begin,
     "checkpoint_commit": EventHistory._checkpoint_commit,
