@@ -62,7 +62,7 @@ def test_what_its_functions_import_exists(file: Path) -> None:
 
 
 def test_the_fault_campaign_knows_why_trainkit_gives_up() -> None:
-    """It takes these reasons for a stop that faster failures than checkpoints explain."""
+    """The campaign takes these reasons for a stop because failures are more frequent than checkpoints."""
     flight = (ROOT / "benchmarks" / "flight.py").read_text()
     decision = (ROOT / "trainkit" / "job" / "decision.py").read_text()
     reasons = re.search(r"^BRAKES = \((.*)\)$", flight, re.MULTILINE)

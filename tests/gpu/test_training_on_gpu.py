@@ -181,7 +181,7 @@ def test_attention_to_the_last_keys(head_dim: int) -> None:
 
 
 def test_an_asynchronous_save_has_the_values_of_the_call(tmp_path: Path) -> None:
-    """While kernels that were enqueued before the call run, and others change the state right after it."""
+    """Kernels of before the call still run during the save, and others change the state after it."""
     state = {f"model.layer{index}": torch.randn(1 << 20, device=DEVICE) for index in range(8)}
     saver = CheckpointSaver(RunDir(tmp_path).attempt(1), World(0, 1, DEVICE, None, None), state, keep_last=9)
     saver.allocate_buffers()

@@ -1,4 +1,4 @@
-"""The work after an attempt does not grow with what the run has recorded, and finds the same as before."""
+"""Tests that the work after an attempt does not grow with the metrics, and has the same results."""
 
 import json
 import random

@@ -115,7 +115,7 @@ OTHER = (12, "barrier", "scheduled")
     ("calls", "rank"), [({}, None), ({3: OTHER}, 3), (dict.fromkeys((1, 3), OTHER), None)]
 )
 def test_no_host_is_at_fault_where_nobody_is_named_or_the_program_differs(attempt, calls, rank):
-    """Not the rank that is behind in its phases either, which the rule without records names."""
+    """The rank that is behind in its phases is not named either, unlike by the rule without records."""
     write_flights(attempt, dict.fromkeys(range(4), (12, "all_reduce", "scheduled")) | calls)
     records = [record(0, beat=0), *(record(other) for other in (1, 2, 3))]
     verdict = hang_failure(attempt, PLAN, records)

@@ -218,7 +218,10 @@ def test_a_gpu_that_is_missing(visible: str | None, shown: str) -> None:
 def test_ranks_that_may_use_too_few_gpus_are_not_the_fault_of_the_node(
     visible: str, local_ranks: tuple[int, ...]
 ) -> None:
-    """Among them an agent with four ranks that Slurm has bound to one GPU: it would fail anywhere."""
+    """The ranks would fail on any node.
+
+    For example, Slurm has bound an agent with four ranks to one GPU.
+    """
     with failing(f"has CUDA_VISIBLE_DEVICES={visible}$", is_node=False) as caught:
         check_gpus(FakeNvml(*[WELL] * 4), local_ranks, visible)
     assert caught.value.exit_code == EXIT_NO_RESTART

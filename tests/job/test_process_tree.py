@@ -299,7 +299,7 @@ def test_plan_that_cannot_be_read_is_a_failure_with_its_reason(start_job, monkey
 @pytest.mark.slow
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_worker_that_only_dies_of_the_notice_leaves_the_others_their_time(start_job, nodes):
-    """A script may listen on rank 0 alone, which then needs longer to save than a peer of a failure has."""
+    """A script may listen on rank 0 only, and saving may take longer than a peer of a crash may run."""
     saves = """
         if RANK == 0:
             listen(); ready()

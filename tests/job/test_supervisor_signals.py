@@ -224,7 +224,7 @@ def test_what_stops_at_its_step_does_not_come_back_for_the_end_of_its_time(
 def test_a_step_is_not_started_again_where_it_would_not_hear_that_its_time_is_over(
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slurm signals the time limit once, up to a minute early: it may have done so during the wait."""
+    """Slurm signals the time limit once, up to a minute early, and may have done so during the wait."""
     left_s = LaunchPlan.from_dict(read_json(run.attempt(1).plan_file)).grace_s + 60 + 30
     slurm.job = replace(RUNNING, end_time=datetime.now(timezone.utc) + timedelta(seconds=left_s + 5))
 

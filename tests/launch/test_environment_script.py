@@ -1,4 +1,4 @@
-"""The part of a batch script before the ranks start, run by bash: values arrive, nothing else happens."""
+"""Runs the environment section of a batch script in bash: values arrive unchanged."""
 
 import os
 import subprocess

@@ -420,7 +420,7 @@ def test_a_run_inside_of_the_project_asks_git(project: Path) -> None:
 
 
 def test_a_folder_that_git_ignores_has_no_repository(project: Path) -> None:
-    """Git says so at submit, and does not answer with the repository around the run."""
+    """Git reports the missing repository, and does not answer from the repository around the run."""
     clean(project)
     write(project, "data/t.sh")
     (project / "data/t.sh").write_text("git rev-parse HEAD || echo none")

@@ -229,7 +229,7 @@ def test_links_that_lead_in_a_circle(tmp_path: Path) -> None:
 
 
 def in_user_namespace(place: Path) -> str:
-    """What `refuse_foreign` says in a container of user 61233, whose own number there is 5."""
+    """Return the answer of `refuse_foreign` in a user namespace of user 61233, whose number inside is 5."""
     libc, ours = ctypes.CDLL(None, use_errno=True), os.geteuid()
     unknown_owner.cache_clear()
     os.setgroups([])

@@ -23,7 +23,7 @@ print(*module.kept_input(Workload(tuple(sys.argv[2:])), streams=sys.argv[1] == "
 
 @pytest.fixture
 def shell(tmp_path: Path):
-    """Runs a line of bash, in which `$ask WORDS` prints what is kept of its standard input."""
+    """Return a function that runs bash, where `$ask ARGUMENTS` prints the kept standard input."""
     (tmp_path / "ask.py").write_text(ASK)
     environ = {**os.environ, "ask": f"{sys.executable} ask.py keeps", "tk": TRAINKIT}
     environ["look"] = f"{sys.executable} ask.py streams"

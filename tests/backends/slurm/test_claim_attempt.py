@@ -102,7 +102,7 @@ def leaves_to(job_id: str, claimed: AttemptDir | NothingToDo) -> bool:
 def test_a_second_job_leaves_a_run_to_the_one_that_carries_it(
     taken: RunDir, monkeypatch: pytest.MonkeyPatch, state: JobState
 ) -> None:
-    """The script submitted by hand once more, an old job requeued, a duplicate after a lost answer."""
+    """A second job exists after a manual sbatch, a requeue of an old job, or a lost answer."""
     says(monkeypatch, replace(RUNNING, state=state))
     assert leaves_to("7", claim_attempt(taken, "8"))
     assert reasons(taken) == [(1, "7", "submit")]

@@ -1,4 +1,4 @@
-"""The rendezvous of agents, on one machine and in a step: ports, and which attempt it makes the newest."""
+"""Tests the rendezvous of agents on one machine and in a step: ports, and the newest attempt."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""The rank that failed first, as launchers print it and as their agent sees it, on ranks killed for real."""
+"""Tests which rank failed first, by the launcher's report and the agent, after real kills."""
 
 from __future__ import annotations
 
