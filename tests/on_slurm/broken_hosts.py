@@ -231,7 +231,7 @@ if "trainkit.trainer" in sys.orig_argv:
     if os.environ["RANK"] == os.environ.get("LATE"):
         time.sleep(120)
 """
-"""A sitecustomize.py: ranks wait 10 s for each other, and rank $LATE never arrives, as on a slow disk."""
+"""A sitecustomize.py with a start limit of 10 s, where rank $LATE never arrives, as on a slow disk."""
 
 
 @broken("rendezvous", 1, 2)

@@ -180,7 +180,7 @@ def preemption(cluster: Cluster) -> Iterator[None]:
 
 
 def set_preemption(cluster: Cluster, mode: str, grace_s: int) -> None:
-    """What becomes of a job in `low` that `high` preempts: REQUEUE or CANCEL, after this many seconds."""
+    """Set whether Slurm requeues or cancels a preempted job in `low`, and after how many seconds."""
     change = ["partition=low", f"PreemptMode={mode}", f"GraceTime={grace_s}"]
     cluster.run(["scontrol", "update", *change], timeout_s=30, check=True)
 

@@ -1,4 +1,4 @@
-"""Two clusters that one slurmdbd knows: a job goes to the one that starts it first, and all else follows."""
+"""Tests two clusters with one slurmdbd: a job runs on the first free one, and commands find it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs that end before their supervisor begins: the node and the last lines are shown, others are tried."""
+"""Tests jobs that end before their supervisor starts: the error output, and a retry on other nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`trainkit drill` on a real cluster: the same ways as on one machine, through Slurm, and a real requeue."""
+"""Tests `trainkit drill` on a real cluster: the usual scenarios through Slurm, and a real requeue."""
 
 from __future__ import annotations
 

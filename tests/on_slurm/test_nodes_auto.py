@@ -40,7 +40,7 @@ def time_limit(login: Login, partition: str, minutes: int, before: int) -> Itera
 @pytest.mark.slow(seconds=45)
 def test_each_load_has_its_earliest_end(login: Login) -> None:
     def chosen(*options: str) -> tuple[int, str, set[float]]:
-        """Nodes and partition of the plan, and the limits of those requests that end as early."""
+        """Return nodes and partition of the plan, and the limits of the requests with the earliest end."""
         done = login.trainkit("check", "small.yaml", *AUTO, *options, "--json")
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout)

@@ -1,4 +1,4 @@
-"""Ranks that Slurm's signal ends before their agents hear it: that is no crash, and no fault of a node."""
+"""Tests that ranks killed by Slurm's signal before their agents get it are no crash and no node fault."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ while True:
 
 @pytest.mark.smoke
 def test_a_preemption_that_tells_only_the_ranks_saves(login: Login) -> None:
-    """Slurm reports it in the log of an earlier attempt too, which ended because a rank was killed."""
+    """Slurm also reports the preemption in the log of an earlier attempt, whose rank was killed."""
     dies = login.script(DIES_ONCE)
     login.script(SAVES_ON_USR2, "saves_on_usr2.py")
     with preemption(login.cluster):

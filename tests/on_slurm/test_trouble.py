@@ -1,4 +1,4 @@
-"""Slurm's daemons away, answers lost, folders deleted, disks full: it is said, and nothing is lost."""
+"""Tests dead Slurm daemons, lost answers, deleted folders and full disks: no run is lost."""
 
 from __future__ import annotations
 

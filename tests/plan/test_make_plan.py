@@ -1,4 +1,4 @@
-"""From a config and a machine to a plan, with reasons; every problem at once."""
+"""Tests the way from a config and a machine to a plan with reasons, or to all its problems."""
 
 from __future__ import annotations
 

@@ -16,12 +16,12 @@ from trainkit.plan.model_shape import ModelShape, num_params
 from trainkit.plan.step_work import StepWork, optimizer_bytes
 
 SMALL = ModelShape(64, 8, 2, 2, 1, 12, 1e-5, 1e4, False, 0.0)
-"""Width 8, 2 layers, one key and value head of width 4, 12 hidden units: sizes to count by hand."""
+"""Width 8, 2 layers, one key-value head of width 4, 12 hidden units: a shape to count by hand."""
 
 
 @pytest.mark.parametrize("shards", [1, 8, 64])
 def test_sixteen_bytes_a_parameter(shards: int) -> None:
-    """ZeRO (arXiv 1910.02054), section 3: 16 bytes a parameter with Adam, over N ranks with all stages."""
+    """ZeRO (arXiv 1910.02054), section 3, has 16 bytes per parameter with Adam, over N ranks."""
     work = step_work(layout=Layout(dp_replicate=8 // min(shards, 8), dp_shard=shards))
     update = memory_of(work).phases["update"]
     params = num_params(work.shape)
@@ -241,7 +241,10 @@ def test_pipelines_as_torch_tracked_them(tracked_gib: float, pp_rank: int, what:
 
 
 def test_stages_receive_into_buffers_of_their_own() -> None:
-    """One a microbatch of the step, of activations but for the first stage, of gradients but for the last."""
+    """A step has one buffer per microbatch for activations and gradients that a stage receives.
+
+    The first stage receives no activations, and the last one no gradients.
+    """
     work = step_work("7b", layout=Layout(pp=4), device_batch_size=4, pp_microbatches=4, accumulation_steps=2)
     received = [rank_memory(work, rank).phases["update"].buffers for rank in range(4)]
     stream = 4096 * 4096 * 2
@@ -277,7 +280,10 @@ WORKLOADS = st.builds(
 @settings(deadline=None)
 @given(WORKLOADS, st.sampled_from(["dp_shard", "tp", "pp"]))
 def test_splitting_further_never_takes_more(work: StepWork, degree: str) -> None:
-    """From 2 on: the first split of a kind has its price, such as inputs that are gathered."""
+    """The degree is at least 2, because the first split of a kind also costs memory.
+
+    For example, the gathered inputs need memory.
+    """
     if degree == "pp":
         # With other schedules, a stage with fewer layers has more microbatches in flight.
         work = work.with_parallel(pp_schedule="gpipe")

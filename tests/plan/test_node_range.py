@@ -1,4 +1,4 @@
-"""A job with as many nodes as Slurm has: a plan for each number, with one batch and one learning rate."""
+"""Tests jobs with as many nodes as Slurm has: a plan per number, with one batch and learning rate."""
 
 from __future__ import annotations
 

@@ -97,9 +97,10 @@ def test_worst_times_are_those_of_the_tables(schedule: PipelineSchedule, gradien
 
 
 def most_at_once(actions: list[Any], gradients: float) -> float:
-    """The most that waits when a backward pass begins: 1 for a pass, 1.5 when its inputs have gradients.
+    """Return the largest memory in use when a backward pass begins.
 
-    The gradients of weights are half as large until the next backward pass of the stage adds them up.
+    A pass counts 1, and 1.5 when its inputs have gradients. The gradients of weights are half as large until
+    the next backward pass of the stage adds them up.
     """
     whole: Counter[int] = Counter()
     half: Counter[int] = Counter()
@@ -125,7 +126,7 @@ def most_at_once(actions: list[Any], gradients: float) -> float:
 
 
 def table_of(schedule: PipelineSchedule, pp: int, microbatches: int) -> dict[int, list[Any]] | None:
-    """What torch lets every rank do, pass by pass; None where it does not take this many microbatches."""
+    """Return torch's passes of every rank, or None for an unsupported number of microbatches."""
     import torch
     from torch.distributed.pipelining import schedules
 

@@ -1,4 +1,4 @@
-"""What ranks with a model of transformers need, imported once; see `tests.support.ranks`."""
+"""Imports what ranks with a model of transformers need, once for all. See `tests.support.ranks`."""
 
 import contextlib
 
