@@ -228,7 +228,7 @@ def test_a_site_that_rewrites_comments(fake: FakeSlurm, script: Path) -> None:
 
 
 def test_a_site_that_rewrites_comments_and_prints_more(fake: FakeSlurm, script: Path) -> None:
-    """Of several jobs with one script, the one whose id was printed; an older one with such an id is not."""
+    """Of several jobs with one script, only a new one with the printed id counts."""
     now = "$(/bin/date +%s)"
     fake.add("sbatch", "echo 4821; echo 9; echo 7")
     fake.add("squeue", f"{LISTING} 4821 1700000000 x /x; {LISTING} 8 {now} x /x; {LISTING} 9 {now} x /x")

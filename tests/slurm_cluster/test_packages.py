@@ -31,7 +31,7 @@ NOBODY = "import os, sys; os.geteuid = lambda: 1000; import pytest; sys.exit(pyt
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return root's machine without the programs of two packages, and with an apt-get that has them."""
+    """Return a machine of root without the programs of two packages, and with an apt-get that has them."""
     folder = tmp_path / "bin"
     folder.mkdir()
     programs = {name for names in packages.PROGRAMS.values() for name in names}

@@ -49,7 +49,7 @@ def train_made_up(run: RunDir, num_steps: int = 10, step_s: float = 0.5, **end: 
     attempt.create()
     run.config_file.write_text("name: small\n")
     for step in range(1, num_steps + 1):
-        # memory is allocated at step 1, and later steps are profiled
+        # step 1 allocates memory, and steps after 7 are profiled
         seconds = step_s * (100 if step == 1 else 7 if step > 7 else 1)
         record = {
             "step": step,

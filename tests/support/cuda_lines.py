@@ -35,7 +35,7 @@ class _OnCpu:
     def __init__(self, *, has_torch: bool) -> None:
         self.has_torch = has_torch
         self.values: dict[str, bool] = {}
-        """Of attributes, keyword arguments and functions; of names with the file that they are in."""
+        """Maps attributes, keyword arguments, functions, and (file, name) pairs to values on a CPU."""
         self.unset: set[str] = set()
         """Attributes that are None on a CPU."""
         self.devices: dict[str, bool] = {}

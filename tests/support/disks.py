@@ -13,7 +13,7 @@ import pytest
 
 @contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[Path]:
-    """Mount a separate file system at `folder`, for example of ``4m``. Skip the test unless it is root's."""
+    """Mount a separate file system at `folder`, for example of ``4m``. Skip the test unless root runs it."""
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
     if subprocess.run(command, check=False, capture_output=True).returncode:

@@ -178,7 +178,7 @@ def requeued_job(job_ids: Sequence[str], warn: Callable[[str], None]) -> dict[st
 
 
 def unreachable(job_ids: Sequence[str], warn: Callable[[str], None]) -> None:
-    """Raise the error of an unreachable Slurm."""
+    """Warn that Slurm cannot be reached, and return no answer."""
     warn("squeue cannot reach Slurm: Connection refused: the state of 1 Slurm jobs is unknown")
 
 
