@@ -1,4 +1,4 @@
-"""Makes all tests independent of the machine and of the environment in which they start."""
+"""Makes all tests independent of the machine and of the environment where they start."""
 
 import gc
 import itertools

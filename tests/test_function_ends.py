@@ -1,4 +1,4 @@
-"""Tests the ways in which a run's function can end, and its result, status and failure record."""
+"""Tests the possible ends of a run's function, and its result, status and failure record."""
 
 from __future__ import annotations
 

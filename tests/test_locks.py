@@ -148,7 +148,7 @@ with file_lock(Path(sys.argv[1])):
 
 
 def test_a_fork_that_outlives_the_holder_does_not_keep_the_lock(tmp_path: Path) -> None:
-    """For example, a data worker outlives its killed rank."""
+    """A data worker, for example, outlives its killed rank."""
     with subprocess.Popen(
         [sys.executable, "-c", FORK, str(tmp_path / "lock")], stdout=subprocess.PIPE
     ) as child:

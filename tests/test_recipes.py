@@ -33,7 +33,7 @@ class Recipe:
     is_text: bool
     """True if the export is a model of transformers."""
     before: str | None = None
-    """The recipe from which this recipe starts."""
+    """The recipe whose model this recipe starts with."""
     steps: int = 96
 
     @property

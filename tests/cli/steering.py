@@ -1,4 +1,4 @@
-"""Provides a folder in which tests type `trainkit`, with small scripts as workers."""
+"""Provides a folder where tests type `trainkit`, with small scripts as workers."""
 
 import io
 import json

@@ -18,7 +18,7 @@ def write(path: Path, text: str) -> None:
 
 
 def load_layers(tmp_path: Path, layers: list[str]) -> LoadedConfig:
-    """Load a config in which the given layers set the seed, each to a different number."""
+    """Load a config whose given layers set the seed, each to a different number."""
     cwd = tmp_path / "work"
     environ = {"XDG_CONFIG_HOME": str(tmp_path / "xdg")}
     write(cwd / "run.yaml", "seed: 3\n" if "run file" in layers else "name: x\n")

@@ -157,8 +157,8 @@ def unpack_run(source: Path, project: Path, host: str = HOST) -> Path:
     """Create one recorded run in the runs/ of a project folder, as if it had been started on `host`.
 
     JSON files are recorded with fewer line breaks than trainkit writes. left_out.json lists the files that
-    are not in git: empty folders, links, duplicates, texts as changes of another file of the run, and files
-    of which only the size is recorded. The latter are filled with zeros here.
+    are not in git: empty folders, links, duplicates, texts that are stored as changes of the same file of
+    another run, and files whose size alone is recorded. This function fills the latter with zeros.
     """
     run = project / "runs" / source.name
     left_out = json.loads((source / "left_out.json").read_text())

@@ -146,7 +146,7 @@ def test_the_first_failure_on_another_host(hosts: tuple[Path, Path]) -> None:
 def test_a_hang_that_ranks_of_another_host_report_too(
     hosts: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without these reports, the ranks would count as silent, and their host as lost."""
+    """Ranks without a visible report would count as silent, and their host as lost."""
     monkeypatch.setattr(hangs, "GATHER_S", 0.0)
     first, other = (RunDir(host / "run").attempt(1) for host in hosts)
     first.run.path.mkdir()

@@ -229,7 +229,7 @@ def test_ranks_that_may_use_too_few_gpus_are_not_the_fault_of_the_node(
 
 
 def test_fewer_gpus_than_ranks_because_slurm_has_given_no_more() -> None:
-    """In a container without CUDA_VISIBLE_DEVICES, only Slurm's count shows that the node is not broken."""
+    """Only Slurm's count shows that a node is not broken in a container without CUDA_VISIBLE_DEVICES."""
     with failing("has SLURM_GPUS_ON_NODE=1$", is_node=False) as caught:
         check_gpus(FakeNvml(WELL), range(4), None, granted="1")
     assert caught.value.exit_code == EXIT_NO_RESTART

@@ -263,7 +263,7 @@ def test_only_handlers_of_its_own_count_as_handled() -> None:
 
 
 def test_the_filter_of_aarch64() -> None:
-    """These bytes were run in an emulator of aarch64, so they must not change by accident."""
+    """The bytes of the filter were run in an emulator of aarch64, so they must not change by accident."""
     code = [MACHINES["aarch64"]((7, 70000), one, 0x1122334455667788, 0x99) for one in (0, 0xABC)]
     assert hashlib.sha256(b"".join(code)).hexdigest()[:16] == "a9a04dcb9fa27716"
 

@@ -341,7 +341,7 @@ def test_no_program_of_the_repository_runs(project: Path, run: RunDir) -> None:
 
 
 def test_a_filter_of_the_repository_does_not_make_its_files_seem_changed(project: Path, run: RunDir) -> None:
-    """With a filter such as nbstripout, Git stores other bytes than the file has.
+    """A filter such as nbstripout makes Git store other bytes than the file has.
 
     The copy lacks its config.
     """

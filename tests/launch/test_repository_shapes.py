@@ -193,7 +193,7 @@ def test_data_between_the_code(project: Path, run: RunDir, monkeypatch: pytest.M
 
 
 def test_small_files_that_a_script_may_write_again_are_copied(project: Path, run: RunDir) -> None:
-    """Through a link, each run of a sweep would overwrite the picture of the first trial."""
+    """Each run of a sweep would overwrite the picture of the first trial through a link."""
     (project / "out.png").write_bytes(b"first")
     (project / "Metrics.CSV").write_text("step,loss\n")
     (project / "data.csv").write_bytes(bytes(source_tree.MAX_WRITTEN_BYTES + 1))

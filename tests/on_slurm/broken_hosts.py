@@ -58,7 +58,7 @@ def preempted_without_notice(login: Login) -> RunDir:
 
 @broken("killed", 1, 2)
 def rank_killed_before_a_preemption(login: Login) -> RunDir:
-    """Slurm reports the preemption of attempt 2 in the log of attempt 1, in which a rank was killed."""
+    """Slurm reports the preemption of attempt 2 in the log of attempt 1, where a rank was killed."""
     run = login.submit("--partition", "low", *ON_TWO_HOSTS, "--", "python", login.script(DIES_ONCE))
     for rank in range(2):
         login.wait_for_log(run, f"attempt 2 rank {rank}", rank, attempt=2)

@@ -1,4 +1,4 @@
-"""Provides a person's folder on the login node of a cluster, in which `trainkit` is typed."""
+"""Provides a person's folder on the login node of a cluster, where tests type `trainkit`."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ POLL_S = 0.05
 ASK_SLURM_S = 0.3
 """Seconds between two queries of Slurm. A query takes a tenth of a core at this rate."""
 ASK_TRAINKIT_S = 1.0
-"""Seconds between two commands of trainkit, each of which takes a whole core for 0.2 s."""
+"""Seconds between two commands of trainkit. A command takes a whole core for 0.2 s."""
 
 
 def wait_for(

@@ -55,7 +55,7 @@ def cluster(clusters_possible: None, slurm_version: str | None) -> Iterator[Clus
 
 
 def processes_of_jobs(cluster: Cluster) -> str:
-    """Return the processes on all hosts, except Slurm's and those of this query."""
+    """Return the processes on all hosts, except Slurm's and this query's."""
     listed = [cluster.run(["ps", "-e", "-o", "args="], host=host, check=True).stdout for host in (1, 2)]
     own = re.compile(r"slurm|host_init|^ps |^sh -c cd|^unshare")
     return "\n".join(line for text in listed for line in text.splitlines() if not own.search(line))

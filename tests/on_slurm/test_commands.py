@@ -111,7 +111,7 @@ def test_a_launcher_gives_its_ranks_their_time_and_comes_back(login: Login) -> N
 
 
 def test_standard_input_reaches_rank_0_at_each_attempt(login: Login) -> None:
-    """On both backends the input comes from the run folder, and in a step it comes from srun."""
+    """The input comes from the run folder on both backends, and from srun in a step."""
     program = "import os, sys; print('rank', os.environ['RANK'], flush=True); sys.exit(75)"
     submit = f"{shlex.join(TRAINKIT)} submit {login.config} --nodes 2 --json -- python3 -"
     runs = []

@@ -11,7 +11,7 @@ from benchmarks.cluster_256 import Opens, Table, idle, lose_host, new_login, sta
 from tools.slurm_cluster.cluster import Cluster, running
 
 NUM_HOSTS = 8
-"""With this many hosts, Slurm's steps are trees, in which a host waits a minute for a lost one."""
+"""Large enough that a Slurm step is a tree, where a host waits a minute for a lost one."""
 
 
 @pytest.fixture

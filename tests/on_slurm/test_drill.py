@@ -16,7 +16,7 @@ TIMEOUT_S = 1200.0
 
 
 def drill(login: Login, *args: str, nodes: str = "2") -> dict[str, Any]:
-    """Run a drill in which every scenario passes, and return its results by scenario."""
+    """Run a drill whose scenarios all pass, and return its results by scenario."""
     shape = ("--nodes", nodes, "--gpus-per-node", "1")
     done = login.trainkit("drill", str(login.config), "--json", *shape, *args, timeout_s=TIMEOUT_S)
     assert done.returncode == 0, done.stdout + done.stderr

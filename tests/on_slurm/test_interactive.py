@@ -16,7 +16,7 @@ from tests.support.tmux import Tmux, needs_tmux
 
 @contextmanager
 def terminal(login: Login, *args: str) -> Iterator[Tmux]:
-    """Return the terminal in which a command runs."""
+    """Return the terminal where a command runs."""
     environ = {**login.cluster.environ, **login.env}
     with Tmux(login.folder, 200, 50, login.folder, environ) as window:
         window.enter(f"{shlex.join([*TRAINKIT, *args])}; echo ended with $?")

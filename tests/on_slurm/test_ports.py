@@ -12,7 +12,7 @@ CAMPAIGN = Path(__file__).resolve().parents[2] / "benchmarks/port_clashes.py"
 
 
 def test_two_jobs_and_two_steps_of_one_job_at_once(login: Login) -> None:
-    """This is a short version of the campaign in benchmarks/, in which half of the ports are taken."""
+    """Half of the ports are taken, as in the longer campaign in benchmarks/."""
     argv = [sys.executable, str(CAMPAIGN), "--starts", "3", "--seed", "7", "--folder", str(login.folder)]
     done = login.run(argv, timeout_s=150)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -33,7 +33,7 @@ def config(login: Login) -> Path:
 
 @pytest.mark.slow(seconds=50)
 def test_preempted_again_and_again(login: Login, config: Path, expected: Curve) -> None:
-    """This test uses submitit.
+    """The run uses submitit.
 
     `test_signals` preempts sbatch, whose run ends in the test of the time limit.
     """
@@ -92,7 +92,7 @@ def test_a_rank_and_then_a_host_die(login: Login, config: Path, expected: Curve)
 
 @pytest.mark.slow(seconds=20)
 def test_what_must_not_start_again(login: Login, config: Path) -> None:
-    """After a person's scancel, and after failures that would only repeat, the run ends with a root cause."""
+    """The run ends with a root cause after a person's scancel, and after failures that would repeat."""
     login.script(survival.WAITS_IN_EACH_STEP + survival.BUGS, "sitecustomize.py")
     login.script("import time\nimport no_such_module\n", "bad.py")
     one = ("--nodes", "1", "--name")

@@ -29,7 +29,7 @@ def quickstart(login: Login, num_ranks: int, *args: str) -> RunDir:
 
 
 def test_four_ranks_on_two_hosts(login: Login) -> None:
-    """This test uses submitit with two ranks per node.
+    """The run uses submitit with two ranks per node.
 
     The README trains with sbatch and one task per rank.
     """

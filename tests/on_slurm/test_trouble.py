@@ -41,7 +41,7 @@ class FakeSbatch:
         self.does('exec $real "$@"')
 
     def does(self, body: str) -> None:
-        """Replace the body of the wrapper, in which `$real` is the real sbatch."""
+        """Replace the body of the wrapper, where `$real` is the real sbatch."""
         program = self.folder / "sbatch"
         program.write_text(f"#!/bin/bash\necho >> {self.folder}/calls\nreal={self.real}\n{body}\n")
         program.chmod(0o755)

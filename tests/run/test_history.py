@@ -179,7 +179,7 @@ def test_damaged_events_are_skipped(damaged: dict[str, object], tmp_path: Path) 
 
 
 def test_a_refresh_of_1024_ranks_takes_little_time(tmp_path: Path) -> None:
-    """With one refresh every 2 s, 100 ms are 5 % of a core. Most of this time is for the terminal."""
+    """A refresh of 100 ms every 2 s takes 5 % of a core. Most of this time is for the terminal."""
     run = watched_runs.large(tmp_path / "large")
     history = RunHistory(run)
     spent = []

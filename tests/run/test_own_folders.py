@@ -20,7 +20,7 @@ as_root = pytest.mark.skipif(UID != 0, reason="only root can act as somebody els
 
 @pytest.fixture
 def shared(tmp_path: Path) -> Path:
-    """Return a folder in which everybody can create files, like /tmp."""
+    """Return a folder where everybody can create files, like /tmp."""
     folder = tmp_path / "shared"
     folder.mkdir()
     folder.chmod(0o1777)
@@ -141,7 +141,7 @@ def test_no_library_uses_what_a_neighbour_has_put_into_tmp(shared: Path) -> None
     names = [f"torchinductor_{getpass.getuser()}", getpass.getuser(), "cache", ".tensorboard-info"]
     names += ["quack_generated_epilogues"]
     as_other(PLANTS.format(names=names), shared)
-    # A process in which torch has compiled something passes on such variables.
+    # A process passes on such variables after torch has compiled something.
     inherited = {
         "TORCHINDUCTOR_CACHE_DIR": f"{shared}/{names[0]}",
         "TRITON_CACHE_DIR": f"{shared}/{names[0]}/triton/0",

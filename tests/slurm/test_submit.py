@@ -212,7 +212,7 @@ def test_lost_again_and_again_ends(fake: FakeSlurm, script: Path, monkeypatch: p
 
 
 def test_a_site_that_rewrites_comments(fake: FakeSlurm, script: Path) -> None:
-    """Without its token, a job is recognized by its script.
+    """A job without its token is recognized by its script.
 
     An older job of the same script does not count.
     """
@@ -228,7 +228,7 @@ def test_a_site_that_rewrites_comments(fake: FakeSlurm, script: Path) -> None:
 
 
 def test_a_site_that_rewrites_comments_and_prints_more(fake: FakeSlurm, script: Path) -> None:
-    """Of several jobs with one script, only a new one with the printed id counts."""
+    """Only a new job with the printed id counts, among several jobs with one script."""
     now = "$(/bin/date +%s)"
     fake.add("sbatch", "echo 4821; echo 9; echo 7")
     fake.add("squeue", f"{LISTING} 4821 1700000000 x /x; {LISTING} 8 {now} x /x; {LISTING} 9 {now} x /x")

@@ -1,4 +1,4 @@
-"""Runs a rank in which one bit of one activation's gradient flips in one step."""
+"""Runs a rank where one bit of one activation's gradient flips in one step."""
 
 from __future__ import annotations
 

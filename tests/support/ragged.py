@@ -1,4 +1,4 @@
-"""Provides batches in which every sample has a different length."""
+"""Provides batches whose samples all have different lengths."""
 
 from __future__ import annotations
 

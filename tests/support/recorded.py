@@ -10,7 +10,7 @@ WIDTH = 130
 
 
 def filled_json(value: object, indent: int = 0) -> str:
-    """Return JSON in which an object or a list takes one line if it fits, and otherwise a line per item."""
+    """Return JSON where an object or a list takes one line if it fits, and otherwise a line per item."""
     line = json.dumps(value, ensure_ascii=False)
     if not isinstance(value, dict | list) or not value or len(line) + indent <= WIDTH:
         return line

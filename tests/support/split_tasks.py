@@ -104,7 +104,7 @@ NAMES: dict[str, str | ParallelStyle] = {
 
 
 def sequence_plan() -> dict[str, str | ParallelStyle]:
-    """Return a plan with torch's styles, in which the residual stream is sharded along the sequence."""
+    """Return a plan with torch's styles that shards the residual stream along the sequence."""
     return {
         "embed": RowwiseParallel(input_layouts=Replicate()),
         "positions": PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1)),

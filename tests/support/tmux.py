@@ -1,4 +1,4 @@
-"""Provides a real terminal in which a test types: a window of a separate tmux server."""
+"""Provides a real terminal for the input of a test: a window of a separate tmux server."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ NAMES = ("tokens", "labels", "sample_keys")
 
 @dataclass
 class NumberedSamples:
-    """A dataset in which sample i begins with the token 1000 x i."""
+    """A dataset whose sample i begins with the token 1000 x i."""
 
     num_samples: int = 50
     seq_len: int = SEQ_LEN

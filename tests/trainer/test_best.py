@@ -123,7 +123,7 @@ def test_a_metric_that_never_comes_ends_the_run_at_once(tmp_path: Path, metric: 
 def test_the_upload_of_the_best_one_is_waited_for_as_a_save(
     trainer: Any, monkeypatch: pytest.MonkeyPatch, phase: Any
 ) -> None:
-    """In another phase, the upload would soon count as a hang."""
+    """The upload would soon count as a hang in another phase."""
     waited_in = []
     finish = trainer.saver.finish
 
@@ -163,7 +163,7 @@ def test_the_last_upload_is_waited_for_as_a_save(
     [
         ({"every_steps": 4}, 1, True),
         ({"every_steps": 4}, 4, True),
-        ({"every_steps": 4}, 9, False),  # the next validation is the one at the end
+        ({"every_steps": 4}, 9, False),  # the next save is the one at the end
         ({"every_steps": 4, "async_save": False}, 1, False),
         ({"every_minutes": 5}, 9, True),
         ({"best_metric": "val_loss"}, 1, True),

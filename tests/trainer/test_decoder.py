@@ -172,7 +172,7 @@ def test_all_blocks_share_one_compiled_graph(
 
 @pytest.mark.slow
 def test_blocks_that_recompute_are_compiled_all_the_same() -> None:
-    """These blocks recompute fully. test_layouts.py trains with selective recomputation."""
+    """The blocks recompute fully. test_layouts.py trains with selective recomputation."""
     from torch._dynamo.utils import counters
 
     torch.compiler.reset()

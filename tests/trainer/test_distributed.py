@@ -450,7 +450,7 @@ def test_a_rank_of_another_job_at_the_same_address(port: int, nonce: str) -> Non
 
 
 def test_a_store_that_no_rank_0_has_made(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For example, another training program listens on the port first."""
+    """Another training program, for example, listens on the port first."""
     monkeypatch.setattr(module, "IDENTITY_TIMEOUT", SOON)
     other = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     with pytest.raises(TrainkitError, match="has reached another job"):

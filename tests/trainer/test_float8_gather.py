@@ -40,7 +40,7 @@ CASES = [
 NAMES = [case.name for case in CASES]
 COUNTED = "shard", "replicate-shard"
 WAYS = ("bf16", "float8")
-"""The types in which weights are gathered."""
+"""The types of gathered weights."""
 
 
 class _CountTalk(DispatchMode):

@@ -138,7 +138,7 @@ def test_the_line_is_greppable(
 def test_a_full_disk_keeps_the_records_and_writes_them_later(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, ends: bool
 ) -> None:
-    """They are written with the next record, or after the last save at the end of a training run."""
+    """The records are written with the next one, or after the last save of a training run."""
     with small_disk(tmp_path / "disk", "64k") as disk:
         metrics = metrics_of(disk)
         write(metrics, step=1)
@@ -256,7 +256,7 @@ def test_nothing_written_leaves_nothing_behind_that_breaks_the_reader(tmp_path: 
 
 
 def test_a_folder_that_was_moved_is_not_made_again(tmp_path: Path) -> None:
-    """Before the run notices the move, its next files would be separate from the others."""
+    """New files would be separate from the others until the run notices the move."""
     run = RunDir(tmp_path / "moved away")
     log = TensorBoardLog(run, 1)
     log.write(1, scalars(1, loss=0.5))

@@ -48,7 +48,7 @@ COMMON = (
 )
 PROFILED = ("profiler.start_step=2", "profiler.num_steps=2", "profiler.memory=true")
 SCHEDULE = "1f1b" if torch.__version__ < "2.12" else "zbv"
-"""Before its first step, torch 2.11 has each stage send to the next, which gloo cannot do on one rank."""
+"""torch 2.11 has each stage send to the next before its first step, which gloo cannot do on one rank."""
 BF16, TASK = "precision.dtype=bf16", f"task={Path(tasks.__file__)}:Classify"
 
 

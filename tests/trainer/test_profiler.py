@@ -13,7 +13,7 @@ from trainkit.trainer.profiler import ProfileWindow, covered_s, summary_of
 
 
 def run(folder: Path, config: ProfilerConfig, steps: int = 6) -> list[str]:
-    """Pretend to train, and return the names of the trace's events, in which each step has one."""
+    """Pretend to train, and return the names of the trace's events. Each step has one."""
     window = ProfileWindow(config, folder, ALONE)
     for step in range(1, steps + 1):
         window.before(step)

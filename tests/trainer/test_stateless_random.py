@@ -25,7 +25,7 @@ def correlation(a: Tensor, b: Tensor) -> float:
 
 
 class TestGoldenValues:
-    """With other values, every resumed run would continue with other noise."""
+    """A change of these values would make every resumed run continue with other noise."""
 
     def test_keys(self) -> None:
         assert [stable_key("a"), stable_key("dropout", 3), stable_key(0, "sample")] == [

@@ -226,7 +226,7 @@ def test_a_damaged_or_missing_checkpoint_is_refused(saved: Path, tmp_path: Path)
 
 
 def test_a_resume_does_not_start_again(saved: Path, tmp_path: Path) -> None:
-    """At that time, the run has checkpoints itself."""
+    """The run then has checkpoints itself, and uses them."""
     source = tmp_path / "moved"
     saved.rename(source)
     options = ["train.steps=4", "checkpoint.every_steps=1", f"model.init_from={source}"]

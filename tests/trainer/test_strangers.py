@@ -55,7 +55,7 @@ def refuses(function: Callable[[], object]) -> None:
 
 
 def exchange(world: World, folder: Path) -> None:
-    """Run an exchange in which rank 1 of two is first a rank of the attempt, and then a stranger."""
+    """Run an exchange where rank 1 of two is first a rank of the attempt, and then a stranger."""
     own = replace(world, nonce=NONCE)
     stranger = replace(world, nonce=OTHER)
     assert broadcast_from_main(VALUE if own.is_main else None, own) == VALUE

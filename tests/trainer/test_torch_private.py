@@ -40,7 +40,10 @@ def is_private(name: str) -> bool:
 
 
 def uses(tree: ast.Module, *, trains: bool) -> Iterator[tuple[int, str]]:
-    """Yield the line and private name of each use in a module. With `trains`, the module handles torch's objects."""
+    """Yield the line and the private name of each use of torch in a module.
+
+    Set `trains` if the module handles torch's objects.
+    """
     nodes = list(ast.walk(tree))
     others = {
         alias.asname or alias.name

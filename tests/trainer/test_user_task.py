@@ -82,7 +82,7 @@ def test_a_resume_continues_the_same_curve(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_last_batch_of_the_epochs_is_smaller(tmp_path: Path) -> None:
-    """With 21 samples and 16 per step, some ranks have no sample in the last step."""
+    """Some ranks have no sample in the last step with 21 samples and 16 per step."""
     epochs = [*COMMON, "task_args.samples=21", "train.steps=null", "train.epochs=2"]
     cases = [Case("fsdp", 4, {"dp_shard": 4}), Case("ddp", 4, {"dp_replicate": 4})]
     run_cases(tmp_path, [Case("alone", 1, {}), *cases], epochs)

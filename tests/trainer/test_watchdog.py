@@ -122,7 +122,7 @@ if os.environ.get("RANK") == "1" and "trainkit.trainer" in sys.orig_argv:
         return give(self)
     PrefetchedBatches.__next__ = give_or_hold
 """
-"""A sitecustomize.py in which rank 1 waits forever in C, without releasing the interpreter's lock."""
+"""A sitecustomize.py that makes rank 1 wait forever in C, without releasing the interpreter's lock."""
 
 
 @contextmanager

@@ -116,7 +116,7 @@ def close_as_the_next_start_does(run: RunDir, slurm: Slurm) -> None:
 
 
 def test_the_queue_is_no_progress(run: RunDir) -> None:
-    """For a trainer without checkpoints only run time counts as progress, not time in the queue."""
+    """Only run time counts as progress of a trainer without checkpoints, not time in the queue."""
 
     def progress() -> int:
         return progress_of(run.attempt(1), record_of(run.attempt(1)))

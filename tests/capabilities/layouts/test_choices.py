@@ -1,4 +1,4 @@
-"""Tests which layouts are offered, in which order, and how they are described."""
+"""Tests the offered layouts, their order, and their descriptions."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -145,7 +145,7 @@ def test_another_layout_is_compared_within_rounding(folders: tuple[RunDir, RunDi
 
 
 def test_rounding_is_no_error(folders: tuple[RunDir, RunDir]) -> None:
-    """On another layout, a growing difference is rounding, and a sudden one is an error."""
+    """A growing difference on another layout is rounding, and a sudden difference is an error."""
     other = Layout(dp_shard=2, tp=2)
     for step, difference in ((1, 1e-4), (2, 2e-3), (3, 4e-2), (4, 0.2)):
         record(folders[1], step, loss=(2.0 + step) * (1 - difference))
@@ -159,7 +159,7 @@ def test_rounding_is_no_error(folders: tuple[RunDir, RunDir]) -> None:
 
 
 def test_other_versions_round_differently(folders: tuple[RunDir, RunDir]) -> None:
-    """With another torch, different bits are no error unless the difference is large."""
+    """Different bits with another torch are no error unless the difference is large."""
     facts = {"torch": "2.8.0", "processor": "H100", "threads": 4, "data": "one"}
     start(folders[0], 1, 0, **facts)
     start(folders[1], 1, 0, **{**facts, "torch": "2.9.1", "threads": 1})

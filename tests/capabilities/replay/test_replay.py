@@ -142,7 +142,7 @@ def test_a_flipped_bit_in_a_gradient_names_the_rank_and_the_host(
     assert (found["culprit"]["ranks"], found["culprit"]["hosts"]) == ([1], ["n1"])
     assert "before the reduction" in found["culprit"]["what"]
 
-    # A replay of a later step from the checkpoint before the flip shows in which step the flip occurred.
+    # A replay of a later step from the checkpoint before the flip shows the step of the flip.
     assert main(["replay", str(run), "--step", "3..4"]) == 1
     text = capsys.readouterr().out
     assert (

@@ -411,7 +411,7 @@ ON_TWO_RANKS = {
 @pytest.mark.slow(seconds=3)
 @pytest.mark.parametrize("case", ON_TWO_RANKS)
 def test_found_by_two_ranks(case: str) -> None:
-    """These mistakes show only with two ranks."""
+    """Some mistakes show only with two ranks."""
     before, after, message, hint = ON_TWO_RANKS[case]
     assert before in CODE
     problems = smoke(config_of(CODE.replace(before, after) + SHARDS))

@@ -69,7 +69,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     ]
     argv = ["server", *store, "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     with (folder / "log").open("wb") as log:
-        # This setting would start processes for evaluations, each of which imports mlflow.
+        # This setting would start processes for evaluations, and each process would import mlflow.
         environ = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
         words = [sys.executable, "-m", "mlflow", *argv]
         proc = subprocess.Popen(words, cwd=folder, env=environ, stdout=log, stderr=log, process_group=0)
