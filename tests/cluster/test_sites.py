@@ -14,7 +14,7 @@ import yaml
 from tests.support.fake_slurm import FakeSlurm
 from trainkit.cli.main import main
 
-# Where it was seen | Gres of a node | the GPUs that `init` writes
+# The source of the row | Gres of a node | the GPUs that `init` writes
 GRES = """
 slurm docs            | gpu                                          | 1
 slurm docs            | gpu:2                                        | 2
@@ -86,7 +86,7 @@ FULL = (
     "PreemptMode=OFF SelectTypeParameters=NONE JobDefaults=DefMemPerGPU=29440 "
     "TRES=cpu=64,mem=250G,node=1,gres/gpu=4 TRESBillingWeights=CPU=1.0,Mem=0.25G,GRES/gpu=9.0"
 )
-# The fields of a partition | what `init` writes of it | options, and what check says to them
+# The fields of a partition | the profile that `init` writes | options, and the answer of `check`
 PARTITIONS = """
 Default=YES MaxTime=6-00:00:00 DefaultTime=01:00:00 MaxNodes=1 MinNodes=0 MaxMemPerNode=UNLIMITED State=UP
     default: true, max_time: '6-00:00:00', default_time: '01:00:00', max_nodes: 1

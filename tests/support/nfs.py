@@ -43,7 +43,10 @@ RETRY_LOCK_S = 0.05
 
 @contextmanager
 def nfs_clients(folder: Path, *mount_points: Path) -> Iterator[None]:
-    """Mount `folder` at each of the mount points, each as a separate client. They need not exist."""
+    """Mount `folder` at each of the mount points, each as a separate client.
+
+    The mount points need not exist.
+    """
     with contextlib.ExitStack() as stack:
         for mount_point in mount_points:
             stack.enter_context(_client(folder, mount_point))

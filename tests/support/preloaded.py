@@ -1,4 +1,4 @@
-"""Imports what ranks in tests need, once for all of them. See `tests.support.ranks`."""
+"""Imports the modules for ranks in tests, once for all of them. See `tests.support.ranks`."""
 
 import torch.distributed.pipelining  # noqa: F401
 

@@ -1,4 +1,4 @@
-"""Imports what ranks with a model of transformers need, once for all. See `tests.support.ranks`."""
+"""Imports the modules for ranks with a model of transformers, once for all. See `tests.support.ranks`."""
 
 import contextlib
 

@@ -6,8 +6,8 @@ Operations that a GPU refuses are refused: those that mix devices, NCCL for tens
 tensors of a GPU, pinning a tensor on a GPU, and reading it with numpy. Waits of the host, copies and
 collectives are recorded.
 
-There are no kernels, streams or memory of a GPU, so a test shows the operations and their order, but not their
-speed.
+There are no kernels, streams or memory of a GPU, so a test shows the operations and their order,
+but not their speed.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ def test_states_that_grow_and_parameters_without_gradient(tmp_path: Path) -> Non
 
 
 def test_an_exception_is_shown_and_recorded_with_its_line(tmp_path: Path) -> None:
-    """The same holds at the end of the run, which rank 0 records in spite of its exception."""
+    """The same is true at the end of the run, which rank 0 records in spite of its exception."""
     assert start(tmp_path, 2, 12, 0, "raises") == [1, 1]
     line = SCRIPT.partition('{}["column"]')[0].count("\n") + 1
     attempt = RunDir(tmp_path / "run").attempt(1)
