@@ -174,7 +174,7 @@ def test_all_problems_in_one_pass(config: str, capsys: pytest.CaptureFixture[str
 
 
 def _keys(err: str) -> list[str]:
-    """The keys of the problems in an error message, in order."""
+    """Return the keys of the problems in an error message, in order."""
     found = [re.search(r"(?<=: )[a-z_]+(\.[a-z_]+)?(?=: )", line) for line in err.splitlines()]
     return [match[0] for match in found if match is not None]
 

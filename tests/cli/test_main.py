@@ -83,7 +83,7 @@ def test_every_command_has_help_with_examples(name, capsys):
 
 
 def commands():
-    """Return every command and subcommand, by its words on the command line."""
+    """Yield every command and subcommand, with its words on the command line."""
     for name in COMMANDS:
         command = load_command(name)
         context = click.Context(command)

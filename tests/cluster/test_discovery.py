@@ -107,7 +107,7 @@ def test_partitions() -> None:
 
 
 def test_nodes_that_are_alike_are_counted_together() -> None:
-    """The group has the CPUs and memory that jobs can use."""
+    """Equal nodes form one group, with the CPUs and memory that jobs can use."""
     a100 = NodeKind(1, 56, 500000, {"a100": 4}, ("ib",))
     assert parse_nodes(NODES) == {
         "cpu": (NodeKind(2, 30, 120000),),

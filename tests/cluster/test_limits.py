@@ -58,7 +58,7 @@ def test_what_fits() -> None:
 
 @pytest.mark.parametrize("parents", [None, ("bio", "root")])
 def test_a_partition_accepts_the_accounts_below_its_own(parents: tuple[str, ...] | None) -> None:
-    """Slurm has accepted them since 23.02. An account with unknown parents is accepted too."""
+    """Slurm has accepted sub-accounts since 23.02. An account with unknown parents is accepted too."""
     account, partition = Account("physics", True, parents=parents), replace(GPU, allowed_accounts=("bio",))
     for version, number in (((23, 2), 0), ((22, 5), 1)):
         cluster = replace(WEST, slurm_version=version, accounts=(account,), partitions=(partition,))

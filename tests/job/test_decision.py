@@ -67,7 +67,7 @@ def after(end, *past, policy=POLICY, options=HERE):
 
 @pytest.mark.parametrize("kind", ["bdb.BdbQuit", "BdbQuit"])
 def test_a_person_who_quits_the_debugger(kind):
-    """The run is a script, as its log shows, or a task."""
+    """The debugger belongs to a script, as its log shows, or to a task."""
     end = ended([1, 143], failure=RankFailure(type=kind))
     decision = after(replace(end, attended_in="debugger"))
     assert (decision.action, decision.reason, decision.cause) == ("stopped", "stopped in the debugger", None)

@@ -79,7 +79,7 @@ def test_as_in_the_tables_of_torch(schedule: PipelineSchedule) -> None:
 @pytest.mark.parametrize("gradients", [0.0, 0.5, 2.0])
 @pytest.mark.parametrize("schedule", DEFERRED_WEIGHT_GRADS)
 def test_worst_times_are_those_of_the_tables(schedule: PipelineSchedule, gradients: float) -> None:
-    """Return the estimate and the worst time in torch's tables.
+    """The estimate is never below the worst time in torch's tables.
 
     `gradients` is the size of a stage's weight gradients in float32, relative to the memory of a pass. The
     estimate always includes the gradients of the latest pass, and is at most 43 % above the tables.

@@ -90,7 +90,7 @@ def test_large_ends_are_units_of_their_own() -> None:
 
 
 def check_inputs(world: World, layout: Layout) -> None:
-    """The rotation table stays float32, and the residual stream has one type in every unit."""
+    """Check that the rotation table stays float32, and the residual stream has one type in all units."""
     data_parallel.MIN_UNIT_BYTES = 1
     mesh = torch.distributed.init_device_mesh(
         "cpu", (layout.dp_replicate, layout.dp_shard), mesh_dim_names=("dp_replicate", "dp_shard")

@@ -169,7 +169,7 @@ def test_mlflow_store(run: RunDir, position: Path, tmp_path: Path) -> None:
     for name in ("loss", "val_loss", "tokens_per_s"):
         assert mlflow_curve(client, found.info.run_id, name) == curve(run, name), name
     assert list((tmp_path / "store" / "artifacts").rglob("attempt-*.yaml"))
-    client.delete_run(found.info.run_id)  # so the run is sent again
+    client.delete_run(found.info.run_id)  # the deleted run is sent again
     assert RunTracker(run, "mlflow", settings).update("finished", closes=True).num_sent == 20
     assert the_run(client).info.run_id != found.info.run_id
 
