@@ -1,4 +1,4 @@
-"""Makes all tests independent of the machine and of the environment they are started in."""
+"""Makes all tests independent of the machine and of the environment where they start."""
 
 import gc
 import itertools
@@ -15,7 +15,7 @@ from tests.support import said
 hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
 
-# Importing all tests allocates much and frees little: collections of garbage would take a third of that time.
+# Importing all tests allocates a lot and frees little, so garbage collection would take a third of the time.
 gc.disable()
 
 pytest_plugins = ["tools.slurm_cluster.plugin", "tools.second_try"]
@@ -25,7 +25,7 @@ FOREIGN = ("TRAINKIT_", "SLURM_", "SBATCH_")
 FOREIGN_NAMES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("NO_COLOR", "FORCE_COLOR"),
-    # With it, every process that a test starts compiles all its modules again.
+    # With this variable, every process that a test starts would compile all its modules again.
     "PYTHONDONTWRITEBYTECODE",
 )
 
@@ -35,8 +35,8 @@ HANDLED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.
 
 @pytest.fixture(scope="session", autouse=True)
 def isolated_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """No variables that trainkit reads, and a home of this process for what several tests share."""
-    # Under `make test &` a shell without job control has set these to be ignored, `nohup` the last one, and
+    """Remove the variables that trainkit reads, and give this process a home for files that tests share."""
+    # Under `make test &`, a shell without job control ignores these signals. `nohup` ignores SIGHUP, and
     # children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
@@ -46,7 +46,7 @@ def isolated_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
             if name.startswith(FOREIGN) or name in FOREIGN_NAMES:
                 patch.delenv(name)
         _move_in(tmp_path_factory.mktemp("home"), patch)
-        # Prepared data is never changed: all processes of one run share it.
+        # Prepared data is never changed, so all processes of one test run share it.
         folder = tmp_path_factory.getbasetemp()
         is_one_of_many = "PYTEST_XDIST_WORKER" in os.environ
         patch.setenv("XDG_CACHE_HOME", str((folder.parent if is_one_of_many else folder) / "cache"))
@@ -57,7 +57,7 @@ def isolated_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
 def home_of_its_own(
     isolated_environment: None, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[None]:
-    """Give each test its own home and environment: no test sees the runs or variables of another."""
+    """Give each test a separate home and environment, without the runs or variables of other tests."""
     said.begin(request.node)
     before = dict(os.environ)
     with pytest.MonkeyPatch.context() as patch:
@@ -69,14 +69,14 @@ def home_of_its_own(
 
 
 def _move_in(home: Path, patch: pytest.MonkeyPatch) -> None:
-    """Set the folders in which trainkit keeps its state and its config; they need not exist."""
+    """Set the folders of trainkit's state and config, which need not exist."""
     patch.setenv("XDG_STATE_HOME", str(home / "state"))
     patch.setenv("XDG_CONFIG_HOME", str(home / "config"))
 
 
 @pytest.fixture(autouse=True)
 def restored_signals() -> Iterator[None]:
-    """Undo what a supervisor that a test calls has blocked or ignored."""
+    """Restore the signals that a supervisor, called by a test, has blocked or ignored."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     handlers = {number: signal.getsignal(number) for number in HANDLED}
     yield
@@ -90,10 +90,10 @@ def restored_signals() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start the longest tests first, and those that wait for Slurm next to those that compute.
+    """Start the longest tests first, and alternate tests that wait for Slurm with tests that compute.
 
-    A worker that is left with a long one at the end delays everything, and so do workers that all wait, and
-    later all compute.
+    A long test at the end would delay the whole run, and so would workers that all wait first and all compute
+    later.
     """
     units: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -104,13 +104,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is there now stays: no collection of garbage looks at it again."""
+    """Exclude all current objects from garbage collection."""
     gc.freeze()
     gc.enable()
 
 
 def _side_by_side(units: list[list[pytest.Item]]) -> list[list[pytest.Item]]:
-    """Units with and without a cluster in turns, so that both kinds come to their end at the same time."""
+    """Alternate units with and without a cluster, so that both kinds end at about the same time."""
     starts: list[tuple[float, list[pytest.Item]]] = []
     for waits in (True, False):
         kind = [unit for unit in units if (unit[0].get_closest_marker("cluster") is not None) == waits]

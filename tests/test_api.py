@@ -1,4 +1,4 @@
-"""Runs from Python: what `trainkit.submit` and its like start, return and raise."""
+"""Tests runs from Python: what `trainkit.submit` and similar functions start, return and raise."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ LIMIT_S = 120.0
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, and an own list of runs."""
+    """Return the current folder, with a separate list of runs."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / ".state"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / ".config"))
@@ -103,7 +103,7 @@ def sleep_while(file: Path) -> str:
 
 
 class Counts:
-    """Counts to a number; after a notice where it was."""
+    """Counts to a number. After a stop signal, it continues where it was."""
 
     def __init__(self) -> None:
         self.number, self.saved_at = 0, 0
@@ -133,7 +133,7 @@ def wait_until_running(run: api.Run) -> None:
     while not list(run.path.glob("attempts/001/results")):
         assert time.monotonic() < deadline_s, run.status
         time.sleep(0.05)
-    time.sleep(0.5)  # until the call has begun
+    time.sleep(0.5)  # the call begins within this time
 
 
 def test_the_import_is_lazy() -> None:
@@ -148,7 +148,8 @@ def test_the_import_is_lazy() -> None:
         trainkit.sumbit  # noqa: B018
     for name in trainkit.__all__:
         assert getattr(trainkit, name) is not None
-    # A package trainkit.submit would replace the function of that name when a part of it is imported.
+    # A package trainkit.submit would replace the function of that name when a module of the package is
+    # imported.
     parts = {file.parent.name for file in (ROOT / "trainkit").glob("*/__init__.py")}
     parts |= {file.stem for file in (ROOT / "trainkit").glob("*.py")}
     assert not parts & {*trainkit.__all__}
@@ -224,7 +225,7 @@ def test_what_is_refused(arguments: tuple, options: dict, message: str) -> None:
 
 
 PROBLEMS: list[tuple[TrainkitError, str, str]] = [
-    # an error, its text and its hint
+    # Each case is an error, its text and its hint.
     (
         ConfigError([Problem("seed", "is odd", "x.yaml:3", "make it even")]),
         "x.yaml:3: seed: is odd",
@@ -275,7 +276,7 @@ def train(lr: float, *sizes: int, config: object = None, **more: object) -> None
 
 
 class Asked:
-    """As a trial of Optuna."""
+    """Has the attributes of a trial of Optuna."""
 
     number = 3
 
@@ -421,7 +422,7 @@ trainkit.submit(add)  #: Argument 1 to "submit" has incompatible type
 trainkit.submit(add, 1, 2, 3)  #: Argument 1 to "submit" has incompatible type
 trainkit.submit(5)  #: Argument 1 to "submit" has incompatible type "int"
 """
-"""Lines, with what a type checker says of them."""
+"""Lines of code, each with the type checker's answer."""
 
 
 @pytest.mark.slow(seconds=10)
@@ -453,7 +454,7 @@ def test_a_name_of_several_runs_is_refused(folder: Path) -> None:
 
 
 class Ends(api.Run[int]):
-    """A run that has ended when it was looked at some times."""
+    """A run that has ended after it was polled a number of times."""
 
     def __init__(self, label: str, looks: float) -> None:
         self.label, self.looks = label, looks
@@ -503,12 +504,12 @@ def test_a_group_is_asked_once_a_round_and_no_faster_than_it_is_due(
 
 
 def plain(shown: Any) -> str:
-    """A table without its styles."""
+    """Return a table without its styles."""
     return str(shown._repr_html_()).replace(LEFT, "")
 
 
 def ended_run(folder: Path, content: bytes | None = None, state: str = "finished") -> api.Run[object]:
-    """A run of a function whose rank 0 has left this file."""
+    """Return an ended run of a function whose rank 0 has left a file with this content."""
     run = RunDir(folder / "runs" / "made")
     run.path.mkdir(parents=True)
     attempt = run.attempt(1)
@@ -524,7 +525,7 @@ def ended_run(folder: Path, content: bytes | None = None, state: str = "finished
 
 
 class Broken:
-    """A value that is pickled and cannot be loaded."""
+    """A value that can be pickled but not loaded."""
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return __import__, ("no_such_module_anywhere",)
@@ -557,7 +558,7 @@ def test_what_a_table_shows_of_a_result(
 
 
 METRICS: list[tuple[str, str, bool]] = [
-    # lines of metrics.jsonl, what the table has, and whether it has a curve
+    # Each case has lines of metrics.jsonl, the content of the table, and whether the table has a curve.
     ("", "</table>", False),
     ('{"step": 1, "loss": 2.5}\n', "<td>2.5</td>", False),
     ('{"step": 1, "loss": 2.5}\n{"step": 2, "loss": 1.5}\n', "<td>1.5</td>", True),
@@ -653,7 +654,7 @@ def test_a_handle_is_small_and_an_await_can_time_out(folder: Path) -> None:
     handles = [api.Run(run.path) for _ in range(50)]
     assert len([*Path("/proc/self/fd").iterdir()]) == before
     with pytest.raises(asyncio.TimeoutError):
-        asyncio.run(_value(run, 0.5))  # which joins the threads of its loop
+        asyncio.run(_value(run, 0.5))  # the call joins the threads of its loop
     file.unlink()
     assert pickle.loads(pickle.dumps(handles[-1])).result(LIMIT_S) == "woken"
     group = api.map_array(sleep_while, [folder / "no", file])
@@ -708,7 +709,7 @@ def test_a_notice_a_cancel_and_a_resume(folder: Path) -> None:
     assert saved_at > 0
     run = api.submit(CountsInSubmitit(), 10, folder / "later", name="cancelled")
     wait_until_running(run)
-    # By another process, as a colleague on the same account would.
+    # Another process cancels the run, as a colleague on the same account would.
     subprocess.run([sys.executable, "-m", "trainkit", "cancel", "cancelled"], check=True, env=os.environ)
     error = run.exception(LIMIT_S)
     assert isinstance(error, trainkit.RunError)
@@ -733,7 +734,7 @@ def test_a_training_and_a_command(folder: Path) -> None:
 
 @pytest.mark.slow(seconds=10)
 def test_the_examples_of_the_docs(folder: Path) -> None:
-    """submitit's and trainkit's print the same."""
+    """The examples of submitit and of trainkit print the same."""
     text = (ROOT / "docs" / "coming-from.md").read_text()
     blocks = dict(re.findall(r"```python ?(\w*)\n(.*?)```", text, re.DOTALL))
     assert blocks.keys() == {"", "submitit", "trainkit"}

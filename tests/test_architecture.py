@@ -1,4 +1,4 @@
-"""The shape of the code, read from its syntax trees: who may import whom, and what every module owes."""
+"""Checks the shape of the code in its syntax trees: the allowed imports, and the rules for every module."""
 
 from __future__ import annotations
 
@@ -69,24 +69,27 @@ SIZES = {
     "trainkit/trainer": (38, 9_616),
     "tests": (423, 71_474),
 }
-"""Folder -> (files, lines) of its Python code: a change may lower them, and needs a reason to raise them."""
+"""Maps a folder to its number of Python files and lines.
+
+A change may lower the numbers, and needs a reason to raise them.
+"""
 SLACK = (2, 100)
-"""By so much the code may be smaller before `SIZES` is lowered."""
+"""The difference in files and lines at which `SIZES` must be lowered."""
 
 ALLOWED = {
-    # What everybody may know.
-    "__init__": set(),  # the version, and by their names what the Python API is
+    # Every module may import these.
+    "__init__": set(),  # has the version, and imports the Python API by name when it is first used
     "errors": set(),
-    "capability": {"errors"},  # and, for type checkers alone, the nouns of its contract
+    "capability": {"errors"},  # imports the types of its contract for type checkers only
     "shipped": {"capability", "errors"},
-    "backend": {"errors", "run"},  # likewise
+    "backend": {"errors", "run"},  # imports the types of its contract for type checkers only
     "folders": {"errors"},
     "trust": {"errors", "folders"},
     "locks": set(),
     "terminal": set(),
     "formats": {"terminal"},
     "extras": set(),
-    # What is asked for, and what will run: pure.
+    # These modules decide what is requested and what will run, without side effects.
     "config": {"capability", "shipped", "errors", "folders", "formats", "trust"},
     "data": {"capability", "shipped", "errors", "folders", "formats", "run", "config.training"},
     "quoting": {"errors"},
@@ -109,7 +112,7 @@ ALLOWED = {
         "cluster",
         "data.checks",
     },
-    # Inside the allocation.
+    # These modules run inside the allocation.
     "job": {
         *(
             "capability",
@@ -124,9 +127,9 @@ ALLOWED = {
             "plan",
         ),
         *("scheduler", "slurm", "trust", "cluster.bad_nodes"),
-        "cluster.machine",  # for its driver and cores
+        "cluster.machine",  # the driver and cores of the machine
     },
-    # Where it executes: all that is of one scheduler, or of one machine.
+    # Everything about one scheduler, or about one machine, is in its backend.
     "backends": {
         *(
             "backend",
@@ -142,24 +145,25 @@ ALLOWED = {
         ),
         *("scheduler", "slurm"),
         *("trust", "job"),
-        *("config", "cluster"),  # what their drafts plan a run from
+        *("config", "cluster"),  # the drafts plan a run from these
     },
-    # How it gets there.
+    # These modules start a run.
     "launch": {
         *("capability", "shipped", "extras", "errors", "folders", "locks", "run", "formats"),
         *("config", "cluster", "plan", "quoting", "scheduler", "slurm", "backend", "backends"),
-        "data.checks",  # what is known of the data before a plan is made
+        "data.checks",  # the facts about the data before a plan is made
         "job.processes",
-        *("observe.group", "observe.status", "observe.current"),  # `--after` waits for what `status` shows
-        "function",  # whose runs are not repeated
+        # `--after` waits for the states that `status` shows
+        *("observe.group", "observe.status", "observe.current"),
+        "function",  # runs of functions are not repeated
     },
     "observe": {
         *("capability", "shipped", "errors", "run", "formats", "config", "plan", "scheduler", "slurm"),
-        *("backend", "backends"),  # how the jobs of runs are
-        "function",  # whose command line is not what was asked for
-        "terminal",  # which characters may be shown
+        *("backend", "backends"),  # how jobs of runs are submitted and queried
+        "function",  # the command line of a function is not the requested one
+        "terminal",  # the characters that may be shown
     },
-    # Acts on a run that is there.
+    # These modules act on an existing run.
     "control": {
         *(
             "capability",
@@ -174,15 +178,15 @@ ALLOWED = {
             "scheduler",
         ),
         *("slurm", "backend", "backends", "launch"),
-        "data.checks",  # the size of the vocabulary, which a resume compares
+        "data.checks",  # a resume compares the size of the vocabulary
         "observe.group",  # `cancel` acts on the states that `status` shows
-        "function",  # whose finished runs are called again
+        "function",  # finished runs of functions are called again
     },
-    # What a user's own task is a subclass of: the public face of the trainer.
+    # A user's task is a subclass of these public classes of the trainer.
     "safetensors": {"errors"},
     "adapters": {"extras", "errors", "config", "formats"},
     "task": {"errors", "capability", "config", "data.shards", "safetensors", "adapters"},
-    # The only one with torch, with its public face. It is named in argv, never imported.
+    # Only the trainer imports torch. The trainer is named in argv and never imported.
     "trainer": {
         *(
             "extras",
@@ -198,14 +202,14 @@ ALLOWED = {
             "adapters",
         ),
         "capability",
-        "shipped",  # where a shipped task is
+        "shipped",  # the folder of a shipped task
         *("job.signals", "job.rank_env"),
-        "cluster.machine",  # the version of its driver
+        "cluster.machine",  # the version of the machine's driver
     },
-    # The other public face of the trainer: for loops of the user's own.
+    # The other public interface of the trainer is for loops of the user.
     "loop": {
         *("errors", "folders", "run", "plan", "data.order", "job.signals", "job.rank_env", "trainer"),
-        *("capability", "shipped", "config"),  # who keeps its images, and whether TensorBoard is wanted
+        *("capability", "shipped", "config"),  # where its images are stored, and whether TensorBoard is on
     },
     "cli": {
         "terminal",
@@ -213,7 +217,7 @@ ALLOWED = {
         *("scheduler", "slurm", "job", "backend", "backends", "control", "launch", "observe"),
         *("formats", "folders", "locks", "trust"),
     },
-    # Runs from Python: what the commands do from a shell.
+    # Runs from Python do the same as the commands in a shell.
     "function": {"errors", "folders", "run"},
     "arguments": {"errors", "formats", "function"},
     "api": {
@@ -221,7 +225,7 @@ ALLOWED = {
         *("errors", "formats", "run", "config", "plan", "backend", "backends", "control", "observe"),
         *("launch", "function", "shipped"),
     },
-    # Commands and tasks that no run needs: the core names their modules, and imports none of them.
+    # No run needs these commands and tasks, so the core only names their modules and imports none of them.
     "capabilities.doctor": {  # checks machines before there is a run
         *("errors", "formats", "run", "config", "cluster", "plan", "scheduler", "slurm", "cli"),
         *("job.node", "job.preflight", "job.rank_env", "job.processes", "job.signals"),
@@ -257,7 +261,7 @@ ALLOWED = {
     "capabilities.transformers": {
         *("adapters", "errors", "formats", "config", "data.sources", "task", "safetensors", "trainer"),
     },
-    "capabilities.simulation": {  # runs a rank without the others, in a process of its own
+    "capabilities.simulation": {  # runs a rank without the others, in a separate process
         *("errors", "formats", "run", "config", "data.checks", "cluster", "plan", "cli", "job.processes"),
         *("launch.config_request", "launch.trainer_process", "trainer"),
     },
@@ -278,9 +282,9 @@ ALLOWED = {
             "data",
             "cli",
         ),
-        "launch.trainer_process",  # `data validate` of a user's own task
+        "launch.trainer_process",  # `data validate` checks a user's task
     },
-    "capabilities.replay": {  # starts ranks as the job does, in a folder of its own
+    "capabilities.replay": {  # starts ranks as the job does, in a separate folder
         *(
             "capability",
             "shipped",
@@ -301,7 +305,7 @@ ALLOWED = {
         *("errors", "folders", "run", "config", "cluster", "plan", "scheduler", "slurm", "backend", "launch"),
         "cli",
     },
-    # What is shown of runs, by commands of their own.
+    # These commands show runs.
     "capabilities.stacks": {
         *("errors", "folders", "formats", "run", "plan", "backends.jobs", "job.failure.stacks", "cli"),
     },
@@ -353,7 +357,8 @@ ALLOWED = {
         ),
         "capabilities.watch.view_text",  # a curve as a line of text
     },
-    "capabilities.bench": {  # runs a config in many ways, as its owner could by hand, and compares them
+    # runs a config in several variants, as its owner could by hand, and compares them
+    "capabilities.bench": {
         *(
             "capability",
             "shipped",
@@ -373,7 +378,7 @@ ALLOWED = {
         *("capability", "shipped", "errors", "folders", "formats", "run", "plan", "cli"),
         *("launch.packages", "capabilities.shell", "capabilities.stacks"),
     },
-    "capabilities.layouts": {  # compares what could be trained, without a run
+    "capabilities.layouts": {  # compares possible layouts, without a run
         *("errors", "formats", "config", "cluster", "plan", "data.checks", "cli", "launch.config_request"),
     },
     "capabilities.growth": {
@@ -385,7 +390,7 @@ ALLOWED = {
         *("capability", "shipped", "errors", "formats", "run", "config", "plan"),
         *("job.node.worker_env", "job.rank_env"),
     },
-    # Companions run next to the ranks, and watches in the supervisor.
+    # Companions run next to the ranks, and watches run in the supervisor.
     "capabilities.curves": {"capability", "shipped", "run", "config", "plan", "job.node", "job.processes"},
     "capabilities.health": {
         *("capability", "shipped", "cluster.machine", "config", "folders", "run", "plan"),
@@ -407,7 +412,7 @@ ALLOWED = {
         ),
         *("job.node", "job.processes", "capabilities.media"),
     },
-    "capabilities.media": {  # its recorder is a part of the ranks
+    "capabilities.media": {  # its recorder runs in the ranks
         *("capability", "errors", "folders", "formats", "run", "trainer"),
     },
     "capabilities.notifications": {
@@ -421,16 +426,19 @@ ALLOWED = {
     "capabilities": set(),
     "__main__": {"cli"},
 }
-"""Package or module of trainkit -> what it may import of trainkit, besides itself and the version."""
+"""Maps a package or module of trainkit to its allowed imports.
+
+Every module may also import itself and the version.
+"""
 
 
 CONTRACTS = {PACKAGE / "capability.py", PACKAGE / "shipped.py", PACKAGE / "backend.py"}
-"""They annotate their methods with types of higher layers, imported under TYPE_CHECKING."""
+"""Files whose methods have types of higher layers, imported under TYPE_CHECKING."""
 
 
 @dataclass(frozen=True)
 class Import:
-    """One imported module, by its dotted name, and where."""
+    """One imported module, by its dotted name, and the place of the import."""
 
     module: str
     place: str
@@ -446,14 +454,17 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def part_of(path: Path) -> str:
-    """The package, or the module next to the packages, that a file belongs to; of capabilities its folder."""
+    """Return the package of a file, or its module next to the packages.
+
+    A file of a capability belongs to its folder.
+    """
     first, *rest = path.relative_to(PACKAGE).with_suffix("").parts
     return f"{first}.{rest[0]}" if first == "capabilities" and len(rest) > 1 else first
 
 
 @cache
 def imports_of(path: Path) -> tuple[Import, ...]:
-    """Everything that a file imports, inside functions and for type checkers too."""
+    """Return everything that a file imports, also inside functions and for type checkers."""
     return tuple(_imports_of(path))
 
 
@@ -475,7 +486,7 @@ def _imports_of(path: Path) -> Iterator[Import]:
             assert node.level == 0, f"{place}: relative import"
             assert node.module is not None
             for alias in node.names:
-                # `from trainkit.run import record` is a module, `from trainkit.task import Task` a name.
+                # `from trainkit.run import record` imports a module, `from trainkit.task import Task` a name.
                 name = f"{node.module}.{alias.name}"
                 is_module = (ROOT / name.replace(".", "/")).with_suffix(".py").exists()
                 is_package = (ROOT / name.replace(".", "/")).is_dir()
@@ -497,7 +508,7 @@ def test_imports_follow_the_arrows(part: str) -> None:
 
 
 def refuse_circle(arrows: Mapping[str, Mapping[str, str]]) -> None:
-    """Fail if imports lead in a circle, of importer -> {imported: place}."""
+    """Fail if imports form a circle. `arrows` maps an importer to its imports and their places."""
     try:
         TopologicalSorter(arrows).prepare()
     except CycleError as error:
@@ -506,7 +517,7 @@ def refuse_circle(arrows: Mapping[str, Mapping[str, str]]) -> None:
 
 
 def arrows_in(folder: Path) -> dict[str, dict[str, str]]:
-    """Which files and sub-folders of a folder import which of the others."""
+    """Return which files and sub-folders of a folder import which others of the same folder."""
     prefix = ".".join(folder.relative_to(ROOT).parts) + "."
     arrows: dict[str, dict[str, str]] = {}
     for path in folder.rglob("*.py"):
@@ -518,14 +529,14 @@ def arrows_in(folder: Path) -> dict[str, dict[str, str]]:
 
 
 def test_arrows_lead_one_way() -> None:
-    """Nothing that a package may build on may build on it."""
+    """A package must not be imported by the packages that it imports."""
     parts = {part: [name.partition(".")[0] for name in names] for part, names in ALLOWED.items()}
     refuse_circle({part: dict.fromkeys(names, "ALLOWED") for part, names in parts.items()})
 
 
 @pytest.mark.parametrize("folder", sorted({path.parent for path in files()}), ids=lambda path: path.name)
 def test_no_imports_lead_in_a_circle(folder: Path) -> None:
-    """Neither from file to file, nor from a sub-folder to a file outside it and back."""
+    """No circle may exist between files, or from a sub-folder to an outside file and back."""
     refuse_circle(arrows_in(folder))
 
 
@@ -547,7 +558,7 @@ WORKERS = {
         "transformers/task.py",
     )
 }
-"""What a process of its own runs, as the trainer."""
+"""Modules that run in a separate process, like the trainer."""
 
 
 def test_only_the_trainer_imports_torch() -> None:
@@ -567,7 +578,7 @@ def test_no_module_is_a_drawer_for_everything() -> None:
 
 
 def budget_of(path: Path) -> str:
-    """The folder of `SIZES` that a file counts for."""
+    """Return the folder of `SIZES` that counts a file."""
     top, *rest = path.parent.relative_to(ROOT).parts
     depth = 0 if top == "tests" else 2 if rest[:1] == ["capabilities"] else 1
     return "/".join([top, *rest[:depth]])
@@ -587,7 +598,7 @@ def test_the_code_does_not_grow(folder: str) -> None:
 
 
 READS = {"read_job": 30, "record_of": 5, "LaunchPlan.read": 10}
-"""Function -> how many places of the package call it: whoever has read a record passes it on."""
+"""Maps a function that reads a record to its number of callers, because a read record should be passed on."""
 
 
 @pytest.mark.parametrize("name", READS)
@@ -598,7 +609,7 @@ def test_what_was_read_is_passed_on(name: str) -> None:
 
 
 UNTYPED = {"objects": 73, "values": 290}
-"""Annotations without types, which are any value: a `JsonObject` or a container of `Any`; `Any` elsewhere."""
+"""Counts annotations that allow any value: a `JsonObject` or a container of `Any`, and `Any` elsewhere."""
 
 
 def annotations_of(tree: ast.Module) -> Iterator[ast.expr]:
@@ -611,7 +622,7 @@ def annotations_of(tree: ast.Module) -> Iterator[ast.expr]:
 
 
 def test_values_have_types() -> None:
-    """Code that only passes a value on annotates it as `object`; a reader must then check its type."""
+    """Code that only passes a value on annotates it as `object`, so a reader must check its type."""
     found = {"objects": 0, "values": 0}
     for annotation in (one for path in files() for one in annotations_of(tree_of(path))):
         text = ast.unparse(annotation)
@@ -623,7 +634,8 @@ def test_values_have_types() -> None:
 
 
 SPREAD = {
-    # Its keys, its part and its folder; torch has a memory tracker, and other programs have a wandb/.
+    # The pattern has the capability's keys, section and folder, because torch has a memory tracker, and other
+    # programs have a wandb/.
     r"trackers|logging\.(mlflow|wandb)|MlflowConfig|WandbConfig": 2,
     "notification|notifier|NotifyPolicy": 1,
     "health": 2,
@@ -632,17 +644,17 @@ SPREAD = {
     r"\bgrowth\b|\.grow\b|\"grow\"|GrowthWatch": 1,
     "launcher_files|LauncherInput|LauncherPlan": 1,
     "multimodal": 1,
-    # A process that is stopped "by a debugger" may be in any, such as gdb.
+    # A process that is stopped "by a debugger" may be in any debugger, such as gdb.
     "(?<!by a )debugger|debugged|rank_debug|DebugPlan|post.mortem": 2,
 }
-"""Words of a capability -> how many files of the core may have one of them. The goal is 2."""
+"""Maps the words of a capability to the number of core files that may contain one of them. The goal is 2."""
 PLAN_FIELDS = 22
-"""The fields of `LaunchPlan`. The goal is 22: what one capability alone needs belongs in its part."""
+"""The number of fields of `LaunchPlan`. Fields of a single capability belong in its section of the plan."""
 
 
 @pytest.mark.parametrize("words", SPREAD)
 def test_the_core_does_not_know_a_capability(words: str) -> None:
-    """A change may lower a number; a new row is the first step of a new capability."""
+    """A change may lower a number. A new row is the first step of a new capability."""
     word = re.compile(words, re.IGNORECASE)
     core = (path for path in files() if not path.is_relative_to(PACKAGE / "capabilities"))
     naming = [str(path.relative_to(ROOT)) for path in core if word.search(path.read_text(encoding="utf-8"))]
@@ -650,12 +662,12 @@ def test_the_core_does_not_know_a_capability(words: str) -> None:
 
 
 KNOWS_SLURM = {"trainkit[.]slurm[. ]": 14, "plan[.]slurm": 5}
-"""Pattern -> how many files outside Slurm's two folders have it. The goals are 15 and 5."""
+"""Maps a pattern to the number of files that contain it outside Slurm's folders. The goals are 15 and 5."""
 
 
 @pytest.mark.parametrize("pattern", KNOWS_SLURM)
 def test_a_scheduler_is_one_folder(pattern: str) -> None:
-    """What the core asks of a scheduler is a method of `trainkit.backend.Backend`."""
+    """The core calls a scheduler only through methods of `trainkit.backend.Backend`."""
     own = (PACKAGE / "slurm", PACKAGE / "backends" / "slurm")
     others = (path for path in files() if not any(path.is_relative_to(folder) for folder in own))
     naming = [str(path.relative_to(ROOT)) for path in others if re.search(pattern, path.read_text())]
@@ -663,7 +675,10 @@ def test_a_scheduler_is_one_folder(pattern: str) -> None:
 
 
 SHOWN_FIELDS = {RunStatus: 19, Attempt: 25, RunView: 27}
-"""Record of what is read of a run -> its fields: what one capability alone shows is in its folder."""
+"""Maps a record of a run's state to its number of fields.
+
+Values of a single capability belong in its folder.
+"""
 
 
 def test_the_core_types_have_what_every_run_has() -> None:
@@ -672,7 +687,7 @@ def test_the_core_types_have_what_every_run_has() -> None:
 
 
 def test_items_stand_where_they_belong() -> None:
-    """A literal tuple is not unpacked where its items could stand."""
+    """A literal tuple is not unpacked where its items could be written directly."""
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in files()
@@ -684,7 +699,7 @@ def test_items_stand_where_they_belong() -> None:
 
 
 def test_an_outcome_is_complete_when_it_is_made() -> None:
-    """It is what every attempt has, and one file makes it, once all is known."""
+    """Every attempt has an outcome, and one file creates it after all its values are known."""
 
     def makes_one(node: ast.AST) -> bool:
         if isinstance(node, ast.Call):
@@ -701,7 +716,7 @@ def test_an_outcome_is_complete_when_it_is_made() -> None:
 
 
 def test_folders_are_made_by_one_function() -> None:
-    """`exist_ok` trusts what a client of a file system remembers, and fails on a parallel one."""
+    """`exist_ok` trusts the cache of a file system's client, and fails on a parallel file system."""
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in files()
@@ -712,7 +727,7 @@ def test_folders_are_made_by_one_function() -> None:
 
 
 def test_an_error_says_what_to_do() -> None:
-    """What a command refuses has a hint; the errors of a job, a rank and Slurm are diagnosed."""
+    """Every refusal of a command has a hint. Errors of a job, a rank and Slurm get a diagnosis instead."""
     place_of_hint = {"UsageError": 2, "Problem": 4}
     found = []
     for path in files():
@@ -725,11 +740,11 @@ def test_an_error_says_what_to_do() -> None:
             is_whole = len(node.args) >= place or any(isinstance(arg, ast.Starred) for arg in node.args)
             if not is_whole and not any(keyword.arg == "hint" for keyword in node.keywords):
                 found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
-    assert len(found) == 1, found  # "and 3 more problems" has none
+    assert len(found) == 1, found  # "and 3 more problems" has no hint
 
 
 def test_every_package_is_shipped() -> None:
-    """setup.cfg lists the packages one by one, because some of them lie outside trainkit/."""
+    """setup.cfg lists the packages one by one, because some of them are outside trainkit/."""
     setup = ConfigParser()
     setup.read(ROOT / "setup.cfg")
     listed = set(setup["options"]["packages"].split())
@@ -739,7 +754,7 @@ def test_every_package_is_shipped() -> None:
 
 
 def test_the_lock_has_every_package_that_the_package_needs() -> None:
-    """With a hash each, from no named place; all of them allowed, and torch the one of every install here."""
+    """Each package has a hash and no named source, all are allowed, and torch has the installed version."""
     from importlib.metadata import requires
 
     from packaging.requirements import Requirement
@@ -764,7 +779,7 @@ def test_the_lock_has_every_package_that_the_package_needs() -> None:
             continue
         seen.add(name)
         assert item.specifier.contains(versions[name], prereleases=True), f"`make lock`: {item}"
-        # What a torch with CUDA needs besides is not in it.
+        # The lock does not contain the additional packages of a torch with CUDA.
         wanted += [] if name == "torch" else requires(name) or []
     assert seen <= versions.keys()
 

@@ -1,4 +1,4 @@
-"""Which keyword arguments are meant for a function, what it is called with, and submitit's names."""
+"""Tests which keyword arguments go to a function, its call, and submitit's names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainkit.function import Call
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder."""
+    """Return the current folder."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -46,7 +46,7 @@ def without_gradients(x: int, lr: float = 1.0) -> None: ...
 
 
 def injecting(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A decorator that gives the function its first argument, as Hydra's does."""
+    """Return a decorator that passes the function its first argument, as Hydra's does."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -94,7 +94,7 @@ def accept(given: object) -> None:
 
 PARTIAL = functools.partial
 CASES: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
-    # function, arguments, options, the error; empty where the call is accepted
+    # Each case is a function, its arguments, options, and the error, which is empty for an accepted call.
     (
         seeded,
         (),
@@ -112,7 +112,7 @@ CASES: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
     (without_gradients, (1,), {"lr": 2}, "`functools.partial(without_gradients, lr=2)` passes it"),
     (injected, (), {"seed": 3}, "seed: is a parameter of injected"),
     (torch.nn.Linear(1, 1), (1,), {"seed": 3}, "seed: has no effect on the run of a function"),
-    # The name of a run is one of a parameter too, until that has a value.
+    # The name of a run is also a parameter's name, until that parameter has a value.
     (
         named,
         (1,),
@@ -124,7 +124,7 @@ CASES: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
     (configured, (), {"config": "quickstart"}, "config: is a parameter of configured"),
     (configured, ("mine",), {"config": "quickstart"}, ""),
     (configured, (), {"run_dir": "x"}, ""),
-    # What takes any name gets none that has an effect on the run.
+    # A function that accepts any name gets no argument whose name has an effect on the run.
     (any_name, (), {"seed": 3}, "seed: has no effect on the run of a function"),
     (any_name, (), {"lr": 3}, "lr: unknown argument\n\nhint: `functools.partial(any_name, lr=3)` passes it"),
     (any_name, (), {"nodes": 1, "name": "x", "tags": ["a"], "launch": {"env": {"A": "1"}}}, ""),
@@ -132,12 +132,12 @@ CASES: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
     (time.sleep, (1,), {"seed": 3}, "`functools.partial(sleep, seed=3)`"),
     (os._exit, (1,), {}, ""),
     (print, (1,), {"sep": ""}, "sep: is a parameter of print"),
-    # Typed wrongly.
+    # The name is misspelt.
     (seeded, (), {"sead": 3}, "did you mean `functools.partial(seeded, seed=3)`?"),
     (seeded, (), {"nodez": 3}, "did you mean nodes?"),
     (seeded, (), {"lr": 3}, "lr=3: lr: unknown argument\n\nhint: `trainkit schema` prints every key"),
     (seeded, (), {"gpus_per_node": 0}, 'a node has at least one rank\n\nhint: write device="cpu"'),
-    # The number of arguments.
+    # The number of arguments is wrong.
     (
         named,
         (),
@@ -165,11 +165,11 @@ CASES: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
     (coroutine, (), {}, "coroutine is a coroutine function: a rank would call it without running its body"),
     (generator, (), {}, "hint: submit a function that runs it: `lambda: list(generator(…))`"),
     (AsyncCallable(), (), {}, "AsyncCallable is a coroutine function"),
-    (AsyncCallable, (), {}, ""),  # makes one
+    (AsyncCallable, (), {}, ""),  # the call makes a coroutine
     (AsyncCallable().method, (), {}, "`lambda: asyncio.run(AsyncCallable.method(…))`"),
     (PARTIAL(coroutine), (), {}, "coroutine is a coroutine function"),
     (lambda: (yield), (), {}, "<lambda> is a generator function"),
-    # Everything that can be called.
+    # Everything callable is accepted.
     (Made, (1,), {}, ""),
     (Made, (), {}, "hint: its signature is Made(size, *sizes, scale=1.0); `functools.partial(Made, size=…)`"),
     (Made, (1, 2, 3), {}, ""),
@@ -187,7 +187,7 @@ CASES: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
     (PARTIAL(print, 1, sep=""), (), {}, ""),
     (len, (), {}, "len cannot be called as len(): missing a required argument: 'obj'"),
     (max, (1, 2), {}, ""),
-    (dict, (1, 2, 3), {}, ""),  # has no signature
+    (dict, (1, 2, 3), {}, ""),  # dict has no signature
     ("{}".format, (1,), {}, ""),
     (
         secretive,
@@ -231,7 +231,7 @@ def maps(*args: Any, **options: Any) -> Callable[[], object]:
 
 LIST = "write a list: command="
 OTHERS: list[tuple[Callable[[], object], str]] = [
-    # The same rules for the calls of a group.
+    # The same rules apply to the calls of a group.
     (sweeps(seeded, {"seed": [1, 2]}, name="x"), ""),
     (sweeps(seeded, {"seed": [1, 2]}, seed=4), "seed=4: seed: is a parameter of seeded"),
     (sweeps(named, {"x": [1, 2]}, name="z"), "name: is a parameter of named"),
@@ -250,7 +250,7 @@ OTHERS: list[tuple[Callable[[], object], str]] = [
     (maps(seeded, 5), "5 is one value, not several\n\nhint: give a list"),
     (maps(seeded, itertools.count()), "more than 100,000 runs"),
     (maps(coroutine, [1]), "coroutine is a coroutine function"),
-    # The values of a sweep.
+    # These are the values of a sweep.
     (
         sweeps(seeded, {"seed": 5}),
         "the values of seed are 5, which is one value\n\nhint: give a list: {'seed': [5]}",
@@ -281,7 +281,7 @@ OTHERS: list[tuple[Callable[[], object], str]] = [
     (maps(seeded, [1], limit=2.0), "limit=2.0 is no number of runs"),
     (maps(seeded, [1], limit="2"), "limit='2' is no number of runs"),
     (submits(seeded, limit=2), "`map_array` and `sweep` take it"),
-    # A command.
+    # The command is a text instead of a list.
     (submits(command="python train.py"), f"{LIST}['python', 'train.py']"),
     (submits(command="python train.py --name 'a b'"), f"{LIST}['python', 'train.py', '--name', 'a b']"),
     (submits(command="python 'train.py"), 'command="python \'train.py": No closing quotation'),
@@ -302,7 +302,7 @@ OTHERS: list[tuple[Callable[[], object], str]] = [
         "did you mean torchrun? launchers are python, torchrun",
     ),
     (submits(command=["train.py"], launcher=None), "launcher=None is unknown"),
-    # What would have no effect.
+    # These options would have no effect.
     (submits("quickstart", launcher="torchrun"), "launcher='torchrun' has no effect on a config"),
     (submits(seeded, launcher="torchrun"), "launcher='torchrun' has no effect on a function"),
     (submits("quickstart", config="other"), "there are two configs"),

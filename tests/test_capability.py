@@ -1,4 +1,4 @@
-"""A capability in a package of its own: once installed, it works through the commands."""
+"""Tests a capability in a separate package: after its installation, the commands support it."""
 
 import json
 import os
@@ -125,7 +125,7 @@ def show(run):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Install the package in a folder of its own."""
+    """Install the package in a separate folder."""
     folder = tmp_path_factory.mktemp("site")
     (folder / "toy_capability.py").write_text(TOY)
     info = folder / "toy_capability-1.2.dist-info"
@@ -255,7 +255,7 @@ def test_no_other_package_is_imported_without_its_section(tmp_path: Path, site: 
     "name", [name for name, own in SHIPPED.items() if own.has_class and own.without_keys]
 )
 def test_one_that_no_config_asks_for_has_nothing_to_say_of_it(name: str) -> None:
-    """A dry run does not import it."""
+    """A dry run does not import the capability."""
     of_config = ("contradictions", "packages", "problems", "plan", "plan_command", "quiet", "other_keys")
     kind = type(load(name))
     assert [own for own in of_config if getattr(kind, own) is not getattr(Capability, own)] == []

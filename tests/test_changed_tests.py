@@ -1,4 +1,4 @@
-"""Which tests `make test-changed` selects."""
+"""Tests which tests `make test-changed` selects."""
 
 import subprocess
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_imports_inside_functions_and_of_modules_count() -> None:
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkout with one commit on main."""
+    """Return a checkout with one commit on main."""
     monkeypatch.setattr(changed_tests, "ROOT", tmp_path)
     (tmp_path / "pyproject.toml").write_text('pythonpath = ["."]\n')
     (tmp_path / "tests").mkdir()

@@ -1,7 +1,7 @@
-"""README and docs: every command in a console block runs, every link, key and quoted message exists.
+"""Runs the commands of README and docs, and checks that every link, key and quoted message exists.
 
-A block marked ```console is cheap and runs in `make test`. ```console slow starts training and
-```console slurm needs a cluster: these run in `make test-all`. A ```text block is not run.
+A block marked ```console is fast and runs in `make test`. A ```console slow block starts a training run and a
+```console slurm block needs a cluster, so both run in `make test-all`. A ```text block is not run.
 """
 
 import ast
@@ -50,18 +50,18 @@ SHORT = {
     "TRAINKIT_CHECKPOINT__EVERY_STEPS": "10",
     "TRAINKIT_LOGGING__TENSORBOARD": "false",
 }
-"""Makes training take seconds without a change of the commands."""
+"""Variables that limit training to seconds without a change of the commands."""
 INTERACTIVE = ("trainkit shell", "trainkit attach")
 
 
 def blocks(page: Path, kind: str) -> list[str]:
-    """The fenced blocks of one kind; every second fence closes one."""
+    """Return the fenced blocks of one kind. Every second fence closes a block."""
     parts = FENCE.split(page.read_text(encoding="utf-8"))
     return [text for found, text in zip(parts[1::4], parts[2::4], strict=True) if found == kind]
 
 
 def commands(page: Path, *kinds: str) -> list[str]:
-    """The commands of a page's blocks of these kinds, in the order of the text, without comments."""
+    """Return the commands in a page's blocks of these kinds, in the order of the text, without comments."""
     parts = FENCE.split(page.read_text(encoding="utf-8"))
     found = [text for kind, text in zip(parts[1::4], parts[2::4], strict=True) if kind in kinds]
     lines = [line[2:] for text in found for line in text.splitlines() if line.startswith("$ ")]
@@ -78,7 +78,10 @@ def page_named(name: str) -> Path:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files that the docs take for granted: texts, a tokenizer, scripts, and the README's config."""
+    """Return a folder with the files that the docs assume.
+
+    The files are texts, a tokenizer, scripts and the README's config.
+    """
     folder = tmp_path_factory.mktemp("files")
     text = "".join(f"line {number} says {number * number}\n" for number in range(4000))
     (folder / "mytext.txt").write_text(text)
@@ -91,7 +94,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [text], trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>", "</s>"])
     )
     tokenizer.save(str(folder / "tokenizer.json"))
-    # The last point of a sweep is there to be cancelled and resumed.
+    # The last trial of a sweep exists to be cancelled and resumed.
     script = "import os, sys, time\nprint(os.environ['RANK'])\ntime.sleep(600 * (sys.argv[-1] == '1e-3'))\n"
     (folder / "train.py").write_text(script)
     (folder / "mine.yaml").write_text(
@@ -109,7 +112,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def sandbox(corpus: Path, tmp_path: Path) -> Path:
-    """An empty folder but for the files of `corpus`."""
+    """Return a folder that contains only the files of `corpus`."""
     return Path(shutil.copytree(corpus, tmp_path / "project"))
 
 
@@ -120,9 +123,9 @@ def environ_of(folder: Path, **environ: str) -> dict[str, str]:
 
 
 def run(command: str, folder: Path, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Type a command; one that follows a log is left with Ctrl-C when there is a checkpoint.
+    """Type a command. A command that follows a log gets Ctrl-C once a checkpoint exists.
 
-    Its run then waits for the next command: so short a one would be over.
+    Its run then waits for the next command, because such a short run would otherwise be over.
     """
     with subprocess.Popen(
         ["bash", "-c", f"exec {command}" if " | " not in command else command],
@@ -146,7 +149,7 @@ def run(command: str, folder: Path, **environ: str) -> subprocess.CompletedProce
 
 
 def run_all(found: list[str], folder: Path, **environ: str) -> None:
-    """Type commands one after the other; each has to succeed. What still runs then is killed."""
+    """Type commands in sequence. Each one must succeed, and runs that remain at the end are killed."""
     try:
         _run_all(found, folder, **environ)
     finally:
@@ -181,7 +184,7 @@ def test_the_readme_typed_twice(sandbox: Path) -> None:
     run_all(found, sandbox, **SHORT)
     assert losses(runs / "killed") == losses(runs / "quickstart")
     assert len(json.loads((runs / "killed" / "job.json").read_text())["attempts"]) == 2
-    # A second time it overwrites nothing, and says so. No model need be trained for that.
+    # The second time, the command overwrites nothing and says so. This does not need another training run.
     written = {file: file.read_bytes() for file in runs.rglob("*.jsonl")}
     for name in ("quickstart", "killed"):
         run_all([f"trainkit submit --name {name} --follow -- true"], sandbox)
@@ -191,7 +194,7 @@ def test_the_readme_typed_twice(sandbox: Path) -> None:
 
 
 def losses(run_folder: Path) -> dict[int, object]:
-    """The losses of a run by step; of a step that was computed twice the later one."""
+    """Return the losses of a run by step. If a step was computed twice, the later loss counts."""
     records = map(json.loads, (run_folder / "metrics.jsonl").read_text().splitlines())
     found = {record["step"]: record["loss"] for record in records}
     assert len(found) > 1
@@ -242,7 +245,7 @@ def test_generated_pages_are_current(name: str) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page: of its headings, as GitHub makes them, and of the keys of the config."""
+    """Return the anchors of a page: its headings, in GitHub's form, and the keys of the config."""
     text = page.read_text(encoding="utf-8")
     named = re.findall(r'<a id="([^"]+)"></a>', text)
     return {*named, *(reference.anchor_of(heading) for heading in reference.headings(text))}
@@ -314,12 +317,12 @@ def test_every_command_and_option_of_the_docs_exists() -> None:
 
 
 OPTIONS_OF_LAUNCHED_TOOLS = {
-    "--max-restarts",  # of torchrun
+    "--max-restarts",  # an option of torchrun
     "--standalone",
-    "--config",  # --config_file of accelerate
-    "--init",  # --init_from of nanoGPT
+    "--config",  # accelerate has --config_file
+    "--init",  # nanoGPT has --init_from
     "--adam-beta",
-    "--bf",  # --bf16 and --fp16 of Megatron, as are all others
+    "--bf",  # Megatron has --bf16 and --fp16, and the following options
     "--fp",
     "--tensor-model-parallel-size",
     "--pipeline-model-parallel-size",
@@ -345,12 +348,12 @@ SLURM_OPTIONS = {
     "--cpus-per-task",
     "--api-key",
 }
-"""Options of Slurm's own commands, and of a COMMAND, that the docs name."""
+"""Options of Slurm's commands and of a COMMAND that the docs name."""
 
 
 @cache
 def texts_of_the_code() -> tuple[str, ...]:
-    """Every string of the code, with … for what is filled in."""
+    """Return every string of the code, with … in place of inserted values."""
     found: list[str] = []
     for path in (ROOT / "trainkit").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -370,7 +373,7 @@ def _pieces(node: ast.expr) -> Iterator[str]:
 
 
 def is_in_the_code(message: str) -> bool:
-    """Whether some string of the code has the parts of a message between … in this order."""
+    """Return whether a string of the code contains the pieces of a message between … in this order."""
     parts = [re.escape(part.strip()) for part in message.split("…") if part.strip()]
     pattern = re.compile(".*?".join(parts), re.DOTALL)
     return any(pattern.search(text) for text in texts_of_the_code())

@@ -1,4 +1,4 @@
-"""Each extra of setup.cfg in an environment that has nothing else, used by trainkit."""
+"""Tests each extra of setup.cfg in an environment that has nothing else."""
 
 import configparser
 import os
@@ -114,7 +114,7 @@ pytestmark = [pytest.mark.slow(seconds=12), pytest.mark.xdist_group("extras")]
 
 
 def setup_cfg() -> tuple[list[str], dict[str, list[str]]]:
-    """What setup.cfg requires, and what each of its extras adds."""
+    """Return the requirements in setup.cfg, and the additional ones of each extra."""
     parser = configparser.ConfigParser()
     parser.read(ROOT / "setup.cfg")
     extras = {
@@ -125,7 +125,7 @@ def setup_cfg() -> tuple[list[str], dict[str, list[str]]]:
 
 
 def closure(requirements: list[str]) -> set[str]:
-    """The distributions of this environment that a list of requirements takes."""
+    """Return the distributions of this environment that a list of requirements includes."""
     found: set[str] = set()
     pending = [Requirement(line) for line in requirements]
     while pending:
@@ -138,7 +138,7 @@ def closure(requirements: list[str]) -> set[str]:
 
 
 def environment(folder: Path, requirements: list[str]) -> Path:
-    """The interpreter of a new environment with what these take, as links to the packages of this one."""
+    """Return the interpreter of a new environment with links to the required packages of this one."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
     python = folder / "venv/bin/python"
     [site] = (folder / "venv").glob("lib/*/site-packages")
@@ -154,7 +154,7 @@ def environment(folder: Path, requirements: list[str]) -> Path:
 
 
 def execute(python: Path, code: str, folder: Path) -> str:
-    """What a program prints; it has to succeed."""
+    """Return the output of a program, which must succeed."""
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environ |= {"XDG_STATE_HOME": str(folder / "state"), "XDG_CONFIG_HOME": str(folder / "config")}
     (folder / "uses.py").write_text(code)
@@ -165,7 +165,7 @@ def execute(python: Path, code: str, folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of transformers."""
+    """Return a model of transformers."""
     folder = tmp_path_factory.mktemp("model")
     execute(Path(sys.executable), LLAMA, folder)
     return folder / "llama"
@@ -182,7 +182,7 @@ def test_an_extra_is_all_that_its_feature_needs(
 
 
 def test_trainkit_is_imported_without_any_extra(tmp_path: Path) -> None:
-    """All but the screen of `watch`."""
+    """Everything works except the screen of `watch`."""
     python = environment(tmp_path, setup_cfg()[0])
     code = """
 import importlib, pkgutil, trainkit
@@ -199,7 +199,7 @@ print(len(names))
 
 
 def test_a_run_without_any_extra(tmp_path: Path) -> None:
-    """It trains and is shown, and what needs an extra names it."""
+    """The run trains and is shown, and a feature that needs an extra names the extra."""
     python = environment(tmp_path, setup_cfg()[0])
     code = f"""import contextlib, io, os, pty, sys
 {TRAINS}
@@ -233,7 +233,10 @@ def test_messages_name_the_packages_of_setup_cfg() -> None:
 
 
 def test_no_text_installs_a_distribution_of_this_name_from_an_index() -> None:
-    """The one on PyPI is somebody else's; a path to a checkout or a wheel is not an index."""
+    """The distribution of this name on PyPI is another project.
+
+    A path to a checkout or a wheel is no index.
+    """
     suffixes = {".py", ".md", ".yaml", ".j2", ".pyi", ".sh", ".cfg", ".toml"}
     folders = (ROOT / name for name in ("trainkit", "docs", "templates", "configs", "examples", "tools"))
     files = [path for folder in folders for path in folder.rglob("*") if path.suffix in suffixes]

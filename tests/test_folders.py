@@ -1,4 +1,4 @@
-"""Folders that another host makes at the same moment, on a file system that shows that late."""
+"""Tests folders that another host creates at the same time, on a file system that shows them late."""
 
 import os
 import pwd
@@ -22,7 +22,7 @@ from trainkit.run.rundir import RunDir
 
 @pytest.fixture
 def stale(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that remembers of every folder that it is missing, while the server knows better."""
+    """Make a client remember every folder as missing, although it exists on the server."""
 
     def missing(path: Path, **_: object) -> None:
         raise FileNotFoundError(2, "No such file or directory", str(path))
@@ -53,7 +53,7 @@ def test_what_a_folder_is_made_with(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("taken", [False, True])
 def test_a_user_without_name_and_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: bool) -> None:
-    """As in a container with ``--user 1234``."""
+    """A container with ``--user 1234`` has such a user."""
 
     def nobody(*_: object) -> None:
         raise KeyError("uid not found")
@@ -90,14 +90,14 @@ def test_paths_are_shown_from_where_the_command_was_typed(
         assert (Path.cwd(), run.shown) == (submitted_from, "project/runs/a run")
     assert Path.cwd() == typed_in
     bare = RunDir("7")
-    assert (bare.shown, bare.word) == ("7", str(typed_in / "7"))  # not the job 7
-    with whole_paths():  # what a job records is read anywhere
+    assert (bare.shown, bare.word) == ("7", str(typed_in / "7"))  # the path is not taken for job 7
+    with whole_paths():  # a job's records are read from any folder
         assert run.shown == str(run.path)
     (gone := tmp_path / "gone").mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
     assert run.shown == str(run.path)
     monkeypatch.chdir(typed_in)
-    assert shown_path(typed_in / "-x") == "./-x"  # not an option
+    assert shown_path(typed_in / "-x") == "./-x"  # the name is not taken for an option
     for path in (typed_in, tmp_path, tmp_path / "typed-2", Path("a")):
         assert shown_path(path) == str(path)

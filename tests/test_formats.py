@@ -44,9 +44,9 @@ def test_an_empty_last_cell_leaves_no_blanks():
 
 
 SHOWN = [
-    # Two units at most.
+    # A duration has at most two units.
     (duration, {None: "-", 0: "0s", 59.9: "59s", 61: "1m01s", 3_600: "1h00m", 90_000: "1d01h"}),
-    # Four digits that matter.
+    # A number has four significant digits.
     (
         number,
         {
@@ -61,7 +61,7 @@ SHOWN = [
             3e-4: "0.0003",
         },
     ),
-    # Of less than 0.1 hours, what a person would say.
+    # Less than 0.1 hours are shown in minutes and seconds.
     (
         hours_text,
         {None: "-", 0.0: "0.0 s", 0.0004669: "1.7 s", 0.0166: "59.8 s", 0.05: "3.0 min", 0.1: "0.1"},
@@ -77,7 +77,7 @@ SHOWN = [
         memory_mib,
         {"64 G": 65536, "1.5tb": 1572864, "1048577B": 2, "1048576 bytes": 1, "0.1G": 103, "1P": 2**30},
     ),
-    (memory_mib, {"28Gn": 28672, "4000Mn": 4000, "62.50G": 64000}),  # as sacct prints them
+    (memory_mib, {"28Gn": 28672, "4000Mn": 4000, "62.50G": 64000}),  # sacct prints these forms
     (
         slurm_memory,
         {"64000": "64000", "64G": "64G", "0": "0", "3.5 GiB": "3584M", "2048mb": "2G", "0gb": "0M"},

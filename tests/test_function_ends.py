@@ -1,4 +1,4 @@
-"""How the function of a run can end, and what its result, status and failure record say of it."""
+"""Tests the possible ends of a run's function, and its result, status and failure record."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from trainkit import api
 from trainkit.run.files import read_object
 from trainkit.run.rundir import RunDir
 
-pytestmark = pytest.mark.xdist_group("ends")  # they share what the fixture starts
+pytestmark = pytest.mark.xdist_group("ends")  # the tests share the runs of the fixture
 TWO = {"gpus_per_node": 2, "requeue": {"max_crashes": 0}}
 ONCE = {"requeue": {"max_crashes": 0}}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The current folder of all runs of this module."""
+    """Return the current folder of all runs of this module."""
     path = tmp_path_factory.mktemp("ends")
     with runs_from(path):
         yield path
@@ -73,7 +73,7 @@ def returned(make: Callable[[], Any]) -> Any:
 
 
 def in_a_module_of_the_job(what: str) -> Any:
-    """An exception or a value whose class the caller cannot import."""
+    """Raise or return an instance of a class that the caller cannot import."""
     Path("only_in_the_job.py").write_text("class Odd(Exception):\n    pass\n")
     sys.path.insert(0, str(Path.cwd()))
     odd = importlib.import_module("only_in_the_job").Odd
@@ -97,7 +97,7 @@ def hold() -> None:
 
 
 ENDS: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str, tuple[str, bool]]] = {
-    # what it does: (function, options, what result() raises, its text, (type of the failure, is it final))
+    # Maps a case to (function, options, what result() raises, its text, (type of the failure, is it final)).
     "an exception": (key_error, {}, KeyError, "b", ("KeyError", True)),
     "a group of exceptions": (group, {}, Exception, "two", ("ExceptionGroup", True)),
     "an exception with a lock": (hold, {}, trainkit.RunError, "WithLock: holds a lock", ("WithLock", True)),
@@ -199,7 +199,7 @@ ENDS: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str, t
 
 @pytest.fixture(scope="module")
 def started(folder: Path) -> dict[str, api.Run]:
-    """All runs, started at once."""
+    """Start all runs at once."""
     return {
         name: api.submit(function, name=f"end-{number}", device="cpu", now=True, **options)
         for number, (name, (function, options, *_)) in enumerate(ENDS.items())
@@ -256,7 +256,7 @@ def without_gradients(x: int) -> tuple[int, bool]:
 
 
 def closures() -> dict[str, tuple[Callable[..., Any], Any]]:
-    """Functions of all kinds, and their values for 14."""
+    """Return functions of all kinds, with their values for 14."""
     factor = 3
 
     class Local:
@@ -285,7 +285,7 @@ def closures() -> dict[str, tuple[Callable[..., Any], Any]]:
 
 @pytest.fixture(scope="module")
 def values(folder: Path) -> dict[str, api.Run]:
-    """A run of each function, started at once."""
+    """Start a run of each function at once."""
     return {
         name: api.submit(function, 14, name=f"value-{number}", device="cpu", now=True)
         for number, (name, (function, _)) in enumerate(closures().items())

@@ -1,6 +1,6 @@
-"""What is said of run folders that an earlier version wrote, and what "templates" make of "dry_runs.yaml".
+"""Compares output for an earlier version's run folders, and the scripts of "dry_runs.yaml", with records.
 
-`python -m tests.golden` writes golden/expected/ again; what that changes in it is what a user will see.
+`python -m tests.golden` writes golden/expected/ again. A change in it is a change that users will see.
 """
 
 import json
@@ -22,14 +22,14 @@ LOSSES = (
     *(5.705223083496094, 5.696863174438477, 5.67518424987793, 5.671050786972046),
     *(5.667846918106079, 5.653448104858398, 5.651200771331787, 5.652374505996704),
 )
-"""Of the 12 steps of the run `cancelled`, which it would have had without its end after step 6."""
+"""The losses of 12 steps of the run `cancelled`, if it had not ended after step 6."""
 
 pytestmark = pytest.mark.xdist_group("golden")
 
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the texts as they are now."""
+    """Write the current texts, and return their folder."""
     folder = tmp_path_factory.mktemp("golden")
     done = run_program(sys.executable, "-m", "tests.golden", str(folder), cwd=ROOT, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Multiruns of Hydra and a study of Optuna, as runs of trainkit."""
+"""Tests multiruns of Hydra and a study of Optuna as runs of trainkit."""
 
 import os
 import signal
@@ -143,6 +143,6 @@ def test_a_study_that_is_killed_continues_with_its_runs(tmp_path: Path) -> None:
     trials = optuna.load_study(study_name="examples-lr", storage=storage).trials
     states = [trial.state.name for trial in trials]
     assert states.count("COMPLETE") == 3
-    assert set(states) <= {"COMPLETE", "FAIL"}  # one may have been killed before its run was known
+    assert set(states) <= {"COMPLETE", "FAIL"}  # one trial may have been killed before its run was recorded
     paths = [trial.user_attrs["run"] for trial in trials if trial.state.name == "COMPLETE"]
     assert len(set(paths)) == 3

@@ -1,4 +1,4 @@
-"""Waiting for a lock: who holds it, for how long, and what a signal does meanwhile."""
+"""Tests the wait for a lock: its holder, its duration, and the effect of a signal."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ WAIT = (
 
 @pytest.fixture
 def holder(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that holds the lock ``lock``."""
+    """Start a process that holds the lock ``lock``."""
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path / "lock")], stdout=subprocess.PIPE
     ) as child:
@@ -148,7 +148,7 @@ with file_lock(Path(sys.argv[1])):
 
 
 def test_a_fork_that_outlives_the_holder_does_not_keep_the_lock(tmp_path: Path) -> None:
-    """As a data worker of a rank that was killed."""
+    """A data worker, for example, outlives its killed rank."""
     with subprocess.Popen(
         [sys.executable, "-c", FORK, str(tmp_path / "lock")], stdout=subprocess.PIPE
     ) as child:
@@ -229,7 +229,7 @@ def test_a_file_that_is_no_lock_keeps_its_content(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root becomes another user")
 def test_the_lock_of_a_colleague(tmp_path: Path) -> None:
-    """It is no obstacle once they have let go of it, although only they may write to its file."""
+    """A released lock is no obstacle, although only its owner may write to the file."""
     tmp_path.chmod(0o755)
     with file_lock(tmp_path / "lock", mode=0o644):
         before = (tmp_path / "lock").read_text()

@@ -1,4 +1,4 @@
-"""`make` and the environment that it makes, with small scripts in the place of Python and apt-get."""
+"""Tests `make` and the environment that it creates, with small scripts as Python and apt-get."""
 
 import os
 import re
@@ -12,7 +12,7 @@ import pytest
 from tests.support.programs import run_program
 
 ROOT = Path(__file__).resolve().parents[1]
-# Stands for the Python of the machine and, copied by its own `-m venv`, for that of .venv.
+# Replaces the Python of the machine and, copied by its `-m venv`, the Python of .venv.
 FAKE_PYTHON = """#!/bin/sh
 echo "$(basename "$0") $*" >> "$FAKE/log"
 case "$*" in
@@ -30,7 +30,7 @@ FAKE_ID = '#!/bin/sh\ncat "$FAKE/user"\n'
 
 
 class Checkout:
-    """The files that make an environment, on a machine of small scripts."""
+    """The files that create an environment, on a machine of small scripts."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "a b;'$(x)"
@@ -51,7 +51,7 @@ class Checkout:
         self.set(version="3.11", user="1000", has_ensurepip="")
 
     def set(self, **state: str) -> None:
-        """Change what the scripts see."""
+        """Change the values that the scripts read."""
         for name, text in state.items():
             (self.fake / name.replace("_", "-")).write_text(text)
 
@@ -99,7 +99,7 @@ def test_installs_once_and_again_when_an_input_changes(checkout: Checkout) -> No
 
 
 def test_interrupted_install_is_not_taken_for_a_finished_one(checkout: Checkout) -> None:
-    for text in ("first", "changed"):  # an install, and an update
+    for text in ("first", "changed"):  # the first install, and an update
         (checkout.folder / "setup.cfg").write_text(f"{text}\n")
         checkout.set(no_network="")
         assert checkout.make_venv("test").returncode == 1
@@ -117,7 +117,7 @@ def test_interrupted_install_is_not_taken_for_a_finished_one(checkout: Checkout)
     ("files", "is_kept"), [([], False), (["python3"], False), (["python3", "has-pip", "mine"], True)]
 )
 def test_a_venv_without_pip_is_made_again(checkout: Checkout, files: list[str], is_kept: bool) -> None:
-    """And one that was made by hand is kept."""
+    """An environment that was made by hand is kept."""
     (checkout.folder / ".venv/bin").mkdir(parents=True)
     for name in files:
         (checkout.fake / name).touch()
@@ -131,7 +131,7 @@ def test_a_venv_without_pip_is_made_again(checkout: Checkout, files: list[str], 
 def test_missing_venv_module_is_installed_by_root_only(checkout: Checkout, tmp_path: Path) -> None:
     (checkout.fake / "has-ensurepip").unlink()
     checkout.set(user="0")
-    # Only the Python of the distribution gets a package of the distribution.
+    # Only the Python of the distribution gets the distribution's packages.
     done = checkout.make_venv()
     assert (done.returncode, done.stderr) == (
         2,
@@ -281,7 +281,7 @@ def test_all_tests_are_all() -> None:
 
 
 def chosen(target: str) -> str | None:
-    """What the pytest of a target chooses with `-m`; None is everything."""
+    """Return the `-m` selection of a target's pytest. None selects everything."""
     [line] = [line for line in make("--dry-run", target).splitlines() if "--numprocesses" in line]
     return line.partition(' -m "')[2].rstrip('"') or None
 

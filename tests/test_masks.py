@@ -1,4 +1,4 @@
-"""What is masked in texts and command lines, and what looks similar and stays."""
+"""Tests which values are masked in texts and command lines, and which similar ones are not."""
 
 import shlex
 import time
@@ -12,7 +12,7 @@ KEY = "MIIEvQIBADANBgkqhkiG9w0BAQEFAASC"
 JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.abc-DEF_123"
 
 TEXTS = [
-    # Signed URLs, and keys in a query.
+    # Signed URLs, and keys in a query, are masked.
     ("https://a.blob.core.windows.net/c/f?sv=2022&sp=r&sig=aB%2Fc1%3D", "aB%2Fc1%3D"),
     ("https://b.s3.amazonaws.com/k?X-Amz-Credential=me%2F1&X-Amz-Signature=0a1b2c3d", "me%2F1 0a1b2c3d"),
     ("https://b/k?X-Amz-Security-Token=FwoGZXIvYXdz%3D&x=1", "FwoGZXIvYXdz%3D"),
@@ -22,7 +22,7 @@ TEXTS = [
     ('{"url": "https://h/x?a=1\\u0026sig=s3cr3t"}', "s3cr3t"),
     ("https://maps.example.org/x?key=0123456789abcdefghij&q=1", "0123456789abcdefghij"),
     ("https://h/x?access_token=abcdef&token=ghijkl", "abcdef ghijkl"),
-    # Userinfo and connection strings.
+    # Userinfo and connection strings are masked.
     ("git clone https://me:hunter2@h/x.git", "hunter2"),
     ("redis://:hunter2@h:6379/0", "hunter2"),
     ("postgresql+psycopg2://me:p:w@h/db", "p:w"),
@@ -35,7 +35,7 @@ TEXTS = [
     ("https://hooks.slack.com/services/T0/B0/xyz", "T0/B0/xyz"),
     ("https://discord.com/api/webhooks/123/a-b_c", "123/a-b_c"),
     ("https://api.telegram.org/bot123:AbC/send", "123:AbC/send"),
-    # Headers.
+    # Headers are masked.
     ("Authorization: Basic bWU6aHVudGVyMg==", "bWU6aHVudGVyMg=="),
     ("authorization: Bearer hunter2hunter2", "hunter2hunter2"),
     ("Authorization: hunter2", "hunter2"),
@@ -46,13 +46,13 @@ TEXTS = [
     ("X-Api-Key: hunter2", "hunter2"),
     ("PRIVATE-TOKEN: hunter2", "hunter2"),
     ("Cookie: session=abc; other=def", "session=abc; other=def"),
-    # Keys by their look.
+    # Keys are recognized by their form.
     (JWT, JWT),
     ("AKIAABCDEFGHIJKLMNOP, hf_abcdefgh12345678", "AKIAABCDEFGHIJKLMNOP hf_abcdefgh12345678"),
     (f"-----BEGIN OPENSSH PRIVATE KEY-----\n{KEY}\n-----END OPENSSH PRIVATE KEY-----\nmore", f"\n{KEY}\n"),
     (f"-----BEGIN PGP PRIVATE KEY BLOCK-----\nVersion: G (1)\n\n{KEY}\n", f"\nVersion: G (1)\n\n{KEY}\n"),
     (f'"private_key": "-----BEGIN PRIVATE KEY-----\\n{KEY}\\n-----END PRIVATE KEY-----"', f"\\n{KEY}\\n"),
-    # Names.
+    # Values are recognized by the names of their variables.
     ("DB_PASSWORD=hunter2 x", "hunter2"),
     ('{"db": {"passphrase": "hunter2"}}', "hunter2"),
     ('"{\\"password\\": \\"hunter2\\"}"', "hunter2"),
@@ -61,13 +61,13 @@ TEXTS = [
     ('db_password = "hunter 2; x"  # y', "hunter 2; x"),
     ("X-Vault-Token: hunter2", "hunter2"),
     ("token: 0123456789abcdef", "0123456789abcdef"),
-    # .netrc
+    # .netrc files are masked.
     ("machine api.wandb.ai login user password hunter2", "hunter2"),
     ("+machine h\n+  login me\n+  password hunter2\n", "hunter2"),
     ("machine h.org password hunter2 login me", "hunter2"),
     ("default login me password hunter2", "hunter2"),
 ]
-"""Texts, and the words in them that are masked."""
+"""Texts with the values in them that are masked."""
 
 COMMANDS = [
     ("train.py --password hunter2 --lr 1", "hunter2"),
@@ -94,7 +94,7 @@ COMMANDS = [
     ("env PGPASSWORD=hunter2 psql", "hunter2"),
     ("env SSHPASS=hunter2 MYSQL_PWD=hunter2 program", "hunter2"),
 ]
-"""Command lines, and what is masked in them."""
+"""Command lines with the values in them that are masked."""
 
 HARMLESS = [
     *("docker run -p 8080:80 image", "serve -p 8080", "serve --port 8080", "serve -p8080"),
@@ -131,7 +131,7 @@ HARMLESS = [
         "head_dim=64 num_key_value_heads=8",
     ),
 ]
-"""Texts and command lines in which nothing is masked."""
+"""Texts and command lines without masked values."""
 
 
 @pytest.mark.parametrize(("text", "secrets"), TEXTS)

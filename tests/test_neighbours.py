@@ -1,4 +1,4 @@
-"""What another user of the machine can do to a run: nothing, up to torch's own connections."""
+"""Tests that another user of the machine cannot affect a run, except for torch's connections."""
 
 import json
 import os
@@ -32,7 +32,7 @@ as_root = pytest.mark.skipif(os.getuid() != 0 or shutil.which("setpriv") is None
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """A folder that every user can enter, with a cache and `runs` in it that all share."""
+    """Return a folder that every user can enter, with a shared cache and shared `runs`."""
     folder = Path(tempfile.mkdtemp(prefix="neighbours-"))
     folder.chmod(0o755)
     for name, mode in (("cache", 0o1777), ("text", 0o700)):
@@ -41,7 +41,7 @@ def place() -> Iterator[Path]:
     (folder / "text/a.txt").write_text("some text\n" * 3000)
     (folder / "mine.yaml").write_text(CONFIG)
     (folder / "mine.yaml").chmod(0o600)
-    # It can read neither the tests nor their interpreter's packages.
+    # The other user can read neither the tests nor the packages of their interpreter.
     shutil.copy(Path(__file__).parent / "support/neighbour.py", folder / "neighbour.py")
     yield folder
     shutil.rmtree(folder)
@@ -49,7 +49,10 @@ def place() -> Iterator[Path]:
 
 @contextmanager
 def neighbour(place: Path) -> Iterator[dict[str, Any]]:
-    """Another user tries everything while runs start and end in the block; after it, what that came to."""
+    """Let another user try everything while runs start and end in the block.
+
+    Afterwards, the yielded dict has the results.
+    """
     listed = subprocess.run(["ss", "-Hltn"], capture_output=True, text=True, check=True).stdout
     taken = {line.split()[3].rpartition(":")[2] for line in listed.splitlines()}
     python = shutil.which("python3", path="/usr/bin:/bin") or sys.executable
@@ -65,7 +68,7 @@ def check(place: Path, seen: dict[str, Any]) -> None:
     end = read_json(place / "runs/mine/attempts/001/end.json")
     assert (end["state"], end["step"]) == ("finished", 20)
     assert seen["processes"] >= 4
-    # What a cache that all share is for.
+    # A shared cache allows this access.
     assert [line for line in seen["found"] if not line.startswith(f"reads {place}/cache/")] == []
     assert not list(place.rglob("executed"))
 
@@ -79,7 +82,7 @@ def test_a_neighbour_of_two_processes(place: Path) -> None:
         done = subprocess.run(argv, cwd=place, env=environ, capture_output=True, text=True, timeout=400)
         assert done.returncode == 0, done.stderr
     check(place, seen)
-    assert (seen["ports"] > 0, seen["stores"]) == (True, 0)  # gloo's own
+    assert (seen["ports"] > 0, seen["stores"]) == (True, 0)  # gloo opens these ports
 
 
 @as_root

@@ -1,4 +1,4 @@
-"""Each recipe, as docs/recipes.md types it, learns, survives a SIGKILL, and exports a model."""
+"""Tests that each recipe of docs/recipes.md learns, survives a SIGKILL, and exports a model."""
 
 import json
 import shlex
@@ -29,16 +29,16 @@ class Recipe:
 
     name: str
     val_loss: float
-    """Upper bound; an untrained model over bytes has 5.55, the logarithm of 257."""
+    """The upper bound of the loss. An untrained model over bytes has 5.55, the logarithm of 257."""
     is_text: bool
-    """Whether the export is a model of transformers."""
+    """True if the export is a model of transformers."""
     before: str | None = None
-    """The recipe from which it starts."""
+    """The recipe whose model this recipe starts with."""
     steps: int = 96
 
     @property
     def environ(self) -> dict[str, str]:
-        """Makes it shorter without a change of the commands."""
+        """Return variables that shorten the recipe without a change of its commands."""
         return {
             "TRAINKIT_TRAIN__STEPS": str(self.steps),
             "TRAINKIT_TRAIN__EVAL_EVERY": str(self.steps // 4),
@@ -57,7 +57,10 @@ RECIPES = [
 
 
 RECOMPUTED = 3
-"""Steps after its first checkpoint at which a recipe is killed: they are computed twice."""
+"""The number of steps after the first checkpoint at which a recipe is killed.
+
+These steps are computed twice.
+"""
 NAMES = ("loss", "grad_norm", "lr", "val_loss", "samples_seen")
 
 

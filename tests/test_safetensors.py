@@ -1,4 +1,4 @@
-"""Reading parts of safetensors files, and writing such files."""
+"""Tests reading parts of safetensors files, and writing such files."""
 
 import json
 import struct

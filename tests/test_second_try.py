@@ -1,4 +1,4 @@
-"""Slow tests that fail get a second try, and flaky ones are named."""
+"""Tests that failed slow tests get a second try, and that flaky ones are named."""
 
 from pathlib import Path
 
@@ -49,7 +49,7 @@ def plugin_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(pytester: pytest.Pytester, tests: str, *options: str) -> pytest.RunResult:
-    """What pytest with the plugin prints about a file of tests."""
+    """Return pytest's output with the plugin for a file of tests."""
     pytester.makeini("[pytest]\nmarkers =\n    slow\n    xdist_group\n")
     pytester.makeconftest('pytest_plugins = ["tools.second_try"]')
     pytester.makepyfile(test_it=tests)

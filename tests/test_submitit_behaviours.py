@@ -1,6 +1,6 @@
-"""The behaviours that submitit's own tests check of a function: the table in docs/coming-from.md, row by row.
+"""Compares the behaviours in submitit's tests of functions with trainkit: the table in docs/coming-from.md.
 
-Both libraries run the same functions, each on this machine; what needs Slurm is in on_slurm/test_python.py.
+Both libraries run the same functions on this machine. on_slurm/test_python.py has the tests that need Slurm.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from submitit.core import utils  # noqa: E402
 from submitit.local.local import LocalExecutor  # noqa: E402
 from submitit.slurm import slurm  # noqa: E402
 
-pytestmark = pytest.mark.xdist_group("behaviours")  # they share what the fixture starts
+pytestmark = pytest.mark.xdist_group("behaviours")  # the tests share the runs of the fixture
 ONCE = {"max_crashes": 0}
 HERE = """
 import pickle
@@ -101,7 +101,7 @@ def local_class() -> Any:
 
 
 def wait_for(file: str, call: int = 0) -> str:
-    """Wait until a file is there; the calls are counted in its folder."""
+    """Wait until a file exists, and count the calls in its folder."""
     folder = Path(file).parent
     (folder / f"began-{len([*folder.glob('began-*')])}").touch()
     while not Path(file).exists():
@@ -110,7 +110,7 @@ def wait_for(file: str, call: int = 0) -> str:
 
 
 class Waits(helpers.Checkpointable):  # type: ignore[misc]
-    """Its checkpoint asks for another call, or for none."""
+    """A function whose checkpoint requests another call, or none."""
 
     def __init__(self, again: bool = True) -> None:
         self.again = again
@@ -142,7 +142,7 @@ def submit_another() -> tuple[list[str], int]:
 
 @dataclass
 class Both:
-    """What was started at once, with both."""
+    """The runs that were started at once with both libraries."""
 
     folder: Path
     executor: LocalExecutor
@@ -193,7 +193,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
             "fails": executor.submit(command, 3),
         }
         for name in ("kill", "silent", "lock"):
-            jobs[name]._results_timeout_s = 0  # how long it waits for a result that is missing
+            jobs[name]._results_timeout_s = 0  # the wait for a result that is missing
         now: dict[str, Any] = {"device": "cpu", "now": True}
         runs: dict[str, Any] = {
             "add": api.submit(functools.partial(add, 2, other=3), **now),
@@ -217,7 +217,8 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
             "groups": [api.map_array(ids_of, [0], device="cpu", name=f"group-{n}") for n in range(2)],
         }
         (folder / "text.txt").write_text("changed after submit")
-        # The ones that follow keep this machine's cores until their rows are checked: groups wait for a core.
+        # The following runs keep this machine's cores until their rows are checked, because groups wait for a
+        # core.
         for group in (runs["array"], runs["calls"], *runs["groups"]):
             group.wait(LIMIT_S)
         for name, function in {
@@ -239,7 +240,7 @@ def ids_of(_: int) -> tuple[str, str | None, str, str]:
 
 
 CHECKS: dict[str, Callable[[Both], None]] = {}
-"""A row of the table, by its first column, and what shows it."""
+"""Maps the first column of a row in the table to its check."""
 
 
 def row(text: str) -> Callable[[Callable[[Both], None]], Callable[[Both], None]]:
@@ -391,7 +392,7 @@ def _(both: Both) -> None:
 
 
 def requeued(both: Both, name: str) -> tuple[str, int]:
-    """The value after a requeue, and the number of calls."""
+    """Return the value after a requeue, and the number of calls."""
     begun(both.folder / name)
     trainkit_command("requeue", str(both.runs[name].path))
     begun(both.folder / name, 1)
@@ -571,11 +572,11 @@ ON_SLURM = {
     "`JobEnvironment` on Slurm: `array_job_id`, `array_task_id`, `hostnames`": SLURM_TEST,
     "`array_parallelism`, job ids of an array": SLURM_TEST,
 }
-"""A row of the table, and the test in on_slurm/test_python.py that shows it."""
+"""Maps a row of the table to the test in on_slurm/test_python.py that checks it."""
 
 
 def rows() -> dict[str, str]:
-    """The rows of the table in the docs: the behaviour, and what trainkit does."""
+    """Return the rows of the table in the docs: the behaviour, and trainkit's counterpart."""
     text = (ROOT / "docs" / "coming-from.md").read_text()
     table = text.partition("| what submitit's tests check | with trainkit |\n|---|---|\n")[2].partition(
         "\n\n"

@@ -1,4 +1,4 @@
-"""What a terminal shows of hostile and wide texts: its width, its style, and no control of the terminal."""
+"""Tests hostile and wide texts in a terminal: their width, their style, and that they do not control it."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The wheel, built from the source distribution and installed where there is no checkout."""
+"""Tests the wheel, built from the source distribution and installed without a checkout."""
 
 import json
 import os
@@ -31,14 +31,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheel")]
 
 
 def command(*argv: object, cwd: Path, **env: str) -> str:
-    """What a command prints; it has to succeed."""
+    """Return the output of a command, which must succeed."""
     done = run_program(*[str(arg) for arg in argv], cwd=cwd, env={**os.environ, **env}, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def sources() -> Iterator[Path]:
-    """The files of the checkout that a build can need."""
+    """Yield the files of the checkout that a build can need."""
     for name in ("setup.cfg", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md"):
         if (ROOT / name).exists():
             yield ROOT / name
@@ -49,7 +49,7 @@ def sources() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of the source distribution of this checkout."""
+    """Return the wheel of this checkout's source distribution."""
     folder = tmp_path_factory.mktemp("wheel")
     for path in sources():
         copy = folder / "checkout" / path.relative_to(ROOT)
@@ -70,21 +70,22 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bin/ of a new environment with the wheel, and with the packages of this one but for trainkit."""
+    """Return the bin/ of a new environment with the wheel, and with this environment's other packages."""
     folder = tmp_path_factory.mktemp("installed")
     command(sys.executable, "-m", "venv", "--without-pip", folder / "venv", cwd=folder)
     python = folder / "venv" / "bin" / "python"
     site = command(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
     options = ("--no-deps", "--no-index", "--disable-pip-version-check")
     command(sys.executable, "-m", "pip", "--python", python, "install", *options, wheel, cwd=folder)
-    # After what the wheel brought, and without the .pth files there, of which one may lead to the checkout.
+    # These packages come after the wheel's. Their .pth files are not processed, because one may name the
+    # checkout.
     (Path(site) / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return python.parent
 
 
 @pytest.fixture
 def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder far from the checkout, with a config."""
+    """Return a folder far from the checkout, with a config."""
     monkeypatch.delenv("PYTHONPATH", raising=False)
     (tmp_path / "outside.yaml").write_text(CONFIG)
     return tmp_path

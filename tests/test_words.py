@@ -1,7 +1,7 @@
-"""One vocabulary: names that were given up, and phrases that read translated, are nowhere in code and docs.
+"""Checks that abandoned names and phrases appear nowhere in code and docs.
 
-Names are checked where they are defined (files, classes, functions, parameters, variables); phrases in the
-whole text of the package, its tests, README, docs, templates, configs and Makefile.
+Names are checked where they are defined (files, classes, functions, parameters, variables). Phrases are
+checked in the whole text of the package, its tests, README, docs, templates, configs and Makefile.
 """
 
 import ast
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-# One process parses all files, instead of each.
+# One process parses all files once for all tests.
 pytestmark = pytest.mark.xdist_group("words")
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,22 +25,22 @@ GIVEN_UP_MODULES = (
     *("surroundings", "troubles", "moments", "own_choice", "asked", "draft", "meeting", "pulse", "passes"),
     *("aim", "strike", "play", "exposed", "frozen", "shorten"),
 )
-"""Names that say nothing about a file's content. `watch`, `wait` and the like may still name a function."""
+"""Names that do not describe a file's content. Functions may still be called `watch`, `wait` and so on."""
 
 UNIQUE_MODULES = ("stacks", "verdict", "campaign", "batch")
-"""Names that several files had; a command of the same name in cli/ plays another role."""
+"""Names that several files had. A command of the same name in cli/ has another role."""
 
 GIVEN_UP_WORDS = (
     *("station", "comeback", "comebacks", "crew", "glance", "beside", "surroundings", "troubles", "moments"),
     *("meeting", "pulse", "steer", "strike", "aim", "told", "tell"),
 )
-"""Words that no defined name contains: neither `find_comebacks` nor `CrewLog`."""
+"""Words that no defined name contains, so `find_comebacks` and `CrewLog` are not allowed."""
 
 GIVEN_UP_NAMES = (
     *("let_go", "look_around", "Past", "End", "Means", "Look", "JobNow", "own_state", "own_choice"),
     *("fence", "play", "Hand", "Held", "Seen", "refuse_a_crowd", "goes_on", "comes_back", "say"),
 )
-"""Whole names; their words are fine elsewhere."""
+"""Whole names, whose words are allowed in other names."""
 
 PHRASES = {
     "goes on": r"\b(?:go|goes|going|went) on\b",
@@ -75,15 +75,15 @@ PHRASES = {
     "as it stands": r"\bas (?:it|they) stands?\b",
     "That of a neighbour": r'"""(?:That|Those|Ditto|Likewise)\b',
 }
-"""What the phrase is, and a pattern for it; a space matches any white space, also a line break in a comment.
+"""Maps a phrase to its pattern. A space matches any white space, also a line break in a comment.
 
-Not hit, since legitimate: a GPU or a rank that holds a shard, a lock that is held, a word of bash, `besides`,
-a user who does something, and questions that begin with Who.
+Legitimate uses are not matched: a GPU or a rank that holds a shard, a lock that is held, a word of bash,
+`besides`, a user who does something, and questions that begin with Who.
 """
 
 
 def names_of(path: Path) -> Iterator[tuple[str, int]]:
-    """Every name that a file defines, with its line."""
+    """Yield every name that a file defines, with its line."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield node.name, node.lineno
@@ -97,7 +97,7 @@ def names_of(path: Path) -> Iterator[tuple[str, int]]:
 
 @cache
 def definitions() -> tuple[tuple[str, str], ...]:
-    """Every defined name of the package and its tests with its place."""
+    """Return every name that the package and its tests define, with its place."""
     return tuple(
         (name, f"{path.relative_to(ROOT)}:{line}")
         for path in sorted([*PACKAGE.rglob("*.py"), *TESTS.rglob("*.py")])
@@ -107,13 +107,13 @@ def definitions() -> tuple[tuple[str, str], ...]:
 
 @cache
 def words_of(name: str) -> tuple[str, ...]:
-    """The words of a name: ``find_Comeback`` and ``FindComeback`` are both find and comeback."""
+    """Return the words of a name: find and comeback for ``find_Comeback`` and ``FindComeback``."""
     return tuple(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().split("_"))
 
 
 @cache
 def texts() -> tuple[tuple[str, str], ...]:
-    """Every text but this one, by its path."""
+    """Return every text except this one, by its path."""
     paths = [*PACKAGE.rglob("*.py"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "templates").rglob("*.j2")]
     paths += [*(ROOT / "configs").rglob("*.yaml"), ROOT / "README.md", ROOT / "Makefile", TESTS / "README.md"]
     paths += {*TESTS.rglob("*.py")} - {Path(__file__)}

@@ -1,4 +1,4 @@
-"""The folder of an attempt."""
+"""Provides the fixture of an attempt folder."""
 
 from tests.support.runs import attempt
 

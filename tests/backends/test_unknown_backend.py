@@ -1,4 +1,4 @@
-"""A run that a newer version started on a scheduler that this one does not know."""
+"""Tests a run that a newer version started on a scheduler that this version does not support."""
 
 import signal
 from pathlib import Path

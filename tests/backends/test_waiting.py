@@ -1,4 +1,4 @@
-"""Why a waiting command waits: said after some seconds, and again when it changes."""
+"""Tests that a waiting command prints its reason after some seconds, and again when the reason changes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainkit.run.rundir import RunDir
         (0.0, ["a", "b", "a"], ["a", "b", "a"]),
         (0.0, ["a", "", "a"], ["a", "a"]),
         (2.0, ["a", "a", "a", "a"], ["a"]),
-        (2.0, ["a", "b"], []),  # over before it is worth a line
+        (2.0, ["a", "b"], []),  # the wait is too short for a line
         (2.0, ["a", "b", "c"], ["c"]),
         (2.0, ["a", "a", "", ""], []),
     ],
@@ -32,7 +32,7 @@ from trainkit.run.rundir import RunDir
 def test_a_reason_is_said_once(
     monkeypatch: pytest.MonkeyPatch, after_s: float, reasons: list[str], said: list[str]
 ) -> None:
-    """A second passes from one call to the next; the first is made at once."""
+    """Each call comes one second after the previous one, and the first comes at once."""
     now_s = 0.0
     monkeypatch.setattr(jobs.time, "monotonic", lambda: now_s)
     found: list[str] = []

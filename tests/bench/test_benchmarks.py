@@ -1,4 +1,4 @@
-"""The commands in benchmarks/: each starts as its own first lines say; `make gpu` runs without a GPU."""
+"""Tests that the commands in benchmarks/ start as their first lines say, and `make gpu` without a GPU."""
 
 import ast
 import gc
@@ -62,7 +62,7 @@ def test_what_its_functions_import_exists(file: Path) -> None:
 
 
 def test_the_fault_campaign_knows_why_trainkit_gives_up() -> None:
-    """It takes these reasons for a stop that faster failures than checkpoints explain."""
+    """The campaign takes these reasons for a stop because failures are more frequent than checkpoints."""
     flight = (ROOT / "benchmarks" / "flight.py").read_text()
     decision = (ROOT / "trainkit" / "job" / "decision.py").read_text()
     reasons = re.search(r"^BRAKES = \((.*)\)$", flight, re.MULTILINE)
@@ -75,7 +75,7 @@ def test_a_replayed_queue_is_fifo_with_backfill() -> None:
     first, second = Job(0, 6, 6, 10.0, 9.0), Job(1, 8, 8, 5.0, 5.0)
     waits = Replay(8, [first, second], Request("8", MOST, 72.0), 2.0).play()
     assert (waits.wait_h, waits.num_jobs, waits.node_hours) == (12.0, 1, 8 * (WORK_H + 5 / 60))
-    # Two nodes are free for less than its limit, unless that may be lowered.
+    # Two nodes are free for less time than the limit of the job, so it needs a lower limit to start.
     behind = Replay(8, [first, second], Request("2-8", 2, 72.0), 2.0).play()
     assert behind.wait_h == 12.0
     gap = Replay(8, [first, second], Request("2-8", 2, 72.0, least_h=4.0), 2.0).play()
@@ -213,7 +213,7 @@ def test_a_model_that_does_not_fit_has_a_row_that_says_so(tmp_path: Path) -> Non
 
 def test_a_state_for_which_the_disk_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=4_000_000))
-    save_state(Bench("cpu", tmp_path, 0))  # 1 MB, saved in three ways
+    save_state(Bench("cpu", tmp_path, 0))  # 1 MB is saved in three ways
     [row] = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
     assert row == {"way": "all", "skipped": f"needs 0.0 GB, {tmp_path} has 0.0 GB"}
     assert [file.name for file in tmp_path.iterdir()] == ["rows.jsonl"]

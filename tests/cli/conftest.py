@@ -1,4 +1,4 @@
-"""Fixtures of the tests that type commands."""
+"""Provides the fixtures of tests that type commands."""
 
 from steering import desk
 

@@ -21,7 +21,7 @@ def run():
 
 
 if __name__ == "__main__":
-    gc.set_threshold(100_000)  # as the program does, and at the end too
+    gc.set_threshold(100_000)  # the program sets this threshold too
     code = run()
     gc.freeze()
     sys.exit(code)

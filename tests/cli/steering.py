@@ -1,4 +1,4 @@
-"""A place in which `trainkit` is typed, with small scripts as workers."""
+"""Provides a folder where tests type `trainkit`, with small scripts as workers."""
 
 import io
 import json
@@ -49,7 +49,7 @@ sys.exit(75)
 
 
 class Desk:
-    """A folder with a config, an own state folder, and `trainkit`."""
+    """A folder with a config, a separate state folder, and the command `trainkit`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = self._root = folder
@@ -65,7 +65,7 @@ class Desk:
         }
 
     def works(self, script: str) -> None:
-        """What workers do."""
+        """Set the script that the workers run."""
         self.worker.write_text(PREAMBLE + textwrap.dedent(script))
 
     def argv(self, *args: str) -> list[str]:
@@ -76,12 +76,12 @@ class Desk:
         return run_program(*within, *self.argv(*args), cwd=self.folder, env=self.environ, timeout=LIMIT_S)
 
     def types(self, *args: str, **options: Any) -> subprocess.CompletedProcess[str]:
-        """Run `trainkit` as it is, without the worker in the place of the trainer and of COMMANDs."""
+        """Run `trainkit` without replacing the trainer or a COMMAND with the worker."""
         argv = [sys.executable, "-m", "trainkit", *args]
         return run_program(*argv, **{"cwd": self.folder, "env": self.environ, "timeout": 400, **options})
 
     def refused(self, *args: str) -> dict[str, Any]:
-        """The error of a command that is refused, in this process: it starts nothing."""
+        """Return the error of a refused command. The command runs in this process and starts nothing."""
         out = io.StringIO()
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(io.StringIO()):
             patch.chdir(self.folder)
@@ -94,14 +94,14 @@ class Desk:
         return value
 
     def start(self, *args: str, **options: Any) -> subprocess.Popen[str]:
-        """`trainkit` that runs while the test does."""
+        """Start `trainkit` in the background of the test."""
         given = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
         return subprocess.Popen(
             self.argv(*args), cwd=self.folder, env=self.environ, stdin=subprocess.DEVNULL, **given
         )
 
     def submit(self, *args: str) -> RunDir:
-        """Submit and wait until every rank of the first attempt has started."""
+        """Submit a run, and wait until every rank of the first attempt has started."""
         done = self.trainkit("submit", str(self.config), *args)
         assert done.returncode == 0, done.stderr
         run = RunDir(done.stdout.splitlines()[0])
@@ -121,9 +121,9 @@ class Desk:
         return json.loads(self.trainkit("status", str(run.path), "--json").stdout)
 
     def tidy(self) -> None:
-        """Kill what is left of the runs that were started here."""
+        """Kill the remaining processes of the runs that were started here."""
         for sweep_file in self._root.rglob("sweep.json"):
-            with suppress(UsageError):  # a damaged one
+            with suppress(UsageError):  # the record of a run may be damaged
                 process = RunGroup(sweep_file.parent).record.process
                 if process is not None and process.alive():
                     os.kill(process.pid, signal.SIGKILL)
@@ -136,7 +136,7 @@ class Desk:
 
 @pytest.fixture
 def desk(tmp_path: Path) -> Iterator[Desk]:
-    """Makes a folder to type `trainkit` in, and kills the processes that still run afterwards."""
+    """Make a folder to type `trainkit` in, and kill the processes that still run after the test."""
     desk = Desk(tmp_path)
     yield desk
     desk.tidy()

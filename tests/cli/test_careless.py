@@ -151,7 +151,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def here(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the folder in which commands are typed, on a machine without Slurm and without a GPU."""
+    """Return the folder where commands are typed, on a machine without Slurm and without a GPU."""
     monkeypatch.chdir(project)
     monkeypatch.setenv("PATH", str(project / "bin"))
     return project

@@ -1,4 +1,4 @@
-"""`trainkit check`: stdout is data, stderr is for people, exit 2 with every problem."""
+"""Tests `trainkit check`: results go to stdout, diagnostics to stderr, and exit code 2 shows all problems."""
 
 import errno
 import io
@@ -41,7 +41,7 @@ def test_derived_values_with_their_reasons(config: str, capsys: pytest.CaptureFi
 def test_a_file_system_without_locks_is_refused(
     config: str, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the queue: every job of such a run would end at its start."""
+    """The check comes before the queue, because every job of such a run would fail at its start."""
 
     def refuse(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -142,7 +142,7 @@ def test_what_cannot_be_reported_is_said(config: str, capsys: pytest.CaptureFixt
 
 
 def test_a_cluster_far_away(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A profile is enough to see what would be asked of a cluster that this machine does not belong to."""
+    """A profile is enough to check a run for a cluster that this machine does not belong to."""
     args = ["check", config, "--cluster", "example", "--no-estimate", "--set", "device=auto"]
     assert main([*args, "--set", "train.device_batch_size=2", "--json"]) == 0
     value = json.loads(capsys.readouterr().out)
@@ -174,7 +174,7 @@ def test_all_problems_in_one_pass(config: str, capsys: pytest.CaptureFixture[str
 
 
 def _keys(err: str) -> list[str]:
-    """The keys of the problems in an error message, in order."""
+    """Return the keys of the problems in an error message, in order."""
     found = [re.search(r"(?<=: )[a-z_]+(\.[a-z_]+)?(?=: )", line) for line in err.splitlines()]
     return [match[0] for match in found if match is not None]
 
@@ -191,7 +191,7 @@ def test_a_cluster_that_does_not_exist_next_to_a_misspelt_key(
     [
         "train.stps=1",
         "resources.partiton=gpu",
-        "resources.nodes=many",  # the default, one node, would not do for the layout
+        "resources.nodes=many",  # the layout needs more than one node, which is the default
         "resorces={nodes: 2}",
         "parallel.dp_shrd=4",
         "model.preset=8bb",
@@ -210,7 +210,7 @@ def test_an_invalid_value_causes_no_further_problem(
 
 
 def test_what_run_reports_next_to_a_misspelt_key(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run on this machine: what a cluster would say is no problem of it."""
+    """A run on this machine is not checked against a cluster."""
     typed = ("resources.nodes=1", "train.stps=1", "resources.partition=debgu", "data.source=none.txt")
     assert main(["run", config, *(f"--set={value}" for value in typed)]) == 2
     assert _keys(capsys.readouterr().err) == ["train.stps", "data.source"]
@@ -229,7 +229,7 @@ def test_a_profile_that_is_wrong(config: str, tmp_path: Path, capsys: pytest.Cap
 
 UNKNOWN = ["--cluster", "example", "--partition", "old", "--nodes", "2"]
 UNKNOWN += ["--set", "resources.reservation=maintenance"]
-"""Four GPUs of which nobody knows the type."""
+"""Defines four GPUs of unknown type."""
 
 
 def test_gpus_of_unknown_memory_are_said(config: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -308,7 +308,7 @@ def test_what_cannot_be_simulated(capsys: pytest.CaptureFixture[str], argv: list
 def test_a_config_from_standard_input(
     command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is read once, although several points are loaded from it."""
+    """Standard input is read once, although several trials are loaded from it."""
     for text, code in ((b"extends: quickstart\nname: mine\n", 0), (b"\ntrain: {steps: x}\n", 2)):
         yamlfile._standard_input.cache_clear()
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
@@ -321,7 +321,7 @@ def test_a_python_without_torch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "torch", None)  # as if it were not installed
+    monkeypatch.setitem(sys.modules, "torch", None)  # torch cannot be imported
     assert main([command, "quickstart", "--set", "device=cpu"]) == 2
     install = f"`{shlex.quote(sys.executable)} -m pip install 'torch>=2.11,<2.16'` installs it"
     hint = f"{install}, or set launch.venv, conda, modules or container to an environment that has it"

@@ -1,4 +1,4 @@
-"""`trainkit ckpt` on run folders with small checkpoints."""
+"""Tests `trainkit ckpt` on run folders with small checkpoints."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from trainkit.run.rundir import RunDir
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    """A run that has ended, with checkpoints of the steps 10, 20, 30 and 40; the best is that of 20."""
+    """Return an ended run with checkpoints after steps 10, 20, 30 and 40. Step 20 is the best one."""
     run = RunDir(tmp_path / "run")
     run.attempts_dir.mkdir(parents=True)
     run.config_file.write_text("name: run\n")

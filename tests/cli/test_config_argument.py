@@ -1,4 +1,4 @@
-"""Commands without CONFIG, and the examples of every help in an empty folder."""
+"""Tests commands without CONFIG, and the examples of every help text in an empty folder."""
 
 import json
 import shlex
@@ -75,7 +75,7 @@ def test_one_task_of_a_step_says_which_config(
 
 
 def all_examples() -> list[list[str]]:
-    """The arguments of every example of every command's help that takes a CONFIG."""
+    """Return the arguments of every example with a CONFIG in any command's help text."""
     context = click.Context(cli)
     commands = [command for name in COMMANDS if (command := cli.get_command(context, name)) is not None]
     groups = [command for command in commands if isinstance(command, click.Group)]

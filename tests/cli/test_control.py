@@ -66,7 +66,7 @@ def test_a_copy_of_a_live_run_does_not_act_on_the_original(desk, options):
     copies = [desk.folder / "runs/copy", desk.folder / "runs/older"]
     for copy in copies:
         shutil.copytree(run.path, copy, symlinks=True)
-    # The process of the first attempt is that of the second, which the older copy does not know.
+    # The second attempt runs in the process of the first one, which the older copy does not know.
     assert desk.trainkit("requeue", str(run.path)).returncode == 0
     desk.wait_for_log(run, "attempt 2 rank 0", attempt=2)
     shutil.rmtree(copies[0])
@@ -76,9 +76,9 @@ def test_a_copy_of_a_live_run_does_not_act_on_the_original(desk, options):
             done = desk.trainkit(*words, str(copy))
             assert (done.returncode, f"is a copy of runs/{run.path.name}, which" in done.stderr) == (2, True)
     assert desk.status(run)["state"] in ("starting", "running")
-    # A copy that has taken the place of the original, which was moved.
+    # A copy has taken the place of the original, which was moved.
     moved, pid = desk.folder / "runs/moved", read_job(run).newest.pid
-    os.kill(pid, signal.SIGSTOP)  # else it notices, saves and ends
+    os.kill(pid, signal.SIGSTOP)  # otherwise the process sees the signal, saves and ends
     run.path.rename(moved)
     copies[0].rename(run.path)
     done = desk.trainkit("cancel", str(run.path), "--now")
@@ -119,7 +119,8 @@ def test_the_last_request_counts_and_a_cancellation_is_never_lost(desk):
     assert desk.trainkit("cancel", "small", "--wait").returncode == 0
     assert desk.status(run)["state"] == "cancelled"
     assert [entry.reason for entry in read_job(run).attempts] == ["submit"]
-    # The second of two cancellations signals nobody, who may take it for a reason not to save.
+    # The second cancellation signals no process, because a process may take a second signal as a reason not
+    # to save.
     assert run.attempt(1).rank_log(0).read_text().splitlines()[1] in ("asked 1 times", "asked 2 times")
     assert desk.trainkit("requeue", "small").returncode == 0
     desk.wait_for_log(run, "attempt 2 rank 0", attempt=2)

@@ -1,4 +1,4 @@
-"""Commands on a cluster whose controller does not answer: they end with exit code 3, and soon."""
+"""Tests commands while Slurm's controller does not answer: they end soon, with exit code 3."""
 
 import json
 import time
@@ -22,7 +22,7 @@ CPU = ("quickstart", "--set", "device=cpu")
 
 @pytest.fixture
 def away(fake: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
-    """Slurm's commands, which never end, and the first wait for them, which has just been in vain."""
+    """Make Slurm's commands hang, with a first query that has just timed out."""
     for program in PROGRAMS:
         fake.add(program, '[ "$1" = --version ] && echo slurm 22.05.8 && exit; exec /bin/sleep 60')
     monkeypatch.chdir(tmp_path)
@@ -43,7 +43,7 @@ def away(fake: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fa
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    """A run whose job Slurm knows."""
+    """Return a run whose job is in Slurm's queue."""
     run = RunDir(tmp_path / "run")
     run.checkpoints_dir.mkdir(parents=True)
     create_job(run, backend="sbatch", name="run", cwd=str(tmp_path), code=None)

@@ -1,4 +1,4 @@
-"""A setting that was cut into several words by spaces."""
+"""Tests a setting that the shell split at its spaces."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""A run whose loss is NaN or infinite: every command says since which step, and it is never the best."""
+"""Tests a run whose loss is NaN or infinite: commands name the first such step, and the run is never best."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from trainkit.run.rundir import RunDir
 
 
 def typed(line: str) -> tuple[int, str]:
-    """The exit code of a command and what it prints."""
+    """Return the exit code of a command and its output."""
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
         return main(shlex.split(line)[1:]), out.getvalue()
 
 
 def diverge(run: Path, since: int) -> None:
-    """Make the losses of a recorded run null from a step on."""
+    """Set the losses of a recorded run to null from a step on."""
     records = training_curve(RunDir(run))
     lines = [dict(item.values) | ({"loss": None} if item.step >= since else {}) for item in records]
     (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
@@ -34,7 +34,7 @@ def diverge(run: Path, since: int) -> None:
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that has finished, one that still runs, and a sweep whose best trial has diverged."""
+    """Return a folder with a finished run, a running one, and a sweep whose best trial has diverged."""
     folder = tmp_path_factory.mktemp("project")
     host = os.uname().nodename
     diverge(unpack_run(GOLDEN / "folders" / "finished", folder, host), 4)
@@ -118,19 +118,19 @@ def test_it_has_no_best_value(project: Path, monkeypatch: pytest.MonkeyPatch) ->
         ("", 1, None),
         ("1:1.0 1:2.0", 1, None),
         ("1:1.0 1:- 1:-", 1, 2),
-        ("1:- 1:2.0", 1, None),  # it has recovered
+        ("1:- 1:2.0", 1, None),  # the loss is finite again
         ("1:1.0 1:- 1:2.0 1:-", 1, 4),
         ("1:1.0 1:Infinity 1:1e999", 1, 2),
-        ("1:1.0 1:NaN 1:acc", 1, 2),  # a record of something else
+        ("1:1.0 1:NaN 1:acc", 1, 2),  # one record has no loss
         ("1:1.0 1:-", 2, None),  # the new attempt has no step yet
         ("1:1.0 1:-", None, 2),
-        ("1:1.0 1:- 1:- 2@2:- 2:-", 2, 2),  # a step that was computed twice
+        ("1:1.0 1:- 1:- 2@2:- 2:-", 2, 2),  # one step was computed twice
         ("1:1.0 1:2.0 1:3.0 2@2:- 2:-", 2, 2),
         ("1:1.0 1:'text'", 1, None),
     ],
 )
 def test_since_when(tmp_path: Path, records: str, attempt: int | None, since: int | None) -> None:
-    """`records` are ATTEMPT:LOSS, or ATTEMPT@STEP:LOSS where the steps go back."""
+    """Each record is ATTEMPT:LOSS, or ATTEMPT@STEP:LOSS if the steps go back."""
     step = 0
     for record in records.split():
         head, _, loss = record.partition(":")

@@ -45,7 +45,7 @@ def test_help_imports_nothing_but_click():
 
 @pytest.mark.parametrize("command", ["status", "watch"])
 def test_a_run_is_looked_up_without_configs(command, tmp_path):
-    """They take most of the start-up time of these commands."""
+    """Importing the config modules would take most of the start-up time of these commands."""
     script = (
         f"import sys\nfrom trainkit.cli.main import main\ncode = main(['{command}', 'nothere'])\n"
         "slow = {'torch', 'pydantic', 'rich', 'logging', 'socket', 'trainkit.plan.launch'}\n"
@@ -57,7 +57,7 @@ def test_a_run_is_looked_up_without_configs(command, tmp_path):
 
 
 def test_help_answers_at_once():
-    """Not much later than click can, on a machine that may be busy with something else."""
+    """The help takes little more time than click itself, measured in processor time on a busy machine."""
 
     def seconds(*argv):
         start_s = time.perf_counter()
@@ -79,11 +79,11 @@ def test_every_command_has_help_with_examples(name, capsys):
     for line in lines:
         typed = re.split(r" -- | \| | > |\)", line.partition("trainkit ")[2])[0].split()
         assert typed[0] == name
-        assert main([*typed, "--help"]) == 0, line  # every option is read before the help is printed
+        assert main([*typed, "--help"]) == 0, line  # every option is parsed before the help is printed
 
 
 def commands():
-    """Every command and command of a group, by what is typed."""
+    """Yield every command and subcommand, with its words on the command line."""
     for name in COMMANDS:
         command = load_command(name)
         context = click.Context(command)
@@ -113,7 +113,7 @@ def test_exit_codes_are_in_the_help(capsys):
 
 @pytest.fixture
 def complete(tmp_path, monkeypatch):
-    """What is offered for the last word of a command line."""
+    """Return a function that completes the last argument of a command line."""
     monkeypatch.chdir(tmp_path)
 
     def complete(*args):
@@ -173,7 +173,8 @@ def test_ctrl_c_around_a_command_is_one_word(place, monkeypatch, capsys):
     def interrupt(*args):
         raise KeyboardInterrupt
 
-    for function in ("gc.set_threshold", "gc.freeze"):  # this process collects as before
+    # the garbage collection of this process is not changed
+    for function in ("gc.set_threshold", "gc.freeze"):
         monkeypatch.setattr(function, lambda *args: None)
     monkeypatch.setattr(place, interrupt)
     monkeypatch.setattr(sys, "argv", ["trainkit", "--version"])
@@ -230,7 +231,7 @@ def test_completion_lists_commands_without_loading_them():
 
 
 def said_on_a_full_disk(folder, *args, unbuffered=""):
-    """The exit code and the standard error of a command whose output finds no space."""
+    """Return the exit code and the standard error of a command whose output does not fit on the disk."""
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered}
     argv = [sys.executable, "-m", "trainkit", *args]
     with open("/dev/full", "wb") as full:

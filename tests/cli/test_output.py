@@ -1,4 +1,4 @@
-"""What commands print where the locale lacks the characters: replaced in text, escaped in JSON."""
+"""Tests the output in locales that lack characters: replaced in text, escaped in JSON."""
 
 import contextlib
 import io
@@ -42,7 +42,7 @@ RUN = "runs/né█"
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a run that failed, whose files have characters that most encodings lack."""
+    """Return a folder with a failed run, whose files have characters that most encodings lack."""
     folder = tmp_path / "project"
     make_project(folder, ["crashed"])
     (folder / "runs/crashed").rename(folder / RUN)
@@ -57,7 +57,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def printed(line: str, encoding: str, errors: str = "strict") -> tuple[int, bytes, bytes]:
-    """The exit code of a command, and what it writes to a stdout and a stderr of an encoding."""
+    """Return the exit code, stdout and stderr of a command with a given encoding."""
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors=errors) for _ in range(2))
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(shlex.split(line.format(run=RUN)))
@@ -90,7 +90,7 @@ def test_json_is_json_in_every_locale(project: Path, encoding: str) -> None:
         value = json.loads(out.decode(encoding))
         assert encoding == "utf-8" or out.isascii()
         assert (code in (0, 1, 2), "Unicode" in str(value)) == (True, False), (line, value)
-        if line.startswith(("compare", "schema", "plan", "ckpt")):  # without times
+        if line.startswith(("compare", "schema", "plan", "ckpt")):  # these outputs contain no times
             assert value == expected[line]
 
 

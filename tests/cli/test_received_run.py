@@ -1,4 +1,4 @@
-"""A run that somebody has handed over: to look at it executes nothing that is in it."""
+"""Tests that commands that read a run from another user execute nothing in it."""
 
 import json
 import pickle
@@ -15,7 +15,7 @@ from trainkit.run.files import write_json
 
 
 class Planted:
-    """What creates a file where it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -71,4 +71,4 @@ def test_looking_at_a_run_executes_nothing_in_it(
     assert "unexpected error" not in said.err
     assert not executed.exists()
     pickle.loads(content).close()
-    assert executed.exists()  # as it would have been
+    assert executed.exists()  # the object is executed by a normal load

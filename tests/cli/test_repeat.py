@@ -1,4 +1,4 @@
-"""`trainkit submit RUN`: a run again, in a new folder. No process is started."""
+"""Tests `trainkit submit RUN`, which repeats a run in a new folder. No process is started."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SCRIPT = "print('as submitted')\n"
 
 @pytest.fixture(autouse=True)
 def first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunDir:
-    """The run `train` of a script that has changed since."""
+    """Return the run `train` of a script that has changed since."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(LocalBackend, "_supervisor", lambda *args: os.getpid())
     Path("train.py").write_text(SCRIPT)
@@ -47,7 +47,7 @@ def submitted(capsys: pytest.CaptureFixture[str], *args: str) -> RunDir:
 def test_config_code_command_and_size(
     name: str, first: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also where this machine has another number of GPUs by then, and from another folder."""
+    """The run is repeated from another folder, on a machine with another number of GPUs."""
     config = first.config_file.read_text()
     first.config_file.write_text(config.replace("gpus_per_node: 2", "gpus_per_node: auto"))
     again = submitted(capsys, name)
@@ -86,7 +86,7 @@ def test_the_current_code(first: RunDir, capsys: pytest.CaptureFixture[str]) -> 
     run = submitted(capsys, "train", "--no-snapshot")
     assert read_job(run).code is None
     assert f"its config and command; the code in {Path.cwd()} as it is now" in run.plan_file.read_text()
-    # It has no copy itself.
+    # The repeated run has no copy of the code either.
     assert read_job(submitted(capsys, run.name)).code is None
     copied = submitted(capsys, run.name, "--set", "launch.snapshot=true")
     assert (copied.code_dir / "train.py").read_text() == "1 / 0\n"
@@ -156,8 +156,8 @@ def test_what_executes_files_of_a_run_asks_whose_they_are(
     argv = [str(first.path) if word == "RUN" else word for word in command.split()]
     assert main(argv) == 2
     said = capsys.readouterr().err
-    assert said == f"error: whose is {first.path}?\n\nhint: `--trust` executes it as you anyway\n"
-    if command.split()[0] not in ("resume", "requeue"):  # the supervisor is this process here
+    assert said == f"error: whose is {first.path}?\n\nhint: `--trust` executes it as you all the same\n"
+    if command.split()[0] not in ("resume", "requeue"):  # the supervisor would be this process
         main([*argv, "--trust"])
         assert "whose is" not in capsys.readouterr().err
     monkeypatch.setattr(Run, "wait", lambda *args: None)
@@ -169,7 +169,7 @@ def test_what_executes_files_of_a_run_asks_whose_they_are(
 def test_the_path_of_an_interpreter_says_which_one_a_launcher_takes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A plain name says nothing about it, and is refused."""
+    """The path of an interpreter selects it for a launcher. A plain name is refused, because it does not."""
     python = tmp_path / "other" / "python3"
     python.parent.mkdir()
     python.symlink_to(sys.executable)

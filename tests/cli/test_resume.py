@@ -7,7 +7,7 @@ from trainkit.run.rundir import RunDir
 
 
 def ended_run(desk, code=75):
-    """A run that has ended, with this exit code: by default to be resumed."""
+    """Return an ended run with this exit code. The default code means that the run can resume."""
     desk.works(f"sys.exit({code} if ATTEMPT == 1 else 0)")
     run = desk.submit()
     desk.wait_for_end(run)

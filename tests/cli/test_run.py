@@ -79,7 +79,7 @@ def test_second_ctrl_c_ends_at_once(desk):
     for text in ("stopping after a save", "stopping immediately"):
         process.send_signal(signal.SIGINT)
         wait_for(lambda text=text: text in process.stderr.readline())
-        desk.wait_for_log(run, "told")  # two that come before the first is taken are one
+        desk.wait_for_log(run, "told")  # two signals that arrive before the first is handled count as one
     process.communicate(timeout=120)
     assert process.returncode == 130
     assert read_json(run.attempt(1).end_file)["state"] == "stopped"
@@ -91,7 +91,7 @@ def states(pids):
 
 @pytest.mark.parametrize("end", ["fg", "the terminal closes", "killed", "cancel"])
 def test_ctrl_z_pauses_the_ranks(desk, end):
-    """Until `fg`; and one that is cancelled, or whose terminal is closed, saves."""
+    """Ctrl-Z pauses the ranks until `fg`. A paused run saves if it is cancelled or its terminal is closed."""
     desk.works(
         """
         while not asked: print("works", flush=True); time.sleep(0.02)
@@ -140,7 +140,7 @@ def test_the_store_of_an_agent_that_was_killed_is_removed(desk):
         os.utime(one, (0, 0))
     link.symlink_to(left)
     os.utime(link, (0, 0), follow_symlinks=False)
-    desk.works("pass")  # another run, which removes what no process needs any more
+    desk.works("pass")  # another run removes copies of code that no process needs
     desk.trainkit("run", "--", "true")
     assert [one.is_symlink() or one.exists() for one in (left, new, link, store)] == [False, True, True, True]
     new.unlink()
@@ -153,7 +153,7 @@ def test_the_store_of_an_agent_that_was_killed_is_removed(desk):
 
 @pytest.mark.parametrize("module", ["click", "trainkit.config.schema"])
 def test_ctrl_c_while_it_loads_is_one_word(desk, module):
-    """While the program itself loads, and its command."""
+    """Ctrl-C arrives while the program or its command is imported."""
     (desk.folder / "sitecustomize.py").write_text(
         "import os, signal, sys\nclass Finder:\n"
         "    def find_spec(self, name, *rest):\n"
@@ -182,7 +182,7 @@ def test_a_folder_that_is_moved_or_deleted_is_not_made_again(desk, is_moved, is_
         run.path.rename(moved)
     else:
         wait_for(lambda: shutil.rmtree(run.path, ignore_errors=True) or not run.path.exists())
-    if is_replaced:  # by that of a run of this name, into which nothing of the old one is written
+    if is_replaced:  # a new run of the same name gets no file of the old run
         run.attempt(1).path.mkdir(parents=True)
     shown, words = process.communicate(timeout=120)
     wait_for(lambda: not is_running(supervisor))
@@ -233,7 +233,7 @@ def test_the_ranks_of_another_launcher_are_refused(desk, name):
 
 
 def make_venv(folder):
-    """A virtual environment without any package."""
+    """Create a virtual environment without any package."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=60)
 
 
@@ -335,7 +335,7 @@ def test_a_breakpoint_of_a_task_is_in_the_terminal(desk, options):
             while said not in shown:
                 shown += os.read(terminal, 4096).decode()
             os.write(terminal, typed.encode())
-        with contextlib.suppress(OSError):  # the last process has closed the terminal
+        with contextlib.suppress(OSError):  # the read fails after the last process has closed the terminal
             while True:
                 shown += os.read(terminal, 4096).decode()
     finally:

@@ -1,4 +1,7 @@
-"""`trainkit run` and `resume` as the ranks of torchrun or mpirun; every host is a process on this machine."""
+"""Tests `trainkit run` and `resume` as ranks of torchrun or mpirun.
+
+Each host is a process on this machine.
+"""
 
 import json
 import os
@@ -27,7 +30,7 @@ print(json.dumps({name: os.environ[name] for name in names}), flush=True)
 
 
 class Ranks:
-    """The ranks of a launcher, two on each host; what is left of them is killed."""
+    """The ranks of a launcher, two on each host. Remaining ranks are killed at the end."""
 
     def __init__(self, desk: Desk) -> None:
         self.desk = desk
@@ -41,7 +44,7 @@ class Ranks:
         return {**dict(zip(LAUNCHERS[launcher], values, strict=True)), **address}
 
     def start(self, *args: str, launcher: str = "torchrun") -> list[subprocess.Popen[str]]:
-        """All ranks of `trainkit` with these arguments, the last one first."""
+        """Start all ranks of `trainkit` with these arguments, the last rank first."""
         started = {
             rank: self.started_as(self.desk.argv(*args), self.environ(rank, launcher=launcher))
             for rank in (3, 2, 1, 0)
@@ -70,7 +73,7 @@ class Ranks:
 
 
 def end_of(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """The exit code of a process, and what it printed to stderr."""
+    """Return the exit code of a process and its stderr."""
     _, words = process.communicate(timeout=LIMIT_S)
     return process.returncode, words
 
@@ -101,7 +104,7 @@ def test_every_rank_joins_the_run_of_rank_0(ranks: Ranks, launcher: str) -> None
         *(("0", "0", "0"), ("1", "1", "0"), ("2", "0", "1"), ("3", "1", "1"))
     ]
     assert {(one["WORLD_SIZE"], one["LOCAL_WORLD_SIZE"]) for one in found} == {("4", "2")}
-    # The launcher may listen at its own port.
+    # The launcher may itself listen at the port.
     port = str(read_json(attempt.rendezvous_file)["port"])
     assert {(one["MASTER_ADDR"], one["MASTER_PORT"]) for one in found} == {("127.0.0.1", port)}
     assert port != str(ranks.port)
@@ -121,14 +124,14 @@ def test_a_signal_to_all_ranks_saves_and_ends_them(ranks: Ranks) -> None:
     ranks.wait_for_ranks()
     assert ranks.desk.status(ranks.run)["state"] == "running"
     for process in started:
-        process.send_signal(signal.SIGHUP)  # of a terminal that closes
+        process.send_signal(signal.SIGHUP)  # the signal comes from a terminal that closes
     assert [end_of(process)[0] for process in started] == [0, 0, 0, 0]
     end = read_json(ranks.run.attempt(1).end_file)
     assert (end["state"], end["reason"]) == ("stopped", "saved after SIGTERM")
 
 
 def test_a_killed_rank_ends_the_others(ranks: Ranks) -> None:
-    """Also where the launcher asks these to end, as torchrun does at the same moment."""
+    """The other ranks end, even if the launcher signals them at the same moment, as torchrun does."""
     ranks.desk.works(
         """
         while not asked: time.sleep(0.02)
@@ -150,7 +153,7 @@ def test_a_killed_rank_ends_the_others(ranks: Ranks) -> None:
 
 
 def test_what_cannot_start_is_said_by_rank_0(ranks: Ranks) -> None:
-    """The launcher ends the other ranks."""
+    """Rank 0 prints the error, and the launcher ends the other ranks."""
     refused = {
         ("run", "--set", "train.steps=0"): "error: --set train.steps=0: train.steps: ",
         ("run", "--", "python", "x.py"): "error: torchrun starts the ranks of a COMMAND itself\n\n"
@@ -184,7 +187,7 @@ def test_a_run_that_belongs_to_another_user_is_not_joined(ranks: Ranks, tmp_path
 
 
 class Torchrun(Ranks):
-    """torchrun on two hosts."""
+    """Runs torchrun on two hosts."""
 
     def start_hosts(self, per_host: int, *args: str) -> list[subprocess.Popen[str]]:
         place = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self.port}"]
@@ -205,7 +208,7 @@ def test_torchrun_saves_on_all_hosts_and_resumes_with_more_ranks(desk: Desk, ran
     desk.wait_for_log(hosts.run, "step=3/")
     both[0].send_signal(signal.SIGTERM)
     wait_for(hosts.run.attempt(1).end_file.exists)
-    both[1].send_signal(signal.SIGTERM)  # which waits for the first one
+    both[1].send_signal(signal.SIGTERM)  # the second torchrun waits for the first one
     for process in both:
         process.communicate(timeout=LIMIT_S)
     end = read_json(hosts.run.attempt(1).end_file)

@@ -117,7 +117,7 @@ def test_a_name_is_first_of_all_the_run_in_this_folder(desk):
     done = desk.trainkit("status", "small", "--json")
     assert json.loads(done.stdout)["run_dir"] == str(run.path)
     assert done.stderr == ""
-    desk.folder = desk.folder / "state"  # a folder without that run
+    desk.folder = desk.folder / "state"  # this folder has no such run
     done = desk.trainkit("status", "small", "--json")
     assert json.loads(done.stdout)["run_dir"] == str(newer.path)
     assert done.stderr == (

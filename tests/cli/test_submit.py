@@ -86,7 +86,7 @@ def test_ctrl_c_detaches(desk):
     follower = desk.start("submit", str(desk.config), "--follow")
     wait_for(lambda: (desk.folder / "runs/small/attempts/001/logs/rank-0000.log").exists())
     run = RunDir(desk.folder / "runs/small")
-    wait_for(lambda: "attempt 1 rank 0" in follower.stdout.readline())  # it follows
+    wait_for(lambda: "attempt 1 rank 0" in follower.stdout.readline())  # the log is followed
     follower.send_signal(signal.SIGINT)
     _, words = follower.communicate(timeout=120)
     assert follower.returncode == 130
@@ -96,7 +96,7 @@ def test_ctrl_c_detaches(desk):
 
 def test_closing_the_terminal_does_not_end_the_job(desk):
     primary, secondary = os.openpty()
-    # Under nohup, as a continuous integration may be, the tests ignore the signal, and so would the command.
+    # Under nohup, the tests ignore SIGHUP, and so would the command.
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     follower = desk.start(
         "submit", str(desk.config), "--follow", stdout=secondary, stderr=secondary, start_new_session=True
@@ -138,7 +138,7 @@ def test_odd_folder_names_are_only_names(desk):
     refused = desk.trainkit("resume", folder)
     assert refused.returncode == 2
     typed = shlex.split(refused.stderr.partition("hint: `trainkit ")[2].partition("` ends it")[0])
-    assert typed == ["cancel", folder]  # a word without a slash could be another run
+    assert typed == ["cancel", folder]  # a name without a slash could be another run
     assert desk.trainkit(*typed, "--wait").returncode == 0
     assert not (desk.folder / "x").exists()
 
@@ -189,7 +189,7 @@ def test_accelerate_gets_what_the_dry_run_shows_and_after_a_resume_what_was_set(
     assert json.loads(shown.stdout) == read_json(run.plan_file)
     assert shown.stderr.endswith(f"==> {config} <==\n{before}")
     assert "got bf16 2 2" in run.attempt(1).rank_log(0).read_text()
-    # config.yaml has every key, parallel.dp_shard: -1 too, but only those that were set are passed on.
+    # config.yaml has every key, even parallel.dp_shard: -1, but only keys that were set are passed on.
     trainkit("resume", str(run.path), "--nodes", "1", "--follow")
     assert "got bf16 4 None" in run.attempt(2).rank_log(0).read_text()
     assert config.read_text() == before.replace("MULTI_GPU", "'NO'")
@@ -243,7 +243,7 @@ class Finder:
             )
 sys.meta_path.insert(0, Finder())
 """
-"""As meson-python and scikit-build-core install an editable project."""
+"""An import finder like those with which meson-python and scikit-build-core install an editable project."""
 
 
 def test_an_editable_install_is_imported_from_the_copy(desk, tmp_path_factory):

@@ -1,4 +1,4 @@
-"""Another user has a hand in a run: who acts on it learns of it, nothing is executed, and reading works."""
+"""Tests runs that another user has changed: commands warn, execute nothing of the run, and can read it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ READING = ("status RUN", "logs RUN", "diagnose RUN", "report RUN")
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunDir:
-    """A run of a script, below two folders of its project; its supervisor is this process."""
+    """Return a run of a script, two folders below its project. Its supervisor is this process."""
     (tmp_path / "lab/project").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "lab/project")
     monkeypatch.setenv(TRUSTED_VARIABLE, "[]")
@@ -95,7 +95,7 @@ def test_who_acts_on_a_run_learns_of_others(
     for command in READING:
         assert main([str(run.path) if word == "RUN" else word for word in command.split()]) == 0, command
     capsys.readouterr()
-    # The attempt seems to run: it is this process.
+    # The attempt seems to run, because its recorded process is this one.
     assert main(["submit", str(run.path), "--dry-run", "--trust"]) == 0
 
 

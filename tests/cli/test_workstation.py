@@ -1,4 +1,4 @@
-"""Sweeps, arrays and the queue of one machine, whose two GPUs are pretended."""
+"""Tests sweeps, arrays and the queue of one machine with two pretended GPUs."""
 
 import json
 import os
@@ -42,7 +42,7 @@ if RANK == 0:
 
 @pytest.fixture
 def workstation(desk, tmp_path):
-    """A desk with two GPUs, on which work ends once the file `end`, or `end-NAME` for one run, exists."""
+    """Provide a desk with two GPUs, whose runs end once a file `end`, or `end-NAME` for one run, exists."""
     desk.config.write_text(desk.config.read_text().replace("device: cpu", "device: auto"))
     desk.environ |= {"PYTHONPATH": f"{FAKE}:{desk.environ['PYTHONPATH']}", "FAKE_GPUS": "2"}
     desk.works(WORK.format(folder=str(tmp_path)))
@@ -71,7 +71,7 @@ def has_begun(run: RunDir, attempt: int = 1) -> bool:
 
 
 def kill(run: RunDir) -> None:
-    """Kill the supervisor of a run, and wait until it is gone."""
+    """Kill the supervisor of a run, and wait until it has ended."""
     entry = read_job(run).newest
     os.kill(entry.pid, signal.SIGKILL)
     wait_for(lambda: entry.alive() is False)
@@ -87,7 +87,8 @@ def test_a_sweep_survives_whatever_is_killed_and_runs_each_point_once(workstatio
     (desk.folder / "end-0").touch()
     wait_for(lambda: has_begun(two))
 
-    # A rank: its supervisor restarts it. A supervisor: the next trial takes its GPU.
+    # If a rank is killed, its supervisor restarts it. If a supervisor is killed, the next trial takes its
+    # GPU.
     (rank,) = ranks_below(read_job(one).newest.pid)
     os.kill(rank, signal.SIGKILL)
     wait_for(lambda: has_begun(one, attempt=2))
@@ -95,7 +96,7 @@ def test_a_sweep_survives_whatever_is_killed_and_runs_each_point_once(workstatio
     wait_for(lambda: has_begun(three))
     assert status(desk, group.path)["states"] == {"died": 1, "running": 2, "pending": 4, "finished": 1}
 
-    # The machine: what the records say of its processes is of another boot.
+    # The records refer to processes of an earlier boot of the machine.
     process = RunGroup(group.path).record.process
     os.kill(process.pid, signal.SIGKILL)
     wait_for(lambda: process.alive() is False)
@@ -137,7 +138,8 @@ def test_a_group_is_cancelled_and_resumed(workstation):
     assert desk.trainkit("resume", str(group.path)).returncode == 0
     wait_for(lambda: status(desk, group.path)["states"] == {"finished": 3})
     refusal = f"error: all runs of runs/{group.path.name} have finished"
-    wait_for(lambda: refusal in desk.trainkit("resume", str(group.path)).stderr)  # its process has to exit
+    # the process must exit first
+    wait_for(lambda: refusal in desk.trainkit("resume", str(group.path)).stderr)
     assert (done(desk), [read_job(group.run(index)).newest.attempt for index in range(3)]) == (
         ["0", "1", "2"],
         [2, 1, 1],

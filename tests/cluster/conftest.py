@@ -1,4 +1,4 @@
-"""Fake commands of Slurm, for what the real ones do only on a bad day."""
+"""Provides fake commands of Slurm for failures that are rare with the real ones."""
 
 import pytest
 
@@ -9,7 +9,7 @@ __all__ = ["fake"]
 
 @pytest.fixture(autouse=True)
 def only_fake_commands(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PATH leads to the fake commands of a test that has some, for a user called me."""
+    """Set PATH to the fake commands of a test if it has some, for a user called me."""
     if "fake" in request.fixturenames:
         monkeypatch.setattr("getpass.getuser", lambda: "me")
         monkeypatch.setenv("PATH", request.getfixturevalue("fake").environ["PATH"])

@@ -1,4 +1,4 @@
-"""Where a run starts on a machine that has Slurm's commands but no slurm.conf in the usual places."""
+"""Tests where a run starts if Slurm's commands exist but slurm.conf is in none of the usual places."""
 
 import pytest
 

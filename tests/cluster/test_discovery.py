@@ -1,4 +1,4 @@
-"""Discovery of a cluster, and the parsers of what Slurm's commands print."""
+"""Tests the discovery of a cluster, and the parsers for the output of Slurm's commands."""
 
 import pytest
 
@@ -46,7 +46,7 @@ NodeName=spare CPUTot=8 RealMemory=1000
 
 
 def prints(fake: FakeSlurm, program: str, text: str, when: str = "") -> str:
-    """Shell that prints this, under a condition."""
+    """Return shell code that prints a text under a condition."""
     (fake.folder / f"{program}{abs(hash(when))}").write_text(text)
     return f'{when} /bin/cat "$here/{program}{abs(hash(when))}"\n'
 
@@ -107,7 +107,7 @@ def test_partitions() -> None:
 
 
 def test_nodes_that_are_alike_are_counted_together() -> None:
-    """With the CPUs and memory that jobs can use."""
+    """Equal nodes form one group, with the CPUs and memory that jobs can use."""
     a100 = NodeKind(1, 56, 500000, {"a100": 4}, ("ib",))
     assert parse_nodes(NODES) == {
         "cpu": (NodeKind(2, 30, 120000),),

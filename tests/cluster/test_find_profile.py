@@ -1,4 +1,4 @@
-"""Which profile is taken, and that its defaults lie below everything that somebody typed."""
+"""Tests which profile is used, and that its defaults have a lower priority than everything typed."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ PARTITIONS = "partitions: {gpu: {default: true, nodes: [{count: 2, gpus: {h100: 
 
 
 class Place:
-    """A folder to submit from, a user's config folder, and a slurm.conf."""
+    """A folder to submit from, with a user's config folder and a slurm.conf."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.cwd = folder / "project"
@@ -31,7 +31,7 @@ class Place:
         self.cluster("west")
 
     def cluster(self, name: str | None) -> None:
-        """What slurm.conf calls the cluster."""
+        """Set the cluster name in slurm.conf."""
         Path(self.environ["SLURM_CONF"]).write_text(f"ClusterName={name}\n" if name else "")
 
     def profile(self, stem: str, text: str, of_user: bool = True) -> Path:
@@ -70,7 +70,7 @@ def test_the_one_of_the_cluster(place: Place) -> None:
     found = place.find()
     assert found.path.stem == "home"
     said(found.reason)
-    # The project's own goes before the user's.
+    # The profile of the project is preferred to the user's.
     own = place.profile("ours", "name: west\n", of_user=False)
     found = place.find()
     assert (found.path, found.shown) == (own, "clusters/ours.yaml")

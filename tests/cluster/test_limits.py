@@ -1,4 +1,4 @@
-"""Requests checked against a cluster: every message, and that what is said to fit does."""
+"""Tests the check of requests against a cluster: its messages, and that accepted requests fit."""
 
 import re
 from dataclasses import replace
@@ -29,7 +29,7 @@ WEST = Cluster(
     slurm_version=(22, 5, 8),
 )
 DERIVED = {"workers_per_node": 4, "gpus_per_node": 4, "cpus_per_node": 32}
-"""What a plan adds to the section `resources`."""
+"""Maps keys to the values that a plan adds to the section `resources`."""
 
 
 def request(cluster: Cluster, **values: Any) -> ResourceRequest:
@@ -58,7 +58,7 @@ def test_what_fits() -> None:
 
 @pytest.mark.parametrize("parents", [None, ("bio", "root")])
 def test_a_partition_accepts_the_accounts_below_its_own(parents: tuple[str, ...] | None) -> None:
-    """Since 23.02, and also an account of which those above are not known."""
+    """Slurm has accepted sub-accounts since 23.02. An account with unknown parents is accepted too."""
     account, partition = Account("physics", True, parents=parents), replace(GPU, allowed_accounts=("bio",))
     for version, number in (((23, 2), 0), ((22, 5), 1)):
         cluster = replace(WEST, slurm_version=version, accounts=(account,), partitions=(partition,))

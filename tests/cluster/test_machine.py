@@ -1,4 +1,4 @@
-"""Cores and GPUs of this machine, as far as they can be known without a GPU."""
+"""Tests the detection of this machine's cores and GPUs, as far as it works without a GPU."""
 
 from pathlib import Path
 from typing import Any

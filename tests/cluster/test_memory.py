@@ -1,4 +1,4 @@
-"""The memory of a job and the kills of the OOM killer, as the kernel reports them."""
+"""Tests the memory of a job and the kills by the OOM killer, as the kernel reports them."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ USED = f"{3 << 29}\n"
             1.5,
             None,
         ),
-        # A login, whose control group has the pages of every file that its user has read.
+        # The control group of a login counts the page cache of every file that its user has read.
         ("0::/user.slice", "user.slice/memory.current", USED, None, None),
         ("0::/user.slice/my_job_7", "user.slice/my_job_7/memory.current", USED, None, None),
         ("4:memory:/slurm/job_7", "memory/slurm/job_7/memory.usage_in_bytes", USED, 1.5, None),
@@ -37,7 +37,7 @@ USED = f"{3 << 29}\n"
             None,
             5,
         ),
-        # A kernel that does not count, and no control group of the memory.
+        # The kernel does not count kills, and the memory has no control group.
         ("4:memory:/", "memory/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\n", None, None),
         ("", None, "", None, None),
         ("0::/", None, "", None, None),
@@ -72,7 +72,7 @@ MIB = "55d0c-7ffd ---p 00000000 00:00 0    [rollup]\nRss: 999999 kB\nPss:  {} kB
     [
         ({}, None),
         ({1: ""}, None),
-        ({1: None}, None),  # of another user
+        ({1: None}, None),  # the process belongs to another user
         ({1: MIB.format(1 << 20)}, 1.0),
         ({1: MIB.format(1 << 20), 2: None, 3: MIB.format(1 << 19)}, 1.5),
         ({1: MIB.format(0)}, 0.0),

@@ -1,4 +1,4 @@
-"""The query before a submission: a handful of commands in parallel."""
+"""Tests the query before a submission: a few commands that run in parallel."""
 
 import time
 
@@ -39,7 +39,7 @@ def slurm(
         *(("node", NODES), ("assoc_mgr", accounts)),
     ):
         (fake.folder / name).write_text(text)
-    # The word that says what is shown stands at another place with an option before it.
+    # The argument that selects the output moves if an option precedes it.
     fake.add("scontrol", '[ "$1" = show ] && what=$2 || what=$3; /bin/cat "$here/$what"')
     return fake
 
@@ -75,7 +75,8 @@ def test_with_accounts(fake: FakeSlurm) -> None:
 @pytest.mark.parametrize(
     ("version", "setting", "applies"),
     [
-        ("22.05.8", "AccountingStorageEnforce = none", True),  # compares names
+        # 22.05 checks the accounts by name, whatever the setting is
+        ("22.05.8", "AccountingStorageEnforce = none", True),
         ("23.02.0", "AccountingStorageEnforce = none", False),
         ("24.11.1", "AccountingStorageEnforce = limits", False),
         ("24.11.1", "AccountingStorageEnforce = associations,limits", True),

@@ -1,4 +1,4 @@
-"""Nodes and partitions as sites and the tests of other programs have them: init, check and a dry run.
+"""Tests nodes and partitions of real sites and other programs' tests with init, check and a dry run.
 
 They are partitions of one cluster, whose profile `init` writes once.
 """
@@ -14,7 +14,7 @@ import yaml
 from tests.support.fake_slurm import FakeSlurm
 from trainkit.cli.main import main
 
-# Where it was seen | Gres of a node | the GPUs that `init` writes
+# The source of the row | Gres of a node | the GPUs that `init` writes
 GRES = """
 slurm docs            | gpu                                          | 1
 slurm docs            | gpu:2                                        | 2
@@ -86,7 +86,7 @@ FULL = (
     "PreemptMode=OFF SelectTypeParameters=NONE JobDefaults=DefMemPerGPU=29440 "
     "TRES=cpu=64,mem=250G,node=1,gres/gpu=4 TRESBillingWeights=CPU=1.0,Mem=0.25G,GRES/gpu=9.0"
 )
-# The fields of a partition | what `init` writes of it | options, and what check says to them
+# The fields of a partition | the profile that `init` writes | options, and the answer of `check`
 PARTITIONS = """
 Default=YES MaxTime=6-00:00:00 DefaultTime=01:00:00 MaxNodes=1 MinNodes=0 MaxMemPerNode=UNLIMITED State=UP
     default: true, max_time: '6-00:00:00', default_time: '01:00:00', max_nodes: 1
@@ -132,7 +132,7 @@ MaxTime=UNLIMITED State=DRAIN
 
 
 def table() -> list[tuple[str, str, list[tuple[str, str]]]]:
-    """The fields of each partition, what is written, and what is said to which options."""
+    """Return the fields of each partition, the written profile, and the answer to each option."""
     found: list[tuple[str, str, list[tuple[str, str]]]] = []
     for line in PARTITIONS.strip().splitlines():
         if not line.startswith(" "):
@@ -147,7 +147,7 @@ def table() -> list[tuple[str, str, list[tuple[str, str]]]]:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A folder on a cluster with a partition for each row, and those that `init` has written."""
+    """Return a folder on a cluster with a partition per row, and the partitions that `init` has written."""
     fake = FakeSlurm(tmp_path_factory.mktemp("slurm"))
     (fake.folder / "config").write_text(
         "ClusterName = peers\nSelectType = select/cons_tres\nSLURM_VERSION = 22.05.8\n"
@@ -184,7 +184,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
 
 @pytest.fixture
 def written(site: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The partitions in the profile, for a test in that folder that is not root, whom no group restricts."""
+    """Return the partitions in the profile, for a user who is neither root nor restricted by a group."""
     folder, partitions = site
     monkeypatch.setenv("PATH", str(folder / "bin"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(folder / "config"))
@@ -194,7 +194,7 @@ def written(site: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) 
 
 
 def problems(capsys: pytest.CaptureFixture[str], *options: str) -> list[str]:
-    """What `check` says of resources."""
+    """Return the problems with resources that `check` reports."""
     main(["check", "quickstart", "--json", "--backend", "sbatch", *options])
     found = json.loads(capsys.readouterr().out).get("problems", [])
     return [f"{item['key']} {item['message']}" for item in found if item["key"].startswith("resources.")]

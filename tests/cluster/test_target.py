@@ -1,4 +1,4 @@
-"""What is known about the cluster of a run, and when Slurm is queried for it."""
+"""Tests which facts about the cluster of a run are known, and when Slurm is queried for them."""
 
 from datetime import date
 from pathlib import Path
@@ -30,7 +30,7 @@ GPU = Partition(
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
-    """A cluster called west."""
+    """Return a fake Slurm of a cluster called west."""
     fake = FakeSlurm(tmp_path / "slurm")
     (fake.folder / "bin").mkdir(parents=True)
     monkeypatch.setattr("getpass.getuser", lambda: "me")
@@ -83,7 +83,7 @@ def test_what_a_qos_overrides_is_queried_only_where_it_decides(slurm: FakeSlurm)
 
 
 def test_clusters_that_a_job_can_be_sent_to(slurm: FakeSlurm) -> None:
-    """The first of them is asked. Of several, the others would refuse a job for the names of its hosts."""
+    """Only the first cluster is queried. Names of hosts are not checked for several clusters."""
     slurm.add("sacctmgr", "echo west; echo east")
     slurm.add("scontrol", 'shift; [ "$1" = show ] && what=$2 || what=$3; /bin/cat "$here/$what"')
     (slurm.folder / "config").write_text(ANSWERS["config"].replace("west", "east"))

@@ -1,4 +1,4 @@
-"""Whatever is typed either loads or is refused with problems that have hints; nothing else is raised."""
+"""Tests that any typed input loads or is refused with problems that have hints, and raises nothing else."""
 
 from pathlib import Path
 

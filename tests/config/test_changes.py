@@ -1,4 +1,4 @@
-"""Values that a command replaces in a config that was loaded."""
+"""Tests values that a command replaces in a loaded config."""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ def test_the_others_stay_as_they_are(loaded: LoadedConfig) -> None:
 
 
 def test_arguments_of_a_task(loaded: LoadedConfig) -> None:
-    """Which may have any name; the config they come from keeps its own."""
+    """Arguments of a task may have any name, and the original config keeps its values."""
     first = with_values(loaded, {"task_args.width": 32, "task_args.depth": 2}, "a test")
     second = with_values(first, {"task_args.width": 64}, "a test")
     assert second.config.task_args == {"width": 64, "depth": 2}

@@ -1,4 +1,4 @@
-"""Which file CONFIG stands for: a file, or a shipped config by its name."""
+"""Tests which file CONFIG refers to: a file, or a shipped config by its name."""
 
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def test_a_file_wins_over_a_shipped_config(tmp_path: Path) -> None:
     (tmp_path / "models" / "8b.yaml").write_text("seed: 2\n")
     assert load_config("quickstart", cwd=tmp_path, environ={}).config.seed == 1
     assert load_config("models/8b.yaml", cwd=tmp_path, environ={}).config.seed == 2
-    # A folder is no config, and the shipped names in it still stand for what ships.
+    # A folder is no config, and a shipped name in it still refers to the shipped config.
     assert load_config("models/7b", cwd=tmp_path, environ={}).config.model.preset == "7b"
 
 

@@ -1,4 +1,4 @@
-"""Values that are right alone and cannot hold together; and epochs over the default of steps."""
+"""Tests values that are valid alone and contradict each other, and epochs that replace the default steps."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Flags that change a part of a value."""
+"""Tests flags that change a part of a value."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ def test_parts_of_values(overrides: list[str], key: str, expected: object) -> No
         value = value[name]
     if key == "data.source":
         expected = [str(Path(item).absolute()) for item in expected]  # type: ignore[attr-defined]
-    assert json.dumps(value, sort_keys=True) == json.dumps(expected, sort_keys=True)  # 1 is not true
+    # JSON distinguishes 1 from true
+    assert json.dumps(value, sort_keys=True) == json.dumps(expected, sort_keys=True)
 
 
 def test_defaults_origins_and_named_flags() -> None:
@@ -90,7 +91,7 @@ def test_defaults_origins_and_named_flags() -> None:
         load(**{"optimizer.betas.1": 0.5, "launch.setup+": "a", "launch.env.KEEP": None}).config.launch.env
         == {}
     )
-    later = load("launch.env+={A: 3}", **{"launch.env.A": "4"})  # as of a sweep
+    later = load("launch.env+={A: 3}", **{"launch.env.A": "4"})  # the same key in a sweep
     assert later.config.launch.env == {"KEEP": "1", "A": "4"}
     with pytest.raises(ConfigError, match=r"conflicts with --set optimizer\.betas\.1=0\.9"):
         load("optimizer.betas.1=0.9", **{"optimizer.betas.1": 0.5})

@@ -1,4 +1,4 @@
-"""The effective config of a run folder is read back equal, whatever is in it."""
+"""Tests that the effective config of a run folder is read back equal, whatever it contains."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Files that extend files, and profiles."""
+"""Tests files that extend files, and profiles."""
 
 from pathlib import Path
 
@@ -47,7 +47,7 @@ def test_one_file_extended_twice_is_no_circle(tmp_path: Path) -> None:
         "base.yaml": "seed: 9\nname: base\n",
     }
     assert load(tmp_path, files).config.name == "b"
-    # The second visit of base.yaml stands after a.yaml, so it wins.
+    # The second visit of base.yaml comes after a.yaml, so the second visit wins.
     assert load(tmp_path, files).config.seed == 9
 
 
@@ -93,4 +93,5 @@ def test_profile_places(tmp_path: Path, place: str) -> None:
 def test_no_such_profile(tmp_path: Path) -> None:
     files = {"run.yaml": "seed: 1\n", "profiles/big.yaml": "seed: 1\n"}
     said(message(tmp_path, files, profile="smok"))
-    assert "unknown profile '../run'" in message(tmp_path, files, profile="../run")  # a name and no path
+    # a profile is a name, not a path
+    assert "unknown profile '../run'" in message(tmp_path, files, profile="../run")

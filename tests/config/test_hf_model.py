@@ -1,4 +1,4 @@
-"""What the config.json of a Hugging Face model sets, and what contradicts it."""
+"""Tests the values that a Hugging Face model's config.json sets, and values that contradict it."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Which layer wins, and that every value knows where it came from."""
+"""Tests which layer wins, and that every value records its source."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ def write(path: Path, text: str) -> None:
 
 
 def load_layers(tmp_path: Path, layers: list[str]) -> LoadedConfig:
-    """Load with only some layers setting the seed, each to its own number."""
+    """Load a config whose given layers set the seed, each to a different number."""
     cwd = tmp_path / "work"
     environ = {"XDG_CONFIG_HOME": str(tmp_path / "xdg")}
     write(cwd / "run.yaml", "seed: 3\n" if "run file" in layers else "name: x\n")

@@ -1,4 +1,4 @@
-"""What a person reads when a value is wrong: all problems at once, with value, place and what is allowed."""
+"""Tests the errors for invalid values: all problems at once, with value, place and allowed values."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def problems(tmp_path: Path, *overrides: str, text: str = "seed: 1\n", **environ
 
 
 def default_hint(key: str) -> str:
-    """The hint where nothing that was typed comes near an allowed value."""
+    """Return the hint for input that is not similar to an allowed value."""
     return f"\n  hint: the default is {show_value(default_values()[key])}"
 
 

@@ -1,4 +1,4 @@
-"""What all sections of a config have in common."""
+"""Tests the behaviour that all sections of a config share."""
 
 import os
 import sys
@@ -15,7 +15,7 @@ OTHER = "from pydantic import BaseModel\nclass Other(BaseModel):\n    name: str\
 
 @pytest.mark.parametrize(("code", "is_loaded"), [(CONFIG, False), (OTHER, True), (CONFIG + OTHER, True)])
 def test_a_plugin_of_pydantic_is_for_models_of_others(tmp_path: Path, code: str, is_loaded: bool) -> None:
-    """A tracker may bring one, with all that it imports."""
+    """A tracker may install such a plugin, with all its imports."""
     info = tmp_path / "tracker-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tracker\nVersion: 1.0\n")

@@ -1,4 +1,4 @@
-"""The schema as interfaces promise it, and the shipped configs, which all load as they are."""
+"""Tests the schema as interfaces promise it, and that all shipped configs load without changes."""
 
 import json
 import sys
@@ -26,7 +26,7 @@ def test_shipped_config(file: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("file", PROFILES, ids=[file.stem for file in PROFILES])
 def test_profile_of_one_config(file: Path, tmp_path: Path) -> None:
-    """Their models are those of a hub: any other one takes their place."""
+    """The models in these configs come from a hub, and any other model can replace them."""
     assert file.read_text().startswith("# ")
     recipe, _, profile = file.stem.partition(".")
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300}

@@ -1,4 +1,4 @@
-"""Scalars of YAML 1.2, the traps of YAML 1.1, and values on the way to YAML and back."""
+"""Tests scalars of YAML 1.2, the traps of YAML 1.1, and values on the way to YAML and back."""
 
 import re
 

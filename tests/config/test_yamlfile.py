@@ -1,4 +1,4 @@
-"""Files that are no config: each says what it is, and where."""
+"""Tests files that are not configs: the error says what each file is, and on which line it stops."""
 
 import os
 from pathlib import Path
@@ -45,7 +45,7 @@ def test_content(tmp_path: Path, content: bytes, values: dict[str, object], orig
 
 
 def test_aliases_do_not_multiply_without_end(tmp_path: Path) -> None:
-    """Ten lines that stand for ten billion values."""
+    """Ten lines of aliases stand for ten billion values."""
     file, lines = tmp_path / "a.yaml", ["a0: &a0 [1]"]
     for number in range(1, 11):
         lines.append(f"a{number}: &a{number} [{', '.join([f'*a{number - 1}'] * 10)}]")

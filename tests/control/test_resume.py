@@ -1,4 +1,4 @@
-"""A resume that cannot work is refused before it leaves a trace."""
+"""Tests that a resume that cannot work is refused before it writes anything."""
 
 import os
 from dataclasses import replace
@@ -42,7 +42,7 @@ def so_far(run: RunDir, config: RunConfig | None = None, plan: LaunchPlan = PLAN
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    """A run whose newest checkpoint, of step 100, was trained with the defaults."""
+    """Return a run whose newest checkpoint, after step 100, was trained with the defaults."""
     run = RunDir(tmp_path / "run")
     folder = run.checkpoint_dir(100)
     folder.mkdir(parents=True)
@@ -64,7 +64,7 @@ def run(tmp_path: Path) -> RunDir:
         [],
         ["train.steps=100"],
         ["train.steps=400", "optimizer.lr=0.1", "model.dropout=0.2"],
-        ["model.dim=128"],  # what the preset says anyway
+        ["model.dim=128"],  # the preset has the same value
         ["resources.nodes=2", "train.device_batch_size=4"],
         ["model.architecture=llama"],
     ],
@@ -120,12 +120,13 @@ def test_changes_are_listed_key_by_key(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "lr", "said"),
     [
-        # Six keys, of which two change what follows step 6.
+        # Each case sets values of the run. Only some of them change the learning rate after step 6.
         (["train.steps=12"], 0.002, "0.0002 at step 6, 0.0011 at step 7: cosine over 12 steps"),
         (["train.steps=12", "schedule.name=constant"], 0.001, "0.0002 at step 6, 0.001 at step 7: constant"),
         (["train.steps=12", "schedule.warmup_steps=2", "schedule.min_lr_ratio=0.1"], 0.002, "0.0002 at step"),
         (["train.log_every=3"], 0.002, None),
-        (["train.steps=null", "train.epochs=2"], 0.002, None),  # the length is known when the data is read
+        # the length is known only after the data was read
+        (["train.steps=null", "train.epochs=2"], 0.002, None),
     ],
 )
 def test_what_the_learning_rate_does_where_a_run_resumes(
@@ -145,7 +146,7 @@ def test_what_the_learning_rate_does_where_a_run_resumes(
 def test_the_time_of_the_rest_is_what_was_measured(
     run: RunDir, steps: int, layout: Layout, expected_s: float | None
 ) -> None:
-    assert expected_time_s(so_far(run), PLAN, steps) is None  # nothing is measured
+    assert expected_time_s(so_far(run), PLAN, steps) is None  # no step was measured
     step = published(run.checkpoints_dir)[-1].step
     for number, step_s in enumerate((9.0, 2.0, 2.0), step - 2):
         append_jsonl(run.metrics_file, {"step": number, "attempt": 1, "step_s": step_s})

@@ -1,4 +1,4 @@
-"""Texts and configs to make datasets from."""
+"""Provides texts and configs to make datasets from."""
 
 import pytest
 
@@ -7,7 +7,10 @@ from trainkit.config.training import DataConfig
 
 @pytest.fixture
 def data_config(tmp_path):
-    """Makes a `data` section; keys not given are the defaults, the cache is in the test's folder."""
+    """Return a function that makes a `data` section.
+
+    Other keys have their defaults, and the cache is in the test's folder.
+    """
 
     def make(**changes):
         values = {"seq_len": 16, "num_workers": 1, "val_fraction": 0.1, "cache_dir": str(tmp_path / "cache")}
@@ -18,7 +21,7 @@ def data_config(tmp_path):
 
 @pytest.fixture(scope="session")
 def tokenizer_json(tmp_path_factory):
-    """A small byte-level BPE tokenizer of Hugging Face, made here."""
+    """Make a small byte-level BPE tokenizer of Hugging Face, and return its file."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

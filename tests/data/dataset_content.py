@@ -10,12 +10,12 @@ CODES = {"uint16": "<u2", "uint32": "<u4"}
 
 
 def rows(*texts, key="text"):
-    """The content of a .jsonl file."""
+    """Return the content of a .jsonl file."""
     return "".join(json.dumps({key: text}, ensure_ascii=False) + "\n" for text in texts)
 
 
 def tokens_of(folder):
-    """Split -> all its tokens, read without the code under test."""
+    """Return all tokens of each split, read without the code under test."""
     file = read_dataset_file(folder)
     tokens = {split: [] for split in SPLITS}
     for split in SPLITS:
@@ -25,7 +25,7 @@ def tokens_of(folder):
 
 
 def documents_of(folder):
-    """Split -> its documents as bytes, of a dataset made with the byte tokenizer."""
+    """Return the documents of each split as bytes. The dataset was made with the byte tokenizer."""
     documents = {}
     for split, tokens in tokens_of(folder).items():
         found, current = [], bytearray()
@@ -41,7 +41,7 @@ def documents_of(folder):
 
 
 def content_of(folder):
-    """Every file of a folder with its bytes."""
+    """Return the bytes of every file of a folder."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()
     }

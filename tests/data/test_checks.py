@@ -1,4 +1,4 @@
-"""What is said about data before anything starts."""
+"""Tests the messages about data before a run starts."""
 
 import gzip
 import json
@@ -47,7 +47,8 @@ def test_problems_of_texts(data_config, tmp_path, name, content, key, message):
 
 
 def test_a_line_of_gigabytes_is_not_read(data_config, tmp_path):
-    (tmp_path / "a.jsonl").write_text(f'["{"x" * (3 << 20)}"]')  # no row: reading it would say so
+    # the content is no row, but only reading it would show that
+    (tmp_path / "a.jsonl").write_text(f'["{"x" * (3 << 20)}"]')
     assert inspect_data(data_config(source=str(tmp_path / "a.jsonl"))).problems == ()
 
 

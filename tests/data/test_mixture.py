@@ -1,4 +1,4 @@
-"""Several sources with weights: what is read at which position, and what is said about wrong values."""
+"""Tests weighted sources: the sample at each position, and the errors for invalid values."""
 
 import numpy as np
 import pytest
@@ -19,14 +19,14 @@ from trainkit.task import TokenSamples
 
 @pytest.fixture
 def texts(tmp_path):
-    """Three texts of different lengths, each with its own letter."""
+    """Write three texts of different lengths, each with a different letter."""
     for letter, number in (("a", 1600), ("b", 3200), ("c", 4800)):
         (tmp_path / f"{letter}.txt").write_text((letter * 15 + "\n") * (number // 16))
     return [str(tmp_path / f"{letter}.txt") for letter in "abc"]
 
 
 def letters_of(tokens):
-    """The source of each sample, by the letter of its text."""
+    """Return the source of each sample, found by the letter of its text."""
     return "".join(next(chr(token) for token in row if token != 10) for row in tokens.tolist())
 
 
@@ -166,7 +166,7 @@ def test_problems_name_the_source(data_config, texts, tmp_path):
     (tmp_path / "short.txt").write_text("tiny")
     source = {texts[0]: 1, str(tmp_path / "short.txt"): 1, "/no/such.txt": 1}
     found = inspect_data(data_config(source=source, tokenizer="/no/tokenizer.json")).problems
-    assert [key for key, _, _ in found] == ["data.tokenizer", "data.source"]  # each once
+    assert [key for key, _, _ in found] == ["data.tokenizer", "data.source"]  # each key is reported once
     found = inspect_data(data_config(source=source)).problems
     assert [key for key, _, _ in found] == ["data.seq_len", "data.source"]
     assert found[0][1].startswith(f"{tmp_path}/short.txt: 16 is too long for the data")

@@ -1,4 +1,4 @@
-"""The order of the data: a bijection in every epoch, well mixed, and the same for ever."""
+"""Tests the order of the data: a bijection in every epoch, well mixed, and the same in all versions."""
 
 import numpy as np
 import pytest
@@ -58,7 +58,7 @@ def test_all_orders_of_a_few_samples_occur():
 
 
 def test_golden_values():
-    """Changing these changes the data order of runs that are resumed: raise a format version first."""
+    """A change of these values changes the data order of resumed runs, so raise a format version first."""
     assert sample_index(np.arange(10), 10, 0, True).tolist() == [9, 8, 4, 2, 1, 7, 6, 5, 0, 3]
     assert sample_index(np.arange(10, 20), 10, 0, True).tolist() == [5, 3, 8, 2, 1, 4, 7, 9, 0, 6]
     assert sample_index([0, 1, 2, 999_999, 1_000_000, 10**15], 10**6, 1234, True).tolist() == [
@@ -110,7 +110,7 @@ def test_shares_of_a_long_period():
 
 
 def test_golden_schedule():
-    """Changing this changes the data order of runs that are resumed: raise a format version first."""
+    """A change of these values changes the data order of resumed runs, so raise a format version first."""
     sources, items = Schedule([5, 3, 2]).at(np.arange(12))
     assert "".join(map(str, sources)) == "010201010201"
     assert items.tolist() == [0, 0, 1, 0, 2, 1, 3, 2, 4, 1, 5, 3]

@@ -1,4 +1,4 @@
-"""The shard format: samples across borders, threads, many files, and damage that is seen at open."""
+"""Tests the shard format: samples across shards, threads, many files, and damage that is found at open."""
 
 import json
 import pickle
@@ -16,7 +16,7 @@ from trainkit.errors import UsageError
 
 
 def write_dataset(folder, shard_sizes, dtype="uint16"):
-    """A dataset whose train tokens count from 0 (mod 50,000) over shards of these sizes."""
+    """Write a dataset whose train tokens count from 0 (mod 50,000) over shards of these sizes."""
     folder.mkdir(exist_ok=True)
     shards, start = [], 0
     for number, size in enumerate(shard_sizes):

@@ -1,4 +1,7 @@
-"""Layouts of two GPUs, with nccl, give the curve of one; without GPUs, one layout tests the test."""
+"""Tests that layouts on two GPUs with nccl give the curve of one GPU.
+
+Without GPUs, one layout runs on the CPU to check the test.
+"""
 
 import os
 from pathlib import Path

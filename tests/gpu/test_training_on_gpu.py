@@ -1,6 +1,6 @@
-"""Training on one GPU: what the other tests show on a CPU, with CUDA's kernels, streams and nccl.
+"""Repeats the training tests on one GPU, with CUDA's kernels, streams and nccl.
 
-`make gpu` runs these tests with TEST_DEVICE=cuda. All other runs take a CPU, so that the tests stay true.
+`make gpu` runs these tests with TEST_DEVICE=cuda. All other runs use a CPU, so that the tests keep working.
 """
 
 import os
@@ -38,7 +38,7 @@ DEVICE = torch.device(KIND)
 ON_DEVICE = f"device={KIND}"
 STEP_TIMEOUT_S = 120.0
 MESH = ("parallel.mesh_of_one=true",)
-"""Process groups, FSDP and DTensor staging on one process; on a GPU with nccl."""
+"""Options for process groups, FSDP and DTensor staging on one process, on a GPU with nccl."""
 SIZE = 1024 if KIND == "cuda" else 128
 SHAPE = (
     *(
@@ -60,14 +60,17 @@ def wait_for_checkpoint(run: RunDir, attempt: AttemptDir, step: int) -> None:
 
 
 WIDE = (f"model.dim={4 * SIZE}", "model.num_layers=1", f"model.ffn_dim={4 * SIZE}", "data.seq_len=64")
-"""The compiler has several kernels for norms as wide as these."""
+"""Options for a model so wide that the compiler has several kernels for its norms."""
 
 
 @pytest.mark.parametrize(
     "own", [(), WIDE, MESH, (*MESH, "optimizer.name=adamw_8bit")], ids=["alone", "wide", "mesh", "8bit"]
 )
 def test_resumes_exactly_after_sigkill(tmp_path: Path, own: tuple[str, ...]) -> None:
-    """Wide norms as on another node, where nothing is compiled yet; the others would take a minute each."""
+    """Wide norms resume with empty caches, as on another node.
+
+    The other cases reuse caches to save a minute each.
+    """
     caches = iter(range(3))
 
     def start(attempt: AttemptDir) -> list[ForkedWorker]:
@@ -101,7 +104,7 @@ def test_the_mesh_of_one_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_compiled_and_eager_agree(tmp_path: Path) -> None:
-    """Also while a compiling step takes longer than any other: the watchdog knows the first one."""
+    """A compiling step takes longer than any other, but the watchdog allows for the first step."""
     options = [ON_DEVICE, "precision.dtype=fp32", "train.steps=8", "requeue.hang_min_s=1"]
     train(tmp_path / "eager", [*options, "parallel.compile=false"])
     train(tmp_path / "compiled", [*options, "parallel.compile=true"])
@@ -127,7 +130,10 @@ def test_weights_gathered_in_float8_are_those_that_are_cast_after(tmp_path: Path
 
 
 def test_the_mask_of_documents_is_computed_or_read(tmp_path: Path) -> None:
-    """Compiled for a GPU, in half precision, attention computes the mask; otherwise it reads it."""
+    """If attention is compiled for a GPU in half precision, it computes the mask.
+
+    Otherwise it reads the mask.
+    """
     options = [ON_DEVICE, "precision.dtype=bf16", "train.steps=8", "data.document_mask=true"]
     train(tmp_path / "read", [*options, "parallel.compile=false"])
     compiled = f"parallel.compile={'true' if KIND == 'cuda' else 'false'}"
@@ -154,7 +160,7 @@ def test_dropout_masks_are_those_of_a_cpu() -> None:
 
 @pytest.mark.parametrize("head_dim", [128, 64])
 def test_attention_to_the_last_keys(head_dim: int) -> None:
-    """As context-parallel ranks compute it, on Hopper by two calls of cuDNN that are merged."""
+    """Context-parallel ranks compute this attention. Hopper merges two calls of cuDNN for it."""
     dtype = torch.bfloat16 if KIND == "cuda" else torch.float32
     sizes = ((8, 256), (2, 1024), (2, 1024))
     inputs = [
@@ -175,7 +181,7 @@ def test_attention_to_the_last_keys(head_dim: int) -> None:
 
 
 def test_an_asynchronous_save_has_the_values_of_the_call(tmp_path: Path) -> None:
-    """While kernels that were enqueued before the call run, and others change the state right after it."""
+    """Kernels of before the call still run during the save, and others change the state after it."""
     state = {f"model.layer{index}": torch.randn(1 << 20, device=DEVICE) for index in range(8)}
     saver = CheckpointSaver(RunDir(tmp_path).attempt(1), World(0, 1, DEVICE, None, None), state, keep_last=9)
     saver.allocate_buffers()
@@ -208,7 +214,7 @@ def test_memory_is_what_the_simulation_and_the_plan_say(tmp_path: Path) -> None:
     planned, simulated = memory_of(work).peak, simulate(config, plan, 0).peak_bytes["total"]
     if KIND == "cuda":
         assert measured == pytest.approx(planned, rel=0.1)
-        # The simulation has the kernels of a CPU, which keep the inputs of norms in float32.
+        # The simulation uses the kernels of a CPU, which store the inputs of norms in float32.
         assert measured == pytest.approx(simulated, rel=0.2)
     else:
         assert simulated == pytest.approx(planned, rel=0.1)

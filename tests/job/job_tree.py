@@ -1,4 +1,4 @@
-"""Real process trees with small scripts as workers."""
+"""Starts real process trees with small scripts as workers."""
 
 import json
 import shlex
@@ -55,7 +55,7 @@ class Job:
     plan: LaunchPlan
 
     def worker_pids(self, attempt: int = 1) -> list[int]:
-        """The pids of an attempt's workers, when all have said that they are ready."""
+        """Return the pids of an attempt's workers, once all of them are ready."""
         files = [self.run.path / f"ready.{attempt}.{rank}" for rank in range(self.plan.world_size)]
         wait_for(lambda: all(file.exists() for file in files))
         return [int(file.read_text()) for file in files]
@@ -79,7 +79,7 @@ EVENTS = ("finished", "failed", "requeued", "stalled", "slow")
 
 @pytest.fixture
 def start_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Job]]:
-    """Start a job whose workers run a script; whatever is left of it is killed after the test."""
+    """Start a job whose workers run a script. Remaining processes are killed after the test."""
     monkeypatch.setenv("PYTHONPATH", str(Path(trainkit.__file__).parents[1]))
     jobs: list[Job] = []
 
@@ -107,7 +107,7 @@ def start_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
             batch=Batch(1, 1, num_ranks, num_ranks),
             grace_s=grace_s,
             workload=Workload(tuple(typed(shlex.join(argv)) if typed else argv), signal=command_signal),
-            # A worker that fails is the end, where a test does not say otherwise.
+            # A failed worker ends the run unless the test requests otherwise.
             requeue=read_record(RequeuePolicy, {"on": (), **config.get("requeue", {})}, strict=True),
             parts={"slow_ranks": config.get("requeue", {}), "notifications": to_json(notify)},
             environment=WorkerEnvironment(config.get("launch", {}).get("env", {})),

@@ -1,4 +1,4 @@
-"""A Slurm that says what a test wants, and a job in it."""
+"""Provides a Slurm with chosen answers, and a job in it."""
 
 import sys
 from collections.abc import Callable
@@ -28,12 +28,12 @@ RUNNING = JobDetails(
 
 @dataclass
 class Slurm:
-    """What Slurm says, and what it was asked to do."""
+    """A Slurm with chosen answers, which records its calls."""
 
     job: JobDetails | None = RUNNING
     lost: tuple[str, ...] | None = ()
     down: tuple[str, ...] = ()
-    """Hosts that are down when it is asked about them."""
+    """The hosts that are down in the answer to a query."""
     refuses: bool = False
     requeued: int = 0
 
@@ -48,7 +48,7 @@ def reasons(run: RunDir) -> list[tuple[int, str, str]]:
 
 
 def step(run: RunDir, code: str, *writes: Any) -> tuple[int, dict[str, Any]]:
-    """The exit code of a job whose step runs some Python, and the newest end.json."""
+    """Return the exit code of a job whose step runs some Python, and the newest end.json."""
     add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     for write in writes:
         write()
@@ -70,7 +70,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 
 @pytest.fixture
 def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
-    """A Slurm that says what a test wants, with a job of one host."""
+    """Return a Slurm with chosen answers and a job on one host."""
     slurm = Slurm()
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node1")

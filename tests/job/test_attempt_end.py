@@ -1,4 +1,4 @@
-"""The work after an attempt does not grow with what the run has recorded, and finds the same as before."""
+"""Tests that the work after an attempt does not grow with the metrics, and has the same results."""
 
 import json
 import random
@@ -44,7 +44,7 @@ def write(path: Path, records: list[dict[str, Any]], torn: str = "") -> None:
 
 
 def count_parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """One item for each JSON value that is parsed from now on."""
+    """Return a list that grows by one item for each parsed JSON value."""
     loads, parsed = json.loads, []
 
     def counting(text: Any) -> Any:
@@ -115,7 +115,7 @@ def test_records_of_another_attempt_and_of_none_end_the_search(
 
 def test_the_step_is_that_of_all_records_of_the_attempt(run: RunDir) -> None:
     metrics = [{"attempt": 1, "step": step} for step in range(1, 90)]
-    # Steps 51 to 60 are computed again; a record of the first attempt is late, the last one is torn.
+    # Steps 51 to 60 are computed again, one record of the first attempt is late, and the last one is torn.
     metrics += [{"attempt": 2, "step": step} for step in range(51, 61)] + [{"attempt": 1, "step": 90}]
     write(run.metrics_file, metrics, '{"attempt": 2, "step": 61')
     commit = {"attempt": 2, "event": "checkpoint_commit", "step": 50}
@@ -141,7 +141,7 @@ def test_the_best_result_is_that_of_all_attempts(run: RunDir) -> None:
     write(run.metrics_file, [*metrics, {"step": 3, "loss": 2.5}], '{"step": 4, "loss"')
     assert best_result(run) == Best("loss", 2.5, 3)
     write(run.metrics_file, metrics)
-    assert best_result(run) is None  # it has diverged
+    assert best_result(run) is None  # the run has diverged
     write(run.metrics_file, [{"step": 1, "accuracy": 2.0}])
     assert best_result(run) is None
 

@@ -1,4 +1,4 @@
-"""The ranks that block the others in a hang, from hand-made flight records."""
+"""Tests which ranks block the others in a hang, with hand-made flight records."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def flight(
     first_id: int = 0,
     groups: Mapping[str, Sequence[int]] = GROUPS,
 ) -> Flight:
-    """The record of a rank: ``GROUP NUMBER OP SIZES STATE`` for each call, as torch writes it."""
+    """Return a rank's flight record. Each call is ``GROUP NUMBER OP SIZES STATE``, as torch writes it."""
     entries = []
     for index, call in enumerate(calls):
         group, number, op, sizes, state = (
@@ -82,7 +82,7 @@ def test_the_rank_that_has_not_called_what_the_others_wait_in() -> None:
 
 
 def test_all_of_them_are_named_and_those_that_wait_elsewhere_are_not() -> None:
-    """Rank 1 waits for rank 0 in another group; ranks 0 and 6 wait for nobody."""
+    """Rank 1 waits for rank 0 in another group. Ranks 0 and 6 wait for no rank."""
     records = flights(*(flight(rank, IN_812) for rank in (2, 3, 4, 5, 7)))
     records |= flights(flight(0), flight(1, "tp0 7 all_gather 4x1024 started"), flight(6))
     assert find_blame(records) == Blame(
@@ -101,7 +101,8 @@ def test_a_chain_of_groups_leads_to_its_source() -> None:
         *(flight(rank, "0 2 all_reduce 4 scheduled") for rank in (4, 5, 6)),
         flight(7, "0 1 all_reduce"),
     )
-    # 0 waits for 1, 1 and 2 for 0 and 3, 3 for 7 and for those before.
+    # Rank 0 waits for rank 1, ranks 1 and 2 wait for ranks 0 and 3, and rank 3 waits for rank 7 and all
+    # others.
     assert ranks_of(find_blame(records)) == (7,)
 
 
@@ -134,13 +135,13 @@ def test_ranks_that_call_different_things(calls: list[str], named: tuple[int, ..
 
 
 def test_another_order_of_two_groups() -> None:
-    """Rank 3 calls the collective of its pair first; the three others of its group the one of the group."""
+    """Rank 3 calls the collective of its pair first. The three others of its group call the group's first."""
     records = {rank: flight(rank, "left 9 all_reduce 4 scheduled") for rank in (0, 1)}
     records[2] = flight(2, "tp1 3 all_gather", "left 9 all_reduce 4 scheduled")
     records[3] = flight(3, "left 8 all_reduce", "tp1 4 all_gather 4 scheduled")
     stacks = {rank: ["all_reduce (/x/torch/distributed/distributed_c10d.py:3)"] for rank in range(4)}
     assert ranks_of(find_blame(records, stacks=stacks)) == (3,)
-    # Of two pairs, neither is the majority.
+    # A pair has no majority.
     records = {0: flight(0, "tp0 1 all_reduce 4 scheduled"), 1: flight(1, "left 1 all_reduce 4 scheduled")}
     blame = find_blame(
         records | {2: flight(2, "left 1 all_reduce 4 scheduled"), 3: flight(3, "tp1 1 barrier 4 scheduled")}
@@ -149,7 +150,7 @@ def test_another_order_of_two_groups() -> None:
 
 
 def test_a_rank_that_leaves_out_the_collective_of_its_group() -> None:
-    """In the smaller group, both others wait for it; it and the larger group wait for both."""
+    """Both others of the smaller group wait for rank 1, which waits with the larger group for these two."""
     before = ("0 1 all_reduce 16 done", "0 2 all_gather 4 done")
     world = "0 3 all_reduce 16 scheduled"
     left = flight_of_halves(before, "left 1 all_reduce 4 scheduled", ranks=(0, 2))
@@ -163,14 +164,14 @@ def test_a_rank_that_leaves_out_the_collective_of_its_group() -> None:
         " rank 1",
         differs=True,
     )
-    # If the ranks have not done the same until then, as in a pipeline, they need not do so afterwards.
+    # If the ranks called different collectives before, as in a pipeline, they may differ afterwards too.
     other = (before[0], "0 2 barrier 4 done")
     records |= flight_of_halves(other, "right 1 all_reduce 4 done", world, ranks=(4,))
     assert ranks_of(find_blame(records)) == ()
 
 
 def flight_of_halves(before: Sequence[str], *calls: str, ranks: Iterable[int]) -> dict[int, Flight]:
-    """Of seven ranks, in groups of three and four."""
+    """Return the flight records of seven ranks in groups of three and four."""
     halves = {"left": range(3), "right": range(3, 7)}
     return flights(*(flight(rank, *before, *calls, world=7, groups=halves) for rank in ranks))
 
@@ -186,7 +187,7 @@ def test_ranks_that_do_not_respond() -> None:
 
 
 def test_a_record_from_which_the_group_has_been_overwritten() -> None:
-    """A rank for which nothing is open has not called what is open on all others."""
+    """A rank without an open call has not called the collective that is open on all others."""
     records = {rank: flight(rank, IN_812) for rank in range(7)}
     records[7] = flight(7, "tp0 3000 all_reduce", first_id=5000)
     assert ranks_of(find_blame(records)) == (7,)
@@ -229,19 +230,22 @@ def test_a_device_that_does_not_come_to_what_was_called() -> None:
 
 
 def test_a_device_that_no_longer_says_what_it_has_done() -> None:
-    """The calls of rank 6 have ended on the others, which cannot be without it; it is late with the next."""
+    """Calls of rank 6 have ended on the others, which is impossible without rank 6.
+
+    It is late with the next one.
+    """
     records = {rank: flight(rank, "0 5 all_reduce", "0 6 all_reduce", IN_812) for rank in range(8)}
     records[6] = flight(6, "0 5 all_reduce 4 scheduled", "0 6 all_reduce 4 scheduled")
     assert find_blame(records) == Blame(
         (6,), "the device of rank 6 has not seen the end of collectives that ended on other ranks"
     )
-    # One alone may be under way, and gloo ends it at different moments.
+    # A single call may still run on one rank, and gloo ends a call at different moments.
     records[6] = flight(6, "0 5 all_reduce", "0 6 all_reduce 4 scheduled")
     assert ranks_of(find_blame(records)) == ()
 
 
 def test_gloo_counts_sends_that_it_does_not_record_and_knows_no_state() -> None:
-    """Rank 0 has sent to rank 1 before: its numbers are higher; what has ended is only retired."""
+    """Rank 0 has sent to rank 1 before, so its numbers are higher. A call that has ended is only retired."""
     calls = {
         0: ["0 1 all_reduce 4 gone", "0 3 all_reduce 4 gone"],
         1: ["0 1 all_reduce 4 gone", "0 2 all_reduce 4 gone", "0 3 barrier 4 scheduled"],
@@ -251,7 +255,7 @@ def test_gloo_counts_sends_that_it_does_not_record_and_knows_no_state() -> None:
     assert ranks_of(find_blame(records)) == (0,)
     ended = {rank: flight(rank, *own[:2], world=3, backend="gloo") for rank, own in calls.items()}
     assert find_blame(ended) is None
-    # The oldest have been overwritten: ranks 0 and 2 are the ends of a pipeline, and rank 1 sends more.
+    # The oldest calls are overwritten. Ranks 0 and 2 are the ends of a pipeline, and rank 1 sends more.
     calls = {
         0: ["0 47 all_reduce 4 gone", "0 50 all_reduce 4 scheduled"],
         1: ["0 85 all_reduce 4 gone", "0 90 all_reduce 4 scheduled"],

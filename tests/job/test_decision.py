@@ -1,4 +1,4 @@
-"""What follows an attempt, and why it was asked to stop."""
+"""Tests the decision after an attempt, and the reason why the attempt had to stop."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def was(cause, progress=0, step=None, failure=None):
 
 @dataclass(frozen=True)
 class Ended(Outcome):
-    """An outcome, and what else is known of its run."""
+    """The outcome of an attempt, with other facts about its run."""
 
     progress: int = 0
     step: int | None = 1
@@ -67,7 +67,7 @@ def after(end, *past, policy=POLICY, options=HERE):
 
 @pytest.mark.parametrize("kind", ["bdb.BdbQuit", "BdbQuit"])
 def test_a_person_who_quits_the_debugger(kind):
-    """Of a script as its log has it, and of a task."""
+    """The debugger belongs to a script, as its log shows, or to a task."""
     end = ended([1, 143], failure=RankFailure(type=kind))
     decision = after(replace(end, attended_in="debugger"))
     assert (decision.action, decision.reason, decision.cause) == ("stopped", "stopped in the debugger", None)
@@ -123,7 +123,7 @@ def test_exit_code_0_of_a_command_after_a_notice_is_a_save_unless_it_is_done(
     ("cause", "action"), [("preempted", "requeue"), (None, "stopped"), ("asked", "requeue")]
 )
 def test_a_command_that_fails_after_a_notice_was_ended_by_it(cause, action):
-    """A rank without a handler dies of the signal, and its peers fail because it is gone."""
+    """A rank without a handler dies of the signal, and its peers then fail because the rank is dead."""
     decision = after(ended([1, 143], "SIGTERM", cause, workload=COMMAND))
     assert (decision.action, decision.exit_code) == (action, 75)
     said(decision.reason)
@@ -228,10 +228,10 @@ def test_who_asks_gets_it_whatever_the_config_says():
 @pytest.mark.parametrize(
     ("cause", "options", "action"),
     [
-        ("slow_host", HERE, "restart"),  # its allocation has a spare host
+        ("slow_host", HERE, "restart"),  # the allocation has a spare host
         ("slow_host", RestartOptions(requeue=True), "requeue"),
         ("grow", HERE, "requeue"),
-        ("toy", HERE, "requeue"),  # of a capability of another package
+        ("toy", HERE, "requeue"),  # the cause belongs to a capability of another package
     ],
 )
 def test_what_the_supervisor_itself_wants_is_the_reason(cause, options, action):
@@ -257,7 +257,7 @@ def test_the_same_failure_at_the_same_step_is_no_accident():
     assert decision.reason.endswith("the same failure at step 37 as in the previous attempt")
     assert after(ended([1], failure=NAN), was("crash", 0, 36, replace(NAN, step=36))).resumes
     assert after(ended([1], failure=NAN), was("crash", 0, 37, RankFailure(type="other", step=37))).resumes
-    # Another end between them shows that it is an accident.
+    # A different end between the two shows that the failure is an accident.
     assert after(ended([1], failure=NAN), was("crash", 0, 37, NAN), was("preempted", 30)).resumes
 
 
@@ -283,14 +283,14 @@ KEY = RankFailure(type="KeyError", message="'lr'", exit_code=1, code=CodeLine("t
         (replace(KEY, type="omegaconf.errors.ConfigAttributeError"), {}, [], False),
         (replace(KEY, code=None), {"workload": COMMAND}, [], False),
         (KEY, {}, [was("crash", failure=NAN)], False),
-        # It was not the user's code, or there is progress, or may be.
+        # The error is not in the user's code, or the run has made progress or may have.
         (replace(KEY, code=None), {}, [], True),
         (KEY, {"step": 7}, [], True),
         (KEY, {"progress": 1}, [], True),
         (KEY, {"ran_s": 700.0}, [], True),
         (KEY, {}, [was("preempted")], True),
         (KEY, {}, [was("crash", step=7)], True),
-        # Luck may explain it.
+        # Such an error may be an accident.
         *((replace(KEY, type=kind), {}, [], True) for kind in ("OSError", "RuntimeError", "ConnectionError")),
         (replace(KEY, type="torch.OutOfMemoryError"), {}, [], True),
         (replace(KEY, type="ValueError", message="Connection error, and no cached file"), {}, [], True),
@@ -351,7 +351,7 @@ def test_a_start_that_slurm_could_not_make_is_no_failure():
         "failed",
         "Slurm could not start the step 10 times in a row",
     )
-    # Nor does it hide failures before and after it.
+    # Other failures before and after it are still counted.
     crashes = [was("crash", 10, step) for step in (11, 12, 13)]
     assert not after(
         ended([1], progress=10, step=14), *crashes[:2], was("not_started", 10), crashes[2]
@@ -422,12 +422,12 @@ COMPLETING = JobState.COMPLETING
         ("SIGTERM", job(COMPLETING, reason="TimeLimit"), True, "timeout"),
         ("SIGUSR2", job(left_s=100), False, "timeout"),
         ("SIGUSR2", job(left_s=300_000), False, "asked"),
-        # scancel, and scancel --signal=TERM
+        # A person used scancel, or scancel --signal=TERM.
         ("SIGTERM", job(COMPLETING), True, None),
         ("SIGTERM", job(JobState.CANCELLED), True, None),
         ("SIGTERM", job(), False, None),
         ("SIGTERM", job(left_s=100), False, None),
-        # Slurm says nothing.
+        # Slurm does not answer.
         ("SIGTERM", None, False, "preempted"),
         ("SIGTERM", None, True, None),
         ("SIGINT", None, False, None),

@@ -1,4 +1,4 @@
-"""Flight records as torch writes them: read without executing anything, and written on request."""
+"""Tests flight records of torch: they are read without executing anything, and are written on request."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_records_of_the_trainer_and_of_torch_and_damaged_ones(
 
 
 def test_torch_writes_a_record_on_request(attempt: AttemptDir) -> None:
-    """A rank whose monitor reads its pipe, as NCCL's does, and one without NCCL."""
+    """One rank has a monitor that reads its pipe, as NCCL's monitor does, and one rank has no NCCL."""
     plan = launch_plan(device="cuda", workload=Workload(("train",)))
     environ = flight_environ(attempt, plan)
     prefix = f"{attempt.flight_dir}/rank-"
@@ -178,7 +178,7 @@ SHOW = ("python3", "-c", "import os; print(os.environ.get('TORCH_NCCL_DEBUG_INFO
 def test_only_a_rank_that_sees_the_folder_makes_a_pipe(
     tmp_path: Path, rank: str | None, folder: str, shown: bool
 ) -> None:
-    """torch ends a process whose pipe cannot be made, as in a container without the run folder."""
+    """torch ends a process that cannot make its pipe, for example in a container without the run folder."""
     prefix = str(tmp_path / folder / "rank-")
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(STARTUP), "TRAINKIT_JOB_AGENT_PID": str(os.getpid())}
     env |= {FLIGHT_VARIABLE: prefix} | ({} if rank is None else {"RANK": rank})

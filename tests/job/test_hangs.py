@@ -1,4 +1,4 @@
-"""The verdict on a hang: who held the others up."""
+"""Tests the root cause of a hang: the ranks that blocked the others."""
 
 import json
 from dataclasses import asdict, replace
@@ -71,7 +71,7 @@ def test_the_one_that_is_behind(attempt, late, phase):
 
 
 def write_flights(attempt, calls, backend="nccl"):
-    """A flight record of each rank: what it called last, open unless it is done."""
+    """Write a flight record of each rank with its last call, which is open unless it is marked as done."""
     for folder in (attempt.flight_dir, attempt.stacks_dir):
         ensure_folder(folder)
     for rank, (number, op, state) in calls.items():
@@ -86,7 +86,7 @@ def write_flights(attempt, calls, backend="nccl"):
 
 
 def test_the_flight_records_name_all_ranks_that_block_the_others(attempt):
-    """Rank 0 is behind in its phases, and waits for ranks 2 and 3 like rank 1."""
+    """Rank 0 is behind in its phases. It waits for ranks 2 and 3, as rank 1 does."""
     write_flights(
         attempt,
         {
@@ -115,7 +115,7 @@ OTHER = (12, "barrier", "scheduled")
     ("calls", "rank"), [({}, None), ({3: OTHER}, 3), (dict.fromkeys((1, 3), OTHER), None)]
 )
 def test_no_host_is_at_fault_where_nobody_is_named_or_the_program_differs(attempt, calls, rank):
-    """Not the rank that is behind in its phases either, which the rule without records names."""
+    """The rank that is behind in its phases is not named either, unlike by the rule without records."""
     write_flights(attempt, dict.fromkeys(range(4), (12, "all_reduce", "scheduled")) | calls)
     records = [record(0, beat=0), *(record(other) for other in (1, 2, 3))]
     verdict = hang_failure(attempt, PLAN, records)
@@ -133,7 +133,7 @@ def test_a_rank_without_a_report_blocks_those_that_wait_for_it(attempt):
 
 
 def test_after_a_timeout_the_rank_that_the_others_waited_for_failed_first(attempt):
-    """torch ends a rank that has waited for too long, which is not the one at fault."""
+    """torch ends a rank that has waited for too long, but this rank is not the root cause."""
     error = {"rank": 0, "host": "host0", "type": "exit", "exit_code": 134, "time": "2026-01-01T00:00:00Z"}
     error["message"] = "killed by SIGABRT: [Rank 0] Watchdog caught collective operation timeout: WorkNCCL("
     write_json(attempt.rank_error(0), error)
@@ -149,7 +149,7 @@ def test_after_a_timeout_the_rank_that_the_others_waited_for_failed_first(attemp
 
 
 def test_nobody_is_named_for_data_of_another_size(attempt):
-    """gloo ends the rank that receives it, and others that lose their connection to it are quicker."""
+    """gloo ends the receiving rank, but other ranks that lose their connection to it may fail earlier."""
     lost = {"rank": 0, "host": "host0", "type": "RuntimeError", "time": "2026-01-01T00:00:00Z"}
     write_json(attempt.rank_error(0), lost | {"message": "Connection reset by peer", "exit_code": 1})
     ended = {"rank": 3, "host": "host1", "type": "exit", "exit_code": 134, "time": "2026-01-01T00:00:09Z"}
@@ -158,7 +158,7 @@ def test_nobody_is_named_for_data_of_another_size(attempt):
     verdict = find_first_failure(attempt, PLAN, Observed(exits=[(0, 134)]))
     assert (verdict.rank, verdict.host) == (None, None)
     assert verdict.message == f"{UNKNOWN}: rank 3 failed: {message}"
-    # Ranks that can, write their records.
+    # The ranks write their flight records if they can.
     write_flights(attempt, dict.fromkeys(range(3), (12, "all_reduce", "scheduled")), "gloo")
     verdict = find_first_failure(attempt, PLAN, Observed(exits=[(0, 134)]))
     assert (verdict.rank, verdict.host) == (3, None), "it called something else itself"

@@ -1,4 +1,4 @@
-"""What one host waits for and another makes, in a folder that both see as NFS clients do."""
+"""Tests waits of one host for files of another, in a folder that both see as NFS clients do."""
 
 import os
 import threading
@@ -31,14 +31,14 @@ TASK = SlurmTask("7", "0", 0, 1, 1, 0, (1, 1), ("host0", "host1"), "4000")
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
-    """One folder as two hosts see it."""
+    """Return one folder, as two hosts see it."""
     (tmp_path / "server").mkdir()
     with nfs_clients(tmp_path / "server", tmp_path / "first", tmp_path / "other"):
         yield tmp_path / "first", tmp_path / "other"
 
 
 def waiting(wait: Callable[[], T], make: Callable[[], object]) -> tuple[T, float]:
-    """What `wait` returns, which `make` makes when `wait` has looked for it, and the seconds in between."""
+    """Return the result of `wait`, and its duration in seconds. `make` is called 0.5 s after the start."""
     looked = threading.Timer(0.5, make)
     started_s = time.monotonic()
     looked.start()
@@ -66,7 +66,7 @@ def test_the_clients_of_these_tests_cache_as_those_of_nfs_do(hosts: tuple[Path, 
     assert not (other / "late").exists()
     assert sorted(path.name for path in other.iterdir()) == ["file"]
     assert (other / "file").stat().st_size == 1
-    assert (other / "file").read_text() == "bb"  # opening it asks the server
+    assert (other / "file").read_text() == "bb"  # the client asks the server when it opens the file
     refresh_listing(other)
     assert sorted(path.name for path in other.iterdir()) == ["file", "late"]
 
@@ -146,7 +146,7 @@ def test_the_first_failure_on_another_host(hosts: tuple[Path, Path]) -> None:
 def test_a_hang_that_ranks_of_another_host_report_too(
     hosts: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else those would count as ranks that do not respond, and their host as lost."""
+    """Ranks without a visible report would count as silent, and their host as lost."""
     monkeypatch.setattr(hangs, "GATHER_S", 0.0)
     first, other = (RunDir(host / "run").attempt(1) for host in hosts)
     first.run.path.mkdir()

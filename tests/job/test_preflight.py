@@ -1,4 +1,4 @@
-"""What an agent finds wrong with its node before it starts ranks there."""
+"""Tests the problems that an agent finds with its node before it starts ranks."""
 
 import errno
 import os
@@ -66,7 +66,7 @@ def test_a_good_node_is_passed_at_once_and_left_as_it_was(attempt: AttemptDir) -
         check(attempt, **{SUPERVISOR_VIEW_VARIABLE: seen})
         rounds.append(time.process_time() - begin)
     assert min(rounds) < 0.02
-    check(attempt)  # a step that nobody supervises
+    check(attempt)  # no supervisor watches this step
     assert sorted(attempt.path.rglob("*")) == before
 
 
@@ -98,7 +98,7 @@ def test_a_clock_is_wrong_where_the_supervisors_is_right(
 def test_a_server_that_takes_its_time_is_not_a_wrong_clock(
     attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It stamps the file when it gets it, and answers when it is on disk."""
+    """The server stamps the file when the data arrives, and answers when the data is on disk."""
     real, offsets_s = time.time, iter([0.0, 7.0])
     monkeypatch.setattr(time, "time", lambda: real() + next(offsets_s))
     assert clock_offset_s(attempt.path) == pytest.approx(0, abs=0.5)
@@ -168,12 +168,12 @@ def check_gpus(
 
 
 def action(number: int) -> dict[str, Any]:
-    """A GPU that requires an action to recover, of which 0 is none."""
+    """Return the fields of a GPU that requires a recovery action. The number 0 means none."""
     return {"FieldValues": [SimpleNamespace(nvmlReturn=0, value=SimpleNamespace(uiVal=number))]}
 
 
 def errors(number: int) -> dict[str, Any]:
-    """A GPU with errors that could not be corrected, as counted since it was reset."""
+    """Return the fields of a GPU with a number of uncorrectable errors since its last reset."""
     return {"TotalEccErrors": lambda kind, counter: {(1, 0): number}[kind, counter]}
 
 
@@ -197,7 +197,7 @@ def test_gpus_that_are_not_well(gpu: dict[str, Any], message: str) -> None:
     with failing(f"^GPU 1 of .*{message}"):
         check_gpus(nvml, (0, 1), None)
     check_gpus(nvml, (0,), None)
-    check_gpus(nvml, (0, 1), "2,0")  # of other jobs they are none of our business
+    check_gpus(nvml, (0, 1), "2,0")  # GPUs of other jobs are not checked
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,10 @@ def test_a_gpu_that_is_missing(visible: str | None, shown: str) -> None:
 def test_ranks_that_may_use_too_few_gpus_are_not_the_fault_of_the_node(
     visible: str, local_ranks: tuple[int, ...]
 ) -> None:
-    """Among them an agent with four ranks that Slurm has bound to one GPU: it would fail anywhere."""
+    """The ranks would fail on any node.
+
+    For example, Slurm has bound an agent with four ranks to one GPU.
+    """
     with failing(f"has CUDA_VISIBLE_DEVICES={visible}$", is_node=False) as caught:
         check_gpus(FakeNvml(*[WELL] * 4), local_ranks, visible)
     assert caught.value.exit_code == EXIT_NO_RESTART
@@ -226,7 +229,7 @@ def test_ranks_that_may_use_too_few_gpus_are_not_the_fault_of_the_node(
 
 
 def test_fewer_gpus_than_ranks_because_slurm_has_given_no_more() -> None:
-    """In a container without CUDA_VISIBLE_DEVICES, only Slurm's own count tells it from a broken node."""
+    """Only Slurm's count shows that a node is not broken in a container without CUDA_VISIBLE_DEVICES."""
     with failing("has SLURM_GPUS_ON_NODE=1$", is_node=False) as caught:
         check_gpus(FakeNvml(WELL), range(4), None, granted="1")
     assert caught.value.exit_code == EXIT_NO_RESTART
@@ -240,9 +243,9 @@ def test_fewer_gpus_than_ranks_because_slurm_has_given_no_more() -> None:
     [
         (1, "0"),  # a cgroup confines the task to its GPU
         (1, None),
-        (4, "3"),  # only CUDA_VISIBLE_DEVICES binds it
+        (4, "3"),  # only CUDA_VISIBLE_DEVICES binds the task
         (4, "GPU-8a4f"),
-        (4, "0,1,2,3"),  # nothing does
+        (4, "0,1,2,3"),  # nothing binds the task
         (4, None),
     ],
 )
@@ -255,7 +258,7 @@ def test_a_task_with_a_gpu_of_its_own_passes(num_gpus: int, visible: str | None)
 
 
 def test_one_gpu_under_another_number_is_not_blamed_on_the_node() -> None:
-    """A cgroup may confine the task to one GPU, which is then number 0, or the others are lost."""
+    """A cgroup may have confined the task to one GPU, which then has number 0, or the other GPUs are lost."""
     with failing("has 1 and CUDA_VISIBLE_DEVICES=3$", is_node=False) as caught:
         check_gpus(FakeNvml(WELL), (3,), "3", is_task=True)
     assert caught.value.exit_code == EXIT_FAILED

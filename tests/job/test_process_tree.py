@@ -1,4 +1,4 @@
-"""Supervisor, agents and workers as real processes."""
+"""Tests the supervisor, agents and workers as real processes."""
 
 import os
 import shlex
@@ -118,7 +118,7 @@ while not os.path.exists(f"{{RUN_DIR}}/end"):
 @pytest.mark.parametrize("is_done", [False, True])
 def test_a_command_that_exits_with_0_after_a_notice_has_finished_only_if_it_is_done(start_job, is_done):
     says = "open(os.environ['TRAINKIT_JOB_DONE_FILE'], 'w').close()\n" if is_done else ""
-    # A signal that comes while Python ends would kill it.
+    # A signal that arrives while Python exits would kill it.
     hears = "while ATTEMPT == 1 and not asked:\n    time.sleep(0.02)\n"
     job = start_job(WAITS_TO_END + hears + says, nodes=2, requeue={"max": 1})
     job.worker_pids()
@@ -129,7 +129,8 @@ def test_a_command_that_exits_with_0_after_a_notice_has_finished_only_if_it_is_d
     ends = [read_json(job.run.attempt(number).end_file) for number in job.run.attempt_numbers()]
     expected = [("finished", "finished")]
     if not is_done:
-        expected = [("stopped", "restart"), *expected]  # without another notice, exit code 0 is the end
+        # exit code 0 is the end of the run if no other stop signal was sent
+        expected = [("stopped", "restart"), *expected]
     assert [(end["state"], end["action"]) for end in ends] == expected
 
 
@@ -183,7 +184,7 @@ def test_killed_agent_takes_its_node_and_the_job_with_it(start_job):
     job = start_job("ready(); time.sleep(600)", nodes=2, workers=2)
     pids = job.worker_pids()
     agent = next(pid for pid in descendants(job.entry.pid) if pids[2] in descendants(pid))
-    os.kill(job.entry.pid, signal.SIGSTOP)  # nobody but the kernel is left to end them
+    os.kill(job.entry.pid, signal.SIGSTOP)  # only the kernel can still end them
     os.kill(agent, signal.SIGKILL)
     wait_for(lambda: not is_running(pids[2]) and not is_running(pids[3]))
     os.kill(job.entry.pid, signal.SIGCONT)
@@ -298,7 +299,7 @@ def test_plan_that_cannot_be_read_is_a_failure_with_its_reason(start_job, monkey
 @pytest.mark.slow
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_worker_that_only_dies_of_the_notice_leaves_the_others_their_time(start_job, nodes):
-    """A script may listen on rank 0 alone, which then needs longer to save than a peer of a failure has."""
+    """A script may listen on rank 0 only, and saving may take longer than a peer of a crash may run."""
     saves = """
         if RANK == 0:
             listen(); ready()
@@ -345,7 +346,7 @@ TYPED = {
 
 @pytest.mark.parametrize("name", TYPED)
 def test_what_saves_below_a_wrapper_is_asked_once_and_kept(start_job, name):
-    # Isolated: in any other Python a handler is called once for two signals.
+    # Python runs in isolated mode. Otherwise a handler is called once for two signals.
     job = start_job(SAVES_LONG, typed=lambda line: TYPED[name](line.replace(" -u ", " -I ")), grace_s=6.0)
     job.worker_pids()
     os.kill(job.entry.pid, signal.SIGTERM)
@@ -365,7 +366,7 @@ def test_what_a_shell_starts_again_after_the_notice_is_asked_too(start_job):
 
 
 def agent_with_the_pipe_of(job):
-    """The agent of a worker in a pipe, once it has the pipe open too."""
+    """Return the agent of a worker in a pipe, once the agent has opened the pipe too."""
     (worker,) = job.worker_pids()
     agent = next(pid for pid in descendants(job.entry.pid) if worker in descendants(pid))
     files, output = Path(f"/proc/{agent}/fd"), link_of(worker, "fd/1")
@@ -374,7 +375,7 @@ def agent_with_the_pipe_of(job):
 
 
 def end_by_sigterm(pids):
-    """End processes, one after another, as slurmstepd may before the agent hears of it."""
+    """Send SIGTERM to processes one by one, as slurmstepd may before it signals the agent."""
     for pid in pids:
         os.kill(pid, signal.SIGTERM)
         wait_for(lambda pid=pid: exit_code_of_zombie(pid) is not None or not is_running(pid))
@@ -402,7 +403,7 @@ def test_the_death_of_a_rank_just_before_the_notice_is_no_failure(start_job):
 
 @pytest.mark.slow
 def test_a_writer_dies_of_the_end_of_its_reader_without_a_notice(start_job):
-    """The agent lets a pipe go of which it holds an end."""
+    """The agent closes its end of the pipe."""
     prints = "listen(); ready()\nwhile True:\n    print(0, flush=True)\n    time.sleep(0.01)"
     reads = "(while ! test -e end; do sleep 0.1; done)"
     job = start_job(prints, typed=lambda line: ["bash", "-c", f"{line} | {reads}"])
@@ -413,7 +414,7 @@ def test_a_writer_dies_of_the_end_of_its_reader_without_a_notice(start_job):
 
 
 def test_what_saves_outlives_a_shell_that_returns_the_end_of_the_shell_below(start_job):
-    """Slurm may signal the inner one first: the outer one then exits by itself, before the notice."""
+    """Slurm may signal the inner shell first. The outer one then exits by itself before the stop signal."""
     job = start_job(SAVES_LONG, typed=TYPED["nested shells"])
     (worker,) = job.worker_pids()
     agent = next(pid for pid in descendants(job.entry.pid) if worker in descendants(pid))

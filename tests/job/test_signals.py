@@ -1,4 +1,4 @@
-"""What a worker does with stop signals, in a process of its own."""
+"""Tests how a worker handles stop signals, in a separate process."""
 
 import os
 import signal
@@ -97,7 +97,7 @@ print(child.exitcode, bool(stop), flush=True)
 
 
 def test_a_process_that_a_worker_forks_has_signals_of_its_own():
-    """Ending it, as a pool does, does not ask the worker to stop; a notice does not end it."""
+    """A pool can end a forked process without stopping the worker, and a stop signal does not end it."""
     argv = [sys.executable, "-c", FORKS]
     folder = Path(trainkit.__file__).parents[1]
     done = run_program(*argv, cwd=folder)
@@ -105,7 +105,7 @@ def test_a_process_that_a_worker_forks_has_signals_of_its_own():
 
 
 def test_below_a_background_job_a_command_hears_the_signals_of_the_terminal(tmp_path: Path) -> None:
-    """A shell tells by them what waits in the foreground: handlers.is_in_foreground."""
+    """A shell finds its foreground processes by these signals, as in handlers.is_in_foreground."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in FROM_TERMINAL}
     try:
         with open(tmp_path / "said", "wb") as output:

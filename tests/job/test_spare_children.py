@@ -1,6 +1,6 @@
-"""What a rank starts hears nothing of a notice to the whole step, and all that its parents ask.
+"""Tests that children of a rank ignore a stop signal to the whole step, but obey their parents.
 
-The test plays Slurm: it starts an agent, which starts a rank, and signals every process below.
+The test plays the role of Slurm: it starts an agent, which starts a rank, and signals every process below.
 """
 
 import ast
@@ -101,7 +101,7 @@ PROGRAM_OF_A_CHILD = """
 
 @contextmanager
 def rank(tmp_path: Path, body: str) -> Iterator[subprocess.Popen[str]]:
-    """An agent and the rank that runs `body`; everything below the agent is ended with it."""
+    """Start an agent with a rank that runs `body`. Everything below the agent ends with it."""
     (tmp_path / "train.py").write_text(RANK + body)
     environ = {**os.environ, "RANK": "0", "PYTHONPATH": str(STARTUP_FOLDER)}
     agent = subprocess.Popen(
@@ -119,12 +119,12 @@ def rank(tmp_path: Path, body: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def signal_step(agent: subprocess.Popen[str], number: signal.Signals = signal.SIGTERM) -> None:
-    """Signal every process of the step, as Slurm does, and wait until each has taken it."""
+    """Signal every process of the step, as Slurm does, and wait until each has taken the signal."""
     pids = (agent.pid, *descendants(agent.pid))
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
-    # The kernel drops a signal while another of its kind is pending, whoever has sent it.
+    # The kernel drops a signal while the same signal is pending, whoever has sent it.
     while any(is_pending(pid, number) for pid in pids):
         time.sleep(0.01)
 
@@ -187,7 +187,7 @@ def grammar_of_python_2() -> object:
 
 @pytest.mark.parametrize("kinds", [("compared",), ("spared",)])
 def test_children_end_as_without_trainkit(kinds: tuple[str]) -> None:
-    """One child of each kind; `python -m benchmarks.children` has 200."""
+    """The test has one child of each kind. `python -m benchmarks.children` has 200."""
     from benchmarks.children import outcomes, played
 
     names = list(HEARS) if kinds == ("compared",) else [name for name in SPARED if "DataLoader" not in name]
@@ -221,7 +221,7 @@ os.system("grep -E 'SigBlk|SigIgn|SigCgt' /proc/self/status")
 def python(
     body: str, environ: dict[str, str], *options: str, program: str = sys.executable, **more: Any
 ) -> str:
-    """What a Python prints that a rank has started, or that has only `environ`."""
+    """Return the output of a Python that a rank has started, or of one that gets only `environ`."""
     done = subprocess.run(
         [program, *options, "-c", body],
         env={**os.environ, **environ},
@@ -263,7 +263,7 @@ def test_only_handlers_of_its_own_count_as_handled() -> None:
 
 
 def test_the_filter_of_aarch64() -> None:
-    """The bytes that were run in an emulator of aarch64, which must not change by accident."""
+    """The bytes of the filter were run in an emulator of aarch64, so they must not change by accident."""
     code = [MACHINES["aarch64"]((7, 70000), one, 0x1122334455667788, 0x99) for one in (0, 0xABC)]
     assert hashlib.sha256(b"".join(code)).hexdigest()[:16] == "a9a04dcb9fa27716"
 
@@ -291,7 +291,7 @@ def test_the_next_sitecustomize_runs_as_without(tmp_path: Path, program: str, mo
 def test_sitecustomize_is_python_2() -> None:
     text = (STARTUP_FOLDER / "sitecustomize.py").read_text()
     assert grammar_of_python_2().parse_string(text) is not None  # type: ignore[attr-defined]
-    # What that grammar accepts, too, and Python 2.7 does not.
+    # The grammar of Python 3 also accepts constructs that Python 2.7 does not.
     nodes = list(ast.walk(ast.parse(text)))
     newer = (ast.JoinedStr, ast.NamedExpr, ast.AnnAssign, ast.AsyncFunctionDef, ast.Nonlocal, ast.YieldFrom)
     assert not [node for node in nodes if isinstance(node, newer) or getattr(node, "annotation", None)]

@@ -1,4 +1,4 @@
-"""How the tasks of an interactive step learn what they run, and how its end is judged."""
+"""Tests how the tasks of an interactive step get their plan, and how the end of the step is judged."""
 
 import threading
 from dataclasses import asdict, replace
@@ -70,7 +70,10 @@ def test_what_another_launcher_announces_counts_while_rank_0_is_there(tmp_path: 
 def test_the_end_of_a_hang_is_blamed_on_who_held_the_others_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody supervises such a step: its agents end it, and then ranks fail that only lost their peers."""
+    """No supervisor watches such a step.
+
+    Its agents end it, and ranks then fail because they lost their peers.
+    """
     attempt = RunDir(tmp_path).attempt(1)
     attempt.create()
     plan = launch_plan(backend="srun", num_nodes=1, layout=Layout(dp_shard=2), batch=Batch(1, 1, 2, 2))

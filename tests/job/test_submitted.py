@@ -1,4 +1,4 @@
-"""A job runs what it was submitted with, whatever takes the place of its folder while it waits."""
+"""Tests that a job runs the submitted code, even if its folder is replaced while it waits."""
 
 import json
 import os
@@ -125,7 +125,7 @@ def test_nothing_runs_of_a_folder_that_was_changed(
 def test_of_another_run_in_its_place_no_record_is_believed(
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Its attempt is that of another job, which may run."""
+    """The attempt in the folder belongs to another job, which may be running."""
     add_slurm_attempt(run, 1, "8", "submit", "sbatch")
     monkeypatch.setenv(SUBMITTED_VARIABLE, "0:1")
     record = run.job_file.read_bytes()
@@ -138,7 +138,7 @@ def test_of_another_run_in_its_place_no_record_is_believed(
 def test_of_files_of_somebody_else_nothing_runs(
     run: RunDir, slurm: Slurm, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Also in the job of an earlier version, whose script has no hash."""
+    """Files of another user are not run, even by a job of an earlier version whose script has no hash."""
     add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     os.chown(run.job_file, 65534, 65534)
     assert supervise_job(run, [sys.executable, "-c", "open('executed', 'w')"]) == EXIT_NO_RESTART
@@ -167,7 +167,7 @@ def test_a_task_of_an_array_runs_what_its_group_was_submitted_with(
     record = group.record
     named = submitted_group_hash(record.config, record.plan, group.trials.values())
     monkeypatch.setenv(SUBMITTED_VARIABLE, named)
-    group.update(job_id="12", cancelled_at=None)  # what changes while the array waits
+    group.update(job_id="12", cancelled_at=None)  # these keys change while the array waits
     require_submitted_group(RunGroup(group.path))
     create_trial_run(group, group.trial(1))
     assert read_submitted(group.run(1))["num_nodes"] == record.plan["num_nodes"]
@@ -181,7 +181,7 @@ def test_a_task_of_an_array_runs_what_its_group_was_submitted_with(
     group.sweep_file.write_text(json.dumps(content))
     with pytest.raises(NotSubmitted, match=r"sweep.json is not the file"):
         require_submitted_group(RunGroup(group.path))
-    # Resumed by itself, a trial has a script of its own.
+    # A trial that was resumed alone has a separate script.
     own = group.run(1)
     monkeypatch.setenv(SUBMITTED_VARIABLE, submitted_hash(own.config_file.read_text(), read_json(plan_file)))
     read_submitted(own)

@@ -1,4 +1,4 @@
-"""What the supervisor of a Slurm job makes of the end of a step."""
+"""Tests how the supervisor of a Slurm job judges the end of a step."""
 
 import errno
 import os
@@ -34,7 +34,7 @@ from trainkit.scheduler import JobState
 
 
 def test_a_step_that_srun_gave_up_has_not_finished_whatever_its_code(run: RunDir, slurm: Slurm) -> None:
-    # Observed with Slurm 22.05: one host cut off, and the daemon of the other, whose tasks were killed, away.
+    # Observed with Slurm 22.05: one host was cut off, and the other had lost its daemon and its tasks.
     slurm.lost = ("node2",)
     add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     said = (
@@ -108,12 +108,12 @@ def test_the_code_is_that_of_what_began_it(run: RunDir, slurm: Slurm) -> None:
 @pytest.mark.parametrize(
     ("how", "then", "ended_with", "kind", "message", "hint"),
     [
-        # Shared memory that a rank has filled is not freed by killing the rank.
+        # Shared memory that a rank has filled is not freed when the rank is killed.
         (
             *("Out Of Memory", "sys.exit(1)", "SIGKILL"),
             *("OutOfMemory", "killed by SIGKILL: out of memory", "raise resources.mem"),
         ),
-        # It could write nothing; srun says so, and waits for the others, which wait for its rank.
+        # The killed agent writes no record, but srun reports its end. The other agents wait for its rank.
         ("Killed", "time.sleep(60)", "SIGTERM", "exit", "its agent was killed (agent of node 0)", ""),
     ],
 )
@@ -146,7 +146,7 @@ def test_an_agent_that_was_killed_is_named_and_no_longer_waited_for(
 def test_a_task_that_ended_as_asked_does_not_end_those_that_still_save(
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A launcher ends with a code of its own as soon as the ranks of its node have saved."""
+    """A launcher exits with a different code as soon as the ranks of its node have saved."""
     monkeypatch.setattr("trainkit.backends.slurm.attempt_watch.PEER_EXIT_S", 0.2)
     says = "srun: error: node1: task 0: Exited with exit code 143"
     code = f"import sys, time; print({says!r}, flush=True); time.sleep(1.5); sys.exit(75)"
@@ -188,7 +188,7 @@ def test_a_step_whose_run_folder_is_moved_saves(
 def test_a_step_whose_run_folder_is_away_for_a_moment_goes_on(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As while a server is restarted, or the filesystem mounted anew."""
+    """The run folder disappears while a server is restarted or the filesystem is mounted again."""
     back = run.path / "back"
     code = f"while not os.path.exists({str(back)!r}): time.sleep(0.02)\nraise SystemExit(75)"
     watch = watch_of(run, monkeypatch, f"import os, time\n{code}")
@@ -217,7 +217,7 @@ def test_a_step_whose_run_folder_is_away_for_a_moment_goes_on(
 def test_the_end_of_a_step_waits_for_a_run_folder_that_is_away(
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What takes the folder away may be what has ended the ranks."""
+    """The cause of the missing folder may also have ended the ranks."""
     monkeypatch.setattr("trainkit.job.processes.DISK_RETRY_S", 0.05)
     real, stale = attempt_module.first_exit_code, [OSError(errno.ESTALE, "Stale file handle")] * 2
 
@@ -237,7 +237,7 @@ def test_the_end_of_a_step_waits_for_a_run_folder_that_is_away(
 def test_a_step_is_ended_when_another_start_of_the_job_waits_for_it(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the daemon of its host has died, so that Slurm has put the job back into the queue."""
+    """Only the daemon of the job's host has died, so that Slurm has requeued the job."""
     add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     assert run.attempt_numbers() == [1]
     claim_attempt(run, "7")
@@ -363,7 +363,7 @@ def test_outside_of_slurm(run: RunDir, capfd: pytest.CaptureFixture[str]) -> Non
 
 
 class TestHeldLocks:
-    """A lock that stays held, for example by a host that is down."""
+    """Tests a lock that stays held, for example by a host that is down."""
 
     @pytest.fixture(autouse=True)
     def impatient(self, run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,7 +375,7 @@ class TestHeldLocks:
 
     @pytest.fixture
     def terminated(self) -> Iterator[None]:
-        """A stop signal is pending, as the supervisor has blocked it."""
+        """Make a stop signal pending, as after the supervisor has blocked it."""
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         signal.raise_signal(signal.SIGTERM)
         yield

@@ -1,4 +1,4 @@
-"""Stop signals and preemptions of a Slurm job, and whether the run resumes."""
+"""Tests stop signals and preemptions of a Slurm job, and whether the run resumes."""
 
 import signal
 import threading
@@ -25,7 +25,7 @@ from trainkit.slurm.jobs import JobDetails
 
 @pytest.fixture(autouse=True)
 def no_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job that is requeued does not wait until Slurm ends it."""
+    """Let a requeued job end without waiting for Slurm to end it."""
     monkeypatch.setattr(allocation, "await_eviction", lambda: None)
 
 
@@ -34,7 +34,7 @@ def test_what_cancel_now_kills_was_not_a_failure(
 ) -> None:
     suspects: list[object] = []
     monkeypatch.setattr(SlurmAllocation, "record_suspect", lambda *args: suspects.append(args))
-    # Slurm's SIGTERM for a job that it cancels may come before the step is seen to have ended.
+    # When Slurm cancels a job, its SIGTERM may arrive before the step is seen to have ended.
     code = (
         "import os; from trainkit.run.rundir import RunDir; from trainkit.run.events import log_event;"
         " from trainkit.run.record import mark_cancelled; run = RunDir(os.environ['TRAINKIT_JOB_RUN_DIR']);"
@@ -49,7 +49,7 @@ def test_what_cancel_now_kills_was_not_a_failure(
 def test_what_is_to_end_now_is_not_asked_to_save(
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slurm may take a while between what job.json says and the kill."""
+    """Slurm may need some time between the request in job.json and the kill."""
     monkeypatch.setattr("trainkit.backends.slurm.attempt_watch.SIGNAL_RECORD_S", 0.1)
     code = (
         "import os, signal, sys, time; from trainkit.run.rundir import RunDir;"
@@ -64,9 +64,9 @@ def test_what_is_to_end_now_is_not_asked_to_save(
 @pytest.mark.parametrize(
     "then",
     [
-        # Nobody receives the signal: it came between two steps.
+        # No step receives the signal, because it arrives between two steps.
         "signal.signal(signal.SIGUSR2, lambda *_: sys.exit(75)); request(); time.sleep(60)",
-        # It comes before the ranks have handlers, and kills them.
+        # The signal arrives before the ranks have handlers, and kills them.
         "request(); os.kill(os.getpid(), signal.SIGUSR2)",
     ],
 )
@@ -91,14 +91,14 @@ PREEMPTED = replace(RUNNING, is_preempted=True)
 @pytest.mark.parametrize(
     ("job", "command", "action", "cause", "requeued"),
     [
-        # A person who tells only the ranks.
+        # A person signals only the ranks.
         (RUNNING, None, "stopped", None, 0),
         (replace(RUNNING, state=JobState.CANCELLED), None, "stopped", None, 0),
         (PREEMPTED, None, "requeue", "preempted", 1),
-        # In the queue again already: Slurm does it by itself.
+        # Slurm itself has already requeued the job.
         (replace(RUNNING, state=JobState.COMPLETING, restarts=1), None, "requeue", "preempted", 0),
         (None, None, "requeue", "preempted", 1),
-        # A command that exits with 0.
+        # The command exits with 0.
         (PREEMPTED, ["python", "train.py"], "requeue", "preempted", 1),
     ],
 )
@@ -150,7 +150,7 @@ def test_a_notice_that_a_full_disk_did_not_take(
     ("job", "expected"),
     [
         (replace(RUNNING, state=JobState.COMPLETING, is_preempted=True), ("requeue", "crash", 1)),
-        # In the queue again already: Slurm does it by itself.
+        # Slurm itself has already requeued the job.
         (replace(RUNNING, state=JobState.COMPLETING, restarts=1), ("requeue", "crash", 0)),
         (replace(RUNNING, state=JobState.CANCELLED), ("failed", "crash", 0)),
     ],
@@ -184,10 +184,10 @@ def test_a_notice_before_the_step_is_started_again(
     [
         (RUNNING, [], []),
         (replace(RUNNING, state=JobState.REQUEUED, restarts=1), ["7"], []),
-        # In the queue as soon as this shell has ended.
+        # Slurm requeues the job as soon as this shell has ended.
         (replace(RUNNING, state=JobState.COMPLETING, restarts=1), [], ["7"]),
         (replace(RUNNING, state=JobState.COMPLETING), [], []),
-        # It runs elsewhere by now.
+        # The job already runs on other hosts.
         (replace(RUNNING, restarts=1), [], []),
     ],
 )
@@ -199,7 +199,7 @@ def test_a_run_that_has_ended_is_not_started_again_by_slurm(
     waiting: list[str],
     leaving: list[str],
 ) -> None:
-    """A host was lost for a while, so that Slurm starts the job again; what ran on it has failed for good."""
+    """Slurm starts the job again because a host was lost for a while, but the run has failed for good."""
     cancelled: tuple[list[str], list[str]] = ([], [])
     monkeypatch.setattr(allocation, "cancel_waiting", cancelled[0].extend)
     monkeypatch.setattr(allocation, "cancel", cancelled[1].extend)
@@ -224,7 +224,7 @@ def test_what_stops_at_its_step_does_not_come_back_for_the_end_of_its_time(
 def test_a_step_is_not_started_again_where_it_would_not_hear_that_its_time_is_over(
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slurm signals the time limit once, up to a minute early: it may have done so during the wait."""
+    """Slurm signals the time limit once, up to a minute early, and may have done so during the wait."""
     left_s = LaunchPlan.from_dict(read_json(run.attempt(1).plan_file)).grace_s + 60 + 30
     slurm.job = replace(RUNNING, end_time=datetime.now(timezone.utc) + timedelta(seconds=left_s + 5))
 
@@ -263,7 +263,7 @@ def test_a_job_that_a_person_ends_after_it_was_judged_does_not_come_back(
 @pytest.mark.parametrize(
     ("job", "requeued"),
     [
-        # A host that was cut off is back, and its job has gone on without it.
+        # A host that was cut off is reachable again, and its job has continued without it.
         (replace(RUNNING, state=JobState.REQUEUED, restarts=1), 0),
         (replace(RUNNING, restarts=1), 0),
         # Slurm does not answer.
@@ -292,7 +292,7 @@ def test_a_host_that_is_lost_is_no_place_to_start_again(
     ("job", "ended_with", "signals", "cause", "reason"),
     [
         (RUNNING, EXIT_STOPPED, ["SIGUSR2"], "asked", "ended by SIGUSR2 before the first step"),
-        # Not 75, which would say that it has saved.
+        # The exit code is not 75, which would mean that the run has saved.
         (replace(PREEMPTED, state=JobState.COMPLETING), 5, [], "crash", "a worker ended with exit code 5"),
     ],
 )
@@ -313,7 +313,10 @@ def test_a_job_that_slurm_does_not_start_again(
 
 
 def dies_by(number: int, *, record: bool) -> str:
-    """A step whose rank died of a signal that its agent did not get; it may have recorded a failure."""
+    """Return code of a step whose rank dies of a signal that its agent did not get.
+
+    With `record`, the rank records a failure.
+    """
     recorded = f"records.record_silent_death(attempt, 0, 0, {128 + number}); " if record else ""
     return (
         "import os, sys; from trainkit.job.failure import records; from trainkit.run.rundir import RunDir;"
@@ -326,7 +329,7 @@ def dies_by(number: int, *, record: bool) -> str:
 
 @pytest.fixture
 def suspects(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What was noted about nodes."""
+    """Return the list of nodes that are recorded as suspects."""
     noted: list[Any] = []
     monkeypatch.setattr(allocation, "note_failure", lambda *args, **more: noted.append(args))
     monkeypatch.setattr(allocation, "NOTICE_S", 0.2)
@@ -384,7 +387,7 @@ def test_a_command_whose_own_handler_exits_with_1(
 
 
 def test_a_notice_may_follow_the_death(run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slurm still says that the job runs: somebody has signalled the step."""
+    """Slurm still reports the job as running, so somebody has signalled the step."""
 
     def query(job_id: str, patience_s: float = 0.0) -> JobDetails:
         record_signal(run, "SIGTERM")()
@@ -409,7 +412,7 @@ def test_a_notice_may_come_to_the_supervisor(run: RunDir, slurm: Slurm) -> None:
 def test_a_death_by_a_signal_that_nobody_sent_to_the_job_is_a_crash_of_no_node(
     run: RunDir, slurm: Slurm, suspects: list[Any], job: JobDetails | None
 ) -> None:
-    """Somebody has killed a rank: it is named, and its node can be used."""
+    """Somebody has killed a rank. The rank is named, and its node can still be used."""
     slurm.job = job
     end = step(run, dies_by(15, record=True))[1]
     assert (end["state"], end["cause"], suspects) == ("failed", "crash", [])

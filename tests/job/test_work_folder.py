@@ -1,4 +1,4 @@
-"""The working folder of a command."""
+"""Tests the working folder of a command."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ def project(tmp_path: Path) -> Path:
     (folder / "pkg").mkdir(parents=True)
     for name in ("train.py", "pkg/same.py", "pkg/gone.py", "log.csv"):
         (folder / name).write_text(f"{name}, first\n")
-    (folder / "log.csv").rename(folder / "log.json")  # a file that the pattern copies
+    (folder / "log.csv").rename(folder / "log.json")  # the pattern copies this file
     return folder
 
 
@@ -47,7 +47,7 @@ def test_outputs_stay_and_code_is_only_replaced_by_new_code(project: Path, tmp_p
     assert content(work) == first
     (work / "out").mkdir()
     (work / "out" / "ckpt.pt").write_text("weights")
-    with (work / "log.json").open("a") as log:  # the copy is writable, the snapshot stays as it is
+    with (work / "log.json").open("a") as log:  # the copy is writable, and the snapshot does not change
         log.write("a line of the run\n")
     assert prepare_work_folder(run, read_job(run)) == work
     said(content(work)["log.json"])
@@ -59,7 +59,7 @@ def test_outputs_stay_and_code_is_only_replaced_by_new_code(project: Path, tmp_p
     (project / "new.py").write_text("second\n")
     (project / "pkg" / "gone.py").unlink()
     submit(project, run)
-    for _ in range(2):  # the second start finds nothing to do
+    for _ in range(2):  # the second start has nothing to do
         assert prepare_work_folder(run, read_job(run)) == work
         assert content(work) == {
             "train.py": "second\n",

@@ -1,4 +1,4 @@
-"""A project, and the folder of a run that is to have a copy of it."""
+"""Provides a project, and the folder of a run that will get a copy of it."""
 
 from pathlib import Path
 

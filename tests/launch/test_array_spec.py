@@ -1,4 +1,4 @@
-"""``--array`` as it is typed, and as Slurm gets it."""
+"""Tests ``--array`` as it is typed, and as Slurm gets it."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""The run's copy of the code, and when it is replaced."""
+"""Tests the run's copy of the code, and when it is replaced."""
 
 import errno
 import json
@@ -42,7 +42,7 @@ def plan(loaded) -> LaunchPlan:  # type: ignore[no-untyped-def]
 
 @pytest.fixture
 def submitted(run: RunDir, project: Path, loaded, plan: LaunchPlan) -> RunDir:  # type: ignore[no-untyped-def]
-    """A run with a copy of its project, which has changed since."""
+    """Return a run with a copy of its project, which has changed since."""
     (project / "train.py").write_text("old\n")
     code = copy_code(project, run, plan.workload)
     write_json(run.job_file, {"cwd": str(project), "code": to_json(code), "attempts": []})

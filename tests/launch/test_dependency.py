@@ -1,4 +1,4 @@
-"""What ``--after`` waits for."""
+"""Tests which jobs ``--after`` waits for."""
 
 import json
 from pathlib import Path
@@ -92,7 +92,7 @@ def test_a_whole_array_is_one_dependency() -> None:
 
 
 def test_a_point_that_was_started_again_is_waited_for_by_its_own_job() -> None:
-    # The array's own task has failed: afterok of the array would never hold.
+    # The array's task has failed, so afterok of the array would never be satisfied.
     runs = [*tasks("running", "finished"), run("runs/g/2", "running", "99")]
     assert dependency_ids("g", runs, ["12"]) == ["12_0", "99"]
 
@@ -122,7 +122,7 @@ def test_a_point_on_another_cluster_may_have_the_id_of_its_array(
         create_task_run(group.run(index))
         if index not in open_points:
             write_json(group.run(index).attempt(1).end_file, {"state": "finished", "action": "finished"})
-    # As after `trainkit resume` here, where a job has the id of the array there.
+    # This is the state after `trainkit resume` on this cluster, where another job has the id of the array.
     change_newest(group.run(1), job_id="12", cluster="west")
     monkeypatch.setattr(
         dependency, "query_jobs", lambda ids: {job: SlurmJob(job, JobState.RUNNING) for job in ids}

@@ -1,4 +1,4 @@
-"""The part of a batch script before the ranks start, run by bash: values arrive, nothing else happens."""
+"""Runs the environment section of a batch script in bash: values arrive unchanged."""
 
 import os
 import subprocess
@@ -24,7 +24,7 @@ HOSTILE = (
 
 
 def script(project: Path, interpreter: Interpreter | None = None, **launch: Any) -> str:
-    """The rendered part; keys of `launch` and of `make_job_environment`."""
+    """Return the rendered section for keys of `launch` and of `make_job_environment`."""
     given = {key: launch.pop(key) for key in ("python_path", "slurm_version") if key in launch}
     environment = make_job_environment(
         LaunchConfig(**launch),
@@ -37,7 +37,7 @@ def script(project: Path, interpreter: Interpreter | None = None, **launch: Any)
 
 
 def bash(cwd: Path, text: str, *options: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """What bash does with a script in an environment of almost nothing."""
+    """Run a script in bash with an almost empty environment."""
     (cwd / "script").write_bytes(os.fsencode(text))
     return subprocess.run(
         ["bash", *options, "script"],
@@ -52,7 +52,7 @@ def bash(cwd: Path, text: str, *options: str, **environ: str) -> subprocess.Comp
 
 
 def variables(cwd: Path, text: str, **environ: str) -> dict[str, str]:
-    """The environment that a process would have behind a script."""
+    """Return the environment that a process would have after a script."""
     done = bash(cwd, f"{text}\nenv -0\n", **environ)
     assert (done.returncode, done.stderr) == (0, "")
     return dict(entry.split("=", 1) for entry in done.stdout.split("\0") if entry)
@@ -128,7 +128,7 @@ def test_virtual_environment_that_is_gone(tmp_path: Path) -> None:
 
 
 class TestModules:
-    """A stand-in for the `module` function, at the place where a cluster tells where its real one is."""
+    """Tests a stand-in for the `module` function, found where a cluster would define the real one."""
 
     @pytest.fixture
     def home(self, tmp_path: Path) -> str:
@@ -162,7 +162,7 @@ class TestModules:
 
 
 class TestConda:
-    """A stand-in for conda's shell hook."""
+    """Tests a stand-in for conda's shell hook."""
 
     HOOK = "conda() { [[ $2 != missing ]] && printf '<%s>' \"$@\"; }\n"
 

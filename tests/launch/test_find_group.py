@@ -1,4 +1,4 @@
-"""RUN on a command line can be a group, or a run of one."""
+"""Tests that RUN on a command line can be a group, or a run of a group."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a repository that somebody else has written can make Git do at submit: nothing."""
+"""Tests that a repository from somebody else makes Git execute nothing at submit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainkit.launch.source_tree import run_git
 
 @pytest.fixture
 def received(tmp_path: Path) -> Path:
-    """A repository with a file that Git has to read in order to compare it."""
+    """Return a repository with a file that Git has to read in order to compare it."""
     root = tmp_path / "received"
     root.mkdir()
     git(root, "init", "-q", "-b", "main")
@@ -29,7 +29,7 @@ def received(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def program(tmp_path: Path) -> Path:
-    """A program that leaves a file when it runs."""
+    """Return a program that leaves a file when it runs."""
     path = tmp_path / "program"
     path.write_text(f"#!/bin/sh\necho \"$0 $*\" >> '{tmp_path}/ran'\ncat\n")
     path.chmod(0o755)

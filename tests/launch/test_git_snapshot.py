@@ -1,4 +1,4 @@
-"""Git in the copy of the code and in the working folder answers as in the folder that was submitted."""
+"""Tests that Git gives the same answers in the copy of the code, the working folder and the original."""
 
 import os
 import shutil
@@ -46,7 +46,7 @@ cat-file -p HEAD^{tree}
 
 
 def answers(folder: Path) -> dict[str, str]:
-    """What git says in a folder, and whether it fails."""
+    """Return Git's output in a folder for each command, and whether the command fails."""
     environ = {**os.environ, "GIT_CONFIG_GLOBAL": "/dev/null", "GIT_CEILING_DIRECTORIES": str(folder.parent)}
     found = {}
     for question in QUESTIONS:
@@ -161,7 +161,7 @@ def partial(root: Path) -> None:
 
 
 def borrowed(root: Path) -> None:
-    """Finds its objects in a repository that finds them in a third one."""
+    """Create a repository that borrows objects from a second one, which borrows from a third one."""
     origin = upstream(root)
     git(root.parent, "clone", "-q", "--shared", str(origin), str(root.parent / "between"))
     git(root.parent, "clone", "-q", "--shared", str(root.parent / "between"), str(root))
@@ -229,7 +229,7 @@ def test_git_answers_as_in_the_folder(
     shape(project)
     if is_packed:
         git(project, "repack", "-qad")
-    git(project, "status")  # refreshes the index
+    git(project, "status")  # this command refreshes the index
     before = {inside: answers(project / inside) for inside in repositories_below_git(project)}
     code = take(project, run)
     assert not [note for note in code.notes if "Git" in note]
@@ -244,7 +244,7 @@ def repositories_below_git(root: Path) -> list[Path]:
 
 
 def test_a_later_commit_is_not_seen(project: Path, run: RunDir) -> None:
-    """Nor by the copy of the copy, which a run that repeats this one gets."""
+    """The copy of the copy, which a repeated run gets, does not see the commit either."""
     dirty(project)
     before = answers(project)
     code = take(project, run)
@@ -261,7 +261,7 @@ def test_a_later_commit_is_not_seen(project: Path, run: RunDir) -> None:
 
 @pytest.mark.parametrize("shape", [dirty, cloned, submodules, sha256], ids=lambda shape: shape.__name__)
 def test_what_holds_without_the_original(project: Path, run: RunDir, shape: Callable[[Path], None]) -> None:
-    """It was deleted, its objects were pruned, or a node does not see its disk."""
+    """The original was deleted, its objects were pruned, or a node does not see its disk."""
     shape(project)
     git(project, "status")
     before = answers(project)
@@ -341,7 +341,10 @@ def test_no_program_of_the_repository_runs(project: Path, run: RunDir) -> None:
 
 
 def test_a_filter_of_the_repository_does_not_make_its_files_seem_changed(project: Path, run: RunDir) -> None:
-    """As nbstripout: what Git stores is not what the file has, and its config is not that of the copy."""
+    """A filter such as nbstripout makes Git store other bytes than the file has.
+
+    The copy lacks its config.
+    """
     git(project, "init", "-q")
     git(project, "config", "filter.strip.clean", "sed s/output//")
     (project / ".gitattributes").write_text("*.ipynb filter=strip\n")
@@ -397,7 +400,7 @@ print(subprocess.run(["git", "describe", "--tags", "--dirty"], capture_output=Tr
 
 
 def test_a_run_inside_of_the_project_asks_git(project: Path) -> None:
-    """The repository around its folder has a later commit when it resumes; GIT_DIR is set as for a hook."""
+    """The repository around the run has a later commit at the resume. GIT_DIR is set, as in a hook."""
     dirty(project)
     (project / "ask.py").write_text(ASK)
     git(project, "add", "ask.py")
@@ -417,7 +420,7 @@ def test_a_run_inside_of_the_project_asks_git(project: Path) -> None:
 
 
 def test_a_folder_that_git_ignores_has_no_repository(project: Path) -> None:
-    """Git says so at submit, and does not answer with the repository around the run."""
+    """Git reports the missing repository, and does not answer from the repository around the run."""
     clean(project)
     write(project, "data/t.sh")
     (project / "data/t.sh").write_text("git rev-parse HEAD || echo none")

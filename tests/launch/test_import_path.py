@@ -1,4 +1,4 @@
-"""Where Python looks for modules in a job that has a copy of the code."""
+"""Tests where Python looks for modules in a job that has a copy of the code."""
 
 import os
 import sys
@@ -58,7 +58,7 @@ def test_colon() -> None:
 
 
 def test_modules_come_from_the_copy(project: Path, run: RunDir) -> None:
-    """As they do in a job: an installation that leads to the source comes after PYTHONPATH."""
+    """The same is true in a job, because an installation that leads to the source comes after PYTHONPATH."""
     (project / "pyproject.toml").touch()
     (project / "mine.py").write_text("VALUE = 'as submitted'")
     found = copy_code(project, run, TRAINER)

@@ -19,7 +19,7 @@ BARE = {"PATH": "/nowhere"}
 
 
 def find(cwd: Path, environ: dict[str, str] | None = None, **launch: Any) -> Interpreter:
-    """The interpreter of a config with which nothing is wrong."""
+    """Return the interpreter for a config without problems."""
     found, problems = find_interpreter(LaunchConfig(**launch), cwd, environ or BARE)
     assert problems == []
     return found
@@ -30,7 +30,7 @@ def wrong(cwd: Path, environ: dict[str, str] | None = None, **launch: Any) -> li
 
 
 def make_python(folder: Path, version: str = "3.10") -> str:
-    """A folder with an interpreter in it, of which nothing but the name is looked at."""
+    """Create a folder with an interpreter, whose content is never read."""
     (folder / "bin").mkdir(parents=True)
     (folder / "bin" / f"python{version}").touch(mode=0o755)
     (folder / "bin" / "python").symlink_to(f"python{version}")
@@ -190,7 +190,7 @@ def test_container(tmp_path: Path) -> None:
     found = find(tmp_path, container="x.sif")
     assert found == Interpreter(("python3",), (SUBMITTING,), options=("-u",), host_options=PYTHON_OPTIONS)
     assert find(tmp_path, container="x.sif", python="python3.12").argv == ("python3.12",)
-    # Within the image, where nobody can look from here.
+    # The interpreter is in the image, which cannot be read from this host.
     found = find(tmp_path, container="x.sif", venv="/opt/env")
     assert (found.argv, found.venv) == (("/opt/env/bin/python",), None)
 
@@ -237,7 +237,7 @@ def with_torch(folder: Path) -> Packages:
     [
         ("__version__ = '2.4.0'\ncuda = None\nhip = None\n", "2.4.0"),
         ("cuda = None\n", "of unknown version"),
-        ("__version__ = '2.4.0'\n", None),  # an unknown kind of build is given the benefit of the doubt
+        ("__version__ = '2.4.0'\n", None),  # an unknown kind of build counts as suitable
         ("cuda = make_version()\n", None),
         ("cuda: Optional[str]\n", None),
         ("no Python", None),
@@ -252,7 +252,7 @@ def test_other_version_files(tmp_path: Path, text: str | None, found: str | None
 
 
 def test_packages_are_found_as_a_job_finds_them(tmp_path: Path) -> None:
-    """Nobody imports a torch for that."""
+    """The packages are found without importing torch."""
     package = make_torch(tmp_path / "site")
     python = (str(getattr(sys, "_base_executable", sys.executable)), "-S")
     found = find_packages(python, ["torch", "json", "site"], {"PYTHONPATH": str(package.parent)}, tmp_path)

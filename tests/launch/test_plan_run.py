@@ -1,4 +1,4 @@
-"""Commands that cannot start, as far as can be known before."""
+"""Tests that commands that cannot start are refused early, as far as this can be known."""
 
 import re
 import sys
@@ -32,10 +32,10 @@ def test_a_script_that_is_not_there(tmp_path: Path) -> None:
     for command in (["no/such.py"], ["-u", "no/such.py", "--out", "made.py"]):
         with pytest.raises(UsageError, match=r"there is no .*no/such.py"):
             refuse_missing([sys.executable, *command], LAUNCH, "python", tmp_path)
-    # These files are no scripts of the command.
+    # The option before each file shows that the file is not the script of the command.
     for command in (["-m", "package", "--out", "made.py"], ["-c", "import made", "made.py"]):
         refuse_missing([sys.executable, *command], LAUNCH, "python", tmp_path)
-    # A line of launch.setup may go where the script is.
+    # A line of launch.setup may change to the folder of the script.
     launch = LAUNCH.model_copy(update={"setup": ("cd src",)})
     refuse_missing(["python", "train.py"], launch, "python", tmp_path)
 
@@ -91,7 +91,7 @@ def test_a_launcher_whose_package_is_missing_is_refused(
     assert (key, message) == ("", f"--launcher deepspeed needs deepspeed, which {sys.executable} lacks")
     assert "-m pip install deepspeed` installs it" in hint
     assert gather(loaded, Workload(("train.py",), "torchrun"), target=LOCAL).environment.problems == ()
-    # Another Python starts it, of which nothing is known.
+    # Another Python starts the command, and nothing is known about that Python.
     program(tmp_path / "env" / "bin" / "python")
     monkeypatch.setenv("VIRTUAL_ENV", str(tmp_path / "env"))
     monkeypatch.setenv("PATH", f"{tmp_path}/env/bin", prepend=":")
@@ -103,7 +103,7 @@ GPUS = Cluster("west", (Partition("gpu", is_default=True, nodes=(NodeKind(2, 64,
 
 
 class Submitting:
-    """A project on the login node of a cluster with GPUs, and the torch of its interpreters."""
+    """A project on the login node of a cluster with GPUs, with the torch of its interpreters."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
@@ -269,8 +269,8 @@ def test_a_tracker_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.Mon
         (True, TRAINER, False, True),
         ("auto", TRAINER, False, False),
         (False, TRAINER, False, False),
-        (True, Workload(("true",)), False, False),  # which writes none
-        (None, TRAINER, True, False),  # the config of a run has the default of an earlier version: true
+        (True, Workload(("true",)), False, False),  # the command writes no checkpoint
+        (None, TRAINER, True, False),  # the config of the run has an earlier version's default, true
         (True, TRAINER, True, True),
     ],
 )

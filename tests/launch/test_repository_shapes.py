@@ -1,4 +1,4 @@
-"""Snapshots of repositories in the shapes in which users have them."""
+"""Tests snapshots of repositories of common shapes."""
 
 import os
 from collections.abc import Callable
@@ -93,7 +93,7 @@ def folders_of_a_key_of_runs_and_of_nothing(root: Path) -> None:
     (root / "exp").mkdir()
 
 
-# name: (patterns that git ignores, files, those of them that are copied, what is linked)
+# Maps a name to the patterns that git ignores, the files, the copied ones among them, and the links.
 TABLE = {
     "ignored weights next to text": ("*.pt", "out/a.pt out/note.txt", "out/note.txt", ""),
     "only ignored weights": ("*.pt", "out/a.pt out/deep/b.pt", "", ""),
@@ -147,7 +147,8 @@ def test_what_is_ignored(project: Path, run: RunDir, name: str) -> None:
 
 
 SHAPES: dict[Callable[[Path], None], tuple[str, list[str], list[str]]] = {
-    # shape: (folder to submit from, copied besides train.py and .gitignore, linked)
+    # Maps a shape to the folder to submit from, the files copied besides train.py and .gitignore, and the
+    # links.
     submodule: ("", [".gitmodules", "third/lib/.gitignore", "third/lib/lib.py"], ["third/lib/w.bin"]),
     nested_clone: ("", ["lib/.gitignore", "lib/m.py"], ["lib/w.bin"]),
     worktree: ("tree", [], ["data"]),
@@ -167,7 +168,7 @@ def test_what_is_copied_and_linked(project: Path, run: RunDir, shape: Callable[[
 
 
 def check(folder: Path, run: RunDir, copied: list[str], linked: list[str]) -> None:
-    """The copy of the code in a folder has these files and links."""
+    """Check that the copy of the code in a folder has these files and links."""
     found = copy_code(folder, run, Workload(("true",)))
     assert found.links == linked
     files = [
@@ -192,7 +193,7 @@ def test_data_between_the_code(project: Path, run: RunDir, monkeypatch: pytest.M
 
 
 def test_small_files_that_a_script_may_write_again_are_copied(project: Path, run: RunDir) -> None:
-    """Through a link, each run of a sweep would write into the picture of the first try."""
+    """Each run of a sweep would overwrite the picture of the first trial through a link."""
     (project / "out.png").write_bytes(b"first")
     (project / "Metrics.CSV").write_text("step,loss\n")
     (project / "data.csv").write_bytes(bytes(source_tree.MAX_WRITTEN_BYTES + 1))
@@ -200,7 +201,7 @@ def test_small_files_that_a_script_may_write_again_are_copied(project: Path, run
     (project / "images").mkdir()
     for number in range(source_tree.MAX_WRITTEN + 1):
         (project / "images" / f"{number}.png").touch()
-    (project / "images" / "README.md").touch()  # a folder with code, so that its files are looked at
+    (project / "images" / "README.md").touch()  # the folder has code, so its files are considered
     found = copy_code(project, run, Workload(("true",)))
     assert found.num_bytes == len(b"first") + len("step,loss\n")
     linked = [path.name for path in run.code_dir.iterdir() if path.is_symlink()]

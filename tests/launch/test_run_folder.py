@@ -1,4 +1,4 @@
-"""Where a run folder may be: its name, its locks, and who else can write there."""
+"""Tests where a run folder may be: its name, its locks, and which other users can write there."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ server:/scratch {scratch} {kind} rw,relatime,{options} 0 0
 @pytest.mark.parametrize(
     ("free_gib", "num_runs", "said"),
     [
-        (400, 1, None),  # less than a twentieth
+        (400, 1, None),  # this is less than a twentieth
         (99, 1, "  disk                up to 5 checkpoints of 1.0 GiB: 5.0 GiB of 99.0 GiB free in FOLDER"),
         (
             99,
@@ -58,7 +58,7 @@ def test_the_space_for_checkpoints(
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=free_gib * 2**30))
     folder = tmp_path / "not" / "yet"
     plan = LaunchPlan("local", 1, 1, "cpu", Layout(), Batch(1, 1, 1, 1), 1e-3, 1, 20.0, {})
-    assert disk_forecast(folder, plan, RunConfig()) is None  # of a COMMAND nothing is known
+    assert disk_forecast(folder, plan, RunConfig()) is None  # nothing is known about a COMMAND
     plan = replace(plan, checkpoint_bytes=2**30)
     try:
         found = disk_forecast(folder, plan, RunConfig(), num_runs)
@@ -130,8 +130,9 @@ def test_the_mounts_of_this_machine_and_none_at_all(tmp_path: Path) -> None:
     [
         ("shared/work/run", {}, "shared/work/run belongs to user 61234, who could replace the run"),
         ("shared/work", {}, "shared/work belongs to user 61234, who could replace "),
-        ("shared/work", {"shared/work": 0o775}, None),  # of a project
-        ("shared/work", {"shared/work": 0o3770}, None),  # of a project, in which each has what is theirs
+        ("shared/work", {"shared/work": 0o775}, None),  # the folder belongs to a project
+        # each member of the project owns the files that they created
+        ("shared/work", {"shared/work": 0o3770}, None),
         ("shared", {}, "shared belongs to user 61234, who could replace shared/work/run"),
         ("shared", {"shared": 0o2775}, None),
         ("shared", {".": 0o1777}, "shared belongs to user 61234, who could replace "),
@@ -161,7 +162,7 @@ GROUP, OTHER_GROUP = 61235, 61236
 
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The run of a user who is not root, and is in one group; `shared` is root's."""
+    """Make a run of a user who is not root and is in one group. The folder `shared` belongs to root."""
     run = tmp_path / "shared/work/run"
     run.mkdir(parents=True)
     for folder in (run, run.parent):
@@ -177,12 +178,13 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("name", "owner", "group", "mode", "refused"),
     [
         ("shared", 0, OTHER_GROUP, 0o2775, None),  # an administrator has chosen the group
-        ("shared", 61234, GROUP, 0o2770, None),  # the head of a project
+        ("shared", 61234, GROUP, 0o2770, None),  # the owner is the head of a project
         ("shared", 61234, OTHER_GROUP, 0o2775, "shared belongs to user 61234"),
         ("shared", 61234, GROUP, 0o755, "shared belongs to user 61234"),
         ("shared/work", 61233, GROUP, 0o2775, None),
         ("shared/work", 61233, OTHER_GROUP, 0o2755, None),
-        ("shared/work", 61233, OTHER_GROUP, 0o3775, None),  # others can add to it, and replace nothing
+        # other users can add files to the folder, but cannot replace any
+        ("shared/work", 61233, OTHER_GROUP, 0o3775, None),
         ("shared/work", 61233, OTHER_GROUP, 0o775, "group 61236, which is none of yours, can write to"),
         ("shared/work/run", 61233, OTHER_GROUP, 0o1775, "run, and could change what the run executes"),
         ("shared/work/run", 61234, GROUP, 0o2775, "run belongs to user 61234, who could replace the run"),
@@ -209,7 +211,7 @@ def test_a_link_on_the_way_is_judged_with_the_folders_it_leads_through(tmp_path:
     (tmp_path / "link").symlink_to("theirs/link")
     refuse_foreign(tmp_path / "link/run", "go away")
     os.lchown(tmp_path / "theirs/link", 61234, 61234)
-    refuse_foreign(tmp_path / "link/run", "go away")  # nobody but root can replace it
+    refuse_foreign(tmp_path / "link/run", "go away")  # only root can replace the link
     (tmp_path / "theirs").chmod(0o1777)
     with pytest.raises(UsageError, match="theirs/link belongs to user 61234, who could replace link/run"):
         refuse_foreign(tmp_path / "link/run", "go away")
@@ -227,13 +229,13 @@ def test_links_that_lead_in_a_circle(tmp_path: Path) -> None:
 
 
 def in_user_namespace(place: Path) -> str:
-    """What `refuse_foreign` says in a container of user 61233, whose own number there is 5."""
+    """Return the answer of `refuse_foreign` in a user namespace of user 61233, whose number inside is 5."""
     libc, ours = ctypes.CDLL(None, use_errno=True), os.geteuid()
     unknown_owner.cache_clear()
     os.setgroups([])
     os.setresgid(61233, 61233, 61233)
     os.setresuid(61233, 61233, 61233)
-    libc.prctl(4, 1)  # PR_SET_DUMPABLE, without which it cannot write its own map
+    libc.prctl(4, 1)  # PR_SET_DUMPABLE lets the process write its uid_map
     if libc.unshare(0x10000000):  # CLONE_NEWUSER
         return f"no namespace: {os.strerror(ctypes.get_errno())}"
     Path("/proc/self/uid_map").write_text("5 61233 1")
@@ -325,7 +327,7 @@ def test_a_new_folder_that_everybody_could_replace(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_cwd", [True, False])
 def test_a_folder_whose_name_is_not_utf_8(tmp_path, monkeypatch, is_cwd):
-    """Refused before anything is written: the files of a run name it."""
+    """The name is refused before anything is written, because the files of a run contain it."""
     folder = tmp_path / os.fsdecode(b"caf\xe9")
     if is_cwd:
         folder.mkdir()
@@ -345,7 +347,7 @@ def test_new_folders_count_up(tmp_path: Path) -> None:
     code = job.pop("code")
     assert (code["source"], code["code"]) == (str(tmp_path), str(tmp_path / "runs/mine-2/code"))
     assert job == {"backend": "local", "name": "mine-2", "cwd": str(tmp_path), "attempts": []}
-    # A given folder keeps the name of the config.
+    # A run in a given folder keeps the name of the config.
     created = create_run(config, PLAN, ["trainkit"], tmp_path / "deep" / "a b;$(x)\n")
     assert (created.name, created.run.path.is_dir()) == ("mine", True)
     assert PLAN.to_text().endswith("}\n")
@@ -391,7 +393,7 @@ def test_a_folder_that_took_the_place_of_the_held_one_is_not_written_to(
     run.path.mkdir()
     run.provenance_file.write_text("{}")
     run.hold()
-    if code is not None:  # as for a folder that another host has deleted
+    if code is not None:  # the error is like one for a folder that another host has deleted
         monkeypatch.setattr(os, "fstat", Mock(side_effect=OSError(code, "")))
         assert not run.follow()
         assert not run.was_replaced, "after a restart of its server, every folder may be stale"
@@ -422,7 +424,7 @@ def test_one_of_two_commands_gets_an_empty_folder(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     with new_folder("x", folder), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainkit.launch.create.refuse_place", Mock())  # it looked before
+        patch.setattr("trainkit.launch.create.refuse_place", Mock())  # the first check was earlier
         with pytest.raises(UsageError, match="another command is creating a run there"):
             new_folder("x", folder).__enter__()
     assert [path.name for path in folder.iterdir()] == [".lock"]

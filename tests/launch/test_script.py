@@ -1,4 +1,4 @@
-"""The batch script: a function of plan, config and place."""
+"""Tests that the batch script depends only on plan, config and place."""
 
 import subprocess
 import time
@@ -39,7 +39,7 @@ def script(tmp_path: Path, *overrides: str) -> JobScript:
         (("requeue.max=1",), 1),
         (("requeue.max_crashes=0",), 0),
         (("requeue.on=[preempted]",), 0),
-        (("requeue.on=[crash]",), 0),  # submitted with --no-requeue
+        (("requeue.on=[crash]",), 0),  # the job was submitted with --no-requeue
     ],
 )
 def test_a_start_that_fails_is_requeued_as_the_policy_says(
@@ -58,7 +58,7 @@ def test_names_are_only_names(tmp_path: Path, name: str) -> None:
     folder.mkdir()
     text = script(folder).text
     assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
-    # The script itself, with something harmless in the place of the supervisor, names its run folder.
+    # The script itself, with a harmless command in place of the supervisor, prints its run folder.
     body = text.replace("exec ", "printf '%s\\n' ")
     said = subprocess.run(
         ["bash"], input=body, text=True, capture_output=True, cwd=tmp_path, check=True
@@ -76,7 +76,7 @@ def test_a_secret_of_which_only_the_script_would_know(
 
 
 def test_thousands_of_nodes_are_planned_and_rendered_in_half_a_second(tmp_path: Path) -> None:
-    script(tmp_path)  # loads the template engine
+    script(tmp_path)  # this call loads the template engine
     began = time.process_time()
     text = script(tmp_path, "resources.nodes=4096", "resources.gpus_per_node=8").text
     assert time.process_time() - began < 0.5
@@ -98,12 +98,12 @@ def test_the_shell_of_submitit_outlives_a_signal_that_its_supervisor_handles(
     bin_folder.mkdir()
     supervisor = bin_folder / "python"
     supervisor.write_text("#!/bin/sh\ntrap '' TERM\necho started\nread line\nexit 75\n")
-    (bin_folder / "srun").write_text("#!/bin/sh\n")  # submitit looks for it
+    (bin_folder / "srun").write_text("#!/bin/sh\n")  # submitit looks for srun
     for file in bin_folder.iterdir():
         file.chmod(0o755)
     monkeypatch.setenv("PATH", f"{bin_folder}:/usr/bin:/bin")
     given = script(tmp_path)._replace(host_python=(str(supervisor),), setup="")
-    file = tmp_path / "submission.sh"  # of `bash -c` the last command replaces the shell
+    file = tmp_path / "submission.sh"  # with `bash -c`, the last command would replace the shell
     (tmp_path / "runs/mine/submitit").mkdir(parents=True)
     file.write_text(backend_named("submitit").finish_script(RunDir(tmp_path / "runs/mine"), given).text)
     with subprocess.Popen(

@@ -88,7 +88,7 @@ def test_only_the_owner_reads_the_plan(tmp_path: Path) -> None:
 def test_each_word_of_a_long_command_line_is_read_with_what_stands_shortly_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A shell may put thousands of files there: whole lines for each would take a minute."""
+    """A shell may expand to thousands of files, and checking the whole line for each would take a minute."""
     lengths = []
 
     def mask(text: str) -> str:

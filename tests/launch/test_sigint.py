@@ -1,4 +1,4 @@
-"""Ctrl-C while a run is being started."""
+"""Tests Ctrl-C while a run is being started."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""The copy of the code: complete, independent, or not there at all."""
+"""Tests that the copy of the code is complete and independent, or does not exist."""
 
 import os
 import shlex
@@ -233,7 +233,7 @@ def test_a_thousand_files_take_no_longer_than_with_the_standard_library(project:
     git(project, "init")
     git(project, "add", ".")
     ours, theirs = [], []
-    for number in range(30):  # the fastest of as many as it takes: other processes only make it slower
+    for number in range(30):  # the fastest of several tries counts, because other processes only slow it down
         if ours and min(ours) < 2 * min(theirs) + 0.05:
             break
         start = time.perf_counter()

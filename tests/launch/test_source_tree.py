@@ -1,4 +1,4 @@
-"""Which files are the code: with a real git, and without."""
+"""Tests which files count as code, with a real git and without."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""The standard input of a COMMAND: passed on, kept in the run folder, or left to whoever else reads it."""
+"""Tests the standard input of a COMMAND: passed on, kept in the run folder, or left to another reader."""
 
 import os
 import stat
@@ -24,7 +24,7 @@ print(*module.kept_input(Workload(tuple(sys.argv[2:])), streams=sys.argv[1] == "
 
 @pytest.fixture
 def shell(tmp_path: Path):
-    """Runs a line of bash, in which `$ask WORDS` prints what is kept of its standard input."""
+    """Return a function that runs bash, where `$ask ARGUMENTS` prints the kept standard input."""
     (tmp_path / "ask.py").write_text(ASK)
     environ = {**os.environ, "ask": f"{sys.executable} ask.py keeps", "tk": TRAINKIT}
     environ["look"] = f"{sys.executable} ask.py streams"
@@ -52,12 +52,13 @@ SHARED = "note: train gets no standard input"
         ("echo abc > f; { read -n 1; $ask cat; } < f", r"b'bc\n'"),
         ("head -c 2000 /dev/zero | $ask train 2>&1 | tail -2 | head -1", "standard input has more than"),
         ("sleep 9 | $ask train & wait -n; true", "a pipe without data, so train gets no input"),
-        # What a shell has, its programs share: only a COMMAND that says so reads it.
+        # Programs of a shell share its input, so only a COMMAND that is known to read its input gets it.
         ("printf 'a\\nb\\n' | while read word; do $ask train; done", SHARED),
         ("echo '$ask train\necho next' > s; bash < s", SHARED),
         ("echo x | bash -c '$ask train; true'", SHARED),
         ("echo x | bash -c '$ask cat; true'", r"b'x\n'"),
-        # Rank 0 of `trainkit run` inherits the stream; a program is kept, so that it can run again.
+        # Rank 0 of `trainkit run` inherits the stream. A program on standard input is kept, so that it can
+        # run again.
         ("echo x | $look train", "None None"),
         ("$look bash -s <<< date", r"b'date\n'"),
         ("echo date > f; $look bash < f", r"b'date\n'"),
@@ -75,7 +76,10 @@ def test_no_word_of_a_script_is_taken(shell) -> None:
 
 
 def test_a_pipe_that_never_ends(shell) -> None:
-    """A COMMAND that does not read it starts at once, one that reads it is refused after a while."""
+    """A COMMAND that does not read the pipe starts at once.
+
+    A COMMAND that reads it is refused after a while.
+    """
     reading, writing = os.pipe()
     try:
         assert "without data" in shell("exec $ask train", stdin=reading)[0]

@@ -1,4 +1,4 @@
-"""Trials are checked before anything is written, and one script serves all of them."""
+"""Tests that trials are checked before anything is written, and that one script serves all of them."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Templates: which one is taken, what a rendered script looks like, and errors that lead to their line."""
+"""Tests templates: which one is used, the rendered script, and errors that name their line."""
 
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ def test_which_template_is_taken(project: Path) -> None:
     assert render("outer.j2", {**CONTEXT, "x": 1}, project).startswith("umask 077")
     write(project, "echo mine", PARTIAL)
     assert render("outer.j2", {"x": 1}, project) == "echo mine\necho 1\n"
-    # A checkout of trainkit overrides nothing, and nothing outside of the folder is taken.
+    # A checkout of trainkit overrides nothing, and no file from outside of the folder is used.
     assert templates._folders(shipped_templates().parent) == [shipped_templates()]
     (project / "secret.j2").write_text("x")
     said(refusal(project, "../secret.j2").message)
@@ -54,12 +54,12 @@ FILTERS = "# {{ x | comment }}\n#SBATCH --x={{ x | directive }}\n{{ x | quote }}
 @pytest.mark.parametrize(
     ("template", "x", "y", "text"),
     [
-        # The text is tidy, but not what is verbatim, which is no template either.
+        # Text is tidied, except for verbatim text, which is not treated as a template either.
         (TIDY, "cat <<X\n\n\n\nkept   \nX \\ ", "", "a\n\nb\ncat <<X\n\n\n\nkept   \nX \\ \n"),
         ("{{ x | verbatim }}\n{{ y | verbatim }}\n", VERBATIM, "second", f"{VERBATIM}\nsecond\n"),
         (FILTERS, "it's", ["x y", 2], "# it's\n#SBATCH --x=\"it's\"\n'it'\"'\"'s' 'x y' 2\n"),
         ("echo ${{ '{#' }}name}\n", "", "", "echo ${#name}\n"),
-        # jinja2 applies filters to what does not change only once, when it compiles a template.
+        # jinja2 applies filters to constants only once, when it compiles a template.
         ("{{ 'echo  ${#x}  ' | verbatim }}\n{{ x | verbatim }}\n", "a  ", "", "echo  ${#x}  \na  \n"),
         ("{{ 'echo' | verbatim }}\n{{ x | verbatim }}\n", "caf\u00e9 \udcff", "", "echo\ncaf\u00e9 \udcff\n"),
     ],
@@ -123,7 +123,7 @@ def test_a_template_reaches_no_internals_of_python(project: Path, expression: st
     "expression", ["plan.update({'nodes': 9})", "hosts.append('evil')", "plan.pop('nodes')", "hosts.clear()"]
 )
 def test_a_template_cannot_change_what_is_run(project: Path, expression: str) -> None:
-    """The plan that it describes is the one that the job reads."""
+    """The job reads the same plan that the template describes."""
     path = write(project, f"one\ntwo {{{{ {expression} }}}}")
     context: dict[str, Any] = {"plan": {"nodes": 2}, "hosts": ["a"]}
     error = refusal(project, **context)

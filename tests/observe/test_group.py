@@ -123,7 +123,7 @@ def test_a_copy_of_a_group_has_ended_too(tmp_path: Path) -> None:
     copy = shutil.copytree(group.path, tmp_path / "copy", symlinks=True)
     latest = copy / "0/attempts/latest"
     latest.unlink()
-    shutil.copytree(copy / "0/attempts/001", latest, symlinks=True)  # as `cp -L` and scp do
+    shutil.copytree(copy / "0/attempts/001", latest, symlinks=True)  # `cp -L` and scp copy in this way
     assert states(RunGroup(copy), None)[0] == "finished"
 
 

@@ -61,7 +61,7 @@ HOSTILE = (
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder in which commands are typed, on a machine without Slurm."""
+    """Return a folder where commands are typed, on a machine without Slurm."""
     folder = tmp_path / "project"
     make_project(folder, ["bench", "command-crashed", "crashed", "finished", "sbatch", "sweep"])
     monkeypatch.chdir(folder)

@@ -110,7 +110,7 @@ NAN: list[Curves | None] = [  # printed by nan.py with lr=0.01,0.1,0.3
         (NAN, None, "BEST VAL_LOSS", "012", [0.025, 0.025, None]),
         ([None, None], None, "LAST LOSS", "01", [None, None]),
         ([{}, {}], None, "LAST LOSS", "01", [None, None]),
-        ([{"loss": "3"}, {"loss": "2"}], None, "LAST LOSS", "10", [3.0, 2.0]),  # one step only
+        ([{"loss": "3"}, {"loss": "2"}], None, "LAST LOSS", "10", [3.0, 2.0]),  # each run has only one step
         ([{"loss": "-3 -1"}, {"loss": "-2 -2"}], None, "LAST LOSS", "10", [-1.0, -2.0]),
         ([None, {"val_loss": "2"}, {"loss": "1"}], None, "BEST VAL_LOSS", "102", [None, 2.0, None]),
         ([{"val_loss": "1 3"}, {"val_loss": "2 2"}], None, "BEST VAL_LOSS", "01", [1.0, 2.0]),
@@ -158,7 +158,7 @@ NAN: list[Curves | None] = [  # printed by nan.py with lr=0.01,0.1,0.3
         ([{"d_loss": "nan nan"}, {"d_loss": "1 2"}], "d_loss", "BEST D_LOSS", "10", [None, 1.0]),
         ([{"größe": "2"}, {"größe": "1"}], "größe", "BEST GRÖSSE", "10", [2.0, 1.0]),
         ([{'a"b': "2"}, {'a"b': "1"}], 'a"b', 'BEST A"B', "10", [2.0, 1.0]),
-        ([{"mfu": "nan .2"}, {"mfu": "nan"}], "mfu", "BEST MFU (max)", "01", [0.2, None]),  # never measured
+        ([{"mfu": "nan .2"}, {"mfu": "nan"}], "mfu", "BEST MFU (max)", "01", [0.2, None]),  # no value
         ([{"x": "1e308"}, {"x": "-1e308"}], "x", "BEST X", "10", [1e308, -1e308]),
     ],
 )

@@ -1,4 +1,4 @@
-"""What the broken runs of the test cluster are made of: their list, their scripts, and changed hosts."""
+"""Builds the broken runs of the test cluster: their list, their scripts, and changed hosts."""
 
 from __future__ import annotations
 
@@ -22,14 +22,17 @@ Make = Callable[[Login], RunDir]
 
 @dataclass(frozen=True)
 class Broken:
-    """How a run is broken, and what is true of it: the cause, and the rank and host that failed first.
+    """Describes how a run is broken, its cause, and the rank and host that failed first.
 
-    Without a host, all ranks fail alike, or none does.
+    Without a host, either all ranks fail alike or none fails.
     """
 
     make: Make
     name: str | None
-    """The signature; None for a failure that only the user's code explains, and when nothing failed."""
+    """The name of the signature.
+
+    It is None if only the user's code explains the failure, or if nothing failed.
+    """
     rank: int | None = None
     host: int | None = None
     """The number of the host in the cluster."""
@@ -49,7 +52,7 @@ BROKEN: dict[str, Broken] = {}
 def broken(
     name: str | None, rank: int | None = None, host: int | None = None, cgroups: bool = False
 ) -> Callable[[Make], Make]:
-    """Register a function that makes a broken run; its name is that of the run."""
+    """Register a function that makes a broken run of the same name."""
 
     def register(make: Make) -> Make:
         run = make.__name__.replace("_", "-")
@@ -60,7 +63,10 @@ def broken(
 
 
 def broken_scripts(table: str) -> None:
-    """Register scripts that fail: a line of name, signature, rank and host, and options, above the code."""
+    """Register scripts that fail.
+
+    Above each script is a line with its name, signature, rank, host and options.
+    """
     for (run, name, rank, host, *options), about, code in broken_runs.scripts(table):
         make = _failing(code.replace("GROUP\n", GROUP), options)
         at = (None if rank is None else int(rank), None if host is None else int(host))
@@ -71,11 +77,11 @@ def _failing(code: str, options: Sequence[str]) -> Make:
     return lambda login: failed_command(login, code, *options)
 
 
-# What the runs are made of.
+# These functions build the runs.
 
 
 def command_run(login: Login, code: str, *options: str) -> RunDir:
-    """A run of a script on two hosts that fails once."""
+    """Submit a script on two hosts, whose first failure is final."""
     script = login.script(broken_runs.PREAMBLE + code + "\n")
     command = [script] if "--launcher" in options else ["python", script]
     return login.submit(*ON_TWO_HOSTS, *ONCE, *options, "--", *command)
@@ -86,13 +92,13 @@ def failed_command(login: Login, code: str, *options: str) -> RunDir:
 
 
 def training(login: Login, *options: str, num_steps: int = 100_000) -> RunDir:
-    """A training on two hosts, which `requeue.max=0` lets fail once."""
+    """Submit a training run on two hosts, whose first failure is final because of `requeue.max=0`."""
     config = survival.survivor_config(login.folder, num_steps)
     return login.submit(*ONCE, *options, config=config)
 
 
 def running(login: Login, *options: str) -> RunDir:
-    """A training that computes steps."""
+    """Return a training run that has begun to compute steps."""
     run = training(login, *options)
     survival.wait_for_steps(run, 1, 3)
     return run
@@ -104,7 +110,7 @@ def end_of(login: Login, run: RunDir) -> RunDir:
 
 
 def over(login: Login, run: RunDir) -> RunDir:
-    """A run whose job has left the queue, whether or not it recorded its end."""
+    """Wait until the job of a run has left the queue, whether or not it recorded its end."""
     login.wait_until_idle(TIMEOUT_S)
     return run
 
@@ -115,7 +121,7 @@ def on_host(login: Login, host: int, *argv: str) -> None:
 
 @contextmanager
 def changed_host(login: Login, host: int, change: Sequence[str], undo: Sequence[str]) -> Iterator[None]:
-    """Change something on one host only: each has its own mounts and its own network."""
+    """Change something on one host only. Each host has separate mounts and a separate network."""
     on_host(login, host, *change)
     try:
         yield
@@ -125,7 +131,7 @@ def changed_host(login: Login, host: int, change: Sequence[str], undo: Sequence[
 
 @contextmanager
 def hidden(login: Login, host: int, folder: Path) -> Iterator[None]:
-    """A host that sees an empty folder in the place of another one."""
+    """Let a host see an empty folder in place of another folder."""
     with changed_host(
         login, host, ["mount", "-t", "tmpfs", "tmpfs", str(folder)], ["umount", "--lazy", str(folder)]
     ):

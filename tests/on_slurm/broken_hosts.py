@@ -1,4 +1,4 @@
-"""Runs that Slurm, a host or the network ends, or whose ranks do not meet."""
+"""Runs that are ended by Slurm, a host or the network, or whose ranks do not find each other."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def preempted_for_good(login: Login) -> RunDir:
 
 @broken("preempted")
 def preempted_without_notice(login: Login) -> RunDir:
-    """No grace time, and the ranks do not listen: nothing is left to record the end."""
+    """Slurm gives no grace time and the ranks have no handlers, so nothing can record the end."""
     with survival.preemption(login.cluster):
         survival.set_preemption(login.cluster, "CANCEL", 0)
         run = command_run(login, DEAF, "--partition", "low", *settings("requeue.on=[crash]"))
@@ -58,7 +58,7 @@ def preempted_without_notice(login: Login) -> RunDir:
 
 @broken("killed", 1, 2)
 def rank_killed_before_a_preemption(login: Login) -> RunDir:
-    """Slurm reports the preemption of attempt 2 in the log of attempt 1, of which a rank was killed."""
+    """Slurm reports the preemption of attempt 2 in the log of attempt 1, where a rank was killed."""
     run = login.submit("--partition", "low", *ON_TWO_HOSTS, "--", "python", login.script(DIES_ONCE))
     for rank in range(2):
         login.wait_for_log(run, f"attempt 2 rank {rank}", rank, attempt=2)
@@ -79,14 +79,14 @@ def time_limit(login: Login) -> RunDir:
 
 @broken("time-limit")
 def time_limit_deaf(login: Login) -> RunDir:
-    """The ranks do not stop when asked: Slurm kills them at the limit."""
+    """The ranks ignore the stop signal, and Slurm kills them at the time limit."""
     run = command_run(login, DEAF, *settings("resources.time='1'", "requeue.on=[crash]"))
     return over(login, run)
 
 
 @broken("log-not-opened")
 def log_folder_replaced(login: Login) -> RunDir:
-    """A file is in the place of the log folder: no version of Slurm can create the log of the job."""
+    """A file replaces the log folder, so no version of Slurm can create the log of the job."""
     run = login.submit(*HOLD, "--", "true")
     run.attempt(1).logs_dir.rmdir()
     run.attempt(1).logs_dir.touch()
@@ -131,7 +131,7 @@ def no_slurmd_at_the_start(login: Login) -> RunDir:
     return over(login, run)
 
 
-# A host or the network fails.
+# These runs fail because of a host or the network.
 
 
 @broken("node-failure", host=2)
@@ -143,7 +143,7 @@ def host_powered_off(login: Login) -> RunDir:
 
 @broken("node-failure", host=1)
 def first_host_powered_off(login: Login) -> RunDir:
-    """The supervisor dies with it; the next start of the job records the end."""
+    """The supervisor dies with its host, and the next start of the job records the end."""
     run = running(login)
     login.cluster.kill_host(1)
     return end_of(login, run)
@@ -151,7 +151,7 @@ def first_host_powered_off(login: Login) -> RunDir:
 
 @broken("node-failure")
 def first_host_just_powered_off(login: Login) -> RunDir:
-    """The supervisor has died with it, and the job waits to start again."""
+    """The supervisor has died with its host, and the job waits to start again."""
     run = running(login)
     login.cluster.kill_host(1)
     wait_for(lambda: _is_requeued(login, run), "Slurm to requeue the job", TIMEOUT_S, 0.3)
@@ -180,7 +180,7 @@ def slurmd_killed(login: Login) -> RunDir:
 
 @broken("network")
 def connections_reset(login: Login) -> RunDir:
-    """The connections between the ranks break, and those of Slurm do not."""
+    """The connections between the ranks break, while Slurm's connections stay open."""
     run = running(login)
     ranks = survival.ranks_of(run)
     wait_for(lambda: _kill_connections(login, ranks[1]) or read_end(run.attempt(1)), "an end", TIMEOUT_S, 1)
@@ -197,14 +197,14 @@ def _kill_connections(login: Login, pid: int) -> bool:
 
 @broken("hang")
 def packets_lost(login: Login) -> RunDir:
-    """The hosts no longer reach each other; both reach Slurm's controller."""
+    """The hosts no longer reach each other, but both reach Slurm's controller."""
     run = running(login, *settings("requeue.hang_min_s=8", "requeue.hang_factor=2"))
     lost = f"{login.cluster.address(1)}/32"
     with changed_host(login, 2, ["ip", "route", "add", "blackhole", lost], ["ip", "route", "del", lost]):
         return end_of(login, run)
 
 
-# The ranks do not meet.
+# The ranks of these runs do not find each other.
 
 
 @broken("rendezvous", 1, 2)
@@ -231,7 +231,7 @@ if "trainkit.trainer" in sys.orig_argv:
     if os.environ["RANK"] == os.environ.get("LATE"):
         time.sleep(120)
 """
-"""A sitecustomize.py: ranks wait 10 s for each other, and rank $LATE never arrives, as on a slow disk."""
+"""A sitecustomize.py with a start limit of 10 s, where rank $LATE never arrives, as on a slow disk."""
 
 
 @broken("rendezvous", 1, 2)
@@ -242,7 +242,7 @@ def rank_late(login: Login) -> RunDir:
 
 @broken("import-error", 1, 2)
 def import_on_one_host(login: Login) -> RunDir:
-    """A package is empty on the second host, as after an incomplete installation there."""
+    """A package is empty on the second host, for example after an incomplete installation."""
     package = login.folder / "labels"
     package.mkdir()
     (package / "__init__.py").write_text("def table(): return []\n")
@@ -265,7 +265,7 @@ def trainer_import_on_one_host(login: Login) -> RunDir:
 
 @broken("import-error", 1, 2)
 def agent_import_on_one_host(login: Login) -> RunDir:
-    """The second host lacks a package that the agent itself needs: it cannot start ranks."""
+    """The second host lacks a package of the agent, so the agent cannot start ranks."""
     import pydantic
 
     with hidden(login, 2, Path(pydantic.__file__).parent):
@@ -290,6 +290,6 @@ def interface_on_one_host_only(login: Login) -> RunDir:
 
 @broken("port-in-use", 0, 1)
 def port_taken(login: Login) -> RunDir:
-    """A script with a fixed port, which a process of another job still uses on the first host."""
+    """The script uses a fixed port, which a process of another job occupies on the first host."""
     with login.port_held(1, 29500):
         return failed_command(login, "os.environ['MASTER_PORT'] = '29500'\n" + GROUP)

@@ -40,7 +40,7 @@ def rank_killed(login: Login) -> RunDir:
 
 @broken("missing-file", 1, 2)
 def data_on_one_host(login: Login) -> RunDir:
-    """A file on a node's own disk, which was copied to the first host only."""
+    """The data is on a disk of the first host, and was not copied to the second host."""
     (login.cluster.local_disk(1) / "train.bin").write_text("tokens")
     return failed_command(login, GROUP + "open('/var/tmp/train.bin').read()\ndist.barrier()")
 
@@ -57,7 +57,7 @@ def training_data_on_one_host(login: Login) -> RunDir:
 
 @broken("host-oom", cgroups=True)
 def memory_of_the_agents(login: Login) -> RunDir:
-    """Shared memory is not freed with the rank, so the kernel kills the agent too."""
+    """Shared memory is not freed with its rank, so the kernel kills the agent too."""
     code = (
         "if rank == 1:\n  with open('/dev/shm/fill', 'wb') as f:\n    while True: f.write(b'x' * (1 << 20))\n"
     )
@@ -72,7 +72,7 @@ def rank_stopped(login: Login) -> RunDir:
     return end_of(login, run)
 
 
-# Disks, checkpoints and configs.
+# These runs fail because of disks, checkpoints or configs.
 
 
 @broken("disk-full", 0, 1)
@@ -113,7 +113,7 @@ def diverged_on_two_hosts(login: Login) -> RunDir:
 
 @broken("shape-mismatch")
 def resumed_with_another_model(login: Login) -> RunDir:
-    """The weights of a run as the start of a wider model."""
+    """The run starts from the weights of another run, whose model is narrower."""
     first = training(login, *settings("train.steps=3", "train.global_batch_size=32"))
     login.finish(first)
     weights = settings(f"model.init_from={first.path}", "model.dim=96")

@@ -1,7 +1,7 @@
-"""Runs that fail for real on several hosts of a Slurm cluster, each for a reason of its own.
+"""Makes runs that really fail on several hosts of a Slurm cluster, each for a different reason.
 
-`python -m tests.on_slurm.broken_runs [NAME…]` makes runs, all of them without NAME, and prints what
-`trainkit diagnose` reports for each next to the truth. `--record` also writes their folders to
+`python -m tests.on_slurm.broken_runs [NAME…]` makes runs, all of them without NAME, and prints the result of
+`trainkit diagnose` for each next to the true cause. `--record` also writes their folders to
 tests/capabilities/diagnose/broken_runs, without the names of the cluster and of this machine. `--keep DIR`
 keeps the runs.
 """
@@ -31,7 +31,7 @@ from trainkit.slurm.jobs import SlurmJob
 
 
 def diagnosed(login: Login, run: RunDir, attempt: int) -> dict[str, Any]:
-    """What the command says."""
+    """Return the diagnosis of an attempt by `trainkit diagnose`."""
     done = login.trainkit("diagnose", str(run.path), "--attempt", str(attempt), "--json")
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
@@ -39,7 +39,7 @@ def diagnosed(login: Login, run: RunDir, attempt: int) -> dict[str, Any]:
 
 
 def neutral(text: str, cluster: Cluster, folder: str) -> str:
-    """A text without the names of the cluster and of this machine."""
+    """Return a text without the names of the cluster and of this machine."""
     text = broken_runs.neutral(text, folder)
     text = re.sub(rf"\b{cluster.name}-node(\d)", r"node0\1", text)
     text = text.replace(cluster.address(1).removesuffix(".1") + ".", "10.0.0.")
@@ -47,7 +47,7 @@ def neutral(text: str, cluster: Cluster, folder: str) -> str:
 
 
 def slurm_job(login: Login, attempt: AttemptDir) -> SlurmJob | None:
-    """Slurm's view of the job of an attempt, as the command sees it."""
+    """Return Slurm's view of the job of an attempt, as the command sees it."""
     before = dict(os.environ)
     os.environ.update(login.cluster.variables)
     try:
@@ -61,7 +61,7 @@ def slurm_job(login: Login, attempt: AttemptDir) -> SlurmJob | None:
 
 
 def write_recorded(name: str, login: Login, run: RunDir, found: dict[str, Any]) -> None:
-    """Write a run as one YAML file, with the truth about it."""
+    """Write a run with its true cause as one YAML file."""
     truth, cluster = BROKEN[name], login.cluster
     expect: dict[str, Any] = {"name": truth.name, "confidence": found["confidence"]}
     expect |= {} if truth.host is None else {"rank": truth.rank, "host": f"node0{truth.host}"}
@@ -82,7 +82,7 @@ def write_recorded(name: str, login: Login, run: RunDir, found: dict[str, Any]) 
 
 
 def make(name: str, cluster: Cluster, folder: Path) -> tuple[Login, RunDir]:
-    """Make one run below a folder, to its end."""
+    """Make one run below a folder, and wait for its end."""
     login = Login(cluster, folder)
     return login, BROKEN[name].make(login)
 

@@ -1,4 +1,4 @@
-"""Fixtures of the tests that type `trainkit` on a real cluster."""
+"""Provides the fixtures of tests that type `trainkit` on a real cluster."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ from tools.slurm_cluster.cluster import Cluster
 
 @pytest.fixture
 def login(cluster: Cluster, tmp_path: Path) -> Login:
-    """A folder on the login node with a small config; its jobs are cancelled after the test."""
+    """Return a folder on the login node with a small config. Its jobs are cancelled after the test."""
     return Login(cluster, tmp_path)

@@ -1,4 +1,4 @@
-"""A person's folder on the login node of a cluster, in which `trainkit` is typed."""
+"""Provides a person's folder on the login node of a cluster, where tests type `trainkit`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ time.sleep(0.5)
 assert workers.submit(abs, -2).result() == 2
 sys.exit(75)
 """
-"""A trainer that trains nothing: it says when it is asked to stop, and that it has saved.
+"""A trainer that trains nothing. It prints when it gets a stop signal, and when it has saved.
 
 A second signal, or the end of its worker, ends it while it saves.
 """
@@ -57,7 +57,7 @@ if (os.environ["TRAINKIT_JOB_ATTEMPT"], os.environ["RANK"]) == ("1", "1"):
 """
     + LISTENS
 )
-"""The same, after rank 1 of the first attempt was killed."""
+"""A trainer like `LISTENS`, but rank 1 of its first attempt is killed."""
 
 DEAF = """
 import signal, time
@@ -70,19 +70,19 @@ TRAINKIT = (sys.executable, "-m", "trainkit")
 HOLD = ("--set", "resources.extra.hold=true")
 ON_TWO_HOSTS = ("--nodes", "2", "--gpus-per-node", "1")
 BACKENDS = ("sbatch", "submitit")
-"""A test that does the same with both does it with two jobs at the same time."""
+"""A test that does the same with both backends submits two jobs at the same time."""
 TIMEOUT_S = 240.0
 POLL_S = 0.05
 ASK_SLURM_S = 0.3
-"""A question to Slurm takes a tenth of a core when it is asked so often."""
+"""Seconds between two queries of Slurm. A query takes a tenth of a core at this rate."""
 ASK_TRAINKIT_S = 1.0
-"""A command of trainkit takes a whole core for 0.2 s."""
+"""Seconds between two commands of trainkit. A command takes a whole core for 0.2 s."""
 
 
 def wait_for(
     condition: Callable[[], T], what: str, timeout_s: float = TIMEOUT_S, poll_s: float = POLL_S
 ) -> T:
-    """The first true value of a condition."""
+    """Wait until a condition is true, and return its value."""
     deadline_s = time.monotonic() + timeout_s
     while not (value := condition()):
         assert time.monotonic() < deadline_s, f"waited {timeout_s:g} s for {what}"
@@ -91,36 +91,36 @@ def wait_for(
 
 
 def settings(*pairs: str) -> list[str]:
-    """``--set`` for each of these."""
+    """Return the ``--set`` options for these settings."""
     return [word for pair in pairs for word in ("--set", pair)]
 
 
 def log_of(run: RunDir, rank: int = 0, attempt: int = 1) -> str:
-    """What a rank has printed so far."""
+    """Return the output of a rank so far."""
     log = run.attempt(attempt).rank_log(rank)
     return log.read_text() if log.exists() else ""
 
 
 def node_logs(run: RunDir, attempt: int = 1) -> str:
-    """What the agents have printed so far."""
+    """Return the output of all agents so far."""
     return "\n".join(path.read_text() for path in sorted(run.attempt(attempt).logs_dir.glob("node-*.log")))
 
 
 def agents_of(run: RunDir, attempt: int = 1) -> list[tuple[int, str]]:
-    """(node rank, host) of every agent, by node rank, as they said it."""
+    """Return the (node rank, host) of every agent by node rank, as the agents printed them."""
     found = re.findall(r"^node (\d+) is (\S+);", node_logs(run, attempt), re.MULTILINE)
     return [(int(node), host) for node, host in found]
 
 
 def events(run: RunDir, attempt: int | None = None) -> list[str]:
-    """The names of the events of a run, or of one attempt, in order."""
+    """Return the names of the events of a run, or of one attempt, in order."""
     return [
         record["event"] for record in read_jsonl(run.events_file) if attempt in (None, record.get("attempt"))
     ]
 
 
 class Login:
-    """A folder with a config and an own list of runs."""
+    """A folder with a config and a separate list of runs."""
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         self.cluster = cluster
@@ -128,7 +128,7 @@ class Login:
         self.config = folder / "small.yaml"
         self.config.write_text(CONFIG)
         (folder / "listens.py").write_text(LISTENS)
-        # What the start files of one's own shell do, and how long, is no matter of a test.
+        # The tests must not depend on the start files of the user's shell.
         home = folder / ".home"
         home.mkdir(exist_ok=True)
         self.env = {
@@ -138,14 +138,14 @@ class Login:
         }
 
     def script(self, code: str, name: str = "script.py") -> str:
-        """A Python script in the folder, by its name."""
+        """Write a Python script to the folder, and return its name."""
         (self.folder / name).write_text(textwrap.dedent(code))
         return name
 
     def run(
         self, argv: Sequence[str], timeout_s: float = TIMEOUT_S, **more: Any
     ) -> subprocess.CompletedProcess[str]:
-        """A command on the login node, in the folder."""
+        """Run a command on the login node, in the folder."""
         env = {**self.env, **more.pop("env", {})}
         return self.cluster.run(argv, timeout_s=timeout_s, cwd=self.folder, env=env, **more)
 
@@ -153,7 +153,7 @@ class Login:
         return self.run([*TRAINKIT, *args], **more)
 
     def start(self, argv: Sequence[str], **more: Any) -> subprocess.Popen[str]:
-        """A command that runs while the test does."""
+        """Start a command that runs in the background of the test."""
         given: dict[str, Any] = {
             "stdin": subprocess.DEVNULL,
             "stdout": subprocess.PIPE,
@@ -165,7 +165,7 @@ class Login:
         return subprocess.Popen(list(argv), cwd=self.folder, env=environ, **given)
 
     def trainkit_at_once(self, *commands: Sequence[str]) -> list[subprocess.CompletedProcess[str]]:
-        """Commands that run at the same time, when all of them have ended."""
+        """Run commands at the same time, and return when all of them have ended."""
         started = [self.start([*TRAINKIT, *words]) for words in commands]
         printed = [process.communicate(timeout=TIMEOUT_S) for process in started]
         return [
@@ -175,7 +175,7 @@ class Login:
 
     @contextmanager
     def port_held(self, host: int, port: int) -> Iterator[None]:
-        """A process of another job listens on a port of a host, until its stdin is closed."""
+        """Let a process of another job listen on a port of a host until its stdin is closed."""
         listen = (
             f"import socket, sys; s = socket.create_server(('', {port})); "
             "print('up', flush=True); sys.stdin.read()"
@@ -191,7 +191,7 @@ class Login:
 
     @contextmanager
     def other_job(self, *options: str, waits: bool = False) -> Iterator[None]:
-        """The job of somebody else, for five hours unless its options say otherwise; `waits` if it may."""
+        """Submit a job of another user, for five hours by default. With `waits`, the job may stay pending."""
         sleeps = ["--exclusive", "--output=/dev/null", "--parsable", "--wrap=sleep 600"]
         job = self.run(["sbatch", "--time=300", *options, *sleeps], check=True).stdout.strip()
         self.cluster.wait_for_job(job, ("RUNNING", "PENDING") if waits else "RUNNING")
@@ -201,25 +201,25 @@ class Login:
             self.run(["scancel", job], check=True)
 
     def submit(self, *args: str, config: Path | None = None, **more: Any) -> RunDir:
-        """The run that `trainkit submit` made."""
+        """Submit a run with `trainkit submit`, and return it."""
         done = self.trainkit("submit", str(config or self.config), "--json", *args, **more)
         assert done.returncode == 0, done.stdout + done.stderr
         return RunDir(json.loads(done.stdout)["run_dir"])
 
     def submit_listeners(self, *args: str, num_ranks: int = 2) -> RunDir:
-        """A run of ranks that do nothing but listen, when all of them do."""
+        """Submit a run whose ranks only wait for signals, and return when all ranks listen."""
         run = self.submit(*args, "--", "python", "listens.py")
         for rank in range(num_ranks):
             self.wait_for_log(run, f"attempt 1 rank {rank}", rank)
         return run
 
     def wait_for_log(self, run: RunDir, text: str, rank: int = 0, attempt: int = 1) -> str:
-        """The log of a rank, when it has this in it."""
+        """Wait until the log of a rank contains a text."""
         wait_for(lambda: text in log_of(run, rank, attempt), f"{text!r} of rank {rank}, attempt {attempt}")
         return log_of(run, rank, attempt)
 
     def wait_for_end(self, run: RunDir, attempt: int = 1, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
-        """How an attempt ended."""
+        """Wait until an attempt has ended, and return its end."""
         file = run.attempt(attempt).end_file
         try:
             wait_for(file.exists, f"the end of attempt {attempt}", timeout_s)
@@ -229,26 +229,26 @@ class Login:
         return end
 
     def finish(self, run: RunDir, timeout_s: float = TIMEOUT_S) -> RunDir:
-        """Wait until a run has ended well."""
+        """Wait until a run has finished successfully."""
         end = self.wait_for_end(run, timeout_s=timeout_s)
         assert end["state"] == "finished", self.logs_and_attempts(run)
         return run
 
     def job_id(self, run: RunDir) -> str:
-        """The job of a run's newest attempt."""
+        """Return the job of a run's newest attempt."""
         entry = read_job(run).newest
         assert entry is not None
         return entry.job_id
 
     def status(self, run: RunDir) -> dict[str, Any]:
-        """What `trainkit status` says of a run."""
+        """Return the status of a run from `trainkit status`."""
         done = self.trainkit("status", str(run.path), "--json")
         assert done.returncode == 0, done.stderr
         value: dict[str, Any] = json.loads(done.stdout)
         return value
 
     def wait_for_job(self, run: RunDir, *states: str, timeout_s: float = TIMEOUT_S) -> dict[str, str]:
-        """What Slurm says of the job of a run, when it has one of these states."""
+        """Wait until the job of a run has one of these states, and return Slurm's view of it."""
         job_id = self.job_id(run)
         wait_for(
             lambda: self.cluster.job(job_id)["JobState"] in states, f"job {job_id}", timeout_s, ASK_SLURM_S
@@ -256,21 +256,21 @@ class Login:
         return self.cluster.job(job_id)
 
     def wait_until_idle(self, timeout_s: float = TIMEOUT_S) -> None:
-        """Wait until there is no job any more."""
+        """Wait until the cluster has no job."""
         wait_for(lambda: self.jobs() == [], "an empty queue", timeout_s, ASK_SLURM_S)
 
     def jobs(self) -> list[str]:
-        """The jobs that Slurm has in its queue."""
+        """Return the jobs in Slurm's queue."""
         return self.run(["squeue", "--noheader", "--format=%i"], check=True).stdout.split()
 
     @property
     def slurm_version(self) -> str:
-        """The version of the cluster's Slurm, such as ``26.05``."""
+        """Return the version of the cluster's Slurm, such as ``26.05``."""
         printed = self.run(["sbatch", "--version"], check=True).stdout
         return ".".join(printed.split()[1].split(".")[:2])
 
     def logs_and_attempts(self, run: RunDir) -> str:
-        """All logs and attempts of a run, for the message of a failed test."""
+        """Return all logs and attempts of a run, for the message of a failed test."""
         logs = sorted(run.attempts_dir.glob("*/logs/*.log"))
         texts = [f"--- {path}\n{path.read_text(errors='replace')}" for path in logs]
         return "\n".join([str(read_job(run).attempts), *texts])

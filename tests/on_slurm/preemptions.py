@@ -1,4 +1,4 @@
-"""Runs of a script without a handler that Slurm ends, when its ranks die before their agents hear why."""
+"""Runs scripts without handlers that Slurm ends, where ranks die before their agents get the signal."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ print("attempt", os.environ["TRAINKIT_JOB_ATTEMPT"], "rank", os.environ["RANK"],
 time.sleep(600)
 """
 HASTE = 10
-"""The difference in nice values between what Slurm signals and what sends the signals."""
+"""The difference in nice values between the signalled processes and the process that sends the signals."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How a run is started."""
+    """Describes how a run is started."""
 
     hosts: int
     ranks_per_host: int
@@ -60,7 +60,7 @@ class Shape:
 
 
 def draw_shapes(rng: random.Random) -> list[Shape]:
-    """Some shapes that fit on the hosts of the cluster together."""
+    """Draw some shapes that fit together on the hosts of the cluster."""
     free, shapes = [NUM_GPUS] * NUM_HOSTS, list[Shape]()
     for _ in range(12):
         shape = Shape(
@@ -75,7 +75,7 @@ def draw_shapes(rng: random.Random) -> list[Shape]:
 
 
 def hurry(run: RunDir) -> None:
-    """Let a rank that slurmstepd signals die, and its agent see that, before the next one is signalled."""
+    """Let a signalled rank die, and its agent notice this, before slurmstepd signals the next rank."""
     for pid in ranks_of(run).values():
         agent = parent_pid(pid) or 0
         stepd = parent_pid(agent) or 0
@@ -87,7 +87,7 @@ def hurry(run: RunDir) -> None:
 
 
 def notes_about_nodes(login: Login) -> list[dict[str, Any]]:
-    """What the runs of a person have noted about nodes that failed."""
+    """Return the records of failed nodes that a person's runs have written."""
     folder = Path(login.env["XDG_STATE_HOME"], "trainkit/bad_nodes")
     return [note for file in folder.glob("*.json") for note in read_json(file)["notes"]]
 

@@ -1,4 +1,4 @@
-"""A small disk that the login node and all hosts of a cluster share, to be filled up."""
+"""Provides a small disk that the login node and all hosts of a cluster share, and that tests fill up."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ if libc.syscall({MOVE_MOUNT}, tree, b"", {AT_FDCWD}, folder, {MOVE_MOUNT_F_EMPTY
 
 @contextmanager
 def shared_small_disk(cluster: Cluster, folder: Path, size: str) -> Iterator[Path]:
-    """A file system of its own at `folder`, for example of ``1m``.
+    """Mount a separate file system at `folder`, for example of size ``1m``.
 
-    The hosts have mount namespaces of their own, in which a new mount does not show: each gets a clone of it.
+    A new mount does not appear in the mount namespaces of the hosts, so each host gets a clone of it.
     """
     hosts = range(1, len(cluster.hosts) + 1)
     with small_disk(folder, size):

@@ -1,4 +1,4 @@
-"""A short training that is disturbed in a test, and what must hold of it afterwards."""
+"""Provides a short training run that tests disturb, and the checks of its result."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ precision: {{dtype: fp32}}
 logging: {{tensorboard: false}}
 requeue: {{grace_s: 20}}
 """
-"""Two ranks on two hosts; a step takes some 50 ms on a core, so that a disturbance falls between two."""
+"""The config of two ranks on two hosts.
+
+A step takes about 50 ms on a core, so that a disturbance falls between two steps.
+"""
 WAITS_IN_EACH_STEP = """
 import sys
 if "trainkit.trainer" in sys.orig_argv:
@@ -50,7 +53,7 @@ if "trainkit.trainer" in sys.orig_argv:
         begin_at_once(progress, step)
     Progress.begin_step = begin_later
 """
-"""A sitecustomize.py that makes steps slow and cheap: while a test waits, the CPUs are for others."""
+"""A sitecustomize.py that makes steps slow but cheap, so that other tests can use the CPUs."""
 BUGS = """
 import os, sys
 if "trainkit.trainer" in sys.orig_argv and "BUG" in os.environ:
@@ -68,15 +71,15 @@ if "trainkit.trainer" in sys.orig_argv and "BUG" in os.environ:
         return nll_sum(*args) * (float("nan") if now >= 37 and os.environ["BUG"] == "nan" else 1)
     Progress.begin_step, CausalLM.nll_sum = begin, loss
 """
-"""A sitecustomize.py that breaks the training at step 37 in the way that $BUG names."""
+"""A sitecustomize.py that breaks the training run at step 37 in the way that $BUG names."""
 RESTART_S = 400.0
-"""More than Slurm and the start of the ranks take together after any one disturbance."""
+"""More seconds than Slurm and the start of the ranks need together after any disturbance."""
 
 Curve = list[tuple[int, str, int]]
 
 
 def survivor_config(folder: Path, num_steps: int = 60, batch_size: int = 16) -> Path:
-    """The config of the training, and its text, in a folder."""
+    """Write the config of the training run and its text to a folder, and return the file."""
     text = folder / "text.txt"
     text.write_text("".join(f"line {number} says {number * number}\n" for number in range(4000)))
     config = folder / "survivor.yaml"
@@ -86,28 +89,28 @@ def survivor_config(folder: Path, num_steps: int = 60, batch_size: int = 16) -> 
 
 
 def curve(run: RunDir) -> Curve:
-    """(step, loss as it is written, samples seen) of every step."""
+    """Return the step, the loss as written, and the number of samples seen, for every step."""
     return [(r["step"], json.dumps(r["loss"]), r["samples_seen"]) for r in read_metrics(run)]
 
 
 def steps_of(run: RunDir, attempt: int | None = None) -> list[int]:
-    """The steps in the order in which they were computed, all or those of one attempt."""
+    """Return the steps in the order of their computation, of all attempts or of one."""
     return [r["step"] for r in read_jsonl(run.metrics_file) if attempt in (None, r.get("attempt"))]
 
 
 def computed_twice(run: RunDir) -> list[int]:
-    """The steps that more than one attempt has computed."""
+    """Return the steps that more than one attempt has computed."""
     steps = steps_of(run)
     return sorted({step for step in steps if steps.count(step) > 1})
 
 
 def saved_step(run: RunDir) -> int:
-    """The step of the newest intact checkpoint; 0 while there is none."""
+    """Return the step of the newest intact checkpoint, or 0 without one."""
     return max((one.step for one in published(run.checkpoints_dir) if not find_damage(one)), default=0)
 
 
 def newest_attempt(run: RunDir) -> int:
-    """The number of the run's newest attempt."""
+    """Return the number of the run's newest attempt."""
     return run.attempt_numbers()[-1]
 
 
@@ -117,14 +120,14 @@ def wait_for_steps(run: RunDir, attempt: int, count: int, timeout_s: float = RES
 
 
 def last_end(run: RunDir) -> dict[str, Any] | None:
-    """How the newest attempt ended, unless the run resumes by itself."""
+    """Return the end of the newest attempt, unless the run resumes by itself."""
     file = run.attempt(newest_attempt(run)).end_file
     end: dict[str, Any] | None = read_json(file) if file.exists() else None
     return None if end is None or end["action"] in RESUME_ACTIONS else end
 
 
 def wait_until_over(login: Login, run: RunDir, timeout_s: float) -> dict[str, Any]:
-    """How a run ended, in whatever attempt that is; nobody resumes it."""
+    """Wait until a run has ended in any attempt and nothing resumes it, and return its end."""
     deadline_s = time.monotonic() + timeout_s
     while (end := last_end(run)) is None:
         assert time.monotonic() < deadline_s, login.logs_and_attempts(run)
@@ -133,43 +136,43 @@ def wait_until_over(login: Login, run: RunDir, timeout_s: float) -> dict[str, An
 
 
 def events_of(run: RunDir, name: str) -> list[dict[str, Any]]:
-    """The events of a run that have this name."""
+    """Return the events of a run that have this name."""
     return [record for record in read_jsonl(run.events_file) if record["event"] == name]
 
 
 def time_of(event: Mapping[str, Any]) -> float:
-    """When an event was written, in seconds since 1970."""
+    """Return the time of an event in seconds since 1970."""
     time = parse_time(event["time"])
     assert time is not None
     return time.timestamp()
 
 
 def kill_rank(run: RunDir, rank: int) -> float:
-    """SIGKILL of a rank, wherever it runs; when that was, in seconds since 1970."""
+    """Send SIGKILL to a rank on whatever host it runs, and return the time in seconds since 1970."""
     os.kill(ranks_of(run)[rank], signal.SIGKILL)
     return time.time()
 
 
 def pause(pids: Iterable[int]) -> None:
-    """Stop processes where they are, until `go_on`."""
+    """Suspend processes until `go_on`."""
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
 
 
 def go_on(pids: Iterable[int]) -> None:
-    """Continue stopped processes."""
+    """Continue suspended processes."""
     for pid in pids:
         os.kill(pid, signal.SIGCONT)
 
 
 def hosts_of(run: RunDir, attempt: int) -> list[str]:
-    """The hosts of an attempt, in the order of its nodes."""
+    """Return the hosts of an attempt, in the order of its nodes."""
     return [host for _, host in sorted(agents_of(run, attempt))]
 
 
 @contextmanager
 def preemption(cluster: Cluster) -> Iterator[None]:
-    """The partition `low` may be set otherwise within; afterwards it is as before."""
+    """Let the block change the settings of the partition `low`, and restore them afterwards."""
     try:
         yield
     finally:
@@ -177,25 +180,25 @@ def preemption(cluster: Cluster) -> Iterator[None]:
 
 
 def set_preemption(cluster: Cluster, mode: str, grace_s: int) -> None:
-    """What becomes of a job in `low` that `high` preempts: REQUEUE or CANCEL, after this many seconds."""
+    """Set whether Slurm requeues or cancels a preempted job in `low`, and after how many seconds."""
     change = ["partition=low", f"PreemptMode={mode}", f"GraceTime={grace_s}"]
     cluster.run(["scontrol", "update", *change], timeout_s=30, check=True)
 
 
 def start_preempting(cluster: Cluster, seconds: float) -> str:
-    """Submit a job that takes all hosts for some seconds; returns its id."""
+    """Submit a job that takes all hosts for some seconds, and return its id."""
     options = ["--partition=high", "--nodes=4", "--exclusive", "--output=/dev/null", "--parsable"]
     done = cluster.run(["sbatch", *options, f"--wrap=sleep {seconds}"], timeout_s=30, check=True)
     return done.stdout.strip().partition(";")[0]
 
 
 def preempt(cluster: Cluster, timeout_s: float = 240.0) -> None:
-    """Take all hosts for a second, and return when that is over."""
+    """Take all hosts for a second, and return when they are free again."""
     cluster.wait_for_job(start_preempting(cluster, 1), "COMPLETED", timeout_s)
 
 
 def range_config(folder: Path, num_steps: int = 90) -> Path:
-    """The config of a training on 1, 2 or 4 nodes, with slow and cheap steps."""
+    """Write the config of a training run on 1, 2 or 4 nodes, with slow and cheap steps."""
     (folder / "sitecustomize.py").write_text(WAITS_IN_EACH_STEP)
     config = survivor_config(folder, num_steps, batch_size=2)
     config.write_text(config.read_text().replace("global_batch_size: 4", "global_batch_size: 8"))
@@ -203,8 +206,8 @@ def range_config(folder: Path, num_steps: int = 90) -> Path:
 
 
 def undisturbed(folder: Path, config: Path, num_procs: int = 1, more: Sequence[str] = ()) -> RunDir:
-    """The run of a config, with `more` of its values, to which nothing happens: on this machine."""
-    from tests.support.runs import train  # imports torch
+    """Train a config, with `more` of its values, on this machine without a disturbance."""
+    from tests.support.runs import train  # this import loads torch
 
     overrides = []
     for key, value in yaml.safe_load(config.read_text()).items():
@@ -216,13 +219,13 @@ def undisturbed(folder: Path, config: Path, num_procs: int = 1, more: Sequence[s
 
 
 def losses_on_one(folder: Path, config: Path) -> list[float]:
-    """The curve of the config on one process of this machine."""
+    """Return the losses of the config on one process of this machine."""
     return [r["loss"] for r in read_metrics(undisturbed(folder, config))]
 
 
 @dataclass(frozen=True)
 class Variant:
-    """How a run asks for nodes, and how many of the four are free at each of its starts."""
+    """Describes how a run requests nodes, and how many of the four are free at each of its starts."""
 
     options: tuple[str, ...]
     free: tuple[int, ...]
@@ -237,18 +240,18 @@ class Variant:
             *(
                 "--partition",
                 rng.choice(("high", "debug,high")),
-            ),  # debug has one host, of which a job gets one
+            ),  # debug has one host, so a job gets one
             *rng.choice(((), ("--time-min", "3"))),
         ]
         return cls((*options, "--time", "5"), tuple(rng.randint(1, 4) for _ in range(3)))
 
     def run(self, login: Login, config: Path, name: str) -> RunDir:
-        """The run, finished, which was requeued whenever the number of free nodes changed."""
+        """Return the finished run, which was requeued whenever the number of free nodes changed."""
         run: RunDir | None = None
         for attempt, free in enumerate(self.free, 1):
             with ExitStack() as others:
                 if free < 4:
-                    # One that waits for nodes of the run gets them before the requeued run does.
+                    # Another job that waits for nodes of the run gets them before the requeued run does.
                     others.enter_context(
                         login.other_job("--partition=high", f"--nodes={4 - free}", waits=run is not None)
                     )

@@ -1,4 +1,4 @@
-"""``--after`` on a real cluster: a run that waits for another one, or for a group."""
+"""Tests ``--after`` on a real cluster: a run that waits for another run or for a group."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ sys.exit(int(pathlib.Path("go").read_text() or 0))
 
 
 def start_waiter(login: Login, *args: str) -> Path:
-    """The folder of a run, or of a group, whose ranks wait for a file and end with the code in it."""
+    """Start a run or a group whose ranks wait for a file and exit with the code in it.
+
+    Return its folder.
+    """
     script = login.script(WAITS, "waits.py")
     folder = str(login.folder)
     command = ["--no-snapshot", *args, "--", "bash", "-c", f"cd '{folder}' && python {script}"]
@@ -36,7 +39,7 @@ def release_waiter(login: Login, code: int) -> None:
 
 
 def wait_for_reason(login: Login, run: RunDir) -> dict[str, Any]:
-    """The status of a run that waits, when Slurm has a reason for it that is not about its queue."""
+    """Return the status of a waiting run, once Slurm has a reason for the wait that is not its queue."""
 
     def waiting_status() -> dict[str, Any] | None:
         now = login.status(run)
@@ -60,7 +63,7 @@ def test_a_run_starts_when_the_other_has_finished(login: Login) -> None:
         assert login.cluster.job(login.job_id(run))["Dependency"] == f"afterok:{job_id}(unfulfilled)"
         assert f"#SBATCH --dependency=afterok:{job_id}" in run.script_file.read_text()
     for run in runs:
-        # Slurm writes the reason down when it next looks at its queue.
+        # Slurm records the reason when it next schedules its queue.
         assert wait_for_reason(login, run)["reason"] == "waiting for the jobs that it depends on"
         assert login.status(run)["state"] == "pending"
     release_waiter(login, 0)
@@ -72,7 +75,7 @@ def test_a_run_starts_when_the_other_has_finished(login: Login) -> None:
     reasons = read_json(again.plan_file)["reasons"]
     assert reasons["after"] == f"starts immediately: first, {job_id} have already finished"
     login.finish(again)
-    # What it waited for is over: a requeue of it does not wait again.
+    # The awaited job has ended, so a requeue of the waiting job does not wait again.
     for backend in BACKENDS:
         assert login.trainkit("requeue", backend).returncode == 0
     for run in runs:

@@ -1,4 +1,4 @@
-"""`trainkit bench` on a real cluster: one array, one summary, one page."""
+"""Tests `trainkit bench` on a real cluster: one array, one summary, one page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Some of the broken runs are made again on the cluster, and `trainkit diagnose` names their causes."""
+"""Makes some broken runs again on the cluster, and checks the causes from `trainkit diagnose`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs that Slurm confines to their CPUs and their memory, and whose processes it finds by cgroup."""
+"""Tests jobs that Slurm confines to their CPUs and memory, and whose processes it finds by cgroup."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if os.environ["RANK"] == "1":
             stream.write(b"x" * (1 << 20))
 time.sleep(600)
 """
-"""Rank 1 fills its own memory, or shared memory that is not freed when it is killed."""
+"""A script whose rank 1 fills its private memory, or shared memory that its death does not free."""
 LEAVES_A_DAEMON = """
 import os, time
 if os.fork() == 0:
@@ -45,7 +45,7 @@ pytestmark = pytest.mark.xdist_group("cgroups")
 
 @pytest.fixture(scope="module")
 def cluster(clusters_possible: None, slurm_version: str | None) -> Iterator[Cluster]:
-    """A cluster whose jobs are confined, in place of the usual one."""
+    """Start a cluster whose jobs are confined, in place of the usual one."""
     try:
         cgroups.require()
     except NotPossible as error:
@@ -55,7 +55,7 @@ def cluster(clusters_possible: None, slurm_version: str | None) -> Iterator[Clus
 
 
 def processes_of_jobs(cluster: Cluster) -> str:
-    """The processes on all hosts that are neither Slurm's nor those of this question."""
+    """Return the processes on all hosts, except Slurm's and this query's."""
     listed = [cluster.run(["ps", "-e", "-o", "args="], host=host, check=True).stdout for host in (1, 2)]
     own = re.compile(r"slurm|host_init|^ps |^sh -c cd|^unshare")
     return "\n".join(line for text in listed for line in text.splitlines() if not own.search(line))
@@ -84,7 +84,7 @@ def test_a_run_is_requeued_cancelled_and_resumed(login: Login) -> None:
 
 
 def submit_to_be_killed(login: Login, memory: str, per: str) -> RunDir:
-    """A run whose first rank fills its own or shared memory."""
+    """Submit a run whose first rank fills its private memory or shared memory."""
     script = login.script(FILLS)
     shape = ("--nodes", "1", "--gpus-per-node", "2", "--per", per)
     limits = settings("resources.mem=300M", "requeue.max_crashes=0")
@@ -92,12 +92,12 @@ def submit_to_be_killed(login: Login, memory: str, per: str) -> RunDir:
 
 
 def test_full_shared_memory_is_named(login: Login) -> None:
-    """It is not freed with the rank, so the kernel may kill the agent and then the supervisor too."""
+    """Shared memory is not freed with the rank, so the kernel may also kill the agent and the supervisor."""
     run = submit_to_be_killed(login, "shared", "node")
     login.wait_until_idle()
     has_ended = run.attempt(1).end_file.exists()
     wanted = "OutOfMemory: killed by SIGKILL: out of memory" if has_ended else "Slurm reports OUT_OF_MEMORY"
-    # Accounting may hear of the end of the job a little later.
+    # Accounting may get the end of the job a little later.
     wait_for(lambda: wanted in login.trainkit("status", str(run.path)).stdout, wanted, 60, ASK_TRAINKIT_S)
 
 
@@ -112,7 +112,7 @@ def test_a_kill_for_memory_is_named(login: Login) -> None:
 
 
 def test_no_process_is_left(login: Login) -> None:
-    """Also none that left the session and the parent of its rank."""
+    """No process survives, even if it has left the session and the parent of its rank."""
     script = login.script(LEAVES_A_DAEMON)
     run = login.submit("--nodes", "2", "--gpus-per-node", "1", "--", "python", script)
     for rank in range(2):

@@ -1,4 +1,4 @@
-"""`check`, `submit` and `init` on a real cluster: what they know of it, and what Slurm says to that."""
+"""Tests `check`, `submit` and `init` on a real cluster: their facts about it, and Slurm's answer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ QUICKSTART = str(Path(__file__).resolve().parents[2] / "configs/quickstart.yaml"
 
 @pytest.fixture
 def cuda(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Variables with which a torch for CUDA is found: one for CPUs is refused on nodes with GPUs."""
+    """Return variables with which a torch for CUDA is found.
+
+    A torch for CPUs is refused on nodes with GPUs.
+    """
     package = make_torch(tmp_path_factory.mktemp("site"), "2.13.0+cu130", "13.0")
     return {"PYTHONPATH": str(package.parent)}
 
@@ -31,7 +34,7 @@ def profile_of(login: Login) -> Path:
 
 @pytest.fixture(params=["asked", "profile"])
 def knowing(request: pytest.FixtureRequest, login: Login) -> Login:
-    """The cluster as Slurm tells it each time, and as its profile does."""
+    """Provide the cluster as Slurm describes it for each query, and as its profile does."""
     if request.param == "profile":
         done = login.trainkit("init")
         assert done.returncode == 0, done.stderr
@@ -39,7 +42,10 @@ def knowing(request: pytest.FixtureRequest, login: Login) -> Login:
 
 
 def problems(login: Login, *args: str) -> list[str]:
-    """What `submit` refuses, in lines; `check` says the same, and nothing is made."""
+    """Return the problems that `submit` reports, as lines.
+
+    Check that `check` reports the same and that no file is written.
+    """
     before = sorted(login.folder.rglob("*"))
     said = [login.trainkit(command, QUICKSTART, *args) for command in ("submit", "check")]
     assert [done.returncode for done in said] == [2, 2], said[0].stdout + said[0].stderr
@@ -58,7 +64,7 @@ def test_everything_that_slurm_takes_and_never_starts(knowing: Login) -> None:
         "--nodes 2: resources.nodes: is 2, but a job in partition debug can have at most 1 node",
     ]
     options = ["--partition=debug", "--time=10", "--nodes=1", "--test-only", "--wrap=true"]
-    assert knowing.run(["sbatch", *options]).returncode == 0  # as Slurm sees it nothing is wrong
+    assert knowing.run(["sbatch", *options]).returncode == 0  # sbatch itself accepts these options
 
 
 ONE_THING_TOO_MUCH = """
@@ -133,7 +139,7 @@ def test_init(login: Login, cuda: dict[str, str]) -> None:
     assert "  research: {default: true" in text
     assert login.trainkit("check", "first-run.yaml", env=cuda).returncode == 0
     assert "config: first-run.yaml (written by `trainkit init`)\n" in login.trainkit("check", env=cuda).stderr
-    # Again: it keeps what is there.
+    # A second `init` keeps the existing file.
     first_run = (login.folder / "first-run.yaml").read_text()
     done = login.trainkit("init")
     assert done.returncode == 2

@@ -1,4 +1,4 @@
-"""Two clusters that one slurmdbd knows: a job goes to the one that starts it first, and all else follows."""
+"""Tests two clusters with one slurmdbd: a job runs on the first free one, and commands find it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHAPE = ("--nodes", "2", "--gpus-per-node", "1")
 
 @pytest.fixture(scope="module")
 def cluster(clusters_possible: None, slurm_version: str | None) -> Iterator[Cluster]:
-    """The cluster of the login node."""
+    """Return the cluster of the login node."""
     with running(slurm_version, num_hosts=2) as made:
         yield made
 
@@ -34,7 +34,7 @@ def second(cluster: Cluster, slurm_version: str | None) -> Iterator[Cluster]:
 
 @pytest.fixture
 def other(second: Cluster, tmp_path: Path) -> Iterator[Login]:
-    """The second cluster, as its own users see it."""
+    """Return the second cluster, as its users see it."""
     folder = tmp_path / "other"
     folder.mkdir()
     yield Login(second, folder)
@@ -106,7 +106,7 @@ def test_a_group_and_follow_ups(login: Login, other: Login) -> None:
         assert read_job(run).follow_ups == waiting
         newest = read_job(run).attempts[0]
         host = other.cluster.hosts.index(str(newest.node)) + 1
-        # Nobody is left who could requeue the job.
+        # After this kill, no process can requeue the job.
         other.run(["kill", "-KILL", str(newest.pid)], host=host, check=True)
         login.wait_for_log(run, "attempt 2 rank 0", attempt=2)
         assert login.status(run)["job_id"] == waiting[0]

@@ -1,4 +1,4 @@
-"""Other trainers than the built-in one, with launchers of their own, over two hosts."""
+"""Tests trainers other than the built-in one, with their launchers, on two hosts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ sys.exit(75)
 
 @pytest.fixture
 def examples(login: Login) -> Login:
-    """A folder with a copy of the examples."""
+    """Return a folder with a copy of the examples."""
     shutil.copytree(EXAMPLES, login.folder / "examples")
     return login
 
@@ -70,7 +70,7 @@ def test_a_command_is_a_rank_with_everything_that_trainers_read(login: Login) ->
     script = login.script(
         f"import os, socket\nprint(*(os.environ[name] for name in {names}), socket.gethostname())"
     )
-    # What the shell of the submitter has set is somebody else's rank.
+    # These variables of the submitter's shell describe another rank.
     stale = {
         "RANK": "7",
         "WORLD_SIZE": "99",
@@ -92,7 +92,7 @@ def test_a_command_is_a_rank_with_everything_that_trainers_read(login: Login) ->
 
 
 def test_a_launcher_gives_its_ranks_their_time_and_comes_back(login: Login) -> None:
-    """torchrun itself dies of SIGUSR2, and kills its ranks when it is asked twice to end."""
+    """torchrun itself dies of SIGUSR2, and kills its ranks if it gets two stop signals."""
     script = login.script(SAVES_SLOWLY)
     run = login.submit(*SHAPE, "--launcher", "torchrun", "--", script)
     for attempt, command, received in ((1, "requeue", {"SIGUSR2", "SIGTERM"}), (2, "cancel", {"SIGTERM"})):
@@ -100,8 +100,8 @@ def test_a_launcher_gives_its_ranks_their_time_and_comes_back(login: Login) -> N
             login.wait_for_log(run, f"rank {rank} of 4 attempt {attempt}", rank - rank % 2, attempt)
         assert login.trainkit(command, str(run.path)).returncode == 0
         login.wait_for_end(run, attempt)
-        # The Slurm of this cluster sends the SIGUSR2 of a requeue to the ranks too; the node agent's SIGTERM
-        # may be the first of the two.
+        # Slurm sends the SIGUSR2 of a requeue to the ranks too, and the node agent's SIGTERM may arrive
+        # first.
         saved = [run.path / f"saved-{attempt}-{rank}" for rank in range(4)]
         signals = [file.read_text() if file.exists() else "nothing saved" for file in saved]
         assert set(signals) <= received, f"{signals}\n{login.logs_and_attempts(run)}"
@@ -111,7 +111,7 @@ def test_a_launcher_gives_its_ranks_their_time_and_comes_back(login: Login) -> N
 
 
 def test_standard_input_reaches_rank_0_at_each_attempt(login: Login) -> None:
-    """On both backends, from what the run keeps; and in a step, from srun."""
+    """The input comes from the run folder on both backends, and from srun in a step."""
     program = "import os, sys; print('rank', os.environ['RANK'], flush=True); sys.exit(75)"
     submit = f"{shlex.join(TRAINKIT)} submit {login.config} --nodes 2 --json -- python3 -"
     runs = []

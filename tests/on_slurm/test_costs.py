@@ -1,4 +1,4 @@
-"""What a running job asks of the controller and the file system: a part of `benchmarks.cluster_256`."""
+"""Tests how often a running job uses the controller and the file system, as in `benchmarks.cluster_256`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.cluster_256 import Opens, Table, idle, lose_host, new_login, sta
 from tools.slurm_cluster.cluster import Cluster, running
 
 NUM_HOSTS = 8
-"""Of as many, Slurm's steps are trees, in which a host waits for a minute for one that is lost."""
+"""Large enough that a Slurm step is a tree, where a host waits a minute for a lost one."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Jobs that end before their supervisor begins: the node and the last lines are shown, others are tried."""
+"""Tests jobs that end before their supervisor starts: the error output, and a retry on other nodes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PRINTS_HOST = ("--", "sh", "-c", "echo ran on $SLURMD_NODENAME")
 
 
 def setup(line: str) -> list[str]:
-    """``--set`` of one line of launch.setup."""
+    """Return the ``--set`` option for one line of launch.setup."""
     return settings(f"launch.setup={json.dumps([line])}")
 
 
@@ -34,14 +34,14 @@ def failed_hosts(run: RunDir) -> list[str]:
 
 @pytest.mark.slow(seconds=15)
 def test_a_broken_node_is_left_out_by_the_requeue(login: Login) -> None:
-    bad = login.cluster.hosts[0]  # an idle cluster takes it first
+    bad = login.cluster.hosts[0]  # an idle cluster uses this host first
     options = (*ON_ONE, *HOLD, *killed_on(bad), *PRINTS_HOST)
     runs = [
         login.submit("--backend", backend, "--per", per, *options)
         for backend, per in zip(BACKENDS, ("gpu", "node"), strict=True)
     ]
     group = login.submit("--array", "0-1", *options).path
-    # At once: while one ends, others start elsewhere.
+    # All jobs run at once. While one ends, others start on other hosts.
     held = [*map(login.job_id, runs), RunGroup(group).job_id]
     login.run(["scontrol", "release", *map(str, held)], check=True)
     for run in (*runs, RunDir(group / "0"), RunDir(group / "1")):
@@ -70,7 +70,7 @@ def test_a_start_that_failed_is_explained_and_the_resume_avoids_its_node(login: 
         assert "last lines of the batch script:\n  the node has no scratch disk\n" in shown
         for follow in ([], ["-f"]):
             done = login.trainkit("logs", str(run.path), *follow)
-            assert done.returncode == len(follow)  # `-f` ends with the state of the run
+            assert done.returncode == len(follow)  # `-f` exits with the state of the run
             assert done.stdout.startswith("the node has no scratch disk\n")
         found = diagnosed(login, run, 1)
         assert (found["name"], found["host"], found["rank"]) == ("start-failed", bad, None)
@@ -87,7 +87,10 @@ def test_a_start_that_failed_is_explained_and_the_resume_avoids_its_node(login: 
 
 @pytest.mark.slow(seconds=20)
 def test_the_environment_is_gone(login: Login) -> None:
-    """Tried on one other node, unless the policy forbids it; `trainkit requeue` leaves the last one out."""
+    """The run is tried on one other node unless the policy forbids it.
+
+    `trainkit requeue` excludes the last node.
+    """
     venv = login.folder / "venv"
     venv.symlink_to(sys.prefix)
     options = (*ON_ONE, *HOLD, *settings(f"launch.venv={venv}"))
@@ -110,7 +113,7 @@ def test_the_environment_is_gone(login: Login) -> None:
 
 @pytest.mark.slow(seconds=15)
 def test_the_folder_of_submission_is_gone(login: Login) -> None:
-    """The job needs only its copy."""
+    """The job needs only its copy of the code."""
     there = login.folder / "there"
     there.mkdir()
     elsewhere = Login(login.cluster, there)

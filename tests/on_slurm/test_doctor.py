@@ -1,4 +1,4 @@
-"""`trainkit doctor --nodes` on a real cluster finds what is wrong with one of its hosts."""
+"""Tests that `trainkit doctor --nodes` finds a problem of one host on a real cluster."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FAKETIME = "/usr/lib/*/faketime/libfaketimeMT.so.1"
 
 
 def checks(login: Login, *args: str, code: int) -> list[dict[str, Any]]:
-    """What `trainkit doctor` found, which must end with this exit code."""
+    """Return the checks of `trainkit doctor`, which must end with this exit code."""
     done = login.trainkit("doctor", "--set", "device=cpu", "--json", *args)
     assert done.returncode == code, done.stdout + done.stderr
     found: list[dict[str, Any]] = json.loads(done.stdout)["checks"]
@@ -34,13 +34,13 @@ def checks(login: Login, *args: str, code: int) -> list[dict[str, Any]]:
 
 
 def failures(found: list[dict[str, Any]]) -> dict[tuple[str | None, str], str]:
-    """(host, name of the check) -> what failed."""
+    """Map the host and name of each failed check to its error."""
     return {(item["host"], item["name"]): item["value"] for item in found if item["state"] == "failure"}
 
 
 @contextmanager
 def changed_file(login: Login, index: int, target: Path, text: str, folder: Path) -> Iterator[None]:
-    """Let one host, and no other, see this text in a file."""
+    """Let one host see this text in a file, while the other hosts see the original."""
     own = folder / f"{target.name}-{index}"
     own.write_text(text)
     made = not target.exists()

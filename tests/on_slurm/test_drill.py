@@ -1,4 +1,4 @@
-"""`trainkit drill` on a real cluster: the same ways as on one machine, through Slurm, and a real requeue."""
+"""Tests `trainkit drill` on a real cluster: the usual scenarios through Slurm, and a real requeue."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TIMEOUT_S = 1200.0
 
 
 def drill(login: Login, *args: str, nodes: str = "2") -> dict[str, Any]:
-    """What a drill in which everything passes has found, by scenario."""
+    """Run a drill whose scenarios all pass, and return its results by scenario."""
     shape = ("--nodes", nodes, "--gpus-per-node", "1")
     done = login.trainkit("drill", str(login.config), "--json", *shape, *args, timeout_s=TIMEOUT_S)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -24,7 +24,7 @@ def drill(login: Login, *args: str, nodes: str = "2") -> dict[str, Any]:
 
 
 def ends(run_dir: str) -> list[tuple[str, str]]:
-    """(action, cause) of every restart of a run."""
+    """Return the action and cause of every restart of a run."""
     return [
         (event["action"], event["cause"])
         for event in read_jsonl(RunDir(run_dir).events_file)
@@ -44,15 +44,15 @@ def test_a_command_survives_all_that_can_be_tried(login: Login) -> None:
     assert (tried["signal"]["num_recomputed"], tried["requeue"]["num_recomputed"]) == (0, 0)
     assert ends(tried["signal"]["run_dir"]) == [("requeue", "asked")]
     assert ends(tried["requeue"]["run_dir"]) == [("requeue", "preempted")]
-    # The ranks of the other node wait for those that are dead, and nothing but Slurm tells that they are.
+    # The ranks of the other node wait for the dead ranks, and only Slurm reports that these are dead.
     assert ends(tried["rank"]["run_dir"]) == ends(tried["node"]["run_dir"]) == [("restart", "crash")]
-    assert not (login.folder / ".state").exists()  # the user's own list of runs
+    assert not (login.folder / ".state").exists()  # the user's list of runs
 
 
 @pytest.mark.slow(seconds=40)
 def test_a_drill_with_a_range_interrupts_the_ranks_that_there_are(login: Login) -> None:
     command = ("--", "python", login.script(two_lines(steps=60), "train.py"))
-    only = ("--seed", "7", "--only", "rank", "--only", "node")  # of two, the second one
+    only = ("--seed", "7", "--only", "rank", "--only", "node")  # the second of two ranks
     with login.other_job("--partition=high", "--nodes=3"):
         found = drill(login, *only, "--partition", "high", *command, nodes="1-2")
     assert {name: (result["state"], result["curve"]) for name, result in found.items()} == dict.fromkeys(

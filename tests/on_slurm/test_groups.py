@@ -1,4 +1,4 @@
-"""Sweeps and arrays on a real cluster: many runs, one job, and every command that takes a run."""
+"""Tests sweeps and arrays on a real cluster: many runs, one job, and every command that takes a run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SLURM_COMMANDS = ("squeue", "sacct", "scontrol", "scancel", "sinfo", "sacctmgr")
 
 
 def submit(login: Login, *args: str) -> RunGroup:
-    """The group that `trainkit submit` made."""
+    """Submit a group with `trainkit submit`, and return it."""
     done = login.trainkit("submit", str(login.config), "--json", *args)
     assert done.returncode == 0, done.stdout + done.stderr
     return RunGroup(json.loads(done.stdout)["run_dir"])
@@ -45,7 +45,7 @@ def status(login: Login, group: RunGroup, **more: Any) -> dict[str, Any]:
 def wait_for_states(
     login: Login, group: RunGroup, timeout_s: float = 240.0, **expected: int
 ) -> dict[str, Any]:
-    """The status of a group when its trials are in these states."""
+    """Wait until the trials of a group have these states, and return the group's status."""
 
     def seen() -> dict[str, Any] | None:
         now = status(login, group)
@@ -55,7 +55,7 @@ def wait_for_states(
 
 
 def counting_calls(login: Login) -> tuple[dict[str, str], Path]:
-    """An environment in which every command of Slurm is written down, and where."""
+    """Return an environment that records every call of a Slurm command, and the file of the records."""
     folder, log = login.folder / "counted", login.folder / "calls"
     folder.mkdir()
     path = login.cluster.variables["PATH"]
@@ -120,7 +120,7 @@ def test_a_point_is_steered_alone(login: Login) -> None:
     assert "2 runs ended" in done.stderr
     assert status(login, group)["states"] == {"cancelled": 3}
     assert "asked by" in (runs[5].attempt(1).rank_log(0)).read_text()
-    # A trial continues as a job of its own, and the group knows.
+    # A trial continues as a separate job, and the group records this job.
     again = login.trainkit("requeue", "small/5", "--json")
     assert again.returncode == 0, again.stderr
     own_job = json.loads(again.stdout)["job_id"]
@@ -140,7 +140,7 @@ def test_points_that_wait(login: Login) -> None:
     assert f"job         {group.job_id} [0-9%4], submitted" in text
     assert "runs        10: 10 pending" in text
     assert "is held by its user" in text
-    job_id, parts = group.job_id, group.parts  # as if its answer had been lost
+    job_id, parts = group.job_id, group.parts  # the answer to this submission is treated as lost
     group.update(job_id=None, parts=[replace(part, job_id=None) for part in parts])
     assert status(login, group)["job_id"] == job_id
     group.update(job_id=job_id, parts=parts)
@@ -160,8 +160,11 @@ def test_points_that_wait(login: Login) -> None:
 
 
 def quick(ask: Callable[[], T]) -> T:
-    """The answer of a command that computes for less than two seconds: other tests do not lengthen that."""
-    for _ in range(2):  # what shares the core can only make one of them dearer
+    """Return the answer of a command that takes less than two seconds of processor time.
+
+    Other tests do not affect this time much.
+    """
+    for _ in range(2):  # other work on the core can only make one of the two tries slower
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         answer = ask()
         after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -1,4 +1,4 @@
-"""`trainkit shell`, `attach` and `debug` on a terminal, and what a process there is."""
+"""Tests `trainkit shell`, `attach` and `debug` in a terminal, and the processes that run there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.tmux import Tmux, needs_tmux
 
 @contextmanager
 def terminal(login: Login, *args: str) -> Iterator[Tmux]:
-    """The terminal in which a command runs."""
+    """Return the terminal where a command runs."""
     environ = {**login.cluster.environ, **login.env}
     with Tmux(login.folder, 200, 50, login.folder, environ) as window:
         window.enter(f"{shlex.join([*TRAINKIT, *args])}; echo ended with $?")
@@ -24,7 +24,7 @@ def terminal(login: Login, *args: str) -> Iterator[Tmux]:
 
 
 def leave(shell: Tmux) -> None:
-    """End a shell, and with it the command, which succeeds."""
+    """Exit a shell, and check that the command around it succeeds."""
     shell.enter("exit")
     shell.wait_for("^ended with 0$")
 
@@ -91,9 +91,9 @@ def test_attach_to_a_node_of_a_busy_job(login: Login) -> None:
 
 @needs_tmux
 def test_the_debugger_of_a_rank_on_another_host(login: Login, tmp_path: Path) -> None:
-    """Where the login node does not see the temporary files of the host."""
+    """The login node does not see the temporary files of the host."""
     login.script("import os\nnode = os.environ['SLURMD_NODENAME']\nbreakpoint()\nprint('over')\n")
-    of_host = tempfile.mkdtemp(prefix="of-host-")  # shorter than the limit of a socket's path
+    of_host = tempfile.mkdtemp(prefix="of-host-")  # the path must be shorter than the limit for sockets
     setting = f"launch.env.TMPDIR={of_host}"
     run = login.submit("--nodes", "2", "--gpus-per-node", "1", "--set", setting, "--", "python", "script.py")
     folder = run.attempt(1).path / "debugger"

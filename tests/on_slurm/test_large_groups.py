@@ -1,6 +1,6 @@
-"""Groups of more runs than the cluster takes in one array, and than it takes of a user at once.
+"""Tests groups with more runs than the cluster accepts in one array, or from one user at a time.
 
-`python -m benchmarks.large_group` does it with 300 runs.
+`python -m benchmarks.large_group` does the same with 300 runs.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ pytestmark = [pytest.mark.slow(seconds=10), pytest.mark.xdist_group("large group
 
 @pytest.fixture(scope="module")
 def cluster(clusters_possible: None, slurm_version: str | None) -> Iterator[Cluster]:
-    """A cluster with small limits."""
+    """Return a cluster with small limits."""
     with running(slurm_version, options={"MaxArraySize": str(MAX_ARRAY_SIZE)}) as made:
         limit(made, MAX_JOBS)
         yield made
 
 
 def limit(cluster: Cluster, max_jobs: int) -> None:
-    """Let each user have this number of jobs in the queue; -1 for any number."""
+    """Limit the number of jobs that each user may have in the queue. -1 removes the limit."""
     change = ["modify", "qos", "normal", "set", f"MaxSubmitJobsPerUser={max_jobs}"]
     cluster.run(["sacctmgr", "--immediate", *change], timeout_s=30, check=True)
 
@@ -64,7 +64,7 @@ def test_it_is_cancelled_as_one(login: Login) -> None:
 
 
 def cancelled_as_one(login: Login, num_trials: int, max_jobs: int) -> None:
-    """Cancel a group of which two run and most are not submitted yet."""
+    """Cancel a group with two running trials, most of whose other trials are not submitted yet."""
     group = submit(login, "--array", f"0-{num_trials - 1}%2", "--", "python", "listens.py")
     wait_for(lambda: status(login, group)["states"].get("running", 0) == 2, "two of them run")
     done = login.trainkit("cancel", str(group.path), "--wait")
@@ -77,7 +77,7 @@ def cancelled_as_one(login: Login, num_trials: int, max_jobs: int) -> None:
 
 
 def test_what_is_left_is_submitted_by_hand(login: Login, cluster: Cluster, tmp_path: Path) -> None:
-    """For example, when no job of the group is there any more."""
+    """A person submits the remaining trials, for example after all jobs of the group have left the queue."""
     group = submit(login, "--array", "0-14", *HOLD, "--", "true")
     left = len(group.left)
     refused = login.trainkit("resume", str(group.path))

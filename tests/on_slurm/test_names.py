@@ -1,4 +1,4 @@
-"""Names and values that mean something to a shell, to sbatch or to Slurm's patterns: they are only names."""
+"""Tests names and values that are special for a shell, sbatch or Slurm's patterns, and must stay literal."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ NOT_FOR_SUBMITIT = {"backslash", "newline"}
 
 
 def hostile(login: Login, name: str) -> Login:
-    """A login whose folder has a hostile name."""
+    """Return a login whose folder has a hostile name."""
     folder = login.folder / HOSTILE[name]
     folder.mkdir()
     return Login(login.cluster, folder)
 
 
 def in_env(value: str) -> list[str]:
-    """Puts a value into the environment of every rank."""
+    """Return options that put a value into the environment of every rank."""
     text = yaml.safe_dump(value, default_style='"', width=1_000_000).strip()
     return settings(f"launch.env.VALUE={text}")
 

@@ -1,4 +1,4 @@
-"""A run whose job gets as many nodes as there are: fewer, then more, then one less, with one curve."""
+"""Tests a run whose job gets as many nodes as are free: fewer, then more, then one less, with one curve."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if {"trainkit.job.supervisor", "submitit.core._submit"} & set(sys.orig_argv):
     from trainkit.capabilities.growth import growth_watch as growth
     growth.ASK_EVERY_S, growth.REQUEUE_S = 2.0, -1e6
 """
-"""The rest of a sitecustomize.py with which a run asks often for more nodes, and restarts for any gain."""
+"""The rest of a sitecustomize.py with which a run often requests more nodes, and restarts for any gain."""
 COMMAND = ("--gpus-per-node", "1", *settings("device=cpu"), "--", "python", "listens.py")
-"""Ranks that compute nothing."""
+"""Options and arguments for ranks that compute nothing."""
 
 
 def shape(backend: str) -> tuple[str, ...]:
-    """Options with which each backend has its own kind of task and of range."""
+    """Return the options that give each backend a different kind of task and of range."""
     per, nodes = ("node", "1,2,4") if backend == "submitit" else ("gpu", "1-4")
     return ("--nodes", nodes, "--backend", backend, "--per", per)
 
@@ -36,7 +36,8 @@ def shape(backend: str) -> tuple[str, ...]:
 def test_a_run_takes_what_there_is(login: Login, tmp_path: Path, backend: str, of_three: int) -> None:
     config = survival.range_config(login.folder)
     eight, twelve = (f"device_batch_size: {size}, global_batch_size: " for size in (2, 1))
-    config.write_text(config.read_text().replace(f"{eight}8", f"{twelve}12"))  # for three nodes too
+    # the batch can also be split over three nodes
+    config.write_text(config.read_text().replace(f"{eight}8", f"{twelve}12"))
     with login.other_job("--partition=high", "--nodes=2"):
         run = login.submit(*shape(backend), "--partition", "low", config=config)
         wait_for_steps(run, 1, 5)
@@ -54,7 +55,7 @@ def test_a_run_takes_what_there_is(login: Login, tmp_path: Path, backend: str, o
     expected = survival.losses_on_one(tmp_path, config)
     assert [r["loss"] for r in read_metrics(run)] == pytest.approx(expected, rel=1e-5)
     before = survival.steps_of(run, 1)
-    assert survival.steps_of(run, 2)[0] == before[-1] + 1  # there was time to save
+    assert survival.steps_of(run, 2)[0] == before[-1] + 1  # the run had time to save
     causes = [end.cause for number in (1, 2) if (end := read_end(run.attempt(number))) is not None]
     assert causes == ["preempted", "node_fail"]
 
@@ -68,7 +69,7 @@ def test_a_run_grows_when_more_nodes_are_free(login: Login, tmp_path: Path, back
     options = (*shape(backend), "--partition", "high", *settings("resources.grow=true"))
     with login.other_job("--partition=high", "--nodes=2"):
         run = login.submit(*options, config=config)
-        stays = "does not grow: 4 nodes would be free in 4h"  # when the other job has to end
+        stays = "does not grow: 4 nodes would be free in 4h"  # the other job must end at that time
         wait_for(lambda: stays in str([one.reason for one in read_events(run, "growth")]), stays)
         assert stays in str(login.status(run)["growth"])
     assert wait_until_over(login, run, RESTART_S)["state"] == "finished", login.logs_and_attempts(run)
@@ -84,7 +85,7 @@ def test_a_run_grows_when_more_nodes_are_free(login: Login, tmp_path: Path, back
 
 @pytest.mark.slow(seconds=30)
 def test_a_run_that_has_lost_a_node_has_more_again(login: Login) -> None:
-    """Without the node that died, which is excluded."""
+    """The run continues without the node that died, which is excluded."""
     with login.other_job("--partition=high", "--nodes=1"):
         run = login.submit(*shape("sbatch"), "--partition", "high", *COMMAND)
         login.wait_for_log(run, "of 3")
@@ -100,7 +101,7 @@ def test_a_run_that_has_lost_a_node_has_more_again(login: Login) -> None:
 @pytest.mark.slow(seconds=60)
 @pytest.mark.parametrize("seed", [16])
 def test_a_seeded_variant_has_the_curve_of_one_process(login: Login, tmp_path: Path, seed: int) -> None:
-    """`python -m benchmarks.survival --only sizes` tries twenty of them."""
+    """`python -m benchmarks.survival --only sizes` tries twenty seeds."""
     config = survival.range_config(login.folder)
     run = survival.Variant.of(seed).run(login, config, "variant")
     expected = survival.losses_on_one(tmp_path, config)
@@ -121,5 +122,5 @@ def test_each_point_of_a_sweep_takes_what_there_is(login: Login) -> None:
             run = group.run(index)
             login.wait_for_log(run, f" ranks {index + 1}")
             size = LaunchPlan.read(run.attempt(1).plan_file).num_nodes
-            assert size in (1, 2)  # the last node of the point before may still be completing
+            assert size in (1, 2)  # the last node of the previous trial may still be completing
             assert f"{size} ranks" in log_of(run)

@@ -1,4 +1,4 @@
-"""`--nodes auto`: the request that Slurm is expected to finish first, under several kinds of load."""
+"""Tests `--nodes auto` under several loads: it submits the request that Slurm should finish first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AUTO = ("--nodes", "auto", "--gpus-per-node", "1", "--set", "device=cpu")
 
 @contextmanager
 def maintenance(login: Login, in_minutes: int) -> Iterator[None]:
-    """All hosts are reserved then, for an hour."""
+    """Reserve all hosts for an hour, beginning in some minutes."""
     when = (f"starttime=now+{in_minutes}minutes", "duration=60", "flags=maint", "users=root", "nodes=ALL")
     login.run(["scontrol", "create", "reservation", "reservationname=maintenance", *when], check=True)
     try:
@@ -28,7 +28,7 @@ def maintenance(login: Login, in_minutes: int) -> Iterator[None]:
 
 @contextmanager
 def time_limit(login: Login, partition: str, minutes: int, before: int) -> Iterator[None]:
-    """The partition has another limit."""
+    """Change the time limit of a partition, and restore it afterwards."""
     change = ["scontrol", "update", f"partitionname={partition}"]
     login.run([*change, f"maxtime={minutes}"], check=True)
     try:
@@ -40,7 +40,7 @@ def time_limit(login: Login, partition: str, minutes: int, before: int) -> Itera
 @pytest.mark.slow(seconds=45)
 def test_each_load_has_its_earliest_end(login: Login) -> None:
     def chosen(*options: str) -> tuple[int, str, set[float]]:
-        """Nodes and partition of the plan, and the limits of those requests that end as early."""
+        """Return nodes and partition of the plan, and the limits of the requests with the earliest end."""
         done = login.trainkit("check", "small.yaml", *AUTO, *options, "--json")
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout)
@@ -62,7 +62,8 @@ def test_each_load_has_its_earliest_end(login: Login) -> None:
     (login.folder / "small.yaml").write_text("name: small\ntrain: {global_batch_size: 16}\n")
     high = ("--partition", "high", "--time", "60")
     assert chosen(*high) == (4, "high", {3600})
-    with maintenance(login, in_minutes=90):  # a slice before it, the others after it
+    # one slice fits before the maintenance, and the others run after it
+    with maintenance(login, in_minutes=90):
         assert chosen("--partition", "high", "--time", "08:00:00") == (4, "high", {3600})
     with time_limit(login, "debug", 20, before=5):
         assert chosen("--partition", "debug", "--time", "60") == (1, "debug", {1200})
@@ -70,7 +71,7 @@ def test_each_load_has_its_earliest_end(login: Login) -> None:
         assert chosen(*high, "--time-min", "20") == (4, "high", {1200})
     with login.other_job("--partition=high", "--nodes=3"):
         assert chosen(*high) == (1, "high", {3600})
-    with login.other_job("--partition=high", "--nodes=2", "--time=10"):  # for which it is worth to wait
+    with login.other_job("--partition=high", "--nodes=2", "--time=10"):  # the run should wait for this job
         assert chosen(*high) == (4, "high", {3600})
     with login.other_job("--partition=low", "--nodes=4"):
         assert chosen("--partition", "low,high", "--time", "60") == (4, "high", {3600})
@@ -89,7 +90,8 @@ def test_the_job_has_the_nodes_that_were_chosen(login: Login, backend: str) -> N
         assert (found["taken"]["num_nodes"], found["reason"]) == (2, None)
         assert {offer["num_nodes"] for offer in found["offers"]} >= {1, 2}
         login.wait_for_log(run, "of 2")
-        job = login.cluster.job(login.job_id(run))  # of one that ends, Slurm counts the nodes that are left
+        # Slurm counts only the remaining nodes of a job that is completing
+        job = login.cluster.job(login.job_id(run))
         assert (job["NumNodes"], job["Partition"]) == ("2", "high")
         assert login.trainkit("cancel", str(run.path)).returncode == 0
         assert login.wait_for_end(run)["state"] == "cancelled", login.logs_and_attempts(run)

@@ -1,4 +1,4 @@
-"""Runs that restart to continue without a slow host, and what their jobs report."""
+"""Tests runs that restart to continue without a slow host, and the reports of their jobs."""
 
 from __future__ import annotations
 
@@ -29,11 +29,14 @@ for number in (signal.SIGTERM, signal.SIGUSR2):
     signal.signal(number, signal.SIG_IGN)  # the second of Slurm's and the agent's may come during the exit
 sys.exit(75 if attempt == 1 else 0)
 """
-"""When all ranks listen, the last one says that it is slow. They save when asked to; attempt 2 finishes."""
+"""A script whose last rank reports itself as slow once all ranks listen.
+
+The ranks save on a stop signal, and attempt 2 finishes.
+"""
 
 
 def test_runs_restart_without_a_slow_host_and_report_it(login: Login) -> None:
-    """Inside the allocation with a spare node; else when it is requeued."""
+    """A run with a spare node restarts in its allocation. Other runs restart after a requeue."""
     script, hosts = login.script(LISTENS_ONCE), login.cluster.hosts
     policy = settings("requeue.slow_hosts=restart", "requeue.slow_after_s=1")
     command = ["--", "python", script]

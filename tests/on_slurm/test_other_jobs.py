@@ -1,4 +1,4 @@
-"""Runs that continue as another job: resubmitted by the one that ends, or by one that waited in the queue."""
+"""Tests runs that continue as another job: resubmitted by the ending job, or as a chained job."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ print("attempt", os.environ["TRAINKIT_JOB_ATTEMPT"], "rank", os.environ["RANK"],
 time.sleep(600 if os.environ["TRAINKIT_JOB_ATTEMPT"] == "1" else 0)
 """
 ONLY_BY_OTHER_JOBS = ("--time", "1", *settings("requeue.on=[timeout]"))
-"""Slurm may not requeue such a job, and one minute is too short to restart it in its own allocation."""
+"""Options with which a run can continue only as another job.
+
+Slurm may not requeue the job, and one minute is too short for a restart in the allocation.
+"""
 
 
 def carried(run: RunDir) -> list[tuple[str, str]]:
-    """(job, reason) of every attempt."""
+    """Return the job and the reason of every attempt."""
     return [(entry.job_id, entry.reason) for entry in read_job(run).attempts]
 
 
@@ -43,13 +46,13 @@ def test_a_follow_up_carries_the_run_on_and_the_rest_vanish(login: Login) -> Non
 
 
 def _kill_the_supervisor(login: Login, run: RunDir) -> tuple[str, str, str]:
-    """Kill it once its rank has started; the run's job, and the two that wait to follow it."""
+    """Kill the supervisor once its rank has started, and return the run's job and its two chained jobs."""
     first = login.job_id(run)
     second, third = read_job(run).follow_ups
     assert waits_for(login, second) == f"afternotok:{first}(unfulfilled)"
     assert waits_for(login, third) == f"afternotok:{first}(unfulfilled),afternotok:{second}(unfulfilled)"
     login.wait_for_log(run, "attempt 1 rank 0")
-    # Its supervisor is killed: nobody is left who could requeue the job.
+    # The supervisor is killed, so no process can requeue the job.
     supervisor = str(read_job(run).attempts[0].pid)
     overlapping = ["srun", f"--jobid={first}", "--overlap", "--mem=0", "--nodes=1", "--ntasks=1"]
     login.run([*overlapping, "kill", "-KILL", supervisor])
@@ -59,7 +62,8 @@ def _kill_the_supervisor(login: Login, run: RunDir) -> tuple[str, str, str]:
 def test_follow_ups_of_a_run_that_a_person_ends(login: Login) -> None:
     run = login.submit(*settings("requeue.follow_ups=2", "resources.extra.hold=true"), "--", "true")
     first, second = login.job_id(run), read_job(run).follow_ups[0]
-    login.run(["scancel", first], check=True)  # by hand: the next one stands in for it, and is held too
+    # a person cancels the job, so the chained job replaces it, and is held too
+    login.run(["scancel", first], check=True)
     wait_for(
         lambda: login.cluster.job(first)["JobState"] == "CANCELLED", "the first job's end", poll_s=ASK_SLURM_S
     )
@@ -94,8 +98,8 @@ def test_a_job_that_slurm_may_not_start_again_is_submitted_anew(login: Login) ->
         assert _asked_of(login, second) == _asked_of(login, first)
     waits_for = login.cluster.job(login.job_id(after))["Dependency"]
     assert waits_for == f"afterok:{login.job_id(runs[0])}(unfulfilled)"
-    assert len(read_job(RunDir(group.path / "3")).attempts) == 1  # the other task is left alone
-    # Once more: what the new job is made of is complete.
+    assert len(read_job(RunDir(group.path / "3")).attempts) == 1  # the other task is not affected
+    # A second time: the files of the new job are complete.
     assert login.trainkit("requeue", str(runs[1].path)).returncode == 0
     login.wait_for_log(runs[1], "attempt 3 rank 0", attempt=3)
     for run in (after, *runs, group):

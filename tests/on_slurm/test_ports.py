@@ -1,4 +1,4 @@
-"""Ranks that start at the same time on the same hosts meet their own, each at a port that was free."""
+"""Tests that ranks started at the same time on the same hosts meet at separate, free ports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CAMPAIGN = Path(__file__).resolve().parents[2] / "benchmarks/port_clashes.py"
 
 
 def test_two_jobs_and_two_steps_of_one_job_at_once(login: Login) -> None:
-    """A short part of the campaign in benchmarks/: half of the ports are taken."""
+    """Half of the ports are taken, as in the longer campaign in benchmarks/."""
     argv = [sys.executable, str(CAMPAIGN), "--starts", "3", "--seed", "7", "--folder", str(login.folder)]
     done = login.run(argv, timeout_s=150)
     assert done.returncode == 0, done.stdout + done.stderr

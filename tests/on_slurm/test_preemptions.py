@@ -1,4 +1,4 @@
-"""Ranks that Slurm's signal ends before their agents hear it: that is no crash, and no fault of a node."""
+"""Tests that ranks killed by Slurm's signal before their agents get it are no crash and no node fault."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SEED = 5
 
 
 def test_preemptions_are_neither_crashes_nor_faults_of_nodes(login: Login) -> None:
-    """As often as `requeue.max_crashes` allows crashes, and once more."""
+    """The job is preempted once more than `requeue.max_crashes` allows crashes."""
     runs = [(shape, shape.submit(login)) for shape in draw_shapes(random.Random(SEED))]
     for attempt in (1, 2):
         for shape, run in runs:

@@ -1,4 +1,4 @@
-"""Runs of functions, started from Python on the login node, and a multirun of Hydra."""
+"""Tests runs of functions, started from Python on the login node, and a multirun of Hydra."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow(seconds=30)
 def test_job_environment_on_slurm(login: Login) -> None:
-    """Ids are those of Slurm, of an array with the index; ranks and hosts are right with a task per node."""
+    """Ids come from Slurm, with the index of an array. Ranks and hosts are right with one task per node."""
     done = login.run([sys.executable, login.script(IDS, "ids.py")])
     assert done.returncode == 0, done.stderr
     found = [line.partition(" ") for line in done.stdout.splitlines()]

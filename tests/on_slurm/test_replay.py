@@ -1,4 +1,4 @@
-"""`trainkit replay --submit` on two hosts: equal to the last digit up to the step at which a host erred."""
+"""Tests `trainkit replay --submit` on two hosts: equal to the last digit up to the step of a host's error."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Faulty(Frequency):
 
 
 def collected(login: Login, job: RunDir) -> tuple[int, dict[str, Any]]:
-    """The exit code and result of a replay whose job has ended."""
+    """Wait until the job of a replay has ended, and return its exit code and result."""
     done = login.trainkit("replay", "--collect", str(job.path), "--json")
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)
@@ -73,7 +73,7 @@ def test_a_job_names_the_host_that_flipped_a_bit(login: Login) -> None:
     assert "before the reduction" in found["culprit"]["what"]
     assert {path: path.lstat().st_mtime_ns for path in run.path.rglob("*")} == before
 
-    # A replay is no training that could be resumed or replayed.
+    # A replay is not a training run that could be resumed or replayed.
     for words in (("resume", str(job.path)), ("replay", str(job.path), "--step", "3")):
         refused = login.trainkit(*words)
         assert refused.returncode == 2, refused.stdout

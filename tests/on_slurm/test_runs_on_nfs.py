@@ -1,4 +1,4 @@
-"""Runs in a folder that each host sees as an NFS client does: no start waits for a cache to expire."""
+"""Tests runs in a folder that each host sees as an NFS client: no start waits for a cache to expire."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ sys.exit(int(os.environ["TRAINKIT_JOB_ATTEMPT"] == "1"))
 
 @pytest.fixture
 def nfs(cluster: Cluster, tmp_path: Path) -> Iterator[Path]:
-    """A folder that the login node and the hosts mount at the same path, as clients of their own."""
+    """Return a folder that the login node and all hosts mount at the same path, each as a separate client."""
     server, shared = tmp_path / "server", tmp_path / "home"
     server.mkdir()
     with ExitStack() as stack:
@@ -52,12 +52,12 @@ def _mount(cluster: Cluster, host: int, descriptor: int, folder: Path) -> None:
 
 
 def on_server(run: RunDir, shared: Path) -> RunDir:
-    """The run folder without any cache in between."""
+    """Return the run folder as the server sees it, without a cache."""
     return RunDir(shared.with_name("server") / run.path.relative_to(shared))
 
 
 def time_of(run: RunDir, attempt: int, name: str) -> float:
-    """When the event of an attempt was, in seconds since the epoch."""
+    """Return the time of an attempt's event in seconds since the epoch."""
     (found,) = [
         event["time"]
         for event in read_jsonl(run.events_file)
@@ -69,7 +69,7 @@ def time_of(run: RunDir, attempt: int, name: str) -> float:
 
 
 def start_times_s(run: RunDir, attempt: int, num_ranks: int = 2) -> list[float]:
-    """Seconds from the start of the step to the start of each rank."""
+    """Return the seconds from the start of the step to the start of each rank."""
     logs = [log_of(run, rank, attempt) for rank in range(num_ranks)]
     return [float(log.split("started at ")[1].split()[0]) - time_of(run, attempt, "started") for log in logs]
 
@@ -85,7 +85,7 @@ def test_a_run_starts_and_restarts_at_once(cluster: Cluster, nfs: Path) -> None:
 
 
 def test_interactive_steps_and_saves(cluster: Cluster, nfs: Path) -> None:
-    """The first task announces the run to the others, and a resume finds what other hosts have saved."""
+    """The first task announces the run to the others, and a resume finds the checkpoints of other hosts."""
     login = Login(cluster, nfs)
     (nfs / "nano.yaml").write_text(NANO)
     step = ["srun", "--nodes=2", "--ntasks-per-node=1", "trainkit", "run", "nano.yaml"]

@@ -1,4 +1,4 @@
-"""What is shown is what Slurm gets; what is edited after that changes nothing in the job."""
+"""Tests that Slurm gets the script that is shown, and that later edits change nothing in the job."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.on_slurm.login import BACKENDS, HOLD, Login, log_of, settings
 
 @pytest.fixture
 def quoted(login: Login) -> Login:
-    """A folder with a space and quotes in its name."""
+    """Return a login whose folder has a space and quotes in its name."""
     folder = login.folder / """my "first" run's"""
     folder.mkdir()
     return Login(login.cluster, folder)

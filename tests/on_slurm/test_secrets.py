@@ -1,4 +1,4 @@
-"""Secrets reach the ranks through their environment, and no file and no output on the way."""
+"""Tests that secrets reach the ranks through their environment, and appear in no file or output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ for name in ("HF_TOKEN", "WANDB_API_KEY"):
 
 
 def files_with(folder: Path, value: str) -> list[Path]:
-    """Every file below a folder in which a value stands."""
+    """Return every file below a folder that contains a value."""
     needle = value.encode()
     return [path for path in folder.rglob("*") if path.is_file() and needle in path.read_bytes()]
 

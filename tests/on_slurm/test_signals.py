@@ -1,4 +1,4 @@
-"""Jobs that are asked to end: they save, and are requeued where that is asked for. No step is done twice."""
+"""Tests jobs that get stop signals: they save, are requeued if requested, and compute no step twice."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from trainkit.run.rundir import RunDir
 ENDLESS = settings(
     *("model.preset=nano", "data.seq_len=64", "train.device_batch_size=4", "train.global_batch_size=8"),
     *("train.steps=1000000", "train.log_every=1", "train.eval_every=null", "checkpoint.every_steps=null"),
-    # One thread: two that wait for each other at every operation make the steps of a busy machine long.
+    # One thread avoids two threads that wait for each other, which makes the steps of a busy machine long.
     *("precision.dtype=fp32", "logging.tensorboard=false", "resources.cpus_per_gpu=1"),
 )
 
 
 def steps_of(run: RunDir) -> list[tuple[int, int]]:
-    """(attempt, step) of every line of the metrics, as they were written."""
+    """Return the attempt and step of every line of the metrics, in the order of the file."""
     return [(record["attempt"], record["step"]) for record in read_jsonl(run.metrics_file)]
 
 
 def train(login: Login, *args: str) -> RunDir:
-    """A training without end that has done a few steps."""
+    """Return a training run without an end that has computed a few steps."""
     login.script(WAITS_IN_EACH_STEP, "sitecustomize.py")
     run = login.submit(*ON_TWO_HOSTS, *ENDLESS, *args)
     wait_for(lambda: len(steps_of(run)) >= 3, "the first steps")
@@ -60,16 +60,16 @@ print("attempt", os.environ["TRAINKIT_JOB_ATTEMPT"], "rank", os.environ["RANK"],
 while True:
     signal.pause()
 """
-"""What submitit does with the signals of its jobs."""
+"""A script that handles the signals of its job as submitit does."""
 
 
 @pytest.mark.smoke
 def test_a_preemption_that_tells_only_the_ranks_saves(login: Login) -> None:
-    """Slurm reports it in the log of an earlier attempt too, which ended because a rank was killed."""
+    """Slurm also reports the preemption in the log of an earlier attempt, whose rank was killed."""
     dies = login.script(DIES_ONCE)
     login.script(SAVES_ON_USR2, "saves_on_usr2.py")
     with preemption(login.cluster):
-        set_preemption(login.cluster, "REQUEUE", 60)  # on a busy machine, six ranks may take longer than 10 s
+        set_preemption(login.cluster, "REQUEUE", 60)  # six ranks may take longer than 10 s on a busy machine
         low = (*ON_TWO_HOSTS, "--partition", "low")
         usr2 = settings("requeue.signal=USR2")
         killed = login.submit(*low, "--backend", "submitit", "--", "python", dies)
@@ -79,7 +79,7 @@ def test_a_preemption_that_tells_only_the_ranks_saves(login: Login) -> None:
         for attempt, run in runs[1:]:
             for rank in range(2):
                 login.wait_for_log(run, f"attempt {attempt} rank {rank}", rank, attempt)
-        # Until the end of the test: the runs must not start again before they are looked at.
+        # The runs must not start again before the end of the test, because the test reads their files.
         start_preempting(login.cluster, 600)
         for attempt, run in runs:
             end = login.wait_for_end(run, attempt)
@@ -117,7 +117,7 @@ def test_a_requeued_job_goes_on_as_the_next_attempt(login: Login) -> None:
 
 
 def listeners(login: Login) -> list[RunDir]:
-    """A run of ranks that listen for each backend."""
+    """Submit a run of listening ranks for each backend."""
     return [login.submit_listeners("--backend", backend, *ON_TWO_HOSTS) for backend in BACKENDS]
 
 
@@ -138,7 +138,7 @@ def test_a_notice_for_the_batch_shell_alone_reaches_the_ranks(login: Login) -> N
     login.run(["scancel", "--batch", "--signal=TERM", login.job_id(run)], check=True)
     end = login.wait_for_end(run)
     assert (end["state"], end["reason"]) == ("stopped", "saved after SIGTERM")
-    # Through the agents, as srun would end the whole step at once on SIGTERM.
+    # The signal is sent through the agents, because srun would end the whole step at once on SIGTERM.
     notices = [event["signal"] for event in read_jsonl(run.events_file) if event["event"] == "signal"]
     assert notices == ["SIGUSR2"]
     assert [log_of(run, rank).splitlines()[-1] for rank in range(2)] == ["asked by SIGTERM"] * 2

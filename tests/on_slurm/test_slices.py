@@ -1,4 +1,4 @@
-"""Runs in slices of time: jobs up to a total, and a job that Slurm shortens to fit a gap."""
+"""Tests runs in time slices: jobs up to a total, and a job that Slurm shortens to fit a gap."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from trainkit.run.record import read_job
 
 ONE_RANK = ("--nodes", "1", "--gpus-per-node", "1", *settings("device=cpu"))
 GRACE_S = 15
-"""The most in a job of a minute, Slurm's shortest; its signal comes up to 30 s before the time for it."""
+"""The longest grace time for a job of one minute, the minimum in Slurm.
+
+Slurm may send the signal up to 30 s early.
+"""
 RUN = ("--", "python", "listens.py")
 
 
@@ -58,7 +61,7 @@ def test_a_job_that_slurm_shortens_saves_before_its_own_end(login: Login) -> Non
             login.wait_for_log(run, "rank 0")
             job = login.cluster.job(login.job_id(run))
             assert job["TimeMin"] == "00:02:00"
-            assert job["TimeLimit"] in ("00:02:00", "00:03:00")  # in a gap of four minutes
+            assert job["TimeLimit"] in ("00:02:00", "00:03:00")  # the gap has four minutes
         end = login.wait_for_end(run)
         assert (end["action"], end["cause"]) == ("requeue", "timeout"), login.logs_and_attempts(run)
         assert end["reason"].startswith("saved after SIGUSR2 before the time limit")

@@ -1,4 +1,4 @@
-"""Nodes beyond those that train, and hosts that failed a while ago."""
+"""Tests spare nodes beyond the training nodes, and hosts that failed a while ago."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_the_job_has_a_node_to_spare_and_leaves_out_one_that_failed(login: Login
     assert [host for _, host in agents_of(run)][::2] == login.cluster.hosts[1:3]
     assert "#SBATCH --no-kill\n" in run.script_file.read_text()
     assert login.status(run)["num_nodes"] == 2
-    # It needs all four now: the one that failed is better than none.
+    # The job now needs all four hosts, so it uses the one that failed.
     args += ["--nodes", "3", *settings("train.global_batch_size=null")]
     full = login.trainkit("check", str(login.config), *args)
     assert f"exclude: not {bad}, which the job needs: it did not answer" in full.stdout
@@ -32,7 +32,7 @@ def test_the_job_has_a_node_to_spare_and_leaves_out_one_that_failed(login: Login
 
 
 def test_a_host_that_fails_a_check_is_given_up_and_left_out_from_then_on(login: Login) -> None:
-    small = "/var/tmp/small"  # every host has its own
+    small = "/var/tmp/small"  # each host has a separate /var/tmp
     mount = ["sh", "-c", f"mkdir {small} && mount -t tmpfs -o size=8m tmpfs {small}"]
     with changed_host(login, 2, mount, ["sh", "-c", f"umount --lazy {small} && rmdir {small}"]):
         values = settings("resources.spare_nodes=1", f"launch.env.TMPDIR={small}")
@@ -45,7 +45,7 @@ def test_a_host_that_fails_a_check_is_given_up_and_left_out_from_then_on(login: 
     verdict = end["verdict"]
     assert (verdict["type"], verdict["host"]) == ("PreflightFailed", second)
     assert verdict["message"] == f"{small} on {second} has only 8.0 MiB free"
-    assert log_of(run, rank=1) == ""  # of attempt 1: it was never started
+    assert log_of(run, rank=1) == ""  # rank 1 of attempt 1 was never started
     assert [host for _, host in agents_of(run, attempt=2)] == [first, third]
     assert list(excluded(login.cluster.name, environ=login.env)) == [second]
     again = login.trainkit("check", str(login.config))

@@ -1,4 +1,4 @@
-"""`srun … trainkit run`, steps of every shape, and what a process in a job is."""
+"""Tests `srun … trainkit run` in steps of every shape, and how a process in a job finds its rank."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ TIMEOUT_S = 600.0
 
 @pytest.fixture
 def nano(login: Login) -> Login:
-    """A config that trains for two steps, in the current folder."""
+    """Return a login whose folder has a config that trains for two steps."""
     (login.folder / "nano.yaml").write_text(NANO)
     return login
 
 
 def env_of(printed: str) -> list[dict[str, object]]:
-    """What every task of a step said about itself, by rank."""
+    """Return what every task of a step printed about itself, by rank."""
     found = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
     return sorted(found, key=lambda one: one["rank"])
 
@@ -131,7 +131,7 @@ def test_a_heterogeneous_step_is_refused_and_one_component_of_it_is_not(login: L
 
 
 def test_a_step_that_is_not_the_plan_ends_for_good(login: Login) -> None:
-    """Somebody edits the srun line of the script and submits that."""
+    """Somebody edits the srun line of the script and submits it."""
     run = login.submit("--nodes", "2", "--gpus-per-node", "2", *HOLD, "--", "true")
     lines = run.script_file.read_text().splitlines()
     kept = [line for line in lines if not line.startswith("    --ntasks-per-node")]

@@ -1,6 +1,6 @@
-"""A training resumes by itself after what happens on clusters, with the curve that it would have had.
+"""Tests that a training run survives usual failures of clusters, and resumes with the same curve.
 
-`python -m benchmarks.survival` does all of this for every backend and mode.
+`python -m benchmarks.survival` tests all of them for every backend and mode.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.xdist_group("survive")
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Curve:
-    """The curve of a training that nothing happened to, of two ranks on this machine."""
+    """Return the curve of an undisturbed training run of two ranks on this machine."""
     folder = tmp_path_factory.mktemp("whole")
     config = survival.survivor_config(folder, batch_size=4)
     return survival.curve(survival.undisturbed(folder, config, num_procs=2))
@@ -33,7 +33,10 @@ def config(login: Login) -> Path:
 
 @pytest.mark.slow(seconds=50)
 def test_preempted_again_and_again(login: Login, config: Path, expected: Curve) -> None:
-    """With submitit; `test_signals` preempts sbatch, and the time limit below takes its run to the end."""
+    """The run uses submitit.
+
+    `test_signals` preempts sbatch, whose run ends in the test of the time limit.
+    """
     run = login.submit("--partition", "low", "--backend", "submitit", "--per", "node", config=config)
     with survival.preemption(login.cluster):
         for attempt, (mode, grace_s) in enumerate((("CANCEL", 10), ("REQUEUE", 0), ("CANCEL", 0)), 1):
@@ -52,13 +55,13 @@ def test_the_time_limit(login: Login, config: Path, expected: Curve) -> None:
     limits = settings("resources.time='1'", "requeue.grace_s=30")
     run = login.submit(*limits, config=config)
     wait_for(lambda: len(survival.steps_of(run)) > 10 or survival.events_of(run, "signal"), "some steps")
-    # As if its steps took longer: it must not finish before the limit comes.
+    # The ranks are suspended, as if their steps took longer, so that the run reaches its limit.
     ranks = survival.ranks_of(run)
     survival.pause(ranks.values())
     wait_for(lambda: survival.events_of(run, "signal"), "the signal before the limit")
     survival.go_on(ranks.values())
     wait_for(lambda: len(run.attempt_numbers()) > 1, "the next attempt")
-    # Where a start takes its whole minute, it would never come to an end.
+    # If a start took the whole minute of the limit, the run would never finish.
     login.run(["scontrol", "update", f"jobid={login.job_id(run)}", "timelimit=10"], check=True)
     assert wait_until_over(login, run, 2 * RESTART_S)["state"] == "finished", login.logs_and_attempts(run)
     assert {e["cause"] for e in survival.events_of(run, "requeue_decision")} == {"timeout"}
@@ -74,7 +77,7 @@ def test_a_rank_and_then_a_host_die(login: Login, config: Path, expected: Curve)
     killed_s = survival.kill_rank(run, 1)
     wait_for_steps(run, 2, 12)
     first, again = (survival.time_of(event) for event in survival.events_of(run, "first_step"))
-    # Without the queue: other work on the machine makes one start slower than another, but not by this.
+    # The queue is not counted. Other work on the machine slows a start down, but by less than this.
     assert again - killed_s < 10 + 2 * (first - survival.time_of(survival.events_of(run, "started")[0]))
     login.cluster.kill_host(2)
     wait_for_steps(run, 3, 1)
@@ -89,7 +92,7 @@ def test_a_rank_and_then_a_host_die(login: Login, config: Path, expected: Curve)
 
 @pytest.mark.slow(seconds=20)
 def test_what_must_not_start_again(login: Login, config: Path) -> None:
-    """A person's scancel, and failures that would only come again: those end with the verdict."""
+    """The run ends with a root cause after a person's scancel, and after failures that would repeat."""
     login.script(survival.WAITS_IN_EACH_STEP + survival.BUGS, "sitecustomize.py")
     login.script("import time\nimport no_such_module\n", "bad.py")
     one = ("--nodes", "1", "--name")

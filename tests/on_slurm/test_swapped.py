@@ -1,4 +1,4 @@
-"""The folder of a run while its job waits: of one that was swapped or changed, nothing runs."""
+"""Tests a run folder that is swapped or changed while its job waits: nothing in it runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def test_nothing_runs_of_a_folder_that_is_not_what_was_submitted(login: Login) -
     record["points"][1]["plan"] = {"command": ["sh", "-c", f"touch {ran}/planted"]}
     group.sweep_file.write_text(json.dumps(record))
     swapped.path.rename(login.folder / "away")
-    other.path.rename(swapped.path)  # of the same user, and with files that nobody else could have written
+    # the folder belongs to the same user, and nobody else could have written its files
+    other.path.rename(swapped.path)
     login.run(["scontrol", "release", *jobs.values(), str(group.job_id)], check=True)
     login.finish(same)
     for run in (config, *plans.values()):
@@ -52,7 +53,7 @@ def test_nothing_runs_of_a_folder_that_is_not_what_was_submitted(login: Login) -
     wait_for(
         lambda: all("sweep.json is not the file" in one.read_text() for one in logs), "the logs of the array"
     )
-    login.run(["scancel", "--user=root"], check=True)  # `other` waits for its own start
+    login.run(["scancel", "--user=root"], check=True)  # `other` waits for its next start
     login.wait_until_idle()
     assert not swapped.attempt(1).end_file.exists(), "it is the attempt of another run, which may still run"
     assert [path.name for path in ran.iterdir()] == ["same-"]

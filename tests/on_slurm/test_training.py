@@ -1,4 +1,4 @@
-"""The quickstart on several hosts: the losses of one process, whatever starts the ranks."""
+"""Tests the quickstart on several hosts: it has the losses of one process, whatever starts the ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TIMEOUT_S = 600.0
 
 
 def quickstart(login: Login, num_ranks: int, *args: str) -> RunDir:
-    """A run of the quickstart, when it has finished."""
+    """Return a run of the quickstart, once it has finished."""
     command = ["submit", str(QUICKSTART), "--set", "device=cpu", *SHORT, *args, "--follow"]
     done = login.trainkit(*command, timeout_s=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
@@ -29,7 +29,10 @@ def quickstart(login: Login, num_ranks: int, *args: str) -> RunDir:
 
 
 def test_four_ranks_on_two_hosts(login: Login) -> None:
-    """With submitit and two ranks a node; README's block trains with sbatch and one task a rank."""
+    """The run uses submitit with two ranks per node.
+
+    The README trains with sbatch and one task per rank.
+    """
     alone = quickstart(login, 1, "--backend", "local", "--gpus-per-node", "1", "--name", "alone")
     shape = ("--nodes", "2", "--gpus-per-node", "2")
     run = quickstart(login, 4, *shape, "--backend", "submitit", "--per", "node")

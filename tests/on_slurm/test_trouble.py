@@ -1,4 +1,4 @@
-"""Slurm's daemons away, answers lost, folders deleted, disks full: it is said, and nothing is lost."""
+"""Tests dead Slurm daemons, lost answers, deleted folders and full disks: no run is lost."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ sys.exit(75)
 
 
 class FakeSbatch:
-    """Stands before the real sbatch, which does everything until `does` is called."""
+    """Wraps the real sbatch. It calls the real one until `does` replaces its body."""
 
     def __init__(self, folder: Path, real: str) -> None:
         self.folder = folder
@@ -41,7 +41,7 @@ class FakeSbatch:
         self.does('exec $real "$@"')
 
     def does(self, body: str) -> None:
-        """What it does instead; `$real` is the real one."""
+        """Replace the body of the wrapper, where `$real` is the real sbatch."""
         program = self.folder / "sbatch"
         program.write_text(f"#!/bin/bash\necho >> {self.folder}/calls\nreal={self.real}\n{body}\n")
         program.chmod(0o755)
@@ -53,7 +53,7 @@ class FakeSbatch:
 
 @pytest.fixture
 def sbatch(login: Login) -> FakeSbatch:
-    """What `trainkit` finds as sbatch in this test."""
+    """Return the sbatch that `trainkit` finds in this test."""
     folder = login.folder / "bin"
     folder.mkdir()
     path = login.cluster.environ["PATH"]
@@ -62,7 +62,7 @@ def sbatch(login: Login) -> FakeSbatch:
 
 
 def submitted_by_both(login: Login, *command: str) -> list[tuple[RunDir, str]]:
-    """The run that each backend has submitted, finished, and what was said meanwhile."""
+    """Submit a run with each backend, wait until it has finished, and return it with the output meanwhile."""
     submit = ["submit", str(login.config), "--json", "--backend"]
     found = []
     for done in login.trainkit_at_once(*([*submit, backend, "--", *command] for backend in BACKENDS)):
@@ -72,14 +72,14 @@ def submitted_by_both(login: Login, *command: str) -> list[tuple[RunDir, str]]:
 
 
 def jobs_of(login: Login) -> list[str]:
-    """The commands of all jobs that there have been in the folder."""
+    """Return the commands of all jobs that were ever submitted from the folder."""
     argv = ["squeue", "--noheader", "--states=all", "--name=small", "--format=%o"]
     shown = login.run(argv, check=True).stdout.splitlines()
     return [line for line in shown if str(login.folder) in line]
 
 
 def jobs_ever(login: Login) -> set[str]:
-    """The ids of all jobs that Slurm remembers."""
+    """Return the ids of all jobs that Slurm remembers."""
     return set(login.run(["squeue", "--noheader", "--states=all", "--format=%i"], check=True).stdout.split())
 
 
@@ -92,7 +92,7 @@ def test_an_answer_that_was_lost_is_one_job(login: Login, sbatch: FakeSbatch) ->
 
 
 def test_a_number_in_a_banner_is_no_job(login: Login, sbatch: FakeSbatch) -> None:
-    """A submission, an array and a resubmission by a job, where sbatch prints numbers around the id."""
+    """sbatch prints numbers around the id, for a run, for an array and for a job that resubmits its run."""
     sbatch.does("printf 'Balance (SUs):\\n4821\\n'; $real \"$@\"; code=$?; echo 4822; exit $code")
     by_other_jobs = ("--time", "1", *settings("requeue.on=[timeout]"))
     runs = [
@@ -102,7 +102,7 @@ def test_a_number_in_a_banner_is_no_job(login: Login, sbatch: FakeSbatch) -> Non
     group = login.submit(*HOLD, "--array", "3-4", "--", "true")
     for run in runs:
         login.wait_for_log(run, "attempt 1 rank 0")
-        login.trainkit("requeue", str(run.path))  # unless its minute is already over
+        login.trainkit("requeue", str(run.path))  # the job may already have used its minute
     for run in runs:
         wait_for(lambda run=run: len(read_job(run).attempts) > 1, "the job that the first has submitted")
         assert {entry.job_id for entry in read_job(run).attempts} <= jobs_ever(login)
@@ -170,7 +170,7 @@ def test_a_cluster_without_accounting(login: Login) -> None:
     lost = login.submit(*HOLD, "--", "true")
     login.run(["scancel", login.job_id(lost)], check=True)
     assert login.status(lost)["state"] == "cancelled"
-    # As if squeue had forgotten it.
+    # The job id is changed, as if squeue had forgotten the job.
     lost.job_file.write_text(lost.job_file.read_text().replace(f'"{login.job_id(lost)}"', '"99999"'))
     status = login.status(lost)
     assert status["state"] == "died"
@@ -179,7 +179,7 @@ def test_a_cluster_without_accounting(login: Login) -> None:
 
 
 def test_the_log_folder_is_deleted_before_the_start(login: Login) -> None:
-    """Newer versions of Slurm create the folder, and the run starts; 22.05 does not start the job."""
+    """Newer versions of Slurm create the folder and start the run. Slurm 22.05 does not start the job."""
     run = login.submit(*HOLD, "--", "echo", "ran")
     shutil.rmtree(run.attempt(1).logs_dir)
     login.run(["scontrol", "release", login.job_id(run)], check=True)
@@ -199,7 +199,7 @@ def test_a_log_that_no_version_of_slurm_can_open(login: Login) -> None:
 
 
 def a_job_without_a_log_is_explained_and_resumes(login: Login, run: RunDir) -> None:
-    """Slurm has failed the job without starting it: `status` says so, and its advice works."""
+    """Check that `status` explains a job that Slurm failed before its start, and that its advice works."""
     assert login.cluster.job(login.job_id(run))["ExitCode"] == "0:53"
     status = login.status(run)
     words = "Slurm reports FAILED; it could not open the log of the job and did not start it"

@@ -1,4 +1,4 @@
-"""The task of the tutorial, in a folder of its own, is preempted on two hosts and continues exactly."""
+"""Tests that the tutorial's task, in a separate folder, is preempted on two hosts and continues exactly."""
 
 from __future__ import annotations
 

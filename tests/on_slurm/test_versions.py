@@ -1,6 +1,6 @@
-"""The same on newer versions of Slurm: training, preemption, requeue, cancel, steps, and what `status` reads.
+"""Tests newer versions of Slurm: training, preemption, requeue, cancel, steps, and `status`.
 
-Then what these versions do differently: the variables of shells and steps, and a missing log folder.
+Other tests cover the differences between versions: variables of shells and steps, and a missing log folder.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tools.slurm_cluster.cluster import Cluster, running
 from tools.slurm_cluster.plugin import require_cluster
 from trainkit.scheduler import JobState
 
-# The tests of a version stay together: one process starts its cluster, whatever the number of processes.
+# The tests of a version stay together, so that one process starts its cluster.
 pytestmark = pytest.mark.slow(seconds=10)
 VERSIONS = [
     pytest.param(version, marks=pytest.mark.xdist_group(f"Slurm {version}")) for version in ("24.11", "26.05")
@@ -36,27 +36,27 @@ VERSIONS = [
 
 @pytest.fixture(scope="module", params=VERSIONS)
 def slurm_version(request: pytest.FixtureRequest) -> str:
-    """A version, in place of the installed one."""
+    """Return a version of Slurm, in place of the installed one."""
     version: str = request.param
     return version
 
 
 @pytest.fixture(scope="module")
 def clusters_possible(slurm_version: str) -> None:
-    """Skip these tests where the packages of a version cannot be had; fail them instead if CI=true."""
+    """Skip these tests if the packages of a version are not available, or fail them if CI=true."""
     require_cluster(slurm_version)
 
 
 @pytest.fixture(scope="module")
 def cluster(clusters_possible: None, slurm_version: str) -> Iterator[Cluster]:
-    """A cluster with this version."""
+    """Return a cluster with this version."""
     with running(slurm_version) as made:
         yield made
 
 
 @pytest.fixture
 def its_commands(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process uses the commands of that version too."""
+    """Make this process use the commands of that version too."""
     for name, value in cluster.environ.items():
         monkeypatch.setenv(name, value)
 
@@ -88,7 +88,7 @@ def test_cancel_saves(login: Login) -> None:
 
 
 def test_a_step_and_a_job_of_submitit_train_alike(login: Login) -> None:
-    """With sbatch, the preempted run trains."""
+    """The preempted run of another test trains with sbatch."""
     nano = login.folder / "nano.yaml"
     nano.write_text(test_steps.NANO.replace("global_batch_size: 40", "global_batch_size: 32"))
     test_steps.test_srun_trainkit_run(login)

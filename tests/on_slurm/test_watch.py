@@ -1,4 +1,4 @@
-"""`trainkit watch` in a terminal on the login node: a run of two hosts that is preempted meanwhile."""
+"""Tests `trainkit watch` in a terminal on the login node, while a run on two hosts is preempted."""
 
 from __future__ import annotations
 
@@ -46,6 +46,6 @@ def test_a_run_of_two_hosts_and_its_preemption(login: Login, tmp_path: Path) -> 
 
 
 def step_on(screen: str) -> int:
-    """The step that a screen shows."""
+    """Return the step that a screen shows."""
     found = re.search(r"^progress .* step (\d[\d,]*) of", screen, re.MULTILINE)
     return 0 if found is None else int(found[1].replace(",", ""))

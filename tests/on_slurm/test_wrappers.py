@@ -1,4 +1,4 @@
-"""What saves below a wrapper loses no step and is signalled once: a part of `benchmarks.wrappers`."""
+"""Tests that ranks below a wrapper save, lose no step and get one signal (`benchmarks.wrappers`)."""
 
 from __future__ import annotations
 

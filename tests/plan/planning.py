@@ -1,4 +1,4 @@
-"""Plans of configs that are a few overrides, and why there is none; what is computed in a step."""
+"""Provides plans of configs with a few overrides, the problems of others, and the work of a step."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ EIGHT_GPUS = Layout(dp_shard=8)
 
 
 def llama(preset: Preset, vocab_size: int = 32_000, **changes: Any) -> ModelShape:
-    """A preset with the vocabulary of Llama 2."""
+    """Return a preset with the vocabulary of Llama 2."""
     return resolve_model_shape(ModelConfig(preset=preset, vocab_size=vocab_size, **changes), vocab_size)
 
 
@@ -37,7 +37,7 @@ def step_work(
     device: str = "cuda",
     **parallel: Any,
 ) -> StepWork:
-    """The work of a step; what is not said is Llama 2 7B on 8 GPUs that share its state."""
+    """Return the work of a step. The default is Llama 2 7B on 8 GPUs that share its state."""
     return StepWork(
         shape=llama(shape) if isinstance(shape, str) else shape,
         layout=layout,
@@ -56,7 +56,7 @@ NO_GPU = Machine(2, 0, (), "there is no NVIDIA driver on this machine")
 def plan_of(
     *overrides: str, machine: Machine = NO_GPU, target: Target = LOCAL, folder: Path | None = None
 ) -> LaunchPlan:
-    """The plan of a config; with the `folder` that it is in, its data is looked at too."""
+    """Return the plan of a config. If its `folder` is given, its data is checked too."""
     loaded = load_config(None, overrides=overrides, environ={}, cwd=folder or Path("/nowhere"))
     data = None if folder is None else inspect_data(loaded.config.data)
     return make_plan(loaded, Facts(machine, target, data))
@@ -65,7 +65,7 @@ def plan_of(
 def problems_of(
     *overrides: str, machine: Machine = NO_GPU, target: Target = LOCAL, folder: Path | None = None
 ) -> list[Problem]:
-    """Why a config has no plan."""
+    """Return the problems that prevent a plan of a config."""
     with pytest.raises(ConfigError) as error:
         plan_of(*overrides, machine=machine, target=target, folder=folder)
     return error.value.problems

@@ -1,4 +1,4 @@
-"""What can be known of an architecture of one's own before its code runs."""
+"""Tests the checks of a user's architecture that are possible before its code runs."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def test_its_file_must_be_there(argv: list[str], capsys: pytest.CaptureFixture[s
     assert main(["check", *argv]) == 2
     err = capsys.readouterr().err
     said(err)
-    Path("mine.py").write_text("import nowhere")  # perhaps only the nodes have it
+    Path("mine.py").write_text("import nowhere")  # the package may exist only on the nodes
     assert main(["check", *argv]) == 0
 
 
@@ -57,7 +57,7 @@ def imports_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_the_trainer_would_refuse(
     argv: list[str], imports_the_tests: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All that it refuses: `trainer/test_architecture_of_ones_own.py`."""
+    """`trainer/test_architecture_of_ones_own.py` tests everything that the trainer refuses."""
     Path("mine.py").write_text(f"{MODEL}class Mine(Gpt):\n  attentions = ()")
     words = ["--set", "resources.gpus_per_node=2", "--set", "parallel.cp=2"]
     assert main(["check", *argv, *words]) == 2
@@ -85,7 +85,7 @@ def test_the_environment_of_the_job_may_be_another(argv: list[str], setting: str
 
 
 def test_files_of_a_copy_of_the_code(argv: list[str], tmp_path: Path) -> None:
-    """What `submit RUN` tries is the code that will run."""
+    """`submit RUN` tries the code that will run."""
     Path("mine.py").write_text("import nowhere")
     (tmp_path / "code").mkdir()
     loaded = load_config("run.yaml", environ={})

@@ -1,4 +1,4 @@
-"""Batch arithmetic, and the sizes that its message proposes."""
+"""Tests batch arithmetic, and the sizes that its message proposes."""
 
 import re
 from pathlib import Path
@@ -29,7 +29,7 @@ def requested(device: int, total: int | None, fixed: frozenset[str] = ALL_SET) -
 
 
 def make_batch(device: int, total: int | None, dp: int, seq_len: int) -> Batch:
-    """With everything set by the user."""
+    """Make a batch whose values are all set by the user."""
     return batch_module.make_batch(requested(device, total), Layout(dp_shard=dp), seq_len)
 
 
@@ -162,7 +162,7 @@ RECIPES = {
     "phase1_multimodal": 2,
     "phase2_multimodal": 2,
 }
-"""Their numbers of processes; other configs run on any."""
+"""Maps a recipe to its number of processes. Other configs run on any number."""
 RUNS = [(name, size) for name in shipped_config_names() if "recipes/" not in name for size in (1, 2, 4)]
 
 

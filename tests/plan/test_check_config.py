@@ -1,4 +1,4 @@
-"""The whole check before a run: layout, data and model shape, all problems at once."""
+"""Tests the whole check before a run: layout, data and model shape, with all problems at once."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,8 @@ from trainkit.plan.workload import Workload
 
 def test_a_good_config_gives_its_plan(tmp_path: Path) -> None:
     plan = plan_of(folder=tmp_path)
-    assert plan.checkpoint_bytes == 10_434_048  # 869,504 parameters, each of 4 bytes and 8 for AdamW
+    # 869,504 parameters with 4 bytes for each value and 8 for AdamW
+    assert plan.checkpoint_bytes == 10_434_048
     assert replace(plan, checkpoint_bytes=None) == plan_of()
 
 
@@ -94,7 +95,7 @@ UNCHECKED = "whether the run fits in the memory of its GPUs was not checked: "
 
 
 def warnings_of(tmp_path: Path, gpus: dict[str, int], *overrides: str) -> tuple[str, ...]:
-    """What a plan of a 70B model warns of, on a cluster with these GPUs per node, if anything is known."""
+    """Return the warnings of a plan for a 70B model on a cluster with these GPUs per node, if given."""
     partition = Partition("gpu", is_default=True, nodes=(NodeKind(2, 64, 512_000, gpus),))
     target = Target("sbatch", "a test", Cluster("west", (partition,) if gpus else ()))
     given = ["model.preset=70b", "train.global_batch_size=null", "train.device_batch_size=1", *overrides]

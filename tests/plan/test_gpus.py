@@ -1,4 +1,4 @@
-"""GPU types by their names, those of a run, and their peaks."""
+"""Tests GPU types: their names, the type of a run, and their peak speed."""
 
 from pathlib import Path
 
@@ -37,7 +37,7 @@ from trainkit.plan.torch_build import release_problem
         ("NVIDIA GB200", "GB200", 189_471, 2.5e15),
         ("NVIDIA B300 SXM6 AC", "B300", 275_040, 2.25e15),
         ("NVIDIA GB300", "GB300", 275_040, 2.5e15),
-        ("NVIDIA GH200 480GB", "GH200 96GB", 97_871, 989e12),  # 480 GB is what its CPU has
+        ("NVIDIA GH200 480GB", "GH200 96GB", 97_871, 989e12),  # 480 GB is the memory of its CPU
         ("NVIDIA GH200 144G HBM3e", "GH200 144GB", 146_831, 989e12),
         ("NVIDIA A100-SXM4-80GB", "A100 80GB", 81_920, 312e12),
         ("NVIDIA A100-SXM4-40GB", "A100 40GB", 40_960, 312e12),
@@ -75,7 +75,7 @@ def test_others_are_not_known(name: str) -> None:
 
 
 def test_a_name_for_several_sizes() -> None:
-    """A plan takes the commonest, a refusal goes by the largest."""
+    """A plan assumes the most common size. A refusal assumes the largest."""
     a100, h100 = find_gpu("a100"), find_gpu("h100")
     assert h100 is not None
     assert a100.most_memory == 80 * GIB

@@ -1,4 +1,4 @@
-"""Runs that cannot fit are refused before they start."""
+"""Tests that runs that cannot fit are refused before they start."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -87,14 +87,14 @@ def test_a_model_that_is_larger_than_this_machine(tmp_path: Path) -> None:
     assert "optimizer state take 100.4 GiB, but this machine has 100.0 GiB" in found.message
     check(tmp_path, LOCAL, *options, machine=large)
     check(tmp_path, LOCAL, *options)
-    # Each of several hosts has a part of it.
+    # Each of several hosts stores a share of the copy.
     two = (*options, "resources.nodes=2")
     assert problem(tmp_path, LOCAL, *two, machine=small).key == "model.preset"
     check(tmp_path, Target("launcher", "two hosts", per="node"), *two, machine=small)
 
 
 def test_no_memory_for_the_copies_that_are_saved_while_training_goes_on(tmp_path: Path) -> None:
-    """12 bytes of each of 6.7 billion parameters, once on a node."""
+    """A copy needs 12 bytes for each of 6.7 billion parameters, once per node."""
     options = ("resources.nodes=2", "train.device_batch_size=1", "parallel.dp_replicate=2")
     found = problem(tmp_path, cluster("h200"), *options, "resources.mem=64G")
     assert found.render() == (

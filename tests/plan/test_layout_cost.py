@@ -1,4 +1,4 @@
-"""What a layout sends and waits for, against published formulas."""
+"""Compares the communication and waiting time of a layout with published formulas."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ from trainkit.plan.step_cost import Cost, Flow, cost_of, rank_flops, recompute_s
 H100 = find_gpu("h100")
 PARAMS = num_params(llama("7b"))
 ROOT = 2 * 32_000 * 4096 + 4096
-"""Embedding, head and last norm of 7B, which are gathered once for both passes."""
+"""The parameters of 7B's embedding, head and last norm, which are gathered once for both passes."""
 
 
 def sent(flows: list[Flow]) -> dict[str, int]:
@@ -23,9 +23,10 @@ def sent(flows: list[Flow]) -> dict[str, int]:
 
 
 def test_zero_3_sends_half_as_much_again_as_copies() -> None:
-    """ZeRO (arXiv 1910.02054), section 7: 2 P for copies and for stage 2, 3 P for stage 3.
+    """ZeRO (arXiv 1910.02054), section 7, has 2 P for replicas and stage 2, and 3 P for stage 3.
 
-    In bytes, with gradients reduced in float32 and parameters gathered in bfloat16: 2 x 4, 4 + 2, 4 + 2 x 2.
+    With gradients reduced in float32 and parameters gathered in bfloat16, the bytes are 2 x 4, 4 + 2, and 4 +
+    2 x 2.
     """
     copies = sent(traffic(step_work(layout=Layout(dp_replicate=64))))
     assert copies == {"dp": pytest.approx(8 * PARAMS, rel=0.02), "tp": 0, "cp": 0, "pp": 0}
@@ -36,7 +37,7 @@ def test_zero_3_sends_half_as_much_again_as_copies() -> None:
 
 
 def test_matrices_of_blocks_are_gathered_in_float8() -> None:
-    """A byte for each of their numbers, and two for those of embedding and head."""
+    """Numbers in blocks take one byte. Numbers of embedding and head take two."""
     bf16 = step_work(layout=Layout(dp_shard=64), zero=2)
     before, after = (traffic(work)[0] for work in (bf16, replace(bf16, float8_gather=True)))
     assert (before.kind, before.num_bytes) == ("gather", 2 * PARAMS * 63 // 64)
@@ -60,7 +61,7 @@ def test_shards_are_sent_with_every_pass_and_gradients_to_copies_once_a_step() -
 
 
 def test_what_is_sent_with_every_pass_is_hidden_by_every_pass() -> None:
-    """Four times as much to hide and four times as much that hides it."""
+    """Four times as much communication is hidden by four times as much computation."""
     assert H100 is not None
     one, four = (
         cost_of(step_work(layout=Layout(dp_shard=16), seq_len=512, accumulation_steps=steps), H100, 8)
@@ -87,7 +88,10 @@ def test_hybrid_sharding_sends_little_between_its_copies() -> None:
 
 @pytest.mark.parametrize(("mode", "reductions"), [("none", 4), ("selective", 5), ("full", 5.5)])
 def test_tensor_parallelism_reduces_four_times_a_block(mode: str, reductions: float) -> None:
-    """Megatron (arXiv 1909.08053): two all-reduces forward, two backward; recomputation repeats gathers."""
+    """Megatron (arXiv 1909.08053) has two all-reduces forward and two backward.
+
+    Recomputation repeats gathers.
+    """
     work = step_work(layout=Layout(tp=8), activation_checkpointing=mode)
     [tp] = [flow for flow in traffic(work) if flow.kind == "tp"]
     all_reduce = 2 * 7 / 8 * 4096 * 4096 * 2
@@ -106,7 +110,7 @@ def test_a_pipeline_sends_one_activation_a_microbatch_each_way() -> None:
 
 
 def test_context_parallelism_sends_keys_and_values() -> None:
-    """Llama 3 (arXiv 2407.21783): gathered before attention, and their gradients scattered after it."""
+    """Llama 3 (arXiv 2407.21783) gathers before attention, and scatters the gradients after it."""
     [cp] = [flow for flow in traffic(step_work(layout=Layout(cp=4), seq_len=16_384)) if flow.kind == "cp"]
     assert cp.num_bytes == 2 * 32 * 3 * (4096 * 2 * 4096 * 2)
 
@@ -135,7 +139,7 @@ def test_what_is_computed_again() -> None:
     products = 4 * 4096 + 3 * 11_008
     assert selective == pytest.approx((2 * 4096 + 11_008) / products / 3)
     zbv = step_work(layout=Layout(pp=2), activation_checkpointing="full", pp_schedule="zbv")
-    # The trainer's attention runs 11 times forward for a block, once of them the first time.
+    # The trainer computes the attention of a block 11 times forward. Only one of them is not a recomputation.
     assert recompute_share(zbv) == pytest.approx(10 / 3)
 
 

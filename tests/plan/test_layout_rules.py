@@ -1,4 +1,4 @@
-"""Degrees multiply to the number of processes, and fit a model and a batch; or a message says what would."""
+"""Tests that degrees multiply to the number of processes and fit model and batch, or a message helps."""
 
 import pytest
 import yaml
@@ -40,8 +40,8 @@ def problems(
         {"pp": 4, "pp_schedule": "interleaved_1f1b"},
         {"pp": 8, "accumulation_steps": 2},
         {"pp": 2, "pp_schedule": "dualpipe_v"},
-        {"offload": True},  # needs no other process
-        {"tp": 2, "seq_len": 33, "sequence_parallel": False},  # no share of the sequence
+        {"offload": True},  # offloading needs no other process
+        {"tp": 2, "seq_len": 33, "sequence_parallel": False},  # the sequence is not split
     ],
 )
 def test_what_fits(parallel: dict[str, object]) -> None:

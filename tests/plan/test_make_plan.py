@@ -1,4 +1,4 @@
-"""From a config and a machine to a plan, with reasons; every problem at once."""
+"""Tests the way from a config and a machine to a plan with reasons, or to all its problems."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_more_than_this_machine_has(typed: str, problem: str) -> None:
 
 
 def test_the_ranks_of_another_launcher() -> None:
-    """The ranks of one host are on this machine, and have started."""
+    """The ranks of one host run on this machine, and have started."""
     hosts = Target("launcher", "launcher: torchrun", node_sizes=(4, 4), per="gpu")
     made = plan(GPUS, target=hosts)
     assert (made.backend, made.world_size, made.per, made.slurm) == ("launcher", 8, "gpu", None)
@@ -159,7 +159,7 @@ def test_what_only_slurm_knows_has_no_effect_without_it() -> None:
 
 
 def test_a_step_that_binds_one_gpu_to_each_task() -> None:
-    """The first task, which plans the run, sees its own GPU only; the other ranks check theirs."""
+    """The first task plans the run and sees only one GPU. The other ranks check their GPUs themselves."""
     one = replace(GPUS, num_gpus=1, gpu_names=("A100",))
     tasks = Target("srun", "srun: 8 tasks", node_sizes=(4, 4), per="gpu")
     overrides = ("resources.nodes=2", "resources.gpus_per_node=4", "train.global_batch_size=null")

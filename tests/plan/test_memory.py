@@ -1,4 +1,4 @@
-"""Memory by hand, by published formulas, and as torch's memory tracker saw it."""
+"""Compares the memory estimate with counts by hand, published formulas, and torch's memory tracker."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,12 +16,12 @@ from trainkit.plan.model_shape import ModelShape, num_params
 from trainkit.plan.step_work import StepWork, optimizer_bytes
 
 SMALL = ModelShape(64, 8, 2, 2, 1, 12, 1e-5, 1e4, False, 0.0)
-"""Width 8, 2 layers, one key and value head of width 4, 12 hidden units: sizes to count by hand."""
+"""Width 8, 2 layers, one key-value head of width 4, 12 hidden units: a shape to count by hand."""
 
 
 @pytest.mark.parametrize("shards", [1, 8, 64])
 def test_sixteen_bytes_a_parameter(shards: int) -> None:
-    """ZeRO (arXiv 1910.02054), section 3: 16 bytes a parameter with Adam, over N ranks with all stages."""
+    """ZeRO (arXiv 1910.02054), section 3, has 16 bytes per parameter with Adam, over N ranks."""
     work = step_work(layout=Layout(dp_replicate=8 // min(shards, 8), dp_shard=shards))
     update = memory_of(work).phases["update"]
     params = num_params(work.shape)
@@ -37,7 +37,7 @@ def test_sixteen_bytes_a_parameter(shards: int) -> None:
         ("8b", {}, 8),
         ("8b", {"state_dtype": "bf16"}, 4),
         ("8b", {"name": "adamw_8bit"}, 2 + 8 / 256),
-        ("7b", {"name": "adamw_8bit"}, 2 + 8 * 6 / 1376),  # rows of 11,008 are 8 parts of 6 blocks
+        ("7b", {"name": "adamw_8bit"}, 2 + 8 * 6 / 1376),  # a row of 11,008 has 8 shards of 6 blocks
         ("nano", {"name": "adamw_8bit"}, 2 + 8 / 8),
     ],
 )
@@ -51,16 +51,17 @@ def test_bytes_of_the_averages(preset: Preset, options: dict[str, Any], expected
 
 
 def test_a_block_by_hand() -> None:
-    """34 s b h of arXiv 2205.05198, table 2, without dropout and scores, for SwiGLU and shared keys.
+    """arXiv 2205.05198, table 2, has 34 s b h, here without dropout and scores, for SwiGLU and shared keys.
 
-    A token of SMALL, in numbers: two norms keep their input (8 + 8), wq wk wv and gate up theirs (8 + 8);
-    attention its queries and output (8 + 8), keys and values (4 + 4); the feed-forward network gate, up,
-    silu(gate) and their product (4 x 12).
+    The numbers per token of SMALL are: two norms keep their inputs (8 + 8). wq wk wv and gate up keep theirs
+    (8 + 8). Attention keeps its queries and output (8 + 8), keys and values (4 + 4). The feed-forward network
+    keeps gate, up, silu(gate) and their product (4 x 12).
     """
     work = step_work(SMALL, layout=Layout(dp_shard=2), seq_len=10, device_batch_size=3)
     assert block_bytes(work) == 30 * 2 * (16 + 16 + 16 + 8 + 48)
     assert kept_bytes(work) == block_bytes(work)
-    # Full: the input. Selective: also queries, values, output of attention, gate, down.
+    # Full recomputation keeps the input. Selective also keeps queries, values, output of attention, gate and
+    # down.
     full = step_work(SMALL, layout=Layout(dp_shard=2), seq_len=10, activation_checkpointing="full")
     assert kept_bytes(full) == 10 * 2 * 8
     selective = step_work(SMALL, layout=Layout(dp_shard=2), seq_len=10, activation_checkpointing="selective")
@@ -68,7 +69,7 @@ def test_a_block_by_hand() -> None:
 
 
 def test_a_block_under_tensor_parallelism() -> None:
-    """Section 4.2: sequence parallelism splits the inputs of the norms; gathered inputs stay whole here."""
+    """Sequence parallelism (section 4.2) splits the inputs of the norms. Gathered inputs stay whole here."""
     kept = {"attention": 16 + 8, "feed-forward": 48}
     for sequence_parallel, ranks in ((True, 2), (False, 1)):
         work = step_work(
@@ -79,7 +80,7 @@ def test_a_block_under_tensor_parallelism() -> None:
 
 
 def test_a_single_process_keeps_every_weight_twice() -> None:
-    """Once in float32 and once in bf16; its activations are those of a shard."""
+    """The process keeps weights in float32 and in bf16. Its activations equal those under sharding."""
     work = step_work(SMALL, layout=Layout(), seq_len=10)
     assert block_bytes(work) == block_bytes(step_work(SMALL, layout=Layout(dp_shard=2), seq_len=10))
     params = num_params(SMALL)
@@ -91,7 +92,7 @@ def test_a_single_process_keeps_every_weight_twice() -> None:
 
 
 def test_the_loss_by_hand() -> None:
-    """Logarithms of probabilities and two gradients in float32; a fourth number where it is split."""
+    """The loss keeps log probabilities and two gradients in float32, and a fourth number if it is split."""
     assert loss_bytes(step_work(SMALL, seq_len=10)) == 10 * 64 * 12
     split = step_work(SMALL, layout=Layout(tp=2), seq_len=10)
     assert loss_bytes(split) == 10 * 32 * 16
@@ -126,7 +127,7 @@ def test_one_process_offloads_the_gradients_of_every_pass() -> None:
 
 
 def test_offloaded_gradients_wait_where_copies_add_them_up() -> None:
-    """torch keeps what was scattered and not yet summed over copies on the device."""
+    """torch keeps scattered gradients on the device until they are summed over the replicas."""
     waiting = [
         memory_of(step_work(layout=layout, offload=True, accumulation_steps=2)).phases["loss"].gradients
         for layout in (Layout(dp_shard=8), Layout(2, 4))
@@ -134,9 +135,9 @@ def test_offloaded_gradients_wait_where_copies_add_them_up() -> None:
     assert waiting == [0, num_params(llama("7b"))]
 
 
-# (GiB, what): torch.distributed._tools.mem_tracker.MemTracker of torch 2.13 on the CPU, fake process group,
-# second step of the trainer's model with fused AdamW (`trainkit check --simulate-world`). Fewer layers where
-# more would only take longer.
+# Each row is (GiB, case). The values are from torch.distributed._tools.mem_tracker.MemTracker of torch 2.13
+# on the CPU, with a fake process group, in the second step of the trainer's model with fused AdamW (`trainkit
+# check --simulate-world`). Some models have fewer layers, where more would only take longer.
 TRACKED: list[tuple[float, dict[str, Any]]] = [
     (36.047, {"num_layers": 32}),
     (14.931, {"num_layers": 32, "activation_checkpointing": "full"}),
@@ -177,7 +178,8 @@ def test_as_torch_tracked_it(tracked_gib: float, what: dict[str, Any]) -> None:
     assert peak / GIB == pytest.approx(tracked_gib, rel=0.05)
 
 
-# (GiB, rank of the pipeline, what): `trainkit check --simulate-world`, with torch's own schedules.
+# Each row is (GiB, rank of the pipeline, case), from `trainkit check --simulate-world` with torch's
+# schedules.
 TWO_RANKS: dict[str, Any] = {"num_layers": 8, "layout": Layout(dp_shard=4, pp=2)}
 PIPELINES: list[tuple[float, int, dict[str, Any]]] = [
     (8.681, 0, {"num_layers": 8, "layout": Layout(dp_shard=2, pp=4)}),
@@ -239,13 +241,17 @@ def test_pipelines_as_torch_tracked_them(tracked_gib: float, pp_rank: int, what:
 
 
 def test_stages_receive_into_buffers_of_their_own() -> None:
-    """One a microbatch of the step, of activations but for the first stage, of gradients but for the last."""
+    """A step has one buffer per microbatch for activations and gradients that a stage receives.
+
+    The first stage receives no activations, and the last one no gradients.
+    """
     work = step_work("7b", layout=Layout(pp=4), device_batch_size=4, pp_microbatches=4, accumulation_steps=2)
     received = [rank_memory(work, rank).phases["update"].buffers for rank in range(4)]
     stream = 4096 * 4096 * 2
     assert received == [8 * stream * ends for ends in (1, 2, 2, 1)]
     v = work.with_parallel(pp_schedule="zbv")
-    # Both ends are on the first rank: two inputs, of which each stays with the gradient that was sent on.
+    # The first rank has both end stages. It receives two inputs, and each stays with the gradient that was
+    # sent on.
     received = [rank_memory(v, rank).phases["update"].buffers for rank in (0, 3)]
     assert received == [24 * stream, 48 * stream]
     assert memory_of(step_work()).phases["update"].buffers == 0
@@ -274,9 +280,12 @@ WORKLOADS = st.builds(
 @settings(deadline=None)
 @given(WORKLOADS, st.sampled_from(["dp_shard", "tp", "pp"]))
 def test_splitting_further_never_takes_more(work: StepWork, degree: str) -> None:
-    """From 2 on: the first split of a kind has its price, such as inputs that are gathered."""
+    """The degree is at least 2, because the first split of a kind also costs memory.
+
+    For example, the gathered inputs need memory.
+    """
     if degree == "pp":
-        # With others as many microbatches more are in flight as a stage has fewer layers.
+        # With other schedules, a stage with fewer layers has more microbatches in flight.
         work = work.with_parallel(pp_schedule="gpipe")
     half, more = (
         replace(work, layout=replace(work.layout, **{degree: ranks * getattr(work.layout, degree)}))

@@ -1,4 +1,4 @@
-"""Presets against published sizes, and shapes that cannot be built."""
+"""Compares presets with published sizes, and tests shapes that cannot be built."""
 
 from typing import get_args
 
@@ -94,8 +94,8 @@ def test_shapes_that_do_not_fit(changes: str, message: str) -> None:
 
 def test_flops_per_token() -> None:
     shape = ModelShape(10, 4, 2, 2, 1, 6, 1e-5, 1e4, False, 0.0)
-    # A block: q and o 2 * 4 * 4, k and v 2 * 4 * 2, feed-forward 3 * 4 * 6, norms 2 * 4.
-    # Besides: last norm 4, head 40.
+    # A block has q and o with 2 * 4 * 4, k and v with 2 * 4 * 2, feed-forward with 3 * 4 * 6, and norms with
+    # 2 * 4. The last norm adds 4 and the head 40.
     matmul_params = 2 * (32 + 16 + 72 + 8) + 4 + 40
     assert num_params_between_embeddings(shape) == matmul_params - 40
     assert num_params(shape) == matmul_params + 40

@@ -1,4 +1,4 @@
-"""A job with as many nodes as Slurm has: a plan for each number, with one batch and one learning rate."""
+"""Tests jobs with as many nodes as Slurm has: a plan per number, with one batch and learning rate."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_every_number_has_the_batch_and_the_learning_rate_of_the_largest() -> No
         assert here.slurm is not None
         assert (here.slurm.sbatch["nodes"], here.slurm.sbatch["no-kill"]) == ("2-8", True)
         assert (here.slurm.srun["nodes"], here.slurm.srun["ntasks"]) == (size, 4 * size)
-        # From each there is a way to all others, also through the file.
+        # Each plan leads to all others, also after it was written to a file.
         there = LaunchPlan.from_dict(json.loads(here.to_text()))
         assert there == here
         assert there.at(8) == made.at(8)
@@ -72,20 +72,20 @@ def test_what_is_asked_of_slurm() -> None:
         assert request is not None
         assert request.sbatch["nodes"] == nodes
         assert request.fills_nodes == (target is not None)
-        # The same tasks and CPUs, asked for in the way of each.
+        # Both have the same tasks and CPUs, requested in different ways.
         old = target is None
         assert request.sbatch.get("ntasks-per-node") == (None if old else 4)
         cpus = request.sbatch["cpus-per-task"], request.srun.get("cpus-per-task")
         assert cpus == ((32, 8) if old else (8, None))
         assert request.srun["ntasks-per-node"] == 4
-    # A list, of which Slurm 22.05 is asked for the range.
+    # The nodes are a list, for which Slurm 22.05 gets a range.
     for target, nodes in ((None, "2-8"), (newer, "2,8")):
         made = plan("resources.nodes='8,2,2'", target=target)
         assert made.slurm is not None
         assert (made.slurm.sbatch["nodes"], made.num_nodes, [*made.sizes]) == (nodes, 8, ["2"])
         assert [made.at(count).num_nodes for count in (9, 8, 7, 4, 1)] == [8, 8, 2, 2, 2]
         said(made.reasons["nodes"])
-    # More than the partition allows, and a number that is possible alone.
+    # The range exceeds the limit of the partition, or has only one possible number.
     for asked, nodes in (("2-16", "2-8"), ("3-7", "4"), ("8-9", "8")):
         made = plan(f"resources.nodes={asked}", "train.global_batch_size=64")
         assert made.slurm is not None
@@ -122,7 +122,7 @@ def test_workers_and_batch_stay_on_nodes_of_several_kinds_and_after_a_resume() -
         assert here.slurm is not None
         assert made.slurm is not None
         assert here.slurm.sbatch == made.slurm.sbatch
-    # Fewer are possible by then.
+    # Fewer nodes are possible at that time.
     small = Target("sbatch", "a test", replace(WEST, partitions=(replace(NODES, max_nodes=4),)))
     again = plan(
         "resources.nodes=2-8", "optimizer.lr_scale=linear", target=small, before=replace(made, lr=0.5)
@@ -159,7 +159,8 @@ def test_one_number_is_the_plan_that_it_always_was() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["resources.nodes=4-2"], 'or a list such as 2,4,8, not "4-2"'),  # before anything asks for the most
+        # the value is refused before its largest number is used
+        (["resources.nodes=4-2"], 'or a list such as 2,4,8, not "4-2"'),
         (["resources.nodes=2-4", "resources.spare_nodes=1"], "is 1, but resources.nodes is 2-4"),
         (["resources.nodes='3,3'"], 'or a list such as 2,4,8, not "3,3"'),
         (

@@ -1,4 +1,4 @@
-"""The profiles and model configs are made for GPUs that they name, and suit those."""
+"""Tests that profiles and model configs name GPUs and suit them."""
 
 import re
 from pathlib import Path

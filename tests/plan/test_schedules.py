@@ -1,4 +1,4 @@
-"""The layers of a rank, bubbles and microbatches in flight, against papers and torch's own tables."""
+"""Compares a rank's layers, bubbles and microbatches in flight with papers and torch's tables."""
 
 import logging
 from collections import Counter
@@ -37,8 +37,8 @@ SIZES = [(2, 4), (2, 5), (3, 4), (3, 9), (4, 3), (4, 5), (4, 6), (4, 8), (4, 16)
     [
         ("1f1b", 1, 4, 0.0),
         ("gpipe", 4, 8, 3 / 11),  # GPipe, arXiv 1811.06965: (K - 1) / (M + K - 1)
-        ("1f1b", 4, 8, 3 / 11),  # Megatron, arXiv 2104.04473: as GPipe
-        ("interleaved_1f1b", 4, 8, 3 / 19),  # the same: half of the waiting with two stages a rank
+        ("1f1b", 4, 8, 3 / 11),  # Megatron, arXiv 2104.04473: the same value as GPipe
+        ("interleaved_1f1b", 4, 8, 3 / 19),  # the same paper: half of the waiting with two stages per rank
         ("interleaved_zero_bubble", 4, 8, 3 / 51),  # arXiv 2401.10241: (p - 1)(F + B - W), halved again
         ("zbv", 4, 8, 3 / 51),
         ("dualpipe_v", 4, 8, 3 / 51),
@@ -51,7 +51,7 @@ def test_bubbles_of_the_papers(
 
 
 def test_in_flight_of_the_papers() -> None:
-    """arXiv 2104.04473: GPipe keeps all microbatches, 1F1B at most as many as there are stages ahead."""
+    """arXiv 2104.04473: GPipe keeps all microbatches, and 1F1B at most one per following stage."""
     assert [stages_in_flight("gpipe", 4, rank, 8) for rank in range(4)] == [8, 8, 8, 8]
     assert [stages_in_flight("1f1b", 4, rank, 8) for rank in range(4)] == [4, 3, 2, 1]
     assert [stages_in_flight("1f1b", 4, rank, 2) for rank in range(4)] == [2, 2, 2, 1]
@@ -79,9 +79,10 @@ def test_as_in_the_tables_of_torch(schedule: PipelineSchedule) -> None:
 @pytest.mark.parametrize("gradients", [0.0, 0.5, 2.0])
 @pytest.mark.parametrize("schedule", DEFERRED_WEIGHT_GRADS)
 def test_worst_times_are_those_of_the_tables(schedule: PipelineSchedule, gradients: float) -> None:
-    """With gradients of a stage's weights this many times as large as what a pass keeps, in float32.
+    """The estimate is never below the worst time in torch's tables.
 
-    The estimate counts those of the latest pass always, and is at most 43 % above what the tables need.
+    `gradients` is the size of a stage's weight gradients in float32, relative to the memory of a pass. The
+    estimate always includes the gradients of the latest pass, and is at most 43 % above the tables.
     """
     for pp, microbatches in SIZES:
         table = table_of(schedule, pp, microbatches)
@@ -89,16 +90,17 @@ def test_worst_times_are_those_of_the_tables(schedule: PipelineSchedule, gradien
             most = most_at_once(table[rank], gradients)
             estimated = 0.0
             for time in worst_in_flight(schedule, pp, rank, microbatches):
-                latest = time.summed - (rank == 0 and time.summed == 2)  # the first stage defers none
+                latest = time.summed - (rank == 0 and time.summed == 2)  # the first stage defers no gradients
                 summed = gradients * (time.summed + latest / 2)
                 estimated = max(estimated, time.whole + 1.5 * time.half + summed)
             assert most <= estimated <= (1.43 if gradients else 1.0) * most, (pp, microbatches, rank)
 
 
 def most_at_once(actions: list[Any], gradients: float) -> float:
-    """The most that waits when a backward pass begins: 1 for a pass, 1.5 when its inputs have gradients.
+    """Return the largest memory in use when a backward pass begins.
 
-    The gradients of weights are half as large until the next backward pass of the stage adds them up.
+    A pass counts 1, and 1.5 when its inputs have gradients. The gradients of weights are half as large until
+    the next backward pass of the stage adds them up.
     """
     whole: Counter[int] = Counter()
     half: Counter[int] = Counter()
@@ -124,7 +126,7 @@ def most_at_once(actions: list[Any], gradients: float) -> float:
 
 
 def table_of(schedule: PipelineSchedule, pp: int, microbatches: int) -> dict[int, list[Any]] | None:
-    """What torch lets every rank do, pass by pass; None where it does not take this many microbatches."""
+    """Return torch's passes of every rank, or None for an unsupported number of microbatches."""
     import torch
     from torch.distributed.pipelining import schedules
 
@@ -142,7 +144,7 @@ def table_of(schedule: PipelineSchedule, pp: int, microbatches: int) -> dict[int
 
 
 def passes(actions: list[Any]) -> list[Any]:
-    """(kind, stage, microbatch) of every pass; a row may hold two that overlap."""
+    """Return the (kind, stage, microbatch) of every pass. A row may contain two passes that overlap."""
     rows = [row for action in actions if action is not None for row in (action.sub_actions or [action])]
     return [
         (row.computation_type.name, row.stage_index, row.microbatch_index)
@@ -152,7 +154,7 @@ def passes(actions: list[Any]) -> list[Any]:
 
 
 def most_in_flight(actions: list[Any], last_stage: int) -> tuple[int, int]:
-    """The most activations at once of all stages of a rank, and of the last stage."""
+    """Return the largest number of activations of all stages of a rank, and of the last stage."""
     held: Counter[int] = Counter()
     both = last = 0
     for kind, stage, _ in actions:
@@ -162,7 +164,7 @@ def most_in_flight(actions: list[Any], last_stage: int) -> tuple[int, int]:
 
 
 def waiting(table: dict[int, list[Any]], num_stages: int) -> float:
-    """The share of its time in which the busiest rank waits, when every pass takes as long."""
+    """Return the busiest rank's share of waiting time, if every pass takes the same time."""
     done: dict[tuple[str, int, int], int] = {}
     clock, at = dict.fromkeys(table, 0), dict.fromkeys(table, 0)
     while any(at[rank] < len(table[rank]) for rank in table):

@@ -1,4 +1,4 @@
-"""What a job leaves to Slurm: how long it runs within a total, in which partition, and on which GPU type."""
+"""Tests the choices that a job leaves to Slurm: run time within a total, partition, and GPU type."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_notice_fits_the_shortest_limit(times, asked, lead_s, total_s) -> No
     assert (made.slurm.sbatch["signal"], made.grace_s) == (f"USR2@{lead_s}", lead_s)
     assert made.requeue.total_s == total_s
     assert LaunchPlan.from_dict(json.loads(made.to_text())) == made
-    # Here, where there are no jobs, nothing is cut into slices.
+    # A run on this machine is no job, so it is not cut into slices.
     assert plan(*(f"resources.{time}" for time in times), target=LOCAL).requeue.total_s is None
 
 
@@ -64,7 +64,7 @@ def test_the_notice_fits_the_shortest_limit(times, asked, lead_s, total_s) -> No
         (["time=01:00:00", "slice=10:00", "time_min=20:00"], "is 20:00, but resources.slice is 10:00"),
         (["time=null", "time_min=20:00"], "is 20:00, but resources.time sets no limit"),
         (["time_min=soon"], 'a time such as "01:00:00" or "2-12:00:00" or null, not "soon"'),
-        # Slurm would accept it, and run the job for no longer than time_min.
+        # Slurm would accept the job, and run it for no longer than time_min.
         (["time=13:00:00", "time_min=01:00:00"], "is 13:00:00, but partition h allows at most 12:00:00"),
     ],
 )
@@ -81,7 +81,7 @@ def test_slices_need_a_requeue_on_timeout() -> None:
 def test_a_job_for_several_partitions_fits_each_that_can_start_it() -> None:
     made = plan("resources.partition=debug,h,a", "resources.nodes=2", "resources.time=01:00:00")
     assert made.slurm.sbatch["partition"] == "debug,h,a"
-    # As many GPUs as the smallest node has, and cores for the slowest.
+    # The job gets the GPUs of the smallest node, and the cores of the slowest.
     assert (made.workers_per_node, made.threads_per_worker) == (4, 6)
     assert made.slurm.sbatch["gpus-per-node"] == "4"
     assert made.reasons["partition"] == (
@@ -95,7 +95,8 @@ def test_a_job_for_several_partitions_fits_each_that_can_start_it() -> None:
 @pytest.mark.parametrize(
     ("overrides", "partitions"),
     [
-        (["gpu_type=h100,a100-40gb", "time=01:00:00"], "h,a"),  # debug has one of them, and is too short
+        # debug has one of the types, but its limit is too short
+        (["gpu_type=h100,a100-40gb", "time=01:00:00"], "h,a"),
         (["gpu_type='a100-40gb , h100'", "time=01:00:00"], "h,a"),
         (["gpu_type=h100,a100-40gb", "partition=a,mixed,cpu"], "a"),
         (["gpu_type=h100,b200", "nodes=1", "time=00:10:00", "gpus_per_node=1"], "h,debug"),
@@ -114,11 +115,12 @@ def test_gpu_types_choose_the_partitions(overrides: list[str], partitions: str) 
     [
         (["gpu_type=h100,a100-40gb"], "A100 40GB"),
         (["gpu_type='h100, a100-40gb'"], "A100 40GB"),
-        # Of the others no partition has any, or none alone, or none that can start the job.
+        # No partition has the other GPUs, has only these, or can start the job.
         (["gpu_type=h100,v100,t4"], "H100 80GB"),
         (["gpu_type=h100,a100-40gb", "partition=h"], "H100 80GB"),
         (["gpu_type=h100,a100-40gb", "time=13:00:00"], "A100 40GB"),
-        (["gpu_type=h100,a100-40gb", "constraint=fast"], "A100 40GB"),  # unknown: all of them
+        # the GPUs of this cluster are unknown, so all count
+        (["gpu_type=h100,a100-40gb", "constraint=fast"], "A100 40GB"),
     ],
 )
 def test_memory_is_checked_for_the_smallest_type_that_the_job_may_get(overrides: list[str], gpu: str) -> None:
@@ -136,5 +138,5 @@ def test_types_that_no_partition_has_alone() -> None:
     given = ("resources.gpu_type=v100,h100", "device=cuda", "resources.gpus_per_node=2")
     with pytest.raises(ConfigError, match="the partitions, which determine the type, are unknown"):
         plan(*given, target=unknown)
-    made = plan("resources.gpu_type=v100,h100", "device=cpu", target=unknown)  # it needs no GPU
+    made = plan("resources.gpu_type=v100,h100", "device=cpu", target=unknown)  # the run needs no GPU
     assert "partition" not in made.slurm.sbatch

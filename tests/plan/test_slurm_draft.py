@@ -1,4 +1,4 @@
-"""The plan of a Slurm job: what is asked of the cluster and what is derived from its nodes."""
+"""Tests the plan of a Slurm job: the requested resources, and the values derived from the nodes."""
 
 import time
 from dataclasses import replace
@@ -58,10 +58,10 @@ def test_everything_from_the_default_partition() -> None:
     ("overrides", "workers", "threads"),
     [
         (("resources.nodes=2",), 8, 8),
-        (("resources.nodes=3",), 4, 7),  # only two nodes have eight
+        (("resources.nodes=3",), 4, 7),  # only two nodes have eight GPUs
         (("resources.gpu_type=a100",), 4, 7),
         (("resources.gpu_type=h100",), 8, 8),
-        (("resources.gpus_per_node=2",), 2, 7),  # what the smallest node has for a GPU
+        (("resources.gpus_per_node=2",), 2, 7),  # this is the number of cores per GPU of the smallest node
         (("resources.gpus_per_node=6",), 6, 8),
         (("resources.cpus_per_gpu=3",), 8, 3),
     ],
@@ -76,7 +76,7 @@ def test_gpus_and_their_cores(overrides: tuple[str, ...], workers: int, threads:
     [
         ((), True),
         (("resources.extra.exclusive=false",), False),
-        (("resources.extra={exclusive: user}",), False),  # others of that user may be there
+        (("resources.extra={exclusive: user}",), False),  # other jobs of the same user may run on the node
         (("resources.cpus_per_gpu=3",), False),
         (("launch.srun_extra={cpus-per-task: 2}",), False),
         (("launch.srun_extra={gpus-per-task: 1}",), False),
@@ -128,7 +128,7 @@ def test_cuda_without_a_gpu_is_reported_once() -> None:
 def test_processes_that_no_node_has_a_core_for() -> None:
     asked = ("resources.partition=cpu", "resources.gpus_per_node=97", "train.device_batch_size=1")
     said(problems(*asked)[0])
-    assert plan(*asked, per="node").workers_per_node == 97  # one task, which Slurm gives one core
+    assert plan(*asked, per="node").workers_per_node == 97  # the single task gets one core from Slurm
     assert plan(*asked, "resources.extra={overcommit: true}").workers_per_node == 97
 
 
@@ -280,7 +280,7 @@ def test_bad_nodes_and_those_that_the_config_names() -> None:
     made = plan("resources.exclude=h[5-6]", "resources.gpus_per_node=1", cluster=cluster)
     assert made.slurm.sbatch["exclude"] == "h[5-6],h3,h1"
     unknown = plan("device=cpu", cluster=Cluster("west", bad_nodes=BAD))
-    assert unknown.slurm.sbatch["exclude"] == "h3,h1"  # Slurm refuses what cannot be
+    assert unknown.slurm.sbatch["exclude"] == "h3,h1"  # Slurm refuses hosts that do not exist
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What ``--sweep`` says, and how configs differ."""
+"""Tests the values of ``--sweep``, and how configs differ."""
 
 import json
 from typing import Any

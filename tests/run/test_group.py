@@ -1,4 +1,4 @@
-"""The run folder of a trial: made late, made once, and as complete as any."""
+"""Tests the run folder of a trial, which is created late, once, and as completely as any."""
 
 import os
 import threading
@@ -87,7 +87,7 @@ def test_what_slurm_logs_is_the_log_of_the_supervisor(tmp_path: Path) -> None:
 
 
 def test_the_task_names_its_own_job(tmp_path: Path) -> None:
-    # It can start before the command that submitted it has written the id down, or has learned it at all.
+    # A task can start before the submitting command has recorded the job id, or has received it.
     group = make_group(tmp_path, POINTS, job_id=None)
     with pytest.raises(UsageError, match=r"cannot tell whether .* was submitted"):
         create_task_run(group.run(0))

@@ -1,4 +1,4 @@
-"""The growing files of a run, read incrementally."""
+"""Tests that the growing files of a run are read incrementally."""
 
 import json
 import time
@@ -48,7 +48,7 @@ def test_only_whole_lines_are_read_and_each_once(tmp_path: Path) -> None:
 
 
 def make_events(file: Path, num_attempts: int, num_evaluations: int) -> None:
-    """Attempts that each are restarted, with many evaluations and saves in between."""
+    """Write attempts that each restart, with many evaluations and saves between the restarts."""
     begin = [{"event": "submitted"}, {"event": "started", "nodes": 1}, {"event": "training", "step": 0}]
     end = [{"event": "signal", "signal": "SIGTERM"}, {"event": "requeue_decision", "action": "requeue"}]
     end += [{"event": "stopped", "state": "stopped", "reason": "preempted"}]
@@ -196,13 +196,13 @@ def test_damaged_events_are_skipped(damaged: dict[str, object], tmp_path: Path) 
 
 
 def test_a_refresh_of_1024_ranks_takes_little_time(tmp_path: Path) -> None:
-    """At one refresh every 2 s, 5 % of a core are 100 ms; most of it is for the terminal."""
+    """A refresh of 100 ms every 2 s takes 5 % of a core. Most of this time is for the terminal."""
     run = watched_runs.large(tmp_path / "large")
     history = RunHistory(run)
     spent = []
     for step in range(641, 661):
         append_jsonl(run.metrics_file, {"step": step, "attempt": 1, "loss": 2.0, "time": ago(1)})
-        for node in range(26):  # those that write a sample within 2 s
+        for node in range(26):  # these nodes write a sample within 2 s
             sample = json.loads(health_file(run, f"node{node + 1:03d}").read_text().splitlines()[-1])
             append_jsonl(health_file(run, f"node{node + 1:03d}"), sample)
         began_s = time.process_time()

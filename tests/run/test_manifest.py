@@ -1,4 +1,4 @@
-"""Manifests: each kind of damage in words, and what is done with checkpoints."""
+"""Tests manifests: the text for each kind of damage, and how damaged checkpoints are handled."""
 
 import json
 import os
@@ -31,7 +31,7 @@ SHARDS = ("__0_0.distcp", "__1_0.distcp")
 
 
 def make(folder: Path, step: int) -> Checkpoint:
-    """A published checkpoint of two shards."""
+    """Create a published checkpoint of two shards."""
     path = folder / f"step-{step:08d}"
     path.mkdir(parents=True)
     files = {}
@@ -49,13 +49,13 @@ def write(checkpoint: Checkpoint, value: Any) -> None:
 
 
 def change(checkpoint: Checkpoint, **values: Any) -> None:
-    """Write the manifest with other values, as if they had been those of the save."""
+    """Write the manifest with other values, and make them look like the values of the save."""
     value = {**checkpoint.content(), **values}
     write(checkpoint, {**value, "sha256": seal(value)})
 
 
 def tamper(checkpoint: Checkpoint, **values: Any) -> None:
-    """Write the manifest with other values that were not those of the save."""
+    """Write the manifest with values that differ from the values of the save."""
     write(checkpoint, {**checkpoint.content(), **values})
 
 

@@ -1,4 +1,4 @@
-"""Where temporary and compiled files are: nowhere that another user can create a file first."""
+"""Tests that temporary and compiled files are where no other user can create a file first."""
 
 import getpass
 import json
@@ -20,7 +20,7 @@ as_root = pytest.mark.skipif(UID != 0, reason="only root can act as somebody els
 
 @pytest.fixture
 def shared(tmp_path: Path) -> Path:
-    """A folder in which everybody creates files, as /tmp."""
+    """Return a folder where everybody can create files, like /tmp."""
     folder = tmp_path / "shared"
     folder.mkdir()
     folder.chmod(0o1777)
@@ -28,11 +28,11 @@ def shared(tmp_path: Path) -> Path:
 
 
 def as_other(code: str, folder: Path) -> None:
-    """Execute lines of Python as another user, whose current folder is `folder`."""
+    """Run Python code as another user, whose current folder is `folder`."""
     pid = os.fork()
     if pid == 0:
         try:
-            os.chdir(folder)  # it may not walk through what is above
+            os.chdir(folder)  # the other user may not enter the folders above
             os.setgroups([])
             os.setgid(OTHER)
             os.setuid(OTHER)
@@ -67,7 +67,7 @@ def test_folders_that_a_user_has_set_stay(shared: Path, tmp_path: Path) -> None:
 
 
 def test_folders_of_the_rank_that_starts_a_run_are_not_taken_over(shared: Path, tmp_path: Path) -> None:
-    """On its own host, where somebody else may have made these."""
+    """The starting rank may run on another host, where somebody else can have created these folders."""
     outer = own_folders({"TMPDIR": str(shared)}, tmp_path).added_to({})
     (other := tmp_path / "other").mkdir(0o700)
     there = {name: path.replace(str(shared), str(other)) for name, path in outer.items()}
@@ -94,7 +94,7 @@ def test_what_somebody_else_has_made_is_not_used(
         if UID != 0:
             pytest.skip("only root can give a folder to somebody else")
         os.chown(folder, OTHER, OTHER)
-    elif case == "of torch":  # which has files of its own there
+    elif case == "of torch":  # torch has existing files in this folder
         folder = shared / f"torchinductor_{getpass.getuser()}"
         folder.mkdir()
         folder.chmod(0o777)
@@ -106,7 +106,7 @@ def test_what_somebody_else_has_made_is_not_used(
     found = own_folders({"TMPDIR": str(shared)}, tmp_path / "fallback", keeps=keeps)
     assert (found.temporary, found.caches["TORCHINDUCTOR_CACHE_DIR"]) == (f"{used}/tmp", f"{used}/inductor")
     assert Path(found.temporary).is_dir()
-    if case == "of torch" and not keeps:  # nothing of it is used
+    if case == "of torch" and not keeps:  # torch's folder is not used at all
         assert found.note == ""
     else:
         moved = f"temporary files are in {used}/tmp instead of {shared}, where others can plant code: "
@@ -137,11 +137,11 @@ print("found", json.dumps([cache_dir(), default_cache_dir(), _HEADER_DIR, str(On
 @as_root
 @pytest.mark.slow(seconds=8)
 def test_no_library_uses_what_a_neighbour_has_put_into_tmp(shared: Path) -> None:
-    """The names under which torch and TensorBoard have files there, made first by somebody else."""
+    """Another user has first created the names under which torch and TensorBoard write to /tmp."""
     names = [f"torchinductor_{getpass.getuser()}", getpass.getuser(), "cache", ".tensorboard-info"]
     names += ["quack_generated_epilogues"]
     as_other(PLANTS.format(names=names), shared)
-    # As a process in which torch has compiled something passes it on.
+    # A process passes on such variables after torch has compiled something.
     inherited = {
         "TORCHINDUCTOR_CACHE_DIR": f"{shared}/{names[0]}",
         "TRITON_CACHE_DIR": f"{shared}/{names[0]}/triton/0",

@@ -79,7 +79,7 @@ def test_a_job_id_that_two_clusters_have(tmp_path, monkeypatch):
         assert find_run_or_group(text).path == runs[1].path
         with pytest.raises(UsageError, match=f"2 runs are called {text}: ") as caught:
             find_run_or_group(text, to_change=True)
-        # The older run had its job on the same cluster: Slurm has begun to count again.
+        # The older run's job was on the same cluster, whose job ids have started again from 1.
         assert caught.value.message.endswith(f": {runs[1].path}, {group.path}")
         assert find_run_or_group(f"{text};west", to_change=True).path == runs[1].path
         assert find_run_or_group(f"{text};my_east", to_change=True).path == there
@@ -114,7 +114,7 @@ def test_state_that_cannot_be_written_is_said(tmp_path, monkeypatch, capsys):
 
 
 def test_a_folder_of_somebody_else_hides_no_other_run(tmp_path, monkeypatch):
-    """trainkit makes run folders that only their owner can enter."""
+    """trainkit creates run folders that only their owner can enter."""
     mine, theirs = (make_run(tmp_path / "here/runs" / name, name) for name in ("mine", "theirs"))
     for run in (mine, theirs):
         register(run, run.name)
@@ -134,7 +134,7 @@ def test_a_folder_of_somebody_else_hides_no_other_run(tmp_path, monkeypatch):
 
 @pytest.fixture
 def read_folders(monkeypatch):
-    """The names of the folders that have been read, each time it happens."""
+    """Return a list of the names of the folders that are read, one item per read."""
     read, read_one = [], registry.Start.read
 
     def counting(start):
@@ -180,7 +180,7 @@ def test_status_reads_no_run_again_that_was_over(tmp_path, read_folders):
         assert names == [*(f"run-{number}" for number in range(29, 14, -1)), "run-1"]
         assert num_hidden == 14
     assert len(read_folders) == 30 + 16
-    # A new start of a run that was over, and one whose end was found too late.
+    # One run that was over starts again, and the end of another run was found too late.
     (runs[5].attempt(1).end_file).unlink()
     append_jsonl(
         index_file(), {"time": "2026-01-01T00:00:00.500Z", "name": "run-5", "path": str(runs[5].path)}
@@ -239,7 +239,7 @@ def test_a_command_that_acts_takes_no_name_of_another_folder(tmp_path, monkeypat
         assert find_run(text, acts=True).path == run.path
     with pytest.raises(UsageError, match="unknown run 'exq'"):
         find_run("exq", acts=True)
-    # The newest run is another folder's, and one that was submitted from here may be anywhere.
+    # The newest run belongs to another folder, and a run that was submitted from here may be anywhere.
     mine = make_run(tmp_path / "out/mine", "mine")
     write_json(mine.job_file, {"name": "mine", "cwd": str(tmp_path / "here"), "attempts": []})
     register(mine, "mine")

@@ -1,4 +1,4 @@
-"""The exception that ends the output of a program: chained, in a group, and of one rank of several."""
+"""Tests which exception ends a program's output: a chained one, a group, or one rank of several."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ INNER = """\
         (LOAD + CAUSE + MAIN, "RuntimeError", "no data", "/me/train.py:9"),
         (LOAD + CAUSE + TORCH, "KeyError", "1", "/me/load.py:3"),
         (LOAD + CAUSE + COMPILED, "KeyError", "1", "/me/load.py:3"),
-        # The last exception of a group that has a traceback.
+        # The last exception of a group with a traceback counts.
         (GROUP + OF_LOAD + SECOND + END, "FileNotFoundError", "x", "/me/load.py:3"),
         (GROUP + PLAIN + SECOND + END, "ExceptionGroup", "tasks (2 sub-exceptions)", "/me/train.py:9"),
         (GROUP + INNER + SECOND + END, "ExceptionGroup", "inner (1 sub-exception)", "/me/pool.py:4"),
         (GROUP + PLAIN + END + CAUSE + MAIN, "RuntimeError", "no data", "/me/train.py:9"),
         (GROUP + "step 1\n" * 30, None, None, None),
-        # A class that is defined in a function.
+        # The class is defined in a function.
         (
             MAIN.replace("RuntimeError", "train.main.<locals>.Fehlerß"),
             *("train.main.<locals>.Fehlerß", "no data", "/me/train.py:9"),

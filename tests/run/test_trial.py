@@ -1,4 +1,4 @@
-"""The values of trials: what is a number, and what is kept of the arguments of a call."""
+"""Tests the values of trials: which ones are numbers, and how the arguments of a call are stored."""
 
 import argparse
 import math
@@ -35,7 +35,7 @@ class Settings:
 
 @dataclass
 class Asked:
-    """As a trial of Optuna or a job of Hydra."""
+    """Has the attributes of a trial of Optuna or a job of Hydra."""
 
     number: int
     params: dict
@@ -96,7 +96,7 @@ def test_a_text_that_is_a_number_is_one(text: object, number: object) -> None:
     ],
 )
 def test_an_argument_is_a_value(value: object, kept: object) -> None:
-    """None: it is some short text."""
+    """None stands for some short text."""
     found = trial_values({"x": value})["x"]
     if kept is None and value is not None:
         assert isinstance(found, str)
@@ -177,7 +177,7 @@ def test_what_has_a_number_and_params_of_another_kind_is_no_trial(params: object
 
 
 class Raises:
-    """An object that answers no question."""
+    """An object that raises an error for every attribute."""
 
     def __getattr__(self, name: str) -> object:
         raise RuntimeError(name)

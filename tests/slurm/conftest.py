@@ -1,4 +1,4 @@
-"""Fake commands of Slurm, for what the real ones do only on a bad day."""
+"""Provides fake commands of Slurm for failures that are rare with the real ones."""
 
 import pytest
 
@@ -9,7 +9,7 @@ __all__ = ["fake"]
 
 @pytest.fixture(autouse=True)
 def slurm_of_the_test(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slurm's commands are those of the fake or the cluster that the test has."""
+    """Use the commands of the test's fake Slurm or cluster."""
     for name in {"fake", "cluster", "forgetful"} & set(request.fixturenames):
         for variable, value in request.getfixturevalue(name).environ.items():
             monkeypatch.setenv(variable, value)

@@ -1,4 +1,4 @@
-"""What the tests on a real cluster share: jobs that are sent, awaited and counted."""
+"""Provides functions for the tests on a real cluster: submit jobs, wait for them, and count them."""
 
 import time
 from pathlib import Path
@@ -12,7 +12,7 @@ SLEEP = "sleep 2400\n"
 
 
 def write(folder: Path, body: str, token: str, *directives: str) -> Path:
-    """A batch script that carries its token."""
+    """Write a batch script that contains its token."""
     lines = [
         "#!/bin/bash",
         f"#SBATCH --comment={token}",
@@ -26,14 +26,14 @@ def write(folder: Path, body: str, token: str, *directives: str) -> Path:
 
 
 def send(cluster: Cluster, folder: Path, body: str, *directives: str, token: str = "", **more: object) -> str:
-    """The id of a job that runs this."""
+    """Submit a job that runs `body`, and return its id."""
     token = token or f"trainkit:{time.monotonic_ns():x}"
     path = write(folder, body, token, *directives)
     return submit_script(path, token=token, cwd=folder, **{"notify": print, **more})  # type: ignore[arg-type]
 
 
 def wait_for(cluster: Cluster, job_id: str, *states: JobState, timeout_s: float = 240) -> SlurmJob:
-    """The job, when it has one of these states."""
+    """Wait until a job has one of these states, and return the job."""
     deadline = time.monotonic() + timeout_s
     while (job := query_jobs([job_id])[job_id]).state not in states:
         assert time.monotonic() < deadline, job
@@ -49,10 +49,10 @@ def wait_for_text(path: Path, text: str, timeout_s: float = 120) -> None:
 
 
 def jobs_with_token(cluster: Cluster, token: str) -> list[str]:
-    """Every job that was ever made with this token."""
+    """Return every job that was ever submitted with this token."""
     argv = ["squeue", "--noheader", "--states=all", "--format=%i %r %k"]
     shown = cluster.run(argv, timeout_s=240, check=True).stdout.splitlines()
-    # Slurm keeps a record of some jobs that it has refused.
+    # Slurm records some of the jobs that it has refused.
     return [line.split()[0] for line in shown if token in line.split() and "BadConstraints" not in line]
 
 

@@ -1,4 +1,4 @@
-"""One command of Slurm: what goes in, what comes out, and what its failures become."""
+"""Tests the call of one Slurm command: its input, its output, and the errors for its failures."""
 
 import time
 
@@ -30,7 +30,7 @@ def test_out_and_err_are_kept_apart(fake: FakeSlurm) -> None:
     fake.add("squeue", r"printf 'a\377b\n'; echo err >&2")
     assert run_slurm(["squeue"], 60, environ=fake.environ, with_stderr=True) == "err\na\ufffdb\n"
     assert run_slurm(["squeue"], 60, environ=fake.environ) == "a\ufffdb\n"
-    # There is no input.
+    # The command has no input.
     fake.add("sbatch", 'read line; echo "got $line"')
     assert run_slurm(["sbatch"], 60, environ=fake.environ) == "got \n"
 
@@ -123,7 +123,7 @@ def test_pauses_grow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_patience_is_measured_by_the_clock() -> None:
-    """A command that has waited for a controller in vain is not made to wait for it again."""
+    """A command that has waited for a silent controller does not wait a second time."""
     asked = []
 
     def ask() -> None:
@@ -157,7 +157,7 @@ def test_queries_in_a_row_do_not_each_wait_for_a_controller_that_is_away(
             query(["squeue"], environ=fake.environ)
     assert time.monotonic() - begin < 5
     assert len(fake.calls) == 4
-    # A job is patient, and an answer ends it.
+    # A job waits patiently, and an answer ends the wait.
     with pytest.raises(SlurmUnreachable, match=r"did not answer within 0.2 s"):
         run_slurm(["squeue"], client.QUERY_TIMEOUT_S, environ=fake.environ)
     fake.add("squeue", "exec /bin/sleep 0.6")

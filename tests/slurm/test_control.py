@@ -1,4 +1,4 @@
-"""Requeue, cancel, signals and versions."""
+"""Tests requeue, cancel, signals and versions."""
 
 from collections.abc import Callable
 

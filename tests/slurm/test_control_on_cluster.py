@@ -1,4 +1,4 @@
-"""Requeue, cancel and signals on a real cluster, and what it says of itself."""
+"""Tests requeue, cancel and signals on a real cluster, and the description of the cluster."""
 
 from pathlib import Path
 
@@ -104,7 +104,7 @@ def test_discover_cluster(cluster: Cluster) -> None:
 
 
 def test_no_cluster_here(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slurm's programs are there, and no configuration."""
+    """Slurm's programs are installed, but have no configuration."""
     monkeypatch.delenv("SLURM_CONF")
     if Path("/etc/slurm/slurm.conf").exists():
         pytest.skip("this machine belongs to a cluster")

@@ -1,4 +1,4 @@
-"""What a submission inherits, and which cluster slurm.conf names."""
+"""Tests the environment of a submission, and which cluster slurm.conf names."""
 
 from pathlib import Path
 

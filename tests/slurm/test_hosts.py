@@ -1,4 +1,4 @@
-"""Host lists, counts, and states of hosts; test_control_on_cluster.py compares them with scontrol's."""
+"""Tests host lists, counts and states of hosts. test_control_on_cluster.py compares them with scontrol."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What jobs are doing, from what squeue and sacct print."""
+"""Tests the states of jobs that are read from the output of squeue and sacct."""
 
 import gc
 import time
@@ -20,7 +20,7 @@ NUM_TASKS = 10_000
 def queue_line(
     job: int, array: int = 0, task: str = "N/A", state: str = "RUNNING", restarts: int = 0, **more: str
 ) -> str:
-    """One record of squeue, as 22.05 printed it."""
+    """Return one record of squeue, as 22.05 printed it."""
     known = {"reason": "None", "nodes": "n[1-2]", "exit_code": "0", "name": "quick"} | more
     fields = [
         *(str(job), str(array or job), task, state, known["reason"], known["nodes"], "2"),
@@ -33,7 +33,7 @@ def queue_line(
 def accounting_line(
     job_id: str, state: str = "COMPLETED", exit_code: str = "0:0", name: str = "quick", start: int = NOON + 60
 ) -> str:
-    """One record of sacct."""
+    """Return one record of sacct."""
     times = (str(start), str(start + 60))
     return FIELD.join([job_id, state, "n[1-2]", "2", *times, exit_code, name]) + f"{FIELD}\n"
 
@@ -43,7 +43,7 @@ def states(jobs: dict[str, SlurmJob]) -> dict[str, str]:
 
 
 def prints(fake: FakeSlurm, program: str, text: str) -> None:
-    """A program that prints this."""
+    """Add a program that prints this text."""
     (fake.folder / f"{program}.out").write_text(text)
     fake.add(program, f'/bin/cat "$here/{program}.out"')
 
@@ -125,7 +125,7 @@ def test_one_call_for_all_jobs(fake: FakeSlurm) -> None:
 
 
 def test_each_cluster_is_asked_about_its_own_jobs(fake: FakeSlurm) -> None:
-    """Two clusters may give the same number to two jobs."""
+    """Two clusters may give two jobs the same id."""
     fake.add("squeue", "case $1 in *=east) /bin/cat $here/east;; *) /bin/cat $here/here;; esac")
     (fake.folder / "here").write_text(queue_line(7) + queue_line(8))
     (fake.folder / "east").write_text(queue_line(7, state="PENDING"))
@@ -147,7 +147,7 @@ def test_each_cluster_is_asked_about_its_own_jobs(fake: FakeSlurm) -> None:
 
 
 def test_a_cluster_that_cannot_be_reached(fake: FakeSlurm) -> None:
-    """As 22.05 says it. It is asked once, this cluster for five seconds."""
+    """Slurm 22.05 prints this error. The other cluster is queried once, and this one for five seconds."""
     said = (
         "squeue: error: No cluster 'east' known by database.\nsqueue: error: 'east' can't be reached now, or "
         "it is an invalid entry for --cluster.  Use 'sacctmgr list clusters' to see available clusters."
@@ -176,7 +176,7 @@ def test_accounting_is_asked_once_for_what_squeue_has_forgotten(fake: FakeSlurm)
 
 
 def test_an_array_is_asked_for_as_a_whole(fake: FakeSlurm) -> None:
-    """The tasks that ended first are only in accounting."""
+    """Only accounting has the tasks that ended first."""
     prints(fake, "squeue", queue_line(9, 9, "10-11", "PENDING") + queue_line(14, 9, "2"))
     prints(fake, "sacct", accounting_line("9_0") + accounting_line("9_2", "RUNNING") + accounting_line("9_1"))
     jobs = query_jobs(["9"])
@@ -187,7 +187,7 @@ def test_an_array_is_asked_for_as_a_whole(fake: FakeSlurm) -> None:
 
 
 def test_tasks_that_were_cancelled_while_they_waited_share_a_record(fake: FakeSlurm) -> None:
-    """As 22.05 shows them after `scancel --state=PENDING`: their numbers are gone."""
+    """Slurm 22.05 shows them in one record after `scancel --state=PENDING`, without their indices."""
     rest = queue_line(9, 9, "N/A", "CANCELLED", reason="JobArrayTaskLimit", nodes="")
     prints(fake, "squeue", rest + queue_line(10, 9, "1"))
     prints(fake, "sacct", accounting_line("9_0") + accounting_line("9_[3-4]", "PENDING"))
@@ -211,7 +211,7 @@ def test_tasks_that_were_cancelled_while_they_waited_share_a_record(fake: FakeSl
     ],
 )
 def test_tasks_of_which_only_the_array_has_a_record(fake: FakeSlurm, parent: str, state: str) -> None:
-    """An end without success is that of each of its tasks."""
+    """If an array ends without success, each of its tasks gets this end."""
     prints(fake, "squeue", "")
     prints(fake, "sacct", accounting_line("9", parent) + accounting_line("9_1"))
     jobs = query_jobs(["9_1", "9_2"])
@@ -295,7 +295,7 @@ def test_more_ids_than_an_argument_can_hold(fake: FakeSlurm) -> None:
 
 @pytest.mark.parametrize("kind", ["told apart", "waiting", "finished"])
 def test_ten_thousand_tasks(kind: str) -> None:
-    """`status` has 2 s for all of it; the limit is a tenth of what a slow machine takes."""
+    """`status` may take 2 s in total. The limit here is a tenth of the time on a slow machine."""
     name = "sweep\nof " + "x" * 50
     if kind == "finished":
         text = "".join(accounting_line(f"9_{task}", name=name) for task in range(NUM_TASKS))
@@ -305,7 +305,7 @@ def test_ten_thousand_tasks(kind: str) -> None:
         text = "".join(queue_line(10 + task, 9, str(task), name=name) for task in range(NUM_TASKS))
     spent_s = float("inf")
     for _ in range(3):
-        gc.collect()  # what other tests have left is not its own
+        gc.collect()  # objects of other tests must not be collected during the measurement
         begin = time.process_time()
         jobs = parse_accounting(text) if kind == "finished" else parse_queue(text)
         spent_s = min(spent_s, time.process_time() - begin)

@@ -1,4 +1,4 @@
-"""What jobs are doing, asked of a real Slurm: with accounting, without, and when it has forgotten them."""
+"""Tests the states of jobs in a real Slurm: with accounting, without, and after Slurm forgot them."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -83,7 +83,7 @@ def test_preempted_is_not_the_end(cluster: Cluster, tmp_path: Path) -> None:
     wait_for_text(tmp_path / "log", "start")
     high = send(cluster, tmp_path, "sleep 1\n", "--partition=high", "--nodes=4", "--exclusive")
     wait_for_text(tmp_path / "log", "term")
-    # The end of the grace time is looked at every 30 s.
+    # Slurm checks the end of the grace time every 30 s.
     seen = lifetime(cluster, low, timeout_s=400)
     assert seen[-2:] == [JobState.REQUEUED, JobState.RUNNING]
     wait_for(cluster, high, JobState.COMPLETED)
@@ -92,7 +92,7 @@ def test_preempted_is_not_the_end(cluster: Cluster, tmp_path: Path) -> None:
 
 
 def lifetime(cluster: Cluster, job_id: str, timeout_s: float = 240) -> list[JobState]:
-    """The states of a running job until it runs for the second time, none of which is an end."""
+    """Return the states of a job until it runs for the second time. Fail if one of them is an end."""
     seen: list[JobState] = []
     deadline = time.monotonic() + timeout_s
     while not (JobState.REQUEUED in seen and seen[-1] is JobState.RUNNING):
@@ -106,7 +106,10 @@ def lifetime(cluster: Cluster, job_id: str, timeout_s: float = 240) -> list[JobS
 
 
 def quickest(ask: Callable[[], dict[str, SlurmJob]], below_s: float) -> tuple[dict[str, SlurmJob], float]:
-    """The answer, and the shortest time that it took of up to five: other tests run at the same time."""
+    """Return the answer, and the shortest duration of up to five queries.
+
+    Other tests run at the same time.
+    """
     times_s = []
     while True:
         begin = time.monotonic()
@@ -118,13 +121,13 @@ def quickest(ask: Callable[[], dict[str, SlurmJob]], below_s: float) -> tuple[di
 
 @pytest.fixture(scope="module")
 def forgetful(clusters_possible: None) -> Iterator[Cluster]:
-    """A cluster of its own, whose controller can be made to forget."""
+    """Return a separate cluster, whose controller can be made to forget its jobs."""
     with running(num_hosts=1) as made:
         yield made
 
 
 def forget(cluster: Cluster) -> None:
-    """The controller forgets every job, as it does some minutes after their end."""
+    """Let the controller forget every job, as it does some minutes after a job's end."""
     cluster.stop_slurmctld()
     for file in (cluster.folder / "slurmctld").glob("job_state*"):
         file.unlink()
@@ -132,7 +135,7 @@ def forget(cluster: Cluster) -> None:
 
 
 def wait_for_accounting(cluster: Cluster, num_ended: int) -> None:
-    """Until that many jobs have their end in accounting, which lags."""
+    """Wait until accounting has the ends of this number of jobs, because accounting lags."""
     deadline = time.monotonic() + 30
     argv = ["sacct", "--allocations", "--noheader", "--format=State"]
     while (
@@ -143,7 +146,7 @@ def wait_for_accounting(cluster: Cluster, num_ended: int) -> None:
 
 
 def test_forgotten_jobs(forgetful: Cluster, tmp_path: Path) -> None:
-    """squeue has forgotten them: accounting tells how they ended, and without it nobody knows."""
+    """squeue has forgotten the jobs. Accounting has their ends, and without accounting they are unknown."""
     good = send(forgetful, tmp_path, "exit 0\n")
     bad = send(forgetful, tmp_path, "exit 7\n", '--job-name="two words"')
     array = send(forgetful, tmp_path, "exit $SLURM_ARRAY_TASK_ID\n", "--array=0-1")

@@ -1,4 +1,7 @@
-"""What Slurm's words mean: refused, not delivered, or the answer lost; and its records, cut up again."""
+"""Tests the meaning of Slurm's messages: refused, not delivered, or answer lost.
+
+It also tests how Slurm's records are parsed.
+"""
 
 from datetime import datetime, timezone
 
@@ -50,7 +53,7 @@ LOST, AWAY, REFUSED = "the answer was lost", "nothing was requested", "refused"
         ("sbatch: unrecognized option '--foo'", REFUSED),
         ("words that nobody has seen", REFUSED),
         ("", REFUSED),
-        # The first controller took it, the second was not there: whether the job exists is open.
+        # The first controller accepted the job and the second did not answer, so the job may exist.
         ("sbatch: error: Socket timed out on send/recv operation\nsbatch: error: x (connect failure)", LOST),
     ],
 )

@@ -1,4 +1,4 @@
-"""Ids and states of jobs, what Slurm's states mean where they are read, and why a job waits."""
+"""Tests ids and states of jobs, the meaning of Slurm's states for each source, and reasons for a wait."""
 
 import pytest
 
@@ -15,7 +15,7 @@ from trainkit.slurm.states import checked_job_id, reason_sentence, state_in_acco
         ("PENDING", 2, JobState.REQUEUED),
         ("REQUEUED", 0, JobState.REQUEUED),
         ("REQUEUE_FED", 0, JobState.REQUEUED),
-        ("EXPEDITING", 1, JobState.REQUEUED),  # first in the queue
+        ("EXPEDITING", 1, JobState.REQUEUED),  # the job is first in the queue
         ("REQUEUE_HOLD", 1, JobState.HELD),
         ("RESV_DEL_HOLD", 0, JobState.HELD),
         ("SPECIAL_EXIT", 1, JobState.HELD),
@@ -59,12 +59,12 @@ def test_in_queue(word: str, restarts: int | None, state: JobState) -> None:
         ("OUT_OF_ME+", JobState.OUT_OF_MEMORY),
         ("NODE_F+", JobState.NODE_FAIL),
         ("COMPLETE+", JobState.COMPLETED),
-        ("COMPLET+", JobState.UNKNOWN),  # or COMPLETING
+        ("COMPLET+", JobState.UNKNOWN),  # the full state may be COMPLETING
         ("+", JobState.UNKNOWN),
         ("REVOKED", JobState.UNKNOWN),
         ("REVOKED by 1000", JobState.UNKNOWN),
         ("PREEMPTED", JobState.PREEMPTED),
-        # squeue has forgotten these jobs, so they are not what accounting still believes.
+        # squeue has forgotten these jobs, so accounting's state is outdated.
         ("RUNNING", JobState.UNKNOWN),
         ("PENDING", JobState.UNKNOWN),
         ("REQUEUED", JobState.UNKNOWN),
@@ -88,7 +88,7 @@ LIMITS = (
     *("AssociationJobLimit", "QOSMaxCpuPerUserLimit", "QOSGrpSubmitJobsLimit", "QOSTimeLimit"),
     *("QOSMaxUnknownMinutesPerJob", "MaxGRESPerAccount", "MaxCpuRunMinsPerAccount", "MaxNodeRunMinsPerUser"),
 )
-"""A few of the 170 of all versions: what they have in common says whose limit it is."""
+"""Some of the 170 limits of all versions. The part that they share says whose limit it is."""
 REQUIRED = "Nodes required for job are"
 HELD, DOWN = "`scontrol release JOB` releases it", "nodes that it needs are down, drained"
 SENTENCES = {
@@ -116,7 +116,7 @@ SENTENCES = {
     "InvalidQOS": "its QOS does not exist, or you may not use it: cancel it and choose another",
     "Reservation maint_1 was deleted": "its reservation maint_1 was deleted: choose another or none",
     "Reservation_maint_1_is_invalid": "its reservation maint_1 is invalid: choose another or none",
-    # Details are kept: a list of hosts as it is, a text that scontrol writes with underscores as words.
+    # Details are kept: a list of hosts unchanged, and a text without scontrol's underscores.
     "ReqNodeNotAvail, UnavailableNodes:gpu_n[1-3,7],b_1": (
         f"{DOWN} or reserved, for example for maintenance (UnavailableNodes:gpu_n[1-3,7],b_1)"
     ),
@@ -126,7 +126,7 @@ SENTENCES = {
     "ReqNodeNotAvail, UnavailableNodes:": f"{DOWN} or reserved, for example for maintenance",
     "ReqNodeNotAvail(Unavailable:n_1)": f"{DOWN} or reserved, for example for maintenance (Unavailable:n_1)",
     "RaisedSignal:9(Killed)": "was killed by a signal (9(Killed))",
-    # Of two tasks of an array.
+    # The reasons belong to two tasks of an array.
     "Dependency,JobArrayTaskLimit": (
         "waiting for the jobs that it depends on; its array already runs its maximum number of tasks"
     ),
@@ -149,7 +149,7 @@ PENDING = (
     *("Priority", "Prolog", "QOSNotAllowed", "QOSUsageThreshold", "ReqNodeNotAvail", "Reservation"),
     *("ReservationDeleted", "ReservationInvalid", "Resources", "SchedDefer"),
 )
-"""Every reason of Slurm 22.05 to 26.05 for a job that waits, but for the limits."""
+"""Every reason of Slurm 22.05 to 26.05 for a pending job, except for the limits."""
 
 
 @pytest.mark.parametrize("reason", PENDING)

@@ -1,4 +1,4 @@
-"""A script is submitted once: fake commands that lose answers, refuse and answer again."""
+"""Tests that a script is submitted once, with fake commands that lose answers, refuse and recover."""
 
 import time
 from datetime import datetime, timezone
@@ -17,11 +17,11 @@ LOST = (
 )
 AWAY = "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1"
 LISTING = r"printf '%s\037%s\037%s\037%s\036\n'"
-"""Prints a job as squeue does: array's id, time of submission, comment, script."""
+"""Prints a job as squeue does: the array's id, time of submission, comment and script."""
 
 
 class Clock:
-    """In the place of the module `time`: it advances only where somebody sleeps."""
+    """Replaces the module `time`. The time advances only during a sleep."""
 
     time = staticmethod(time.time)
 
@@ -212,7 +212,10 @@ def test_lost_again_and_again_ends(fake: FakeSlurm, script: Path, monkeypatch: p
 
 
 def test_a_site_that_rewrites_comments(fake: FakeSlurm, script: Path) -> None:
-    """Without the token the job is known by its script; an older job of the same script is not it."""
+    """A job without its token is recognized by its script.
+
+    An older job of the same script does not count.
+    """
     fake.add("sbatch", LOST)
     fake.add(
         "squeue",
@@ -225,7 +228,7 @@ def test_a_site_that_rewrites_comments(fake: FakeSlurm, script: Path) -> None:
 
 
 def test_a_site_that_rewrites_comments_and_prints_more(fake: FakeSlurm, script: Path) -> None:
-    """Of several jobs with one script, the one whose id was printed; an older one with such an id is not."""
+    """Only a new job with the printed id counts, among several jobs with one script."""
     now = "$(/bin/date +%s)"
     fake.add("sbatch", "echo 4821; echo 9; echo 7")
     fake.add("squeue", f"{LISTING} 4821 1700000000 x /x; {LISTING} 8 {now} x /x; {LISTING} 9 {now} x /x")
@@ -235,7 +238,7 @@ def test_a_site_that_rewrites_comments_and_prints_more(fake: FakeSlurm, script: 
 
 @pytest.mark.parametrize("printed", ["", "Welcome", "4821\n--> OK", "4821\n4822"])
 def test_an_accepted_job_that_is_not_listed(fake: FakeSlurm, script: Path, printed: str) -> None:
-    """It is neither believed nor submitted again."""
+    """The job is neither taken for accepted nor submitted again."""
     fake.add("sbatch", f"printf '{printed}'")
     fake.add("squeue", f"{LISTING} 4821 1700000000 x /x")
     with pytest.raises(SlurmUnreachable, match="Slurm lists no such job") as caught:
@@ -246,7 +249,7 @@ def test_an_accepted_job_that_is_not_listed(fake: FakeSlurm, script: Path, print
 
 
 def test_several_clusters(fake: FakeSlurm, script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The job's own commands get no SLURM_CLUSTERS; a lost answer is looked for on each of them."""
+    """The job's commands get no SLURM_CLUSTERS. After a lost answer, each cluster is searched for the job."""
     monkeypatch.setenv("SLURM_CLUSTERS", "north")
     fake.add(
         "sbatch",
@@ -298,7 +301,7 @@ def test_would_start(fake: FakeSlurm) -> None:
 def test_would_start_elsewhere() -> None:
     answer, _ = parse_start_estimate("sbatch: Job 3 to start at Unknown using 16 processors on n1")
     assert (answer.start_time, answer.nodes) == (None, ("n1",))
-    # As 26.05 prints it.
+    # Slurm 26.05 prints it in this form.
     text = "Job 6 to start at 1700000000 on cluster east a using 2 processors on nodes n[1-2] in partition a"
     answer, message = parse_start_estimate(f"sbatch: {text}")
     assert (answer.nodes, "on cluster east" in message) == (("n1", "n2"), True)

@@ -1,4 +1,4 @@
-"""A script is submitted once, whatever happens to Slurm's controller meanwhile."""
+"""Tests that a script is submitted once, whatever happens to Slurm's controller meanwhile."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ def test_submitting_costs_little_more_than_sbatch(cluster: Cluster, tmp_path: Pa
 
 @pytest.mark.parametrize("away_s", [3, 14])
 def test_a_controller_that_hangs_gets_the_job_once(cluster: Cluster, tmp_path: Path, away_s: float) -> None:
-    """sbatch gives up after 10 s; its request is carried out when the controller resumes."""
+    """sbatch gives up after 10 s, and the controller executes the request when it continues."""
     token = f"trainkit:hang{away_s}"
     os.kill(slurmctld_pid(cluster), signal.SIGSTOP)
     timer = threading.Timer(away_s, os.kill, (slurmctld_pid(cluster), signal.SIGCONT))
@@ -42,7 +42,7 @@ def test_a_controller_that_hangs_gets_the_job_once(cluster: Cluster, tmp_path: P
 
 
 def test_a_controller_that_dies_with_the_request_gets_it_again(cluster: Cluster, tmp_path: Path) -> None:
-    """The request is lost with the controller: nothing is in the queue afterwards, so it is sent again."""
+    """The request is lost with the controller and is not in the queue, so it is sent again."""
     token = "trainkit:dies"
     os.kill(slurmctld_pid(cluster), signal.SIGSTOP)
 

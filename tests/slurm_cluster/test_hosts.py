@@ -1,4 +1,4 @@
-"""Hosts are hosts: names, disks and processes of their own; jobs use the rest in `on_slurm`."""
+"""Tests that hosts are separate: names, disks and processes. `on_slurm` tests the rest with jobs."""
 
 import time
 from pathlib import Path
@@ -39,7 +39,7 @@ def test_names_are_known_on_the_machine_and_on_the_hosts(cluster: Cluster) -> No
         found = cluster.run(["getent", "ahostsv4", names[3]], host=host, check=True).stdout.split()[0]
         assert found == cluster.address(4)
     took_s = []
-    for _ in range(5):  # a name server that is asked and does not answer takes its time in every round
+    for _ in range(5):  # an unreachable name server takes a while in every round
         began = time.monotonic()
         shown = cluster.run(["getent", "hosts", names[-1]], host=1, check=True).stdout
         assert shown.split()[0] == cluster.address(MACHINE_INDEX)

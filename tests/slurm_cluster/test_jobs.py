@@ -1,4 +1,4 @@
-"""Hosts and daemons of a cluster that fail; the tests in `on_slurm` do the rest to jobs."""
+"""Tests failing hosts and daemons of a cluster. `on_slurm` tests the effect on jobs."""
 
 import time
 from pathlib import Path
@@ -14,7 +14,7 @@ sleep 1000
 
 
 def submit(cluster: Cluster, folder: Path, script: str, *options: str) -> str:
-    """The id of a batch job that writes to `folder`/log."""
+    """Submit a batch job that writes to `folder`/log, and return its id."""
     (folder / "job.sh").write_text(script)
     argv = ["sbatch", "--parsable", f"--output={folder}/log", *options, f"{folder}/job.sh"]
     return cluster.run(argv, timeout_s=150, check=True).stdout.strip()

@@ -1,4 +1,4 @@
-"""Clusters come up next to each other and leave nothing behind, however they end."""
+"""Tests that clusters run next to each other and leave nothing behind, however they end."""
 
 import os
 import re
@@ -29,7 +29,7 @@ ESCAPES = "trap '' TERM; setsid -f sleep 4321; sleep 1234"
 
 
 def traces(state: State) -> list[str]:
-    """What there still is of a cluster on this machine."""
+    """Return the traces of a cluster that remain on this machine."""
     found = [f"folder {state.folder}"] if state.path.exists() else []
     for what, text in {
         "link": network.ip("-o", "link"),
@@ -66,7 +66,7 @@ def test_a_second_one_without_accounting(cluster: Cluster, second: Cluster, tmp_
         argv = ["sbatch", "--parsable", "--output=/dev/null", "--account=any", "--wrap", ESCAPES]
         second.wait_for_job(second.run(argv, check=True).stdout.strip(), "RUNNING", timeout_s=120)
         assert attach(second.folder).node_states()[second.hosts[0]] == "mixed"
-        # What this looks for is there as long as the cluster is.
+        # This shows that `traces` finds a running cluster.
         assert len({trace.split()[0] for trace in traces(second.state)}) >= 5
     finally:
         began = time.monotonic()
@@ -131,7 +131,7 @@ def test_after_a_restart_of_the_machine_no_process_is_taken_for_its_own(clusters
 
 @needs_tmux
 def test_a_shell_of_its_own(clusters_possible: None, tmp_path: Path) -> None:
-    """`make cluster`, at a terminal: the prompt, the commands, and nothing left."""
+    """`make cluster` in a terminal shows a prompt, runs the commands, and leaves nothing behind."""
     environ = {**os.environ, "SHELL": "/bin/bash", "TMUX_TMPDIR": str(tmp_path)}
     with Tmux(tmp_path, 150, 50, ROOT, environ) as window:
         shell = [sys.executable, "-m", "tools.slurm_cluster", "shell", "--no-accounting"]
@@ -140,7 +140,8 @@ def test_a_shell_of_its_own(clusters_possible: None, tmp_path: Path) -> None:
         assert "Leave with `exit` or Ctrl-D" in window.screen
         assert re.search(rf"4 +idle {name}-node\[1-4\]", window.ask("sinfo --noheader --partition=high"))
         assert window.ask("which trainkit").endswith("bin/trainkit")
-        # Ctrl-C is for the command, not for the cluster. Before it has begun, it would be lost.
+        # Ctrl-C goes to the command, not to the cluster. Before the command has started, Ctrl-C would be
+        # lost.
         window.enter("sh -c 'echo be''gun; exec sleep 100'")
         window.wait_for("^begun$")
         window.keys("C-c")

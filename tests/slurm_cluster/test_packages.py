@@ -1,4 +1,4 @@
-"""What is installed, what is said when nothing can be, and what is skipped then."""
+"""Tests the installation of packages: which ones, the message if that is impossible, and skipped tests."""
 
 import os
 import subprocess
@@ -31,7 +31,7 @@ NOBODY = "import os, sys; os.geteuid = lambda: 1000; import pytest; sys.exit(pyt
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine of root with every program but those of two packages, and an apt-get that has them."""
+    """Return a machine of root without the programs of two packages, and with an apt-get that has them."""
     folder = tmp_path / "bin"
     folder.mkdir()
     programs = {name for names in packages.PROGRAMS.values() for name in names}
@@ -45,7 +45,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setenv("PATH", f"{folder}:{tmp_path}/shell")
     monkeypatch.setenv("FAKE", str(folder))
-    # The fake apt-get itself needs a shell and these.
+    # The fake apt-get itself needs a shell and these programs.
     (tmp_path / "shell").mkdir()
     for name in ("sh", "touch", "chmod"):
         (tmp_path / "shell" / name).symlink_to(f"/bin/{name}")
@@ -61,7 +61,7 @@ def test_only_what_is_missing_is_installed_and_nothing_is_started(
         "noninteractive --yes --quiet --no-install-recommends -o=Dpkg::Use-Pty=0 -o=DPkg::Lock::Timeout=60"
     )
     install = f"{options} install iproute2 util-linux"
-    # The lists are fetched only when it does not work without.
+    # The package lists are fetched only if the installation fails without them.
     assert (machine / "log").read_text().splitlines() == [install, f"{options} update", install]
     assert packages.missing() == []
     assert capfd.readouterr().err.startswith(

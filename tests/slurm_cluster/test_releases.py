@@ -1,4 +1,4 @@
-"""Another version of Slurm is unpacked once, and what prevents it is said."""
+"""Tests that another version of Slurm is unpacked once, and that a failure is explained."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ esac
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine with Slurm 23.02, an empty cache, and an apt-get that finds no release."""
+    """Return a machine with Slurm 23.02, an empty cache, and an apt-get that finds no release."""
     folder = tmp_path / "bin"
     folder.mkdir()
     (folder / "apt-get").write_text(APT_GET)

@@ -1,4 +1,4 @@
-"""Folders of benches whose runs are made up: curves, ends and profiles as a trainer leaves them."""
+"""Provides folders of benches with made-up runs, with curves, ends and profiles like a trainer's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TWO = (Layout(1, 2), Layout(1, 1, tp=2))
 
 
 def made_up_bench(folder: Path, layouts: tuple[Layout, ...] = TWO, repeats: int = 1) -> Bench:
-    """A bench of layouts on this machine that was cancelled before anything started."""
+    """Create a local bench of layouts that was cancelled before anything started."""
     folder.mkdir(exist_ok=True)
     runs, trials = [], []
     for index, (repeat, layout) in enumerate(product(range(1, repeats + 1), layouts)):
@@ -43,13 +43,14 @@ def made_up_bench(folder: Path, layouts: tuple[Layout, ...] = TWO, repeats: int 
 
 
 def train_made_up(run: RunDir, num_steps: int = 10, step_s: float = 0.5, **end: Any) -> None:
-    """The files of a run whose steps take so long, one that waits for data, and of its end."""
+    """Write the files of a run with steps of this duration, one wait for data, and an end."""
     attempt = run.attempt(1)
     (run.path / "checkpoints" / "step-00000010").mkdir(parents=True)
     attempt.create()
     run.config_file.write_text("name: small\n")
     for step in range(1, num_steps + 1):
-        seconds = step_s * (100 if step == 1 else 7 if step > 7 else 1)  # allocating up, and profiled
+        # step 1 allocates memory, and steps after 7 are profiled
+        seconds = step_s * (100 if step == 1 else 7 if step > 7 else 1)
         record = {
             "step": step,
             "time": stamp(step),
@@ -73,9 +74,9 @@ def train_made_up(run: RunDir, num_steps: int = 10, step_s: float = 0.5, **end: 
 
 
 def profile_made_up(run: RunDir, rank: int, *waits: tuple[float, float]) -> None:
-    """A profile of a rank that computes 20 s from the end of step 7 on, and in between waits for gloo.
+    """Write the profile of a rank that computes for 20 s after step 7, with waits for gloo in between.
 
-    `waits` are the seconds since then at which it begins and ends to wait.
+    `waits` are the begin and the end of each wait, in seconds after step 7.
     """
     base = int((BEGAN + timedelta(seconds=7)).timestamp() * 1e9)
     cuts = [0.0, *(moment for wait in waits for moment in wait), 20.0]

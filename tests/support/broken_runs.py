@@ -1,4 +1,4 @@
-"""Runs that fail for real on this machine, each for a reason of its own, and their folders as one file each.
+"""Makes runs that really fail on this machine, each for a different reason, and records each as one file.
 
 `python -m tests.support.broken_runs NAME…` makes runs (all of them without NAME) and records them in
 tests/capabilities/diagnose/broken_runs, with the names of this machine and its folders replaced.
@@ -30,11 +30,11 @@ from trainkit.run.rundir import RunDir
 
 FOLDER = Path(__file__).parents[1] / "capabilities" / "diagnose" / "broken_runs"
 LIKE = {"config.yaml": FOLDER / "like" / "config.yaml", "plan.json": FOLDER / "like" / "plan.json"}
-"""Name of a file -> a whole file of that name, of which the recorded ones are changes."""
+"""Maps a file name to a whole file, relative to which the recorded files are stored as changes."""
 HOST = "node01"
 TIMEOUT_S = 180
 MAX_LINES = 60
-"""How many lines of a recorded log are kept: its last ones."""
+"""The number of lines of a recorded log that are kept, counted from its end."""
 
 PREAMBLE = """\
 import datetime, errno, os, signal, socket, sys, time
@@ -47,21 +47,21 @@ TRAINER += ("train.log_every=1", "train.eval_every=null", "device=cpu", "logging
 
 @dataclass(frozen=True)
 class Broken:
-    """A run of two ranks that fails: its script or settings, and what a diagnosis has to say."""
+    """A run of two ranks that fails: its script or settings, and the expected diagnosis."""
 
     expect: dict[str, Any]
     script: str = ""
-    """The Python code of every rank; empty for the built-in trainer."""
+    """The Python code of every rank. The built-in trainer runs if the code is empty."""
     options: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
     about: str = ""
-    """How it is broken, where the code does not show it."""
+    """Describes how the run is broken, if the code does not show it."""
     package: str | None = None
     """A package that the script needs and that the tests do not install."""
 
 
 def scripts(table: str) -> Iterator[tuple[list[Any], str, str]]:
-    """The words of the head of each script of a table, its comment, and its code, indented below."""
+    """Yield the head, the comment and the code of each script in a table. The code is indented."""
     for head, text in re.findall(r"^(\S.*)\n((?: .*\n)*)", table, re.MULTILINE):
         about, code = re.findall(r"\A(?:# (.*)\n)?((?:.*\n)*)", dedent(text))[0]
         yield [None if word == "-" else word for word in shlex.split(head)], about, code
@@ -184,7 +184,7 @@ supervisor-killed - - unknown
     if rank == 1: os.kill(supervisor, signal.SIGKILL)
     signal.pause()
 """
-"""Name, signature, rank and confidence of each, with options, and the arguments of the script after --."""
+"""Each row has name, signature, rank, confidence and options, and after -- the script's arguments."""
 
 
 def _broken() -> Iterator[tuple[str, Broken]]:
@@ -202,7 +202,7 @@ BROKEN = dict(_broken())
 
 
 def make(name: str, folder: Path) -> Path:
-    """Make one run below a folder, to its end; returns its run folder."""
+    """Make one run below a folder, wait for its end, and return its run folder."""
     broken = BROKEN[name]
     run, home = folder / "run", folder / "home"
     argv = [sys.executable, "-m", "trainkit", "submit", "--backend", "local", "--follow"]
@@ -251,7 +251,7 @@ def record(name: str) -> None:
 
 
 def recorded_files(run: Path, neutral: Callable[[str], str]) -> dict[str, str]:
-    """The files of a run that a diagnosis reads, by their path; of a log, its last lines."""
+    """Return the files of a run that a diagnosis reads by their path, with only the last lines of logs."""
     files = {}
     for pattern in KEPT:
         for path in sorted(run.glob(pattern)):
@@ -265,7 +265,7 @@ def recorded_files(run: Path, neutral: Callable[[str], str]) -> dict[str, str]:
 
 
 def neutral(text: str, folder: str) -> str:
-    """A text without the names and folders of this machine."""
+    """Return a text without the names and folders of this machine."""
     for found, name in (
         (folder, "/home/user/project"),
         (str(Path(__file__).parents[2]), "/home/user/trainkit"),
@@ -289,7 +289,7 @@ _Dumper.add_representer(
 
 
 def write(name: str, content: dict[str, Any]) -> None:
-    """Write a record: JSON in few lines, a config and a plan as changes of the files `LIKE`."""
+    """Write a record, with JSON in few lines, and a config and a plan as changes of the files in `LIKE`."""
     files = {path: _recorded(path, text) for path, text in content["files"].items()}
     (FOLDER / f"{name}.yaml").write_text(
         yaml.dump(
@@ -300,7 +300,7 @@ def write(name: str, content: dict[str, Any]) -> None:
 
 def _recorded(path: str, text: str) -> str | dict[str, str]:
     like = LIKE.get(Path(path).name)
-    if path.endswith("plan.json"):  # no diagnosis reads why a plan is as it is
+    if path.endswith("plan.json"):  # no diagnosis reads the reasons of a plan
         text = _indented({key: value for key, value in json.loads(text).items() if key != "reasons"})
     if like is not None:
         return changes_of(like.read_text(), text)
@@ -327,7 +327,7 @@ def unpack(content: dict[str, Any], run: Path) -> None:
 
 
 def is_real(content: Mapping[str, Any]) -> bool:
-    """Whether a run failed for real, or its error was printed by a real tool."""
+    """Return whether a run really failed, or a real tool printed its error."""
     return content["about"].startswith("Recorded") or str(content.get("source")).startswith("https://")
 
 

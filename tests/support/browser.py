@@ -1,6 +1,6 @@
-"""A headless Chromium that reports what a page does: console messages, requests, sizes and pixels.
+"""Runs a headless Chromium that reports console messages, requests, sizes and pixels of a page.
 
-It is driven through the DevTools protocol over two pipes, so that nothing listens on a port.
+It is driven through the DevTools protocol over two pipes, so no port is open.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import pytest
 
 TIMEOUT_S = 120.0
 Pixels = npt.NDArray[np.float64]
-"""Height x width x red, green, blue from 0 to 1."""
+"""An array [height, width, 3] with red, green and blue from 0 to 1."""
 
 
 def find_chromium() -> str:
-    """The browser; without it the test is skipped, except in CI, where it fails."""
+    """Return the path of the browser. Without a browser, skip the test, or fail it in CI."""
     found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if found is None:
         missing = "needs chromium: apt-get install chromium"
@@ -40,12 +40,12 @@ def find_chromium() -> str:
 
 @dataclass
 class LoadedPage:
-    """What a page did while it was loaded and looked at."""
+    """Records what a page did while it was loaded and used."""
 
     messages: list[str] = field(default_factory=list)
-    """Console messages, errors, and violations of its content security policy."""
+    """Console messages, errors, and violations of the content security policy."""
     requests: list[str] = field(default_factory=list)
-    """The addresses of all requests, the page itself first."""
+    """The addresses of all requests, beginning with the page itself."""
 
 
 class Browser:
@@ -74,13 +74,13 @@ class Browser:
         return self.page
 
     def evaluate(self, script: str) -> Any:
-        """The value of an expression in the page."""
+        """Return the value of an expression in the page."""
         result = self._call("Runtime.evaluate", expression=script, returnByValue=True)
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
     def screenshot(self) -> bytes:
-        """The whole page as PNG."""
+        """Return the whole page as a PNG."""
         data = self._call("Page.captureScreenshot", format="png", captureBeyondViewport=True)["data"]
         return base64.b64decode(data)
 
@@ -91,7 +91,7 @@ class Browser:
         return image[..., :3]
 
     def boxes(self, selector: str) -> list[tuple[int, int, int, int]]:
-        """Left, top, right and bottom of all elements that a CSS selector finds, in pixels of `pixels`."""
+        """Return left, top, right and bottom of all elements of a CSS selector, in pixels of `pixels`."""
         rows = self.evaluate(
             f"[...document.querySelectorAll({json.dumps(selector)})].map(e => {{"
             "const b = e.getBoundingClientRect();"
@@ -100,7 +100,7 @@ class Browser:
         return [(left, top, right, bottom) for left, top, right, bottom in rows]
 
     def mouse(self, kind: str, x: float, y: float, clicks: int = 1) -> None:
-        """Move, press or release the left button at a place of the window."""
+        """Move the mouse to a place of the window, or press or release its left button there."""
         held = int(kind != "mouseReleased")
         self._call(
             "Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=held, clickCount=clicks
@@ -119,7 +119,7 @@ class Browser:
         self._call("Input.dispatchKeyEvent", type="keyUp", key=key, code=key)
 
     def download(self, start: Callable[[], object], folder: Path) -> Path:
-        """The file that a page saves after a click."""
+        """Click, and return the file that the page then saves."""
         self._call(
             "Browser.setDownloadBehavior", behavior="allow", downloadPath=str(folder), eventsEnabled=True
         )
@@ -132,7 +132,7 @@ class Browser:
         return file
 
     def pdf(self) -> bytes:
-        """The printed page."""
+        """Return the printed page as a PDF."""
         return base64.b64decode(self._call("Page.printToPDF")["data"])
 
     def emulate_print(self) -> None:
@@ -183,11 +183,11 @@ class Browser:
 
 @contextmanager
 def browser(profile: Path) -> Iterator[Browser]:
-    """Start a browser with an empty profile, and end it."""
+    """Start a browser with an empty profile, and end it after the block."""
     chromium = find_chromium()
     ours_in, theirs_out = os.pipe()
     theirs_in, ours_out = os.pipe()
-    # The browser reads commands from descriptor 3 and answers on 4.
+    # The browser reads commands from descriptor 3 and answers on descriptor 4.
     command = f'exec "$0" "$@" 3<&{theirs_in} 4>&{theirs_out}'
     options = [
         *("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"),
@@ -205,7 +205,7 @@ def browser(profile: Path) -> Iterator[Browser]:
     try:
         yield Browser(ours_out, ours_in)
     finally:
-        os.close(ours_out)  # the browser ends when its pipe is closed
+        os.close(ours_out)  # the browser ends when this pipe is closed
         try:
             process.wait(TIMEOUT_S)
         except subprocess.TimeoutExpired:

@@ -1,7 +1,7 @@
-"""Finds the statements of trainkit that run only on a GPU, or differently there: from the syntax trees.
+"""Finds the statements of trainkit that run only on a GPU, or differently there, in its syntax trees.
 
-What a condition gives on a CPU is followed through names, keyword arguments and results of functions; what
-is then never reached on a CPU stands under a CUDA condition.
+The value of a condition on a CPU is followed through names, keyword arguments and results of functions. A
+statement that a CPU never reaches is under a CUDA condition.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ LEAVING = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 
 @dataclass(frozen=True, order=True)
 class Statement:
-    """A statement of a file; of one with a body only its head."""
+    """A statement of a file. If the statement has a body, only its head counts."""
 
     file: str
     function: str
     line: int
     last: int
     text: str
-    """Its first line."""
+    """The first line of the statement."""
 
 
 class _OnCpu:
-    """What expressions that depend on the device are on a CPU."""
+    """Evaluates expressions that depend on the device, as they are on a CPU."""
 
     def __init__(self, *, has_torch: bool) -> None:
         self.has_torch = has_torch
         self.values: dict[str, bool] = {}
-        """Of attributes, keyword arguments and functions; of names with the file that they are in."""
+        """Maps attributes, keyword arguments, functions, and (file, name) pairs to values on a CPU."""
         self.unset: set[str] = set()
         """Attributes that are None on a CPU."""
         self.devices: dict[str, bool] = {}
-        """Of names of some devices, such as ``COMPILED_DEVICES``: whether the CPU is one."""
+        """Maps the name of a set of devices, such as ``COMPILED_DEVICES``, to whether it contains the CPU."""
         self.file = ""
 
     def value(self, node: ast.expr | None) -> bool | None:
-        """Whether an expression holds; None if that does not depend on the device alone."""
+        """Return the value of an expression, or None if the value depends on more than the device."""
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             found = self.value(node.operand)
             return None if found is None else not found
@@ -69,7 +69,7 @@ class _OnCpu:
         return None
 
     def _has_cpu(self, node: ast.expr) -> bool | None:
-        """Whether the CPU is one of these devices; None unless either it or a GPU is."""
+        """Return whether the CPU is one of these devices, or None if they contain neither CPU nor GPU."""
         if isinstance(node, ast.Name):
             return self.devices.get(node.id)
         items = node.elts if isinstance(node, ast.Tuple | ast.Set | ast.List) else []
@@ -104,7 +104,7 @@ class _OnCpu:
         self.unset |= {name for name, ways in set_to.items() if ways == {(True, True), (False, False)}} - {""}
 
     def reached_in(self, tree: ast.Module) -> set[ast.stmt]:
-        """All statements that a CPU may reach, if each function is called."""
+        """Return all statements that a CPU may reach if each function is called."""
         bodies = [node.body for node in ast.walk(tree) if isinstance(node, ast.Module | ast.FunctionDef)]
         return {statement for body in bodies for statement in self.reached(body)}
 
@@ -114,7 +114,7 @@ class _OnCpu:
             self.values[name] = found
 
     def _learn_function(self, function: ast.FunctionDef) -> None:
-        """A function has a value that depends on the device if all returns that a CPU reaches have it."""
+        """Give a function a value if all returns that a CPU reaches have the same one."""
         reached = [item for item in self.reached(function.body) if isinstance(item, ast.Return)]
         values = {
             bool(item.value.value) if isinstance(item.value, ast.Constant) else self.value(item.value)
@@ -127,7 +127,7 @@ class _OnCpu:
             self.values[function.name] = found
 
     def reached(self, body: list[ast.stmt]) -> Iterator[ast.stmt]:
-        """The statements that a CPU may reach, with those inside of them."""
+        """Return the statements that a CPU may reach, with the statements inside them."""
         for statement in body:
             yield statement
             test = self.value(statement.test) if isinstance(statement, ast.If) else None
@@ -142,7 +142,7 @@ class _OnCpu:
                 return
 
     def mentions(self, statement: ast.stmt) -> bool:
-        """Whether the head of a statement asks for the device, or is about CUDA."""
+        """Return whether the head of a statement tests the device or refers to CUDA."""
         parts = [statement.value] if isinstance(statement, ast.AnnAssign) else ast.iter_child_nodes(statement)
         return any(
             isinstance(node, ast.expr)
@@ -154,11 +154,11 @@ class _OnCpu:
 
 
 def cuda_statements(folder: Path = PRODUCT) -> list[Statement]:
-    """The statements under a CUDA condition in all files of a folder, by default trainkit."""
+    """Return the statements under a CUDA condition in all files of a folder, by default trainkit."""
     texts = {path: path.read_text("utf-8") for path in sorted(folder.rglob("*.py"))}
     of_ranks = [path for path, text in texts.items() if re.search(r"^\s*import torch\b", text, re.MULTILINE)]
-    # What the others call a GPU is often one of a plan: none of their names says anything elsewhere. Without
-    # the name of a device in quotes, they have no condition to begin with.
+    # Other files often mean the GPU of a plan, so names that they define are not followed elsewhere. Without
+    # the name of a device in quotes, a file has no condition to begin with.
     alone = [path for path, text in texts.items() if re.search("""["'](cuda|cpu)["']""", text)]
     groups = [(of_ranks, True), *(([path], False) for path in alone if path not in of_ranks)]
     trees = {path: ast.parse(texts[path]) for group, _ in groups for path in group}
@@ -170,7 +170,7 @@ def cuda_statements(folder: Path = PRODUCT) -> list[Statement]:
 
 
 def not_run(ran: set[tuple[str, int]], folder: Path = PRODUCT) -> list[Statement]:
-    """The statements under a CUDA condition of which none of these lines, (file, number), is a part."""
+    """Return the statements under a CUDA condition that contain none of these lines, (file, number)."""
     return [
         item
         for item in cuda_statements(folder)

@@ -1,4 +1,4 @@
-"""Disks that are full: a small file system where one can be mounted, a limit on file sizes elsewhere."""
+"""Provides full disks: a small file system if one can be mounted, or else a limit on file sizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 @contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[Path]:
-    """A file system of its own at `folder`, for example of ``4m``; skips the test for all but root."""
+    """Mount a separate file system at `folder`, for example of ``4m``. Skip the test unless root runs it."""
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
     if subprocess.run(command, check=False, capture_output=True).returncode:
@@ -25,7 +25,7 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
 
 
 def fill(disk: Path, leave_bytes: int = 0) -> Path:
-    """Fill a disk up to a few bytes; returns the file to delete for it to have space again."""
+    """Fill a disk up to a few bytes, and return the file whose deletion frees the space."""
     filler = disk / "filler"
     with filler.open("wb", buffering=0) as stream:
         try:
@@ -38,5 +38,5 @@ def fill(disk: Path, leave_bytes: int = 0) -> Path:
 
 
 def limit_file_size(num_bytes: int) -> None:
-    """From now on, writing a file beyond this size fails in this process, as on a full disk."""
+    """Make writes beyond this file size fail in this process, as on a full disk."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))

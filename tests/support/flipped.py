@@ -1,4 +1,4 @@
-"""A rank of a run with a bit that flips in the gradient of one activation, in one step."""
+"""Runs a rank where one bit of one activation's gradient flips in one step."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from trainkit.run.rundir import AttemptDir
 def run_flipped(
     rank: int, attempt: AttemptDir, environs: Sequence[dict[str, str]], victim: int, step: int, bit: int = 28
 ) -> None:
-    """What a worker does, except that the backward pass of rank `victim` errs at `step`, in a bit of a float.
+    """Run a worker whose backward pass flips a bit of a float at `step`, on the rank `victim`.
 
-    Bit 28, of the exponent, makes most gradients smaller; bit 30 makes them very large.
+    Bit 28 of the exponent makes most gradients smaller. Bit 30 makes them very large.
     """
     import torch
 
@@ -41,4 +41,4 @@ def run_flipped(
     if rank == victim:
         loop.build = build_flipped
     _as_worker(str(attempt.run.path), str(attempt.rank_log(rank)), dict(environs[rank]))
-    os._exit(1)  # a worker ends by itself
+    os._exit(1)  # a worker exits by itself

@@ -1,4 +1,4 @@
-"""What is in a folder, and git in one."""
+"""Provides helpers for the content of a folder, and for git in a folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def git(folder: Path, *args: str) -> None:
 
 
 def write(root: Path, *names: str) -> None:
-    """Files that contain their names."""
+    """Write files that contain their names."""
     for name in names:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(name)
@@ -23,7 +23,7 @@ def names(folder: Path) -> list[str]:
 
 
 def content(folder: Path) -> dict[str, str]:
-    """Every file and link below a folder, and what is in it; not the files of Git."""
+    """Return every file and link below a folder with its content, without Git's files."""
     return {
         str(path.relative_to(folder)): str(path.readlink()) if path.is_symlink() else path.read_text()
         for path in folder.rglob("*")

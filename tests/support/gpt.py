@@ -1,4 +1,4 @@
-"""An architecture of one's own: GPT-2 in one file (learned positions, LayerNorm with biases, GELU)."""
+"""Defines a user's architecture: GPT-2 in one file (learned positions, LayerNorm with biases, GELU)."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Layer(nn.Module):
 
 
 class Gpt(Model):
-    """GPT-2."""
+    """The GPT-2 model."""
 
     positions: Tensor
     TENSOR_PLAN: ClassVar[dict[str, Role]] = {
@@ -83,7 +83,7 @@ class Gpt(Model):
 
     @staticmethod
     def num_params(shape: ModelShape) -> int:
-        return 0  # only printed
+        return 0  # this number is only printed
 
     @staticmethod
     def flops_per_token(shape: ModelShape, seq_len: int) -> float:

@@ -1,4 +1,4 @@
-"""Groups of runs as `trainkit submit --sweep` leaves them, without a cluster."""
+"""Provides groups of runs as `trainkit submit --sweep` creates them, without a cluster."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LOGIN_NODE = Machine(4, 0, (), "a login node")
 def planned(
     folder: Path, trials: dict[int, dict[str, Any]], command: tuple[str, ...] | None = None
 ) -> list[PlannedTrial]:
-    """Trials of a config in a folder; ConfigError and UsageError as `trainkit submit` gives them."""
+    """Plan the trials of a config in a folder. Raise ConfigError and UsageError as `trainkit submit` does."""
     config_file = folder / "small.yaml"
     config_file.write_text(CONFIG)
 
@@ -55,7 +55,7 @@ def make_group(
     command: tuple[str, ...] | None = None,
     **record: Any,
 ) -> RunGroup:
-    """A group at ``folder/group`` whose array is said to be a job, and what is changed in its sweep.json."""
+    """Create a group at ``folder/group`` with the given job as its array, and with changes of sweep.json."""
     submission = Submission(planned(folder, trials, command), ArraySpec(tuple(trials), None))
     group = RunGroup(create_submission(submission, ["trainkit", "submit"], folder / "group").run.path)
     group.update(job_id=job_id, submitted_at=SUBMITTED_AT, **record)

@@ -1,4 +1,4 @@
-"""Small models of transformers on disk, with the tokenizer of tests."""
+"""Provides small models of transformers on disk, with the tests' tokenizer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LLAMA3_ROPE = {
 
 
 def need(*modules: str) -> None:
-    """Skip the test if a library is missing; CI requires it."""
+    """Skip the test if a library is missing. CI requires all libraries."""
     for module in modules:
         if not os.environ.get("CI"):
             pytest.importorskip(module)
@@ -42,7 +42,7 @@ def need(*modules: str) -> None:
 
 
 def save_model(folder: Path, kind: str = "llama", **changes: Any) -> Path:
-    """Write a model with random weights; its biases and norms are random too."""
+    """Write a model with random weights, biases and norms."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     preload("tests.support.preloaded_hf")
@@ -58,7 +58,7 @@ def save_model(folder: Path, kind: str = "llama", **changes: Any) -> Path:
 
 
 def export_run(run: Path, out: Path, merge: bool = False) -> None:
-    """What `trainkit ckpt export` does, without a process that imports all libraries again."""
+    """Export a run as `trainkit ckpt export` does, without a process that imports all libraries again."""
     from trainkit.capabilities.export.worker import ExportRequest, export
 
     folder = RunDir(run)
@@ -69,7 +69,7 @@ def export_run(run: Path, out: Path, merge: bool = False) -> None:
 
 
 def logits_of(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
-    """The logits of a model as transformers computes them, float32 [B, T, vocab]."""
+    """Return the logits of a model as transformers computes them, float32 [B, T, vocab]."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

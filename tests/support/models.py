@@ -1,4 +1,4 @@
-"""Small models and a world of one process for tests of single parts."""
+"""Provides small models and a world of one process for tests of single components."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def nano_shape(vocab_size: int = 257, **config: Any) -> ModelShape:
 
 
 def nano(seed: int = 0, **config: Any) -> Decoder:
-    """A model of a few thousand parameters with its first values."""
+    """Return a model of a few thousand parameters with its initial values."""
     model = Decoder(nano_shape(**config), SEQ_LEN)
     init_parameters(model, seed)
     return model

@@ -1,7 +1,8 @@
-"""Another user of the machine: ``python neighbour.py FOLDER…`` prints as JSON what a run lets it do.
+"""Acts as another user: ``python neighbour.py FOLDER…`` prints as JSON what a run lets it do.
 
-It tries every file and folder below some folders, every process that works in them, and every port at which
-one of these listens. Standard library only: it has to run without the rights to the tests.
+It tries every file and folder below some folders, every process that works in them, and every port on which
+one of these processes listens. It imports only the standard library, because it must run without access to
+the tests.
 """
 
 import json
@@ -14,7 +15,7 @@ from pathlib import Path
 
 
 class Planted:
-    """What runs a command where it is unpickled."""
+    """Runs a command when it is unpickled."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -24,7 +25,7 @@ class Planted:
 
 
 def files(folder):
-    """What can be read or changed below a folder."""
+    """Return the files below a folder that can be read or changed."""
     found = []
     for path in [folder, *sorted(folder.rglob("*"))]:
         try:
@@ -43,7 +44,7 @@ def files(folder):
 
 
 def processes(folders):
-    """The pids and arguments of the ranks and of what started them: they name a folder."""
+    """Return the pids and arguments of the ranks and their parents, whose arguments name a folder."""
     names, found = [os.fsencode(folder) for folder in folders], {}
     for line in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -56,7 +57,7 @@ def processes(folders):
 
 
 def tries(pid):
-    """What can be done to a process."""
+    """Return the accesses to a process that succeed."""
     found = []
     for name in ("environ", "mem", "fd", "cwd"):
         try:
@@ -74,7 +75,7 @@ def tries(pid):
 
 
 def listening(uid):
-    """The ports at which processes of another user listen."""
+    """Return the ports on which processes of another user listen."""
     lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return {int(line[1].partition(":")[2], 16) for line in lines if line[3] == "0A" and int(line[7]) == uid}
 

@@ -1,11 +1,11 @@
-"""Mounts a folder as NFS clients see it: names and listings are cached, a file is current when it is opened.
+"""Mounts a folder as NFS clients see it: names are cached, and a file is current when it is opened.
 
-Each mount point is one client. It serves names, missing ones too, attributes and listings from its cache for
-`CACHE_S`, unless it has changed the folder itself, and asks the server when a file is opened, created or
-locked. That is what NFS guarantees (close-to-open), with the times of its default mount options (acdirmin=30,
-acdirmax=60). The clients are FUSE file systems in processes of their own; only root can mount them.
+Each mount point is one client. It serves names (missing ones too), attributes and listings from its cache for
+`CACHE_S`, unless the client itself has changed the folder. It asks the server when a file is opened, created
+or locked. NFS guarantees this (close-to-open), with the times of its default mount options (acdirmin=30,
+acdirmax=60). The clients are FUSE file systems in separate processes, and only root can mount them.
 
-    python -m tests.support.nfs FOLDER DESCRIPTOR
+python -m tests.support.nfs FOLDER DESCRIPTOR
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import pytest
 
 CACHE_S = 45
 FAST_S = CACHE_S / 3
-"""What waits for a cache to expire takes longer."""
+"""Seconds that are too short for a wait until a cache expires."""
 ROOT = 1
 HEADER = struct.Struct("<IIQQIIIHH")
 REPLY = struct.Struct("<IiQ")
@@ -43,7 +43,10 @@ RETRY_LOCK_S = 0.05
 
 @contextmanager
 def nfs_clients(folder: Path, *mount_points: Path) -> Iterator[None]:
-    """Mount `folder` at each of the mount points, which need not exist, as a client of its own."""
+    """Mount `folder` at each of the mount points, each as a separate client.
+
+    The mount points need not exist.
+    """
     with contextlib.ExitStack() as stack:
         for mount_point in mount_points:
             stack.enter_context(_client(folder, mount_point))
@@ -61,7 +64,7 @@ def _client(folder: Path, mount_point: Path) -> Iterator[None]:
 
 @contextmanager
 def mounted_by(folder: Path, mounts: Callable[[int], None]) -> Iterator[None]:
-    """Serve `folder` over a descriptor that `mounts` mounts; skips the test where that is not possible."""
+    """Serve `folder` over a descriptor that `mounts` mounts. Skip the test if that is not possible."""
     try:
         descriptor = os.open("/dev/fuse", os.O_RDWR)
     except OSError:
@@ -69,7 +72,7 @@ def mounted_by(folder: Path, mounts: Callable[[int], None]) -> Iterator[None]:
     argv = [sys.executable, "-m", "tests.support.nfs", str(folder), str(descriptor)]
     try:
         mounts(descriptor)
-        # After the mount: before it, the descriptor cannot be read.
+        # The server starts after the mount, because the descriptor cannot be read earlier.
         server = subprocess.Popen(
             argv, pass_fds=[descriptor], cwd=Path(__file__).parents[2], stdin=subprocess.DEVNULL
         )
@@ -83,7 +86,7 @@ def mounted_by(folder: Path, mounts: Callable[[int], None]) -> Iterator[None]:
 
 
 def mount(descriptor: int, mount_point: Path) -> None:
-    """Mount what is served over a descriptor of /dev/fuse; skips the test for all but root."""
+    """Mount the server of a /dev/fuse descriptor. Skip the test unless root runs it."""
     mount_point.mkdir(parents=True, exist_ok=True)
     options = f"fd={descriptor},rootmode=40000,user_id=0,group_id=0,allow_other,default_permissions"
     libc = ctypes.CDLL(None, use_errno=True)
@@ -97,14 +100,14 @@ class Node:
 
     descriptor: int
     listing: list[tuple[str, int, int]] | None = None
-    """(name, inode number, type) of each entry; None if not cached."""
+    """The (name, inode number, type) of each entry, or None if the listing is not cached."""
     listed_s: float = 0.0
     locks: dict[int, int] = field(default_factory=dict)
-    """Lock owner -> descriptor that has the flock."""
+    """Maps a lock owner to the descriptor that has the flock."""
 
 
 class Server:
-    """Answers the requests of one client's kernel, one after the other."""
+    """Answers the requests of one client's kernel in sequence."""
 
     def __init__(self, folder: str, device: int) -> None:
         self.device = device
@@ -112,9 +115,9 @@ class Server:
         self.numbers = {self._identity(self.nodes[ROOT]): ROOT}
         self.next_number = ROOT + 1
         self.files: dict[int, int] = {}
-        """Handle -> descriptor; they are equal."""
+        """Maps a handle to its descriptor, which is the same number."""
         self.waiting: list[tuple[int, int, bytes]] = []
-        """Requests for locks that others hold: unique, node, argument."""
+        """Requests (unique, node, argument) for locks that other owners hold."""
 
     def run(self) -> None:
         """Serve until the file system is unmounted."""
@@ -132,7 +135,7 @@ class Server:
             except OSError as error:
                 if error.errno in (errno.EAGAIN, errno.EINTR, errno.ENOENT):
                     continue
-                return  # ENODEV: unmounted
+                return  # ENODEV means that it was unmounted
             self._serve(data)
 
     def _serve(self, data: bytes) -> None:
@@ -195,7 +198,7 @@ class Server:
         try:
             return self._entry(number, argument.rstrip(b"\0"))
         except FileNotFoundError:
-            # That it is missing is cached too.
+            # A missing name is cached too.
             return struct.pack("<4Q2I", 0, 0, CACHE_S, 0, 0, 0) + bytes(ATTRIBUTES.size)
 
     def getattr(self, number: int, argument: bytes, unique: int) -> bytes:
@@ -273,7 +276,7 @@ class Server:
 
     def _refresh_attributes(self, number: int) -> None:
         notice = struct.pack("<Qqq", number, -1, 0)
-        with contextlib.suppress(OSError):  # the kernel has no such inode any more
+        with contextlib.suppress(OSError):  # the kernel has forgotten the inode
             os.write(self.device, REPLY.pack(REPLY.size + len(notice), INVALIDATE_INODE, 0) + notice)
 
     def _opened(self, descriptor: int) -> bytes:
@@ -294,7 +297,7 @@ class Server:
 
     def write(self, number: int, argument: bytes, unique: int) -> bytes:
         handle, offset, size = struct.unpack_from("<QQI", argument)
-        # A descriptor with O_APPEND writes to the end, whatever the offset.
+        # A descriptor with O_APPEND writes to the end, whatever the offset is.
         written = os.pwrite(self.files[handle], argument[40 : 40 + size], offset)
         return struct.pack("<II", written, 0)
 
@@ -403,8 +406,11 @@ HANDLERS: dict[int, Callable[[Server, int, bytes, int], bytes | None]] = {
     35: Server.create,
     36: Server.interrupt,
 }
-"""Opcode of FUSE -> what answers it, None later. Others are answered with ENOSYS, and the kernel
-does without them. Nothing is forgotten, so that no file gets the number of another one."""
+"""Maps an opcode of FUSE to its handler, which returns the answer, or None to answer later.
+
+Other opcodes are answered with ENOSYS, and the kernel works without them. No node is forgotten, so no file
+gets the number of another one.
+"""
 
 
 def main(argv: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""A task with all that can be its own in a step: optimizers in turns, a schedule, an average and a state."""
+"""Provides a task that customizes all of a step: optimizers in turns, a schedule, an EMA and a state."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def network(inputs: int, outputs: int) -> nn.Module:
 
 
 class Adversaries(Task):
-    """A generator and a discriminator, with an average of the generator, and a state of its own."""
+    """A generator and a discriminator, with an average of the generator and a custom state."""
 
     def __init__(self, config: RunConfig, *, together: bool = False, every: int = 1) -> None:
         super().__init__(config)

@@ -1,4 +1,7 @@
-"""Trains one config on many layouts, all ranks of a size in one set of processes, and compares the curves."""
+"""Trains one config on many layouts and compares the curves.
+
+All cases with the same number of ranks run in one set of processes.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +31,17 @@ TIMEOUT_S = 480.0
 
 @dataclass(frozen=True)
 class Case:
-    """One layout."""
+    """A layout and its number of processes."""
 
     name: str
     num_procs: int
     parallel: dict[str, object]
-    """Values of the section `parallel`."""
+    """The values of the section `parallel`."""
     overrides: tuple[str, ...] = ()
 
     @property
     def options(self) -> list[str]:
-        """The config of this layout, of a batch that is accumulated."""
+        """Return the config of this layout, with gradient accumulation."""
         values = {"dp_replicate": 1, "dp_shard": 1, "tp": 1, "pp": 1, "cp": 1, **self.parallel}
         dp = int(str(values["dp_replicate"])) * int(str(values["dp_shard"]))
         size = GLOBAL_BATCH // (dp * ACCUMULATION)
@@ -55,7 +58,7 @@ def train(rank: int, attempt: AttemptDir, keep_labels: bool = False) -> None:
 
 
 def train_whole(rank: int, attempt: AttemptDir) -> None:
-    """Train as one rank on samples that are as long as they are."""
+    """Train as one rank on samples of their full length."""
     train(rank, attempt, keep_labels=True)
 
 
@@ -67,10 +70,10 @@ def run_cases(
     function: Callable[[int, AttemptDir], None] | None = None,
     keep_labels: bool = False,
 ) -> None:
-    """Call a function as each rank of each case, in a run folder of the case's name.
+    """Call a function as each rank of each case, in a run folder with the case's name.
 
-    `seed` is a run whose checkpoints they start from; `keep_labels` leaves all samples as long as they are.
-    Raises RuntimeError when one fails.
+    All cases start from a checkpoint of the run `seed`. `keep_labels` keeps all labels of the samples. Raises
+    RuntimeError if a case fails.
     """
     for num_procs in sorted({case.num_procs for case in cases}):
         attempts = []
@@ -87,20 +90,20 @@ def run_cases(
 
 
 def curve(run_dir: Path) -> list[tuple[int, float, float, float, int]]:
-    """Step, loss, gradient norm, validation loss (0 where there is none) and samples seen of each step."""
+    """Return step, loss, gradient norm, validation loss (0 if missing) and samples seen, for each step."""
     keys = ("step", "loss", "grad_norm", "val_loss", "samples_seen")
     return [tuple(record.get(key, 0.0) for key in keys) for record in read_metrics(RunDir(run_dir))]  # type: ignore[misc]
 
 
 def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
-    """What the task of the run counts, of each step."""
+    """Return the metrics of the run's task for each step."""
     names = ("tokens", "accuracy", "right", "val_loss", "val_accuracy", "val_right")
     records = read_metrics(RunDir(run_dir))
     return [{name: record[name] for name in names if name in record} for record in records]
 
 
 def saved_tensors(run_dir: Path) -> dict[str, Any]:
-    """The tensors of the newest checkpoint of a run."""
+    """Return the tensors of the newest checkpoint of a run."""
     import torch
     from torch.distributed.checkpoint import state_dict_loader
 
@@ -114,7 +117,10 @@ def saved_tensors(run_dir: Path) -> dict[str, Any]:
 
 
 def worst_difference(run_dir: Path, expected: Path) -> float:
-    """The largest relative difference of loss or gradient norm; raises AssertionError for other steps."""
+    """Return the largest relative difference of loss or gradient norm.
+
+    Raises AssertionError if the steps differ.
+    """
     pairs = list(zip(curve(run_dir), curve(expected), strict=True))
     assert [(mine[0], mine[4]) for mine, _ in pairs] == [(other[0], other[4]) for _, other in pairs]
     return max(abs(mine[i] - other[i]) / max(1.0, abs(other[i])) for mine, other in pairs for i in (1, 2, 3))
@@ -126,7 +132,7 @@ def _train_all(function: Callable[..., None], attempts: Sequence[str], num_procs
     while any(proc.is_alive() for proc in procs) and time.monotonic() < deadline_s:
         procs[0].join(0.2)
         if any(proc.exitcode not in (0, None) for proc in procs):
-            break  # the others would wait for it
+            break  # the other ranks would wait for it
     codes = wait_for_all(procs, 1.0)
     if codes != [0] * num_procs:
         raise RuntimeError(f"the ranks ended with {codes}")
@@ -157,14 +163,14 @@ def _in_group(
 
 
 def device_of(rank: int) -> Any:
-    """The device of a rank: a CPU, or with TEST_DEVICE=cuda the GPU of its number."""
+    """Return the device of a rank: a CPU, or with TEST_DEVICE=cuda the GPU of its number."""
     import torch
 
     return torch.device("cuda", rank) if os.environ.get("TEST_DEVICE") == "cuda" else torch.device("cpu")
 
 
 def make_trainer(rank: int, attempt: AttemptDir, keep_labels: bool = False, **precision: object) -> Any:
-    """The trainer of one rank, among ranks that have met; `precision` may be what only a GPU can do."""
+    """Return the trainer of one rank after the rendezvous. `precision` may require a GPU."""
     import torch
 
     from tests.support.ragged import RaggedBatches
@@ -193,7 +199,7 @@ def make_trainer(rank: int, attempt: AttemptDir, keep_labels: bool = False, **pr
 
 
 def close(trainer: Any) -> None:
-    """What a worker does at its end."""
+    """Close a trainer as a worker does at its end."""
     trainer.rank_records.flush()
     trainer.batches.close()
     trainer.saver.close()

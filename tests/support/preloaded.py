@@ -1,4 +1,4 @@
-"""What ranks in tests need, imported once; see `tests.support.ranks`."""
+"""Imports the modules for ranks in tests, once for all of them. See `tests.support.ranks`."""
 
 import torch.distributed.pipelining  # noqa: F401
 

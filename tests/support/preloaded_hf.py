@@ -1,4 +1,4 @@
-"""What ranks with a model of transformers need, imported once; see `tests.support.ranks`."""
+"""Imports the modules for ranks with a model of transformers, once for all. See `tests.support.ranks`."""
 
 import contextlib
 

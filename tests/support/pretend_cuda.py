@@ -1,11 +1,13 @@
-"""Pretends in one process that its CPU is several GPUs, so that every line under a CUDA condition runs.
+"""Makes one process's CPU look like several GPUs, so that every line under a CUDA condition runs.
 
-`install` changes torch for the rest of the process: call it in a process that a test has forked (`first` of
-`runs.fork_workers`), never in that of pytest. Tensors then say ``cuda:k`` over memory of the CPU, and what a
-GPU refuses is refused: operations that mix devices, NCCL for tensors of the host, gloo for those of a GPU,
-pinning what is on a GPU, reading it with numpy. What makes the host wait, copies and collectives are noted.
+`install` changes torch for the rest of the process, so call it in a process that a test has forked (`first`
+of `runs.fork_workers`), never in pytest's process. Tensors are then on ``cuda:k``, with memory of the CPU.
+Operations that a GPU refuses are refused: those that mix devices, NCCL for tensors of the host, gloo for
+tensors of a GPU, pinning a tensor on a GPU, and reading it with numpy. Waits of the host, copies and
+collectives are recorded.
 
-There are no kernels, streams or memory of a GPU: it shows what runs and in which order, not how fast.
+There are no kernels, streams or memory of a GPU, so a test shows the operations and their order,
+but not their speed.
 """
 
 from __future__ import annotations
@@ -34,15 +36,15 @@ from torch.utils import _device
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 RECORD_VARIABLE = "PRETEND_CUDA_RECORD"
-"""A folder in which a process writes its record when it ends."""
+"""A folder to which a process writes its record when it ends."""
 PRODUCT = Path(__file__).parents[2] / "trainkit"
 NUM_GPUS = 4
 GPU_NAME, CAPABILITY, GPU_BYTES = "NVIDIA H100 80GB HBM3", (9, 0), 80 * 2**30
 CPU = torch.device("cpu")
 PAGEABLE, PINNED = "pageable", "pinned"
-"""Places of tensors on the host; the place of one on a GPU is its device."""
+"""Places of tensors on the host. The place of a tensor on a GPU is its device."""
 PLAIN = (Tensor, nn.Parameter, nn.Buffer)
-"""The operations of other kinds of tensors consist of operations of these."""
+"""Operations on other kinds of tensors consist of operations on these kinds."""
 FACTORIES = (
     *("empty", "zeros", "ones", "full", "arange", "rand", "randn", "randint", "eye", "linspace"),
     *("scalar_tensor", "empty_strided", "from_numpy", "frombuffer"),
@@ -55,17 +57,17 @@ MIXES = {"copy_", "_foreach_copy_", "_to_copy", "to", "set_", "index", "index_pu
 _base: Any = torch._C.TensorBase
 _thread = threading.local()
 notes: list[tuple[str, str]] = []
-"""What happened, in order, and in which thread."""
+"""Recorded events in order, each with its thread."""
 used: set[int] = set()
-"""The GPUs on which something was."""
+"""The GPUs on which a tensor was placed."""
 
 
 def note(what: str) -> None:
     notes.append((what, threading.current_thread().name))
 
 
-# Where tensors are. Their storage says it, which all views share; None where nothing is known, as of tensors
-# that torch makes inside of an operation.
+# The place of a tensor is an attribute of its storage, which all views share. The place is None if it is
+# unknown, as for tensors that torch makes inside an operation.
 
 
 def place_of(tensor: Tensor) -> Any:
@@ -77,7 +79,7 @@ def is_ours(value: object) -> bool:
 
 
 def put(found: Any, place: Any) -> Any:
-    """Say where the tensors in a result are, unless that is known, or an operation works with them."""
+    """Set the place of the tensors in a result, unless it is known or an operation is running."""
     if getattr(_thread, "in_kernel", False):
         return found
     for tensor in tensors_in((found,)):
@@ -109,7 +111,7 @@ def device_of(tensor: Tensor) -> torch.device:
 
 
 def gpu_of(device: Any) -> torch.device | None:
-    """The GPU that an argument means; None for the host, and for no argument."""
+    """Return the GPU that an argument means, or None for the host and for no argument."""
     if device is None:
         return None
     found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
@@ -120,7 +122,7 @@ def gpu_of(device: Any) -> torch.device | None:
 
 @contextmanager
 def results_at(place: Any) -> Iterator[None]:
-    """Let the results of the operations inside be at a place."""
+    """Let the results of the operations in the block be at a place."""
     _thread.results_at = place
     try:
         yield
@@ -129,7 +131,7 @@ def results_at(place: Any) -> Iterator[None]:
 
 
 def note_copy(source: Any, target: Any, non_blocking: bool) -> None:
-    """Note a copy between host and GPU; one of pageable memory makes the host wait in any case."""
+    """Record a copy between host and GPU. With pageable memory, the host always waits."""
     if source and target and on_gpu(source) != on_gpu(target):
         names = ["gpu" if on_gpu(place) else place for place in (source, target)]
         waits = not non_blocking or PAGEABLE in names
@@ -137,7 +139,7 @@ def note_copy(source: Any, target: Any, non_blocking: bool) -> None:
 
 
 class PretendMode(TorchDispatchMode):
-    """Sees every operation of a thread, also those inside of autograd and of DTensor."""
+    """Handles every operation of a thread, also inside autograd and DTensor."""
 
     supports_higher_order_operators = True
 
@@ -146,7 +148,7 @@ class PretendMode(TorchDispatchMode):
         if any(issubclass(kind, fake_tensor.FakeTensor) for kind in types):
             return func(*args, **kwargs)
         if not all(kind in PLAIN for kind in types):
-            return NotImplemented  # it consists of other operations
+            return NotImplemented  # the operation consists of other operations
         if isinstance(func, HigherOrderOperator):  # attention that computes its mask
             return put(run_kernel(func, args, kwargs), self._shared_place([*tensors_in(args)]))
         name = func._schema.name.partition("::")[2]
@@ -175,7 +177,10 @@ class PretendMode(TorchDispatchMode):
 
 
 def run_kernel(func: Any, args: Any, kwargs: Any) -> Any:
-    """The result of an operation, inside of which everything is on the CPU: some are written in Python."""
+    """Return the result of an operation. Everything inside the operation is on the CPU.
+
+    Some operations are written in Python.
+    """
     _thread.in_kernel = True
     try:
         return KERNELS.get(func, func)(*args, **kwargs)
@@ -184,7 +189,10 @@ def run_kernel(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def refuse_mixed(func: Any, tensors: list[Tensor]) -> None:
-    """Raise RuntimeError for operands on several devices; scalars of the host may be mixed with any."""
+    """Raise RuntimeError for operands on several devices.
+
+    Scalars of the host may be mixed with any device.
+    """
     found = {place_of(item) for item in tensors if item.dim()}
     if {PAGEABLE, PINNED} & found:
         found = found - {PAGEABLE, PINNED} | {CPU}
@@ -195,10 +203,13 @@ def refuse_mixed(func: Any, tensors: list[Tensor]) -> None:
 
 
 def note_collective(name: str, args: Any, tensors: list[Tensor]) -> None:
-    """Note a collective with its backend; raises RuntimeError if its group has none for the tensors."""
+    """Record a collective with its backend.
+
+    Raise RuntimeError if its group has no backend for the tensors.
+    """
     group = next(filter(None, map(_group_of, args)), None)
     if group is None:
-        return  # it waits for one
+        return  # the collective waits for another one
     backend = backends.get(group.group_name, backends[""])
     is_gpu = {on_gpu(place_of(item)) for item in tensors}
     if name != "barrier" and not all(("nccl" if gpu else "gloo") in backend for gpu in is_gpu):
@@ -208,7 +219,7 @@ def note_collective(name: str, args: Any, tensors: list[Tensor]) -> None:
 
 
 def _group_of(value: Any) -> dist.ProcessGroup | None:
-    """The group that an argument of a collective is, in one of three forms."""
+    """Return the group in an argument of a collective, which has one of three forms."""
     if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
         value = dist.ProcessGroup.unbox(value)
     if isinstance(value, str) and value not in REDUCTIONS:
@@ -218,7 +229,7 @@ def _group_of(value: Any) -> dist.ProcessGroup | None:
 
 REDUCTIONS = {"sum", "avg", "max", "min", "product"}
 backends: dict[str, str] = {}
-"""The backend with which each group was made, by its name; that of the world is at ''."""
+"""Maps the name of each group to its backend. The world has the name ''."""
 
 
 def _init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -237,7 +248,7 @@ def _new_group(*args: Any, backend: Any = None, **kwargs: Any) -> Any:
 _originals: dict[str, Any] = {}
 
 
-# Methods and functions of torch that say where a tensor is, or move it.
+# These methods and functions of torch return the place of a tensor, or move it.
 
 
 def _to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -258,7 +269,7 @@ def _to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     own, gpu = device_of(self), gpu_of(device)
     if device is None or own == (gpu or CPU):
         return _base.to(self, copy=copies, **options)
-    # What is copied to the host without waiting arrives in pinned memory.
+    # A copy to the host that does not wait arrives in pinned memory.
     place = gpu or (PINNED if non_blocking else PAGEABLE)
     note_copy(place_of(self) or PAGEABLE, place, non_blocking)
     with results_at(place):
@@ -288,12 +299,12 @@ def _tolist(self: Tensor) -> Any:
 def _storage_copy(self: Any, source: Any, non_blocking: bool | None = None) -> Any:
     place = PINNED if self.data_ptr() in _registered else getattr(self, "place", None)
     note_copy(getattr(source, "place", None), place or PAGEABLE, bool(non_blocking))
-    with _disable_current_modes():  # which would see it as a copy of tensors
+    with _disable_current_modes():  # the mode would treat the call as a copy of tensors
         return _originals["storage_copy"](self, source, non_blocking)
 
 
 def _factory(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A function that makes a tensor: on the host, if no device is named."""
+    """Return a function that makes a tensor. Without a device, the tensor is on the host."""
 
     @wraps(make)
     def made(*args: Any, **kwargs: Any) -> Tensor:
@@ -305,7 +316,7 @@ def _factory(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _from_values(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A function that makes a tensor of values, which are copied from the host."""
+    """Return a function that makes a tensor from values, which are copied from the host."""
 
     @wraps(make)
     def made(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Tensor:
@@ -321,7 +332,7 @@ def _from_values(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _like(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A function that makes a tensor where another one is, if no device is named."""
+    """Return a function that makes a tensor next to another one if no device is named."""
 
     @wraps(make)
     def made(*args: Any, **kwargs: Any) -> Tensor:
@@ -333,11 +344,11 @@ def _like(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return made
 
 
-# Kernels that the CPU does not have. In flash attention, the last query sees the last key.
+# These kernels do not exist on the CPU. In flash attention, the last query sees the last key.
 
 
 def _flash_inputs(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Keys and values of every query head, and the mask."""
+    """Return the keys and values of every query head, and the mask."""
     keys, values = (item.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for item in (k, v))
     sees = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
     mask = torch.zeros(sees.shape, dtype=q.dtype).masked_fill_(~sees, -torch.inf)
@@ -382,7 +393,7 @@ def _cudnn_backward(
 
 
 def _sdp_choice(*args: Any, enable_gqa: bool = False) -> int:
-    """As on Hopper."""
+    """Return the choice of attention kernel on Hopper."""
     is_exact = torch.are_deterministic_algorithms_enabled()
     return (SDPBackend.FLASH_ATTENTION if is_exact else SDPBackend.CUDNN_ATTENTION).value
 
@@ -400,11 +411,11 @@ KERNELS: dict[Any, Callable[..., Any]] = {
 }
 
 
-# The module `torch.cuda`.
+# The following replaces the module `torch.cuda`.
 
 
 class Stream:
-    """A stream of the GPU that is current where it is made; what it is used for is done at once."""
+    """A stream of the current GPU. Its work is done immediately."""
 
     def __init__(self, device: Any = None, priority: int = 0, **options: Any) -> None:
         self.device = torch.device("cuda", current_device())
@@ -429,7 +440,7 @@ class Stream:
 
     def __enter__(self) -> Stream:
         self._before = current_device()
-        _thread.device = self.device_index  # for this thread, as torch does
+        _thread.device = self.device_index  # the device is set for this thread, as in torch
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -459,7 +470,7 @@ class Event:
 
 
 def current_device() -> int:
-    """The GPU of this thread: each has one, which is the first until it is set."""
+    """Return the GPU of this thread, which is the first GPU until another one is set."""
     return getattr(_thread, "device", 0)
 
 
@@ -480,7 +491,7 @@ def _properties(device: Any = None) -> SimpleNamespace:
 
 
 _registered: set[int] = set()
-"""Addresses of the memory of the host that was pinned after its allocation."""
+"""Addresses of host memory that was pinned after its allocation."""
 
 
 def _register(address: int, *rest: Any) -> int:
@@ -523,7 +534,7 @@ def _cuda() -> dict[str, Any]:
 
 
 class _Autocast(torch.autocast):
-    """The kernels are those of the CPU, and so are the rules of autocast."""
+    """Applies the autocast rules of the CPU, because its kernels run."""
 
     def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
         super().__init__(device_type.replace("cuda", "cpu"), *args, **kwargs)
@@ -534,8 +545,8 @@ def _of_cpu(ask: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install() -> None:
-    """Pretend from now on, in all threads that begin later too."""
-    _device._device_constructors()  # remembers the functions as they are
+    """Pretend from now on, also in all threads that start later."""
+    _device._device_constructors()  # this call caches the current functions
     for name in FACTORIES:
         setattr(torch, name, _factory(getattr(torch, name)))
     for name in ("tensor", "as_tensor"):
@@ -581,7 +592,7 @@ def install() -> None:
     torch._fused_sdp_choice = _sdp_choice
     torch.version.cuda = "13.0"
     fake_tensor.init_gpu_context = lambda device: None
-    # Without kernels there is nothing to record but operators.
+    # Without kernels, only operators can be recorded.
     cpu = [torch.profiler.ProfilerActivity.CPU]
     _originals["profile"] = torch.profiler.profile
     torch.profiler.profile = lambda activities, **options: _originals["profile"](activities=cpu, **options)  # type: ignore[assignment, misc]
@@ -605,7 +616,7 @@ def _wrapper(*args: Any, **kwargs: Any) -> Any:
 
 
 def _group_by_device() -> None:
-    """Let the optimizers of torch find their tensors on the GPUs, by which they group them."""
+    """Let torch's optimizers, which group tensors by device, find their tensors on the GPUs."""
     kind: Any = torch.optim.Optimizer
     group = kind._group_tensors_by_device_and_dtype
 
@@ -626,11 +637,11 @@ def _pretend_in_threads() -> None:
     threading.Thread.run = run_pretending  # type: ignore[method-assign]
 
 
-# The record of a process.
+# The following code writes the record of a process.
 
 
 def _record_at_exit(folder: Path) -> None:
-    """Trace the lines of trainkit, and write them with the notes when the process ends."""
+    """Trace the lines of trainkit, and write them with the events when the process ends."""
     lines: set[tuple[str, int]] = set()
     root, leave, own = f"{PRODUCT}{os.sep}", os._exit, os.getpid()
 
@@ -643,7 +654,7 @@ def _record_at_exit(folder: Path) -> None:
 
     def write_and_leave(code: int) -> None:
         if os.getpid() != own:
-            leave(code)  # a worker of its own, which knows what this process knew
+            leave(code)  # a forked worker inherits the events of this process
         sys.settrace(None)
         found = sorted((name.removeprefix(root), number) for name, number in set(lines))
         file = folder / f"rank-{os.environ.get('RANK', '0')}.json"

@@ -1,4 +1,4 @@
-"""Programs that tests run, and those that `make test` installs where it can."""
+"""Provides programs that tests run, and the list of programs that `make test` installs if it can."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from trainkit.run.rundir import RunDir
 
 FORWARDS = "trap 'kill -TERM $pid' TERM; {} & pid=$!; wait $pid; wait $pid"
 PASSES_NOTHING_ON = "trap 'echo heard' TERM; {} & pid=$!; while kill -0 $pid; do wait $pid; done; wait $pid"
-"""Scripts with a trap, for the line that starts a training."""
+"""Scripts with a trap, formatted with the line that starts a training run."""
 
 
 def run_program(*argv: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end, without input; `options` are those of `subprocess.run`."""
+    """Run a program to its end, without input. `options` are options of `subprocess.run`."""
     given = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": 300, **options}
     return subprocess.run(argv, **given)
 
 
 def wait_for(condition: Callable[[], Any], timeout_s: float = 120.0) -> Any:
-    """The first true value of a condition."""
+    """Wait until a condition is true, and return its value."""
     deadline_s = time.monotonic() + timeout_s
     while True:
-        # Before it is asked: a test that stood still itself asks once more.
+        # The deadline is checked before the condition, so that a test that was itself suspended tries once
+        # more.
         is_last = time.monotonic() >= deadline_s
         value = condition()
         if value:
@@ -54,9 +55,9 @@ class RunProcesses:
 
     supervisors: tuple[int, ...]
     agents: Mapping[int, int]
-    """By node rank."""
+    """Maps a node rank to the pid of its agent."""
     ranks: Mapping[int, int]
-    """By rank; includes ranks started by a launcher, but not the launcher."""
+    """Maps a rank to its pid, also for ranks of a launcher, but without the launcher."""
 
     @property
     def everything(self) -> tuple[int, ...]:
@@ -81,12 +82,12 @@ class RunProcesses:
 
 
 def ranks_of(run: RunDir) -> Mapping[int, int]:
-    """The process of every rank, by rank, also on other hosts of a test cluster."""
+    """Return the pid of every rank by rank, also on other hosts of a test cluster."""
     return RunProcesses.of(run).ranks
 
 
 def program(name: str) -> str:
-    """The path of a program; without it the test is skipped, or fails where CI=true promises it."""
+    """Return the path of a program. Without the program, skip the test, or fail it if CI=true."""
     path = shutil.which(name)
     if path is None:
         missing(name)
@@ -94,7 +95,7 @@ def program(name: str) -> str:
 
 
 def missing(name: str) -> NoReturn:
-    """Skip the test because a program is missing, or fail it where CI=true promises that it is there."""
+    """Skip the test because a program is missing, or fail it if CI=true."""
     if os.environ.get("CI") == "true":
         pytest.fail(f"{name} is not installed, although .ci/install-programs ran")
     pytest.skip(f"needs {name}: .ci/install-programs installs it")

@@ -1,4 +1,4 @@
-"""Batches in which every sample has another length."""
+"""Provides batches whose samples all have different lengths."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from trainkit.trainer.causal_lm import IGNORE_LABEL, Microbatch, PrefetchedBatch
 
 
 class RaggedBatches:
-    """Leaves out labels at the end of each sample: how many is a function of the sample."""
+    """Drops labels at the end of each sample. The number of dropped labels depends on the sample."""
 
     def __init__(self, batches: PrefetchedBatches) -> None:
         self._batches = batches

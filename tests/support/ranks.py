@@ -1,4 +1,4 @@
-"""Processes that are forks of one that has imported torch: they begin at once, where others take seconds."""
+"""Forks processes from one that has imported torch, so that they start at once instead of in seconds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONTEXT.set_forkserver_preload(PRELOADED)
 
 
 def preload(module: str) -> None:
-    """Let the ranks that are started from now on have imported a module too."""
+    """Let ranks that start from now on have imported a module too."""
     if module not in PRELOADED:
         PRELOADED.append(module)
         CONTEXT.set_forkserver_preload(PRELOADED)
@@ -29,16 +29,16 @@ def preload(module: str) -> None:
 
 
 def start_ranks(function: Callable[..., None], num_procs: int, *args: Any) -> list[ForkServerProcess]:
-    """Begin `function(rank, *args)` in this many processes; one that raises ends with exit code 1."""
+    """Start `function(rank, *args)` in this many processes. An exception ends a process with exit code 1."""
     return [_start(_as_rank, function, rank, args) for rank in range(num_procs)]
 
 
 def start_worker(
     run_dir: Path, log: Path, environ: Mapping[str, str], first: Callable[[], None] | None = None
 ) -> ForkServerProcess:
-    """Begin what ``python -m trainkit.trainer RUN_DIR`` does, with an environment and a log of its own.
+    """Run the equivalent of ``python -m trainkit.trainer RUN_DIR`` with a separate environment and log.
 
-    `first` is called before, in that process.
+    The process calls `first` before.
     """
     return _start(_as_worker, str(run_dir), str(log), dict(environ), first)
 
@@ -46,7 +46,7 @@ def start_worker(
 def start_script(
     folder: Path, argv: Sequence[str], log: Path, environ: Mapping[str, str]
 ) -> ForkServerProcess:
-    """Begin what ``python ARGV`` does in a folder, with an environment and a log of its own."""
+    """Run the equivalent of ``python ARGV`` in a folder, with a separate environment and log."""
     return _start(_as_script, str(folder), list(argv), str(log), dict(environ))
 
 
@@ -80,7 +80,7 @@ def _start(function: Callable[..., None], *args: Any) -> ForkServerProcess:
 
 
 def wait_for_all(procs: Sequence[ForkServerProcess], timeout_s: float) -> list[int | None]:
-    """The exit codes of processes that end by themselves; those of others, which are killed, are None."""
+    """Return the exit codes of processes. A process that does not end is killed, and its code is None."""
     try:
         for proc in procs:
             proc.join(timeout_s)
@@ -128,7 +128,7 @@ def _as_script(folder: str, argv: list[str], log: str, environ: dict[str, str]) 
     except BaseException:
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
         code = 1
-    # As at the end of an interpreter, which a child of a fork server does not have.
+    # An interpreter runs these functions at its end, but a child of a fork server does not.
     atexit._run_exitfuncs()
     sys.stdout.flush()
     os._exit(code if isinstance(code, int) else int(code is not None))

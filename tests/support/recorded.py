@@ -1,4 +1,4 @@
-"""Keeps recorded files short: JSON that fills its lines, and a text as the changes of another text."""
+"""Keeps recorded files short: JSON with filled lines, and a text as the changes of another text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ WIDTH = 130
 
 
 def filled_json(value: object, indent: int = 0) -> str:
-    """Return JSON in which an object or a list takes one line if it fits, and else a line per item."""
+    """Return JSON where an object or a list takes one line if it fits, and otherwise a line per item."""
     line = json.dumps(value, ensure_ascii=False)
     if not isinstance(value, dict | list) or not value or len(line) + indent <= WIDTH:
         return line
@@ -26,7 +26,7 @@ def filled_json(value: object, indent: int = 0) -> str:
 
 
 def _filled_lines(items: list[str], indent: int) -> Iterator[str]:
-    """Yield the items with commas, as many short ones on a line as fit."""
+    """Yield the items with commas, with as many short ones on a line as fit."""
     line = ""
     for number, item in enumerate(items, 1):
         text = item if number == len(items) else f"{item},"
@@ -39,7 +39,7 @@ def _filled_lines(items: list[str], indent: int) -> Iterator[str]:
 
 
 def changes_of(base: str, text: str) -> dict[str, str]:
-    """Return the changes that make `text` of `base`: ``START:END`` of the replaced lines -> the new lines."""
+    """Return the changes that turn `base` into `text`: ``START:END`` of replaced lines, and the new lines."""
     old, new = base.splitlines(keepends=True), text.splitlines(keepends=True)
     return {
         f"{begin}:{end}": "".join(new[start:stop])

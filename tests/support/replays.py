@@ -1,4 +1,4 @@
-"""What tests of replays share: the options of a run, and how they call the commands."""
+"""Provides the options of the runs in tests of replays, and functions that call the commands."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DDP, FSDP = ["parallel.dp_replicate=2", "parallel.dp_shard=1"], ["parallel.dp_sh
 
 
 def call(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, Any]:
-    """The exit code and the JSON of a command."""
+    """Return the exit code and the JSON of a command."""
     code = main([*argv, "--json"])
     out, err = capsys.readouterr()
     assert out, err

@@ -1,4 +1,4 @@
-"""Run folders and worker processes for tests that train for real."""
+"""Provides run folders and worker processes for tests that really train."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ FAST = (
     "logging.tensorboard=false",
     "device=cpu",
 )
-"""Steps of a few milliseconds: for tests that are about something else than what is learned."""
+"""Options for steps of a few milliseconds, for tests that do not depend on what is learned."""
 
 TIMEOUT_S = 180
 
 
 def make_attempt(run_dir: Path, overrides: Sequence[str] = (), num_procs: int = 1) -> AttemptDir:
-    """The next attempt of a run, written as `trainkit submit` writes it."""
+    """Create the next attempt of a run, as `trainkit submit` writes it."""
     run = RunDir(run_dir)
     run.path.mkdir(exist_ok=True)
     config_file = run.path.parent / "test.yaml"
@@ -71,19 +71,22 @@ def make_attempt(run_dir: Path, overrides: Sequence[str] = (), num_procs: int = 
 
 @pytest.fixture
 def attempt(tmp_path: Path) -> AttemptDir:
-    """The empty folder of an attempt."""
+    """Return the empty folder of an attempt."""
     attempt = RunDir(tmp_path).attempt(1)
     attempt.create()
     return attempt
 
 
 def start_local(run: RunDir, config_text: str, plan_text: str, reason: str) -> AttemptRecord:
-    """Start the next attempt on this machine, whatever the text of its plan; with the run's lock held."""
+    """Start the next attempt on this machine while the run's lock is held. The plan may be any text."""
     return LocalBackend().start(run, NewAttempt(config_text, plan_text, None, reason, read_job(run)))  # type: ignore[arg-type]
 
 
 def free_port() -> int:
-    """A free port that no connection of another process takes meanwhile, as it may an ephemeral one."""
+    """Return a free port that no connection of another process takes meanwhile.
+
+    An ephemeral port could be taken.
+    """
     return choose_port()
 
 
@@ -93,9 +96,9 @@ def fork_workers(
     env: dict[str, str] | None = None,
     first: Callable[[], None] | None = None,
 ) -> list[ForkedWorker]:
-    """The ranks of an attempt with torch already imported; each one's output goes to its log.
+    """Start the ranks of an attempt with torch already imported. Each rank writes to its log.
 
-    `first` is a function of a test module that each rank calls before: it changes something.
+    Each rank first calls `first`, a function of a test module that changes something.
     """
     return [
         ForkedWorker(
@@ -108,7 +111,7 @@ def fork_workers(
 def start_workers(
     attempt: AttemptDir, num_procs: int = 1, env: dict[str, str] | None = None
 ) -> list[subprocess.Popen[bytes]]:
-    """The ranks of an attempt as plain processes: for tests of their start, or with another environment."""
+    """Start the ranks of an attempt as new processes, to test their start or another environment."""
     procs = []
     for rank, environ in enumerate(environs(attempt, num_procs)):
         with attempt.rank_log(rank).open("ab") as log:
@@ -124,7 +127,7 @@ def start_workers(
 
 
 def environs(attempt: AttemptDir, num_procs: int) -> list[dict[str, str]]:
-    """The environment of each rank of an attempt on this machine."""
+    """Return the environment of each rank of an attempt on this machine."""
     common = {
         **os.environ,
         "TRAINKIT_JOB_ATTEMPT": str(attempt.number),
@@ -141,7 +144,10 @@ def environs(attempt: AttemptDir, num_procs: int) -> list[dict[str, str]]:
 def wait_for(
     procs: Sequence[subprocess.Popen[bytes] | ForkedWorker], timeout_s: float = TIMEOUT_S
 ) -> list[int]:
-    """The exit codes of processes that end by themselves; what does not is killed, and the test fails."""
+    """Return the exit codes of processes that end by themselves.
+
+    Raises TimeoutExpired if a process does not end, and kills all remaining processes.
+    """
     try:
         return [proc.wait(timeout=timeout_s) for proc in procs]
     finally:
@@ -160,33 +166,33 @@ def train(run_dir: Path, overrides: Sequence[str] = (), num_procs: int = 1, expe
 
 
 def log_text(attempt: AttemptDir) -> str:
-    """Everything that the ranks of an attempt said."""
+    """Return all output of the ranks of an attempt."""
     return "\n".join(path.read_text() for path in sorted(attempt.logs_dir.glob("rank-*.log")))
 
 
 wait_until = partial(programs.wait_for, timeout_s=240.0)
-"""It for what comes after a training has begun."""
+"""A wait with a longer timeout, for events after the start of a training run."""
 
 
 def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
-    """The events of a name, as they are in the file."""
+    """Return the events of a name, as they are in the file."""
     return [event for event in read_jsonl(RunDir(run_dir).events_file) if event["event"] == name]
 
 
 def losses(run_dir: Path) -> dict[int, float]:
-    """The loss of each step, by step."""
+    """Return the loss of each step, by step."""
     return {record["step"]: record["loss"] for record in read_metrics(RunDir(run_dir))}
 
 
 def samples_seen(run_dir: Path) -> list[int]:
-    """The count of samples after each step, in the order of the steps."""
+    """Return the number of samples seen after each step, in the order of the steps."""
     return [record["samples_seen"] for record in read_metrics(RunDir(run_dir))]
 
 
 def run_ranks(function: Callable[..., None], num_procs: int, *args: Any) -> None:
-    """Call `function(world, *args)` as each rank of a gloo world, split fully; for parts of the trainer.
+    """Call `function(world, *args)` as each rank of a fully sharded gloo world.
 
-    The function stands in a test module; what it raises on any rank fails the test.
+    The function must be in a test module. An exception on any rank fails the test.
     """
     procs = start_ranks(_in_world, num_procs, function, num_procs, free_port(), args)
     assert wait_for_all(procs, TIMEOUT_S) == [0] * num_procs
@@ -208,7 +214,7 @@ def _in_world(
 
 
 def site(folder: Path, text: str) -> dict[str, str]:
-    """Variables with which every Python first runs this."""
+    """Return variables with which every Python process first runs this code."""
     (folder / "site").mkdir()
     (folder / "site" / "sitecustomize.py").write_text(text)
     return {"PYTHONPATH": f"{folder / 'site'}:{Path(__file__).parents[2]}"}
@@ -216,7 +222,7 @@ def site(folder: Path, text: str) -> dict[str, str]:
 
 @contextmanager
 def runs_from(folder: Path) -> Iterator[pytest.MonkeyPatch]:
-    """Work in a folder within, with runs that find this code; undo what else the patch changes."""
+    """Work in a folder during the block, with runs that find this code. Undo other patches at the end."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("PYTHONPATH", str(Path(trainkit.__file__).parents[1]))
@@ -224,7 +230,7 @@ def runs_from(folder: Path) -> Iterator[pytest.MonkeyPatch]:
 
 
 def launch_plan(**values: Any) -> LaunchPlan:
-    """A plan of two nodes with two ranks each, with some values of its own."""
+    """Return a plan of two nodes with two ranks each, with changes of some values."""
     shape: dict[str, Any] = {"num_nodes": 2, "workers_per_node": 2, "device": "cpu", "threads_per_worker": 1}
     sizes = {"layout": Layout(dp_shard=4), "batch": Batch(1, 1, 4, 4), "lr": 0.1, "grace_s": 20.0}
     return LaunchPlan(**{"backend": "sbatch", **shape, **sizes, "reasons": {}, **values})

@@ -1,6 +1,6 @@
-"""Compares what the tests of a folder make trainkit say with the table ``said.txt`` in that folder.
+"""Compares the messages of trainkit in the tests of a folder with the table ``said.txt`` in the folder.
 
-``REWRITE_SAID=1 python -m pytest FILES`` writes the sentences of these test files again: review the diff.
+``REWRITE_SAID=1 python -m pytest FILES`` writes the messages of these test files again. Review the diff.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _rewritten: dict[Path, dict[str, str]] = {}
 
 
 def begin(test: pytest.Item) -> None:
-    """Begin with the sentences of a test."""
+    """Start the messages of a test."""
     _current[:] = [test]
     _numbers.pop(_key(test), None)
 
 
 def said(text: object) -> None:
-    """Compare a text, without the names of this machine, with the next sentence of the test in its table.
+    """Compare a text, without the names of this machine, with the next message of the test in its table.
 
-    Raises AssertionError for a difference and for a sentence that the table does not have.
+    Raises AssertionError if the messages differ or the table has no more messages.
     """
     test = _current[0]
     assert isinstance(text, str), f"no text: {text!r}"
@@ -53,12 +53,12 @@ def said(text: object) -> None:
 
 
 def _key(test: pytest.Item) -> str:
-    name = re.sub(r"@[\w-]+$", "", test.name)  # of an xdist group
+    name = re.sub(r"@[\w-]+$", "", test.name)  # this suffix is the name of an xdist group
     return f"{test.path.name}::{name}"
 
 
 def _neutral(text: str, test: pytest.Item) -> str:
-    """Return a text without the names of this machine, of its folders and of this process."""
+    """Return a text without the names of this machine, its folders and this process."""
     folder = getattr(test, "funcargs", {}).get("tmp_path")
     for own, name in (
         (folder and str(folder), "@TMP@"),
@@ -76,7 +76,7 @@ def _neutral(text: str, test: pytest.Item) -> str:
 
 @cache
 def _table(path: Path) -> dict[str, str]:
-    """Read a table: name of a sentence -> the sentence."""
+    """Read a table, which maps the name of a message to the message."""
     if not path.exists():
         return {}
     parts = re.split(rf"^{HEAD}(.*)\n", path.read_text(), flags=re.MULTILINE)[1:]

@@ -1,4 +1,4 @@
-"""A small transformer that says how tensor parallelism splits it, as a user would write it, for tests."""
+"""Provides a small user-written transformer that declares how tensor parallelism splits it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WIDTH, HEAD, VOCAB, LENGTH = 32, 8, 24, 12
 
 
 class Sentences:
-    """Random tokens that repeat, so that there is something to learn."""
+    """Random tokens that repeat, so that the model can learn something."""
 
     def __init__(self, count: int, seed: int) -> None:
         start = torch.randint(0, VOCAB, (count, 4), generator=torch.Generator().manual_seed(seed))
@@ -104,7 +104,7 @@ NAMES: dict[str, str | ParallelStyle] = {
 
 
 def sequence_plan() -> dict[str, str | ParallelStyle]:
-    """With the styles of torch: the residual stream is divided along the sequence."""
+    """Return a plan with torch's styles that shards the residual stream along the sequence."""
     return {
         "embed": RowwiseParallel(input_layouts=Replicate()),
         "positions": PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1)),
@@ -119,7 +119,7 @@ def sequence_plan() -> dict[str, str | ParallelStyle]:
 
 
 class Speak(Task):
-    """Repeats tokens; `without` leaves modules out of the plan, `extra` adds some."""
+    """Repeats tokens. `without` removes modules from the plan, and `extra` adds some."""
 
     def __init__(
         self,
@@ -170,13 +170,13 @@ class Speak(Task):
 
 
 class SpeakInSequence(Speak):
-    """The same, divided along the sequence too."""
+    """Repeats tokens, with a model that is also sharded along the sequence."""
 
     def tensor_plan(self, model: nn.Module) -> Mapping[str, str | ParallelStyle]:
         return sequence_plan()
 
 
 class NoPlan(Speak):
-    """The same, but does not say how it is split."""
+    """Repeats tokens, with a model that does not declare how it is split."""
 
     tensor_plan = Task.tensor_plan

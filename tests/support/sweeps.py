@@ -1,4 +1,4 @@
-"""Folders of sweeps whose runs are made up: curves, events and ends as a trainer leaves them."""
+"""Provides folders of sweeps with made-up runs, with curves, events and ends like a trainer's."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ STARTUP_S, STEP_S = 10.0, 2.0
 
 
 def stamp(seconds: float) -> str:
-    """The time that is some seconds, or steps of a bench, after the begin."""
+    """Return the time some seconds, or steps of a bench, after the start."""
     return (BEGAN + timedelta(seconds=seconds)).isoformat().replace("+00:00", "Z")
 
 
 def made_up_sweep(
     folder: Path, axes: Mapping[str, Sequence[Any]], num_steps: int = 20, failed: int = -1
 ) -> RunGroup:
-    """A sweep that has ended; the trial with index `failed` crashed.
+    """Create a sweep that has ended. The trial with index `failed` crashed.
 
-    Its best trial is the one with the values nearest to the middle of each axis.
+    The best trial has the values nearest to the middle of each axis.
     """
     folder.mkdir()
     config = RunConfig.model_validate({"name": "mine", "train": {"steps": num_steps}})

@@ -1,10 +1,13 @@
-"""Tables of messages, written as text: what is typed and, indented below it, what is said."""
+"""Parses tables of messages: a typed line and, indented below it, the expected message."""
 
 from __future__ import annotations
 
 
 def messages(text: str) -> list[tuple[str, str]]:
-    """Each unindented line with the sentences below it, whose lines are joined, and whose hint is a line."""
+    """Return each unindented line with its message.
+
+    The lines of a message are joined, and its hint is a separate line.
+    """
     table: list[list[str]] = []
     for line in text.strip("\n").splitlines():
         if line.startswith(" "):

@@ -1,4 +1,4 @@
-"""Tasks as a user would write them, for tests."""
+"""Provides tasks as a user would write them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
         if self.average is not None:
-            # Replaced, not changed in place; and not contiguous.
+            # The average is replaced instead of changed in place, and is not contiguous.
             self.average = 0.9 * self.average + 0.1 * x.detach().float().mean(0)
         return x + scale * self.dropout(self.mlp(self.norm(x)))
 
@@ -70,7 +70,7 @@ class Classifier(nn.Module):
 
 
 class Classify(Task):
-    """Classifies points; the loss uses submodules, and weighs samples, so that batches count differently."""
+    """Classifies points. The loss uses submodules and weighs samples, so batches count differently."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class PointStream:
                 raise KeyError("column")
             if self.num_read == self.blocks_at:
                 rank = os.getppid()
-                while os.getppid() == rank:  # a killed rank does not end a loader process that blocks
+                while os.getppid() == rank:  # killing a rank does not end a loader process that blocks
                     time.sleep(0.1)
             item = self.points[self.at]
             self.at += 1
@@ -146,7 +146,7 @@ class StatefulPointStream(PointStream):
 
 
 class ClassifyStream(Classify):
-    """`Classify` with a stream."""
+    """The task `Classify` with a stream."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class ClassifyStream(Classify):
 
 
 class Tokens(Task):
-    """The built-in task, written as a user would."""
+    """The built-in task, written as a user would write it."""
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
@@ -191,7 +191,7 @@ class Tokens(Task):
 
 
 def write_tutorial(folder: Path) -> Path:
-    """Write the example of docs/own-task.md into a folder; returns its config."""
+    """Write the example of docs/own-task.md into a folder, and return its config."""
     text = (Path(__file__).parents[2] / "docs" / "own-task.md").read_text().partition("## An example")[2]
     for kind, name in (("python", "curves.py"), ("yaml", "curves.yaml")):
         block = text.partition(f"```{kind}\n")[2].partition("```")[0]

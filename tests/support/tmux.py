@@ -1,4 +1,4 @@
-"""A real terminal in which a test types: a window of a tmux server of its own."""
+"""Provides a real terminal for the input of a test: a window of a separate tmux server."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-# Continuous integration installs tmux: without it the tests fail there.
+# Continuous integration installs tmux, and the tests fail there without it.
 needs_tmux = pytest.mark.skipif(
     shutil.which("tmux") is None and "CI" not in os.environ, reason="tmux is not installed"
 )
 
 
 class Tmux:
-    """A shell in a window of `width` x `height` characters; a context manager that ends its server."""
+    """A shell in a window of `width` x `height` characters. The context manager ends the tmux server."""
 
     def __init__(
         self, folder: Path, width: int, height: int, cwd: Path, environ: Mapping[str, str] | None = None
@@ -48,7 +48,7 @@ class Tmux:
         return done.stdout
 
     def keys(self, *names: str) -> None:
-        """Press keys, by tmux's names: ``Enter``, ``Escape``, ``C-c``, or a character."""
+        """Press keys by tmux's names: ``Enter``, ``Escape``, ``C-c``, or a character."""
         self._run("send-keys", *names)
 
     def type(self, argv: Sequence[str]) -> None:
@@ -65,12 +65,12 @@ class Tmux:
 
     @property
     def screen(self) -> str:
-        """What the window shows, a line a row."""
+        """Return the text in the window, with a line per row."""
         return self._run("capture-pane", "-p")
 
     def ask(self, command: str) -> str:
-        """What a command prints in the shell that runs here."""
-        # What is typed shows on the screen too: as other words than what is printed.
+        """Return the output of a command in the shell that runs in the window."""
+        # The typed command shows on the screen too, so it must differ from the printed marker.
         self._num_asked += 1
         self.enter(f"echo BEG''IN{self._num_asked}; {command}; echo E''ND{self._num_asked}")
         printed = rf"(?s)^BEGIN{self._num_asked} *\n(.*)^END{self._num_asked}\b"
@@ -78,27 +78,27 @@ class Tmux:
 
     @property
     def screen_with_colours(self) -> str:
-        """The same with the escape sequences of its colours."""
+        """Return the screen with the escape sequences of its colours."""
         return self._run("capture-pane", "-p", "-e")
 
     def close_window(self) -> None:
-        """Close the window, as by its button; another one keeps the server."""
+        """Close the window, as its button does. Another window keeps the server running."""
         self._run("new-window", "-d")
         self._run("kill-window", "-t", ":0")
 
     @property
     def is_alternate(self) -> bool:
-        """Whether a program has the whole screen."""
+        """Return whether a program uses the alternate screen."""
         return self._run("display-message", "-p", "#{alternate_on}").strip() == "1"
 
     def pid_of(self, word: str) -> int:
-        """The process of the window's shell whose command line contains a word."""
+        """Return the process of the window's shell whose command line contains a word."""
         shell = self._run("display-message", "-p", "#{pane_pid}").strip()
         listed = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", shell], capture_output=True, text=True)
         return next(int(line.split()[0]) for line in listed.stdout.splitlines() if word in line)
 
     def wait_for(self, pattern: str, timeout_s: float = 30.0, options: Sequence[str] = ()) -> re.Match[str]:
-        """Wait until the window shows a pattern; `options` of capture-pane show more of it."""
+        """Wait until the window shows a pattern. `options` of capture-pane show more of the window."""
         deadline_s = time.monotonic() + timeout_s
         while not (
             found := re.search(pattern, screen := self._run("capture-pane", "-p", *options), re.MULTILINE)
@@ -110,7 +110,7 @@ class Tmux:
         return found
 
     def settled(self, expected: str, view: Callable[[str], object], timeout_s: float = 10.0) -> object:
-        """The view of the window once it is that of `expected`; at the time limit, whatever it is."""
+        """Wait until the view of the window equals `expected`, and return the last view at the time limit."""
         deadline_s = time.monotonic() + timeout_s
         while (seen := view(self.screen)) != view(expected) and time.monotonic() < deadline_s:
             time.sleep(0.05)
@@ -118,7 +118,7 @@ class Tmux:
 
 
 def normalized(screen: str) -> str:
-    """A screen without what differs from run to run: numbers, curves, and spaces of that width."""
+    """Return a screen without numbers, curves and their spaces, which differ between runs."""
     lines = []
     for line in screen.splitlines():
         line = re.sub(r"[▁▂▃▄▅▆▇█░]+", "~", line)

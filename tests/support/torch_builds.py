@@ -1,4 +1,4 @@
-"""Packages called torch that can be found and not be imported, as they were built for CUDA or for CPUs."""
+"""Provides packages called torch that can be found but not imported, built for CUDA or for CPUs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ hip: Optional[str] = {hip!r}
 def make_torch(
     folder: Path, version: str = "2.13.0+cpu", cuda: str | None = None, hip: str | None = None
 ) -> Path:
-    """A package torch in a folder, as it says of itself what it was built for; returns the package."""
+    """Create a package torch in a folder with the given build information, and return the package."""
     package = folder / "torch"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise RuntimeError('nobody may import this')\n")

@@ -1,6 +1,6 @@
-"""A trainer that is a command: it keeps the contract of the two lines, or not, and needs no torch.
+"""Provides a trainer as a COMMAND without torch, which may follow the contract of two lines.
 
-In a drill its first attempt waits before the last step for what is done to it: a strike may take its time.
+Before the last step, the first attempt of a drill waits for its interruption, which may take some time.
 """
 
 from __future__ import annotations
@@ -58,5 +58,8 @@ while step < STEPS:
 
 
 def two_lines(steps: int = 80, saves: bool = True, writes: bool = True) -> str:
-    """The code of a trainer of `steps` steps of 0.02 s or more; the first rank saves and writes them down."""
+    """Return the code of a trainer of `steps` steps of at least 0.02 s.
+
+    The first rank saves, and records the saves.
+    """
     return _CODE.replace("STEPS", str(steps)).replace("SAVES", str(saves)).replace("WRITES", str(writes))

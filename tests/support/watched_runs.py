@@ -1,4 +1,4 @@
-"""Folders of runs in every state that `trainkit watch` shows, written by hand, at a fixed time."""
+"""Provides folders of runs in every state of `trainkit watch`, written by hand at a fixed time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def ago(seconds: float) -> str:
 
 
 class Watched:
-    """A run that is being written."""
+    """Writes the files of a run."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Watched:
         self.steps = steps
 
     def job(self, started_s: float = 1400.0) -> Watched:
-        """Entries of job.json; the newest attempt started `started_s` ago."""
+        """Write the entries of job.json. The newest attempt started `started_s` ago."""
         entries = [
             {
                 "attempt": number,
@@ -105,7 +105,10 @@ class Watched:
         }
 
     def health(self, age_s: float = 4.0, **changed: Mapping[str, Any]) -> Watched:
-        """A sample of each node; `changed` are values of all GPUs, and `host_` ones of the node, by host."""
+        """Write a sample of each node.
+
+        `changed` are values of all GPUs, and `host_` values belong to the node with that host.
+        """
         for node in range(self.nodes):
             host = f"node{node + 1:03d}"
             change = dict(changed.get(host, {}))
@@ -159,7 +162,7 @@ class Watched:
 
 
 def running_job(job_ids: Sequence[str], warn: Callable[[str], None]) -> dict[str, SlurmJob]:
-    """An answer of Slurm: the job runs for another 97 minutes."""
+    """Return Slurm's answer for a job that runs for another 97 minutes."""
     end = NOW + timedelta(minutes=97)
     return {
         job_id: SlurmJob(job_id, JobState.RUNNING, slurm_state="RUNNING", end_time=end) for job_id in job_ids
@@ -167,7 +170,7 @@ def running_job(job_ids: Sequence[str], warn: Callable[[str], None]) -> dict[str
 
 
 def requeued_job(job_ids: Sequence[str], warn: Callable[[str], None]) -> dict[str, SlurmJob]:
-    """An answer of Slurm: the job waits for resources again."""
+    """Return Slurm's answer for a job that waits for resources again."""
     return {
         job_id: SlurmJob(job_id, JobState.REQUEUED, slurm_state="PENDING", reason="Resources", restarts=1)
         for job_id in job_ids
@@ -175,12 +178,12 @@ def requeued_job(job_ids: Sequence[str], warn: Callable[[str], None]) -> dict[st
 
 
 def unreachable(job_ids: Sequence[str], warn: Callable[[str], None]) -> None:
-    """No answer of Slurm."""
+    """Warn that Slurm cannot be reached, and return no answer."""
     warn("squeue cannot reach Slurm: Connection refused: the state of 1 Slurm jobs is unknown")
 
 
 def running(folder: Path) -> RunDir:
-    """Two hosts, one with a slow rank and a hot GPU, after a checkpoint."""
+    """Return a run on two hosts, one with a slow rank and a hot GPU, after a checkpoint."""
     made = Watched(folder).job().event(1390, "training", step=0, total_steps=2000)
     made.metrics(1, 640).event(1380, "first_step", step=1)
     made.event(300, "evaluated", step=500, val_loss=2.8021).saved(500, 290)
@@ -200,7 +203,7 @@ def finished(folder: Path) -> RunDir:
 
 
 def preempted(folder: Path) -> RunDir:
-    """The second attempt waits in the queue."""
+    """Return a run whose second attempt waits in the queue."""
     made = Watched(folder).job(900).event(890, "training", step=0, total_steps=2000)
     made.metrics(1, 420, 40).event(35, "signal", signal="SIGTERM").saved(420, 33).health(45)
     reason = "saved after SIGTERM at a preemption; resumes (restart 1)"
@@ -211,7 +214,7 @@ def preempted(folder: Path) -> RunDir:
 
 
 def failed(folder: Path) -> RunDir:
-    """Rank 5 ran out of memory 80 steps after a checkpoint, in the second attempt."""
+    """Return a run whose rank 5 ran out of memory 80 steps after a checkpoint, in the second attempt."""
     made = Watched(folder, attempts=2).job(800).event(790, "training", step=100, total_steps=2000)
     made.metrics(1, 110, 4000, attempt=1).saved(100, 4020, attempt=1)
     made.metrics(101, 280, 300).saved(200, 455).health(310)
@@ -226,14 +229,14 @@ def failed(folder: Path) -> RunDir:
 
 
 def command(folder: Path) -> RunDir:
-    """A COMMAND, whose step and loss its output tells."""
+    """Return a run of a COMMAND, whose output contains step and loss."""
     config = {"logging": {"pattern": r"iter (?P<step>\d+): loss (?P<loss>[\d.]+)"}}
     made = Watched(folder, command=["python", "train.py"], config=config).job(300).health()
     return made.log([f"iter {n}: loss {3 - n / 100:.4f}, time 12 ms" for n in range(60)]).run
 
 
 def large(folder: Path, nodes: int = 128) -> RunDir:
-    """1,024 ranks; two nodes have problems, one is silent."""
+    """Return a run of 1,024 ranks. Two nodes have problems, and one is silent."""
     made = Watched(folder, nodes=nodes, gpus=1024 // nodes, steps=100_000).job(1400)
     made.event(1390, "training", step=0, total_steps=100_000).metrics(1, 640).saved(600, 80)
     slow = {"phase": "compute", "ratio": 2.04, "own_s": 3.9, "usual_s": 1.91}

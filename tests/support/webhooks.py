@@ -1,4 +1,4 @@
-"""A webhook on this machine, which records what it gets."""
+"""Provides a webhook on this machine that records the requests."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ SECRET = "T0PSECRETPATH"
 
 @dataclass
 class Webhook:
-    """What an endpoint has got, and how it answers."""
+    """Stores the requests to an endpoint, and its way to answer."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
     is_silent: bool = False
-    """Accepts and never answers."""
+    """Set to accept connections and never answer."""
     url: str = ""
 
     @property
@@ -32,7 +32,7 @@ class Webhook:
 
 @contextmanager
 def webhook(address: str = "127.0.0.1", **settings: Any) -> Iterator[Webhook]:
-    """A webhook that answers until the end of the block; `address` is one of this machine."""
+    """Run a webhook until the end of the block. `address` is an address of this machine."""
     found, ended = Webhook(**settings), threading.Event()
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""Training with running averages in 8 bits: exact resume, a change of layout, and what it costs in loss."""
+"""Tests training with running averages in 8 bits: exact resume, a change of layout, and the loss."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The adapters of `model.lora` in tasks: what is trained, saved, exported, and refused."""
+"""Tests the adapters of `model.lora` in tasks: trained, saved, exported and refused weights."""
 
 from pathlib import Path
 
@@ -45,7 +45,7 @@ def _peft() -> None:
 
 
 def questions(tmp_path: Path, lora: str = TARGETS, *, args: str = ARGS) -> tuple[str, ...]:
-    """Questions about curves, in front of a model of transformers."""
+    """Return options for questions about curves, with a model of transformers."""
     folder = tmp_path / "model"
     if not folder.exists():
         save_model(folder)
@@ -91,7 +91,7 @@ def test_a_language_model_in_a_task(tmp_path: Path) -> None:
     assert torch.equal(adapted[f"{prefix}.base_layer.weight"], base)
     low, high = (adapted[f"{prefix}.lora_{part}.default.weight"] for part in "AB")
     assert high.abs().max() > 0
-    # peft's default of lora_alpha is 8, for r 4
+    # peft's default of lora_alpha is 8, for an r of 4
     torch.testing.assert_close(merged[f"{prefix}.weight"], base + 2 * high @ low, rtol=0, atol=1e-6)
     assert not [name for name in merged if "lora_" in name or "base_layer" in name]
 
@@ -104,7 +104,7 @@ def test_the_second_phase_adds_adapters_to_a_model_that_was_frozen(tmp_path: Pat
     cases = [Case("whole", 1, {}, (start,)), Case("parts", 1, {}, (start, parts))]
     run_cases(tmp_path, cases, questions(tmp_path))
     assert all(".lora_" in name for name in saved_names(tmp_path / "parts") if name.startswith("lm."))
-    # Weights of another run could be among the frozen ones, so those are saved then.
+    # Frozen weights may come from another run, so they are saved in this case.
     embedding = "lm.model.model.embed_tokens.weight"
     assert embedding in saved_names(tmp_path / "whole")
     base = StoredWeights(tmp_path / "model").read("model.embed_tokens.weight")

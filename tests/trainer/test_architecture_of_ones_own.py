@@ -1,4 +1,4 @@
-"""An architecture is one file: what it says of itself is enough for every layout."""
+"""Tests that one file defines an architecture for every layout."""
 
 import shutil
 from pathlib import Path
@@ -128,20 +128,20 @@ def test_every_layout_is_supported(is_tied: str) -> None:
 def test_a_run_has_the_code_that_it_was_submitted_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`launch/test_snapshot.py` shows which file of a copy a path names."""
+    """`launch/test_snapshot.py` tests which file of a copy a path names."""
     run, code = RunDir(tmp_path / "run"), tmp_path / "run" / "code"
     code.mkdir(parents=True)
     shutil.copy(FILE, code / "gpt.py")
     write_json(run.job_file, {"code": {"code": str(code), "workdir": str(code)}, "attempts": []})
     monkeypatch.chdir(tmp_path)
-    Path("gpt.py").write_text("")  # edited since
+    Path("gpt.py").write_text("")  # the file was edited after the submission
     assert load_architecture("gpt.py:Gpt", run).__name__ == "Gpt"
     with pytest.raises(TrainkitError, match="has no class Gpt"):
         load_architecture("gpt.py:Gpt")
 
 
 class Forgetful(gpt.Gpt):
-    """Does not say what becomes of the embedding of positions."""
+    """Does not declare how the position embedding is split."""
 
     TENSOR_PLAN: ClassVar[dict[str, Role]] = {
         name: role for name, role in gpt.Gpt.TENSOR_PLAN.items() if name != "places"

@@ -1,4 +1,4 @@
-"""Which samples make a step, on any number of ranks and through any number of threads."""
+"""Tests which samples a step contains, for any number of ranks and threads."""
 
 import threading
 from dataclasses import dataclass, replace
@@ -37,7 +37,7 @@ NAMES = ("tokens", "labels", "sample_keys")
 
 @dataclass
 class NumberedSamples:
-    """A dataset in which sample i begins with the token 1000 x i."""
+    """A dataset whose sample i begins with the token 1000 x i."""
 
     num_samples: int = 50
     seq_len: int = SEQ_LEN
@@ -74,7 +74,7 @@ def assert_same(a: StepBatch, b: StepBatch) -> None:
 
 
 def union(position: int, dp_size: int, **changes: Any) -> dict[str, Tensor]:
-    """A step's rows of all ranks, in the order of their positions: microbatch by microbatch, rank by rank."""
+    """Return the rows of all ranks in a step, ordered by microbatch and then by rank."""
     steps = [source(rank, dp_size, **changes).steps_at(position, 1)[0] for rank in range(dp_size)]
     micros = [step.microbatches[index] for index in range(len(steps[0].microbatches)) for step in steps]
     return {
@@ -205,7 +205,7 @@ def test_reads_ahead_while_nobody_waits() -> None:
 
 
 class NumberedTask:
-    """A task of which only the validation data exists."""
+    """A task that has only validation data."""
 
     val_data = NumberedSamples()
     batches = CausalLM.batches
@@ -240,7 +240,7 @@ def test_a_validation_has_the_same_samples_on_every_layout(dp: int, device_batch
 
 @pytest.mark.parametrize("stop_at", [None, 0, 1, 2])
 def test_a_validation_ends_soon_after_a_stop(stop_at: int | None) -> None:
-    """One batch later at most: the ranks look at the batch before. Else it is the mean of all tokens."""
+    """The validation ends at most one batch later. Without a stop, the result is the mean over all tokens."""
     plan = SimpleNamespace(layout=SimpleNamespace(dp=1), batch=SimpleNamespace(device_batch_size=4))
     task = NumberedTask({"global_batch_size": 4, "eval_batches": 3})
     stop, tried = StopRequest(), []

@@ -1,4 +1,4 @@
-"""Which checkpoint is the best: the best of those that are there."""
+"""Tests that the best checkpoint is the best of the existing ones."""
 
 import math
 from pathlib import Path
@@ -20,7 +20,7 @@ from trainkit.trainer.progress import Progress
 
 
 class Saver:
-    """Publishes what it is given, unless the disk is full."""
+    """Publishes the checkpoints that it gets, unless the disk is full."""
 
     def __init__(self) -> None:
         self.last_step: int | None = None
@@ -123,7 +123,7 @@ def test_a_metric_that_never_comes_ends_the_run_at_once(tmp_path: Path, metric: 
 def test_the_upload_of_the_best_one_is_waited_for_as_a_save(
     trainer: Any, monkeypatch: pytest.MonkeyPatch, phase: Any
 ) -> None:
-    """In the name of another phase it would soon count as a hang."""
+    """The upload would soon count as a hang in another phase."""
     waited_in = []
     finish = trainer.saver.finish
 
@@ -163,11 +163,11 @@ def test_the_last_upload_is_waited_for_as_a_save(
     [
         ({"every_steps": 4}, 1, True),
         ({"every_steps": 4}, 4, True),
-        ({"every_steps": 4}, 9, False),  # the next one is that of the end
+        ({"every_steps": 4}, 9, False),  # the next save is the one at the end
         ({"every_steps": 4, "async_save": False}, 1, False),
         ({"every_minutes": 5}, 9, True),
         ({"best_metric": "val_loss"}, 1, True),
-        ({"best_metric": "loss"}, 1, False),  # the loss of a step counts where one is saved anyway
+        ({"best_metric": "loss"}, 1, False),  # the loss of a step counts only if the step is saved anyway
         ({}, 1, False),
     ],
 )

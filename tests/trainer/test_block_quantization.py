@@ -1,4 +1,4 @@
-"""Running averages in 8 bits: their values, their error, and blocks that no layout cuts."""
+"""Tests running averages in 8 bits: their values, their error, and blocks that no layout splits."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ APPLY, SKIP = torch.zeros(()), torch.ones(())
 
 
 def rounded(whole: Tensor, *, is_signed: bool = True, shard: Tensor | None = None) -> QuantizedAverage:
-    """A tensor, or a shard of it, in 8 bits."""
+    """Return a tensor, or a shard of it, in 8 bits."""
     shard = whole if shard is None else shard
     average = QuantizedAverage.zeros(shard, whole, "w", code_values(is_signed=is_signed))
     average.quantize(shard, APPLY)
@@ -20,14 +20,17 @@ def rounded(whole: Tensor, *, is_signed: bool = True, shard: Tensor | None = Non
 
 
 def normal(*shape: int) -> Tensor:
-    """Values over several decades."""
+    """Return values over several decades."""
     generator = torch.Generator().manual_seed(0)
     size = 10 ** (-4 * torch.rand(shape, generator=generator))
     return torch.randn(shape, generator=generator) * size
 
 
 def test_the_values_of_the_paper() -> None:
-    """Section 1.3 and figure 2: 7 decades, in the highest of which a sign has 64 values, without one 128."""
+    """The paper has 7 decades (section 1.3, figure 2).
+
+    The highest has 64 values with a sign, and 128 without.
+    """
     signed, squares = code_values(is_signed=True), code_values(is_signed=False)
     for values in (signed, squares):
         assert values.shape == (256,)
@@ -75,7 +78,7 @@ def test_0_stays_0() -> None:
 @pytest.mark.parametrize("tp", [2, 4, 8])
 @pytest.mark.parametrize("shards", [1, 3])
 def test_shards_are_those_of_the_whole(row: int, tp: int, shards: int) -> None:
-    """Sharded by rows, unevenly, and by columns, every code and scale is the same."""
+    """Codes and scales are equal for shards by rows, for uneven shards, and for shards by columns."""
     whole = normal(8, row)
     expected = rounded(whole)
     parts = [[rounded(whole, shard=s) for s in rows.chunk(tp, 1)] for rows in whole.chunk(shards)]
@@ -120,7 +123,7 @@ def test_an_empty_shard() -> None:
     ("row", "expected"), [(64, 3.0), (768, 2 + 8 / 96), (2048, 2.03125), (5120, 2.0375), (14336, 2.03125)]
 )
 def test_bytes_per_element(row: int, expected: float) -> None:
-    """About 2.03 for both averages of long rows, and more for short ones."""
+    """Two averages of long rows take about 2.03 bytes, and averages of short rows take more."""
     whole = torch.empty(4, row)
     averages = [rounded(whole, is_signed=is_signed) for is_signed in (True, False)]
     total = sum(average.codes.nbytes + average.scales.nbytes for average in averages) / whole.numel()
@@ -147,7 +150,7 @@ def test_small_parameters_and_vectors_stay_in_float32(shape: tuple[int, ...], ex
 
 @pytest.mark.parametrize("beta", [0.95, 0.999])
 def test_an_average_of_squares_does_not_drift(beta: float) -> None:
-    """Rounded after every step, a slow average still follows the gradients."""
+    """Although a slow average is rounded after every step, it still follows the gradients."""
     generator = torch.Generator().manual_seed(0)
     size = 10 ** (-2 * torch.rand(4, 2048, generator=generator))
     expected, average = torch.zeros(4, 2048), rounded(torch.zeros(4, 2048), is_signed=False)

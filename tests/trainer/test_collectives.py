@@ -1,4 +1,4 @@
-"""A step talks as often as its layout needs, and once more, whatever is logged and clipped."""
+"""Tests that a step has only the collectives of its layout and one more, with any logging and clipping."""
 
 import json
 from collections import Counter
@@ -25,11 +25,11 @@ KINDS = {
     "c10d::barrier": "barrier",
 }
 AGREED = {"all_reduce": 1}
-"""Loss, tokens, gradient norm, stop and save: one small collective."""
+"""Loss, tokens, gradient norm, stop and save share one small collective."""
 
 
 def count(rank: int, attempt: AttemptDir) -> None:
-    """Write down what the second step of a rank does: it logs, clips and looks for a stop."""
+    """Record the collectives of a rank's second step, which logs, clips and checks for a stop."""
     from torch.profiler import ProfilerActivity, profile
 
     trainer = make_trainer(rank, attempt)
@@ -45,28 +45,28 @@ def plus(*counts: dict[str, int]) -> dict[str, int]:
     return dict(sum((Counter(one) for one in counts), Counter()))
 
 
-# A split embedding, two splits in each block, a split head: each has a reduction in one pass and, in the
-# other, one for the gradient of its input.
+# The splits are the embedding, two in each block, and the head. Each has a reduction in one pass and, in the
+# other pass, a reduction of the gradient of its input.
 SPLITS = 2 * LAYERS + 1
 SHARDED = {"all_gather": PASSES, "reduce_scatter": PASSES}
 """All parameters are one unit: gathered for each forward pass, reduced after each backward pass."""
 MICROBATCHES = GLOBAL_BATCH // 2
-"""Of two samples."""
+"""The number of microbatches, which have two samples each."""
 
 
 CASES = [
     (Case("replicate", 2, {"dp_replicate": 2}), plus(AGREED, {"all_reduce": 1})),
     (Case("shard", 2, {"dp_shard": 2}), plus(AGREED, SHARDED)),
-    # Gathered once for all microbatches.
+    # The parameters are gathered once for all microbatches.
     (Case("zero-2", 2, {"dp_shard": 2, "zero": 2}), plus(AGREED, SHARDED, {"all_gather": 1 - PASSES})),
     (
         Case("tp", 2, {"tp": 2}),
         plus(
             AGREED,
             {"all_gather": 2 * SPLITS * PASSES, "reduce_scatter": 2 * SPLITS * PASSES},
-            # The loss: maximum, sum of exponentials, the label's logit.
+            # The loss reduces the maximum, the sum of exponentials, and the label's logit.
             {"all_reduce": 3 * PASSES},
-            # The gradients of the norms' weights, of which each rank has its positions' part.
+            # The gradients of the norms' weights are reduced, because each rank has only its positions.
             {"all_reduce": 2 * LAYERS + 1},
         ),
     ),
@@ -74,7 +74,7 @@ CASES = [
         Case("tp-selective", 2, {"tp": 2, "activation_checkpointing": "selective"}),
         plus(
             AGREED,
-            # Recomputation gathers the inputs of attention and feed-forward again, and reduces nothing again.
+            # Recomputation gathers the inputs of attention and feed-forward again, but reduces nothing again.
             {"all_gather": 2 * (SPLITS + LAYERS) * PASSES, "reduce_scatter": 2 * SPLITS * PASSES},
             {"all_reduce": 3 * PASSES + 2 * LAYERS + 1},
         ),
@@ -83,7 +83,8 @@ CASES = [
         Case("tp-full", 2, {"tp": 2, "activation_checkpointing": "full"}),
         plus(
             AGREED,
-            # The output of a block is not needed again, so that of its feed-forward is not reduced again.
+            # The output of a block is not needed again, so the output of its feed-forward is not reduced
+            # again.
             {"all_gather": 2 * (SPLITS + LAYERS) * PASSES, "reduce_scatter": (2 * SPLITS + LAYERS) * PASSES},
             {"all_reduce": 3 * PASSES + 2 * LAYERS + 1},
         ),

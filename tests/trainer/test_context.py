@@ -1,4 +1,4 @@
-"""The parts of a sequence that context-parallel ranks have."""
+"""Tests the chunks of a sequence that context-parallel ranks have."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def test_queries_at_the_end_of_the_keys(to_last: Attend) -> None:
     expected = causal_attention(q, k, v)[:, :, -2:]
     weights = torch.randn(expected.shape)
     gradients = torch.autograd.grad((expected * weights).sum(), (q, k, v))
-    with PretendMode():  # which has a kernel in the place of that of cuDNN
+    with PretendMode():  # pretend mode has a kernel in place of cuDNN's
         found = to_last(q[:, :, -2:], k, v)
         found_gradients = torch.autograd.grad((found * weights).sum(), (q, k, v))
     torch.testing.assert_close((found, *found_gradients), (expected, *gradients))

@@ -1,4 +1,4 @@
-"""The decoder against a second one that is written as simply as the papers put it."""
+"""Compares the decoder with a second one that follows the papers as simply as possible."""
 
 import math
 from functools import partial
@@ -22,7 +22,7 @@ from trainkit.trainer.progress import Progress
 
 
 def naive_logits(model: Decoder, token_ids: Tensor) -> Tensor:
-    """One sample in float64, head by head and position by position. token_ids [T] -> logits [T, vocab]."""
+    """Compute one sample in float64, by head and position. token_ids [T] -> logits [T, vocab]."""
     shape = model.shape
     weights = {name: value.double() for name, value in model.state_dict().items()}
     head_dim = shape.dim // shape.num_heads
@@ -79,7 +79,8 @@ def test_equals_the_naive_decoder(config: dict[str, object]) -> None:
     model = nano(**config).eval()
     with torch.no_grad():
         for param in model.parameters():
-            param.mul_(4.0 if param.dim() > 1 else 1.3)  # far enough from zero that attention is not flat
+            # the weights are far enough from zero for attention that is not flat
+            param.mul_(4.0 if param.dim() > 1 else 1.3)
         found = model(tokens(), sample_keys())
     assert found.shape == (2, SEQ_LEN, model.shape.vocab_size)
     for row, sample in zip(found, tokens(), strict=True):
@@ -155,7 +156,7 @@ def test_recomputing_keeps_less(mode: str) -> None:
 def test_all_blocks_share_one_compiled_graph(
     dropout: float, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More blocks than torch compiles one function anew for (8): the rest would run uncompiled, unsaid."""
+    """torch recompiles one function at most 8 times. Further blocks would silently run uncompiled."""
     from torch._dynamo.utils import counters
 
     torch.compiler.reset()
@@ -171,7 +172,7 @@ def test_all_blocks_share_one_compiled_graph(
 
 @pytest.mark.slow
 def test_blocks_that_recompute_are_compiled_all_the_same() -> None:
-    """In full; test_layouts.py trains with the selective kind."""
+    """The blocks recompute fully. test_layouts.py trains with selective recomputation."""
     from torch._dynamo.utils import counters
 
     torch.compiler.reset()
@@ -196,7 +197,7 @@ def nll_sum(logits: Tensor, labels: Tensor) -> Tensor:
 @pytest.mark.parametrize("config", [{}, {"tie_embeddings": True}])
 @pytest.mark.parametrize("chunks", [2, 5])
 def test_a_loss_in_parts_is_the_whole_loss(chunks: int, config: dict[str, bool]) -> None:
-    """With accumulation, with labels that do not count, and with parts of different lengths."""
+    """The cases include accumulation, ignored labels, and chunks of different lengths."""
     labels = tokens(seed=1)
     labels[0, 3:9] = IGNORE_LABEL
     micros = [Microbatch(tokens(seed=seed), labels, sample_keys()) for seed in (2, 3)]
@@ -263,7 +264,7 @@ def masked(in_blocks: bool = False, **config: int) -> Decoder:
 def test_packed_documents_have_the_logits_of_each_alone(
     config: dict[str, int], lengths: tuple[int, ...]
 ) -> None:
-    """Alone, a document begins at position 0: only the distance of two positions matters to rotation."""
+    """A document alone begins at position 0, because rotation depends only on distances of positions."""
     packed = tokens(2) % EOS
     ends = torch.tensor(lengths).cumsum(0)
     packed[0, ends[:-1] - 1] = EOS  # the other sample is one document
@@ -280,18 +281,18 @@ def test_packed_documents_have_the_logits_of_each_alone(
 @pytest.mark.parametrize("length", [256, 300, 1024])
 @pytest.mark.parametrize("share", [0.0, 0.003, 0.02, 0.3, 1.0])
 def test_blocks_of_documents(length: int, share: float) -> None:
-    """What the kernel computes is the mask in memory: blocks that it skips or takes whole, and the others."""
+    """The kernel's blocks (skipped, whole or masked) give the same result as the mask in memory."""
     generator = torch.Generator().manual_seed(length)
     packed = torch.where(torch.rand(3, length, generator=generator) < share, EOS, 0)
     packed[0] = 0
-    packed[0, -2] = EOS  # a long document ends inside the last block, which may not be whole
+    packed[0, -2] = EOS  # a long document ends inside the last block, which may be incomplete
     mask, dense = document_blocks(packed, EOS), document_mask(packed, EOS, torch.float32)[:, 0] == 0
     number, inside = (
         F.pad(cells, (0, -length % MASK_BLOCK) * 2)
         .unfold(1, MASK_BLOCK, MASK_BLOCK)
         .unfold(2, MASK_BLOCK, MASK_BLOCK)
         .sum((3, 4))
-        for cells in (dense, torch.ones_like(dense))  # the last block may reach beyond the sample
+        for cells in (dense, torch.ones_like(dense))  # the last block may extend beyond the sample
     )
     for counts, indices, expected in (
         (mask.kv_num_blocks, mask.kv_indices, (number > 0) & (number < inside)),
@@ -308,7 +309,7 @@ def test_blocks_of_documents(length: int, share: float) -> None:
 
 
 def test_blocks_are_compiled_once_for_all_documents() -> None:
-    """A step has another mask, which must not compile a block again."""
+    """Each step has a different mask, which must not compile a block again."""
     model = masked(in_blocks=True)
     graphs = CompileCounterWithBackend("eager")
     for block in model.layers:

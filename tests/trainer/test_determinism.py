@@ -1,4 +1,4 @@
-"""Which kernels compute, and what is recorded of what the bits of a result depend on."""
+"""Tests which kernels are used, and the record of everything that affects the bits of a result."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def test_kernels_are_chosen_by_what_they_compute(
         assert memory.fill_uninitialized_memory != deterministic, "it would write every gathered buffer"
     finally:
         torch.use_deterministic_algorithms(False)
-    environ.pop("TORCHINDUCTOR_CACHE_DIR", None)  # torch sets it
+    environ.pop("TORCHINDUCTOR_CACHE_DIR", None)  # torch sets this variable
     assert environ == expected
 
 
 def test_inductor_knows_the_variable_and_is_not_imported_before_it_is_set() -> None:
-    """Of a variable without effect, nobody would notice anything."""
+    """A variable without effect would not be noticed otherwise."""
     import torch._inductor.config as inductor
 
     code = "import sys, trainkit.trainer.worker as w; assert 'torch._inductor.config' not in sys.modules"

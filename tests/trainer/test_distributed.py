@@ -1,4 +1,4 @@
-"""The GPU of a rank, and how ranks find each other before there is a process group."""
+"""Tests the GPU of a rank, and the rendezvous before there is a process group."""
 
 import os
 import re
@@ -34,7 +34,7 @@ from trainkit.trainer.progress import Progress
 
 
 class FakeCuda:
-    """What torch says of its GPUs, and the one that was selected."""
+    """Answers torch's queries about GPUs, and records the selected GPU."""
 
     def __init__(self) -> None:
         self.count = 1
@@ -87,7 +87,7 @@ def test_the_gpu_of_a_rank(
     ("num_visible", "is_task", "visible", "exit_code"),
     [
         (1, False, None, EXIT_FAILED),  # the node may have lost GPUs
-        (1, False, "0", EXIT_NO_RESTART),  # an agent with four ranks, which may use one GPU
+        (1, False, "0", EXIT_NO_RESTART),  # an agent with four ranks may use only one GPU
         (2, True, "0,1", EXIT_NO_RESTART),
         (0, True, "NoDevFiles", EXIT_NO_RESTART),
         (3, True, "0,1,2,3", EXIT_FAILED),
@@ -136,7 +136,7 @@ def test_a_gpu_that_torch_or_its_tensor_cores_do_not_support(
     if name == "no CUDA":
         monkeypatch.setattr(torch.version, "cuda", None)
     if "bf16" in message:
-        cuda.archs = ["sm_{}{}".format(*capability), *cuda.archs]  # this torch has kernels for it
+        cuda.archs = ["sm_{}{}".format(*capability), *cuda.archs]  # this torch has kernels for the GPU
     if not message:
         assert select_device("cuda", 0, dtype=dtype) == torch.device("cuda", 0)
         return
@@ -163,7 +163,8 @@ def test_a_virtual_gpu_without_expandable_segments(cuda: FakeCuda, monkeypatch: 
     monkeypatch.setattr(distributed, "fix_segments", lambda: vars(cuda).update(has_virtual_memory=True))
     assert select_device("cuda", 0) == torch.device("cuda", 0)
     cuda.has_virtual_memory = False
-    monkeypatch.setattr(distributed, "fix_segments", lambda: None)  # it refuses for another reason
+    # fix_segments would refuse for another reason
+    monkeypatch.setattr(distributed, "fix_segments", lambda: None)
     with pytest.raises(RuntimeError, match="operation not supported"):
         select_device("cuda", 0)
 
@@ -188,7 +189,10 @@ def test_every_group_exchanges_a_number_when_the_world_is_made(
 def test_the_pairs_of_a_pipeline_connect_when_the_world_is_made(
     monkeypatch: pytest.MonkeyPatch, rank: int, pp: int, peers: tuple[int, int]
 ) -> None:
-    """Both neighbours, in both directions, and the ends: interleaved stages and tied weights need those."""
+    """A stage connects to both neighbours in both directions, and to the ends.
+
+    Interleaved stages and tied weights need these connections.
+    """
     exchanged: list[Any] = []
     mesh = MagicMock(get_all_groups=list)
     monkeypatch.setattr(distributed, "dist", MagicMock(isend="send", irecv="receive"))
@@ -226,10 +230,10 @@ def test_groups_that_do_not_end_are_not_waited_for(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("cpus", "allowed", "bound"),
     [
-        ("0-3,8-11", range(16), {0, 1, 2, 3, 8, 9, 10, 11}),  # all tasks of the node may use all of its CPUs
+        ("0-3,8-11", range(16), {0, 1, 2, 3, 8, 9, 10, 11}),  # all tasks of the node may use all its CPUs
         ("0-3,8-11", range(2, 6), {2, 3}),
-        ("0-3", range(4), None),  # Slurm has done it
-        ("0-3", range(4, 8), None),  # or has bound the task elsewhere
+        ("0-3", range(4), None),  # Slurm has already bound the task
+        ("0-3", range(4, 8), None),  # Slurm has bound the task to other CPUs
         (None, range(8), None),
     ],
 )
@@ -267,9 +271,9 @@ def test_what_a_rank_does_before_the_others_are_there(
     binds: bool,
     number: int,
 ) -> None:
-    """It is bound next to its GPU if `launch.numa` says so, and connects in a phase of its own.
+    """A rank binds itself near its GPU if `launch.numa` is set, and connects in a separate phase.
 
-    Rank 0 looks at the shards for all.
+    Rank 0 reads the shards for all ranks.
     """
     attempt = make_attempt(tmp_path / "run", [f"device={device}", f"launch.numa={numa}"], num_procs=2)
     bound: list[torch.device] = []
@@ -317,7 +321,7 @@ def test_only_a_rank_that_is_a_task_takes_the_single_gpu(
 
 
 def join(monkeypatch: pytest.MonkeyPatch, devices: list[torch.device]) -> list[Any]:
-    """Two ranks of a node meet; returns the error of each, or the arguments of its process group."""
+    """Let two ranks of a node meet, and return the error of each, or its process group's arguments."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = int(server.getsockname()[1])
     found: list[Any] = [None, None]
@@ -326,7 +330,7 @@ def join(monkeypatch: pytest.MonkeyPatch, devices: list[torch.device]) -> list[A
     monkeypatch.setattr(distributed, "make_world", lambda number, *args: number)
     monkeypatch.setattr(distributed, "_raise_open_file_limit", lambda count: None)
     arrived = threading.Semaphore(0)
-    stores = []  # that of rank 0 has to outlive the other
+    stores = []  # the store of rank 0 must outlive the other store
 
     def meet(number: int) -> None:
         try:
@@ -357,7 +361,7 @@ def join(monkeypatch: pytest.MonkeyPatch, devices: list[torch.device]) -> list[A
 
 
 def test_two_tasks_that_see_the_same_gpu(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The node has one GPU, or the step: Slurm has not bound it to one of the tasks."""
+    """Either the node or the step has only one GPU, because Slurm has not bound the GPU to one task."""
     device = torch.device("cuda", 0)
     first, second = join(monkeypatch, [device, device])
     assert first == 0
@@ -415,7 +419,7 @@ def test_one_that_does_not_come_is_named(port: int) -> None:
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_ranks_of_one_machine_meet_in_a_file(number: int, port: int, tmp_path: Path) -> None:
-    """Nothing listens, what another attempt has left there is not read, and each rank names a missing one."""
+    """No port is opened, files of another attempt are ignored, and each rank names a missing rank."""
     file, minute = tmp_path / "store", timedelta(seconds=60)
     with pytest.raises(TrainkitError, match=rf"(?m)1 of 2 ranks did not start within .*: rank {1 - number}$"):
         startup_barrier(rank(number, port, "b"), StopRequest(), SOON, file=file)
@@ -432,7 +436,7 @@ def test_ranks_of_one_machine_meet_in_a_file(number: int, port: int, tmp_path: P
 
 @pytest.mark.parametrize("nonce", ["b", ""])
 def test_a_rank_of_another_job_at_the_same_address(port: int, nonce: str) -> None:
-    """It is refused, and does not count as the rank that is waited for."""
+    """The rank of the other job is refused, and does not count as the missing rank."""
     thread, got = in_thread(lambda: startup_barrier(rank(0, port), StopRequest(), timedelta(seconds=60)))
     message = f"rank 1 has reached another job at 127.0.0.1:{port}, not rank 0 of its own attempt"
     with pytest.raises(TrainkitError, match=message) as caught:
@@ -446,7 +450,7 @@ def test_a_rank_of_another_job_at_the_same_address(port: int, nonce: str) -> Non
 
 
 def test_a_store_that_no_rank_0_has_made(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For example that of another training program, which listens on the port first."""
+    """Another training program, for example, listens on the port first."""
     monkeypatch.setattr(module, "IDENTITY_TIMEOUT", SOON)
     other = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     with pytest.raises(TrainkitError, match="has reached another job"):
@@ -465,7 +469,7 @@ def test_keys_of_two_jobs_do_not_mix(port: int) -> None:
 
 
 def neighbour(port: int) -> TCPStore:
-    """Another user's connection to the store of rank 0, once that listens."""
+    """Return another user's connection to the store of rank 0, once the store listens."""
     module._wait_for_main(rank(1, port), StopRequest(), 60.0)
     return TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
 
@@ -484,7 +488,7 @@ def test_the_nonce_is_in_no_key_or_value(port: int) -> None:
 
 
 def test_a_neighbour_neither_arrives_nor_decides(port: int) -> None:
-    """It sees the names of the keys in the store, but cannot seal a value."""
+    """The other user sees the names of the keys in the store, but cannot seal a value."""
     with ThreadPoolExecutor(1) as threads:
         main = threads.submit(startup_barrier, rank(0, port), StopRequest(), timedelta(seconds=60))
         store = neighbour(port)

@@ -1,4 +1,4 @@
-"""What a rank leaves behind when it fails."""
+"""Tests the record that a rank writes when it fails."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Damage between two attempts and full disks during one: noticed, said, survived."""
+"""Tests damage between two attempts and full disks during one: noticed, reported and survived."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ def checkpoints(run_dir: Path) -> Path:
 
 
 def shard(folder: Path) -> Path:
-    """The largest file of a checkpoint."""
+    """Return the largest file of a checkpoint."""
     return max(folder.iterdir(), key=lambda path: path.stat().st_size)
 
 
@@ -43,12 +43,12 @@ def flip(path: Path, place: int | None = None, num_bytes: int = 8) -> None:
     path.write_bytes(data)
 
 
-"""What the loader does about other damages is tested in `test_loader.py`, without processes."""
+"""`test_loader.py` tests how the loader handles other damage, without processes."""
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nothing happened to."""
+    """Return an undisturbed run."""
     path = tmp_path_factory.mktemp("whole") / "run"
     train(path, OPTIONS)
     return path
@@ -56,7 +56,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same run, stopped after step 4 with checkpoints of steps 2 and 4."""
+    """Return the same run, stopped after step 4 with checkpoints after steps 2 and 4."""
     path = tmp_path_factory.mktemp("stopped") / "run"
     train(path, [*OPTIONS, "train.stop_at_step=4"], expect=75)
     assert [c.step for c in published(checkpoints(path))] == [2, 4]
@@ -75,7 +75,7 @@ def assert_same_curve(run: Path, whole: Path) -> None:
 
 
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(run: Path, whole: Path) -> None:
-    """Other damages are tried in `test_loader.py`, without processes."""
+    """`test_loader.py` tests other damage, without processes."""
     flip(shard(checkpoints(run) / "step-00000004"))
     attempt = train(run, OPTIONS)
     assert "checkpoint step-00000004 rejected: " in log_text(attempt)
@@ -92,7 +92,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(run: Path,
 
 
 def test_four_processes_share_the_reading_and_agree(run: Path, whole: Path) -> None:
-    """Damage in any one file is found by whichever rank reads it, and all go back together."""
+    """Whichever rank reads a damaged file finds it, and all ranks go back together."""
     train(run, [*OPTIONS, "train.stop_at_step=5"], 2, expect=75)
     files = sorted((checkpoints(run) / "step-00000005").glob("*.distcp"))
     assert len(files) == 2
@@ -107,7 +107,7 @@ def test_four_processes_share_the_reading_and_agree(run: Path, whole: Path) -> N
 
 
 def test_when_all_are_damaged_a_person_decides(run: Path) -> None:
-    """To begin again at step 0 in silence would be to lose the run."""
+    """A silent restart at step 0 would lose the run."""
     for checkpoint in published(checkpoints(run)):
         flip(shard(checkpoint.path))
     before = losses(run)
@@ -124,7 +124,10 @@ def test_when_all_are_damaged_a_person_decides(run: Path) -> None:
 class TestFullDisk:
     @pytest.mark.parametrize("num_procs", [1, 2])
     def test_a_disk_without_a_free_byte(self, whole: Path, tmp_path: Path, num_procs: int) -> None:
-        """Metrics, events, TensorBoard and checkpoints are on it: the training continues to its end."""
+        """Metrics, events, TensorBoard and checkpoints are on the disk.
+
+        The training run continues to its end.
+        """
         options = [*OPTIONS, "checkpoint.every_steps=1", "logging.tensorboard=true"]
         options += ["train.eval_every=2", "train.eval_batches=1"]
         with small_disk(tmp_path / "disk", "64m") as disk:
@@ -152,7 +155,7 @@ class TestFullDisk:
             assert losses(disk / "run") == pytest.approx(losses(whole), abs=1e-5)
 
     def test_space_that_comes_back_is_used(self, whole: Path, tmp_path: Path) -> None:
-        """Room for one more checkpoint than those kept, but not for three."""
+        """The disk has space for one more checkpoint than those kept, but not for three."""
         size = sum(p.stat().st_size for p in (checkpoints(whole) / "step-00000006").iterdir())
         with small_disk(tmp_path / "disk", f"{(3 * size + 700_000) // 1024}k") as disk:
             attempt = train(disk / "run", [*OPTIONS, "checkpoint.every_steps=1", "checkpoint.keep_last=1"])
@@ -172,14 +175,14 @@ class TestFullDisk:
 
 
 def pad(run_dir: Path) -> None:
-    """Fill up the last page of each file that is appended to."""
+    """Fill the last page of each file that is appended to."""
     for path in (RunDir(run_dir).events_file, RunDir(run_dir).metrics_file):
         with path.open("a") as stream:
             stream.write(" " * (-path.stat().st_size % 4096 - 1) + "\n")
 
 
 def test_the_best_link_names_the_state_that_was_best(tmp_path: Path) -> None:
-    """A validation that is made up for at the start of an attempt belongs to the checkpoint it began from."""
+    """A validation that an attempt makes up for at its start belongs to the checkpoint that it resumed."""
     options = ["train.steps=8", "train.eval_batches=2", "checkpoint.keep_last=9"]
     train(tmp_path / "run", [*options, "train.stop_at_step=4"], expect=75)
     train(tmp_path / "run", [*options, "train.eval_every=4", "train.stop_at_step=6"], expect=75)

@@ -1,4 +1,4 @@
-"""Weights gathered in float8 train bit for bit as those that are gathered in bf16, of which they are half."""
+"""Tests that weights gathered in float8 train bit for bit like bf16, with half of the bytes."""
 
 import json
 from dataclasses import replace
@@ -40,7 +40,7 @@ CASES = [
 NAMES = [case.name for case in CASES]
 COUNTED = "shard", "replicate-shard"
 WAYS = ("bf16", "float8")
-"""In which weights are gathered."""
+"""The types of gathered weights."""
 
 
 class _CountTalk(DispatchMode):
@@ -57,7 +57,7 @@ class _CountTalk(DispatchMode):
 
 
 def train(rank: int, attempt: AttemptDir, way: str) -> None:
-    """Train as one rank, multiply in an emulated float8, and write down how it talks in the first step."""
+    """Train as one rank with an emulated float8 multiplication, and record the first step's collectives."""
     build.require_float8 = lambda device: None
     build.apply_float8 = partial(apply_float8, emulate=True)
     trainer = make_trainer(rank, attempt, float8="gather" if way == "float8" else True)
@@ -86,7 +86,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def assert_equal(run: Path, expected: Path) -> None:
-    """Same losses, gradient norms, validation, weights and running averages, bit for bit."""
+    """Check that losses, gradient norms, validation, weights and running averages are equal bit for bit."""
     assert curve(run) == curve(expected)
     mine, other = saved_tensors(run), saved_tensors(expected)
     assert mine.keys() == other.keys()
@@ -100,7 +100,7 @@ def test_one_curve(runs: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_step_gathers(runs: Path, name: str) -> None:
-    """A byte for each number of a matrix in a block, where the others keep two; one more all-reduce."""
+    """A number of a matrix in a block takes one byte instead of two, and there is one more all-reduce."""
     talks = (runs / f"{name}.{way}" / "attempts/001/talk-0" for way in WAYS)
     (gathered, reduced), (in_float8, reduced_now) = (json.loads(talk.read_text()) for talk in talks)
     assert in_float8 < 0.9 * gathered

@@ -1,4 +1,4 @@
-"""Gradients that are averaged on the host; `test_parity.py` compares the curves of replicas."""
+"""Tests gradients that are averaged on the host. `test_parity.py` compares the curves of replicas."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def test_buckets_hold_every_parameter_once_and_the_last_first() -> None:
 
 
 class TwoWays(nn.Module):
-    """The rank decides which half of the parameters takes part, and in which order."""
+    """The rank decides which half of the parameters is used, and their order."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Units of communication, their types, and blocks that are compiled; `test_parity.py` compares curves."""
+"""Tests units of communication, their types, and compiled blocks. `test_parity.py` compares curves."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow(seconds=4), pytest.mark.xdist_group("layouts")]
 
 
 def test_compiled_on_one_process(tmp_path: Path) -> None:
-    """With recomputation, which the compiler has to see through; a later attempt takes what is compiled."""
+    """The compiler must handle recomputation, and a later attempt uses the compiled code."""
     common = ["train.steps=4", "train.eval_every=2", "model.dropout=0.1", "model.tie_embeddings=true"]
     train(tmp_path / "eager", common)
     options = [*common, "parallel.compile=true", "parallel.activation_checkpointing=selective"]
@@ -37,7 +37,7 @@ def test_compiled_on_one_process(tmp_path: Path) -> None:
 def test_another_host_gets_what_is_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also where the file is damaged, cannot be read or cannot be written: then it compiles, and saves it."""
+    """If the file is damaged or cannot be read or written, the host compiles, and saves the result."""
     run = RunDir(tmp_path)
     run.compiled_file.mkdir()
     CompileCache(run).load()
@@ -90,7 +90,7 @@ def test_large_ends_are_units_of_their_own() -> None:
 
 
 def check_inputs(world: World, layout: Layout) -> None:
-    """The rotation table stays float32 and the residual stream has one type in every unit."""
+    """Check that the rotation table stays float32, and the residual stream has one type in all units."""
     data_parallel.MIN_UNIT_BYTES = 1
     mesh = torch.distributed.init_device_mesh(
         "cpu", (layout.dp_replicate, layout.dp_shard), mesh_dim_names=("dp_replicate", "dp_shard")

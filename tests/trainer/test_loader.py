@@ -1,4 +1,4 @@
-"""Choosing a checkpoint: the newest that is intact, and never the beginning by mistake."""
+"""Tests the choice of a checkpoint: the newest intact one, and never step 0 by mistake."""
 
 import errno
 import json
@@ -39,7 +39,7 @@ TENSORS = {"a": torch.randn(200, 30), "b": torch.tensor(1.0)}
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    """A run with checkpoints of the steps 1, 2 and 3, on a filesystem that shows things at once."""
+    """Return a run with checkpoints after steps 1, 2 and 3, on a filesystem without caches."""
     monkeypatch.setattr(loader, "SETTLE_S", 0.0)
     run = RunDir(tmp_path)
     saver = CheckpointSaver(run.attempt(1), ALONE, TENSORS, keep_last=9)
@@ -81,7 +81,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     f"{SHARD} a folder": lambda f: ((f / SHARD).unlink(), (f / SHARD).mkdir()),
     "manifest with nonsense for files": lambda f: rewrite(f / MANIFEST, files={SHARD: "yes"}),
 }
-"""Of each file; the other kinds are in tests/run/test_manifest.py."""
+"""Maps a kind of damage of any file to its code. tests/run/test_manifest.py has the other kinds."""
 
 
 @pytest.mark.parametrize("damage", [*DAMAGES])
@@ -144,7 +144,7 @@ def test_what_cannot_be_read_is_not_thrown_out(run: RunDir, monkeypatch: pytest.
 def test_a_view_that_is_late_is_waited_for(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, late: int
 ) -> None:
-    """A host that sees the folder as it was before the newest ones were published."""
+    """The host sees the folder as it was before the newest checkpoints were published."""
     looks = []
 
     def stale(folder: Path) -> list[Checkpoint]:
@@ -159,7 +159,7 @@ def test_a_view_that_is_late_is_waited_for(
 
 
 def test_what_another_host_has_published_on_nfs(tmp_path: Path) -> None:
-    """The NFS client of this host has seen the folder of the save before its files and its last name."""
+    """The NFS client of this host has seen the folder of the save before its files and its final name."""
     (tmp_path / "server").mkdir()
     with nfs_clients(tmp_path / "server", tmp_path / "first", tmp_path / "other"):
         first, other = RunDir(tmp_path / "first"), RunDir(tmp_path / "other")
@@ -167,7 +167,7 @@ def test_what_another_host_has_published_on_nfs(tmp_path: Path) -> None:
         for folder in folders:
             folder.mkdir(parents=True)
         for folder in partials(other.checkpoints_dir):
-            # As the ranks of this host do when they write their part.
+            # The ranks of this host write their shards in this way.
             writer = HashingWriter(folder)
             writer.set_up_storage_writer(is_coordinator=False)
             writer.prepare_local_plan(SavePlan([]))
@@ -189,7 +189,7 @@ def test_what_another_host_has_published_on_nfs(tmp_path: Path) -> None:
 def test_a_file_that_is_listed_is_read_again(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, function: str, number: int
 ) -> None:
-    """An NFS client may have looked for it before it was there."""
+    """An NFS client may have looked for the file before the file existed."""
     read, looks = getattr(manifest, function), []
 
     def late(path: Path) -> Any:

@@ -1,4 +1,4 @@
-"""A loop of the user's own: what it saves, loads and says when something does not fit."""
+"""Tests a user's loop: what it saves and loads, and its errors."""
 
 import json
 import sys
@@ -74,7 +74,7 @@ dist.destroy_process_group()
 
 
 def start(folder: Path, num_ranks: int, *args: object) -> list[int]:
-    """The exit codes of the ranks of the script, with the environment that torchrun would set."""
+    """Return the exit codes of the script's ranks, with the environment that torchrun would set."""
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(SCRIPT)
     common = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_ADDR": "127.0.0.1"}
@@ -93,7 +93,10 @@ def curve(folder: Path) -> list[tuple[int, float, float]]:
 
 @pytest.mark.slow
 def test_a_killed_loop_continues_to_the_last_bit(tmp_path: Path) -> None:
-    """In DDP with dropout: it computes the steps after the last save again. A stop loses nothing."""
+    """The loop uses DDP and dropout.
+
+    It computes the steps after the last save again, and a stop loses no step.
+    """
     assert start(tmp_path / "whole", 2, 12, 0, "ddp") == [0, 0]
     assert start(tmp_path / "cut", 2, 12, 6, "ddp") == [-9, -9]
     assert start(tmp_path / "cut", 2, 12, 0, "ddp") == [0, 0]
@@ -107,7 +110,7 @@ def test_a_killed_loop_continues_to_the_last_bit(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_another_number_of_ranks(tmp_path: Path) -> None:
-    """Sharded on two ranks, then on one: the checkpoints are the same."""
+    """The loop is sharded on two ranks, then runs on one, with the same checkpoints."""
     assert start(tmp_path / "whole", 1, 12, 0, "fsdp") == [0]
     assert start(tmp_path / "moved", 2, 12, 5, "fsdp") == [-9, -9]
     assert start(tmp_path / "moved", 1, 12, 0, "fsdp") == [0]
@@ -116,7 +119,7 @@ def test_another_number_of_ranks(tmp_path: Path) -> None:
 
 
 def test_the_example_of_the_docs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On one process, by hand: it resumes, ends, and fails, and commands accept it each time."""
+    """One process, started by hand, resumes, ends and fails, and commands accept it each time."""
     page = (Path(__file__).parents[2] / "docs" / "own-script.md").read_text()
     blocks = (block.partition("```")[0] for block in page.split("```python\n"))
     code = next(block for block in blocks if "from trainkit.loop import attach" in block)
@@ -156,7 +159,7 @@ def test_the_example_of_the_docs(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 @pytest.mark.slow
 def test_states_that_grow_and_parameters_without_gradient(tmp_path: Path) -> None:
-    """A mapping with integers as keys is what it was; an unused parameter has no optimizer state."""
+    """A mapping with integer keys is unchanged, and an unused parameter has no optimizer state."""
     assert start(tmp_path, 1, 6, 5, "grows") == [-9]
     assert start(tmp_path, 1, 6, 0, "grows") == [0]
     log = (tmp_path / "log-0").read_text()
@@ -165,7 +168,7 @@ def test_states_that_grow_and_parameters_without_gradient(tmp_path: Path) -> Non
 
 
 def test_an_exception_is_shown_and_recorded_with_its_line(tmp_path: Path) -> None:
-    """Also at the end of the run, which rank 0 records, although it has an exception of its own."""
+    """The same is true at the end of the run, which rank 0 records in spite of its exception."""
     assert start(tmp_path, 2, 12, 0, "raises") == [1, 1]
     line = SCRIPT.partition('{}["column"]')[0].count("\n") + 1
     attempt = RunDir(tmp_path / "run").attempt(1)
@@ -216,7 +219,7 @@ def test_a_loss_that_is_nan_does_not_end_the_loop(
 
 
 def test_a_value_of_one_rank_alone_is_refused(tmp_path: Path) -> None:
-    """Else its sum over the ranks would be mixed up with the next gradient."""
+    """Otherwise, its sum over the ranks would be mixed up with the next gradient."""
     assert start(tmp_path, 2, 12, 0, "main-logs") == [1, 1]
     assert "the ranks differ in run.log(): rank 0 has logged loss, lr" in (tmp_path / "log-0").read_text()
 
@@ -229,7 +232,7 @@ def test_a_value_of_one_rank_alone_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_saved(tmp_path: Path, kind: str, message: str) -> None:
-    """Known before the first step."""
+    """The error comes before the first step."""
     assert start(tmp_path, 1, 12, 0, kind) == [1]
     assert message in (tmp_path / "log-0").read_text()
     record = json.loads((tmp_path / "run" / "attempts" / "001" / "errors" / "rank-0000.json").read_text())

@@ -1,4 +1,4 @@
-"""The loss scale of fp16."""
+"""Tests the loss scale of fp16."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +25,7 @@ def scale_of(dtype: str = "fp16", start: float = 1024.0, growth: int = 3) -> Los
 
 
 def after(scale: LossScale, skips: str) -> list[float]:
-    """The factor after each step; skips: a `!` for a step that overflowed, a `.` for one that did not."""
+    """Return the factor after each step. In `skips`, `!` is a step that overflowed, and `.` is a good one."""
     values = []
     for mark in skips:
         scale.update(torch.tensor(float(mark == "!")))
@@ -36,7 +36,8 @@ def after(scale: LossScale, skips: str) -> list[float]:
 @pytest.mark.parametrize(
     ("options", "skips", "values"),
     [
-        # It halves on overflow, and doubles after good steps in a row, which it then counts anew.
+        # The scale halves on overflow, and doubles after a number of good steps, which are then counted
+        # again.
         ({}, "..!...", [1024, 1024, 512, 512, 512, 1024]),
         ({}, "......", [1024, 1024, 2048, 2048, 2048, 4096]),
         ({"start": 4.0}, "!!!!", [2, 1, 1, 1]),
@@ -106,7 +107,7 @@ def nll_sum(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class Head(nn.Module):
-    """A model whose hidden states are parameters, and whose loss is computed in parts."""
+    """A model whose hidden states are parameters, and whose loss is computed in chunks."""
 
     def __init__(self, hidden: Tensor, weight: Tensor) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The records of a run, of its ranks and for TensorBoard."""
+"""Tests the records of a run, of its ranks and for TensorBoard."""
 
 import json
 import logging
@@ -88,7 +88,7 @@ def test_a_record_has_every_promised_key(tmp_path: Path) -> None:
 
 
 def test_how_values_are_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A loss to its last bit, what is not finite as null, and nothing by other ranks."""
+    """A loss is written to its last bit, other values as null, and only rank 0 writes."""
     caplog.set_level(logging.INFO)
     metrics = metrics_of(tmp_path)
     write(metrics, loss=1 / 3, val_loss=3.25)
@@ -138,7 +138,7 @@ def test_the_line_is_greppable(
 def test_a_full_disk_keeps_the_records_and_writes_them_later(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, ends: bool
 ) -> None:
-    """With the next record; or, where the training ends and there is none, when it has saved."""
+    """The records are written with the next one, or after the last save of a training run."""
     with small_disk(tmp_path / "disk", "64k") as disk:
         metrics = metrics_of(disk)
         write(metrics, step=1)
@@ -159,7 +159,10 @@ def test_a_full_disk_keeps_the_records_and_writes_them_later(
 
 
 def test_the_metrics_of_a_users_task(tmp_path: Path) -> None:
-    """In addition to the promised keys; what is not finite is left out, since it cannot be written."""
+    """The metrics are added to the promised keys.
+
+    Values that are not finite are omitted, because JSON has none.
+    """
     metrics = metrics_of(tmp_path)
     metrics.count(report(), 16)
     state = TrainingState(step=7)
@@ -253,7 +256,7 @@ def test_nothing_written_leaves_nothing_behind_that_breaks_the_reader(tmp_path: 
 
 
 def test_a_folder_that_was_moved_is_not_made_again(tmp_path: Path) -> None:
-    """Before the run has noticed: what it writes next would lie apart from the rest."""
+    """New files would be separate from the others until the run notices the move."""
     run = RunDir(tmp_path / "moved away")
     log = TensorBoardLog(run, 1)
     log.write(1, scalars(1, loss=0.5))

@@ -1,4 +1,4 @@
-"""Losses and gradients that are not finite: skipped, said, and after too many in a row the end."""
+"""Tests losses and gradients that are not finite: skipped, reported, and fatal after too many in a row."""
 
 import json
 import re
@@ -30,7 +30,7 @@ EXPLODES = ["optimizer.lr=1e30", "schedule.warmup_steps=0", "train.grad_clip=nul
 
 
 def trainer(precision: PrecisionConfig, max_nonfinite_steps: int = 3) -> Trainer:
-    """As much of a trainer as counting steps needs."""
+    """Return a trainer with only the attributes that counting steps needs."""
     fields = {
         "world": ALONE,
         "progress": Progress(),
@@ -48,7 +48,7 @@ def trainer(precision: PrecisionConfig, max_nonfinite_steps: int = 3) -> Trainer
 
 
 def count(trainer: Trainer, marks: str) -> None:
-    """Let steps pass: a `.` for a good one, a `!` for one that was not finite."""
+    """Let steps pass. In `marks`, `.` is a good step, and `!` is a step that is not finite."""
     for mark in marks:
         report = StepReport(10, 2.0, 1.0, mark == ".", False, False, 0.0)
         trainer._update_state(BATCH, report)
@@ -107,7 +107,7 @@ def test_a_run_that_has_only_skipped_steps_has_trained_nothing(dtype: Any, hint:
 
 @pytest.mark.slow
 def test_fp16_that_never_finds_its_scale_does_not_finish(tmp_path: Path) -> None:
-    """Neither at once nor when it is resumed: the checkpoints say that no step was applied."""
+    """The run finishes neither at once nor when it is resumed, because no step was applied."""
     options = ["precision.dtype=fp16", "precision.init_loss_scale=1e30", "train.max_nonfinite_steps=2"]
     options += ["checkpoint.every_steps=2", "train.steps=6"]
     attempt = train(tmp_path / "run", [*options, "train.stop_at_step=4"], expect=EXIT_STOPPED)
@@ -123,14 +123,14 @@ def test_fp16_that_never_finds_its_scale_does_not_finish(tmp_path: Path) -> None
         assert "lower precision.init_loss_scale, which is 1e+30 and has fallen to 1.5" in error["hint"]
     assert published(attempt.run.checkpoints_dir)[-1].step == 4, "the untrained weights are not the result"
     assert "finished after step" not in log_text(attempt)
-    # More steps are enough: the scale halves with each of them.
+    # A few more steps are enough, because the scale halves with each of them.
     attempt = train(tmp_path / "run", [*options, "train.steps=120"])
     assert "finished after step 120" in log_text(attempt)
     assert published(attempt.run.checkpoints_dir)[-1].manifest().progress["has_updated_weights"] is True
 
 
 def shard_hashes(attempt: AttemptDir) -> dict[int, list[str]]:
-    """The hashes of the tensors' files of each checkpoint, by step."""
+    """Return the hashes of the tensor files of each checkpoint, by step."""
     return {
         checkpoint.step: [
             value["sha256"] for name, value in checkpoint.manifest().files.items() if name.endswith(".distcp")
@@ -185,7 +185,10 @@ def test_a_validation_loss_that_is_not_finite_is_said_and_never_the_best(tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize("num_procs", [1, 2])
 def test_a_loss_scale_that_is_much_too_high_comes_down(tmp_path: Path, num_procs: int) -> None:
-    """More skipped steps in a row than would end the run in fp32, then training as if they had not been."""
+    """More steps are skipped than would end the run in fp32.
+
+    The run then trains as if they had not existed.
+    """
     options = ["precision.dtype=fp16", "precision.init_loss_scale=268435456.0", "train.max_nonfinite_steps=2"]
     options += ["train.steps=28", "checkpoint.every_steps=1", "checkpoint.keep_last=99"]
     attempt = train(tmp_path / "run", options, num_procs)

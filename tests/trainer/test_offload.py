@@ -1,4 +1,4 @@
-"""`parallel.offload` on one process: the same numbers, and checkpoints that a run without it continues."""
+"""Tests `parallel.offload` on one process: the same numbers, and checkpoints for runs without it."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ EIGHT_BIT = "optimizer.name=adamw_8bit"
 
 
 def train(rank: int, attempt: AttemptDir) -> None:
-    """Train as one process, and see that `fully_shard` has wrapped the model if it is offloaded."""
+    """Train as one process, and check that `fully_shard` has wrapped the model if it is offloaded."""
     trainer = make_trainer(rank, attempt, keep_labels=True)
     [model] = trainer.built.model_parts
     assert isinstance(model, FSDPModule) == trainer.config.parallel.offload
@@ -32,7 +32,7 @@ def train(rank: int, attempt: AttemptDir) -> None:
 
 
 def check(folder: Path, options: dict[str, tuple[str, ...]]) -> None:
-    """Offloaded or not, and changed from one to the other in the middle, a run has the same curve."""
+    """Check that a run has the same curve with offloading, without it, and with a change in the middle."""
     cut = "train.stop_at_step=2"
     run_cases(
         folder,

@@ -1,4 +1,4 @@
-"""The optimizer against torch's AdamW and clip_grad_norm_."""
+"""Compares the optimizer with torch's AdamW and clip_grad_norm_."""
 
 import copy
 from itertools import chain, pairwise
@@ -32,7 +32,7 @@ def weights(model: nn.Module) -> list[Weight]:
 
 
 def kinds(param: Tensor, config: OptimizerConfig) -> list[str]:
-    """The tensors of the state of a parameter."""
+    """Return the names of the state tensors of a parameter."""
     parts = ("codes", "scales")
     if config.name == "adamw_8bit" and param.dim() > 1 and param.numel() >= 4096:
         return ["step", *(f"{kind}.{part}" for kind in ("exp_avg", "exp_avg_sq") for part in parts)]
@@ -60,7 +60,7 @@ def clip_divisor(norm: Tensor, limit: float) -> Tensor:
 
 @pytest.mark.parametrize("limit", [0.01, 1e6])
 def test_equals_torch(limit: float) -> None:
-    """With a limit that clips every step, and with one that clips none."""
+    """One limit clips every step, and the other clips none."""
     mine, theirs = nano(), nano()
     optimizer, expected = ShardedAdamW(weights(mine), CONFIG), reference(theirs)
     for step in range(5):
@@ -119,7 +119,7 @@ def test_parameters_without_gradient_are_left_alone() -> None:
 
 
 def test_the_norm_of_large_tensors_is_exact() -> None:
-    """Added up in float32 one after the other, the norm of these is 1e-4 too small."""
+    """If they were added up in float32 in sequence, the norm of these tensors would be 1e-4 too small."""
     model = nn.Linear(2048, 4096)
     optimizer = ShardedAdamW(weights(model), CONFIG)
     model.weight.grad = torch.randn(4096, 2048).t().contiguous().t()
@@ -131,7 +131,7 @@ def test_the_norm_of_large_tensors_is_exact() -> None:
 
 @pytest.mark.parametrize("config", [CONFIG, EIGHT_BIT], ids=["fp32", "8bit"])
 def test_state_goes_round(config: OptimizerConfig) -> None:
-    """Loading fills the tensors in place, so they must be the optimizer's own, not copies."""
+    """Loading fills the tensors in place, so they must be the optimizer's tensors, not copies."""
 
     def train(model: nn.Module, optimizer: ShardedAdamW, steps: range) -> None:
         for step in steps:
@@ -157,7 +157,7 @@ def test_state_goes_round(config: OptimizerConfig) -> None:
 
 
 def skip_a_step(optimizer: ShardedAdamW) -> None:
-    """It changes nothing."""
+    """Skip a step, and check that it changes nothing."""
     before = [tensor.clone() for _, tensor in optimizer.state_tensors()]
     optimizer.step(1e-2, ONE, ONE)
     for old, (name, new) in zip(before, optimizer.state_tensors(), strict=True):
@@ -165,7 +165,10 @@ def skip_a_step(optimizer: ShardedAdamW) -> None:
 
 
 def test_running_averages_in_bf16_are_rounded_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch's AdamW whose averages are rounded after every step; a skipped step changes nothing."""
+    """The result equals torch's AdamW with averages rounded after each step.
+
+    A skipped step changes nothing.
+    """
     monkeypatch.setattr("trainkit.trainer.optimizer.PIECE_ELEMENTS", 1000)
     mine, theirs = nano(), nano()
     optimizer = ShardedAdamW(weights(mine), CONFIG.model_copy(update={"state_dtype": "bf16"}))
@@ -191,12 +194,13 @@ def test_running_averages_in_bf16_are_rounded_once_a_step(monkeypatch: pytest.Mo
 
 
 def test_running_averages_in_8_bits_are_rounded_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch's AdamW whose averages are rounded after every step, whatever the size of a piece."""
+    """The result equals torch's AdamW with averages rounded after each step, whatever the chunk size is."""
     mine, in_pieces, theirs = nano(), nano(), nano()
     optimizer, expected = ShardedAdamW(weights(mine), EIGHT_BIT), reference(theirs)
     pieces = ShardedAdamW(weights(in_pieces), EIGHT_BIT)
     for step in range(6):
-        # Gradients of one model for all: a single other rounding would change all that follow.
+        # All optimizers get the gradients of one model, because a single rounding would change all later
+        # ones.
         backward(theirs, step)
         for model in (mine, in_pieces):
             for param, source in zip(model.parameters(), theirs.parameters(), strict=True):
@@ -226,7 +230,7 @@ def test_running_averages_in_8_bits_are_rounded_once_a_step(monkeypatch: pytest.
 
 @pytest.mark.parametrize("config", [EIGHT_BIT, CONFIG.model_copy(update={"state_dtype": "bf16"})])
 def test_scalars_and_empty_shards_are_updated_too(config: OptimizerConfig) -> None:
-    """A rank without a row of a parameter counts its steps: the checkpoint may have its count."""
+    """A rank without a row of a parameter counts the steps too, because the checkpoint may use its count."""
     model = nn.Module()
     model.scalar = nn.Parameter(torch.tensor(1.0))
     model.empty = nn.Parameter(torch.empty(0, 4096))
@@ -242,9 +246,12 @@ def test_scalars_and_empty_shards_are_updated_too(config: OptimizerConfig) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [CONFIG, EIGHT_BIT, CONFIG.model_copy(update={"state_dtype": "bf16"})])
 def test_a_compiled_update_is_the_same(config: OptimizerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Apart from the last bit; a step that is skipped changes nothing, and a resumed one the same."""
+    """The results are equal except for the last bit.
+
+    A skipped step changes nothing, and neither does a resume.
+    """
     monkeypatch.setattr("trainkit.trainer.optimizer.COMPILED_DEVICES", ("cpu",))
-    monkeypatch.setattr("trainkit.trainer.optimizer.WHOLE_ELEMENTS", 5000)  # of some weights
+    monkeypatch.setattr("trainkit.trainer.optimizer.WHOLE_ELEMENTS", 5000)  # some weights have more elements
     models = [nano() for _ in range(3)]
     cast = [
         [
@@ -282,7 +289,7 @@ SHAPES = ["cosine", "linear", "wsd", "constant"]
 
 
 def rates(total: int, peak: float = 1.0, **config: Any) -> list[float]:
-    """The rates of the steps 1 to `total`."""
+    """Return the rates of the steps 1 to `total`."""
     schedule = ScheduleConfig(**config)
     return [learning_rate(step, total, peak, schedule) for step in range(1, total + 1)]
 
@@ -294,12 +301,13 @@ HALF_A_TURN = [0.2 + 0.8 * (1 + cosine) / 2 for cosine in (0.5**0.5, 0.0, -(0.5*
     ("name", "config", "expected"),
     [
         *((name, {"warmup_steps": 4}, [0.25, 0.5, 0.75, 1.0]) for name in SHAPES),
-        *((name, {"warmup_steps": 8}, [0.125, 0.25, 0.375]) for name in SHAPES),  # longer than the run
+        # the warm-up is longer than the run
+        *((name, {"warmup_steps": 8}, [0.125, 0.25, 0.375]) for name in SHAPES),
         ("cosine", {"min_lr_ratio": 0.2}, HALF_A_TURN),
         ("linear", {"min_lr_ratio": 0.2}, [0.8, 0.6, 0.4, 0.2]),
         ("constant", {"warmup_steps": 1, "min_lr_ratio": 0.2}, [1.0] * 4),
         ("wsd", {"warmup_steps": 2, "decay_steps": 4}, [0.5, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0]),
-        # It decays over a fifth by default, also in a run too short to have one, and after the warm-up.
+        # By default, wsd decays over the last fifth, also in a short run, but only after the warm-up.
         ("wsd", {"min_lr_ratio": 0.5}, [*[1.0] * 16, 0.875, 0.75, 0.625, 0.5]),
         ("wsd", {"min_lr_ratio": 0.5}, [1.0, 0.5]),
         ("wsd", {"warmup_steps": 2, "decay_steps": 100}, [0.5, 1.0, 0.75, 0.5, 0.25, 0.0]),

@@ -1,4 +1,4 @@
-"""A task's own optimizers, turns, EMA and state: on every layout, and to the last bit after any end."""
+"""Tests a task's optimizers, turns, EMA and state on every layout, bit for bit after any end."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ Made = Optimizer | LRScheduler | Mapping[str, Optimizer | LRScheduler]
 
 
 def logged(run: Path) -> list[dict[str, Any]]:
-    """What the losses of the turns log, of each step."""
+    """Return the metrics of the turns' losses for each step."""
     names = {"d_loss", "g_loss", "real", "spread"}
     return [{name: record[name] for name in names & record.keys()} for record in read_metrics(RunDir(run))]
 
 
 def same_everywhere(one: Path, other: Path) -> None:
-    """The curves, their metrics and every tensor of the last checkpoint are equal to the last bit."""
+    """Check that the curves, metrics and all tensors of the last checkpoint are equal to the last bit."""
     assert curve(one) == curve(other)
     assert logged(one) == logged(other)
     first, second = saved_tensors(one), saved_tensors(other)
@@ -58,7 +58,7 @@ def same_everywhere(one: Path, other: Path) -> None:
 
 @pytest.mark.slow
 def test_turns_on_every_layout_and_after_every_stop(tmp_path: Path) -> None:
-    """Whole, stopped and resumed; moved from one layout to the next; with accumulation and validation."""
+    """Runs are whole, stopped, resumed and moved between layouts, with accumulation and validation."""
     run_cases(tmp_path, LAYOUTS, COMMON)
     for stop in (("train.stop_at_step=1",), ("train.stop_at_step=4",), ()):
         cut = [Case(f"cut-{case.name}", case.num_procs, case.parallel, stop) for case in LAYOUTS]
@@ -98,7 +98,7 @@ def test_a_chain_of_layouts_and_a_step_without_all_turns(tmp_path: Path) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("num_procs", [1, 2])
 def test_killed_after_any_step(tmp_path: Path, num_procs: int) -> None:
-    """With SIGKILL, right after a checkpoint was published, again and again."""
+    """The run gets SIGKILL right after each checkpoint was published."""
     options = [
         *(TASK, "train.steps=7", "checkpoint.every_steps=1", "checkpoint.async=true", "data.num_workers=0"),
         f"parallel.dp_shard={num_procs}",
@@ -161,7 +161,7 @@ def test_the_examples_of_the_docs_are_resumed_to_the_last_bit(tmp_path: Path) ->
 
 
 def refuse_shards(world: World) -> None:
-    """As each of two ranks that have half of a matrix."""
+    """Check the refusal on each of two ranks that have half of a matrix."""
     whole = torch.arange(8.0).view(4, 2)
     matrix = nn.Parameter(distribute_tensor(whole, world.mesh["dp_shard"], [Shard(0)]))
     layout = Layout(dp_shard=2)
@@ -233,7 +233,7 @@ def step_of(
 
 
 def through_a_checkpoint(optimizers: OwnOptimizers, other: OwnOptimizers) -> None:
-    """Give another one the state, as JSON and copied tensors."""
+    """Load the state into another object, as JSON and copied tensors."""
     saved, tensors = optimizers.collect_state()
     text = json.dumps({name: vars(item) for name, item in saved.items()})
     values = {name: read_record(SavedOptimizer, item) for name, item in json.loads(text).items()}
@@ -241,7 +241,7 @@ def through_a_checkpoint(optimizers: OwnOptimizers, other: OwnOptimizers) -> Non
 
 
 class Counted(optim.SGD):
-    """Keeps numbers in a group and in a state that is of no parameter, as some optimizers do."""
+    """Keeps numbers in a group and in a state without a parameter, as some optimizers do."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         group = self.param_groups[0]
@@ -373,7 +373,7 @@ def test_what_the_task_changes_between_attempts_counts() -> None:
 
 
 class ByElement(optim.SGD):
-    """Says that it is, and then keeps something else."""
+    """Declares `by_element`, but keeps a state of another shape."""
 
     by_element = True
 

@@ -1,4 +1,4 @@
-"""Layouts that split one sample over ranks give the curve of one process; a run may move between layouts."""
+"""Tests that layouts that split a sample give the curve of one process, and that runs can change layouts."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from trainkit.trainer.parallel import data_parallel
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("parity")]
 
 COMMON = ["model.tie_embeddings=true", "train.steps=4", "train.eval_every=2", "model.vocab_size=322"]
-"""161 rows of the embedding a tensor-parallel rank: two shards of them are not equal."""
+"""A tensor-parallel rank has 161 rows of the embedding, so two shards of them are not equal."""
 DROPOUT = "model.dropout=0.1"
 DATA_PARALLEL = [
     Case("recomputed", 1, {"activation_checkpointing": "full"}),
@@ -45,7 +45,7 @@ LOW = [
 
 
 def epoch(folder: Path) -> list[str]:
-    """An epoch of three steps of 16 samples and one of two, of a text of its own."""
+    """Return options for one epoch of three steps of 16 samples and one of two, from a separate text."""
     words = "".join(f"line {number} says {number * number}\n" for number in range(1000))
     for name, start, num_samples in (("train", 0, 50), ("val", 5000, 21)):
         (folder / f"{name}.txt").write_text(words[start : start + 32 * num_samples])
@@ -55,7 +55,7 @@ def epoch(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four steps of every case, with ragged samples, dropout, tied ends and validation."""
+    """Train four steps of every case, with ragged samples, dropout, tied ends and validation."""
     folder = tmp_path_factory.mktemp("runs")
     run_cases(folder, [Case("alone", 1, {}), *CASES, *LOW], [*epoch(folder), DROPOUT])
     return folder
@@ -87,7 +87,7 @@ def test_low_precision_stays_close(runs: Path, case: Case) -> None:
 
 
 def test_document_mask(tmp_path: Path) -> None:
-    """Tensor parallelism and shards see the documents of a sample, and validation masks too."""
+    """Tensor parallelism and shards see the documents of a sample, and validation masks them too."""
     rows = "".join(json.dumps({"text": f"line {n} " * (n % 9)}) + "\n" for n in range(300))
     (tmp_path / "rows.jsonl").write_text(rows)
     common = [*COMMON, DROPOUT, f"data.source={tmp_path}/rows.jsonl", "data.val_fraction=0.2"]
@@ -110,14 +110,14 @@ BF16 = [
     Case("shard", 2, {"dp_shard": 2}),
     Case("replicate", 2, {"dp_replicate": 2}),
 ]
-"""The same samples in each microbatch, in whose gradients bf16 rounds."""
+"""Options with the same samples in each microbatch, in whose gradients bf16 rounds."""
 
 
 def test_bf16_computes_the_same_on_one_process_and_under_fsdp(tmp_path: Path) -> None:
-    """One process has the casts and the residual stream of `fully_shard`, and sums in float32 as it does.
+    """One process has the casts and the residual stream of `fully_shard`, and also sums in float32.
 
-    With weights that stay, only the order of float32 sums differs. With updates, such a difference can round
-    the bf16 cast of a weight to its other neighbour, which changes the next steps by more: when that happens
+    With fixed weights, only the order of float32 sums differs. With updates, such a difference can round the
+    bf16 cast of a weight to its other neighbour, which changes the next steps by more. When this happens
     depends on the kernels of the CPU (1.2e-5 with AVX-512 BF16, 2e-7 with AVX2).
     """
     common = [*COMMON, DROPOUT, "precision.dtype=bf16"]
@@ -138,7 +138,7 @@ def test_dropout_is_on(runs: Path, tmp_path: Path) -> None:
 
 
 def train_as_if_large(rank: int, attempt: AttemptDir) -> None:
-    """Train as one rank as a model with a large vocabulary does, of which one sample has too many logits."""
+    """Train as one rank with a limit on logits that one sample exceeds, as with a large vocabulary."""
     build.loss_chunks = lambda layout, *_: 3 if layout.tp * layout.pp == 1 else 1
     data_parallel.MIN_UNIT_BYTES = 1
     train(rank, attempt)
@@ -159,7 +159,7 @@ LARGE = [
 
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_large_vocabularies(tmp_path: Path, is_tied: bool) -> None:
-    """The loss is computed in parts; embedding and head are units of their own, unless they are one."""
+    """The loss is computed in chunks. Embedding and head are separate units unless they are tied."""
     common = [*COMMON, DROPOUT, f"model.tie_embeddings={str(is_tied).lower()}"]
     run_cases(tmp_path, [Case("alone", 1, {})], common)
     run_cases(tmp_path, LARGE, common, function=train_as_if_large)
@@ -180,7 +180,7 @@ CHAIN: list[tuple[int, dict[str, object]]] = [
 
 @pytest.mark.smoke
 def test_a_chain_of_five_layouts(tmp_path: Path) -> None:
-    """With dropout and tied embeddings, which the two ends of a pipeline both hold."""
+    """The layouts have dropout and tied embeddings, which both ends of a pipeline hold."""
     last = CHAIN_STEPS * len(CHAIN)
     common = ["model.tie_embeddings=true", "model.dropout=0.1", f"train.steps={last}"]
     for index, (num_procs, parallel) in enumerate(CHAIN, 1):

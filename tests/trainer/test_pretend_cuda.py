@@ -1,4 +1,7 @@
-"""Every line under a CUDA condition runs, on CPUs that pretend to be GPUs: `support/pretend_cuda.py`."""
+"""Tests that every line under a CUDA condition runs, on CPUs that pretend to be GPUs.
+
+See `support/pretend_cuda.py`.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ from trainkit.errors import TrainkitError, UsageError
 from trainkit.run.events import read_metrics
 from trainkit.run.rundir import AttemptDir, RunDir
 
-# All of them look at the same runs, so one process runs them.
+# One process runs all these tests, because they read the same runs.
 pytestmark = [pytest.mark.slow(seconds=6), pytest.mark.smoke, pytest.mark.xdist_group("pretend_cuda")]
 
 MAIN = "MainThread"
@@ -45,7 +48,7 @@ COMMON = (
 )
 PROFILED = ("profiler.start_step=2", "profiler.num_steps=2", "profiler.memory=true")
 SCHEDULE = "1f1b" if torch.__version__ < "2.12" else "zbv"
-"""Before its first step, torch 2.11 has each stage send to the next, which gloo cannot on one rank."""
+"""torch 2.11 has each stage send to the next before its first step, which gloo cannot do on one rank."""
 BF16, TASK = "precision.dtype=bf16", f"task={Path(tasks.__file__)}:Classify"
 
 
@@ -54,9 +57,12 @@ class Layout:
     num_procs: int
     overrides: tuple[str, ...]
     microbatches: int = 4
-    """Of a rank in a step."""
+    """The number of microbatches of a rank in a step."""
     tolerance: float = 1e-6
-    """Of each metric, to the run on CPUs; more where GPUs compute attention in another way."""
+    """The allowed difference of each metric from the run on CPUs.
+
+    It is larger if GPUs compute attention in another way.
+    """
 
 
 LAYOUTS = {
@@ -78,9 +84,10 @@ LAYOUTS = {
 
 
 def as_gpu() -> None:
-    """Pretend, and note where steps begin and end and on which GPU the code of the task runs."""
+    """Pretend to be a GPU, and record where steps begin and end and on which GPU the task's code runs."""
     pretend_cuda.install()
-    torch.compile = lambda function=None, **_: function or (lambda other: other)  # nothing has kernels for it
+    # no backend can compile for a pretended GPU
+    torch.compile = lambda function=None, **_: function or (lambda other: other)
 
     from trainkit.trainer import worker
     from trainkit.trainer.progress import Progress
@@ -105,7 +112,7 @@ def as_gpu() -> None:
 
 @dataclass(frozen=True)
 class Record:
-    """What one process has noted."""
+    """The events that one process has recorded."""
 
     notes: list[tuple[str, str]]
     lines: set[tuple[str, int]]
@@ -115,7 +122,7 @@ class Record:
         return [what for what, name in self.notes if name == thread]
 
     def steps(self) -> list[list[str]]:
-        """What the main thread did in each step."""
+        """Return the events of the main thread in each step."""
         found: list[list[str]] = []
         inside = False
         for what in self.of(MAIN):
@@ -130,7 +137,7 @@ class Record:
 def pretend(
     attempt: AttemptDir, num_procs: int, codes: int = 0, first: Callable[[], None] = as_gpu
 ) -> list[Record]:
-    """Run an attempt on GPUs that are none; what each rank has noted."""
+    """Run an attempt on pretended GPUs, and return the record of each rank."""
     folder = attempt.path / "pretend"
     folder.mkdir()
     env = {pretend_cuda.RECORD_VARIABLE: str(folder)}
@@ -146,14 +153,14 @@ def read_records(folder: Path) -> list[Record]:
 
 
 def curve(run: Path) -> list[list[float]]:
-    """Some values of each step; NaN for those that are not there, and for a loss that is not finite."""
+    """Return some values of each step, with NaN for missing values and for losses that are not finite."""
     keys = ("step", "loss", "grad_norm", "val_loss", "tokens")
     records = read_metrics(RunDir(run))
     return [[math.nan if record.get(key) is None else record[key] for key in keys] for record in records]
 
 
 def in_ranks(folder: Path, num_procs: int, function: Callable[..., None], *args: Any) -> list[Record]:
-    """Call a function, which begins with `install`, with ranks and arguments; what each rank has noted."""
+    """Call a function on ranks after `install`, and return the record of each rank."""
     folder.mkdir()
     procs = start_ranks(_pretending, num_procs, str(folder), num_procs, free_port(), function, args)
     assert wait_for_all(procs, TIMEOUT_S) == [0] * num_procs
@@ -171,14 +178,14 @@ def _pretending(
 
 
 class Runs:
-    """What was noted in each run, made when a test first asks for it."""
+    """Makes each run when a test first needs it, and keeps its records."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._records: dict[str, list[Record]] = {}
 
     def of(self, name: str) -> list[Record]:
-        """The records of the ranks of a run."""
+        """Return the records of a run's ranks."""
         if name not in self._records:
             self._records[name] = self.train(name) if name in LAYOUTS else PROGRAMS[name](self, self.folder)
         return self._records[name]
@@ -187,7 +194,8 @@ class Runs:
         """Train a layout on pretended GPUs, and on CPUs at the same time."""
         layout = LAYOUTS[name]
         options = [*COMMON, *layout.overrides]
-        eager = "parallel.compile=false"  # as in the other run: to compile takes longer than all the rest
+        # this matches the other run, and compiling would take longer than the rest
+        eager = "parallel.compile=false"
         on_cpu = make_attempt(self.folder / f"{name}-cpu", [*options, eager], layout.num_procs)
         workers = fork_workers(on_cpu, layout.num_procs)
         attempt = make_attempt(self.folder / name, [*options, "device=cuda"], layout.num_procs)
@@ -203,7 +211,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout(runs: Runs, name: str) -> None:
-    """It computes what it computes on CPUs, on one GPU a rank, and the host waits once a step."""
+    """The results equal the results on CPUs, each rank uses one GPU, and the host waits once per step."""
     layout, records = LAYOUTS[name], runs.of(name)
     gpu, cpu = (curve(runs.folder / folder) for folder in (name, f"{name}-cpu"))
     for mine, other in zip(gpu, cpu, strict=True):
@@ -214,7 +222,7 @@ def test_a_layout(runs: Runs, name: str) -> None:
     assert ("in TF32 (precision.tf32)" in said) == ("precision.tf32=true" in layout.overrides)
     said_skipped = {*re.findall(r"step=(\d+) skipped", said)}
     skipped = [str(step + 1) in said_skipped for step in range(len(gpu))]
-    # fp16 begins with too large a loss scale.
+    # fp16 begins with a loss scale that is too large.
     assert (any(skipped), skipped[-1]) == (name == "fp16", False)
     assert not any(math.isnan(loss) for _, loss, *_ in gpu)
     for rank, record in enumerate(records):
@@ -222,13 +230,14 @@ def test_a_layout(runs: Runs, name: str) -> None:
         assert record.used == [rank]
         assert [what for what, _ in record.notes if what.startswith("task")] == [f"task is built on {rank}"]
         if name == "offload":
-            continue  # its gradients and the divisor go to the host, which waits for them
-        # In the first step of a pipeline, its stages tell each other their shapes.
+            continue  # gradients and the divisor are copied to the host, which waits for them
+        # In the first step of a pipeline, its stages exchange their shapes.
         for number, step in [*enumerate(record.steps(), 1)][name == "pipeline" :]:
             copies = 3 * layout.microbatches + 1 + (layout.num_procs > 1 and number % 10 == 0)
             expected = {"copy pinned to gpu": copies, "copy gpu to pinned": 1, "Event.synchronize": 1}
             if skipped[number - 1]:
-                expected["wait for _local_scalar_dense"] = 1  # whether the loss scale can be halved
+                # the host reads whether the loss scale can be halved
+                expected["wait for _local_scalar_dense"] = 1
             assert Counter(filter(host_notices, step)) == expected, number
 
 
@@ -237,7 +246,10 @@ def host_notices(what: str) -> bool:
 
 
 def test_saves(runs: Runs) -> None:
-    """A step waits for the stream alone; another thread copies, to pinned memory but for single numbers."""
+    """A step waits only for the stream.
+
+    Another thread copies tensors to pinned memory, except single numbers.
+    """
     for record in runs.of("fsdp"):
         steps = record.of(MAIN)
         first = steps.index("end step", steps.index("Stream.synchronize") - 2)
@@ -247,14 +259,14 @@ def test_saves(runs: Runs) -> None:
         [staging] = {name for what, name in record.notes if what == "Stream.synchronize" and name != MAIN}
         num_params = Counter(record.of(staging))["copy gpu to pageable, waits"]
         assert Counter(record.of(staging)) == {
-            "copy gpu to pageable, waits": num_params,  # of each the count of its steps, by torch
+            "copy gpu to pageable, waits": num_params,  # torch copies the step count of each parameter
             "copy gpu to pinned": 3 * num_params,
             "Stream.synchronize": 3,
         }
 
 
 def stop_during_a_save() -> None:
-    """The rank is asked to stop while the state after step 2 is written, which ends only after that."""
+    """Send a stop signal while the state after step 2 is written, and let the write end only after it."""
     as_gpu()
 
     from trainkit.trainer.checkpoint.saver import CheckpointSaver
@@ -290,7 +302,7 @@ def stop_and_resume(runs: Runs, folder: Path) -> list[Record]:
 
 
 def test_a_stop_during_a_save(runs: Runs) -> None:
-    """It is finished, and the steps after it are those of a run that nothing happened to."""
+    """The save is finished, and the later steps equal the steps of an undisturbed run."""
     stopped, whole = runs.folder / "stopped", runs.folder / "fsdp"
     assert [record.used for record in runs.of("stopped")] == [[0], [1]]
     assert "resumed from step-00000003" in log_text(RunDir(stopped).attempt(2))
@@ -330,7 +342,7 @@ def own_loop(rank: int, folder: str) -> None:
 
     run = attach("run")
     assert (run.device, pretend_cuda.current_device()) == (torch.device("cuda", rank), rank)
-    torch.manual_seed(0)  # others may begin so near the smallest loss that a step goes beyond it
+    torch.manual_seed(0)  # other seeds may begin so near the smallest loss that a step passes it
     model = torch.nn.Linear(4, 1).to(run.device)
     optimizer = torch.optim.AdamW(model.parameters())
     run.track(model=model, optimizer=optimizer)
@@ -519,7 +531,7 @@ ELSEWHERE = {
     ("_stage", "copied.record()"): IMAGES,
     ("_stage", "return Staged(host, copied)"): IMAGES,
 }
-"""The statements that no run here comes to, by function, and what runs them, or why nothing can."""
+"""Maps statements that no run here reaches, by function, to the tests that run them, or to a reason."""
 PLANNED = {
     "backends/local/queue.py": "backends/local/test_local_queue.py",
     "backends/slurm/slurm_draft.py": "plan/test_slurm_draft.py",
@@ -551,7 +563,7 @@ PLANNED = {
     "plan/make_plan.py": "plan/test_check_config.py",
     "plan/memory.py": "plan/test_memory.py",
 }
-"""Files whose GPUs are those of a plan, so that no rank runs each of these lines: the tests that do."""
+"""Maps files that only plan GPUs, so that no rank runs their lines, to the tests that do."""
 OF_A_RANK = """
 import torch
 COMPILED = ("cuda",)

@@ -1,4 +1,4 @@
-"""The profiler's window."""
+"""Tests the window of the profiler."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from trainkit.trainer.profiler import ProfileWindow, covered_s, summary_of
 
 
 def run(folder: Path, config: ProfilerConfig, steps: int = 6) -> list[str]:
-    """Pretend to train; the names of the trace's marks, in which each step marks itself."""
+    """Pretend to train, and return the names of the trace's events. Each step has one."""
     window = ProfileWindow(config, folder, ALONE)
     for step in range(1, steps + 1):
         window.before(step)

@@ -1,4 +1,4 @@
-"""The current of a rank, and from when on it is said to hang."""
+"""Tests the progress of a rank, and when the rank counts as hanging."""
 
 import math
 import time
@@ -22,7 +22,7 @@ POLICY = RequeuePolicy(hang_factor=20.0, hang_min_s=300.0)
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The monotonic time of a progress, to be set as ``clock[0]``."""
+    """Set the monotonic time of a progress with ``clock[0]``."""
     now = [1000.0]
     monkeypatch.setattr("trainkit.trainer.progress.time.monotonic", lambda: now[0])
     return now
@@ -130,7 +130,7 @@ class TestProgressWatch:
 
     @staticmethod
     def check_until(watchdog, clock, until_s):
-        """What the looks of every second see, the last first."""
+        """Check once per second until a time, and return the first hang."""
         while clock[0] < until_s:
             clock[0] += 1.0
             seen = watchdog.find_hang(clock[0], POLICY)
@@ -176,7 +176,7 @@ class TestProgressWatch:
 
 
 def test_what_a_step_pays():
-    """The calls of a step: a few microseconds, whatever else the machine does."""
+    """The calls of a step take a few microseconds, whatever else the machine does."""
     progress = Progress()
     rounds = []
     for _ in range(20):

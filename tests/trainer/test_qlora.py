@@ -1,4 +1,4 @@
-"""`model.quantize`: adapters on frozen weights of 4 bits, on a CPU."""
+"""Tests `model.quantize`: adapters on frozen weights of 4 bits, on a CPU."""
 
 from pathlib import Path
 
@@ -44,7 +44,7 @@ def test_a_layer_is_linear_with_the_rounded_weight(dtype: torch.dtype) -> None:
     layer.quantize(linear.weight)
     weight = layer.weight_in(dtype)
     assert weight.dtype == dtype
-    # Of 16 values between -1 and 1, the most distant neighbours differ by 0.3 of the largest in a block.
+    # The most distant neighbours of 16 values between -1 and 1 differ by 0.3 of a block's largest value.
     error = (weight.float() - linear.weight).abs()
     assert 0 < error.max() < 0.2 * linear.weight.abs().max()
     x = torch.randn(3, 5, 96, dtype=dtype, requires_grad=True)
@@ -69,7 +69,7 @@ def test_tied_and_trained_layers_stay() -> None:
 
 
 def sizes(rank: int, attempt: AttemptDir) -> None:
-    """Train, and look at the memory of the weights at the end."""
+    """Train, and measure the memory of the weights at the end."""
     trainer = make_trainer(rank, attempt, keep_labels=True)
     [module] = trainer.built.model_parts
     layers = quantized_layers(module.model)
@@ -78,7 +78,7 @@ def sizes(rank: int, attempt: AttemptDir) -> None:
     trainer.train()
     assert all(torch.equal(layer.packed, before[name]) for name, layer in layers.items())
     num_weights = sum(layer.in_features * layer.out_features for layer in layers.values())
-    # Half a byte, a scale of a byte for 64, and 1 KiB of codes a layer.
+    # A weight takes half a byte, with a one-byte scale per 64 weights and 1 KiB of codes per layer.
     tensors = [item for layer in layers.values() for item in layer.buffers()]
     num_bytes = sum(item.nbytes for item in tensors) - 1024 * len(layers)
     assert 0.5 < num_bytes / num_weights < 0.53

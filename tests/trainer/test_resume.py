@@ -1,4 +1,4 @@
-"""What a resumed training computes is what an uninterrupted one would have."""
+"""Tests that a resumed training run computes the same as an uninterrupted one."""
 
 import shutil
 import sys
@@ -18,7 +18,7 @@ DROPOUT = "model.dropout=0.1"
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A text of 50 samples, so that an epoch ends within a few steps of 16."""
+    """Write a text of 50 samples, so that an epoch ends within a few steps of 16 samples."""
     path = tmp_path_factory.mktemp("corpus") / "text.txt"
     words = "".join(f"line {number} says {number * number}\n" for number in range(1000))
     path.write_text(words[: 64 * 50 + 1])
@@ -41,7 +41,7 @@ def test_in_the_middle_of_an_epoch(tmp_path: Path, num_procs: int) -> None:
 
 @pytest.mark.parametrize("stop", [3, 4])
 def test_at_the_end_of_an_epoch(tmp_path: Path, corpus: str, stop: int) -> None:
-    """49 samples an epoch, 16 a step: the fourth step crosses the border."""
+    """An epoch has 49 samples and a step 16, so the fourth step crosses the end of the epoch."""
     options = [DROPOUT, corpus, "data.val_fraction=0", "train.steps=null", "train.epochs=2"]
     train(tmp_path / "whole", options)
     train(tmp_path / "cut", [*options, f"train.stop_at_step={stop}"], expect=75)
@@ -53,7 +53,7 @@ def test_at_the_end_of_an_epoch(tmp_path: Path, corpus: str, stop: int) -> None:
 
 
 def test_alternating_numbers_of_processes(tmp_path: Path, corpus: str) -> None:
-    """Dropout included: its masks belong to the samples, not to the ranks."""
+    """Dropout is on, and its masks belong to the samples, not to the ranks."""
     options = [DROPOUT, corpus, "data.val_fraction=0", "train.steps=null", "train.epochs=3"]
     train(tmp_path / "whole", options)
     for stop, num_procs in ((2, 2), (4, 1), (6, 4), (8, 2)):
@@ -93,7 +93,7 @@ def test_validation_and_best_checkpoint_survive_a_cut(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that stopped at its second step."""
+    """Return a run that stopped at its second step."""
     run = tmp_path_factory.mktemp("stopped") / "run"
     train(run, ["train.steps=4", "train.stop_at_step=2"], expect=75)
     return run
@@ -121,7 +121,7 @@ def test_what_is_no_resume_of_a_run(
 
 @pytest.fixture
 def mixture(tmp_path: Path) -> str:
-    """Two texts of 30 and 20 samples, which a run reads more than once."""
+    """Write two texts of 30 and 20 samples, which a run reads more than once."""
     for name, samples in (("a", 30), ("b", 20)):
         words = "".join(f"line {number} of {name}\n" for number in range(1000))
         (tmp_path / f"{name}.txt").write_text(words[: 64 * samples + 1])
@@ -129,7 +129,7 @@ def mixture(tmp_path: Path) -> str:
 
 
 def test_a_mixture(tmp_path: Path, mixture: str) -> None:
-    """An epoch is as many samples as all sources have; another layout reads the same ones."""
+    """An epoch has as many samples as all sources together, and another layout reads the same samples."""
     common = [mixture, DROPOUT, "data.val_fraction=0.2", "train.epochs=3", "train.eval_every=4"]
     whole = train(tmp_path / "whole", common)
     assert "25% " in whole.rank_log(0).read_text()

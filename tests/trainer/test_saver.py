@@ -1,4 +1,4 @@
-"""Saving: what is written is the state at the call, and what was published stays."""
+"""Tests that a save writes the state at the call, and that a published checkpoint stays."""
 
 import errno
 import logging
@@ -113,7 +113,7 @@ def test_published_once_the_logs_of_its_steps_are_written(
 def test_state_may_change_as_soon_as_it_is_staged(
     tmp_path: Path, tensors: dict[str, Tensor], make_saver: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three times over: the buffers of the save before are used again."""
+    """The state changes three times, because a save uses the buffers of the previous save."""
     saver = make_saver(tmp_path)
     expected = {}
     for step in (1, 2, 3):
@@ -130,7 +130,7 @@ def test_state_may_change_as_soon_as_it_is_staged(
 
 
 def hold_back_writing(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Let no file be opened before the event is set, so that the writing comes after the changes."""
+    """Let no file be opened before the event is set, so that the write comes after the changes."""
     from trainkit.trainer.checkpoint import storage
 
     gate = threading.Event()
@@ -164,7 +164,7 @@ def test_without_memory_to_stage_in_training_waits_for_every_save(
 def test_blocking_after_asynchronous_and_back(
     tmp_path: Path, tensors: dict[str, Tensor], make_saver: Any
 ) -> None:
-    """Each save waits for the one before."""
+    """Each save waits for the previous one."""
     saver, expected = make_saver(tmp_path), {}
     for step, blocking in ((1, False), (2, False), (3, True), (4, False), (5, True)):
         expected[step] = clone(tensors)
@@ -232,12 +232,12 @@ class TestFailure:
         leave_bytes: int,
         caplog: pytest.LogCaptureFixture,
     ) -> None:
-        """From the first byte on, events included, and in the middle of a file."""
+        """The disk is full from the first byte on, events included, or in the middle of a file."""
         with small_disk(tmp_path / "disk", "8m") as disk:
             saver = make_saver(disk)
             saver.save(request(1), blocking=True)
             with RunDir(disk).events_file.open("a") as stream:
-                # Up to the end of a page, which would otherwise have room for more events.
+                # The page is filled to its end, because it would otherwise have space for more events.
                 stream.write(" " * (-RunDir(disk).events_file.stat().st_size % 4096 - 1) + "\n")
             filler = fill(disk, leave_bytes)
             saver.save(request(2), blocking)
@@ -304,7 +304,7 @@ class TestFailure:
     def test_a_folder_that_another_rank_made_and_this_host_does_not_see(
         self, tmp_path: Path, make_saver: Any, blocking: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """`mkdir` asks the server; what a client of a parallel file system remembers can be stale."""
+        """`mkdir` asks the server, because the cache of a parallel file system's client can be stale."""
         partial = RunDir(tmp_path).checkpoints_dir / "step-00000001.attempt-001.partial"
         partial.mkdir(parents=True)
         is_dir = Path.is_dir

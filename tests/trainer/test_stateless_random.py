@@ -1,4 +1,4 @@
-"""Random numbers that depend on where they are used, and on nothing else."""
+"""Tests random numbers that depend only on the place of their use."""
 
 from collections.abc import Sequence
 from itertools import pairwise, product
@@ -25,7 +25,7 @@ def correlation(a: Tensor, b: Tensor) -> float:
 
 
 class TestGoldenValues:
-    """Other values here mean that every resumed run continues with another noise than it began with."""
+    """A change of these values would make every resumed run continue with other noise."""
 
     def test_keys(self) -> None:
         assert [stable_key("a"), stable_key("dropout", 3), stable_key(0, "sample")] == [
@@ -65,7 +65,7 @@ class TestDropout:
         assert dropped.mean().item() == pytest.approx(1.0, rel=0.05)
 
     def test_a_probability_next_to_one_drops_all(self) -> None:
-        """The threshold is the largest int32 then, and must not wrap around to the smallest."""
+        """The threshold is then the largest int32, and must not wrap around to the smallest."""
         assert dropout(torch.ones(2, 1000), 1 - 1e-12, KEYS, site_key=0).count_nonzero() == 0
 
     def test_mask_belongs_to_the_sample_not_to_its_place_in_the_batch(self) -> None:
@@ -111,7 +111,7 @@ class TestNormal:
                 assert torch.equal(shard, whole[window])
 
     def test_beyond_two_to_the_32_elements(self) -> None:
-        """Rows whose elements share the low 32 bits of their index differ by the high ones."""
+        """Rows whose elements share the low 32 bits of their index differ by the high bits."""
         shape = (3, 2**32)
         rows = []
         for row in range(3):

@@ -1,4 +1,4 @@
-"""The times that a rank reports, and who sees them."""
+"""Tests the times that a rank reports, and their readers."""
 
 import logging
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""The step report: packed on each rank, added up, read once."""
+"""Tests the step report: packed on each rank, added up, and read once."""
 
 import pytest
 import torch

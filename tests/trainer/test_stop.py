@@ -1,4 +1,4 @@
-"""A stop signal, wherever it lands: agreed by all ranks, saved, exit code 75."""
+"""Tests a stop signal at any time: all ranks agree on it, save, and exit with code 75."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def has_event(attempt: AttemptDir, name: str) -> bool:
 
 
 def newest_step(attempt: AttemptDir) -> int:
-    """The step of the newest checkpoint, which is also the last step that was computed."""
+    """Return the step of the newest checkpoint, which is also the last computed step."""
     newest = published(attempt.run.checkpoints_dir)[-1]
     assert find_damage(newest) == ""
     assert newest.step == max(losses(attempt.run.path))
@@ -54,12 +54,12 @@ def test_in_a_step_even_when_only_one_rank_is_signalled(tmp_path: Path, number: 
 
 @pytest.mark.parametrize(("delay_s", "first"), [(0.0, 0), (0.8, 0), (2.2, 0), (0.0, 1)])
 def test_during_start_up(tmp_path: Path, delay_s: float, first: int) -> None:
-    """Python itself needs a moment before it takes a signal: the log shows that it is there."""
+    """Python needs a moment before it can handle a signal, so the test waits for its handler."""
     attempt = make_attempt(tmp_path / "run", LONG, 2)
     procs = start_workers(attempt, 2)
     wait_until(lambda: all(handles_sigterm(proc.pid) for proc in procs[first:]))
     time.sleep(delay_s)
-    for proc in procs[first:]:  # one is enough
+    for proc in procs[first:]:  # one signal is enough
         proc.send_signal(signal.SIGTERM)
     assert wait_for(procs) == [75, 75], log_text(attempt)
 
@@ -69,7 +69,7 @@ def handles_sigterm(pid: int) -> bool:
 
 
 def is_pending(pid: int, number: signal.Signals) -> bool:
-    """Whether a signal was sent that the process has not taken yet: a second one would be lost."""
+    """Return whether a signal is pending for the process. A second one would then be lost."""
     return has_signal(pid, "ShdPnd", number)
 
 
@@ -80,7 +80,7 @@ def has_signal(pid: int, mask: str, number: signal.Signals) -> bool:
 
 
 def signal_in_validation() -> None:
-    """The rank is asked to stop in the middle of its first validation."""
+    """Send a stop signal to the rank in the middle of its first validation."""
     from trainkit.trainer.progress import Progress
 
     enter, num_batches = Progress.enter, 0
@@ -136,7 +136,7 @@ def test_during_the_first_compile(tmp_path: Path) -> None:
 
 
 def test_second_interrupt_ends_at_once(tmp_path: Path) -> None:
-    """Rank 1 stands still, so rank 0 waits for it in a collective and cannot save."""
+    """Rank 1 is suspended, so rank 0 waits for it in a collective and cannot save."""
     attempt = make_attempt(tmp_path / "run", LONG, 2)
     procs = fork_workers(attempt, 2)
     wait_until(lambda: len(losses(attempt.run.path)) >= 3)
@@ -154,7 +154,7 @@ def test_second_interrupt_ends_at_once(tmp_path: Path) -> None:
 
 def test_stuck_rank_leaves_before_the_deadline(tmp_path: Path) -> None:
     took_s = 0.0
-    for number in range(3):  # a machine that stands still for a second is no rank that stays
+    for number in range(3):  # the machine may be suspended for a second, so the test tries again
         took_s = leave_stuck(tmp_path / f"run-{number}")
         if took_s < 5.0:
             break
@@ -162,7 +162,7 @@ def test_stuck_rank_leaves_before_the_deadline(tmp_path: Path) -> None:
 
 
 def leave_stuck(run_dir: Path) -> float:
-    """The seconds that a rank takes to leave when its peer stands still; its grace is 5 s."""
+    """Return the seconds that a rank takes to exit if its peer is suspended. Its grace time is 5 s."""
     attempt = make_attempt(run_dir, [*LONG, "requeue.grace_s=5", "checkpoint.every_steps=1"], 2)
     procs = fork_workers(attempt, 2)
     wait_until(lambda: len(published(attempt.run.checkpoints_dir)) >= 1)
@@ -191,7 +191,7 @@ def test_first_preparation_of_the_data_can_be_left(tmp_path: Path) -> None:
     for number in range(1, 20):
         (tmp_path / "texts" / f"{number}.txt").hardlink_to(text)
     took_s = 0.0
-    for number in range(3):  # a machine may stand still for a second
+    for number in range(3):  # the machine may be suspended for a second
         took_s = leave_preparation(tmp_path / f"run-{number}", text.parent)
         if took_s < 5.0:
             break
@@ -199,7 +199,7 @@ def test_first_preparation_of_the_data_can_be_left(tmp_path: Path) -> None:
 
 
 def leave_preparation(run_dir: Path, texts: Path) -> float:
-    """The seconds that a rank takes to leave when it is signalled while it prepares its data."""
+    """Return the seconds that a rank takes to exit after a signal while it prepares its data."""
     cache = run_dir.with_name(f"{run_dir.name}-cache")
     attempt = make_attempt(run_dir, [*LONG, f"data.source={texts}", f"data.cache_dir={cache}"])
     procs = fork_workers(attempt)
@@ -213,7 +213,7 @@ def leave_preparation(run_dir: Path, texts: Path) -> float:
 
 
 def test_missing_peer_is_named(tmp_path: Path) -> None:
-    """A rank that dies before the barrier leaves the other one waiting, which a signal still reaches."""
+    """A rank that dies before the barrier leaves the other rank waiting, which still handles a signal."""
     attempt = make_attempt(tmp_path / "run", LONG, 2)
     procs = start_workers(attempt, 2)
     procs[1].kill()

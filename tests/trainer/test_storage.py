@@ -1,4 +1,4 @@
-"""Checkpoint files are hashed when written, read without running code, and may begin another run."""
+"""Tests that checkpoint files are hashed, read without running code, and can start another run."""
 
 import pickle
 from pathlib import Path
@@ -57,7 +57,7 @@ def test_what_was_saved_is_loaded_and_its_sums_are_those_of_the_files(tmp_path: 
 
 
 def test_paths_of_another_python_are_read(tmp_path: Path) -> None:
-    """Python 3.13 has moved the class."""
+    """Python 3.13 has moved the class to another module."""
     for module in (b"pathlib", b"pathlib._local"):
         (tmp_path / METADATA_NAME).write_bytes(b"c" + module + b"\nPosixPath\n(V/a\ntR.")
         assert SafeReader(tmp_path).read_metadata() == Path("/a")  # type: ignore[comparison-overlap]
@@ -72,7 +72,10 @@ def test_an_existing_checkpoint_is_not_written_over(tmp_path: Path) -> None:
 
 
 def opcodes(module: str, name: str, argument: str, protocol: int) -> bytes:
-    """A pickle that calls `module.name(argument)`; from protocol 4 on, a name may be a dotted path."""
+    """Return a pickle that calls `module.name(argument)`.
+
+    From protocol 4 on, a name may be a dotted path.
+    """
     if protocol == 2:
         call = f"c{module}\n{name}\n".encode()
     else:
@@ -108,7 +111,7 @@ def test_metadata_that_would_run_code_is_refused(
     (tmp_path / "saved" / METADATA_NAME).write_bytes(opcodes(module, name, f"touch {trace}"[:250], protocol))
     with pytest.raises(pickle.UnpicklingError, match="is not a class of checkpoint metadata"):
         SafeReader(tmp_path / "saved").read_metadata()
-    # torch 2.11 drops the reason; `load_tensors` reads the metadata itself before, as above.
+    # torch 2.11 drops the reason. Above, `load_tensors` reads the metadata itself first.
     shown = "metadata is None" if torch.__version__ < "2.12" else "is not a class of checkpoint metadata"
     with pytest.raises(CheckpointException, match=shown):
         state_dict_loader.load(
@@ -127,7 +130,7 @@ def test_the_pickles_here_do_run_code_when_read_carelessly(tmp_path: Path) -> No
 
 
 def test_tensor_files_are_read_without_pickled_code(tmp_path: Path) -> None:
-    """The file of a tensor replaced by one that torch.load would run."""
+    """The file of a tensor is replaced by one that torch.load would execute."""
     save(tmp_path / "saved")
     metadata = SafeReader(tmp_path / "saved").read_metadata()
     trace = tmp_path / "ran"
@@ -175,7 +178,7 @@ def test_phase_2_begins_where_phase_1_ended(tmp_path: Path, task: str) -> None:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """A run with a checkpoint after two steps."""
+    """Return a run with a checkpoint after two steps."""
     train(tmp_path / "first", ["train.steps=2", "checkpoint.every_steps=1"])
     return tmp_path / "first"
 
@@ -223,7 +226,7 @@ def test_a_damaged_or_missing_checkpoint_is_refused(saved: Path, tmp_path: Path)
 
 
 def test_a_resume_does_not_start_again(saved: Path, tmp_path: Path) -> None:
-    """The run has its own checkpoints then."""
+    """The run then has checkpoints itself, and uses them."""
     source = tmp_path / "moved"
     saved.rename(source)
     options = ["train.steps=4", "checkpoint.every_steps=1", f"model.init_from={source}"]

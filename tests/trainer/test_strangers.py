@@ -1,4 +1,4 @@
-"""A process in the place of a rank: what it sends is refused before it is read."""
+"""Tests a process in the place of a rank, whose messages are refused before they are unpickled."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VALUE = {"step": 3, "loss": float("inf"), "names": ["ä", "b"]}
 
 
 class Planted:
-    """What creates a file where it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -55,7 +55,7 @@ def refuses(function: Callable[[], object]) -> None:
 
 
 def exchange(world: World, folder: Path) -> None:
-    """Rank 1 of two first is a rank of the attempt, then a stranger."""
+    """Run an exchange where rank 1 of two is first a rank of the attempt, and then a stranger."""
     own = replace(world, nonce=NONCE)
     stranger = replace(world, nonce=OTHER)
     assert broadcast_from_main(VALUE if own.is_main else None, own) == VALUE
@@ -66,7 +66,7 @@ def exchange(world: World, folder: Path) -> None:
     else:
         refuses(lambda: gather_from_all(1, stranger))
         refuses(lambda: broadcast_from_main(None, stranger))
-    # The pickles of torch.
+    # The exchange uses torch's pickles.
     plain = distributed_c10d._pickler
     authenticate_objects(partial(seal, NONCE), partial(unseal, NONCE))
     found: list[Any] = [None, None]
@@ -90,4 +90,4 @@ def test_nothing_of_a_stranger_is_read(tmp_path: Path) -> None:
     run_ranks(exchange, 2, tmp_path)
     assert not (tmp_path / "executed").exists()
     pickle.loads(pickle.dumps(Planted(tmp_path / "executed"))).close()
-    assert (tmp_path / "executed").exists()  # as it would have been
+    assert (tmp_path / "executed").exists()  # the pickle is executed by a normal load

@@ -1,4 +1,4 @@
-"""Training data without a length: dealt out by position, and resumed where the checkpoint was saved."""
+"""Tests training data without a length: distributed by position, and resumed at the checkpoint."""
 
 import copy
 import json
@@ -48,7 +48,7 @@ def config_of(*overrides: str) -> RunConfig:
 
 
 class Letters:
-    """Each epoch has the same letters, with a random number each."""
+    """A stream with the same letters in each epoch, and a random number for each letter."""
 
     def __init__(self, count: int = 5) -> None:
         self.count = count
@@ -80,7 +80,7 @@ def collate(items: list[str]) -> list[str]:
 def batches(
     stream: Any, *, rank: int = 0, dp: int = 1, start: int = 0, saved: StreamState | None = None
 ) -> TaskBatches:
-    """Steps of 4 samples, in microbatches of one."""
+    """Return the batches of steps with 4 samples, in microbatches of one."""
     return stream_batches(
         StreamData(stream, config_of()),
         collate,
@@ -92,7 +92,7 @@ def batches(
 
 
 def read(found: TaskBatches, count: int) -> list[str]:
-    """The samples of some steps."""
+    """Return the samples of some steps."""
     return [item for _ in range(count) for micro in next(found).microbatches for item in micro.data]
 
 
@@ -193,7 +193,7 @@ class TupleState(StatefulLetters):
 
 
 class Consumed(Letters):
-    """Continues when it should begin anew."""
+    """A stream that continues when it should start again."""
 
     def __iter__(self) -> Iterator[Any]:
         while self.at < self.count:
@@ -248,7 +248,7 @@ def test_mistakes_that_are_found_at_the_start(stream: Any, overrides: list[str],
 
 
 class Forgetful(StatefulLetters):
-    """Cannot restore what a shuffle buffer contained."""
+    """A stream that cannot restore the content of a shuffle buffer."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.start = state["at"] + 1
@@ -292,7 +292,7 @@ def test_the_stream_of_the_docs(tmp_path: Path) -> None:
 @pytest.mark.smoke
 @pytest.mark.parametrize("stateful", ["true", "false"])
 def test_killed_on_two_ranks_it_resumes_exactly(tmp_path: Path, stateful: str) -> None:
-    """In the third epoch, while a process reads ahead, and two steps after the checkpoint."""
+    """The kill comes in the third epoch, while a process reads ahead, two steps after the checkpoint."""
     options = [
         *(*STREAM, f"task_args.stateful={stateful}", "task_args.dropout=0.2"),
         *("train.steps=10", "checkpoint.every_steps=4", "checkpoint.async=false"),
@@ -312,7 +312,7 @@ def test_killed_on_two_ranks_it_resumes_exactly(tmp_path: Path, stateful: str) -
 
 @pytest.mark.slow
 def test_on_another_number_of_ranks_it_sees_each_sample_once(tmp_path: Path) -> None:
-    """The curve is that of the same samples as map-style data in their order."""
+    """The curve equals the curve of the same samples as map-style data in their order."""
     same = [*("optimizer.lr=0.01", "task_args.samples=37", "train.steps=8", "data.shuffle=false")]
     map_style = [f"task={FILE}:Classify", *same]
     run_cases(tmp_path, [Case("map-style", 1, {})], map_style)
@@ -342,7 +342,7 @@ def test_a_sample_that_cannot_be_read_ends_the_attempt(tmp_path: Path) -> None:
 
 @contextmanager
 def ranks(attempt: AttemptDir, num_procs: int) -> Iterator[list[ForkedWorker]]:
-    """Workers that are killed at the end, with SIGKILL."""
+    """Start workers that get SIGKILL at the end."""
     workers = fork_workers(attempt, num_procs)
     try:
         yield workers

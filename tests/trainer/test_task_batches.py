@@ -1,4 +1,4 @@
-"""The workers that read the samples of a task: one that hangs in its fork is replaced."""
+"""Tests the workers that read a task's samples. A worker that hangs in its fork is replaced."""
 
 import os
 import signal
@@ -14,11 +14,11 @@ from trainkit.trainer.task_batches import ForkedLoader
 from trainkit.trainer.torch_private import data_workers
 
 to_hang: list[Path] = []
-"""A file for each process that is to hang in its fork; it leaves the file behind."""
+"""A file for each process that should hang in its fork. Such a process creates its file."""
 
 
 def hang() -> None:
-    """Hang before any code of the new process runs, as one does that waits for a lock of Python itself."""
+    """Hang before any code of the new process runs, as during a wait for a lock of Python itself."""
     for file in to_hang:
         if not file.exists():
             file.write_text(str(os.getpid()))
@@ -37,9 +37,10 @@ class Squares(Dataset[int]):
 
 @pytest.fixture
 def hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path]]:
-    """Files of the processes that hang; tests add to them."""
+    """Return the files of the processes that should hang, to which tests add files."""
     monkeypatch.setattr(task_batches, "START_S", 5.0)
-    monkeypatch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.2)  # how long a loader waits for its workers
+    # the time that a loader waits for its workers
+    monkeypatch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
     yield to_hang
     to_hang.clear()
 

@@ -1,4 +1,4 @@
-"""A task that says how its model is split trains with tensor parallelism as on one process."""
+"""Tests that a task with a tensor plan trains with tensor parallelism as on one process."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -63,7 +63,7 @@ def assert_same_curves(folder: Path, cases: list[Case]) -> None:
 
 
 def train_and_compare(rank: int, attempt: AttemptDir) -> None:
-    """Train, then check that the ranks that share a shard of a weight have the same values."""
+    """Train, and check that the ranks that share a shard of a weight have the same values."""
     trainer = make_trainer(rank, attempt)
     trainer.train()
     group = trainer.world.mesh["tp"].get_group()
@@ -80,7 +80,8 @@ def train_and_compare(rank: int, attempt: AttemptDir) -> None:
         others = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
         dist.all_gather(others, own, group=group)
         assert all(torch.equal(other, own) for other in others), name
-    # Of two layers q, k, v and up with their biases, out and down; embedding, head and its bias.
+    # Two layers split q, k, v and up with their biases, out and down. The embedding, the head and its bias
+    # are also split.
     assert num_split == 2 * (4 * 2 + 2) + 3
     close(trainer)
 
@@ -126,7 +127,10 @@ def test_tied_and_frozen_weights_and_those_read_from_files(tmp_path: Path, optio
 
 @pytest.mark.slow
 def test_a_resume_continues_the_same_curve(tmp_path: Path) -> None:
-    """To the last bit on the same layout, with dropout; without it within 1e-5 on others."""
+    """The curve is equal to the last bit on the same layout, with dropout.
+
+    Without dropout, it is equal to 1e-5 on other layouts.
+    """
     layout: dict[str, object] = {"tp": 2, "dp_shard": 2}
     dropout = (*COMMON, "task_args.dropout=0.2")
     for stop in (("train.stop_at_step=3",), ()):
@@ -134,7 +138,7 @@ def test_a_resume_continues_the_same_curve(tmp_path: Path) -> None:
     run_cases(tmp_path, [Case("whole", 4, layout)], dropout, function=train_and_compare)
     assert curve(tmp_path / "cut") == curve(tmp_path / "whole")
     assert metrics_of(tmp_path / "cut") == metrics_of(tmp_path / "whole")
-    uneven = (*COMMON, "task_args.hidden=46")  # 23 rows of a tensor-parallel rank are sharded over two
+    uneven = (*COMMON, "task_args.hidden=46")  # 23 rows of a tensor-parallel rank are sharded over two ranks
     links: list[tuple[int, dict[str, object]]] = [
         *((2, {"tp": 2}), (1, {}), (2, {"dp_shard": 2}), (4, layout), (4, {"tp": 2, "dp_replicate": 2})),
         (2, {"dp_replicate": 2}),
@@ -200,7 +204,7 @@ def test_models_of_transformers(tmp_path: Path, kind: str, changes: dict[str, An
 
 
 def saved(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors of the newest checkpoint."""
+    """Return the shapes of the tensors in the newest checkpoint."""
     return {name: tuple(tensor.shape) for name, tensor in saved_tensors(folder).items()}
 
 

@@ -1,4 +1,4 @@
-"""Private APIs of torch stand in one file, so that a new release of torch is checked in one place."""
+"""Tests that private APIs of torch are used in one file, where a new release of torch is checked."""
 
 import ast
 import importlib
@@ -22,14 +22,17 @@ ROOT = Path(__file__).resolve().parents[2]
 THE_FILE = ROOT / "trainkit/trainer/torch_private.py"
 FILES = [path for path in sorted((ROOT / "trainkit").rglob("*.py")) if path != THE_FILE]
 IN_TEXT = re.compile(r"(?s)_[A-Za-z]\w*|.*\btorch\.(\w+\.)*_[A-Za-z].*")
-"""A string that is a private name, as for getattr, or code that names one of torch's."""
+"""Matches a string that is a private name, as for getattr, or code that names one of torch's."""
 SLOW = {
     "torch.distributed.pipelining",
     "torch.distributed._tools.mem_tracker",
     "torch._dynamo",
     "torch._inductor",
 }
-"""What only some runs need: it would cost every rank of every job a quarter of its start-up time and more."""
+"""Modules that only some runs need.
+
+Importing them would add at least a quarter to the start-up time of every rank.
+"""
 
 
 def is_private(name: str) -> bool:
@@ -37,7 +40,10 @@ def is_private(name: str) -> bool:
 
 
 def uses(tree: ast.Module, *, trains: bool) -> Iterator[tuple[int, str]]:
-    """(line, private name of torch) for each that a module names; `trains`: it handles torch's objects."""
+    """Yield the line and the private name of each use of torch in a module.
+
+    Set `trains` if the module handles torch's objects.
+    """
     nodes = list(ast.walk(tree))
     others = {
         alias.asname or alias.name
@@ -68,7 +74,7 @@ def on_self(node: ast.Attribute) -> bool:
 
 
 def overrides(module: ModuleType) -> Iterator[tuple[str, str]]:
-    """(class, private name) for what a class of a module shares with torch's classes that it derives from."""
+    """Yield the class and private name of each attribute that a subclass shares with its torch class."""
     for kind in vars(module).values():
         if not inspect.isclass(kind) or kind.__module__ != module.__name__:
             continue
@@ -79,7 +85,7 @@ def overrides(module: ModuleType) -> Iterator[tuple[str, str]]:
 
 @cache
 def own_names(kind: type) -> set[str]:
-    """The private names that a class defines, or sets on its instances."""
+    """Return the private names that a class defines, or sets on its instances."""
     try:
         found = re.findall(r"self\.(_\w+)", inspect.getsource(kind))
     except (OSError, TypeError):

@@ -1,4 +1,4 @@
-"""A task of the user's own trains on every data-parallel layout as on one process."""
+"""Tests that a user's task trains on every data-parallel layout as on one process."""
 
 from pathlib import Path
 
@@ -58,7 +58,10 @@ def losses(folder: Path) -> list[float]:
 
 @pytest.mark.slow
 def test_a_resume_continues_the_same_curve(tmp_path: Path) -> None:
-    """To the last bit on the same layout, with the dropout of torch; without it within 1e-5 on others."""
+    """The curve is equal to the last bit on the same layout, with torch's dropout.
+
+    Without dropout, it is equal to 1e-5 on other layouts.
+    """
     dropout = (*COMMON, "task_args.dropout=0.2", "task_args.batch_norm=true")
     same = [Case("same", 2, {"dp_shard": 2})]
     for stop in (("train.stop_at_step=2",), ("train.stop_at_step=4",), ()):
@@ -79,7 +82,7 @@ def test_a_resume_continues_the_same_curve(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_last_batch_of_the_epochs_is_smaller(tmp_path: Path) -> None:
-    """With 21 samples and 16 per step, some ranks have no sample in the last step."""
+    """Some ranks have no sample in the last step with 21 samples and 16 per step."""
     epochs = [*COMMON, "task_args.samples=21", "train.steps=null", "train.epochs=2"]
     cases = [Case("fsdp", 4, {"dp_shard": 4}), Case("ddp", 4, {"dp_replicate": 4})]
     run_cases(tmp_path, [Case("alone", 1, {}), *cases], epochs)
@@ -90,7 +93,7 @@ def test_the_last_batch_of_the_epochs_is_smaller(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_bf16_and_frozen_parts(tmp_path: Path) -> None:
-    """The same types on one process and sharded; batch norms stay in float32."""
+    """One process and shards have the same types, and batch norms stay in float32."""
     common = [
         *(*COMMON, "precision.dtype=bf16", "task_args.frozen=true", "task_args.batch_norm=true"),
         "checkpoint.every_steps=6",

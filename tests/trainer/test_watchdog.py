@@ -1,4 +1,4 @@
-"""Hangs of real ranks: noticed, written down with their stacks, and blamed on the right one."""
+"""Tests hangs of real ranks: detected, recorded with their stacks, and blamed on the right rank."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ OPTIONS = [
 
 
 def let_rank_1_sleep() -> None:
-    """The data of rank 1 never comes at step 8."""
+    """Let the data of rank 1 never arrive at step 8."""
     from trainkit.trainer.causal_lm import PrefetchedBatches
 
     give, num_given = PrefetchedBatches.__next__, 0
@@ -67,7 +67,7 @@ def plan_of(attempt: AttemptDir) -> LaunchPlan:
 def test_a_rank_that_waits_for_its_data_is_behind_those_that_wait_for_it(tmp_path: Path) -> None:
     attempt = make_attempt(tmp_path / "run", OPTIONS, 3)
     traces = [attempt.rank_stacks(rank).with_suffix(".collectives.json") for rank in range(3)]
-    workers = fork_workers(attempt, 3, first=let_rank_1_sleep)  # nobody supervises them
+    workers = fork_workers(attempt, 3, first=let_rank_1_sleep)  # no supervisor watches these ranks
     try:
         wait_until(lambda: len(read_hangs(attempt)) == 3)
         wait_until(lambda: all(trace.exists() for trace in traces))
@@ -82,7 +82,7 @@ def test_a_rank_that_waits_for_its_data_is_behind_those_that_wait_for_it(tmp_pat
         (8, "forward"),
     ], log_text(attempt)
     assert all(record.waited_s >= 1.0 and record.limit_s >= 2.0 for record in records)
-    assert min(record.waited_s for record in records) < 5.0  # one may have stood still itself
+    assert min(record.waited_s for record in records) < 5.0  # one rank may have been suspended itself
     assert all(0.0 < record.usual_s < 2.0 for record in records)
     verdict = hang_failure(attempt, plan_of(attempt), records)
     assert (verdict.rank, verdict.step) == (1, 8)
@@ -99,7 +99,7 @@ def test_a_rank_that_waits_for_its_data_is_behind_those_that_wait_for_it(tmp_pat
 
 @pytest.mark.parametrize("kind", ["order", "shapes"])
 def test_a_rank_that_calls_something_else_is_named(kind: str) -> None:
-    """The others wait for it in a collective that it has called too, or gloo ends one of them."""
+    """The others wait for the rank in a collective that it has called too, or gloo ends one of them."""
     result, text = run_case(Case(kind, "loop", 3 if kind == "order" else 4, (1,)))
     assert result == "right", text
     assert ("rank 1 all_gather [4] Float, ranks 0,2 all_reduce [16] Float" in text) is (kind == "order")
@@ -122,12 +122,12 @@ if os.environ.get("RANK") == "1" and "trainkit.trainer" in sys.orig_argv:
         return give(self)
     PrefetchedBatches.__next__ = give_or_hold
 """
-"""A sitecustomize.py: rank 1 waits for itself in C, and never gives the interpreter's lock back."""
+"""A sitecustomize.py that makes rank 1 wait forever in C, without releasing the interpreter's lock."""
 
 
 @contextmanager
 def agent(attempt: AttemptDir, env: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """The agent of node 0, as a supervisor starts it; it and its workers are killed at the end."""
+    """Start the agent of node 0 as a supervisor does, and kill it and its workers at the end."""
     argv = [sys.executable, "-m", "trainkit.job.node.agent", str(attempt.run.path), "--attempt", "1"]
     argv += ["--node-rank", "0", "--master-port", str(free_port())]
     with attempt.node_log(0).open("wb") as log:
@@ -135,18 +135,18 @@ def agent(attempt: AttemptDir, env: dict[str, str]) -> Iterator[subprocess.Popen
     try:
         yield proc
     finally:
-        proc.kill()  # its workers die with it
+        proc.kill()  # the workers die with the agent
         proc.wait()
 
 
 def test_a_rank_that_cannot_say_anything_is_made_to_write_its_stacks(tmp_path: Path) -> None:
-    """Its Python threads never run again; the agent has the C handler of SIGQUIT do it."""
+    """The Python threads of the rank never run again, so the agent uses the C handler of SIGQUIT."""
     env = site(tmp_path, HOLDER)
     attempt = make_attempt(tmp_path / "run", OPTIONS, 3)
     with agent(attempt, env):
         wait_until(lambda: len(read_hangs(attempt)) == 2)
         wait_until(lambda: "in give_or_hold" in attempt.rank_stacks(1).read_text())
-        # Before they are ended: a rank that loses its peer takes back what it wrote.
+        # The result is read before the ranks end, because a rank that loses its peer withdraws its record.
         verdict = hang_failure(attempt, plan_of(attempt), read_hangs(attempt))
     assert (verdict.rank, verdict.step, verdict.host) == (1, 8, socket.gethostname())
     assert verdict.message.startswith("does not respond")
@@ -155,7 +155,7 @@ def test_a_rank_that_cannot_say_anything_is_made_to_write_its_stacks(tmp_path: P
 
 
 def write_slowly() -> None:
-    """The checkpoint of step 2 takes more than twice as long as a phase may."""
+    """Make the checkpoint of step 2 take more than twice as long as a phase may."""
     from trainkit.trainer.checkpoint.storage import HashingWriter
 
     finish = HashingWriter.finish
@@ -192,7 +192,7 @@ def test_ranks_say_where_they_are_and_train_on_until_the_run_goes_on_elsewhere(t
     attempt = make_attempt(tmp_path / "run", OPTIONS, 2)
     with agent(attempt, {}) as proc:
         wait_until(lambda: len(losses(attempt.run.path)) >= 3)
-        for _ in range(3):  # a rank has 3 s to say it itself
+        for _ in range(3):  # a rank has 3 s to answer
             replies = gather(attempt, 2, None, 60.0)
             if all(reply.how == "asked" for reply in replies):
                 break

@@ -1,4 +1,4 @@
-"""Ranks of torchrun and mpirun: their variables, and their rendezvous."""
+"""Tests ranks that torchrun or mpirun started: their variables and their rendezvous."""
 
 import socket
 import threading

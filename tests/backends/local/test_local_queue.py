@@ -1,4 +1,4 @@
-"""The queue of this machine: who starts next, on which GPUs, and what a killed run leaves."""
+"""Tests the queue of this machine: the order of starts, their GPUs, and the state after a killed run."""
 
 import errno
 import multiprocessing
@@ -44,7 +44,7 @@ class Supervisor:
         self._process.start()
 
     def take(self, *, now: bool = False) -> tuple[str | None, str | None]:
-        """What it waits for, and the GPUs that it has got."""
+        """Return the reason for which the process waits, and the GPUs that the queue gave it."""
         self._connection.send(now)
         reason, gpus = self._connection.recv()
         return reason, None if reason else gpus
@@ -59,7 +59,7 @@ Start = Callable[..., Supervisor]
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """Starts the supervisor of a run with this name, on a machine with two GPUs."""
+    """Return a function that starts the supervisor of a run with a given name, on a machine with two GPUs."""
     monkeypatch.syspath_prepend(FAKE)
     monkeypatch.delitem(sys.modules, "pynvml", raising=False)
     monkeypatch.setenv("FAKE_GPUS", "2")
@@ -95,7 +95,7 @@ def test_runs_start_in_their_order_and_no_gpu_is_shared(start: Start, tmp_path: 
     assert first.take() == (None, "0")
     waits = f"waits for 2 GPUs (1 free, in use by {tmp_path}/first)", None
     assert wide.take() == waits
-    # A GPU is free, but the run before it would never get two.
+    # One GPU is free, but it is not given to this run, because the run before it would then never get two.
     assert last.take() == (f"waits behind {tmp_path}/wide", None)
     first.die()
     assert last.take() == (f"waits behind {tmp_path}/wide", None)

@@ -1,4 +1,4 @@
-"""Fake commands of Slurm, for what the real ones do only on some clusters, and jobs of a pretended one."""
+"""Provides fake commands of Slurm for rare behaviour of the real ones, and jobs of a pretended Slurm."""
 
 from slurm_job import run, slurm
 

@@ -1,4 +1,4 @@
-"""Which hosts of a job a step runs on, and which are lost."""
+"""Tests which hosts of a job a step uses, and which hosts count as lost."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -116,11 +116,11 @@ def test_ranks_of_an_exclusive_job_use_the_cpus_of_its_nodes(
     allocation.watch(Attempt(attempt, fitted)).start()
     assert started[0]["SRUN_CPUS_PER_TASK"] == started[0]["SLURM_CPUS_PER_TASK"] == of_task
     assert "SLURM_TRES_PER_TASK" not in started[0]
-    for written in ("cpu={}", "gres/gpu:1,cpu:{}"):  # by different versions
+    for written in ("cpu={}", "gres/gpu:1,cpu:{}"):  # different Slurm versions print different texts
         monkeypatch.setenv("SLURM_TRES_PER_TASK", written.format(8))
         allocation.watch(Attempt(attempt, fitted)).start()
         assert started[-1]["SLURM_TRES_PER_TASK"] == written.format(of_task)
-    monkeypatch.setenv("SLURM_JOB_CPUS_PER_NODE", "64(x2)")  # the next start of the job, on others
+    monkeypatch.setenv("SLURM_JOB_CPUS_PER_NODE", "64(x2)")  # the next start of the job has other hosts
     assert allocation.fitted(Attempt(attempt, fitted)).threads_per_worker == 16
 
 
@@ -145,10 +145,10 @@ def test_lost_is_what_slurm_calls_so_or_has_taken_away(monkeypatch: pytest.Monke
     monkeypatch.setattr(resubmit, "node_states", lambda hosts: states)
     hosts = ["h1", "h2", "h3", "h4", "h5", "h6", "h7"]
     assert lost_hosts("7", hosts, is_running=True) == ("h2", "h3", "h4", "h6")
-    # While a job ends, its hosts leave it one by one.
+    # While a job ends, its hosts leave the job one by one.
     assert lost_hosts("7", hosts, is_running=False) == ("h2", "h3", "h6")
     assert lost_hosts("7", [], is_running=True) == ()
-    # It ended between the query of the job and the query of its hosts.
+    # The job ended between the query of the job and the query of its hosts.
     monkeypatch.setattr(resubmit, "hosts_of_job", lambda job_id: [])
     assert lost_hosts("7", hosts, is_running=True) is None
 

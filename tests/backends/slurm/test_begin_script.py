@@ -1,4 +1,7 @@
-"""The first lines of a batch script, run by bash with a fake Slurm: what they record, when they requeue."""
+"""Runs the first lines of a batch script in bash with a fake Slurm.
+
+The tests check what these lines record, and when they requeue the job.
+"""
 
 import os
 import shlex
@@ -26,7 +29,7 @@ echo >> calls
 
 
 class Script:
-    """A script in a folder with fakes of Slurm's commands."""
+    """A batch script in a folder with fakes of Slurm's commands."""
 
     def __init__(self, folder: Path) -> None:
         self.run = RunDir(folder / "it's a run")
@@ -66,7 +69,7 @@ class Script:
 
     @property
     def calls(self) -> list[str]:
-        """What Slurm was asked, without the questions."""
+        """Return the calls of Slurm's commands, without queries."""
         file = self.folder / "calls"
         lines = [] if not file.exists() else [line.strip() for line in file.read_text().splitlines()]
         return [line for line in lines if " show job " not in line]
@@ -82,7 +85,7 @@ def script(tmp_path: Path) -> Script:
 
 BEGINS = 'rm -- "$RUN/starts/7.0"  # as the supervisor does\n'
 READY = "until (( 0x$(sed -n 's/SigCgt:.//p' /proc/$PPID/status) & 0x4000 )); do :; done; "
-"""Waits until the first shell has a handler for SIGTERM: it starts the second one before."""
+"""Waits until the first shell has a handler for SIGTERM, because that shell starts the second one earlier."""
 REQUEUED = ["scontrol requeue 7", "scontrol update JobId=7 ExcNodeList=n1"]
 
 
@@ -113,11 +116,11 @@ SAVES = f"{READY}trap 'echo saved; exit 75' TERM; kill -TERM $PPID; while :; do 
 @pytest.mark.parametrize(
     ("body", "code", "printed", "recorded"),
     [
-        (f"{BEGINS}exit 70", 70, "", []),  # the supervisor's own decision
+        (f"{BEGINS}exit 70", 70, "", []),  # the supervisor decides itself
         (f'{BEGINS}echo "$# arguments in $PWD"', 0, "0 arguments in {}\n", []),
         ("exit 0", 0, "", [0]),
         (f"{READY}kill -TERM $PPID; exit 143", 143, "", []),  # Slurm ends the job
-        # A signal for the first shell alone reaches the supervisor.
+        # A signal that is sent only to the first shell reaches the supervisor.
         (f"{BEGINS}exec bash -c {shlex.quote(SAVES)}", 75, "saved\n", []),
     ],
 )
@@ -140,7 +143,7 @@ def test_a_node_that_slurm_cannot_do_without_is_not_tried_again(script: Script) 
 
 def test_what_the_requeued_job_waits_for_and_leaves_out(script: Script) -> None:
     script.bash("exit 2", changes={"directives": {"dependency": "afterok:3"}}, EXCLUDED="n[4-5],n9")
-    # Jobs that were waited for are over; hosts that are left out already stay so.
+    # The jobs in the dependency are over, and the excluded hosts already stay excluded.
     assert script.calls[0].startswith("sbatch --test-only --dependency= --exclude=n[4-5],n9,n1 ")
     said(script.calls[-1])
 
@@ -196,7 +199,7 @@ def test_the_copy_is_enough(script: Script) -> None:
 
 
 def test_a_start_that_still_runs_has_not_failed(script: Script) -> None:
-    """Nor does Slurm's silence make it one."""
+    """A start that still runs has not failed, even if Slurm does not answer."""
     script.bash("kill -9 $PPID $$")
     running = SlurmJob("7", JobState.RUNNING, restarts=0)
     assert failed_starts(script.run, read_job(script.run), running) == []

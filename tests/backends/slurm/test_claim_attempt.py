@@ -1,4 +1,4 @@
-"""Which start of a job claims which attempt of a run, and when it leaves the run to another."""
+"""Tests which start of a job claims which attempt, and when it leaves the run to another job."""
 
 import os
 import sys
@@ -79,14 +79,14 @@ def test_a_start_leaves_nothing_in_the_place_of_a_run_that_is_gone(
 
 @pytest.fixture
 def taken(run: RunDir) -> RunDir:
-    """A run whose first attempt job 7 has claimed."""
+    """Return a run whose first attempt job 7 has claimed."""
     add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     claim_attempt(run, "7")
     return run
 
 
 def says(monkeypatch: pytest.MonkeyPatch, job: JobDetails | None) -> None:
-    """What Slurm says of the job of the newest attempt; None: it does not answer."""
+    """Set Slurm's state of the newest attempt's job. None means that Slurm does not answer."""
     answer = [SlurmUnreachable("scontrol: no answer") if job is None else job]
     monkeypatch.setattr("trainkit.backends.slurm.claim_attempt.job_details", Mock(side_effect=answer * 9))
 
@@ -102,7 +102,7 @@ def leaves_to(job_id: str, claimed: AttemptDir | NothingToDo) -> bool:
 def test_a_second_job_leaves_a_run_to_the_one_that_carries_it(
     taken: RunDir, monkeypatch: pytest.MonkeyPatch, state: JobState
 ) -> None:
-    """The script submitted by hand once more, an old job requeued, a duplicate after a lost answer."""
+    """A second job exists after a manual sbatch, a requeue of an old job, or a lost answer."""
     says(monkeypatch, replace(RUNNING, state=state))
     assert leaves_to("7", claim_attempt(taken, "8"))
     assert reasons(taken) == [(1, "7", "submit")]
@@ -136,7 +136,7 @@ def test_a_job_that_slurm_has_forgotten_carries_nothing(
 ) -> None:
     forgotten = SlurmRefused("scontrol: Invalid job id specified")
     monkeypatch.setattr("trainkit.backends.slurm.claim_attempt.job_details", Mock(side_effect=forgotten))
-    with file_lock(taken.supervisor_lock_file):  # of a host that is down
+    with file_lock(taken.supervisor_lock_file):  # the lock belongs to a host that is down
         assert isinstance(claim_attempt(taken, "8"), AttemptDir)
 
 

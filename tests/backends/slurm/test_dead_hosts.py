@@ -1,4 +1,4 @@
-"""Attempts of which nobody is left to tell, and starts of a job that have nothing to do any more."""
+"""Tests attempts whose processes all died, and starts of a job that have nothing left to do."""
 
 import errno
 import os
@@ -40,7 +40,7 @@ PASS = [sys.executable, "-c", "pass"]
 
 
 def start_that_dies(run: RunDir, monkeypatch: pytest.MonkeyPatch, host: str) -> AttemptDir:
-    """A start of job 7 on a host that goes down with it: no end is written."""
+    """Start job 7 on a host that goes down during the start, so that no end is recorded."""
     with monkeypatch.context() as patch:
         patch.setenv("SLURMD_NODENAME", host)
         attempt = claim_attempt(run, "7")
@@ -81,7 +81,7 @@ def test_a_host_that_died_has_its_end_written_and_reported(
 def test_a_run_that_takes_its_hosts_down_stops(
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, is_down: bool, num_starts: int, brake: str
 ) -> None:
-    """Slurm itself starts a job whose host died as often as that happens."""
+    """Slurm itself restarts a job whenever its host dies, without a limit."""
     plan = read_json(run.attempt(1).plan_file)
     plan["requeue"]["max"] = 3
     write_json(run.attempt(1).plan_file, plan)
@@ -103,7 +103,7 @@ def test_a_run_that_takes_its_hosts_down_stops(
 
 
 def close_as_the_next_start_does(run: RunDir, slurm: Slurm) -> None:
-    """The next start continues, and dies itself: it only leaves the end of the one before."""
+    """Let the next start continue the run and die. It only records the end of the start before it."""
     from trainkit.backends.slurm.allocation import SlurmAllocation
     from trainkit.job.attempt import Attempt
     from trainkit.job.attempt_end import close_dead_attempts
@@ -116,7 +116,7 @@ def close_as_the_next_start_does(run: RunDir, slurm: Slurm) -> None:
 
 
 def test_the_queue_is_no_progress(run: RunDir) -> None:
-    """Of a trainer without checkpoints only the time that it ran counts, not until it was started again."""
+    """Only run time counts as progress of a trainer without checkpoints, not time in the queue."""
 
     def progress() -> int:
         return progress_of(run.attempt(1), record_of(run.attempt(1)))
@@ -124,7 +124,7 @@ def test_the_queue_is_no_progress(run: RunDir) -> None:
     add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     claim_attempt(run, "7")
     change_newest(run, started_at=as_utc(datetime.fromtimestamp(time.time() - 7200, timezone.utc)))
-    assert progress() == 1  # it still runs
+    assert progress() == 1  # the trainer still runs
     for log in (run.attempt(1).rank_log(0), run.attempt(1).supervisor_log):
         log.write_text("a line\n")
         os.utime(log, (time.time() - 7000, time.time() - 7000))
@@ -135,7 +135,7 @@ def test_the_queue_is_no_progress(run: RunDir) -> None:
 
 
 def test_a_follow_up_that_had_no_attempt_yet_when_the_run_was_cancelled(run: RunDir, slurm: Slurm) -> None:
-    """Slurm had started it, so that its steps were signalled, and there was none."""
+    """Slurm had started the chained job and signalled its steps, but the job had no attempt yet."""
     add_slurm_attempt(run, 1, "6", "submit", "sbatch")
     set_follow_ups(run, ["7"])
     decision = Decision("follow_up", "saved after SIGUSR2", 75, "timeout")
@@ -159,7 +159,7 @@ def test_a_person_who_starts_a_cancelled_run_again_is_heeded(run: RunDir) -> Non
 def test_an_attempt_that_could_not_be_made_leaves_nothing(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A quota of files may have room for one folder more, and not for those in it."""
+    """A quota may allow one more folder, but no files in it."""
     real = Path.mkdir
 
     def mkdir(path: Path, *args: int, **kwargs: bool) -> None:

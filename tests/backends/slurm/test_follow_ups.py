@@ -1,4 +1,4 @@
-"""Jobs that wait to carry a run on: how they are submitted, known and taken back."""
+"""Tests chained jobs: how they are submitted, recognized and cancelled."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -45,7 +45,7 @@ ENDED = SlurmJob("7", JobState.FAILED, "FAILED", exit_code=75)
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    """A run whose first attempt is Slurm's job 7."""
+    """Return a run whose first attempt is Slurm's job 7."""
     attempt = make_attempt(tmp_path / "run")
     attempt.script_file.write_text("#!/bin/bash\n")
     add_slurm_attempt(attempt.run, 1, "7", "submit", "sbatch")
@@ -53,7 +53,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 class Sbatch:
-    """Gives 8, 9, …, and refuses from a number on."""
+    """Accepts scripts as jobs 8, 9 and so on, and refuses them from a given number on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[Path, str, Sequence[str]]] = []
@@ -63,7 +63,7 @@ class Sbatch:
     def submit(
         self, script: Path, *, token: str, extra_argv: Sequence[str], is_only_job: bool, **more: Any
     ) -> str:
-        assert not is_only_job  # to look for its script would find the first job
+        assert not is_only_job  # a search for its script would find the first job
         new_id = 8 + len(self.calls)
         if new_id > self.last:
             raise SlurmRefused("sbatch: Job violates accounting/QOS policy")
@@ -78,7 +78,7 @@ def sbatch(monkeypatch: pytest.MonkeyPatch) -> Sbatch:
 
 @pytest.fixture
 def cancelled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The jobs that were taken out of the queue."""
+    """Return the list of jobs that are cancelled in the queue."""
     ids: list[str] = []
     monkeypatch.setattr(slurm_backend, "cancel_waiting", ids.extend)
     return ids
@@ -163,7 +163,7 @@ def test_one_that_carries_the_run_waits_no_more(run: RunDir, cancelled: list[str
     cancel_follow_ups(run, read_job(run), keep="9")
     assert cancelled == ["10"]
     cancel_follow_ups(run, read_job(run))
-    assert cancelled == ["10"]  # job.json knows them no more
+    assert cancelled == ["10"]  # job.json no longer lists the other jobs
 
 
 @pytest.mark.parametrize(("name", "has_ended"), [("east", True), ("east", False), ("west", True)])
@@ -195,7 +195,10 @@ def test_without_follow_ups_slurm_is_not_asked(run: RunDir, cancelled: list[str]
 
 
 def queue(monkeypatch: pytest.MonkeyPatch, **jobs: SlurmJob) -> dict[str, SlurmJob]:
-    """What Slurm has, by the number of the job behind a letter."""
+    """Return Slurm's jobs by id, and make Slurm answer with them.
+
+    The id of a job is the number after the letter of its keyword.
+    """
     known = {name[1:]: replace(info, job_id=name[1:]) for name, info in jobs.items()}
     answers(monkeypatch, lambda ids: {key: known[key] for key in ids if key in known})
     return known
@@ -211,7 +214,7 @@ def answers(monkeypatch: pytest.MonkeyPatch, query: Callable[[Sequence[str]], di
 
 def test_a_run_whose_follow_up_waits_is_alive(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     with_follow_ups(run, "8", "9")
-    jobs = queue(monkeypatch, j7=ENDED, j9=WAITS)  # 8 was taken out of the queue by hand
+    jobs = queue(monkeypatch, j7=ENDED, j9=WAITS)  # job 8 was removed from the queue by hand
     assert open_job_ids(run, read_job(run)) == ["7", "8", "9"]
     status = status_from_jobs(run, read_job(run), jobs)
     assert status.alive
@@ -261,7 +264,7 @@ def test_a_job_that_has_recorded_its_end_and_stays_is_named(
     for act in (lambda: require_not_running(run, read_job(run), "resume"), lambda: requeue_run(run)):
         with pytest.raises(UsageError, match=r"has ended, but Slurm still has its job 7 \(RUNNING\)"):
             act()
-    jobs["7"] = SlurmJob("7", JobState.COMPLETING, "COMPLETING")  # a long epilog
+    jobs["7"] = SlurmJob("7", JobState.COMPLETING, "COMPLETING")  # a long epilog runs
     require_not_running(run, read_job(run), "resume")
 
 
@@ -270,7 +273,7 @@ def test_a_job_that_has_recorded_its_end_and_stays_is_named(
     [
         (JobState.RUNNING, False, False),
         (JobState.RUNNING, True, True),
-        (JobState.PENDING, False, True),  # requeued by hand: it would start again
+        (JobState.PENDING, False, True),  # the job was requeued by hand, so it would start again
         (JobState.COMPLETING, True, False),
     ],
 )
@@ -318,7 +321,7 @@ def test_a_run_on_another_cluster_is_not_taken_for_dead(
     assert record.of_job("7", "west") == record.attempts[:1]
     assert open_job_ids(run, record) == ["7;east", "8;east", "9;east"]
 
-    # One cluster answers; this one has a job 7 and 8 too.
+    # Only one cluster answers. The cluster of this machine has jobs 7 and 8 too.
     away_is_east = True
 
     def away(ids: Sequence[str]) -> dict[str, SlurmJob]:
@@ -356,7 +359,7 @@ def test_a_run_on_another_cluster_is_not_taken_for_dead(
 def test_a_job_is_found_whatever_its_plan(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, plan: str, clusters: list[str]
 ) -> None:
-    """A damaged plan must not keep it from being cancelled."""
+    """A job with a damaged plan can still be cancelled."""
     attempt = run.attempt(2)
     attempt.create()
     attempt.script_file.write_text("#!/bin/bash\n")
@@ -375,7 +378,7 @@ def test_a_job_is_found_whatever_its_plan(
 def test_a_requeue_of_a_job_that_waits_leaves_no_request(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The job would find it when it starts, and go back into the queue at once."""
+    """The job would find the request when it starts, and would return to the queue at once."""
     answers(monkeypatch, lambda ids: dict.fromkeys(ids, WAITS))
     with pytest.raises(UsageError, match="7 is already pending"):
         requeue_run(run)

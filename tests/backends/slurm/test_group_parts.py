@@ -1,4 +1,4 @@
-"""Which arrays a group is submitted as, whatever Slurm takes and wherever the submitting process dies."""
+"""Tests which arrays a group is submitted as, whatever Slurm accepts and wherever the submission dies."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ NO_ROOM = "sbatch: error: QOSMaxSubmitJobPerUserLimit\nsbatch: error: Batch job 
 
 
 class Died(BaseException):
-    """The process that submits is killed."""
+    """Raised in place of a kill of the submitting process."""
 
 
 class Slurm:
-    """A Slurm with room for some jobs, as `group_parts` asks it."""
+    """A Slurm with room for some jobs, with the answers that `group_parts` needs."""
 
     def __init__(self, max_array_size: int, room: int, death: random.Random | None = None) -> None:
         self.config = {"MaxArraySize": str(max_array_size)}
         self.room = room
         self.jobs: dict[str, str] = {}
-        """Tokens of the arrays by job id."""
+        """Maps the job id of an array to its submission token."""
         self.tasks: Counter[int] = Counter()
-        """How often the job of a trial was accepted."""
+        """Counts how often the job of each trial was accepted."""
         self._death = death
 
     def submit(self, script: Path, *, token: str, extra_argv: Sequence[str], **more: Any) -> str:
@@ -104,7 +104,7 @@ def test_one_array_where_it_fits(tmp_path: Path, connect: Any) -> None:
 
 
 def test_a_look_at_a_group_writes_nothing(tmp_path: Path, connect: Any) -> None:
-    """Neither while it is known what was submitted, nor while Slurm does not know of it."""
+    """Reading a group writes no file, whether or not Slurm knows the submitted jobs."""
     connect(Slurm(1001, 10_000))
     group = group_of(tmp_path, 5)
     before = group.sweep_file.stat()
@@ -147,7 +147,7 @@ def test_the_run_of_a_point_in_a_later_array(tmp_path: Path, connect: Any) -> No
 
 
 def test_a_refusal_of_another_kind(tmp_path: Path, connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new group has it; what is submitted of another is kept, and a notice says it."""
+    """A new group fails with the error. A partly submitted group is kept, and a warning reports the error."""
     slurm, group, said = connect(Slurm(2, 9)), group_of(tmp_path, 4), []
     refuse = Mock(side_effect=SlurmRefused("Invalid qos", stderr="sbatch: error: Invalid qos specification"))
     monkeypatch.setattr(group_parts, "submit_script", refuse)
@@ -195,7 +195,7 @@ def test_a_job_that_ends_waits_until_others_that_end_have_made_room(
 def test_what_another_process_submits_is_not_looked_up(tmp_path: Path, connect: Any) -> None:
     slurm, group = connect(Slurm(3, 3)), group_of(tmp_path, 6)
     assert submit_parts(group, print) == 3
-    group.update(parts=[*group.parts, Part(5, 3)])  # and its script is not written yet
+    group.update(parts=[*group.parts, Part(5, 3)])  # the script of this array is not written yet
     with file_lock(group.path / group_parts.LOCK):
         recover_parts(group)
         assert group.parts[-1] == Part(5, 3)

@@ -1,4 +1,4 @@
-"""When a job would start: which partitions are asked about, and what is said of the answers."""
+"""Tests the estimate of a job's start: which partitions are queried, and how the answers are reported."""
 
 import time
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A run that continues as a new job: the same bytes, one attempt further."""
+"""Tests a run that continues as a new job: the same files in the next attempt."""
 
 import errno
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ SCRIPT = "#!/bin/bash\n#SBATCH --comment=trainkit:old\n"
 
 
 def on_slurm(attempt: AttemptDir, backend: str = "sbatch", job_id: str = "7") -> RunDir:
-    """A run whose first attempt is a job of Slurm."""
+    """Return a run whose first attempt is a Slurm job."""
     plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
     request = SlurmRequest({"nodes": 1, "comment": "my words", "exclude": "h9"})
     for file in (attempt.plan_file, attempt.run.plan_file):
@@ -45,7 +45,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 class Sbatch:
-    """What was submitted, and what becomes of it."""
+    """Records the submitted scripts, and decides the result of each submission."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.script = Path()
@@ -85,7 +85,7 @@ def test_the_next_attempt_is_a_job_that_waits_for_this_one(run: RunDir, sbatch: 
     assert sbatch.moved == [("7", "8")], "jobs that wait for the run wait for its new job"
     entries = [(entry.attempt, entry.job_id, entry.reason) for entry in read_job(run).attempts]
     assert entries == [(1, "7", "submit"), (2, "8", AUTO_RESTART)]
-    assert read_job(run).attempts[-1].pid is None  # its start takes it for its own
+    assert read_job(run).attempts[-1].pid is None  # the start of the job claims this attempt
     assert sbatch.script == run.attempt(2).script_file
     assert run.attempt(2).plan_file.read_text() == run.attempt(1).plan_file.read_text()
     assert (run.attempts_dir / "latest").readlink() == Path("002")
@@ -137,7 +137,8 @@ def test_a_refused_job_leaves_nothing_and_one_that_may_exist_its_attempt(
     assert run.attempt_numbers() == attempts
     assert (run.attempts_dir / "latest").readlink() == Path(f"00{attempts[-1]}")
     assert len(read_job(run).attempts) == 1
-    assert run.attempt(attempts[-1]).script_file.exists()  # so that the next command looks for it
+    # the next command finds the script and searches for its job
+    assert run.attempt(attempts[-1]).script_file.exists()
 
 
 def test_a_run_that_a_person_has_cancelled_stays_ended(run: RunDir, sbatch: Sbatch) -> None:
@@ -157,7 +158,7 @@ def test_a_script_that_is_gone(run: RunDir, sbatch: Sbatch) -> None:
 def test_hosts_that_slurm_cannot_be_asked_about_do_not_keep_the_run_from_going_on(
     run: RunDir, sbatch: Sbatch, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The temporary folder of the host that failed can be what is full."""
+    """Slurm cannot be queried if the temporary folder on the failed host is full."""
 
     monkeypatch.setattr(resubmit_module, "query_start", Mock(side_effect=FULL))
     monkeypatch.setattr(resubmit_module, "excludable", excludable)
@@ -169,7 +170,7 @@ def test_hosts_that_slurm_cannot_be_asked_about_do_not_keep_the_run_from_going_o
 def test_a_full_disk_at_the_end_of_a_job(
     run: RunDir, sbatch: Sbatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was to follow does not, and that is said instead of a traceback."""
+    """The chained job is not submitted, and an error line says so instead of a traceback."""
     monkeypatch.setattr("trainkit.job.processes.DISK_PATIENCE_S", 0.0)
     monkeypatch.setattr(resubmit_module, "reopen_attempt", Mock(side_effect=FULL))
     decision = Decision("resubmit", "saved", 75, "timeout")

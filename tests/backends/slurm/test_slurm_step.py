@@ -1,4 +1,4 @@
-"""Where a process stands in a Slurm step, from variables as Slurm 22.05, 24.11 and 26.05 set them."""
+"""Tests how a process finds its task in a Slurm step, with variables of Slurm 22.05, 24.11 and 26.05."""
 
 import os
 import select
@@ -36,7 +36,7 @@ STEP = {
 
 @pytest.fixture(autouse=True)
 def no_scontrol(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Host lists are read here, as on a node without Slurm's commands."""
+    """Make host lists be parsed without scontrol, as on a node without Slurm's commands."""
     monkeypatch.setenv("PATH", "/nowhere")
 
 
@@ -62,7 +62,7 @@ BATCH, INTERACTIVE = "the batch shell of a Slurm job", "the interactive shell of
     ("environ", "reason"),
     [
         ({}, "this process is not in a Slurm job"),
-        (BATCH_SHELL, BATCH),  # although it has a SLURM_PROCID
+        (BATCH_SHELL, BATCH),  # the batch shell has a SLURM_PROCID too
         *((step(SLURM_STEP_ID=number), BATCH) for number in ("4294967291", "-5")),
         *((step(SLURM_STEP_ID=number), INTERACTIVE) for number in ("4294967290", "4294967292", "-6", "-4")),
     ],
@@ -110,7 +110,7 @@ def test_what_cannot_be_is_refused(changes: dict[str, Any], word: str) -> None:
 
 @pytest.fixture
 def child() -> Iterator[tuple[StepListener, int, socket.socket]]:
-    """A listener, its process, and the other end of a connection that is open while it starts."""
+    """Return a listener, its process, and the other end of a connection that is open during its start."""
     before, known = signal.pthread_sigmask(signal.SIG_BLOCK, NOTICE_SIGNALS), set(descendants(os.getpid()))
     ours, other = socket.socketpair()
     with ours:
@@ -131,7 +131,10 @@ def test_it_hears_what_the_ranks_hear(child: tuple[StepListener, int, socket.soc
 
 
 def test_it_keeps_no_connection_of_the_agent_open(child: tuple[StepListener, int, socket.socket]) -> None:
-    """The rendezvous of another task of the node would wait for its end."""
+    """The child inherits no open connection.
+
+    Otherwise the rendezvous of another task would wait for its end.
+    """
     _, _, other = child
     assert select.select([other], [], [], 10.0)[0], "the connection is still open"
     assert other.recv(1) == b""

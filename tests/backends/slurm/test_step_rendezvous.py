@@ -1,4 +1,4 @@
-"""The rendezvous of agents, on one machine and in a step: ports, and which attempt it makes the newest."""
+"""Tests the rendezvous of agents on one machine and in a step: ports, and the newest attempt."""
 
 import os
 import signal
@@ -42,7 +42,7 @@ def task_of(node_rank: int = 0, local_task: int = 0, tasks: tuple[int, ...] = (2
 
 @pytest.fixture(autouse=True)
 def resolvable(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The names and addresses that resolve on this host."""
+    """Return the names and addresses that resolve on this host."""
     names = {"host0", "host1"}
     monkeypatch.setattr(step, "resolves", lambda name: name in names)
     monkeypatch.setattr(step, "RESOLVE_PATIENCE_S", 0.0)
@@ -51,7 +51,7 @@ def resolvable(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 @pytest.fixture
 def slurm(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
-    """A Slurm whose host0 has the NodeAddr 10.0.0.10, host1 10.0.0.11 and so on."""
+    """Return a Slurm whose host0 has the NodeAddr 10.0.0.10, host1 has 10.0.0.11, and so on."""
     show = 'for name; do :; done; echo "NodeName=$name Arch=x86 NodeAddr=10.0.0.1${name#host} NodeHostName=h"'
     fake.add("scontrol", show)
     monkeypatch.setenv("PATH", fake.environ["PATH"])
@@ -200,7 +200,10 @@ def test_a_plan_that_does_not_come_is_a_failure_of_the_task_that_waits(
 def test_a_notice_before_the_ranks_are_started_is_written_down_once(
     attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch, procid: str, events: list[str]
 ) -> None:
-    """For the supervisor, which is not a task of the step: else the end looks like the ranks' decision."""
+    """The supervisor, which is not a task of the step, needs this record.
+
+    Without the record, the end looks like a decision of the ranks.
+    """
     monkeypatch.setattr(agent, "step_task", lambda: task_of(local_task=int(procid)))
 
     def signalled(attempt: AttemptDir) -> LaunchPlan:
@@ -240,7 +243,7 @@ def test_taken_port_is_passed_over(monkeypatch):
     ("met", "number", "newer"),
     [
         ((1, 2, 3), 3, None),
-        ((1,), 1, None),  # the others wait in a queue, and take no place
+        ((1,), 1, None),  # the other jobs wait in a queue and occupy no node
         ((1, 2), 1, 2),
         ((1, 3), 1, 3),
     ],

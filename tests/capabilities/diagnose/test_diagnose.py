@@ -1,4 +1,4 @@
-"""Tests `diagnose` on broken runs: recorded runs, runs that are created again, and misleading files."""
+"""Tests `diagnose` on broken runs: recorded runs, runs that are built again, and misleading files."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def failed(folder: Path, log: bytes, message: str = "ended with exit code 1", ki
 )
 def test_errors_of_a_gpu_and_of_its_program(tmp_path: Path, error: str, name: str, advice: str) -> None:
     message = f"{error}\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
-    # raised in Python, or by NCCL's watchdog, which aborts the process
+    # the error is raised in Python, or by NCCL's watchdog, which aborts the process
     for kind in ("AcceleratorError", "exit"):
         text = message if kind != "exit" else f"killed by SIGABRT: [Rank 0] Process group watchdog: {error}"
         found = newest(failed(tmp_path / kind, b"", text, kind))

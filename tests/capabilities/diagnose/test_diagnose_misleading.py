@@ -57,7 +57,7 @@ def test_binary_output(tmp_path: Path) -> None:
     noise = random.Random(18).randbytes(300_000)
     found = newest(failed(tmp_path, noise + b"\n" + TRACEBACK + OOM))
     assert found.name == "cuda-oom"
-    assert "\n".join(diagnosis_lines(found)).isprintable() is False  # it has lines
+    assert "\n".join(diagnosis_lines(found)).isprintable() is False  # the output has several lines
     assert all(text.isprintable() for text in diagnosis_lines(found))
 
 

@@ -36,7 +36,7 @@ logging: {tensorboard: false}
 
 
 class Place:
-    """The folder in which drills run."""
+    """The folder where drills run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

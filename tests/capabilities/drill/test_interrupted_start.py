@@ -1,4 +1,4 @@
-"""After Ctrl-C during the start of a run, a drill leaves no running process."""
+"""Tests that a drill leaves no running process after Ctrl-C during the start of a run."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""``--nodes auto``: what the decision rests on, the decision, and the job that it makes."""
+"""Tests ``--nodes auto``: the data of the decision, the decision, and the resulting job."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_what_was_not_measured_is_in_proportion_to_what_was() -> None:
     }
     assert found[2, "h"].source == "measured in x"
     assert {work.source for place, work in found.items() if place != (2, "h")} == {"measured in x, scaled"}
-    # The nearest one of the same type counts.
+    # The measurement with the nearest number of nodes of the same type counts.
     found = expected_work(base, {(8, "a"): Work(400, "x"), (1, "h"): Work(800, "y")})
     assert (found[2, "h"].source, found[2, "a"].source) == ("y, scaled", "x, scaled")
 
@@ -128,8 +128,8 @@ def offer(
     [
         (offer(-5, 1), [], 1, 1, ""),  # Slurm's clock is behind
         (offer(HOUR, 1), [], 2, 1, ""),
-        (offer(HOUR, 2.5), [], 5.5 + 2 * RESTART_H, 3, ""),  # three jobs, each of which waits
-        (offer(0, 3), [], 3 + 3 * RESTART_H, 4, ""),  # the restarts take time of the jobs
+        (offer(HOUR, 2.5), [], 5.5 + 2 * RESTART_H, 3, ""),  # three jobs wait, each for 2.5 hours
+        (offer(0, 3), [], 3 + 3 * RESTART_H, 4, ""),  # the restarts reduce the training time of the jobs
         (offer(0, 2.5), ["requeue.on=[crash]"], None, 1, "takes 2h30m, and requeue.on has no timeout"),
         (
             offer(0, 1, limit_h=RESTART_H),
@@ -143,7 +143,7 @@ def offer(
             *(None, 1, "takes 4h00m, and resources.time is 3:0:0"),
         ),
         (
-            offer(0, 3),  # if the time is what it takes, it is so with its restarts
+            offer(0, 3),  # an offer of just enough time is too short because of the restarts
             ["resources.time=3:0:0", "resources.slice=1:0:0"],
             *(3 + 3 * RESTART_H, 4, ""),
         ),
@@ -159,7 +159,7 @@ def test_the_end(given: Offer, overrides: list[str], end_h: float | None, num_jo
 
 
 def test_a_gap_is_used_once() -> None:
-    """The second job does not start before one that needs no gap."""
+    """Only the first job can use a gap. The second starts no earlier than a job that needs no gap."""
 
     def end_h(whole_h: float, work_h: float = 1.5) -> float:
         found = with_end(offer(0, work_h), config().config, NOW, NOW + timedelta(hours=whole_h))
@@ -187,10 +187,10 @@ def test_the_earliest_end_with_the_fewest_nodes() -> None:
 @pytest.mark.parametrize(
     ("overrides", "cases", "nodes", "partition"),
     [
-        ([], "8/*) start=0", 8, "h"),  # idle: the most
+        ([], "8/*) start=0", 8, "h"),  # the cluster is idle, so the run gets the largest size
         ([], "8/*) start=90000;; 4/*) start=80000", 2, "h"),
         (["resources.partition=a,h"], "*/h/*) start=90000", 8, "a"),
-        # A maintenance for which only a short job ends in time.
+        # Because of a maintenance, only a short job would end in time.
         (["resources.time_min=00:05:00"], "*/01:00:00) start=90000", 8, "h"),
         (["resources.nodes=2-4"], "4/*) start=90000", 2, "h"),
         (["resources.nodes='2,8'"], "2/*) start=5", 8, "h"),
@@ -217,7 +217,7 @@ def test_a_choice(
     assert plan.may_lose_nodes == ("no-kill" in plan.slurm.sbatch) == bool(plan.sizes)
     assert all(int(size) < nodes for size in plan.sizes)
     assert all(plan.at(int(size)).slurm.sbatch == plan.slurm.sbatch for size in plan.sizes)  # type: ignore[union-attr]
-    # Batch and learning rate are those of the config without auto.
+    # Batch and learning rate are the same as in a config without auto.
     own = plan_nodes(config(*given), FACTS)
     assert (plan.batch.global_batch_size, plan.lr) == (own.batch.global_batch_size, own.lr)
     assert own.num_nodes in loaded.config.resources.node_counts
@@ -228,14 +228,16 @@ def test_a_choice(
 @pytest.mark.parametrize(
     ("overrides", "cases", "partition", "slice_"),
     [
-        (["resources.partition=a"], "8/*) start=0", "a", None),  # idle: no restart for nothing
+        # the cluster is idle, so no restart is needed
+        (["resources.partition=a"], "8/*) start=0", "a", None),
         ([], "8/*) start=0", "h", "12:00:00"),  # the limit of the only partition
         (["resources.partition=a,h"], "*/a/*) start=90000", "h", "12:00:00"),
-        # A partition that refuses the job anyway says nothing of its time.
+        # A partition that refuses the job for its size does not limit its time.
         (["resources.partition='h,few'", "resources.nodes=4"], "8/*) start=0", "h", "12:00:00"),
-        # A maintenance in some hours.
+        # A maintenance begins in some hours.
         (["resources.partition=a"], "*/1-*) start=90000", "a", "04:00:00"),
-        (["resources.partition=a"], "*/1-* | */04:*) start=90000", "a", None),  # many restarts for one gap
+        # one gap would cost many restarts
+        (["resources.partition=a"], "*/1-* | */04:*) start=90000", "a", None),
         (["resources.partition=a", "train.steps=99000"], "*/1-* | */04:*) start=90000", "a", "01:00:00"),
         (["resources.partition=a", "resources.time_min=10:0:0"], "*/1-*) start=90000", "a", None),
         (["resources.partition=a", "requeue.on=[crash]"], "*/1-*) start=90000", "a", None),
@@ -261,7 +263,7 @@ def test_a_slice(
         f"{slice_}: the earliest expected end (--nodes auto)" if choice.taken.is_slice else None
     )
     assert plan.workers_per_node == 4
-    if slice_ is not None:  # as if it had been typed
+    if slice_ is not None:  # the time limit is set as if it had been typed
         typed = plan_nodes(
             config(*given, f"resources.slice={slice_}", f"resources.partition={partition}"), FACTS
         )
@@ -271,7 +273,8 @@ def test_a_slice(
         assert [plan.slurm.sbatch[one] for one in options] == [typed.slurm.sbatch[one] for one in options]
         assert plan.requeue == typed.requeue
         assert (plan.requeue.total_s, plan.reasons["time"]) == (24 * HOUR, typed.reasons["time"])
-        again = plan_nodes(with_values(loaded, {}, "again"), FACTS, before=plan)  # as `trainkit resume` does
+        # `trainkit resume` plans in the same way
+        again = plan_nodes(with_values(loaded, {}, "again"), FACTS, before=plan)
         assert (again.requeue, again.lr) == (plan.requeue, plan.lr)
 
 
@@ -295,7 +298,8 @@ def test_the_time_of_a_run_that_is_cut_is_enough_for_its_restarts(
     fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake.add("sbatch", ANSWERS.format(cases="*/1-*) start=90000"))
-    cpus = ("device=cpu", "resources.gpus_per_node=1", "resources.nodes='4,8'")  # of unknown speed
+    # the speed of these sizes is not known
+    cpus = ("device=cpu", "resources.gpus_per_node=1", "resources.nodes='4,8'")
     loaded, plan, choice = choose(monkeypatch, "resources.partition=a", "resources.time=1-00:00:00", *cpus)
     assert choice.taken is not None
     assert (choice.taken.work.source.partition(":")[0], choice.taken.num_jobs) == ("assumed", 7)
@@ -327,13 +331,14 @@ def test_of_too_many_questions_slices_are_left_out_first(
     fake.add("sbatch", ANSWERS.format(cases="8/*) start=0"))
 
     def asked(num_partitions: int, *overrides: str) -> tuple[int, int, int]:
-        """The numbers of questions, of sizes, and of limits."""
+        """Return the numbers of queries, of sizes and of time limits."""
         names = [f"p{number}" for number in range(num_partitions)]
         parts = tuple(Partition(name, max_time_s=24 * 3600, nodes=(H100,)) for name in names)
         facts = replace(FACTS, target=Target("sbatch", "a test", replace(WEST, partitions=parts)))
         given = (f"resources.partition='{','.join(names)}'", "resources.time=1-0", *overrides)
         offers = choose(monkeypatch, *given, facts=facts)[2].offers
-        assert [one.is_slice for one in offers] == sorted(one.is_slice for one in offers)  # asked last
+        # partial offers are queried last
+        assert [one.is_slice for one in offers] == sorted(one.is_slice for one in offers)
         return len(offers), len({one.num_nodes for one in offers}), len({one.limit_s for one in offers})
 
     assert asked(1) == (12, 4, 3)
@@ -346,7 +351,7 @@ def test_of_too_many_questions_slices_are_left_out_first(
 def test_the_speed_is_that_of_earlier_runs(
     fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Of those with the same model, layout and batch, on the same GPUs."""
+    """The speed comes from earlier runs with the same model, layout and batch on the same GPUs."""
     fake.add("sbatch", ANSWERS.format(cases="8/*) start=600"))
     asked = ("resources.nodes='2,4,8'", "resources.partition=h")
     plan = plan_nodes(config(*asked), FACTS)
@@ -454,7 +459,7 @@ def test_the_one_cluster_of_the_config_is_asked(fake: FakeSlurm, monkeypatch: py
 
 
 def test_a_repeated_value_of_the_config_stays(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is written into the run folder can be planned again, as by `trainkit resume`."""
+    """The config in the run folder can be planned again, as `trainkit resume` does."""
     fake.add("sbatch", ANSWERS.format(cases="8/*) start=90000"))
     loaded, plan, _ = choose(monkeypatch, "resources.nodes=4")
     assert loaded.config.resources.nodes == "1,2,4,8"

@@ -1,4 +1,4 @@
-"""When a run returns to the queue for more nodes."""
+"""Tests when a run returns to the queue for more nodes."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ HOUR = 3600.0
     [
         (10 * HOUR, 600, {4: 0}, 4, "4 nodes are free: 5h00m instead of 10h00m to go, and 10m00s for"),
         (10 * HOUR, 600, {4: -5}, 4, ""),  # Slurm's clock is behind
-        (10 * HOUR, 600, {8: HOUR, 4: 0}, 4, ""),  # it would not have eight now
+        (10 * HOUR, 600, {8: HOUR, 4: 0}, 4, ""),  # eight nodes are not free now
         (10 * HOUR, 600, {8: 30, 4: 0}, 8, ""),
         (10 * HOUR, 600, {8: 2 * HOUR, 4: HOUR}, None, "4 nodes would be free in 1h00m"),
-        (10 * HOUR, 600, {8: None}, None, "Slurm gives no start time"),
-        (10 * HOUR, 600, {}, None, "Slurm gives no start time"),
-        (10 * HOUR, 17000, {4: 0}, None, ""),  # the restart takes what is saved
-        (10 * HOUR, 14300, {4: 0}, 4, ""),  # a little more than a tenth remains
+        (10 * HOUR, 600, {8: None}, None, "Slurm does not say"),
+        (10 * HOUR, 600, {}, None, "Slurm does not say"),
+        (10 * HOUR, 17000, {4: 0}, None, ""),  # the restart takes most of the time that is saved
+        (10 * HOUR, 14300, {4: 0}, 4, ""),  # a little more than a tenth of the time is saved
         (10 * HOUR, 14500, {4: 0}, None, ""),
-        (720, 600, {4: 0}, None, ""),  # nearly done
+        (720, 600, {4: 0}, None, ""),  # the run is nearly done
         (0, 600, {4: 0}, None, ""),
     ],
 )
@@ -65,12 +65,12 @@ def test_a_growth_without_more_nodes_is_vain() -> None:
 
 
 class Played:
-    """A watch of a job of two nodes that may have four or eight, whose clock and Slurm a test plays."""
+    """A watch of a job on two nodes that may have four or eight, with a fake clock and a fake Slurm."""
 
     def __init__(self, attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch) -> None:
         self.attempt, self.now_s, self.asked = attempt, 0.0, list[set[str]]()
         self.waits: dict[int, float | Exception] = {}
-        """Number of nodes in addition -> when they are free."""
+        """Maps a number of additional nodes to the time at which they are free."""
         monkeypatch.setattr(growth_watch.time, "monotonic", lambda: self.now_s)
         monkeypatch.setattr("trainkit.slurm.submit.query_start", self._query_start)
         monkeypatch.setenv("SLURM_JOB_PARTITION", "low")
@@ -88,7 +88,7 @@ class Played:
         return Answer(datetime.now(timezone.utc) + timedelta(seconds=wait_s)), ""
 
     def trains(self, seconds: float, last_step: int, total_steps: int) -> None:
-        """The attempt has trained up to a step."""
+        """Record that the attempt has trained up to a step."""
         begin, run, number = datetime(2030, 1, 1, tzinfo=timezone.utc), self.attempt.run, self.attempt.number
         for name, at_s in (("started", 0), ("training", 60), ("first_step", 62)):
             more = {"nodes": 2, "partition": "low"} if name == "started" else {"total_steps": total_steps}
@@ -104,7 +104,7 @@ class Played:
         return self.watch.poll()
 
     def decisions(self) -> list[tuple[int | None, str | None]]:
-        """What the events say."""
+        """Return the decisions that the events report."""
         events = read_events(self.attempt.run, "growth")
         return [(event.count("num_nodes"), event.reason) for event in events]
 
@@ -123,7 +123,7 @@ def test_slurm_is_asked_every_half_hour_about_the_nodes_that_the_run_lacks(playe
     assert played.asked[0] >= {"--nodes=6", "--partition=low", "--exclude=bad,a,b,c"}
     assert played.after(ASK_EVERY_S - 3) is None
     played.waits = {6: SlurmRefused("busy"), 2: 0.0}
-    # 10 hours are left; the start-up took 62 s.
+    # 10 hours remain, and the start-up took 62 s.
     grows = "grows to 4 nodes: 4 nodes are free: 5h00m instead of 10h00m to go, and 3m02s for the restart"
     assert played.after(4) == PlannedStop("grow", grows)
     assert len(played.asked) == 4

@@ -1,4 +1,4 @@
-"""The samples of a node's health."""
+"""Tests the samples of a node's health."""
 
 import json
 import os
@@ -75,7 +75,7 @@ def test_rates_are_those_since_the_sample_before(tmp_path: Path, monkeypatch: py
 def test_the_memory_of_a_run_on_this_machine_is_what_its_processes_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank below a launcher counts, and what it shares with others once; files that were read do not."""
+    """A rank below a launcher counts, shared memory counts once, and the page cache does not count."""
     monkeypatch.setattr(memory_module, "CGROUPS", tmp_path)
     monkeypatch.setattr(health.os, "getppid", os.getpid)
     before = health._Counters()._job_memory()
@@ -130,7 +130,7 @@ def gpu(index: int, **changes: Any) -> dict[str, Any]:
 
 
 def gpus(monkeypatch: pytest.MonkeyPatch, listed: str | None, **changes: Any) -> tuple[Any, str]:
-    """The samples of the listed ones of two GPUs, and what is said of them."""
+    """Return the samples of the listed GPUs out of two, and the messages about them."""
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(gpu(0, **changes), gpu(1)))
     found = health._Gpus(listed)
     found.open()

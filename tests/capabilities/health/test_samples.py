@@ -1,4 +1,4 @@
-"""The samples of nodes, as they are read again and again and for the report."""
+"""Tests how samples of nodes are read, repeatedly and for the report."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The first run config: it loads, it fits the cluster, and it names what there is."""
+"""Tests the first run config: it loads, fits the cluster, and names files and partitions that exist."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,7 @@ WEST = Cluster("west", (CPU, GPU))
 
 
 def planned(cluster: Cluster, tmp_path: Path) -> LaunchPlan:
-    """What would run; ConfigError where the text does not fit the cluster."""
+    """Return the plan of the config. Raise ConfigError if the text does not fit the cluster."""
     file = tmp_path / "first-run.yaml"
     file.write_text(first_run_text(cluster))
     loaded = load_config(file, environ={}, cwd=tmp_path)

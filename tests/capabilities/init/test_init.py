@@ -1,4 +1,4 @@
-"""`trainkit init` where there is no Slurm; on a cluster it is tested in tests/on_slurm."""
+"""Tests `trainkit init` without Slurm. tests/on_slurm tests it on a cluster."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ from trainkit.plan.make_plan import make_plan
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder on a machine on which nothing of Slurm is installed."""
+    """Return a folder on a machine that has neither Slurm's commands nor its files."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     return tmp_path

@@ -1,4 +1,4 @@
-"""Cluster profiles as files: what they mean, and every problem with its line."""
+"""Tests cluster profiles as files: their meaning, and every problem with its line."""
 
 from datetime import date
 from pathlib import Path
@@ -136,7 +136,7 @@ GPUS = st.dictionaries(WORDS | st.just(""), st.integers(1, 16), max_size=2)
 
 
 def named(kind: type, *more: st.SearchStrategy[Any], **fields: st.SearchStrategy[Any]) -> Any:
-    """Some with different names."""
+    """Return strategies for mappings from different names to values of a kind."""
     made = st.builds(kind, WORDS, *more, **fields)
     return st.lists(made, min_size=1, max_size=3, unique_by=lambda item: item.name).map(tuple)
 

@@ -1,4 +1,4 @@
-"""The argv that an agent starts."""
+"""Tests the argv that an agent starts."""
 
 import base64
 import json
@@ -26,7 +26,7 @@ RUN = RunDir(Path("/runs/mine"))
 
 
 def given(files: dict[str, str] | None = None, values: dict[str, str] | None = None) -> dict[str, JsonObject]:
-    """The parts of a plan with these values for a launcher."""
+    """Return the sections of a plan with these values for a launcher."""
     return {"launchers": to_json(LauncherPlan(files or {}, values or {}))}
 
 
@@ -60,7 +60,7 @@ def test_a_launcher_starts_the_ranks_of_its_node(launcher: str, module: str, opt
 
 
 def test_deepspeed_gets_the_gpus_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its module sets CUDA_VISIBLE_DEVICES itself."""
+    """The deepspeed launcher sets CUDA_VISIBLE_DEVICES itself."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,GPU-f,6,7")
     here = replace(PLAN, backend="local", device="cuda", workload=Workload(("train.py",), "deepspeed"))
     (info,) = [word for word in worker_argv(here, PLACE, RUN) if word.startswith("--world_info=")]

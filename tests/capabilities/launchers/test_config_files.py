@@ -1,4 +1,4 @@
-"""What the tools of launchers get: golden texts, and refusals of what a tool has no counterpart for."""
+"""Tests the files for the tools of launchers, and the refusal of options that a tool does not have."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def loaded(tmp_path: Path, text: str) -> LoadedConfig:
 def given(
     tmp_path: Path, launcher: str, text: str, command: tuple[str, ...] = DS, device: str = "cuda"
 ) -> LauncherInput:
-    """What a launcher's tool gets on two nodes of four."""
+    """Return the files that a launcher's tool gets on two nodes with four GPUs each."""
     return launcher_input(Job(loaded(tmp_path, text), 8, 2, 4, device), command, launcher)
 
 
@@ -167,7 +167,7 @@ def test_accelerate_fsdp(tmp_path: Path) -> None:
 
 
 def test_accelerate_reads_what_is_generated(tmp_path: Path) -> None:
-    """By its own parser, which refuses keys that it does not know."""
+    """Accelerate's parser accepts the file, and that parser refuses unknown keys."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
     for text, device, expected in (
@@ -213,7 +213,7 @@ precision: {dtype: bf16}
         "--recompute-granularity full",
         "--recompute-method uniform",
         "--recompute-num-layers 1",
-        "--micro-batch-size 2",  # 4 microbatches of a device batch
+        "--micro-batch-size 2",  # a device batch has 4 microbatches
         "--global-batch-size 32",
         "--bf16",
         "--seed 1",
@@ -241,8 +241,8 @@ def test_megatron_refuses_a_flag_that_the_command_has(tmp_path: Path) -> None:
 
 
 UNUSED = [
-    # the launcher, its command, what is typed, what of it has no effect
-    ("python", "x.py", ["seed=3"], "seed has no effect on a COMMAND or function that does not read it"),
+    # Each case is a launcher, its command, the typed settings, and the settings without effect.
+    ("python", "x.py", ["seed=3"], "seed has no effect on a COMMAND or function, unless that reads it from"),
     ("python", "x.py", ["train.steps=3", "model.preset=nano"], "model.preset, train.steps have no effect on"),
     (
         "python",
@@ -297,9 +297,9 @@ def test_a_key_without_effect_of_a_file_or_the_environment_is_not_warned_of(tmp_
     (tmp_path / "run.yaml").write_text("seed: 3\ntrain: {steps: 5}")
     for overrides, flags, effect in [
         ((), {}, None),
-        (("seed=4",), {}, "seed has"),  # as in the file, but typed for this run
+        (("seed=4",), {}, "seed has"),  # the value is the file's, but it was typed for this run
         ((), {"seed": ("seed=4", 4), "train.steps": ("config['train.steps']", 4)}, "seed, train.steps have"),
-        ((), {"seed": ("--sweep seed=4", 4)}, None),  # the command has it as {seed}
+        ((), {"seed": ("--sweep seed=4", 4)}, None),  # the command contains {seed}
     ]:
         config = load_config(
             tmp_path / "run.yaml",

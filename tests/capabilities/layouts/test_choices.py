@@ -1,4 +1,4 @@
-"""Which layouts are offered, in which order, and what is said about them."""
+"""Tests the offered layouts, their order, and their descriptions."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -60,7 +60,7 @@ def test_every_choice_is_a_layout_of_all_gpus(preset: str, num_gpus: int) -> Non
 
 
 def test_degrees_that_do_not_divide_the_model_are_left_out() -> None:
-    """70B has 8 key and value heads and 80 layers."""
+    """The 70B model has 8 key-value heads and 80 layers."""
     found = list(layouts(step_work("70b"), hardware(512)))
     assert {layout.tp for layout in found} == {1, 2, 4, 8}
     assert max(layout.pp for layout in found) == 64
@@ -78,7 +78,7 @@ def test_a_model_is_split_only_where_it_does_not_fit_and_within_nodes_first() ->
     assert best.work.layout.dp_shard * best.work.layout.tp > 1
     assert best.cost.crossing(8) in ((), ("dp",))
     assert "they must be sharded" in headline(best)
-    # Sixteen samples a GPU, one after another: only shards of their gradients wait.
+    # Each GPU computes sixteen samples one after another, so only shards of their gradients are stored.
     best, *_ = choose(step_work("70b"), hardware(64), 1024)
     assert (best.fit, best.work.layout) == ("fits", Layout(dp_shard=64))
     assert best.work.accumulation_steps == 16
@@ -107,7 +107,7 @@ def test_a_pipeline_cuts_the_share_of_a_process() -> None:
     assert work.parallel.pp_microbatches >= 4
     assert (
         best_on_layout(step_work("7b"), Layout(dp_shard=2, pp=4), hardware(8), 4) is None
-    )  # fewer than stages
+    )  # fewer microbatches than stages
 
 
 def test_a_schedule_that_goes_back_twice_is_not_combined_with_selective_recomputation() -> None:

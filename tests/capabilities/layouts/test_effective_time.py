@@ -1,4 +1,4 @@
-"""The share of effective time, against runs that are simulated with failures."""
+"""Compares the share of effective time with simulated runs that fail."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ HOUR = 3600.0
 
 
 def simulated_share(rate: float, interval_s: float, assumed: Assumed, rng: random.Random) -> float:
-    """The share of a run of many intervals."""
+    """Return the effective share of a run of many checkpoint intervals."""
     num_intervals, time_s, fails_s, done = 20_000, 0.0, rng.expovariate(rate), 0
     while done < num_intervals:
         end_s = time_s + interval_s + assumed.save_s
         while fails_s < end_s:
             time_s = fails_s + assumed.restart_s
             fails_s += rng.expovariate(rate)
-            # The next failure may fall into the restart.
+            # The next failure may happen during the restart.
             end_s = time_s + (interval_s + assumed.save_s if fails_s >= time_s else 0.0)
         time_s, done = end_s, done + 1
     return num_intervals * interval_s / time_s
@@ -51,7 +51,8 @@ def test_no_other_interval_is_better(every_h: float, save_s: float) -> None:
     best_s = best_interval_s(rate, save_s)
     best = effective_share(rate, best_s, assumed)
     assert all(effective_share(rate, factor * best_s, assumed) < best for factor in (0.5, 0.9, 1.1, 2))
-    if save_s / HOUR < 0.001 * every_h:  # Young's approximation
+    # Young's approximation holds if a save is short compared with the time between failures
+    if save_s / HOUR < 0.001 * every_h:
         assert best_s == pytest.approx((2 * save_s / rate) ** 0.5, rel=0.03)
 
 
@@ -67,7 +68,7 @@ def test_a_run_that_never_saves_makes_no_progress() -> None:
         (64, ["checkpoint.every_minutes=5"], 300),
         (64, ["checkpoint.every_steps=null", "checkpoint.every_minutes=90"], 5400),
         (64, ["checkpoint.every_steps=null"], None),
-        (64, ["train.steps=1000"], None),  # three hours: a failure is not to be expected
+        (64, ["train.steps=1000"], None),  # no failure is expected within three hours
         (64, ["train.steps=null", "train.epochs=1"], None),
         (1, ["train.steps=100000000"], None),
     ],

@@ -1,4 +1,4 @@
-"""`trainkit plan`: a table on stdout, words on stderr, exit code 1 when nothing fits."""
+"""Tests `trainkit plan`: the table goes to stdout, diagnostics to stderr, exit code 1 if no layout fits."""
 
 import json
 import resource
@@ -147,7 +147,7 @@ def test_the_gpus_of_a_cluster(config: str, capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.parametrize(("preset", "gpus"), [("7b", 8), ("70b", 8), ("70b", 512)])
 def test_fast_and_without_torch(preset: str, gpus: int, config: str) -> None:
-    """Processor time, which is the same on a machine that is busy with something else."""
+    """Processor time is measured, because it does not depend on other load of the machine."""
     code = (
         "import sys; from trainkit.cli.main import main; main(sys.argv[1:])\n"
         "print(sorted({'torch', 'numpy'} & set(sys.modules)), file=sys.stderr)"

@@ -1,4 +1,4 @@
-"""Images, histograms and texts: what is accepted, what is written, and what a reader finds."""
+"""Tests images, histograms and texts: the accepted values, the written files, and how they are read."""
 
 import json
 import zlib
@@ -47,7 +47,7 @@ def recorder(attempt, step: int | None = None, phase: str = "forward") -> MediaR
 
 
 def decoded(png: bytes) -> np.ndarray:
-    """The pixels of a PNG without filters, [height, width, channels]."""
+    """Return the pixels of a PNG without filters as [height, width, channels]."""
     width, height, _, kind = (*(int.from_bytes(png[at : at + 4], "big") for at in (16, 20)), png[24], png[25])
     channels = {0: 1, 2: 3, 6: 4}[kind]
     start = png.index(b"IDAT")
@@ -62,7 +62,7 @@ def pillow(mode: str):
 
 COLOURS = torch.arange(18).reshape(3, 2, 3)
 IMAGES = {
-    # name: an image of 2 x 3 pixels, its channels, its first pixel
+    # Maps a name to an image of 2 x 3 pixels, its number of channels and its first pixel.
     "CHW": (COLOURS.to(torch.uint8), 3, [0, 6, 12]),
     "HW": (torch.tensor([[0.0, 0.5, 1.0]] * 2), 1, [0]),
     "1HW": (torch.full((1, 2, 3), 0.25), 1, [64]),
@@ -147,7 +147,7 @@ def test_a_png_is_read_by_other_programs():
 
 
 HISTOGRAMS = {
-    # name: values, ends, counts by bin, how many are not finite
+    # Maps a name to values, ends, counts by bin, and the number of values that are not finite.
     "two ends": ([0.0, 1.0], (0, 1), {0: 1, NUM_BINS - 1: 1}, 0),
     "equal values": ([3.0] * 5, (3, 3), {0: 5}, 0),
     "one": (torch.tensor(2), (2, 2), {0: 1}, 0),
@@ -213,7 +213,7 @@ def test_files_and_their_index(attempt):
 
 
 def test_a_checkpoint_waits_for_the_items_that_were_logged_before_it(attempt, monkeypatch):
-    """It does not wait for later items, which may never be written if a rank hangs."""
+    """A checkpoint does not wait for later items, which may never be written if a rank hangs."""
     gates, on_disk = {"early": Event(), "late": Event()}, []
     board = Mock(flush=lambda: on_disk.append([item.name for item in read_items(attempt.run)]))
     own = MediaRecorder(attempt, Progress(), board)

@@ -1,4 +1,4 @@
-"""What a task and a loop log in real runs, of two ranks and two attempts."""
+"""Tests the media that a task and a loop log in real runs with two ranks and two attempts."""
 
 import shutil
 import subprocess
@@ -42,7 +42,7 @@ class Pictures(Classify):
 
 
 def board(run: RunDir):
-    """What TensorBoard shows of a run."""
+    """Return the media of a run that TensorBoard shows."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     found = EventAccumulator(
@@ -75,7 +75,7 @@ def test_a_task_logs_in_training_and_validation_and_a_resume_replaces_it(tmp_pat
     ]
     assert {item.name for item in items} == {*names, *(f"val_{name}" for name in names)}
     assert {item.step for item in items if item.name.startswith("val_")} == {2, 4}
-    # Equal after the resume: the same samples.
+    # The texts are equal after the resume, because the samples are the same.
     texts = [
         {item.step: item.text("text") for item in own if item.name == "labels"} for own in (first, items)
     ]
@@ -94,7 +94,7 @@ def test_a_task_logs_in_training_and_validation_and_a_resume_replaces_it(tmp_pat
 
 def test_a_loop_logs_numbers_and_images_under_one_name(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(LOOP)
-    for _ in range(2):  # the second one has nothing left to do
+    for _ in range(2):  # the second call has nothing to do
         done = subprocess.run(
             [sys.executable, "loop.py"], cwd=tmp_path, capture_output=True, text=True, timeout=240
         )

@@ -1,4 +1,4 @@
-"""The task multimodal_lm: questions about images and curves, and rows that cannot be trained on."""
+"""Tests the task multimodal_lm: questions about images and curves, and rows that cannot be used."""
 
 import json
 import math
@@ -82,7 +82,7 @@ def test_a_second_phase_starts_from_the_aligner_of_the_first(tmp_path: Path) -> 
     initial = UserTask(config_of(*first, "model.num_kv_heads=4"), None).build_model().state_dict()
     for name in before:
         part = name.partition(".")[0]
-        # Phase 1 leaves the language model as it was, phase 2 the encoder as phase 1 made it.
+        # Phase 1 does not change the language model, and phase 2 does not change the encoder of phase 1.
         if part == "lm":
             assert torch.equal(before[name], initial[name])
         elif part == "encoder":
@@ -133,7 +133,7 @@ def test_only_answers_count(tmp_path: Path) -> None:
         assert labels[labels != IGNORE].tolist() == answer
     loss = task.loss(task.build_model(), batch)
     assert loss.count == sum(map(len, answers))
-    # Padding changes nothing.
+    # Padding does not change the loss.
     alone = task.loss(task.build_model(), task.collate([samples[0]]))
     assert alone.count == len(answers[0])
 

@@ -1,4 +1,4 @@
-"""What a run reports to a webhook, how often, and what an endpoint that does not answer costs."""
+"""Tests the webhook of a run: its reports, their number, and the delay by an endpoint that is silent."""
 
 import json
 import socket
@@ -68,7 +68,7 @@ def end_of(action: str, state: str, cause: str | None = None, **more: Any) -> At
         (end_of("restart", "failed", "crash"), "requeued"),
         (end_of("requeue", "stopped", "preempted"), "requeued"),
         (end_of("resubmit", "stopped", "timeout"), "requeued"),
-        (end_of("stopped", "stopped"), None),  # train.stop_at_step
+        (end_of("stopped", "stopped"), None),  # stopped by train.stop_at_step
         (end_of("stopped", "cancelled", "preempted"), None),
         (end_of("failed", "cancelled", "crash"), None),
     ],
@@ -106,21 +106,21 @@ def test_the_rate_limit_is_by_event_and_never_for_the_last_one() -> None:
     assert is_due(last, "requeued", later, 600)
     assert is_due(None, "stalled", soon, 600)
     assert is_due(last, "failed", soon, 600)
-    assert is_due(last, "requeued", NOW - timedelta(seconds=5), 600)  # of a host with another clock
+    assert is_due(last, "requeued", NOW - timedelta(seconds=5), 600)  # the clock of that host is 5 s behind
 
 
 def test_fifty_restarts_send_few_messages(tmp_path: Path, endpoint: Webhook) -> None:
     attempt, notifier = make_attempt(tmp_path / "run"), Notifier()
     for _ in range(50):
         end = end_of("restart", "failed", "crash")
-        Notifier().send_end(attempt, end)  # each attempt of a job may have its own process
+        Notifier().send_end(attempt, end)  # each attempt of a job may be a different process
         notifier.send_end(attempt, end)
         notifier.wait()
     notifier.send_end(attempt, end_of("failed", "failed", "crash"))
     notifier.wait()
     assert endpoint.events[0] == "requeued"
     assert endpoint.events[-1] == "failed"
-    assert len(endpoint.events) <= 3  # the two processes may both have been first
+    assert len(endpoint.events) <= 3  # each of the two processes may have sent the first report
     state = attempt.run.path / notifications.STATE_NAME
     assert set(read_json(state)["sent"]) == {"requeued", "failed"}
     assert SECRET not in state.read_text()
@@ -182,7 +182,7 @@ CRASHES_ONCE = "sys.exit(0 if ATTEMPT == 2 else 3)"
 
 
 def test_a_run_reports_its_restart_and_its_end(start_job: Callable[..., Job], endpoint: Webhook) -> None:
-    """A COMMAND on this machine; nothing that it leaves, and no argument of a process, has the URL."""
+    """Run a COMMAND on this machine. Neither its files nor the arguments of its processes contain the URL."""
     script = """
         for pid in filter(str.isdigit, os.listdir("/proc")):
             try:
@@ -255,7 +255,7 @@ def test_a_dead_endpoint_delays_nothing_for_long(
 def stall_watch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str
 ) -> tuple[AttemptDir, list[Notification], Callable[[float], None]]:
-    """An attempt, what is reported of it, and a function that lets time pass and polls."""
+    """Return an attempt, its reports, and a function that advances the clock and polls."""
     now_s = [1000.0]
     monkeypatch.setattr(hangs.time, "monotonic", lambda: now_s[0])
     attempt = make_attempt(tmp_path / "run", ["notify.stalled_after_s=100", *overrides])
@@ -349,7 +349,7 @@ def test_an_old_plan_has_no_notifications(tmp_path: Path, endpoint: Webhook) -> 
 def test_the_end_of_an_attempt_is_no_moment_to_look_for_stalls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its supervisor may have died hours ago: then the next one reports the end alone."""
+    """A stall is not reported for an ended attempt. The next supervisor reports only the end."""
     polls: list[object] = []
     monkeypatch.setattr(ProgressWatch, "poll", lambda watch: polls.append(watch))
     monkeypatch.setenv(WEBHOOK_VARIABLE, "http://127.0.0.1:9/")

@@ -1,4 +1,4 @@
-"""Trained runs that tests of replays share, and ranks that start at once."""
+"""Provides trained runs that the tests of replays share, and ranks that start without delay."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainkit.capabilities.replay import replay
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """A function that returns the run of a layout, trained once; a test that changes it copies it."""
+    """Return a function that returns the trained run of a layout. A test that changes the run copies it."""
     runs: dict[str, Path] = {}
 
     def run_of(layout: Sequence[str] = ()) -> Path:
@@ -32,7 +32,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture
 def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks of a replay in this process are forks of one that has imported torch."""
+    """Make the ranks of a replay forks of a process that has imported torch."""
 
     def fork(argv: Sequence[str], *, environ: dict[str, str], output: Any, **_: Any) -> ForkedWorker:
         assert tuple(argv[-3:-1]) == ("-m", "trainkit.trainer")

@@ -1,4 +1,4 @@
-"""What a comparison says, from records that were made by hand."""
+"""Tests the result of a comparison, with records that were made by hand."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PLAN = launch_plan(backend="local", layout=LAYOUT, batch=Batch(2, 1, 8, 512))
 
 @pytest.fixture
 def folders(tmp_path: Path) -> tuple[RunDir, RunDir]:
-    """A run that recorded the steps 1 to 4, and a replay of the same values."""
+    """Return a run that recorded the steps 1 to 4, and a replay with the same values."""
     found = RunDir(tmp_path / "run"), RunDir(tmp_path / "copy")
     for run in found:
         attempt = run.attempt(1)
@@ -145,7 +145,7 @@ def test_another_layout_is_compared_within_rounding(folders: tuple[RunDir, RunDi
 
 
 def test_rounding_is_no_error(folders: tuple[RunDir, RunDir]) -> None:
-    """On another layout a difference that grows is rounding, and one that jumps is not."""
+    """A growing difference on another layout is rounding, and a sudden difference is an error."""
     other = Layout(dp_shard=2, tp=2)
     for step, difference in ((1, 1e-4), (2, 2e-3), (3, 4e-2), (4, 0.2)):
         record(folders[1], step, loss=(2.0 + step) * (1 - difference))
@@ -159,7 +159,7 @@ def test_rounding_is_no_error(folders: tuple[RunDir, RunDir]) -> None:
 
 
 def test_other_versions_round_differently(folders: tuple[RunDir, RunDir]) -> None:
-    """Bits that differ are no error where torch is another, unless the difference is large."""
+    """Different bits with another torch are no error unless the difference is large."""
     facts = {"torch": "2.8.0", "processor": "H100", "threads": 4, "data": "one"}
     start(folders[0], 1, 0, **facts)
     start(folders[1], 1, 0, **{**facts, "torch": "2.9.1", "threads": 1})
@@ -194,7 +194,7 @@ def test_other_settings_round_differently(folders: tuple[RunDir, RunDir]) -> Non
 
 
 def test_each_attempt_that_recorded_a_step_is_compared(folders: tuple[RunDir, RunDir]) -> None:
-    """The first attempt flipped a bit in step 4 and died; the second one computed it again."""
+    """The first attempt flipped a bit in step 4 and died. The second attempt computed the step again."""
     run = folders[0]
     add_attempt(run, 2, step=2)
     for step in (3, 4):
@@ -215,7 +215,7 @@ def start(run: RunDir, number: int, step: int, **facts: Any) -> None:
 
 
 def add_attempt(run: RunDir, number: int, step: int, config: str = "", plan: LaunchPlan = PLAN) -> None:
-    """Another attempt, which begins after a step."""
+    """Add another attempt that begins after a step."""
     attempt = run.attempt(number)
     attempt.path.mkdir()
     attempt.config_file.write_text(config or run.attempt(1).config_file.read_text())
@@ -237,7 +237,7 @@ def test_the_position_of_a_step(folders: tuple[RunDir, RunDir]) -> None:
 
 
 def test_the_attempt_that_computed_a_step_last(folders: tuple[RunDir, RunDir]) -> None:
-    """The second attempt, with larger batches, began again after step 3 and died in step 5."""
+    """The second attempt, with larger batches, restarted after step 3 and died in step 5."""
     run = folders[0]
     start(run, 1, 0)
     record(run, 6)

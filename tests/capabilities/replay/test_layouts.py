@@ -1,4 +1,4 @@
-"""`trainkit replay` with other layouts, in a job of its own, and when it is interrupted."""
+"""Tests `trainkit replay` with other layouts, as a separate job, and when it is interrupted."""
 
 import os
 import signal
@@ -47,7 +47,7 @@ def test_layouts_that_split_the_model(
 def test_a_large_flipped_bit_shows_on_another_layout(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """But which rank it was is not known then."""
+    """Another layout shows the flipped bit, but not the rank that flipped it."""
     run = tmp_path / "run"
     attempt = make_attempt(run, [*OPTIONS, *FSDP, "model.dropout=0"], 2)
     codes = wait_for_all(start_ranks(run_flipped, 2, attempt, environs(attempt, 2), 1, 4, 30), TIMEOUT_S)
@@ -129,8 +129,8 @@ def test_an_interruption_while_a_rank_is_started(
 
 
 def mentions(file: Path, folder: Path) -> bool:
-    """Whether the command line of a process names a folder."""
+    """Return whether the command line of a process names a folder."""
     try:
         return str(folder).encode() in file.read_bytes()
     except OSError:
-        return False  # it has just ended
+        return False  # the process has just ended

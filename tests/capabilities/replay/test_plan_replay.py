@@ -1,4 +1,4 @@
-"""Which steps a replay computes, and what it refuses before it starts."""
+"""Tests which steps a replay computes, and which requests it refuses before it starts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SMALL = replace(PLAN, layout=Layout(dp_shard=2), num_nodes=1, batch=Batch(4, 1, 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    """A run that has computed 10 steps on two ranks, with checkpoints after 4 and 8."""
+    """Return a run that has computed 10 steps on two ranks, with checkpoints after steps 4 and 8."""
     run = RunDir(tmp_path / "run")
     attempt = run.attempt(1)
     attempt.path.mkdir(parents=True)
@@ -52,10 +52,10 @@ def test_the_nearest_checkpoint_and_the_cost(run: RunDir) -> None:
     for first, last, begin in ((1, 1, 0), (4, 4, 0), (5, 5, 4), (8, 9, 4), (9, 9, 8), (20, 20, 8)):
         assert planned(run, first, last).start_step == begin
     with pytest.raises(UsageError, match="has not computed step 21: its last recorded step is 10"):
-        planned(run, 21)  # a step up to 20 may have been the last one, of which there is no record
+        planned(run, 21)  # any step up to 20 may have been the last, because the last step was not recorded
     cost = planned(run, 4).cost
     said(cost)
-    # A checkpoint was removed.
+    # One checkpoint was removed.
     run.checkpoint_dir(8).rmdir()
     assert planned(run, 10).cost.startswith("computing 6 steps from checkpoint step-00000004 on 2 cpu ranks;")
 
@@ -103,7 +103,7 @@ def test_steps_that_had_other_values_since_the_checkpoint(run: RunDir) -> None:
         planned(run, 8)
     assert planned(run, 9).start_step == 8, "all since this checkpoint is of attempt 2"
     assert planned(run, 5).at.attempt.number == 1
-    # Values that do not change what a step computes.
+    # These values do not change the computation of a step.
     run.attempt(2).config_file.write_text(CONFIG + "resources: {time: '5'}\ncheckpoint: {keep_last: 9}\n")
     assert planned(run, 8).start_step == 4
     run.attempt(2).plan_file.write_text(replace(SMALL, batch=Batch(8, 1, 16, 1024)).to_text())

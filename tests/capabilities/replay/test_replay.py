@@ -1,4 +1,4 @@
-"""`trainkit replay` and `trainkit data show` on runs that were trained for real."""
+"""Tests `trainkit replay` and `trainkit data show` on runs that were really trained."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_replay_is_equal_to_the_last_digit(
         assert (code, found["verdict"], found["is_exact"], found["start_step"]) == (0, "equal", True, start)
         assert [step["step"] for step in found["steps"]] == list(range(start + 1, int(steps[-1]) + 1))
         assert all(step["recorded"] == step["replayed"] for step in found["steps"])
-    # The losses of the samples are those that the step had, with its dropout.
+    # The replayed losses of the samples equal the losses of the step, including its dropout.
     losses = [sample["loss"] for sample in found["samples"] if sample["step"] == 6]
     assert len(losses) == 16
     assert sum(losses) / 16 == pytest.approx(read_metrics(RunDir(run))[-1]["loss"], rel=1e-5)
@@ -61,7 +61,7 @@ def test_a_replay_begins_with_a_checkpoint_that_is_intact(
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(trained(), run)
-    # Of a damaged checkpoint it uses the one before, but it never computes everything instead.
+    # If a checkpoint is damaged, the replay uses the one before, but it never computes the run from step 0.
     for step, expected in ((4, 2), (2, None)):
         for file in RunDir(run).checkpoint_dir(step).glob("*.distcp"):
             data = file.read_bytes()
@@ -72,7 +72,7 @@ def test_a_replay_begins_with_a_checkpoint_that_is_intact(
     assert main(["replay", str(run), "--step", "5"]) == 1
     assert files_of(run) == before, "damaged checkpoints are set aside in the replay alone"
     assert "2 set aside as damaged" in capsys.readouterr().err
-    # The run, which continues, removes them meanwhile, and this folder is on another disk.
+    # The run continues and removes its checkpoints meanwhile, and this folder is on another disk.
     monkeypatch.setattr(replay, "_link_checkpoint", lambda source, target: target.symlink_to(source))
     run_ranks = replay._run_ranks
 
@@ -86,7 +86,7 @@ def test_a_replay_begins_with_a_checkpoint_that_is_intact(
 
 
 def write_corpus(folder: Path) -> Path:
-    """Lines of words, except for one line of garbage."""
+    """Write lines of words, with one line of garbage."""
     chance = random.Random(1)
     words = ["the", "run", "step", "loss", "rank", "of", "a", "node"]
     lines = [" ".join(chance.choices(words, k=120)) for _ in range(160)]
@@ -142,15 +142,15 @@ def test_a_flipped_bit_in_a_gradient_names_the_rank_and_the_host(
     assert (found["culprit"]["ranks"], found["culprit"]["hosts"]) == ([1], ["n1"])
     assert "before the reduction" in found["culprit"]["what"]
 
-    # From the checkpoint before the flip, a later step shows where it began.
+    # A replay of a later step from the checkpoint before the flip shows the step of the flip.
     assert main(["replay", str(run), "--step", "3..4"]) == 1
     text = capsys.readouterr().out
     assert (
         "different since step 4: the cause is the hardware or a library, not the data\nrank 1 on n1" in text
     )
-    # After it, all is equal again: the weights of the checkpoint are the wrong ones.
+    # After the checkpoint all steps are equal again, because the checkpoint contains the wrong weights.
     assert call(capsys, "replay", str(run), "--step", "6")[1]["verdict"] == "equal"
-    # Without the records of the ranks it does not guess.
+    # Without the records of the ranks, the replay names no rank.
     for rank in range(2):
         assert rank_records(attempt, rank, 4)
         attempt.rank_record(rank).unlink()

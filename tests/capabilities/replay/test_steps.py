@@ -1,4 +1,4 @@
-"""The samples of a step are the ones that the trainer reads, on any layout and from any kind of source."""
+"""Tests that the samples of a step are the trainer's, on any layout and from any kind of source."""
 
 import gzip
 import json
@@ -28,7 +28,7 @@ LAYOUTS = (
 
 
 def write_sources(folder: Path, chance: random.Random) -> dict[str, float]:
-    """Rows, compressed rows, a table and a text, with their weights."""
+    """Write rows, compressed rows, a table and a text, and return them with their weights."""
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     texts = [
         ["".join(chance.choices("ab\n ", k=chance.randrange(1, 150))) for _ in range(60)] for _ in range(3)
@@ -42,7 +42,7 @@ def write_sources(folder: Path, chance: random.Random) -> dict[str, float]:
 
 
 def document_text(file: str, unit: str, position: int) -> str:
-    """What the file has at that place."""
+    """Return the text of the document at a position of the file."""
     if unit == "byte":
         return Path(file).read_bytes()[position:].decode()
     if unit == "row":
@@ -94,7 +94,7 @@ def test_samples_are_those_of_the_trainer(tmp_path: Path, layout: Layout) -> Non
                 units.add(document.unit)
     assert len(units) > 1
 
-    # Other data of the same size are other samples.
+    # Other data of the same size has other samples.
     log_event(run, 1, "training", **fields, data="another fingerprint")
     with pytest.raises(UsageError, match="has changed since attempt 1"):
         step_samples(find_step(run, 1))

@@ -333,7 +333,7 @@ OUTLIERS: dict[str, tuple[list[float], list[float]]] = {
     "a rare count": ([0.0, 0.0, 0.0, 0.0, 5.0], [0.0, 0.0, 0.0, 0.0, 5.0]),
     "not finite": ([NAN, math.inf, 1.0, -math.inf], [1.0]),
 }
-"""Maps a kind of values to the values and to those for which an axis has room."""
+"""Maps a kind of values to the values, and to the subset that fits on the axis."""
 
 
 @pytest.mark.parametrize("kind", OUTLIERS)

@@ -128,7 +128,7 @@ def test_a_command_without_metrics_is_unmeasured_not_idle(run):
     report = report_of(run)
     assert (report.spent["unmeasured"], report.allocated_s, report.goodput) == (8.0, 8.0, None)
     assert "Unknown, because the run has no metrics." in render_report(report)
-    for number in (1, 2):  # found in its log
+    for number in (1, 2):  # the metrics were found in the log of the run
         record = {
             "step": number,
             "time": iso(4 * number),
@@ -188,7 +188,7 @@ def test_of_a_large_file_a_part_is_read(tmp_path, monkeypatch):
 
 def test_the_size_of_a_page_does_not_grow_with_the_run(tmp_path):
     sizes = []
-    for count in (15_000, 60_000):  # with as many buckets
+    for count in (15_000, 60_000):  # both counts have the same number of buckets
         run = RunDir(tmp_path / str(count))
         write_run(run, count)
         sizes.append(len(render_report(report_of(run))))

@@ -79,7 +79,7 @@ def test_the_speed_of_tasks_whose_losses_count_samples_is_in_samples(tmp_path: P
     for index in (0, 1):
         file = group.run(index).metrics_file
         records = [json.loads(line) for line in file.read_text().splitlines()]
-        assert "Tokens/s" in render_sweep(report_of(group))  # until all runs count samples
+        assert "Tokens/s" in render_sweep(report_of(group))  # until every run counts samples
         counted = ({**record, "tokens": 4 * record["step"]} for record in records)
         file.write_text("".join(json.dumps({**one, "samples_seen": one["tokens"]}) + "\n" for one in counted))
     text = render_sweep(report_of(group))

@@ -1,4 +1,4 @@
-"""What `trainkit shell` asks Slurm for, and what its shell reads first."""
+"""Tests the resources that `trainkit shell` requests from Slurm, and the start-up files of its shell."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A rank that is alone with itself does what it would do among others, and holds what it would hold."""
+"""Tests that a simulated rank computes and stores the same as a rank among others."""
 
 import json
 import sys
@@ -32,14 +32,14 @@ WIDE = (
     *("model.num_layers=4", "model.dim=1024", "model.ffn_dim=2816", "model.vocab_size=32000"),
     *("data.seq_len=1024", "precision.dtype=bf16", "train.device_batch_size=8"),
 )
-"""Sizes at which what is small does not matter; tensors without values take no longer for it."""
+"""Sizes so large that small tensors do not matter. Tensors without values cost no extra time."""
 
 
 def simulate(attempt: AttemptDir, rank: int = 0) -> Simulation:
     plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
     if plan.layout.tp == 1:
         return simulate_rank(read_effective(attempt.config_file), plan, rank)
-    # DTensor remembers the groups of a process after they are gone.
+    # DTensor remembers the process groups of a process after they were destroyed.
     argv = [str(attempt.config_file), str(attempt.plan_file), str(rank)]
     module = [sys.executable, "-m", "trainkit.capabilities.simulation.worker"]
     done = run_program(*module, *argv, timeout=600)
@@ -53,7 +53,7 @@ def found_for(tmp_path: Path, num_procs: int, *options: str, rank: int = 0) -> S
 
 
 def foretold(tmp_path: Path, rank: int) -> int:
-    """Bytes of the peak of a rank of the last attempt, as `trainkit plan` counts them."""
+    """Return the peak memory in bytes of a rank of the last attempt, as `trainkit plan` estimates it."""
     attempt = RunDir(tmp_path / "run").attempt(1)
     config, plan = read_effective(attempt.config_file), LaunchPlan.from_dict(read_json(attempt.plan_file))
     shape = resolve_model_shape(config.model, 1)
@@ -73,7 +73,7 @@ def test_averages_in_8_bits(tmp_path: Path, options: list[str]) -> None:
     found = found_for(tmp_path, 2, *WIDE, *options, "optimizer.name=adamw_8bit")
     assert found.peak_bytes["total"] == pytest.approx(foretold(tmp_path, 0), rel=0.03)
     in_float32 = found_for(tmp_path, 2, *WIDE, *options)
-    # Rows of 1,024 elements have a scale for each 128, those of 2,816 for each 176.
+    # A row of 1,024 elements has one scale per 128 elements, and a row of 2,816 has one per 176.
     saved = in_float32.peak_bytes["total"] - found.peak_bytes["total"]
     assert saved == pytest.approx(found.num_params * (8 - 2 - 8 / 128), rel=0.01)
 
@@ -81,7 +81,7 @@ def test_averages_in_8_bits(tmp_path: Path, options: list[str]) -> None:
 def test_every_rank_of_a_pipeline_has_its_stages(tmp_path: Path) -> None:
     options = ("parallel.pp=2", "parallel.dp_shard=2", "train.device_batch_size=4")
     found = [found_for(tmp_path, 4, *options, rank=rank) for rank in (0, 2)]
-    # Both ends have as many layers; the last one has a norm more, of which this is one half.
+    # Both stages have the same number of layers. The last one also has a norm, and this rank has half of it.
     assert found[1].num_params == found[0].num_params + 32
     assert found[0].peak_bytes["total"] > found[1].peak_bytes["act"] > 0
 
@@ -119,7 +119,7 @@ def test_logits_that_are_split_are_nowhere_whole(tmp_path: Path) -> None:
 )
 def test_schedules(tmp_path: Path, schedule: str, ranks: tuple[int, ...]) -> None:
     microbatches = 8 if schedule == "dualpipe_v" else 4
-    num_layers = 4 if schedule in ("gpipe", "1f1b") else 8  # one a stage
+    num_layers = 4 if schedule in ("gpipe", "1f1b") else 8  # one microbatch per stage
     options = (
         f"model.num_layers={num_layers}",
         "parallel.pp=4",
@@ -133,7 +133,7 @@ def test_schedules(tmp_path: Path, schedule: str, ranks: tuple[int, ...]) -> Non
 
 
 def hold(rank: int, attempt: AttemptDir) -> None:
-    """Write down what a rank among others holds at its peak in the second step."""
+    """Record the memory of a rank among others at its peak in the second step."""
     trainer, tracker = make_trainer(rank, attempt), memory_tracker()
     tracker.track_external(
         *trainer.built.model_parts, *(tensor for _, tensor in trainer.optimizer.state_tensors())
@@ -147,7 +147,7 @@ def hold(rank: int, attempt: AttemptDir) -> None:
 
 
 def keep_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep what a rank with several stages sends until its step is over, as gloo does."""
+    """Keep the tensors that a rank with several stages sends until its step is over, as gloo does."""
     sent: list[Any] = []
 
     def keeping(get: Callable[..., Any]) -> Callable[..., Any]:
@@ -177,7 +177,7 @@ def test_real_ranks_hold_as_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         Case("zbv", 2, {"pp": 2, "pp_schedule": "zbv"}),
     ]
     run_cases(tmp_path, cases, [*sizes, "model.num_layers=4"], function=hold)
-    read_ahead = 2 * 8 * MAX_TOKENS_PER_READ  # tokens and labels of the next steps, which are not on a GPU
+    read_ahead = 2 * 8 * MAX_TOKENS_PER_READ  # tokens and labels of the next steps, which stay on the host
     for case in cases:
         if case.name == "zbv":
             keep_what_is_sent(monkeypatch)

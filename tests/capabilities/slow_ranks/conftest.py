@@ -1,4 +1,4 @@
-"""Jobs with small scripts as workers."""
+"""Provides the fixtures of jobs with small scripts as workers."""
 
 from job_tree import start_job
 

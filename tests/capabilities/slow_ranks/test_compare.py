@@ -1,4 +1,4 @@
-"""Ranks that hold the others up: which are named, when, and when nobody is."""
+"""Tests ranks that delay the others: which ranks are reported, when, and when none is."""
 
 import os
 import random
@@ -33,7 +33,7 @@ def ranks_of(layout: Layout, *, on_gpu: bool) -> SlowRanks:
 def add_steps(
     ranks: SlowRanks, steps: range, size: int, slow: dict[int, tuple[float, float]], *, seed: int = 0
 ) -> list[Slowdown]:
-    """Add steps in which each rank waits 1 ms for data and computes 20 ms; `slow` adds to both, by rank."""
+    """Add steps with 1 ms of data wait and 20 ms of compute per rank, plus the delays in `slow`."""
     draw = random.Random(seed)
 
     def times() -> Iterator[Times]:
@@ -46,7 +46,7 @@ def add_steps(
 
 
 def add(ranks: SlowRanks, steps: Sequence[tuple[int, list[Times], float]]) -> list[Slowdown]:
-    """Add steps, each with the times of all ranks, which report at the end of a window."""
+    """Add steps, each with the times of all ranks. The ranks report at the end of a window."""
     found: list[Slowdown] = []
     window: list[list[Times]] = []
     for step, times, step_s in steps:
@@ -66,13 +66,13 @@ def test_a_slow_rank_is_named_within_30_steps_and_when_it_is_over(size: int) -> 
     [found] = add_steps(ranks, range(51, 81), size, {slow: (0.0, 0.015)})
     assert (found.rank, found.is_over, found.phase, found.since_step) == (slow, False, "compute", 51)
     assert 1.5 < found.ratio < 2.0
-    assert add_steps(ranks, range(81, 121), size, {slow: (0.0, 0.015)}) == []  # said once
+    assert add_steps(ranks, range(81, 121), size, {slow: (0.0, 0.015)}) == []  # the rank was already reported
     [over] = add_steps(ranks, range(121, 151), size, {})
     assert (over.rank, over.is_over) == (slow, True)
 
 
 def test_a_window_that_a_resume_cut_off_is_not_judged() -> None:
-    """The first steps of an attempt compile and read what is not in memory yet."""
+    """The first steps of an attempt compile code and read data that is not cached yet."""
     ranks = ranks_of(Layout(dp_shard=4), on_gpu=True)
     slow_at_first = {1: (0.0, 5.0)}
     assert add_steps(ranks, range(39, 41), 4, slow_at_first) == []
@@ -112,7 +112,7 @@ def test_a_single_slow_window_is_not_a_slow_rank() -> None:
 
 def test_stages_of_a_pipeline_are_not_compared() -> None:
     ranks = ranks_of(Layout(pp=2, dp_shard=2), on_gpu=True)
-    last = {2: (0.0, 0.1), 3: (0.0, 0.1)}  # the stage with the head
+    last = {2: (0.0, 0.1), 3: (0.0, 0.1)}  # the last stage has the head
     assert add_steps(ranks, range(1, 101), 4, last) == []
     [found] = add_steps(ranks, range(101, 141), 4, {**last, 2: (0.0, 0.3)})
     assert found.rank == 2
@@ -125,7 +125,7 @@ def test_the_slowest_rank_is_known_without_being_slow() -> None:
     times = [(0.001, 0.020), (0.001, 0.022), (0.001, 0.021), (0.0, 0.1), (0.003, 0.1), (0.0, 0.1)]
     assert add(ranks, [(step, times, STEP_S) for step in range(11, 41)]) == []
     assert ranks.values == {
-        "slowest_rank": 4,  # 3 ms behind the others of its stage
+        "slowest_rank": 4,  # 3 ms behind the other ranks of its stage
         "slowest_host": "node4",
         "slowest_rank_s": 0.103,
         "other_ranks_s": 0.1,
@@ -154,7 +154,7 @@ def test_on_cpus_sharded_ranks_are_not_compared() -> None:
 
 
 class Brake:
-    """Slows a process down: it runs for 2 of every 5 ms."""
+    """Slows a process down, so that it runs for only 2 of every 5 ms."""
 
     def __init__(self, pid: int) -> None:
         self._pid, self._ends = pid, threading.Event()
@@ -190,7 +190,7 @@ def test_a_rank_with_less_of_its_cpu_is_named(tmp_path: Path) -> None:
         for worker in workers:
             worker.send_signal(signal.SIGTERM)
         wait_for(workers)
-    # On a busy machine, others may have been slow for a while too.
+    # On a busy machine, other ranks may have been slow for a while too.
     [found, *_] = [event for event in slow_events(run) if event["rank"] == 2]
     assert found["host"] == socket.gethostname()
     assert found["phase"] == "compute"

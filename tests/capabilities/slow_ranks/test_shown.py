@@ -1,4 +1,4 @@
-"""Which events of slow and silent ranks last, and how they read."""
+"""Tests which events of slow and silent ranks are still current, and their texts."""
 
 from pathlib import Path
 

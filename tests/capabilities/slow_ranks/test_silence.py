@@ -1,4 +1,4 @@
-"""A COMMAND that prints nothing: what it waits for, the notification, and when it is ended."""
+"""Tests a silent COMMAND: what it waits for, its notification, and when it is ended."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LOCK = LockFile("/cache/op/lock", "2026-01-01T00:00:00Z", is_certain=True)
 
 
 class Watched:
-    """A watch of an attempt, whose clock and agents are the test's."""
+    """A watch of an attempt with a fake clock and fake agents."""
 
     def __init__(self, attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch, **policy: Any) -> None:
         self.attempt, self.now_s = attempt, 1000.0
@@ -73,7 +73,7 @@ def attempt(tmp_path: Path) -> AttemptDir:
 
 
 def test_a_silent_command_hangs(attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Output of any rank, metrics and the heartbeat all count; a suspended machine does not."""
+    """Output of any rank, metrics and the heartbeat count as progress. A suspended machine does not hang."""
     watched, run = Watched(attempt, monkeypatch, silence_s=60.0), attempt.run
     for change in (attempt.rank_log(3), attempt.node_log(1), run.metrics_file, run.heartbeat_file):
         assert watched.wait(50) == []
@@ -166,7 +166,7 @@ def test_without_records_the_stacks_name_who_waits_for_nobody(
         assert failure.message == text
         assert text in watched.events()[0]["reason"]
     assert (failure.host is None) is (rank != 3)
-    # A rank waits for its GPU anywhere.
+    # A rank can wait for its GPU in any function.
     assert hang_failure(attempt, replace(PLAN, device="cuda"), found).host is None or stacks[3] is None
 
 
@@ -185,7 +185,7 @@ def test_a_lock_in_the_way_is_reported_after_the_first_line_too(
 
 
 def test_a_rank_that_compiles_does_not_wait() -> None:
-    """Its stack shows what it does; without one, it may be what it waits for."""
+    """The stack shows that a rank compiles. Without a stack, the rank may be the cause of the hang."""
     compiles = Reply(0, "a", 7, "py-spy", {"Main": ["communicate (subprocess.py:9)"]})
     said(explain_silence([compiles]).text)
     blind = Reply(2, "b", 9, "", lock=replace(LOCK, is_certain=False))
@@ -208,7 +208,7 @@ def test_the_rank_that_is_elsewhere_is_shown() -> None:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., int]]:
-    """Start a Python process with these variables, which has run its code when this returns."""
+    """Return a function that starts a Python process, waits until its code has run, and returns its pid."""
     children = []
 
     def run(code: str, **environ: object) -> int:
@@ -259,7 +259,7 @@ WAITS = """
 
 
 def test_a_run_behind_a_lock_that_was_left(start_job: Callable[..., Job], tmp_path: Path) -> None:
-    """`status` and `diagnose` name the file while the run waits, and nothing once it continues."""
+    """`status` and `diagnose` name the stale lock file while the run waits, and no file once it continues."""
     lock = tmp_path / "extensions/cpu_adam/lock"
     lock.parent.mkdir(parents=True)
     lock.touch()

@@ -1,4 +1,4 @@
-"""When a run restarts to continue without a slow host."""
+"""Tests when a run restarts to continue without a slow host."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,7 @@ SLOW = {"since_step": 1200, "phase": "compute", "ratio": 2.0}
 
 
 class Played:
-    """A watch of a job of two nodes, whose clock a test moves."""
+    """A watch of a job on two nodes, with a fake clock."""
 
     def __init__(self, attempt: AttemptDir, hosts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         self.attempt, self.now_s = attempt, 0.0

@@ -24,7 +24,7 @@ print(json.dumps([other, main]))
 
 @pytest.fixture
 def spied(desk):
-    """A program stands in for py-spy. Rank 2 reads, rank 3 cannot be inspected, and the other ranks wait."""
+    """Replace py-spy with a program. Rank 2 reads, rank 3 cannot be inspected, and the other ranks wait."""
     folder = desk.folder / "bin"
     folder.mkdir()
     (folder / "py-spy").write_text(SPY.format(python=sys.executable))

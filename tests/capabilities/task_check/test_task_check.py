@@ -1,4 +1,4 @@
-"""Mistakes in a task of the user's own are found with a few samples on a CPU, and named with their line."""
+"""Tests that mistakes in a user's task are found with a few samples on a CPU and reported with their line."""
 
 import sys
 from collections.abc import Iterator
@@ -334,7 +334,7 @@ def test_a_module_and_the_files_next_to_it() -> None:
 
 
 def test_an_error_only_here_does_not_stop_a_submission() -> None:
-    """The files that it opens may be on the nodes only."""
+    """The task may open files that exist only on the nodes."""
     config = config_of(
         CODE.replace("super().__init__(config)", 'super().__init__(config); open("/nowhere/x")')
     )
@@ -411,7 +411,7 @@ ON_TWO_RANKS = {
 @pytest.mark.slow(seconds=3)
 @pytest.mark.parametrize("case", ON_TWO_RANKS)
 def test_found_by_two_ranks(case: str) -> None:
-    """What one rank does not show."""
+    """Some mistakes show only with two ranks."""
     before, after, message, hint = ON_TWO_RANKS[case]
     assert before in CODE
     problems = smoke(config_of(CODE.replace(before, after) + SHARDS))

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of data."""
+"""Provides the fixtures of the tests of data."""
 
 from data_fixtures import data_config, tokenizer_json
 

@@ -1,4 +1,4 @@
-"""`trainkit data` as people and scripts run it."""
+"""Runs `trainkit data` as people and scripts do."""
 
 import json
 import os
@@ -20,7 +20,10 @@ from trainkit.errors import EXIT_FAILED, EXIT_OK
 
 
 def environ():
-    """Trainkit can be imported in any folder; called in a test, which has no runs of the user."""
+    """Return variables for a child process, with which trainkit can be imported in any folder.
+
+    The function is called within a test, where the state folder has no runs of the user.
+    """
     return os.environ | {"PYTHONPATH": str(Path(trainkit.__file__).parents[1])}
 
 
@@ -120,7 +123,7 @@ if __name__ == "__main__":
     module.run_unit = slowly
 """,
 )
-"""So that it is not over before it is struck."""
+"""The command is slow enough to be killed before it ends."""
 
 
 def start_prepare(cwd, out, workers):
@@ -129,7 +132,7 @@ def start_prepare(cwd, out, workers):
 
 
 def processes_in(folder):
-    """Ids of the processes whose working directory is `folder`."""
+    """Return the ids of the processes whose working directory is `folder`."""
     found = set()
     for entry in Path("/proc").iterdir():
         try:
@@ -162,7 +165,7 @@ def test_killed_at_random_times_and_finished(tmp_path):
             time.sleep(0.001)
         time.sleep(randomness.random() * 0.02)
         process.send_signal(signal.SIGKILL)
-        if process.wait() == 0:  # it was faster than we could kill it
+        if process.wait() == 0:  # the command ended before the kill
             assert content_of(tmp_path / "out") == expected
             shutil.rmtree(tmp_path / "out")
             continue
@@ -192,7 +195,7 @@ def test_workers_die_with_a_killed_prepare(tmp_path):
 
 
 def test_full_disk_exits_1(tmp_path):
-    """A limit on the size of files stands for the disk: the kernel refuses to write on."""
+    """A limit on file sizes simulates a full disk, because the kernel refuses further writes."""
     write_rows(tmp_path / "a.jsonl", 3000)
     shell = f"ulimit -f 100; trap '' XFSZ; exec {sys.executable} -m trainkit data prepare a.jsonl --out out"
     done = run_program("bash", "-c", shell, cwd=tmp_path, env=environ())

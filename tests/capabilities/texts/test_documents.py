@@ -1,4 +1,4 @@
-"""The source files and positions of samples."""
+"""Tests the source files and the positions of samples."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""From a config to tokens: the cache, several processes at once, prepared folders."""
+"""Tests the way from a config to tokens: the cache, concurrent processes, and prepared folders."""
 
 import json
 import multiprocessing
@@ -41,7 +41,7 @@ def test_prepared_once(data_config, tmp_path):
 
 
 def test_what_was_begun_in_the_cache_with_other_times_is_begun_anew(data_config, monkeypatch):
-    """Of the standard library the key leaves the times out: another host may have other ones."""
+    """The cache key ignores the file times of the standard library, which may differ between hosts."""
 
     def killed(*args):
         raise KeyboardInterrupt
@@ -175,7 +175,7 @@ def test_shards_that_another_rank_checks(data_config, tmp_path, monkeypatch):
 
 
 def test_data_that_another_host_has_prepared_meanwhile_on_nfs(data_config, tmp_path, monkeypatch):
-    """The NFS client of this host remembers that they were missing."""
+    """The NFS client of this host still caches that the files are missing."""
     (tmp_path / "server").mkdir()
     (tmp_path / "a.txt").write_text("hello world\n" * 100)
     first, other = tmp_path / "first", tmp_path / "other"

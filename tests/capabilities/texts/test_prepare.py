@@ -1,4 +1,4 @@
-"""From texts to shards: what lands in which split, and that the result depends on the texts alone."""
+"""Tests the way from texts to shards: each split's documents, and a result that only the texts decide."""
 
 import errno
 import fcntl
@@ -27,7 +27,7 @@ def made(tmp_path, *sources, name="out", workers=1, unit_bytes=1 << 26, **option
 
 
 def many_texts(folder):
-    """Some of each kind: unicode, CRLF, long lines, empty rows, compressed."""
+    """Write some texts of each kind: unicode, CRLF, long lines, empty rows, compressed files."""
     folder.mkdir()
     (folder / "a.txt").write_bytes("héllo wörld\r\n".encode() * 3000)
     (folder / "b.txt").write_bytes(("ü" * 70_000).encode() + b"\nend")

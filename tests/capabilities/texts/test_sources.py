@@ -1,4 +1,4 @@
-"""Which files a source stands for."""
+"""Tests which files a source refers to."""
 
 from pathlib import Path
 

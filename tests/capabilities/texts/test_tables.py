@@ -1,4 +1,4 @@
-"""Parquet files and saved Hugging Face datasets yield the documents of a .jsonl file with the same rows."""
+"""Tests that Parquet files and saved Hugging Face datasets yield the same documents as a .jsonl file."""
 
 import json
 import os
@@ -22,7 +22,7 @@ FORMS = ["parquet", "arrow"]
 
 @pytest.fixture(scope="session")
 def pa():
-    """Pyarrow, with the submodules that the tests write with."""
+    """Return pyarrow with the submodules that the tests write with."""
     arrow = pytest.importorskip("pyarrow")
     pytest.importorskip("pyarrow.parquet")
     pytest.importorskip("pyarrow.ipc")
@@ -31,7 +31,10 @@ def pa():
 
 @pytest.fixture
 def write(pa, tmp_path):
-    """Writes rows as a Parquet file or a saved dataset with other columns; returns the source's path."""
+    """Return a function that writes rows with other columns as a Parquet file or a dataset.
+
+    It returns the path of the source.
+    """
 
     def make(form, texts, name="table", key="text", kind="string", group=50, others=True):
         columns = {key: pa.array(texts, getattr(pa, kind)())}
@@ -51,7 +54,7 @@ def write(pa, tmp_path):
 
 
 def save_to_disk(pa, folder, tables, group):
-    """The files that `datasets.Dataset.save_to_disk` writes, in an order that no sorting yields."""
+    """Write the files of `datasets.Dataset.save_to_disk` in an order that no sorting yields."""
     folder.mkdir(parents=True)
     names = [f"data-{len(tables) - number:05d}.arrow" for number in range(len(tables))]
     for name, table in zip(names, tables, strict=True):
@@ -95,7 +98,7 @@ def test_cuts_lose_nothing_and_workers_do_not_matter(tmp_path, write, form, unit
 
 def test_planning_opens_no_table(tmp_path):
     with (tmp_path / "a.parquet").open("wb") as stream:
-        stream.truncate(20 << 30)  # sparse, and not Parquet
+        stream.truncate(20 << 30)  # the file is sparse, and is not Parquet
     spec = DatasetSpec((str(tmp_path),), val_fraction=0.1)
     assert len(plan_units(spec, find_inputs(spec))) == 20 * 16
 
@@ -163,7 +166,7 @@ def test_bad_row_is_named(tmp_path, write, form, unit_bytes):
     source = write(form, [*["good"] * 600, None, "good"], group=30)
     with pytest.raises(UsageError, match=r':\d+: column "text" .* is null, not a string') as caught:
         prepared(tmp_path, source, unit_bytes=unit_bytes)
-    number = 601 if form == "parquet" else 601 - 301  # of the second file
+    number = 601 if form == "parquet" else 601 - 301  # the row of the second file
     assert f":{number}: " in caught.value.message
 
 
@@ -188,7 +191,7 @@ def test_file_that_is_cut_off(tmp_path, write, form):
 def test_rows_are_counted_across_the_file(tmp_path, write):
     source = write("parquet", [str(number) for number in range(100)], group=10)
     (found,) = find_inputs(DatasetSpec((str(source),)))
-    middle = source.stat().st_size // 4  # the rest is the footer
+    middle = source.stat().st_size // 4  # the footer follows
     first = list(read_column(found, "text", 0, middle))
     second = list(read_column(found, "text", middle))
     assert [row for row, _ in first + second] == list(range(1, 101))
@@ -205,7 +208,7 @@ def test_memory_does_not_grow_with_row_groups(write, pa, form):
         before = peak = pa.total_allocated_bytes()
         for _row, _value in read_column(found, "text"):
             peak = max(peak, pa.total_allocated_bytes())
-        assert peak - before < 40 << 20  # of 57 MiB, compressed and not
+        assert peak - before < 40 << 20  # the table has 57 MiB, compressed or not
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -1,4 +1,4 @@
-"""What is read from a tokenizer.json without the library, compared with the library."""
+"""Compares values that are read from a tokenizer.json without the library with the library's."""
 
 import json
 import shutil

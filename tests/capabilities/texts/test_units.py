@@ -1,4 +1,4 @@
-"""Cuts lose nothing and double nothing, wherever they fall."""
+"""Tests that cuts between units lose and duplicate no document, wherever they fall."""
 
 import gzip
 from collections import Counter
@@ -19,7 +19,7 @@ SETTINGS = settings(
 
 
 def read_all(paths, unit_bytes, val_fraction=0.0):
-    """Every document with its split, put together again from the pieces of all units."""
+    """Return every document with its split, joined from the pieces of all units."""
     spec = DatasetSpec(tuple(str(path) for path in paths), val_fraction=val_fraction)
     inputs = find_inputs(spec)
     found, pieces = [], []
@@ -91,7 +91,8 @@ def test_no_row_is_longer_than_its_unit_cares(tmp_path):
 def test_planning_reads_little(tmp_path):
     path = Path(tmp_path / "a.txt")
     with path.open("wb") as stream:
-        stream.truncate(20 << 30)  # sparse: 20 GiB that take no room and would take long to read
+        # the file is sparse: 20 GiB that take no disk space and a long time to read
+        stream.truncate(20 << 30)
     spec = DatasetSpec((str(path),))
     units = plan_units(spec, find_inputs(spec))
     assert len(units) == 20 * 16

@@ -1,4 +1,4 @@
-"""Every line that is wrong, and what a source holds."""
+"""Tests that every invalid line is reported, and the summary of a source."""
 
 import gzip
 

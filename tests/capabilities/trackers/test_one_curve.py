@@ -1,4 +1,4 @@
-"""A run of two attempts in MLflow, Weights & Biases and TensorBoard, read with what belongs to each."""
+"""Tests a run of two attempts in MLflow, Weights & Biases and TensorBoard, read with their libraries."""
 
 import json
 import os
@@ -55,8 +55,9 @@ def command(*argv: str, cwd: Path, **env: str) -> str:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of an MLflow server."""
-    # Not by the module: every process that collects the tests would import them, for seconds.
+    """Return the URL of an MLflow server."""
+    # The import is not at module level, because every process that collects the tests would spend seconds on
+    # it.
     for name in ("mlflow", "wandb"):
         pytest.importorskip(name)
     folder, port = tmp_path_factory.mktemp("server"), free_port()
@@ -68,7 +69,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     ]
     argv = ["server", *store, "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     with (folder / "log").open("wb") as log:
-        # It would start processes for evaluations, each of which imports mlflow.
+        # This setting would start processes for evaluations, and each process would import mlflow.
         environ = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
         words = [sys.executable, "-m", "mlflow", *argv]
         proc = subprocess.Popen(words, cwd=folder, env=environ, stdout=log, stderr=log, process_group=0)
@@ -92,7 +93,7 @@ def answers(url: str) -> bool:
 
 @pytest.fixture(scope="module")
 def run(server: str, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
-    """A finished run whose rank was killed once, between two checkpoints."""
+    """Return a finished run whose rank was killed once, between two checkpoints."""
     folder = tmp_path_factory.mktemp("curve")
     text = f"{CONFIG}logging: {{mlflow: {{tracking_uri: {server}}}, wandb: {{mode: offline}}}}\n"
     (folder / "curve.yaml").write_text(text)
@@ -101,7 +102,7 @@ def run(server: str, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     command("submit", "curve.yaml", "--follow", cwd=folder, **env)
     found = RunDir(folder / "runs" / "curve")
     assert "mlflow: " in sender_log(found.attempt(2)).read_text()
-    # On a busy machine the job may have had no time for all.
+    # On a busy machine, the job may not have had the time to send all steps.
     command("sync", str(found.path), cwd=folder)
     return found
 
@@ -119,7 +120,7 @@ def client_of(uri: str) -> Any:
 
 
 def the_run(client: Any) -> Any:
-    """The only run of the only experiment."""
+    """Return the only run of the only experiment."""
     experiment = client.get_experiment_by_name("curve")
     [found] = client.search_runs([experiment.experiment_id])
     return found
@@ -147,7 +148,7 @@ def test_mlflow_server(run: RunDir, server: str) -> None:
 
 @pytest.fixture
 def position(run: RunDir) -> Iterator[Path]:
-    """The record of what MLflow has, which is as before after the test."""
+    """Return the record of the steps that MLflow has, and restore it after the test."""
     file = trackers_dir(run) / "mlflow.json"
     before = file.read_text()
     yield file
@@ -155,7 +156,7 @@ def position(run: RunDir) -> Iterator[Path]:
 
 
 def test_mlflow_store(run: RunDir, position: Path, tmp_path: Path) -> None:
-    """The same run, sent to the store in a folder; what was sent but not noted is sent twice."""
+    """The same run is sent to a store in a folder. Steps that were sent but not recorded are sent twice."""
     settings = MlflowConfig(tracking_uri=str(tmp_path / "store"))
     sender = RunTracker(run, "mlflow", settings)
     assert sender.update("finished").num_sent == 20
@@ -168,7 +169,7 @@ def test_mlflow_store(run: RunDir, position: Path, tmp_path: Path) -> None:
     for name in ("loss", "val_loss", "tokens_per_s"):
         assert mlflow_curve(client, found.info.run_id, name) == curve(run, name), name
     assert list((tmp_path / "store" / "artifacts").rglob("attempt-*.yaml"))
-    client.delete_run(found.info.run_id)  # then the run is sent again
+    client.delete_run(found.info.run_id)  # the deleted run is sent again
     assert RunTracker(run, "mlflow", settings).update("finished", closes=True).num_sent == 20
     assert the_run(client).info.run_id != found.info.run_id
 
@@ -191,7 +192,7 @@ def test_wandb_offline(run: RunDir) -> None:
 
 
 def wandb_records(file: Path) -> Iterator[Any]:
-    """The records of an offline run: a log in the format of LevelDB, with a header of W&B."""
+    """Return the records of an offline run, which is a LevelDB log with a header of W&B."""
     from wandb.proto import wandb_internal_pb2
 
     data, position, record = file.read_bytes(), 7, b""
@@ -203,7 +204,7 @@ def wandb_records(file: Path) -> Iterator[Any]:
         _, length, kind = struct.unpack("<IHB", data[position : position + 7])
         record += data[position + 7 : position + 7 + length]
         position += 7 + length
-        if kind in (1, 4):  # the whole record, or its last part
+        if kind in (1, 4):  # the whole record, or its last chunk
             message = wandb_internal_pb2.Record()
             message.ParseFromString(record)
             yield message
@@ -223,7 +224,7 @@ def test_sync_finds_nothing_left(run: RunDir) -> None:
     text = command("sync", str(run.path), "--json", cwd=run.path.parent)
     found = {item["name"]: item for item in json.loads(text)}
     assert found["mlflow"]["num_sent"] == 0
-    assert found["wandb"]["num_sent"] == 20  # one file, written again
+    assert found["wandb"]["num_sent"] == 20  # a single file, which was rewritten
     assert [item["num_pending"] for item in found.values()] == [0, 0]
     test_wandb_offline(run)
 

@@ -1,4 +1,4 @@
-"""The process that sends the metrics: it never delays a stop, and has a limited time after the last step."""
+"""Tests the process that sends metrics: it delays no stop, and has limited time after the last step."""
 
 import signal
 import sys
@@ -24,7 +24,7 @@ IGNORES = "import time; print('up', flush=True); time.sleep(600)"
 
 
 def sender(attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch, script: str) -> TrackerSender:
-    """A sender that runs a script, which has started."""
+    """Start a sender that runs a script, and return it."""
     monkeypatch.setattr(trackers, "module_argv", lambda module, run: (sys.executable, "-c", script))
     found = TrackerSender(attempt, LaunchPlan.from_dict(read_json(attempt.plan_file)))
     wait_for(lambda: sender_log(attempt).read_text() == "up\n")

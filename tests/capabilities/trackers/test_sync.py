@@ -1,4 +1,4 @@
-"""Which steps a tracker gets, and when, with a tracker that only remembers."""
+"""Tests which steps a tracker gets, and when, with a tracker that keeps them in memory."""
 
 import json
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from trainkit.run.rundir import RunDir
 
 
 class Memory:
-    """A tracker that keeps what it gets; as long as `away` is set, it cannot be reached."""
+    """A tracker that keeps its steps in memory. While `away` is set, the tracker cannot be reached."""
 
     place = "here"
     away = ""
@@ -81,7 +81,7 @@ def tracker(run: RunDir) -> RunTracker:
 
 
 def update_and_die(run: RunDir) -> Sent:
-    """What a process sends that is killed afterwards."""
+    """Update a tracker, drop it as a killed process would, and return the counts of steps."""
     sender = tracker(run)
     sent = sender.update("running")
     sender.release()
@@ -114,7 +114,7 @@ def test_steps_that_a_crash_loses_are_sent_as_they_were_computed_again(run: RunD
 
 
 def test_a_damaged_checkpoint_repeats_no_step(run: RunDir, memory: Memory) -> None:
-    """The run goes back further than what was sent."""
+    """The run resumes from a step before the last one that was sent."""
     train(run, 1, range(1, 5))
     save(run, 4)
     sender = tracker(run)

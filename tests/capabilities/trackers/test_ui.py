@@ -1,4 +1,4 @@
-"""The page of a tracker: bound to this host, with the ssh line for another."""
+"""Tests the page of a tracker: it listens on this host only, and an ssh command reaches it from others."""
 
 import json
 import os
@@ -26,7 +26,7 @@ from trainkit.run.rundir import RunDir
 
 
 class Started(Exception):
-    """The program that would replace this one."""
+    """Raised in place of the program that would replace this process."""
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,7 @@ def test_tensorboard(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "--logdir" in shown.stdout
     assert "stranger" not in shown.stdout
     with subprocess.Popen(argv, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as page:
-        assert page.stderr.readline().startswith("TensorBoard ")  # and nothing before its address
+        assert page.stderr.readline().startswith("TensorBoard ")  # nothing is printed before the address
         page.kill()
     url, ssh = capfd.readouterr().out.splitlines()
     assert url == f"http://127.0.0.1:{port}"
@@ -68,7 +68,7 @@ def test_tensorboard(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def group_of_three(folder: Path) -> RunGroup:
-    """A sweep of three runs, whose last one has not started."""
+    """Return a sweep of three runs, whose last one has not started."""
     group = made_up_sweep(folder, {"optimizer.lr": [0.1, 0.01, 0.001]}, num_steps=1)
     shutil.rmtree(group.run(2).path)
     for index in (0, 1):
@@ -90,7 +90,7 @@ def test_the_runs_of_a_group_are_named_by_their_values(
     assert argv[argv.index("--host") + 1] == "127.0.0.1"
     assert sorted(group.path.rglob("*")) == before
     run_program(*argv[:3], "--logdir", str(folder), "--help", cwd=tmp_path)
-    assert not folder.exists()  # its links are removed at the end
+    assert not folder.exists()  # the folder with the links is removed at the end
     assert group.run(0).tensorboard_dir.is_dir()
 
 
@@ -107,7 +107,7 @@ NAMES: dict[str, tuple[list[dict[str, object]], list[str]]] = {
     "a secret": ([{"api_key": "sk-0123456789abcdefghij"}], ["api_key=***"]),
     "some have none": ([{}, {"x": None}], ["0", "x=null"]),
 }
-"""Kind of values -> those of each trial, and the names of their runs."""
+"""Maps a kind of values to the values of each trial, and to the names of the runs."""
 
 
 @pytest.mark.parametrize("kind", NAMES)
@@ -142,7 +142,7 @@ def test_a_group_without_tensorboard(
 
 
 def script(folder: Path) -> RunDir:
-    """A run of a script with three records, the last of which was cut."""
+    """Return a run of a script with three records, whose last record was cut."""
     run = make_attempt(folder).run
     write_json(run.plan_file, {"command": ["python", "a.py"]})
     rows = [{"step": n, "time": "2026-01-01T00:00:00Z", "attempt": 1, "train/acc": n / 4} for n in (1, 2)]
@@ -199,7 +199,8 @@ def test_a_resumed_script_has_one_curve(tmp_path: Path, attempt: int) -> None:
     run = make_attempt(tmp_path / "run").run
     for step in (1, 2, 3, 4):
         append_jsonl(run.metrics_file, {"step": step, "attempt": 1, "acc": 0.0})
-        append_jsonl(run.metrics_file, {"step": step, "attempt": 1, "val": 0.0})  # of the same step
+        # a second record of the same step
+        append_jsonl(run.metrics_file, {"step": step, "attempt": 1, "val": 0.0})
     for step in (3, 4):
         append_jsonl(run.metrics_file, {"step": step, "attempt": attempt, "acc": 1.0})
     board._writer(run.metrics_file)()
@@ -256,7 +257,8 @@ def test_the_scripts_of_a_group_are_shown(tmp_path: Path, monkeypatch: pytest.Mo
         write_json(group.run(index).plan_file, {"command": ["python", "a.py"]})
     argv = start(str(group.path), "--port", str(free_port()))
     folder = Path(argv[argv.index("--logdir") + 1])
-    assert (folder / "lr=0.01").readlink() == group.run(1).tensorboard_dir  # the script writes its own
+    # the script writes its TensorBoard files itself
+    assert (folder / "lr=0.01").readlink() == group.run(1).tensorboard_dir
     for index, lr in ((0, 0.1), (2, 0.001)):
         assert (folder / f"lr={lr}" / "metrics.jsonl").readlink() == group.run(index).metrics_file
     kept: list[dict[Path, object]] = []
@@ -264,7 +266,8 @@ def test_the_scripts_of_a_group_are_shown(tmp_path: Path, monkeypatch: pytest.Mo
         board, "Thread", lambda args, **values: SimpleNamespace(start=lambda: kept.append(args[0]))
     )
     board.follow(str(folder))
-    assert list(kept[0]) == [folder / "lr=0.001", folder / "lr=0.1"]  # also the one that has not started
+    # the trial that has not started is included
+    assert list(kept[0]) == [folder / "lr=0.001", folder / "lr=0.1"]
 
 
 def test_mlflow_of_a_group_that_has_not_started(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -338,7 +341,7 @@ def test_a_page_that_others_could_open(
 
 
 def test_a_page_has_own_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TensorBoard would write through a link in ``.tensorboard-info`` that a neighbour has left in /tmp."""
+    """TensorBoard would write through a link in ``.tensorboard-info`` that another user has left in /tmp."""
     run = make_attempt(tmp_path / "run").run
     run.tensorboard_dir.mkdir()
     (shared := tmp_path / "tmp").mkdir()

@@ -1,4 +1,4 @@
-"""Weights & Biases with a server: what its client is asked for, and a server that does not answer."""
+"""Tests Weights & Biases with a server: the calls of its client, and a server that does not answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainkit.run.rundir import RunDir
 
 
 class Client:
-    """Stands for the module: a server that has the steps up to `newest`."""
+    """Replaces the wandb module, with a server that has the steps up to `newest`."""
 
     def __init__(self, newest: int | None) -> None:
         self.step = 0 if newest is None else newest + 1
@@ -51,7 +51,7 @@ def facts(folder: Path) -> Facts:
 def test_the_server_knows_its_newest_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, newest: int | None, known: int
 ) -> None:
-    """What an attempt that was killed had not uploaded is sent again, whatever trackers/wandb.json says."""
+    """Steps that a killed attempt had not uploaded are sent again, whatever trackers/wandb.json contains."""
     client = Client(newest)
     monkeypatch.setitem(sys.modules, "wandb", client)  # type: ignore[arg-type]
     monkeypatch.delenv("WANDB_PROJECT", raising=False)

@@ -1,4 +1,4 @@
-"""Models of Hugging Face: training with transformers and with trainkit's decoder, adapters and export."""
+"""Tests models of Hugging Face: training with transformers and with trainkit's decoder, adapters, export."""
 
 import json
 from collections.abc import Callable
@@ -64,7 +64,7 @@ def test_every_layout_of_both_implementations_has_the_same_curve(
         Case("ours-fsdp-cp", 4, {"dp_shard": 2, "cp": 2}, ours),
         Case("ours-tp-pp", 4, {"tp": 2, "pp": 2}, ours),
     ]
-    if kind == "qwen2":  # what differs is how its tied weight is sharded and split
+    if kind == "qwen2":  # Qwen2's tied weight is sharded and split differently
         cases = [case for case in cases if case.name in ("alone", "fsdp", "ours", "ours-tp-pp")]
     run_cases(tmp_path, cases, COMMON, keep_labels=True)
     found = {case.name: worst_difference(tmp_path / case.name, tmp_path / "alone") for case in cases[1:]}
@@ -88,7 +88,7 @@ def test_a_rank_reads_its_own_shard(tmp_path: Path) -> None:
 
 
 def train_counted(rank: int, attempt: AttemptDir) -> None:
-    """Build the trainer of a rank, and count the bytes of files that this reads below the model's folder."""
+    """Build the trainer of a rank, and count the bytes that it reads from files below the model's folder."""
     counted = {"bytes": 0}
     read = StoredWeights.read
 
@@ -107,7 +107,7 @@ def train_counted(rank: int, attempt: AttemptDir) -> None:
 
 
 def _bytes_read() -> int:
-    """Bytes that this process has read from files, as the kernel counts them."""
+    """Return the number of bytes that this process has read from files, as the kernel counts them."""
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
@@ -131,7 +131,8 @@ def test_adapters_alone_are_saved_and_resumed_exactly(tmp_path: Path) -> None:
     assert len(weights) == 4 * 2 * 2
     assert all(".lora_" in name for name in saved)
     num_bytes = sum(file.stat().st_size for file in checkpoint.path.iterdir())
-    assert num_bytes < (folder / "model.safetensors").stat().st_size / 2  # mostly the overhead of the format
+    # most of the rest is overhead of the format
+    assert num_bytes < (folder / "model.safetensors").stat().st_size / 2
 
     tokens = torch.arange(24).view(1, -1) * 7 % 257
     run = tmp_path / "fsdp"
@@ -164,9 +165,9 @@ def test_an_export_has_the_logits_of_the_run(
     assert main(["ckpt", "export", str(tmp_path / "run"), "--out", str(out), "--json"]) == 0
     assert "model.safetensors" in json.loads(capsys.readouterr().out)["files"]
     tokens = torch.arange(48).view(2, -1) * 5 % 257
-    assert (logits_of(out, tokens) - logits_of(folder, tokens)).abs().max() > 1e-3  # it was trained
+    assert (logits_of(out, tokens) - logits_of(folder, tokens)).abs().max() > 1e-3  # the weights were trained
 
-    # The trained weights, trained on for no step by the other implementation.
+    # The other implementation loads the trained weights and trains for no step.
     other = "transformers" if architecture == "llama" else "llama"
     expected = trained_logits(tmp_path / "run", tokens, options)
     assert (logits_of(out, tokens) - expected).abs().max() < 1e-5
@@ -179,7 +180,7 @@ def test_an_export_has_the_logits_of_the_run(
 def trained_logits(
     run: Path, tokens: torch.Tensor, options: tuple[str, ...], initial: bool = False
 ) -> torch.Tensor:
-    """The logits of a run's newest checkpoint, or of its initial weights, in trainkit on one process."""
+    """Return the logits of a run's newest checkpoint, or of its initial weights, computed by one process."""
     from trainkit.trainer.models.decoder import Decoder
 
     folder = run if not initial else run.with_name(f"{run.name}-initial")
@@ -220,7 +221,7 @@ def config_of(folder: Path, *overrides: str) -> RunConfig:
 
 
 def whole_model(folder: Path, *overrides: str) -> Any:
-    """The model of a run with all its initial values."""
+    """Return the model of a run with all its initial values."""
     return UserTask(config_of(folder, *overrides), None, opens_data=False).build_whole_model().eval()
 
 

@@ -186,7 +186,8 @@ def test_a_tall_screen_has_charts_of_all_metrics(tmp_path: Path, width: int) -> 
     ]
     assert shown == ["loss", "grad norm", "lr", "tokens/s"]
     assert len(lines) > 45
-    assert not any(", steps " in line.plain for line in view_lines(view, Size(width)))  # printed once
+    # the view is printed once
+    assert not any(", steps " in line.plain for line in view_lines(view, Size(width)))
 
 
 def test_a_chart_shows_means_and_names_what_is_highest_and_lowest(tmp_path: Path) -> None:

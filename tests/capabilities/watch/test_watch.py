@@ -114,7 +114,7 @@ def test_a_live_run_in_a_terminal(run: RunDir, tmp_path: Path, width: int, heigh
         expected = file.read_text()
         assert terminal.settled(expected, head_of) == head_of(expected)
         before = terminal.wait_for(r"step (\d+)")[1]
-        terminal.wait_for(rf"^progress +step (?!{before}$)\d+")  # it moves
+        terminal.wait_for(rf"^progress +step (?!{before}$)\d+")  # the chart is updated
         terminal.resize(100, 30)
         terminal.wait_for(rf"^── warnings: none ─{{{100 - 18}}}$")
         terminal.keys("l")

@@ -1,4 +1,4 @@
-"""Hosts that failed are left out for a day, and never so that a job could not start any more."""
+"""Tests that failed hosts are excluded for 24 hours, unless a job could then no longer start."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +19,7 @@ REQUEST = SlurmRequest({"job-name": "me", "nodes": 2, "exclude": "h[8-9]", "comm
 
 
 class Memory:
-    """The memory of one user on one cluster."""
+    """The records of failed nodes of one user on one cluster."""
 
     def __init__(self, folder: Path) -> None:
         self.environ = {"XDG_STATE_HOME": str(folder)}
@@ -64,7 +64,7 @@ def test_hosts_that_died_or_failed_a_check_are_left_out_for_a_day(memory: Memory
 
 def test_one_failure_that_began_on_a_host_is_nothing(memory: Memory) -> None:
     memory.note("h1", "culprit")
-    memory.note("h1", "culprit")  # told twice
+    memory.note("h1", "culprit")  # the same failure is recorded twice
     memory.note("h1", "culprit", run="/runs/other", attempt=5)
     assert memory.excluded(1) == []
     memory.note("h1", "culprit", attempt=2)
@@ -76,7 +76,7 @@ def test_one_failure_that_began_on_a_host_is_nothing(memory: Memory) -> None:
 
 def test_a_host_on_which_a_start_failed_is_left_out_by_its_own_run_at_once(memory: Memory) -> None:
     memory.note("h1", "start")
-    memory.note("h1", "start")  # the same attempt, tried there again
+    memory.note("h1", "start")  # the same attempt failed again on the host
     memory.note("h2", "start", run="/runs/other")
     assert memory.excluded() == []
     assert list(excluded("west", NOON, memory.environ, run="/runs/small")) == ["h1"]
@@ -115,7 +115,7 @@ def test_many_at_once(memory: Memory) -> None:
 
 
 class SlurmCalls:
-    """What Slurm was asked."""
+    """Records the calls of Slurm."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.tested: list[str] = []

@@ -1,4 +1,4 @@
-"""The rank that failed first, as launchers print it and as their agent sees it, on ranks killed for real."""
+"""Tests which rank failed first, by the launcher's report and the agent, after real kills."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ OUTPUT = {
 @pytest.mark.parametrize(
     ("name", "code", "rank"),
     [
-        # It stopped rank 3.
+        # The second node's launcher has stopped rank 3.
         ("torchrun-second-node", -9, 2),
         ("torchrun-first-node", 1, 0),
-        # Rank 0 failed a moment after rank 1 was killed, and torchrun calls it the root cause.
+        # Rank 0 failed a moment after rank 1 was killed, and torchrun reports rank 0 as the root cause.
         ("accelerate-two-at-once", -9, 1),
         ("accelerate-one-rank", -9, None),
         # Rank 2 was killed. The report has the command of rank 3.
@@ -67,7 +67,8 @@ def test_the_record_has_the_signal_and_the_rank(attempt: AttemptDir, name: str, 
     ("name", "rank", "kind", "message", "place"),
     [
         ("torchrun-exception", 2, "ValueError", "bad sample 0", "train.py:7"),
-        # Of mp.spawn, and of a script that starts its ranks itself: others lost their connections to rank 2.
+        # Covers mp.spawn, and a script that starts its ranks itself. Other ranks lost their connections to
+        # rank 2.
         ("spawn-exception", 2, "ValueError", "bad sample", "train.py:6"),
         ("ranks-by-hand", 2, "ValueError", "bad sample", "train.py:7"),
         ("torchrun-exception-group", 0, "TypeError", "inner bad", "train.py:4"),
@@ -99,7 +100,7 @@ def test_an_exit_code_of_the_program_says_more_than_an_old_report(attempt: Attem
 
 
 def test_the_first_rank_that_fails_is_known_before_its_parent_waits_for_it() -> None:
-    """Rank 4 finishes, rank 6 is killed, and rank 5 ends because of that."""
+    """Rank 4 finishes, rank 6 is killed, and rank 5 then ends because rank 6 is dead."""
     argv = {4: ["true"], 5: ["sleep", "60"], 6: ["sleep", "60"]}
     processes = {rank: subprocess.Popen(words) for rank, words in argv.items()}
     ranks = LaunchedRanks()

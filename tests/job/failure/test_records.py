@@ -106,7 +106,7 @@ def test_a_death_that_was_recorded_late_because_a_notice_was_awaited(attempt, co
 
 
 def test_a_rank_that_went_down_with_the_step_did_not_begin_it(attempt):
-    """Slurm may kill a worker a moment before its agent, which then writes that down."""
+    """Slurm may kill a worker a moment before its agent, which then records the worker's death."""
     record(attempt, 3, "2026-01-01T00:00:01.000Z", type="exit", exit_code=9)
     record(attempt, 1, "2026-01-01T00:00:06.900Z", type="exit", exit_code=137)
     assert (first_rank_failure(attempt).rank, first_rank_failure(attempt).exit_code) == (3, 9)
@@ -210,7 +210,7 @@ def test_out_of_memory(attempt):
     value = read_json(attempt.rank_error(0))
     assert (value["type"], value["message"]) == ("OutOfMemory", "killed by SIGKILL: out of memory")
     said(value["hint"])
-    # Where no scheduler runs it, that key has no effect.
+    # Outside of a job, the key resources.mem has no effect.
     record_silent_death(attempt, 1, 0, 137, out_of_memory=True, is_job=False)
     hint = "lower the batch size or the number of loader processes"
     assert read_json(attempt.rank_error(1))["hint"] == hint
@@ -240,10 +240,10 @@ NCCL = "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error\nLast err
     [
         ("CUDA error: uncorrectable ECC error encountered", True),
         (f"{NCCL} 'unspecified launch failure'", True),
-        # A process that sees one GPU asks for another: no host can help.
+        # A process that sees one GPU requests another one, which fails on any host.
         (f"{NCCL} 'invalid device ordinal'", False),
         ("CUDA error: invalid device ordinal", False),
-        # Those of the program: the node is well.
+        # These errors come from the program, so the node is healthy.
         ("CUDA error: device-side assert triggered", False),
         ("CUDA error: an illegal memory access was encountered", False),
         ("CUDA error: misaligned address", False),
@@ -287,7 +287,7 @@ def test_the_signal_of_which_the_first_died(failure, codes, name) -> None:
 
 @pytest.mark.parametrize("error", ["device-side assert triggered", "uncorrectable ECC error encountered"])
 def test_an_error_of_a_kernel_that_the_watchdog_of_nccl_meets_first(attempt, error):
-    """It then ends the process with SIGABRT, before Python can record anything."""
+    """The watchdog then ends the process with SIGABRT, before Python can record the error."""
     what = "[PG ID 0 Rank 0] Process group watchdog thread terminated with exception: CUDA error: "
     attempt.rank_log(0).write_text(
         f"terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  {what}{error}\n"

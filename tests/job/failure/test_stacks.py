@@ -1,4 +1,4 @@
-"""Where the ranks are, on demand: questions, answers, and what is seen of a process from outside."""
+"""Tests stacks of ranks on demand: requests, answers, and the view of a process from outside."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ PYTHON = sys.executable
 
 @pytest.fixture
 def start():
-    """Start a Python program; it is killed after the test."""
+    """Return a function that starts a Python program, which is killed after the test."""
     procs = []
 
     def start(script):
@@ -40,7 +40,7 @@ def start():
 
 @pytest.fixture(autouse=True)
 def no_spy(tmp_path, monkeypatch):
-    """There is no py-spy; tests/cli/test_control.py has one."""
+    """Hide py-spy. tests/cli/test_control.py has a replacement."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(stacks.sys, "executable", str(tmp_path / "python"))
 

@@ -1,4 +1,4 @@
-"""Which interface the ranks talk over, and what the presets say."""
+"""Tests which interface the ranks communicate over, and the variables that the presets set."""
 
 from pathlib import Path
 
@@ -30,7 +30,7 @@ def test_presets() -> None:
 
 
 class Host:
-    """The interfaces of a host, the first of which leads to the other hosts."""
+    """The interfaces of a host. The first one leads to the other hosts."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.addresses: dict[str, str] = {}
@@ -54,14 +54,14 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Host:
 
 def test_the_only_interface_is_that_of_nccl_too(host: Host) -> None:
     host.has("eth1")
-    environ, line = network_environ("auto", "other")
-    # NCCL takes names for prefixes, gloo compares whole names and knows no sign.
+    environ, said = network_environ("auto", "other")
+    # NCCL takes names for prefixes. gloo compares whole names and has no prefix sign.
     assert environ == {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1"}
     said(line)
     host.has("eth1", "docker0", "virbr0")
     assert network_environ("auto", "other")[0] == environ
     host.has("eth1", "eth2")
-    host.flags["eth2"] = network.IFF_UP  # without a cable
+    host.flags["eth2"] = network.IFF_UP  # the interface has no cable
     assert network_environ("auto", "other")[0] == environ
 
 
@@ -70,7 +70,7 @@ def test_the_only_interface_is_that_of_nccl_too(host: Host) -> None:
 def test_nccl_chooses_among_several_interfaces(
     host: Host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, preset: str, more: tuple[str, ...]
 ) -> None:
-    """It prefers InfiniBand, and may use several of them at once."""
+    """NCCL prefers InfiniBand, and may use several interfaces at once."""
     (tmp_path / "mlx5_0").mkdir()
     monkeypatch.setattr(network, "INFINIBAND", tmp_path)
     host.has("eth1", *more)

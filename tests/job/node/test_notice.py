@@ -1,4 +1,4 @@
-"""Whom a notice is for, in real trees of small processes."""
+"""Tests which processes a stop signal is forwarded to, in real trees of small processes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,10 @@ Tree = Callable[..., tuple[int, dict[int, signal.Signals]]]
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Iterator[Tree]:
-    """Start a shell script, in which {name} is the line of a Python, and return its pid and its takers."""
+    """Return a function that starts a shell script, and returns its pid and the processes to signal.
+
+    A {name} in the script stands for the command line of a Python process.
+    """
     roots: list[subprocess.Popen[bytes]] = []
 
     def start(script: str, **bodies: tuple[str, ...]) -> tuple[int, dict[int, signal.Signals]]:
@@ -80,7 +83,7 @@ def tree(tmp_path: Path) -> Iterator[Tree]:
 
 
 def names(found: dict[int, signal.Signals], tmp_path: Path) -> dict[str, signal.Signals]:
-    """The signals by the name of the process, of which a shell has none."""
+    """Return the signals by the name of their process. A shell has no name."""
 
     def name(pid: int) -> str:
         words = proc_file(pid, "cmdline").decode().split("\0")
@@ -194,7 +197,7 @@ def test_what_saves_below_a_wrapper_hears_a_notice_once(tmp_path: Path, name: st
 
 @contextlib.contextmanager
 def adopting_orphans() -> Iterator[None]:
-    """As an agent does."""
+    """Adopt orphaned processes, as an agent does."""
     adopt_orphans()
     yield
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
@@ -204,7 +207,7 @@ def adopting_orphans() -> Iterator[None]:
 def test_what_a_shell_has_left_is_kept_when_what_stood_above_that_fails(
     tmp_path: Path, is_sent_before: bool
 ) -> None:
-    """Slurm signals all processes: make may see that its recipe was ended before it is signalled itself."""
+    """Slurm signals all processes, so make may see its recipe end before make itself is signalled."""
     (tmp_path / "counts.py").write_text(COUNTS)
     script = f"bash -c {shlex.quote(f'{LINE}; exit $?')}; while [ ! -e go ]; do sleep 0.02; done; exit 2"
     ready, heard = tmp_path / "ready", tmp_path / "heard"
@@ -240,7 +243,7 @@ def test_what_a_shell_has_left_is_kept_when_what_stood_above_that_fails(
 
 
 def test_the_crash_of_a_program_that_leaves_a_process_is_reported_at_once(tmp_path: Path) -> None:
-    """Such as a Python whose tracker handles signals: only wrappers wait for a notice."""
+    """Only wrappers wait for a stop signal. A Python whose tracker handles signals does not."""
     (tmp_path / "counts.py").write_text(COUNTS)
     body = f"import subprocess, sys; subprocess.Popen({shlex.split(LINE)!r}); input(); sys.exit(1)"
     ready = tmp_path / "ready"
@@ -265,7 +268,7 @@ def test_the_crash_of_a_program_that_leaves_a_process_is_reported_at_once(tmp_pa
 def test_a_process_of_another_user_is_named_and_the_others_are_signalled(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """As below `sudo`, which only root may signal."""
+    """The process runs below `sudo`, so only root may signal it."""
     signalled = []
 
     def kill(pid: int, number: int) -> None:

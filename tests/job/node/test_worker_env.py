@@ -58,7 +58,7 @@ def test_torch_records_its_collectives_unless_the_user_has_set_up_its_recorder()
 
 
 def test_a_command_looks_like_a_rank_of_torchrun():
-    """Frameworks prefer torchrun's variables to Slurm's, which with a task per node name no ranks."""
+    """Frameworks prefer torchrun's variables to Slurm's, which name no ranks with one task per node."""
     command = replace(PLAN, workload=Workload(("python", "train.py")))
     assert environ(command, inherited={"TORCHELASTIC_RUN_ID": "other"})["TORCHELASTIC_RUN_ID"] == "r-2"
     assert "TORCHELASTIC_RUN_ID" not in environ()

@@ -1,7 +1,7 @@
-"""A driver with GPUs that are made up: `FakeNvml` in a test, and this module in other processes.
+"""Provides a driver with made-up GPUs: `FakeNvml` in a test, and this module in other processes.
 
-Those have this folder on PYTHONPATH. FAKE_GPUS is the number of their GPUs, and FAKE_GPU_USERS a file with a
-line ``GPU PID`` for each process that uses one.
+Those processes have this folder on PYTHONPATH. FAKE_GPUS is the number of their GPUs, and FAKE_GPU_USERS a
+file with a line ``GPU PID`` for each process that uses a GPU.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class NVMLError_NotSupported(NVMLError):
 
 
 class FakeNvml:
-    """A driver with some GPUs, each with what functions return of it, by the ends of their names.
+    """A driver with some GPUs. Each GPU maps the ends of function names to results.
 
-    For example ``Name`` of `nvmlDeviceGetName`: a value, a function of the other arguments, or an error to
-    raise. What a GPU does not have is not supported. One that is ``lost`` cannot be found.
+    For example, ``Name`` is the result of `nvmlDeviceGetName`: a value, a function of the other arguments, or
+    an error to raise. A function without a result is not supported. A ``lost`` GPU cannot be found.
     """
 
     NVMLError, NVMLError_NotSupported = NVMLError, NVMLError_NotSupported
@@ -58,7 +58,7 @@ class FakeNvml:
         return {"Index": index, **self._gpus[index]}
 
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> dict[str, Any]:
-        """The slice of a GPU."""
+        """Return the slice of a GPU."""
         for index, gpu in enumerate(self._gpus):
             if uuid in gpu.get("slices", ()):
                 return {"Index": index, **gpu}
@@ -80,7 +80,7 @@ class FakeNvml:
 
 
 def memory(used_gib: float, total_gib: float) -> SimpleNamespace:
-    """What `nvmlDeviceGetMemoryInfo` returns."""
+    """Return a result of `nvmlDeviceGetMemoryInfo`."""
     used, total = (int(gib * 2**30) for gib in (used_gib, total_gib))
     return SimpleNamespace(used=used, total=total, free=total - used)
 
@@ -93,7 +93,7 @@ def _users(gpu: int) -> list[SimpleNamespace]:
 
 
 def __getattr__(name: str) -> Any:
-    """What the driver of this process has."""
+    """Return an attribute of the driver of this process."""
     if "FAKE_GPUS" not in os.environ:
         raise AttributeError(name)
     a100 = {"Name": "NVIDIA A100-SXM4-40GB"}

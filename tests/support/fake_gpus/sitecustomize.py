@@ -1,4 +1,4 @@
-"""Lets the processes that have this folder on PYTHONPATH believe that a driver is loaded."""
+"""Makes a process with this folder on PYTHONPATH believe that a driver is loaded."""
 
 from pathlib import Path
 
