@@ -50,7 +50,7 @@ def test_a_file_system_without_locks_is_refused(
     assert main([command, config]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert "error: files in runs cannot be locked: Function not implemented\n\nhint: runs require" in err
+    said(err[err.index("error: ") :])
     assert [path.name for path in Path.cwd().iterdir()] == [config]
 
 
@@ -93,15 +93,13 @@ def test_places_of_problems_as_json(config: str, tmp_path: Path, capsys: pytest.
     assert main(["check", "x.yaml", "--json", "--set", "resources.time=x:00"]) == 2
     value = json.loads(capsys.readouterr().out)
     assert value["error"].startswith("2 problems\n\n")
-    assert value["hint"] == 'did you mean train.steps?\nthe default is "01:00:00"'
-    assert [(it["key"], it["origin"], it["line"], it["message"], it["hint"]) for it in value["problems"]] == [
-        ("train.stps", "x.yaml", 2, "unknown key", "did you mean train.steps?"),
-        (
-            *("resources.time", "--set resources.time=x:00", None),
-            'must be a time such as "01:00:00" or "2-12:00:00" or null, not "x:00"',
-            'the default is "01:00:00"',
-        ),
+    said(value["error"])
+    assert value["hint"] == "\n".join(problem["hint"] for problem in value["problems"])
+    assert [(it["key"], it["origin"], it["line"]) for it in value["problems"]] == [
+        ("train.stps", "x.yaml", 2),
+        ("resources.time", "--set resources.time=x:00", None),
     ]
+    assert all(f"{it['key']}: {it['message']}" in value["error"] for it in value["problems"])
 
 
 def test_a_test_notification(
@@ -117,7 +115,7 @@ def test_a_test_notification(
         assert main(args) == 0
         out, err = capsys.readouterr()
         assert found.events == ["test"]
-        assert "notify: finished, failed, requeued, stalled to the URL in TRAINKIT_WEBHOOK_URL\n" in out
+        said("\n".join(line for line in out.splitlines() if line.startswith("notify: ")))
         said(err)
         found.status = 404
         assert main(args) == 1
@@ -134,11 +132,7 @@ def test_a_test_notification(
 def test_what_cannot_be_reported_is_said(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["notify.webhook=MY_HOOK", "notify.mail=me@x.org", "requeue.slow_hosts=restart"]
     assert main(["check", config, *(word for text in given for word in ("--set", text))]) == 0
-    assert [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")] == [
-        "warning: requeue.slow_hosts has no effect: only a job on Slurm can exclude a host",
-        "warning: notify.webhook is MY_HOOK, which is not set in this shell",
-        "warning: notify.mail has no effect, because the run does not use Slurm",
-    ]
+    said("\n".join(line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")))
 
 
 def test_a_cluster_far_away(config: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,10 +153,7 @@ def test_all_problems_in_one_pass(config: str, capsys: pytest.CaptureFixture[str
     assert main(["check", config, *args]) == 2
     err = capsys.readouterr().err
     assert _keys(err) == ["resources.partition", "resources.time", "data.source"]
-    assert err.startswith(
-        "error: 3 problems\n\n--partition debgu: resources.partition: is debgu, but example has no"
-    )
-    assert "did you mean debug? example has gpu, cpu and debug; " in err
+    said(err)
     later = err.partition("\n\n")[2]
     for command in ("check", "submit", "drill"):
         assert main([command, config, *args, "--set", "train.stps=1", "--set", "seed=-1"]) == 2
@@ -233,14 +224,11 @@ UNKNOWN += ["--set", "resources.reservation=maintenance"]
 
 
 def test_gpus_of_unknown_memory_are_said(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    warning = (
-        "warning: whether the run fits in the memory of its GPUs was not checked: their memory is unknown "
-        "(a GPU without a type); `trainkit plan CONFIG --gpu-type h100` checks it for a type that you name\n"
-    )
     assert main(["check", "models/70b", *UNKNOWN, "--no-estimate"]) == 0
     out, err = capsys.readouterr()
     assert "memory" not in out
-    assert err.endswith(f"{warning}models/70b: no problems, 1 warning\n")
+    said(err)
+    [warning] = [line for line in err.splitlines(keepends=True) if line.startswith("warning: ")]
     assert main(["check", "models/70b", *UNKNOWN, "--no-estimate", "--json"]) == 0
     value = json.loads(capsys.readouterr().out)
     assert [f"warning: {text}\n" for text in value["plan"]["warnings"]] == [warning]
@@ -249,7 +237,7 @@ def test_gpus_of_unknown_memory_are_said(config: str, capsys: pytest.CaptureFixt
         assert capsys.readouterr().err.count(warning) == 1
     assert main(["plan", "models/70b", *UNKNOWN]) == 2
     out, err = capsys.readouterr()
-    assert err.startswith("error: unknown GPU type: a GPU without a type\n\nhint: --gpu-type takes a name")
+    said(err)
     assert main(["check", config]) == 0
     assert "warning" not in capsys.readouterr().err
 

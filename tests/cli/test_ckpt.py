@@ -82,7 +82,8 @@ def test_ls_of_nothing(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     run.checkpoints_dir.rename(run.path / "elsewhere")
     assert main(["ckpt", "ls", str(run.path)]) == 0
     shown = capsys.readouterr()
-    assert (shown.out, shown.err) == ("", f"{run.path} has no checkpoints yet\n")
+    assert shown.out == ""
+    said(shown.err)
     assert main(["ckpt", "ls", str(run.path), "--json"]) == 0
     assert capsys.readouterr().out == "[]\n"
 

@@ -13,6 +13,7 @@ import pytest
 import trainkit
 from tests.golden.__main__ import HERE as GOLDEN
 from tests.golden.__main__ import unpack_run
+from tests.support.said import said
 from trainkit.cli.main import main
 from trainkit.run.rundir import RunDir
 
@@ -67,7 +68,7 @@ def test_status_of_a_group(
 def test_what_does_not_have_it_has_no_value(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "sweep", "--metric", "acc"]) == 0
     out = capsys.readouterr().out
-    assert "best        trial 0 (optimizer.lr=0.001): acc 0.7500 at step 2\n" in out
+    said("\n".join(line for line in out.splitlines() if line.startswith("best ")))
     assert [row[3] for row in trials(out)[1:]] == ["-", "0.7500", "0.5000"]
 
 
@@ -86,12 +87,12 @@ def test_status_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_status_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "sweep/0", "--metric", "acc"]) == 0
-    assert "\nbest acc (max)  0.7500 at step 2\n" in capsys.readouterr().out
+    said("\n".join(line for line in capsys.readouterr().out.splitlines() if line.startswith("best acc")))
     assert main(["status", "sweep/0", "--metric", "acc", "--json"]) == 0
     value = json.loads(capsys.readouterr().out)
     assert (value["metric"], value["mode"], value["result"]["value"]) == ("acc", "max", 0.75)
     assert main(["status", "sweep/1", "--metric", "loss"]) == 0
-    assert "\nlast loss   diverged since step 2\n" in capsys.readouterr().out
+    said("\n".join(line for line in capsys.readouterr().out.splitlines() if line.startswith("last loss")))
 
 
 @pytest.mark.parametrize(

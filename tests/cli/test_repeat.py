@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.golden.__main__ import HERE, unpack_run
+from tests.support.said import said
 from tests.support.sweeps import made_up_sweep
 from trainkit import api
 from trainkit.api import Run
@@ -58,7 +59,7 @@ def test_config_code_command_and_size(
     assert code.import_path == [code.workdir] == [str(again.code_dir)]
     before, plan = LaunchPlan.read(first.plan_file), LaunchPlan.read(again.plan_file)
     text = plan.reasons.pop("repeats")
-    assert text == f"{first.path}: its config, command and code"
+    said(text)
     for key in ("workload", "layout", "batch", "device", "workers_per_node", "backend"):
         assert getattr(plan, key) == getattr(before, key), key
     assert (read_effective(again.config_file).seed, read_effective(again.config_file).note) == (5, "baseline")
@@ -73,7 +74,7 @@ def test_options_change_it(first: RunDir, capsys: pytest.CaptureFixture[str]) ->
     options = ["--set", "seed=6", "--gpus-per-node", "3", "--name", "wide", "--run-dir", "here", "--dry-run"]
     assert main(["submit", "train", *options]) == 0
     out, err = capsys.readouterr()
-    assert f"repeats             {first.path}: its config, command and code; other workers per node" in out
+    said("\n".join(line for line in out.splitlines() if line.startswith("  repeats ")))
     assert "  changed             seed: 5 -> 6\n" in err
     assert "launch.backend" not in err
     assert main(["submit", "train", "--sweep", "seed=1,2", "--dry-run", "--json", "--", "./x"]) == 2
@@ -85,8 +86,8 @@ def test_options_change_it(first: RunDir, capsys: pytest.CaptureFixture[str]) ->
 def test_the_current_code(first: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     run = submitted(capsys, "train", "--no-snapshot")
     assert read_job(run).code is None
-    assert f"its config and command; the code in {Path.cwd()} as it is now" in run.plan_file.read_text()
-    # The repeated run has no copy of the code either.
+    said(LaunchPlan.read(run.plan_file).reasons["repeats"])
+    # It has no copy itself.
     assert read_job(submitted(capsys, run.name)).code is None
     copied = submitted(capsys, run.name, "--set", "launch.snapshot=true")
     assert (copied.code_dir / "train.py").read_text() == "1 / 0\n"
@@ -121,9 +122,9 @@ def test_what_is_refused(
         assert main(["submit", name, "--dry-run"]) == 2
         return capsys.readouterr().err
 
-    assert "trian: no such file or shipped config\n\nhint: shipped configs: " in refused("trian")
+    said(refused("trian"))
     made_up_sweep(Path("runs/sweep").absolute(), {"seed": [1, 2]})
-    assert "is a group of 2 runs\n\nhint: choose one of them, for example" in refused("runs/sweep")
+    said(refused("runs/sweep"))
     with monkeypatch.context() as patch:
         patch.setattr(os, "geteuid", lambda: 12345)
         if os.getuid() == 0:
@@ -133,8 +134,7 @@ def test_what_is_refused(
         assert main(["submit", "train", "--dry-run", "--trust"]) == 0
         os.chown(first.path, os.getuid(), os.getgid())
     first.code_dir.rename(first.path / "moved")
-    lost = "the copy of the code of runs/train is missing: there is no runs/train/code"
-    assert refused("train").startswith(f"error: {lost}\n\nhint: --no-snapshot runs the code in {Path.cwd()}")
+    said(refused("train"))
     assert sorted(item.name for item in Path("runs").iterdir()) == ["sweep", "train"]
 
 
@@ -155,9 +155,9 @@ def test_what_executes_files_of_a_run_asks_whose_they_are(
         monkeypatch.setattr(module, "refuse_foreign", refuse)
     argv = [str(first.path) if word == "RUN" else word for word in command.split()]
     assert main(argv) == 2
-    said = capsys.readouterr().err
-    assert said == f"error: whose is {first.path}?\n\nhint: `--trust` executes it as you all the same\n"
-    if command.split()[0] not in ("resume", "requeue"):  # the supervisor would be this process
+    error = capsys.readouterr().err
+    assert error == f"error: whose is {first.path}?\n\nhint: `--trust` executes it as you all the same\n"
+    if command.split()[0] not in ("resume", "requeue"):  # the supervisor is this process here
         main([*argv, "--trust"])
         assert "whose is" not in capsys.readouterr().err
     monkeypatch.setattr(Run, "wait", lambda *args: None)

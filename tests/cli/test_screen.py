@@ -146,7 +146,7 @@ def test_the_runs_of_a_function_are_one_line(project: Path, show: Show) -> None:
     line = next(line for line in shown.splitlines() if line.startswith("runs/work"))
     assert "runs/work (4 runs)" in line
     assert f"{RED}1 died, 3 finished\x1b[0m" in line
-    assert shown.splitlines()[-1] == "--all shows each run of a function"
+    said(shown.splitlines()[-1])
     shown = show("status --all", columns=120)[0]
     assert [line.split()[0] for line in shown.splitlines() if line.startswith("runs/work")] == [
         f"runs/{name}" for name in reversed(names)

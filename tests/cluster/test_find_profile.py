@@ -96,7 +96,7 @@ def test_two_of_one_cluster(place: Place) -> None:
 def test_the_named_one(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     place.profile("east", "name: east\ndefaults: {seed: 9}\n")
     found = place.find("launch.cluster=east")
-    assert found.reason.endswith("east.yaml, because launch.cluster is east")
+    said(found.reason)
     assert place.taken("launch.cluster=example") == "example"
     monkeypatch.setenv("TRAINKIT_LAUNCH__CLUSTER", "east")
     assert place.load().config.seed == 9
@@ -113,9 +113,7 @@ def test_a_broken_one_is_reported_only_where_it_is_taken(place: Place) -> None:
     place.profile("north", "nmae: north\n")
     assert place.find() is None
     place.profile("west", "name: west\nslrm_version: x\n")
-    assert place.refused() == f"{user_folder()}/west.yaml:2: slrm_version: unknown key\n" + (
-        "  hint: did you mean slurm_version?"
-    )
+    said(place.refused())
 
 
 def test_a_profile_that_changes_is_read_again(place: Place) -> None:
@@ -153,13 +151,10 @@ def test_a_run_on_this_machine_has_no_cluster(place: Place) -> None:
 
 
 def test_problems_of_defaults_have_their_place(place: Place) -> None:
-    file = place.profile("west", DEFAULTS.replace("seed", "sead").replace("network: ib", "network: 3"))
+    place.profile("west", DEFAULTS.replace("seed", "sead").replace("network: ib", "network: 3"))
     with pytest.raises(ConfigError) as error:
         place.load()
-    assert [problem.render() for problem in error.value.problems] == [
-        f"{file}:3: sead: unknown key\n  hint: did you mean seed?",
-        f'{file}:5: launch.network: must be text, not 3\n  hint: put it in quotes: "3"',
-    ]
+    said("\n".join(problem.render() for problem in error.value.problems))
 
 
 def test_target(place: Place) -> None:
@@ -179,5 +174,6 @@ def test_a_named_cluster_is_meant_where_there_is_no_slurm_too(
     place.profile("east", f"name: east\n{PARTITIONS}")
     monkeypatch.setenv("PATH", "/nowhere")
     target = make_target(place.load("launch.cluster=east"))
-    assert (target.backend, target.reason) == ("sbatch", "sbatch: launch.cluster is east")
+    assert target.backend == "sbatch"
+    said(target.reason)
     said(make_target(place.load()).reason)

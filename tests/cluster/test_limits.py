@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.support.said import said
 from tests.support.tables import messages
 from trainkit.cluster.limits import ResourceRequest, limit_problems, partition_problems
 from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, Qos, features_of
@@ -208,9 +209,7 @@ def test_all_problems_at_once() -> None:
 def test_one_of_several_partitions_has_to_fit() -> None:
     assert found(partition="debug,gpu") == []
     assert [key for key, _, _ in found(partition="debug,cpu")] == ["resources.time"]
-    assert [message for _, message, _ in found(partition="gpu,nope")] == [
-        "is nope, but west has no such partition"
-    ]
+    said("\n".join(message for _, message, _ in found(partition="gpu,nope")))
 
 
 def test_a_qos_can_override_limits_of_the_partition() -> None:
@@ -224,9 +223,7 @@ def test_unknown_overrides_of_a_qos() -> None:
     unknown = replace(WEST, qos=(Qos("brief", 600, overrides=None),), accounts=None)
     assert found(unknown, qos="brief", partition="debug", time="10", nodes=2) == []
     assert found(replace(WEST, qos=None, accounts=None), qos="any", time="30-0") == []
-    assert [message for _, message, _ in found(unknown, qos="brief", time="30-0")] == [
-        "is 30-00:00:00, but QOS brief allows at most 00:10:00"
-    ]
+    said("\n".join(message for _, message, _ in found(unknown, qos="brief", time="30-0")))
 
 
 def test_accounting_knows_no_capitals() -> None:
@@ -260,7 +257,8 @@ def test_with_an_or_any_node_may_do() -> None:
 
 def test_the_reason_of_one_partition_for_the_table_of_all() -> None:
     [(key, message, _)] = partition_problems(request(WEST), WEST, CPU)
-    assert (key, message) == ("resources.gpus_per_node", "is 4, but the nodes of partition cpu have no GPUs")
+    assert key == "resources.gpus_per_node"
+    said(message)
 
 
 def test_a_misspelt_type_does_not_hide_that_there_are_too_few_gpus() -> None:

@@ -1,5 +1,6 @@
 """Tests which facts about the cluster of a run are known, and when Slurm is queried for them."""
 
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
@@ -57,13 +58,9 @@ def known(slurm: FakeSlurm, *overrides: str) -> Cluster:
 
 
 def test_from_slurm(slurm: FakeSlurm) -> None:
-    assert known(slurm) == Cluster(
-        "west",
-        (GPU,),
-        gpu_option="gres",
-        slurm_version=(23, 11, 4),
-        reason="west: no profile found, so Slurm was queried (`trainkit init` writes a profile)",
-    )
+    found = known(slurm)
+    said(found.reason)
+    assert replace(found, reason="") == Cluster("west", (GPU,), gpu_option="gres", slurm_version=(23, 11, 4))
     assert slurm.programs == ["scontrol"] * 3
 
 
@@ -174,7 +171,7 @@ def test_a_profile_without_partitions_is_filled_in(slurm: FakeSlurm) -> None:
     assert found.partitions == (GPU,)
     assert found.accounts == (Account("chem"),)
     assert found.qos == (Qos("long", None, None),)
-    assert found.reason.endswith("it lists no partitions, so Slurm was queried")
+    said(found.reason)
 
 
 @pytest.mark.parametrize(

@@ -219,19 +219,10 @@ def test_a_pattern_that_cannot_be_used(tmp_path: Path, pattern: str, words: str)
 
 
 @pytest.mark.parametrize(
-    ("other", "message", "hint"),
-    [
-        ("parallel.cp=2", "but parallel.cp is 2", "context parallelism splits a sample over ranks"),
-        ("parallel.pp=2", "but parallel.pp is 2", "only the first stage of a pipeline gets the tokens"),
-        ("model.architecture=mine.py:Mine", "but model.architecture is mine.py:Mine", "remove"),
-        ("task=mine.py:Mine", "but task is mine.py:Mine", "remove"),
-    ],
+    "other", ["parallel.cp=2", "parallel.pp=2", "model.architecture=mine.py:Mine", "task=mine.py:Mine"]
 )
-def test_document_mask(tmp_path: Path, other: str, message: str, hint: str) -> None:
-    found = problem(tmp_path, "data.document_mask=true", other)
-    assert found.startswith("--set data.document_mask=true: data.document_mask: is true, ")
-    assert message in found
-    assert hint in found
+def test_document_mask(tmp_path: Path, other: str) -> None:
+    said(problem(tmp_path, "data.document_mask=true", other))
     load(tmp_path, "data.document_mask=true", "parallel.tp=2")
     load(tmp_path, other)
 
@@ -241,5 +232,6 @@ def test_a_name_that_means_another_run(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError) as error:
         load_config(None, overrides=[f'name="{name}"'], environ={}, cwd=tmp_path)
     [problem] = error.value.problems
-    assert (problem.key, problem.hint) == ("name", f"choose another, such as run-{name}")
+    assert problem.key == "name"
+    said(problem.hint)
     assert load_config(None, overrides=[f"name=run-{name}"], environ={}, cwd=tmp_path).config.name

@@ -63,10 +63,7 @@ def test_shipped_configs_and_profiles_are_found_from_anywhere(tmp_path: Path) ->
 
 def test_missing(tmp_path: Path) -> None:
     text = message(tmp_path, {"run.yaml": "name: x\nextends:\n  - model/tiny.yaml\n  - zzz.yaml\n"})
-    says = "is neither a file relative to this one nor a shipped config\n  hint: "
-    first = f"2 problems\n\nrun.yaml:2: extends: model/tiny.yaml {says}did you mean models/tiny? shipped"
-    assert text.startswith(first)
-    assert f"\nrun.yaml:2: extends: zzz.yaml {says}shipped configs: quickstart, " in text
+    said(text)
 
 
 @pytest.mark.parametrize("value", ["1", "[a.yaml, 2]", "{a: b}", '""'])

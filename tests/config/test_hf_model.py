@@ -110,7 +110,7 @@ def test_other_models_need_transformers(tmp_path: Path, changes: dict[str, Any],
     model = load(tmp_path).config.model
     assert (model.architecture, model.vocab_size, model.dim) == ("transformers", 320, None)
     found = problem(tmp_path, "model.architecture=llama")
-    assert f"model.architecture: is llama, which cannot be {folder}: {reason}" in found
+    said(found)
 
 
 def test_lora_needs_transformers(tmp_path: Path) -> None:

@@ -29,20 +29,7 @@ def default_hint(key: str) -> str:
 
 def test_all_at_once(tmp_path: Path) -> None:
     text = "train:\n  stps: 3\n  log_every: 0\nschedule: {name: cosin}\nresources:\n  time: 090\n"
-    assert problems(tmp_path, "model.dropout=1", "x", text=text, TRAINKIT_SEED="-1") == [
-        "--set x: must have the form section.key=value\n  hint: for example --set train.steps=100",
-        "run.yaml:2: train.stps: unknown key\n  hint: did you mean train.steps?",
-        "TRAINKIT_SEED: seed: must be a whole number of at least 0 and below 9.22337e+18, not -1"
-        + default_hint("seed"),
-        "--set model.dropout=1: model.dropout: must be a number of at least 0 and below 1, not 1"
-        + default_hint("model.dropout"),
-        "run.yaml:3: train.log_every: must be a whole number of at least 1, not 0"
-        + default_hint("train.log_every"),
-        'run.yaml:4: schedule.name: must be one of cosine, linear, wsd, constant, not "cosin"\n'
-        "  hint: did you mean cosine?",
-        'run.yaml:6: resources.time: must be a time such as "01:00:00" or "2-12:00:00" or null, '
-        'not 090\n  hint: put it in quotes: "090", 90 minutes; "090:00:00" is 90 hours',
-    ]
+    said("\n".join(problems(tmp_path, "model.dropout=1", "x", text=text, TRAINKIT_SEED="-1")))
 
 
 LONG = """
@@ -169,31 +156,21 @@ def test_closest_match(tmp_path: Path, override: str, hint: str | None) -> None:
 
 
 def test_dotted_key_in_a_file(tmp_path: Path) -> None:
-    assert problems(tmp_path, text="train.steps: 3\n") == [
-        "run.yaml:1: train.steps: unknown key\n"
-        '  hint: write "train:" and, indented on the next line, "steps:"'
-    ]
+    said("\n".join(problems(tmp_path, text="train.steps: 3\n")))
 
 
 def test_unknown_variable(tmp_path: Path) -> None:
-    assert problems(tmp_path, TRAINKIT_TRAIN_STEPS="3") == [
-        "TRAINKIT_TRAIN_STEPS: train_steps: unknown key\n  hint: did you mean TRAINKIT_TRAIN__STEPS?"
-    ]
+    said("\n".join(problems(tmp_path, TRAINKIT_TRAIN_STEPS="3")))
 
 
 def test_an_overruled_value_is_not_judged_but_its_name_is(tmp_path: Path) -> None:
     text = "seed: many\ntrian: 1\n"
-    assert problems(tmp_path, "seed=3", text=text) == [
-        "run.yaml:2: trian: unknown key\n  hint: did you mean train?"
-    ]
+    said("\n".join(problems(tmp_path, "seed=3", text=text)))
 
 
 def test_a_newer_version_is_the_only_problem(tmp_path: Path) -> None:
     text = "new_key: 1\nconfig_version: 3\ntrain: {steps: [1, 2]}\n"
-    assert problems(tmp_path, "seed=x", text=text) == [
-        "run.yaml:2: config_version: the file is written for a newer trainkit: it has version 3, "
-        "but this trainkit supports version 2\n  hint: update trainkit"
-    ]
+    said("\n".join(problems(tmp_path, "seed=x", text=text)))
 
 
 def test_a_long_value_is_cut(tmp_path: Path) -> None:
@@ -206,12 +183,7 @@ def test_a_long_value_is_cut(tmp_path: Path) -> None:
 
 def test_a_tracker_is_true_or_a_mapping(tmp_path: Path) -> None:
     found = problems(tmp_path, "logging.wandb={projekt: x}", "logging.mlflow=sqlite.db")
-    assert found == [
-        "--set logging.mlflow=sqlite.db: logging.mlflow: must be true, or a mapping with tracking_uri and"
-        ' experiment, or null, not "sqlite.db"' + default_hint("logging.mlflow"),
-        "--set logging.wandb={projekt: x}: logging.wandb: must be true, or a mapping with project, entity and"
-        ' mode, or null, not {"projekt": "x"}' + default_hint("logging.wandb"),
-    ]
+    said("\n".join(found))
 
 
 def test_a_password_in_a_tracking_uri_is_not_shown(tmp_path: Path) -> None:

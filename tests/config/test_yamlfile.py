@@ -108,9 +108,9 @@ def test_missing_file(tmp_path: Path) -> None:
 
 
 def test_folder(tmp_path: Path) -> None:
-    assert problem(tmp_path).endswith("this is a folder, not a file\n  hint: pass a YAML file")
+    said(problem(tmp_path).partition(": ")[2])
     (tmp_path / "a.yaml").touch()
-    assert problem(tmp_path).endswith("this is a folder, not a file\n  hint: it contains a.yaml")
+    said(problem(tmp_path).partition(": ")[2])
 
 
 @pytest.mark.parametrize("text", ["a # b", "#x", "[1, 2] # c"])

@@ -102,16 +102,16 @@ def test_prepared_folder(data_config, tmp_path, tokenizer_json):
     assert only(data_config(source=str(folder), seq_len=5000))[0] == "data.seq_len"
     other = only(data_config(source=str(folder), tokenizer=str(tokenizer_json)))
     assert other[0] == "data.tokenizer"
-    assert "is not the tokenizer of" in other[1]
+    said(other[1].replace(str(tokenizer_json), "tokenizer.json"))
     elsewhere = only(data_config(source=str(folder), val_source=str(tmp_path / "no-such-file.txt")))
     assert elsewhere[0] == "data.val_source"
     said(elsewhere[1])
     record = json.loads((folder / "dataset.json").read_text())
     (folder / "dataset.json").write_text(json.dumps(record | {"format_version": 99}))
-    assert "format version 99" in only(data_config(source=str(folder)))[1]
+    said(only(data_config(source=str(folder)))[1])
     (folder / "dataset.json").write_text(json.dumps(record))
     (folder / "train-00000.bin").write_bytes(b"")
-    assert "train-00000.bin has 0 bytes" in only(data_config(source=str(folder)))[1]
+    said(only(data_config(source=str(folder)))[1])
 
 
 def test_vocab_size(data_config, tmp_path, tokenizer_json):

@@ -169,7 +169,7 @@ def test_problems_name_the_source(data_config, texts, tmp_path):
     assert [key for key, _, _ in found] == ["data.tokenizer", "data.source"]  # each key is reported once
     found = inspect_data(data_config(source=source)).problems
     assert [key for key, _, _ in found] == ["data.seq_len", "data.source"]
-    assert found[0][1].startswith(f"{tmp_path}/short.txt: 16 is too long for the data")
+    said(found[0][1])
 
 
 def test_weights_are_shown_as_they_are_used(data_config, texts):
@@ -177,10 +177,7 @@ def test_weights_are_shown_as_they_are_used(data_config, texts):
     assert inspect_data(config).mixture == f"75% {texts[0]}, 25% {texts[1]}"
     assert inspect_data(data_config(source=texts[0])).mixture is None
     data = open_dataset(config, 16, "train")
-    assert list(data.describe(["a", "b"])) == [
-        "75% a: 90 samples, an epoch every 120",
-        "25% b: 180 samples, an epoch every 720",
-    ]
+    said("\n".join(data.describe(["a", "b"])))
 
 
 def test_index_outside_the_data(data_config, texts):

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.support.folders import git, names
+from tests.support.said import said
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.model import Cluster
 from trainkit.cluster.target import Target
 from trainkit.config import load_config
 from trainkit.errors import UsageError
 from trainkit.launch.repeat import submission_folder
-from trainkit.launch.snapshot import WORK_FOLDER_NOTE, copy_code, renewed_code
+from trainkit.launch.snapshot import copy_code, renewed_code
 from trainkit.plan.facts import Facts
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import make_plan
@@ -123,11 +124,7 @@ def test_a_script_that_is_named_past_the_copy(run: RunDir, project: Path, loaded
     (project / "train.py").write_text("old\n")
     past = replace(plan, workload=Workload(("python", f"{project}/train.py", "--data", str(project.parent))))
     code = copy_code(project, run, past.workload)
-    assert code.notes == [
-        WORK_FOLDER_NOTE,
-        f"{project}/train.py is run from the source, which may change; name it relative to {project} "
-        "to run the copy",
-    ]
+    said("\n".join(code.notes))
 
 
 def test_names_of_all_kinds_reach_provenance(project: Path, run: RunDir, plan: LaunchPlan) -> None:

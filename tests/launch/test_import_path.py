@@ -54,7 +54,7 @@ def test_folders_that_only_sound_like_modules_of_python() -> None:
 def test_colon() -> None:
     found, [note] = find_import_path(tree("a.py"), "/code:1", "")
     assert found == []
-    assert note.endswith("/code:1 is not on PYTHONPATH, which cannot contain a folder with a colon")
+    said(note)
 
 
 def test_modules_come_from_the_copy(project: Path, run: RunDir) -> None:

@@ -68,7 +68,8 @@ def test_what_is_not_a_path_is_a_problem_of_its_key(tmp_path: Path, key: str) ->
 
 def test_virtual_environment_that_is_none(tmp_path: Path) -> None:
     [(key, message, hint)] = wrong(tmp_path, venv="gone")
-    assert (key, message) == ("launch.venv", f"is 'gone', and there is no {tmp_path}/gone/bin/python")
+    assert key == "launch.venv"
+    said(message)
     said(hint)
     make_python(tmp_path / "half")
     [(key, message, hint)] = wrong(tmp_path, venv="half")
@@ -84,7 +85,8 @@ def test_what_stands_besides_an_environment(tmp_path: Path, monkeypatch: pytest.
     found = find(tmp_path, venv="v", python=other)
     assert (found.argv, found.venv) == ((other,), f"{tmp_path}/v")
     [(key, message, _)] = wrong(tmp_path, venv="v", conda="c", modules=["conda"])
-    assert (key, message) == ("launch.conda", "is 'c' while launch.venv is 'v'")
+    assert key == "launch.conda"
+    said(message)
 
 
 def test_interpreter_by_path_and_by_name(tmp_path: Path) -> None:
@@ -93,7 +95,8 @@ def test_interpreter_by_path_and_by_name(tmp_path: Path) -> None:
     environ = {"PATH": f"{tmp_path}/x/bin"}
     assert find(tmp_path, environ, python="python3.10").argv == ("python3.10",)
     [(key, message, _)] = wrong(tmp_path, python="python3.10")
-    assert (key, message) == ("launch.python", "is 'python3.10', which is not an executable program")
+    assert key == "launch.python"
+    said(message)
     assert wrong(tmp_path, python="python3.10", modules=["python/3.10"]) == []
 
 
@@ -127,7 +130,8 @@ class TestUv:
 
     def test_no_project_and_no_environment(self, tmp_path: Path) -> None:
         [(key, message, _)] = wrong(tmp_path, uv="p")
-        assert (key, message) == ("launch.uv", f"is 'p', and there is no {tmp_path}/p/pyproject.toml")
+        assert key == "launch.uv"
+        said(message)
         self.project(tmp_path / "p")
         [(_, message, hint)] = wrong(tmp_path, uv="p")
         said(message)
@@ -178,7 +182,8 @@ class TestConda:
         found = find(tmp_path, conda="mine", modules=["miniforge"])
         assert (found.argv, found.conda, found.conda_script) == (("python",), "mine", None)
         [(key, message, _)] = wrong(tmp_path, conda="mine")
-        assert (key, message) == ("launch.conda", "is 'mine', and there is no conda on PATH")
+        assert key == "launch.conda"
+        said(message)
 
     def test_not_in_a_container(self, tmp_path: Path, base: Path) -> None:
         [(key, message, _)] = wrong(tmp_path, {"PATH": f"{base}/bin"}, conda="mine", container="x.sif")
@@ -207,7 +212,7 @@ def test_packages_that_the_trainer_needs(tmp_path: Path) -> None:
         why = package_problem(found, python[0])
         return None if why is None else why[0]
 
-    assert problem("") == "has no torch and no trainkit"
+    said(problem(""))
     with_both = str(packages)
     assert problem(with_both) == f"has trainkit 0.0.1, but this is trainkit {__version__}"
     (packages / "trainkit.py").write_text(f"__version__ = {__version__!r}  # another size")
@@ -216,7 +221,7 @@ def test_packages_that_the_trainer_needs(tmp_path: Path) -> None:
     (packages / "torch").mkdir()
     (packages / "torch" / "__init__.py").touch()
     (packages / "torch" / "version.py").write_text("__version__ = '2.10.0+cu128'\n")
-    assert problem(with_both) == "has torch 2.10.0+cu128, and the trainer requires torch 2.11 or newer"
+    said(problem(with_both))
     (packages / "torch" / "version.py").write_text("__version__ = '2.11.0+cu130'\n")
     assert problem(with_both) is None
     broken = tmp_path / "broken"

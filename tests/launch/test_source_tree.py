@@ -157,11 +157,7 @@ class TestPatterns:
         (tmp_path / "data").symlink_to("/data")
         tree = pattern_tree(str(tmp_path), "/nowhere")
         assert sorted(tree.files) == ["a.py", "data", "small.json"]
-        assert set(tree.left_out) == {
-            (".env", "looks like a secret"),
-            ("sub/key.pem", "looks like a secret"),
-            ("large.json", "is larger than 0 MB"),
-        }
+        said("\n".join(f"{name}: {why}" for name, why in sorted(tree.left_out)))
 
     def test_what_is_no_file(self, tmp_path: Path) -> None:
         os.mkfifo(tmp_path / "pipe.py")
@@ -169,7 +165,7 @@ class TestPatterns:
             listener.bind(str(tmp_path / "socket.py"))
             tree = pattern_tree(str(tmp_path), "/nowhere")
         assert tree.files == {}
-        assert tree.left_out == [("pipe.py", "is not a regular file"), ("socket.py", "is not a regular file")]
+        said("\n".join(f"{name}: {why}" for name, why in tree.left_out))
 
     def test_no_project(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(source_tree, "MAX_SEARCHED", 10)

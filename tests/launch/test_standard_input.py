@@ -66,8 +66,8 @@ SHARED = "note: train gets no standard input"
     ],
 )
 def test_what_is_kept(shell, line: str, kept: str) -> None:
-    said = shell(line)
-    assert kept in said[0], said
+    lines = shell(line)
+    assert kept in lines[0], lines
 
 
 def test_no_word_of_a_script_is_taken(shell) -> None:
@@ -95,11 +95,11 @@ def test_a_terminal_stays_with_the_command(tmp_path: Path) -> None:
     primary, secondary = os.openpty()
     (tmp_path / "ask.py").write_text(ASK)
     try:
-        for words, said in (("train", "None None"), ("python3", "standard input is a terminal")):
+        for words, kept in (("train", "None None"), ("python3", "standard input is a terminal")):
             done = run_program(
                 sys.executable, tmp_path / "ask.py", "keeps", words, cwd=tmp_path, stdin=secondary
             )
-            assert said in done.stdout
+            assert kept in done.stdout
     finally:
         os.close(primary)
         os.close(secondary)
@@ -131,8 +131,8 @@ def test_a_program_runs_and_runs_again(shell, tmp_path: Path) -> None:
 
 
 def test_a_loop_of_the_shell_keeps_its_lines(shell) -> None:
-    said = shell("printf 'a\\nb\\n' > l; while read w; do $tk run --name $w -- echo ran $w; done < l")
-    assert [line for line in said if line.startswith("ran")] == ["ran a", "ran b"]
+    lines = shell("printf 'a\\nb\\n' > l; while read w; do $tk run --name $w -- echo ran $w; done < l")
+    assert [line for line in lines if line.startswith("ran")] == ["ran a", "ran b"]
 
 
 def test_the_points_of_a_sweep_read_the_same(shell, tmp_path: Path) -> None:

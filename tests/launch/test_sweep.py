@@ -39,12 +39,7 @@ def problems(folder: Path, trials: dict[int, dict[str, Any]]) -> list[str]:
 
 def test_a_bad_value_names_its_point(tmp_path: Path) -> None:
     found = problems(tmp_path, {0: {"optimizer.lr": 0.1}, 1: {"optimizer.lr": -1}, 2: {"optimizer.lr": "x"}})
-    assert found == [
-        "trial 1 (optimizer.lr=-1): --sweep optimizer.lr=-1: optimizer.lr: must be a number above 0, not -1\n"
-        "  hint: the default is 0.0003",
-        'trial 2 (optimizer.lr=x): --sweep optimizer.lr=x: optimizer.lr: must be a number above 0, not "x"\n'
-        "  hint: the default is 0.0003",
-    ]
+    said("\n".join(found))
 
 
 def test_what_several_points_have_in_common_is_said_once(tmp_path: Path) -> None:
@@ -52,13 +47,12 @@ def test_what_several_points_have_in_common_is_said_once(tmp_path: Path) -> None
         index: {"seed": index, "train.device_batch_size": size} for index, size in enumerate((1, 3, 3, 3))
     }
     (found,) = problems(tmp_path, trials)
-    assert found.startswith("trial 1 (seed=1, train.device_batch_size=3) and 2 more: small.yaml:4: train.")
     said(found)
 
 
 def test_what_all_points_have_is_the_configs_own(tmp_path: Path) -> None:
     (found,) = problems(tmp_path, {index: {"seed": index, "model.dropout": 2} for index in range(3)})
-    assert found.startswith("--sweep model.dropout=2: model.dropout: ")
+    said(found)
 
 
 def test_problems_are_cut_off(tmp_path: Path) -> None:
@@ -260,11 +254,4 @@ def test_each_bad_point_is_reported_however_points_are_loaded(request_of_config:
     array, trials = group_trials(request_of_config, TRAINER, ("optimizer.lr=0.1,-1", "seed=1,-2"), None)
     with pytest.raises(ConfigError) as caught:
         plan(trials, array)
-    lr = "--sweep optimizer.lr=-1: optimizer.lr: must be a number above 0, not -1"
-    lr += "\n  hint: the default is 0.0003"
-    seed = "--sweep seed=-2: seed: must be a whole number of at least 0 and below 9.22337e+18, not -2"
-    seed += "\n  hint: the default is 0"
-    assert [problem.render() for problem in caught.value.problems] == [
-        f"trial 1 (optimizer.lr=0.1, seed=-2) and 1 more: {seed}",
-        f"trial 2 (optimizer.lr=-1, seed=1) and 1 more: {lr}",
-    ]
+    said("\n".join(problem.render() for problem in caught.value.problems))

@@ -133,7 +133,7 @@ def test_the_status_says_what_cannot_be_read(project: Path, capsys: pytest.Captu
     os.mkfifo(file)
     assert main(["status", "runs/finished"]) == 0
     shown = capsys.readouterr().out
-    assert "warning: metrics.jsonl cannot be read: it is not a regular file" in shown
+    said("\n".join(line for line in shown.splitlines() if line.startswith("warning: ")))
     assert "state       finished" in shown
     log = project / "runs/finished/attempts/001/logs/rank-0000.log"
     log.unlink()

@@ -97,8 +97,8 @@ def test_a_job_that_slurm_was_to_start_again_and_did_not(run):
     write_json(run.attempt(1).end_file, end)
     job = SlurmJob("7", JobState.FAILED, slurm_state="FAILED", exit_code=1)
     status = status_of(run, False, job)
-    words = "Slurm did not restart it after the requeue that followed: lost node2"
-    assert (status.state, status.reason) == ("died", f"Slurm reports FAILED; exit code 1; {words}")
+    assert status.state == "died"
+    said(status.reason)
 
 
 @pytest.mark.parametrize(("later_s", "is_later"), [(-1, False), (1, False), (30, True)])
@@ -163,7 +163,7 @@ def test_a_job_that_ended_before_its_supervisor_began(run):
     waits = SlurmJob("7", JobState.REQUEUED, slurm_state="PENDING", reason="BeginTime", restarts=1)
     status = status_of(run, True, waits)
     assert (status.state, status.place.host) == ("requeueing", "n1")
-    assert status.warnings == ["7 ended on n1 before the supervisor began: SIGKILL"]
+    said("\n".join(status.warnings))
     again = SlurmJob("7", JobState.RUNNING, slurm_state="RUNNING", nodes="n2", restarts=1)
     status = status_of(run, True, again)
     assert (status.state, status.place.host, status.batch_log) == ("starting", None, [])
@@ -172,7 +172,7 @@ def test_a_job_that_ended_before_its_supervisor_began(run):
     status = status_of(run, False, job)
     assert (status.state, status.place.host) == ("died", "n2")
     said(status.reason)
-    assert status.warnings == ["7 ended on n1 before the supervisor began: SIGKILL"]
+    said("\n".join(status.warnings))
     assert run_details(status).endswith(
         "\nlast lines of the batch script:\n  no venv\n"
         + "".join(f"  {number}\n" for number in range(9)).rstrip("\n")
@@ -219,7 +219,7 @@ def test_what_several_attempts_took(run):
     assert status.used.worker_hours == 16 * 1.0 + 8 * 0.5 + 16 * 0.25
     assert (status.used.attempt_nodes, status.used.slices_s, status.place.partition) == ([2, 4], 2700.0, "b")
     used = status.used.text(status.place.device)
-    assert used == "24 GPU-hours in 3 attempts; nodes: 2, 4; slices 00:45:00 of 02:00:00"
+    said(used)
     assert f"used        {used}" in run_details(status)
     assert "4 x 4 on cuda, partition b (l4)" in run_details(status)
     history = RunHistory(run)
@@ -320,9 +320,7 @@ def test_saves_that_fail_in_a_row_are_a_warning(run):
 
     full = {"error": "rank 3: OSError: disk full"}
     assert warnings("checkpoint_failed", 100, **full) == [], "one can fail for a moment"
-    assert warnings("checkpoint_failed", 200, **full) == [
-        "no checkpoint could be saved since step 100 (2 saves in a row failed): rank 3: OSError: disk full"
-    ]
+    said("\n".join(warnings("checkpoint_failed", 200, **full)))
     said(warnings("checkpoint_failed", 300, **full)[0])
     assert warnings("checkpoint_commit", 400) == []
     assert warnings("checkpoint_failed", 500, **full) == []
@@ -336,7 +334,7 @@ def test_saves_that_fail_in_a_row_are_a_warning(run):
 def test_a_silence_that_lasts_is_a_warning(run):
     log_event(run, 1, "silent", rank=0, lock=None, reason="no output for 610 s, and none before")
     [warning] = status_of(run, True).warnings
-    assert warning.startswith("no output for 610 s, and none before; `trainkit diagnose ")
+    said(warning)
     assert "no output" not in " ".join(status_of(run, False).warnings)
     log_event(run, 1, "silent_over")
     assert status_of(run, True).warnings == []
@@ -348,9 +346,11 @@ def test_how_far_the_trackers_are(run):
     write_json(trackers_dir(run) / "mlflow.json", {"step": 40, "place": "http://host", "problem": ""})
     write_json(trackers_dir(run) / "wandb.json", {"step": 20, "place": "x", "problem": "CommError: refused"})
     status = status_of(run, True)
-    text = run_details(status, capability_rows(reading_of(RunHistory(run), status)))
-    assert "mlflow      up to step 40: http://host\n" in text
-    assert "wandb       up to step 20: CommError: refused\n" in text
+    rows = capability_rows(reading_of(RunHistory(run), status))
+    text = run_details(status, rows)
+    lines = [f"{label:<12}{words}" for label, words in rows["trackers"].items()]
+    assert all(f"{line}\n" in text for line in lines)
+    said("\n".join(lines))
 
 
 def event(second, attempt, name, **fields):
@@ -395,7 +395,7 @@ def test_each_part_of_the_way_back_is_measured_from_the_moment_of_a_failure():
 
 def test_the_numbers_in_the_line_of_an_event_are_short():
     evaluated = event(1, 2, "evaluated", val_loss=5.822849869728088)
-    assert evaluated.line == "12:00:01  attempt 2  evaluated  val_loss=5.82285"
+    said(evaluated.line)
 
 
 @pytest.mark.parametrize("damage", [{"workers_per_node": -1}, {"num_nodes": 2**62}, {"node_sizes": [1, 0]}])

@@ -43,9 +43,7 @@ def test_plan_prints_the_weights_of_a_mixture(tmp_path: Path) -> None:
     said(plan.reasons["mixture"])
     (tmp_path / "code.txt").unlink()
     [problem] = problems_of(mixture, folder=tmp_path)
-    assert problem.render().startswith(
-        f"--set {mixture}: data.source: data source {tmp_path}/code.txt does not exist"
-    )
+    said(problem.render())
 
 
 @pytest.mark.parametrize(
@@ -67,9 +65,7 @@ def test_float8_needs_blocks_that_are_compiled(tmp_path: Path) -> None:
     machine = Machine(16, 1, ("H100",), "this machine has an H100")
     given = ["precision.float8=true", "precision.dtype=bf16", "parallel.compile=false"]
     [found] = problems_of(*given, machine=machine, folder=tmp_path)
-    assert found.render().startswith(
-        f"--set {given[0]}: precision.float8: is true, but blocks are not compiled"
-    )
+    said(found.render())
     plan_of(*given[:2], machine=machine, folder=tmp_path)
 
 
@@ -91,9 +87,6 @@ def test_where_weights_are_not_sharded_none_are_gathered(
     assert plan_of(*given, machine=machine, folder=tmp_path).warnings == warnings
 
 
-UNCHECKED = "whether the run fits in the memory of its GPUs was not checked: "
-
-
 def warnings_of(tmp_path: Path, gpus: dict[str, int], *overrides: str) -> tuple[str, ...]:
     """Return the warnings of a plan for a 70B model on a cluster with these GPUs per node, if given."""
     partition = Partition("gpu", is_default=True, nodes=(NodeKind(2, 64, 512_000, gpus),))
@@ -103,19 +96,10 @@ def warnings_of(tmp_path: Path, gpus: dict[str, int], *overrides: str) -> tuple[
 
 
 def test_gpus_of_unknown_memory_are_no_problem_but_a_warning(tmp_path: Path) -> None:
-    plan_it = "`trainkit plan CONFIG --gpu-type h100` checks it for a type that you name"
-    assert warnings_of(tmp_path, {"": 4}) == (
-        f"{UNCHECKED}their memory is unknown (a GPU without a type); {plan_it}",
-    )
-    assert warnings_of(tmp_path, {"": 4, "zx81": 4})[0].startswith(
-        f"{UNCHECKED}their memory is unknown (a GPU without a type, zx81); "
-    )
-    assert warnings_of(tmp_path, {"zx81": 4}, "resources.gpu_type=zx81") == (
-        f"{UNCHECKED}their memory is unknown (zx81); {plan_it}",
-    )
-    assert warnings_of(tmp_path, {}, "device=cuda", "resources.gpus_per_node=4") == (
-        f"{UNCHECKED}their type is unknown, which resources.gpu_type sets; {plan_it}",
-    )
+    said("\n".join(warnings_of(tmp_path, {"": 4})))
+    said("\n".join(warnings_of(tmp_path, {"": 4, "zx81": 4})))
+    said("\n".join(warnings_of(tmp_path, {"zx81": 4}, "resources.gpu_type=zx81")))
+    said("\n".join(warnings_of(tmp_path, {}, "device=cuda", "resources.gpus_per_node=4")))
 
 
 def test_gpus_of_known_memory_are_checked(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.said import said
 from trainkit.capabilities.layouts.choices import find_hardware
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.model import Cluster, NodeKind, Partition
@@ -98,7 +99,7 @@ def test_releases_that_the_trainer_supports(version: str) -> None:
 @pytest.mark.parametrize("version", ["1.13.1", "2.2.0+cu121", "2.10.0"])
 def test_older_ones_are_refused_by_name(version: str) -> None:
     problem = release_problem(version)
-    assert problem[0] == f"has torch {version}, and the trainer requires torch 2.11 or newer"
+    said(problem[0])
     assert "pip install 'torch>=2.11,<2.16'" in problem[1]
 
 
@@ -164,7 +165,7 @@ def test_a_gpu_without_a_type_is_refused(tmp_path: Path) -> None:
     nameless = config(tmp_path, "resources.partition=nameless")
     with pytest.raises(UsageError) as error:
         find_hardware(nameless, NO_GPU, CLUSTER, None, None)
-    assert error.value.message.startswith("unknown GPU type: a GPU without a type")
+    said(error.value.message)
     assert error.value.hint
 
 

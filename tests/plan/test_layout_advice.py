@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from planning import NO_GPU, plan_of, problems_of
 
+from tests.support.said import said
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.model import Cluster, NodeKind, Partition
 from trainkit.cluster.target import LOCAL, Target
@@ -32,24 +33,20 @@ def problem(tmp_path: Path, target: Target, *overrides: str, machine: Machine = 
 def test_what_fits_is_reported(tmp_path: Path) -> None:
     full = "parallel.activation_checkpointing=full"
     plan = check(tmp_path, cluster("h100"), "train.device_batch_size=1", full)
-    assert plan.reasons["memory"] == "about 16.0 GiB of the 79.6 GiB of each H100 80GB (20%)"
+    said(plan.reasons["memory"])
     tight = check(tmp_path, cluster("h200"), "train.device_batch_size=4", "data.seq_len=6240")
-    assert tight.reasons["memory"].endswith(": little headroom is left")
+    said(tight.reasons["memory"])
 
 
 def test_too_large_a_batch(tmp_path: Path) -> None:
     found = problem(tmp_path, cluster("h100"), "train.device_batch_size=8")
-    assert found.render().startswith(
-        "--set train.device_batch_size=8: train.device_batch_size: is 8: each GPU needs about "
-        "164.1 GiB (154.4 GiB for activations and loss), but even the largest GPU with that name has 93.6 "
-        "GiB\n  hint: `trainkit plan` lists the settings that fit; add --gpus N for more GPUs"
-    )
+    said(found.render())
 
 
 def test_too_large_a_model(tmp_path: Path) -> None:
     found = problem(tmp_path, cluster("a100-40gb"), "model.preset=70b", "train.device_batch_size=1")
     assert found.key == "parallel.dp_shard"
-    assert "weights, gradients and optimizer state), but A100 40GB has 40.0 GiB" in found.message
+    said(found.message)
 
 
 def test_on_this_machine(tmp_path: Path) -> None:
@@ -84,7 +81,7 @@ def test_a_model_that_is_larger_than_this_machine(tmp_path: Path) -> None:
     options = ("device=cpu", "train.device_batch_size=1")
     found = problem(tmp_path, LOCAL, *options, machine=small)
     assert found.key == "model.preset"
-    assert "optimizer state take 100.4 GiB, but this machine has 100.0 GiB" in found.message
+    said(found.message)
     check(tmp_path, LOCAL, *options, machine=large)
     check(tmp_path, LOCAL, *options)
     # Each of several hosts stores a share of the copy.
@@ -97,10 +94,7 @@ def test_no_memory_for_the_copies_that_are_saved_while_training_goes_on(tmp_path
     """A copy needs 12 bytes for each of 6.7 billion parameters, once per node."""
     options = ("resources.nodes=2", "train.device_batch_size=1", "parallel.dp_replicate=2")
     found = problem(tmp_path, cluster("h200"), *options, "resources.mem=64G")
-    assert found.render() == (
-        "--set resources.mem=64G: resources.mem: is 64G, but saving in the background needs 75.3 GiB "
-        "of memory per node\n  hint: checkpoint.async: false saves without copies in memory"
-    )
+    said(found.render())
     check(tmp_path, cluster("h200"), *options, "resources.mem=96G")
     check(tmp_path, cluster("h200"), *options, "resources.mem=64G", "checkpoint.async=false")
     check(tmp_path, cluster("h200"), *options, 'resources.mem="0"')
@@ -111,4 +105,4 @@ def test_no_memory_for_copies_on_this_machine(tmp_path: Path) -> None:
     machine = replace(NO_GPU, num_gpus=2, gpu_names=names, gpu_reason="two", memory=64 * 2**30)
     found = problem(tmp_path, LOCAL, "train.device_batch_size=1", machine=machine)
     assert found.key == "checkpoint.async"
-    assert found.message.startswith("is true, and this machine has 64.0 GiB, but saving")
+    said(found.message)

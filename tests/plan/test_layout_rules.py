@@ -90,9 +90,7 @@ def test_degrees_that_no_number_of_copies_makes_up_for() -> None:
 
 def test_a_layout_in_words() -> None:
     words = make_layout(ParallelConfig(tp=2, pp=2), 8)[1]
-    assert words.startswith(
-        "one replica, sharded over 2 groups of 4 processes (2 pipeline-parallel x 2 tensor-parallel)"
-    )
+    said(words)
 
 
 SHARDED, COPIED = (f"(derived from parallel.{key}: -1)" for key in ("dp_shard", "dp_replicate"))

@@ -31,7 +31,9 @@ def problems(machine: Machine, *overrides: str, target: Target = LOCAL) -> list[
 
 
 def test_whole_plan() -> None:
-    assert plan(CPU, "resources.nodes=2", "optimizer.lr_scale=linear", "requeue.grace_s=30") == LaunchPlan(
+    made = plan(CPU, "resources.nodes=2", "optimizer.lr_scale=linear", "requeue.grace_s=30")
+    said("\n".join(f"{key} = {reason}" for key, reason in made.reasons.items()))
+    assert replace(made, reasons={}) == LaunchPlan(
         backend="local",
         num_nodes=2,
         workers_per_node=1,
@@ -41,14 +43,7 @@ def test_whole_plan() -> None:
         lr=6e-4,
         threads_per_worker=2,
         grace_s=30.0,
-        reasons={
-            "device": "cpu: there is no NVIDIA driver on this machine",
-            "workers_per_node": "1: a CPU node has one worker unless resources.gpus_per_node is set",
-            "layout": "one replica, sharded over 2 processes (derived from parallel.dp_shard: -1)",
-            "batch": "32 samples per step = 8 per process x 2 data-parallel x 2 accumulation",
-            "lr": "optimizer.lr 0.0003 x 2 = 0.0006: linear in data-parallel size 2 over 1",
-            "threads_per_worker": "2: 4 CPU cores for 2 workers",
-        },
+        reasons={},
     )
 
 
@@ -134,12 +129,7 @@ def test_the_ranks_of_another_launcher() -> None:
 def test_all_problems_at_once() -> None:
     typed = ("train.global_batch_size=32", "train.device_batch_size=8")
     found = problems(CPU, "device=cuda", "resources.nodes=3", "parallel.dp_replicate=2", *typed)
-    assert [text.partition("\n")[0] for text in found] == [
-        "--set device=cuda: device: is cuda, but there is no NVIDIA driver on this machine",
-        "--set parallel.dp_replicate=2: parallel.dp_replicate: is 2, which does not divide 3 processes",
-        "--set train.global_batch_size=32: train.global_batch_size: is 32, which is not a multiple of 24 "
-        "(3 data-parallel processes x train.device_batch_size 8)",
-    ]
+    said("\n".join(found))
 
 
 def test_thousands_of_nodes_are_nothing_special() -> None:
@@ -166,7 +156,7 @@ def test_a_step_that_binds_one_gpu_to_each_task() -> None:
     made = plan(one, *overrides, target=tasks)
     assert (made.device, made.workers_per_node, made.world_size) == ("cuda", 4, 8)
     [warning] = made.warnings
-    assert warning.startswith("task 0 sees one GPU of its node: where a rank sees only its own GPU")
+    said(warning)
     assert plan(GPUS, *overrides, target=tasks).warnings == ()
     for machine in (replace(one, num_gpus=2), replace(one, num_gpus=3)):
         [found] = problems(machine, *overrides, target=tasks)

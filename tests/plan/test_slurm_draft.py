@@ -44,14 +44,8 @@ def test_everything_from_the_default_partition() -> None:
         "cpus-per-task": 8,
         "ntasks-per-node": 8,
     }.items() <= made.slurm.sbatch.items()
-    assert {
-        name: made.reasons[name] for name in ("cluster", "device", "workers_per_node", "threads_per_worker")
-    } == {
-        "cluster": "west: somebody said so",
-        "device": "cuda: the nodes of partition gpu have 8 GPUs",
-        "workers_per_node": "8: GPUs per node in partition gpu; other nodes have 4",
-        "threads_per_worker": "8: 64 CPU cores for 8 GPUs per node",
-    }
+    names = ("cluster", "device", "workers_per_node", "threads_per_worker")
+    said("\n".join(f"{name} = {made.reasons[name]}" for name in names))
 
 
 @pytest.mark.parametrize(
@@ -98,17 +92,12 @@ def test_a_partition_without_gpus() -> None:
 
 def test_the_default_time_of_the_partition() -> None:
     made = plan("resources.time=null", "requeue.grace_s=200")
-    assert (
-        made.reasons["time"] == "00:10:00: resources.time is null, and this is the default of partition gpu"
-    )
+    said(made.reasons["time"])
     said(made.reasons["notice"])
     assert made.grace_s == 150
     assert "time" not in made.slurm.sbatch
     longest = plan("resources.time=null", "resources.partition=cpu")
-    assert (
-        longest.reasons["time"]
-        == "01:00:00: resources.time is null, and this is the maximum of partition cpu"
-    )
+    said(longest.reasons["time"])
 
 
 def test_no_limit_at_all_needs_no_earlier_notice() -> None:
@@ -119,10 +108,7 @@ def test_no_limit_at_all_needs_no_earlier_notice() -> None:
 
 
 def test_cuda_without_a_gpu_is_reported_once() -> None:
-    assert problems("device=cuda", "resources.partition=cpu") == [
-        "resources.gpus_per_node: is auto, but the nodes of partition cpu have no GPU\n"
-        "  hint: choose another partition, or set device: cpu"
-    ]
+    said("\n".join(problems("device=cuda", "resources.partition=cpu")))
 
 
 def test_processes_that_no_node_has_a_core_for() -> None:
@@ -134,12 +120,9 @@ def test_processes_that_no_node_has_a_core_for() -> None:
 
 def test_a_cluster_of_which_nothing_is_known() -> None:
     unknown = Cluster("unknown", reason="unknown: nobody said anything")
-    assert problems(cluster=unknown) == [
-        "device: is auto, but the hardware of this cluster's nodes is unknown\n"
-        "  hint: set device: cuda or device: cpu"
-    ]
+    said("\n".join(problems(cluster=unknown)))
     [found] = problems("device=cuda", cluster=unknown)
-    assert found.startswith("resources.gpus_per_node: is auto, but the number of GPUs per node is unknown\n")
+    said(found)
     made = plan("device=cuda", "resources.gpus_per_node=4", "resources.nodes=999", cluster=unknown)
     assert (made.world_size, made.threads_per_worker) == (3996, None)
 
@@ -150,7 +133,7 @@ def test_slurm_that_does_not_answer_is_not_the_fault_of_the_config(overrides: tu
     with pytest.raises(SlurmError, match=r"is auto, .* is unknown: Slurm did not answer") as error:
         plan(*overrides, cluster=away)
     assert error.value.exit_code == 3
-    assert error.value.hint.startswith("try again, or set ")
+    said(error.value.hint)
     assert plan("device=cpu", cluster=away).device == "cpu"
 
 
@@ -188,16 +171,10 @@ def test_spare_nodes_count_against_the_limits(typed: str, problem: str) -> None:
 
 
 def test_what_says_how_many_nodes_says_spare_nodes_by_their_own_key() -> None:
-    assert problems("resources.extra={no-kill: true}") == [
-        "--set resources.extra={no-kill: true}: resources.extra.no-kill: has its own key\n"
-        "  hint: use resources.spare_nodes"
-    ]
+    said("\n".join(problems("resources.extra={no-kill: true}")))
     said(problems("launch.srun_extra={nodelist: h1}")[0])
     said(problems("launch.srun_extra={export: NONE}")[0])
-    assert problems("resources.extra={clusters: east}") == [
-        "--set resources.extra={clusters: east}: resources.extra.clusters: has its own key\n"
-        "  hint: use resources.clusters"
-    ]
+    said("\n".join(problems("resources.extra={clusters: east}")))
     for value in ("gres/gpu:2", "cpu=4,gres/gpu:h100=2", "gpu"):
         asked = f'resources.extra={{tres-per-task: "{value}"}}'
         said(problems(asked)[0])
@@ -308,10 +285,10 @@ def test_what_nccl_may_lose_where_a_task_sees_one_gpu_is_said() -> None:
     made = plan(bound)
     assert made.slurm.srun["gpus-per-task"] == 1
     [warning] = made.warnings
-    assert warning.startswith("launch.srun_extra.gpus-per-task is 1: where a rank sees only its own GPU")
+    said(warning)
     assert LaunchPlan.from_dict(made.to_dict()) == made
     [warning] = plan("resources.extra={gpu-bind: single:1}").warnings
-    assert warning.startswith("resources.extra.gpu-bind is single:1"), "srun inherits it"
+    said(warning)
     for fine in (
         *(
             "launch.srun_extra={gpus-per-task: 1, gpu-bind: none}",
