@@ -1,8 +1,8 @@
-"""Records output for recorded run folders and dry runs: ``python -m tests.golden [FOLDER]``.
+"""What trainkit says of recorded run folders, and what it would submit: ``python -m tests.golden [FOLDER]``.
 
-It writes one text for each run of folders/ and each case of dry_runs.yaml, by default to expected/.
-`tests/test_golden.py` compares them. All commands run in this process on a simulated machine with a fixed
-time and name, one core, an empty home, and a cluster whose programs print a few lines of text.
+Writes one text for each run of folders/ and each case of dry_runs.yaml, by default to expected/, with which
+`tests/test_golden.py` compares them. All commands run in this process, on a machine that is always the same:
+its time, its name, one core, an empty home, and a cluster whose programs print a few lines of text.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from tests.support.recorded import changed_text, filled_json
 HERE = Path(__file__).parent
 NOW = datetime.datetime(2026, 1, 1, 13, tzinfo=datetime.timezone.utc)
 WRITTEN = NOW.timestamp() - 1800
-"""The time of the last change of the recorded runs' files, as a timestamp."""
+"""When the files of the recorded runs were last changed."""
 PROJECT = "@PROJECT@"
 HOST = "node01"
 WHOLE_DRY_RUN = "dry_runs/conda-on-path.txt"
-"""The dry run on Slurm whose text is recorded in full. Others are recorded as differences from it."""
+"""The dry run on Slurm whose text is recorded in full; the others are recorded as what differs from it."""
 LENGTH = 80
-"""The length of the working folder's path, which decides where lines wrap."""
+"""The length of the path in which everything is done: lines are wrapped behind it."""
 DIGITS = 14
-"""The number of digits of recorded numbers, because `sum` rounds differently in Python 3.11 and 3.12."""
+"""How exact numbers are: `sum` of Python 3.12 rounds otherwise than that of 3.11."""
 RUNS = {
     "array": (),
     "bench": (),
@@ -56,7 +56,7 @@ RUNS = {
     "supervisor-died": ("diagnose", "ckpt"),
     "sweep": (),
 }
-"""The recorded runs, each with the commands that are recorded besides status and report."""
+"""The recorded runs, with what else than status and report is said of them."""
 COMMANDS = {
     "status": ("status {run}", "status {run} --json"),
     "report": ("report {run} --json",),
@@ -77,14 +77,14 @@ PROGRAMS = {
     "squeue": '/bin/cat "$0.txt"',
     "sacct": "",
     "sbatch": "",
-    # The argument that selects the output moves if an option precedes it.
+    # The word that says what is shown stands at another place with an option before it.
     "scontrol": '[ "$1" = show ] && what=$2 || what=$3; /bin/cat "$0-$what.txt"',
 }
-"""All programs on PATH as shell code. The output of Slurm's programs is in slurm/."""
+"""All programs on PATH, as shell; what those of Slurm print is in slurm/."""
 
 
 class FixedTime(datetime.datetime):
-    """A clock that always shows the same time."""
+    """A clock that stands still."""
 
     @classmethod
     def now(cls, tz: datetime.tzinfo | None = None) -> FixedTime:
@@ -104,7 +104,7 @@ def main(folder: Path) -> None:
 
 
 def fix_machine(here: Path) -> None:
-    """Replace everything that differs between machines. Call this before trainkit is imported."""
+    """Replace what differs between machines; call before trainkit is imported."""
     bin_folder = here / "bin"
     for name, body in PROGRAMS.items():
         program = bin_folder / name
@@ -112,8 +112,7 @@ def fix_machine(here: Path) -> None:
         program.write_text(f"#!/bin/sh\n{body}\n")
         program.chmod(0o755)
     shutil.copytree(HERE / "slurm", bin_folder, dirs_exist_ok=True)
-    # the result does not depend on the installed packages
-    for name in ("accelerate", "deepspeed", "lightning"):
+    for name in ("accelerate", "deepspeed", "lightning"):  # installed or not
         (here / "packages" / name).mkdir(parents=True)
         (here / "packages" / name / "__init__.py").touch()
     sys.path.append(str(here / "packages"))
@@ -141,7 +140,7 @@ def fix_machine(here: Path) -> None:
 
 
 def unpack(project: Path) -> None:
-    """Create a project folder with all recorded runs in its runs/, as they were written."""
+    """Make a project folder with all recorded runs in its runs/, as they were written."""
     (project / "runs").mkdir(parents=True)
     write_text_file(project)
     for name in RUNS:
@@ -154,11 +153,11 @@ def write_text_file(project: Path) -> None:
 
 
 def unpack_run(source: Path, project: Path, host: str = HOST) -> Path:
-    """Create one recorded run in the runs/ of a project folder, as if it had been started on `host`.
+    """Make one recorded run in the runs/ of a project folder, as if it had been started on `host`.
 
-    JSON files are recorded with fewer line breaks than trainkit writes. left_out.json lists the files that
-    are not in git: empty folders, links, duplicates, texts that are stored as changes of the same file of
-    another run, and files whose size alone is recorded. This function fills the latter with zeros.
+    JSON files are recorded with fewer line breaks than trainkit writes. left_out.json describes what is
+    not in git: empty folders, links, second copies, texts as changes of the same file of another run, and
+    files of which only the size is recorded, filled with zeros here.
     """
     run = project / "runs" / source.name
     left_out = json.loads((source / "left_out.json").read_text())
@@ -196,7 +195,7 @@ def unpack_run(source: Path, project: Path, host: str = HOST) -> Path:
 
 
 def texts_of_runs(project: Path) -> dict[str, str]:
-    """Return the output of the commands that read runs, for every recorded run and for all together."""
+    """What the commands that read say of every recorded run, and of all of them."""
     unpack(project)
     known = Path(os.environ["XDG_STATE_HOME"]) / "trainkit" / "runs.jsonl"
     known.parent.mkdir(parents=True)
@@ -213,7 +212,7 @@ def texts_of_runs(project: Path) -> dict[str, str]:
 
 
 def texts_of_dry_runs(cases: Path) -> dict[str, str]:
-    """Return the output of a dry run for every config of dry_runs.yaml, each in a separate folder."""
+    """Return what would be submitted for every config of dry_runs.yaml, each in its own folder."""
     texts = {}
     for name, case in yaml.safe_load((HERE / "dry_runs.yaml").read_text()).items():
         project = cases / name
@@ -241,17 +240,13 @@ def texts_of_dry_runs(cases: Path) -> dict[str, str]:
 
 
 def lines_that_differ(whole: str, text: str) -> str:
-    """Return the differences from `WHOLE_DRY_RUN`, as ``diff -U0`` prints them, without line numbers."""
+    """Return what differs from `WHOLE_DRY_RUN`, as ``diff -U0`` prints it, without line numbers."""
     lines = difflib.unified_diff(whole.splitlines(), text.splitlines(), n=0, lineterm="")
     return "".join("@@\n" if line.startswith("@@") else f"{line}\n" for line in list(lines)[2:])
 
 
 def typed(line: str, project: Path) -> str:
-    """Return a command, its output and its exit code, without the names of this machine.
-
-    Short JSON values share lines.
-    """
-    from trainkit import __version__
+    """A command, its output and its exit code, without the names of this machine; JSON fills its lines."""
     from trainkit.cli.main import main as trainkit
     from trainkit.config.schema import default_values
 
@@ -266,9 +261,8 @@ def typed(line: str, project: Path) -> str:
     text, said = (_neutral(printed, project) for printed in (text, errors.getvalue()))
     if "--json" in line:  # after the names are replaced: where a line breaks depends on their lengths
         value = json.loads(text, parse_float=lambda number: float(f"{float(number):.{DIGITS}g}"))
-        if isinstance(value, dict) and isinstance(
-            value.get("config"), dict
-        ):  # a report omits keys with their default
+        if isinstance(value, dict) and isinstance(value.get("config"), dict):
+            # The config of a report: keys with their default values are left out.
             base = default_values()
             value["config"] = {
                 key: own for key, own in value["config"].items() if key not in base or base[key] != own
@@ -291,11 +285,10 @@ def _neutral(text: str, project: Path) -> str:
         (str(HERE.parents[1]), "@TRAINKIT@"),
         (f"trainkit {__version__}", "trainkit @VERSION@"),
     ):
-        shown = shown.replace(found, name)
-    shown = re.sub(r"(?<=trainkit:)[0-9a-f]{16}\b", "@TOKEN@", shown)  # a hash of the path of the run
-    # hashes of config.yaml and plan.json
-    shown = re.sub(r"\b[0-9a-f]{32}(:[0-9a-f]{32})?\b", "@HASH@", shown)
-    return re.sub(r"(@PYTHON@\s+-u)\s+-P\b", r"\1", shown)  # Python 3.10 does not have -P
+        text = text.replace(found, name)
+    text = re.sub(r"(?<=trainkit:)[0-9a-f]{16}\b", "@TOKEN@", text)  # a hash of the path of the run
+    text = re.sub(r"\b[0-9a-f]{32}(:[0-9a-f]{32})?\b", "@HASH@", text)  # of config.yaml and plan.json
+    return re.sub(r"(@PYTHON@\s+-u)\s+-P\b", r"\1", text)  # Python 3.10 does not have -P
 
 
 if __name__ == "__main__":

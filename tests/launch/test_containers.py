@@ -43,23 +43,30 @@ def test_nothing_is_wrong(tmp_path: Path) -> None:
     assert problems() == []
 
 
-def test_what_is_wrong(tmp_path: Path) -> None:
-    key = "launch.container"
-    assert problems(container_mounts=["/a"]) == [(f"{key}_mounts", "is set while launch.container is null")]
-    assert problems(container="--pwn") == [(key, "is '--pwn', which is an option, not an image")]
-    assert problems(container="image") == [(key, "is 'image', which apptainer and pyxis can both run")]
-    gone = f"{tmp_path}/gone.sif"
-    assert problems(container=gone) == [(key, f"is {gone!r}, but {gone} does not exist")]
-    no_path = "/a/${USER}.sif is not a path: trainkit does not evaluate ${…}"
-    assert problems(container="/a/${USER}.sif") == [(key, no_path)]
-    [(_, message)] = problems(container="gone.sif")
-    said(message)
-    [(where, message)] = problems("/a,b", container="docker://x")
-    assert (where, message) == (key, "needs '/a,b' mounted, but a mount cannot contain any of ,:\"")
-    for mount in ("data", "/a:", "/a:/b:ro:x", "/a,/b", ":/b"):
-        assert problems(container="docker://x", container_mounts=[mount]) == [
-            (f"{key}_mounts", f"has {mount!r}, which is not a mount")
-        ]
+@pytest.mark.parametrize(
+    "launch",
+    [
+        {"container_mounts": ["/a"]},
+        {"container": "--pwn"},
+        {"container": "image"},
+        {"container": "gone.sif"},
+        {"container": "/a/${USER}.sif"},
+        {"container": "docker://x", "cwd": "/a,b"},
+        *(
+            {"container": "docker://x", "container_mounts": [mount]}
+            for mount in ("data", "/a:", "/a:/b:ro:x", "/a,/b", ":/b")
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_wrong(launch: dict[str, Any]) -> None:
+    [(key, message)] = problems(**launch)
+    said(f"{key}: {message}")
+
+
+def test_an_image_that_is_gone(tmp_path: Path) -> None:
+    [(key, message)] = problems(container=f"{tmp_path}/gone.sif")
+    said(f"{key}: {message}")
 
 
 @pytest.mark.parametrize(

@@ -242,7 +242,7 @@ def test_megatron_refuses_a_flag_that_the_command_has(tmp_path: Path) -> None:
 
 UNUSED = [
     # Each case is a launcher, its command, the typed settings, and the settings without effect.
-    ("python", "x.py", ["seed=3"], "seed has no effect on a COMMAND or function, unless that reads it from"),
+    ("python", "x.py", ["seed=3"], "seed has no effect on a COMMAND or function that does not read it"),
     ("python", "x.py", ["train.steps=3", "model.preset=nano"], "model.preset, train.steps have no effect on"),
     (
         "python",

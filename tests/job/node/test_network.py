@@ -54,7 +54,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Host:
 
 def test_the_only_interface_is_that_of_nccl_too(host: Host) -> None:
     host.has("eth1")
-    environ, said = network_environ("auto", "other")
+    environ, line = network_environ("auto", "other")
     # NCCL takes names for prefixes. gloo compares whole names and has no prefix sign.
     assert environ == {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1"}
     said(line)
