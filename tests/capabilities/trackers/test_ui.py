@@ -227,13 +227,13 @@ def test_a_script_that_starts_later_is_added(
     monkeypatch.setattr(board, "steps_of", steps_of)
     append_jsonl(group.run(1).metrics_file, {"step": 5, "acc": 0.25})
     updates = {one: board._writer(one / "metrics.jsonl") for one in (unreadable, later)}
-    told = set[Path]()
-    board._update(updates, told)
+    warned = set[Path]()
+    board._update(updates, warned)
     assert not list(later.glob("events.*"))
     group.run(2).path.mkdir()
     append_jsonl(group.run(2).metrics_file, {"step": 1, "acc": 0.5})
     append_jsonl(group.run(1).metrics_file, {"step": 6, "acc": 0.25})
-    board._update(updates, told)
+    board._update(updates, warned)
     assert scalars_of(later, "acc") == [(1, 0.5)]
     said(capsys.readouterr().err)
 
