@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.programs import run_program
+from tests.support.said import said
 
 ROOT = Path(__file__).resolve().parents[1]
 # Replaces the Python of the machine and, copied by its `-m venv`, the Python of .venv.
@@ -106,7 +107,7 @@ def test_interrupted_install_is_not_taken_for_a_finished_one(checkout: Checkout)
         (checkout.folder / ".venv" / "half").touch()
         (checkout.fake / "no-network").unlink()
         done = checkout.make_venv("test")
-        assert done.stdout.startswith("the last install of .venv did not finish: creating it again\n")
+        said(done.stdout.splitlines()[0])
         assert (done.returncode, checkout.made_venv()) == (0, True)
         assert checkout.installs() == [".[tensorboard,watch,test]"]
         assert not (checkout.folder / ".venv" / "half").exists()
@@ -133,20 +134,14 @@ def test_missing_venv_module_is_installed_by_root_only(checkout: Checkout, tmp_p
     checkout.set(user="0")
     # Only the Python of the distribution gets the distribution's packages.
     done = checkout.make_venv()
-    assert (done.returncode, done.stderr) == (
-        2,
-        "error: python3 cannot create a virtual environment: its module ensurepip is missing\n\n"
-        "hint: use another Python: PYTHON=/usr/bin/python3 make demo\n",
-    )
+    assert done.returncode == 2
+    said(done.stderr)
     script = checkout.folder / ".ci/make-venv"
     script.write_text(script.read_text().replace("^(/usr)?/bin/", f"^{checkout.fake}/"))
     checkout.set(user="1000")
     done = checkout.make_venv()
-    assert (done.returncode, done.stderr) == (
-        2,
-        "error: python3 cannot create a virtual environment: python3.11-venv is missing\n\n"
-        "hint: run: sudo sh -c 'apt-get update && apt-get install -y python3.11-venv'\n",
-    )
+    assert done.returncode == 2
+    said(done.stderr)
     checkout.set(user="0")
     done = checkout.make_venv()
     assert done.returncode == 0, done.stderr
@@ -156,17 +151,11 @@ def test_missing_venv_module_is_installed_by_root_only(checkout: Checkout, tmp_p
 def test_python_that_is_too_old_or_not_there(checkout: Checkout) -> None:
     checkout.set(version="3.9")
     done = checkout.make_venv()
-    assert (done.returncode, done.stderr) == (
-        2,
-        "error: python3 is Python 3.9, but trainkit requires 3.10 or newer\n\n"
-        "hint: choose a newer one: PYTHON=/path/to/python3 make demo\n",
-    )
+    assert done.returncode == 2
+    said(done.stderr)
     done = checkout.make_venv(PYTHON="python9")
-    assert (done.returncode, done.stderr) == (
-        2,
-        "error: python9 was not found\n\n"
-        "hint: install Python 3.10 or newer, or choose one: PYTHON=/path/to/python3 make demo\n",
-    )
+    assert done.returncode == 2
+    said(done.stderr)
     assert not (checkout.folder / ".venv").exists()
 
 
@@ -176,11 +165,8 @@ def test_another_python_than_that_of_the_venv_is_refused(checkout: Checkout) -> 
     other.write_text("#!/bin/sh\necho 3.12\n")
     other.chmod(0o755)
     done = checkout.make_venv(PYTHON="python3.12")
-    assert (done.returncode, done.stderr) == (
-        2,
-        "error: PYTHON is python3.12, but .venv was created with Python 3.11\n\n"
-        "hint: remove it with `make clean`, then try again\n",
-    )
+    assert done.returncode == 2
+    said(done.stderr)
     assert checkout.make_venv(PYTHON="python3").returncode == 0
 
 
@@ -211,11 +197,8 @@ def test_a_folder_of_something_else_is_kept(checkout: Checkout) -> None:
     data.mkdir()
     (data / "mine").touch()
     done = checkout.make_venv("test", str(data), "constraints-oldest.txt")
-    assert (done.returncode, done.stderr) == (
-        2,
-        f"error: {data} exists and is not a virtual environment\n\n"
-        "hint: choose another folder: what is in it would be deleted\n",
-    )
+    assert done.returncode == 2
+    said(done.stderr)
     assert list(data.iterdir()) == [data / "mine"]
 
 

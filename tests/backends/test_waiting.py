@@ -51,12 +51,8 @@ def test_a_run_on_this_machine_waits_for_its_turn(tmp_path: Path, monkeypatch: p
     assert (probe(), said) == (True, [])
     log_event(run, 1, "submitted")
     assert (probe(), said) == (True, [])
-    log_event(run, 1, "waiting", reason="waits for 1 CPU core (0 free, in use by other)")
-    assert (probe(), probe(), said) == (
-        True,
-        True,
-        [f"{tmp_path} waits for 1 CPU core (0 free, in use by other)"],
-    )
+    log_event(run, 1, "waiting", reason="waits for a core")
+    assert (probe(), probe(), said) == (True, True, [f"{tmp_path} waits for a core"])
     log_event(run, 1, "waiting", reason="waits behind another")
     probe()
     assert said[1:] == [f"{tmp_path} waits behind another"]

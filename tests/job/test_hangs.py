@@ -57,14 +57,15 @@ def test_records_are_read_by_rank_and_damaged_ones_passed_over(attempt):
 def test_the_one_that_is_behind(attempt, late, phase):
     records = [record(rank) for rank in range(4)]
     records[2] = replace(records[2], **late, phase=phase)
-    assert to_json(hang_failure(attempt, PLAN, records)) == {
+    found = to_json(hang_failure(attempt, PLAN, records))
+    said(found.pop("message"))
+    assert found == {
         "rank": 2,
         "node_rank": 1,
         "host": "host1",
         "time": "2026-01-01T00:00:00.000Z",
         "step": late["step"],
         "type": "Hang",
-        "message": f"no progress for 312 s, in {phase}; a step usually takes 0.8 s",
         "exit_code": 70,
         "final": False,
     }
@@ -98,11 +99,7 @@ def test_the_flight_records_name_all_ranks_that_block_the_others(attempt):
     records = [record(0, beat=1), record(1), record(2), record(3)]
     verdict = hang_failure(attempt, PLAN, records)
     assert (verdict.rank, verdict.node_rank, verdict.host, verdict.step) == (2, 1, "host1", 41)
-    assert verdict.message == (
-        "ranks 2-3 have not called all_reduce [8] (collective 12 of all ranks), for which ranks 0-1 wait in"
-        " wait (control.py:61); rank 2 is in wait (control.py:61); rank 3 is in wait (control.py:61);"
-        " no progress for 312 s, in backward; a step usually takes 0.8 s"
-    )
+    said(verdict.message)
     assert suspect_host(verdict) == ("host1", "culprit")
     write_flights(attempt, {1: (11, "all_reduce", "completed")})
     assert hang_failure(attempt, PLAN, records).host is None, "they are on two hosts"
@@ -129,7 +126,7 @@ def test_a_rank_without_a_report_blocks_those_that_wait_for_it(attempt):
     write_flights(attempt, dict.fromkeys((0, 1, 3), (12, "all_reduce", "scheduled")))
     verdict = hang_failure(attempt, PLAN, [record(0), record(1), record(3)])
     assert (verdict.rank, verdict.host) == (2, "host1")
-    assert verdict.message.startswith("does not respond, and has not called all_reduce [8] (collective 12 of")
+    said(verdict.message)
 
 
 def test_after_a_timeout_the_rank_that_the_others_waited_for_failed_first(attempt):
@@ -142,8 +139,7 @@ def test_after_a_timeout_the_rank_that_the_others_waited_for_failed_first(attemp
     write_flights(attempt, dict.fromkeys((0, 1, 3), (12, "all_reduce", "scheduled")))
     verdict = find_first_failure(attempt, PLAN, observed)
     assert (verdict.rank, verdict.type) == (2, "Hang")
-    assert verdict.message.startswith("does not respond, and has not called all_reduce")
-    assert verdict.message.endswith("; then the collective timed out on rank 0")
+    said(verdict.message)
     write_flights(attempt, {2: (12, "all_reduce", "scheduled")})
     assert find_first_failure(attempt, PLAN, observed).rank == 0, "nobody is named"
 
@@ -169,10 +165,7 @@ def test_nobody_is_named_for_data_of_another_size(attempt):
 
 def test_ranks_that_cannot_connect_get_a_hint(attempt):
     verdict = hang_failure(attempt, PLAN, [record(rank, step=None, phase="connect") for rank in range(4)])
-    assert (
-        verdict.message
-        == "no progress for 312 s, in connect; a step usually takes 0.8 s; no rank is behind the others"
-    )
+    said(verdict.message)
     assert all(word in verdict.hint for word in ("trainkit doctor", "launch.network", "NCCL_DEBUG"))
     assert hang_failure(attempt, PLAN, [record(rank) for rank in range(4)]).hint is None
 
@@ -201,15 +194,13 @@ def test_a_rank_that_says_nothing_comes_before_one_that_is_behind(attempt):
     records = [record(0), record(1, beat=0, phase="data"), record(3)]
     verdict = hang_failure(attempt, PLAN, records)
     assert (verdict.rank, verdict.node_rank, verdict.host, verdict.step) == (2, 1, "host1", 41)
-    assert verdict.message.startswith(
-        "does not respond: its process is stopped or its host is lost; rank 1 has "
-    )
+    said(verdict.message)
 
 
 def test_the_host_of_a_node_that_says_nothing(attempt):
     write_json(attempt.rendezvous_file, {"hosts": ["host0", "far-away"]})
     verdict = hang_failure(attempt, PLAN, [record(0), record(1)])
     assert (verdict.rank, verdict.host) == (2, "far-away")
-    assert verdict.message.startswith("does not respond (nor does 1 other rank): its process is stopped ")
+    said(verdict.message)
     attempt.rendezvous_file.write_text("{}")
     assert hang_failure(attempt, PLAN, [record(0), record(1)]).host is None

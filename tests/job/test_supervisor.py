@@ -102,7 +102,7 @@ def test_the_code_is_that_of_what_began_it(run: RunDir, slurm: Slurm) -> None:
     code, end = step(run, "raise SystemExit(137)", write)
     assert code == 5
     assert end["verdict"]["rank"] == 3
-    assert end["reason"].endswith("it would fail again in the same way")
+    said(end["reason"])
 
 
 @pytest.mark.parametrize(
@@ -282,10 +282,8 @@ def test_a_superseded_command_that_exits_with_0_leaves_the_run(
     live = Attempt(run.attempt(1))
     live.observed = watch.observed
     decision = supervisor.Supervisor(given)._run_attempt(live)
-    assert (decision.action, decision.reason) == (
-        "stopped",
-        "superseded: attempt 2 in job 8 has taken the run over",
-    )
+    assert decision.action == "stopped"
+    said(decision.reason)
 
 
 def watch_of(

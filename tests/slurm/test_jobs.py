@@ -147,16 +147,16 @@ def test_each_cluster_is_asked_about_its_own_jobs(fake: FakeSlurm) -> None:
 
 
 def test_a_cluster_that_cannot_be_reached(fake: FakeSlurm) -> None:
-    """Slurm 22.05 prints this error. The other cluster is queried once, and this one for five seconds."""
-    said = (
+    """As 22.05 says it. It is asked once, this cluster for five seconds."""
+    printed = (
         "squeue: error: No cluster 'east' known by database.\nsqueue: error: 'east' can't be reached now, or "
         "it is an invalid entry for --cluster.  Use 'sacctmgr list clusters' to see available clusters."
     )
-    (fake.folder / "said").write_text(said)
-    fake.add("squeue", "/bin/cat $here/said >&2; exit 1")
+    (fake.folder / "printed").write_text(printed)
+    fake.add("squeue", "/bin/cat $here/printed >&2; exit 1")
     with pytest.raises(SlurmUnreachable, match="No cluster 'east' known by database") as caught:
         query_jobs(["7;east"])
-    assert caught.value.hint.startswith("the cluster is down, or missing in `sacctmgr show clusters`")
+    said(caught.value.hint)
     assert not caught.value.may_have_arrived
     assert fake.programs == ["squeue"]
 
@@ -222,39 +222,30 @@ def test_tasks_of_which_only_the_array_has_a_record(fake: FakeSlurm, parent: str
 def test_jobs_in_a_state_that_says_nothing(fake: FakeSlurm) -> None:
     prints(fake, "squeue", queue_line(5, state="REVOKED") + queue_line(6, state="NEW_IN_2030"))
     prints(fake, "sacct", accounting_line("7", "REVOKED by 0") + accounting_line("8", "RUNNING"))
-    moved = "another cluster of its federation has taken it: `squeue --federation` shows which"
     jobs = query_jobs(["5", "6", "7", "8"])
     assert {job.state for job in jobs.values()} == {JobState.UNKNOWN}
-    assert [job.sentence for job in jobs.values()] == [
-        moved,
-        "squeue reports the unknown state NEW_IN_2030",
-        moved,
-        "squeue no longer lists it, but accounting still reports RUNNING",
-    ]
+    said("\n".join(job.sentence for job in jobs.values()))
 
 
 INVALID = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
 
 
 @pytest.mark.parametrize(
-    ("sacct", "why"),
+    "sacct",
     [
-        (None, "`sacct` is not on PATH"),
-        ("echo 'Slurm accounting storage is disabled' >&2; exit 1", "accounting storage is disabled"),
-        (
-            "echo 'sacct: error: Sending PersistInit msg: Connection refused' >&2; exit 1",
-            "Connection refused",
-        ),
+        None,
+        "echo 'Slurm accounting storage is disabled' >&2; exit 1",
+        "echo 'sacct: error: Sending PersistInit msg: Connection refused' >&2; exit 1",
     ],
+    ids=["none", "disabled", "refused"],
 )
-def test_without_accounting_a_forgotten_job_is_unknown(fake: FakeSlurm, sacct: str | None, why: str) -> None:
+def test_without_accounting_a_forgotten_job_is_unknown(fake: FakeSlurm, sacct: str | None) -> None:
     fake.add("squeue", INVALID)
     if sacct is not None:
         fake.add("sacct", sacct)
     job = query_jobs(["7"])["7"]
     assert (job.state, job.state.is_terminal) == (JobState.UNKNOWN, False)
-    assert job.sentence.startswith("squeue no longer lists it, and accounting does not answer")
-    assert why in job.sentence
+    said(job.sentence)
 
 
 def test_accounting_that_lags_is_not_believed(fake: FakeSlurm) -> None:

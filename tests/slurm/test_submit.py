@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.fake_slurm import FakeSlurm
+from tests.support.said import said
 from trainkit.slurm import submit
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 from trainkit.slurm.submit import find_by_token, parse_start_estimate, query_start, submit_script
@@ -161,12 +162,12 @@ def test_a_refusal_is_final(fake: FakeSlurm, script: Path) -> None:
 def test_answer_lost_and_the_job_is_there(fake: FakeSlurm, script: Path) -> None:
     fake.add("sbatch", LOST)
     fake.add("squeue", f"{LISTING} 8 1700000000 other /x; {LISTING} 9 $(/bin/date +%s) 'of mine {MARK}' /y")
-    said: list[str] = []
-    found = submit_script(script, token=MARK, cwd=script.parent, notify=said.append)
+    notices: list[str] = []
+    found = submit_script(script, token=MARK, cwd=script.parent, notify=notices.append)
     assert found == "9"
     assert fake.programs == ["sbatch", "squeue"]
-    assert len(said) == 1
-    assert said[0].endswith("checking whether the job was accepted")
+    [notice] = notices
+    said(notice)
 
 
 def test_answer_lost_and_denied_for_long_enough(fake: FakeSlurm, script: Path) -> None:

@@ -15,6 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.support.disks import fill, small_disk
 from tests.support.models import ALONE
+from tests.support.said import said
 from trainkit.run.files import read_jsonl
 from trainkit.run.rundir import RunDir
 from trainkit.trainer import metrics
@@ -245,8 +246,7 @@ def test_without_tensorboard_one_line_says_so(
         log.close()
     [line] = caplog.records
     assert line.levelname == "INFO"
-    assert line.getMessage().startswith("cannot write TensorBoard files: ")
-    assert "`pip install 'tensorboard>=2.16'`" in line.getMessage()
+    said(line.getMessage())
     assert not (tmp_path / "tensorboard").exists()
 
 

@@ -103,7 +103,8 @@ def test_an_end_before_the_supervisor_is_recorded_and_requeued(
 ) -> None:
     done = script.bash(body)
     assert done.returncode == code
-    assert f"trainkit: ended on n1 with exit code {code} before the supervisor began" in done.stderr
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("trainkit: ended on ")]
+    said(line)
     [start] = script.failed()
     assert (start.job_id, start.host, start.exit_code, start.how) == ("7", "n1", code, how)
     assert script.calls[0].startswith("sbatch --test-only --exclude=n1 ")
@@ -137,7 +138,8 @@ def test_what_is_no_failed_start_is_not_requeued(
 def test_a_node_that_slurm_cannot_do_without_is_not_tried_again(script: Script) -> None:
     (script.folder / "refuse-sbatch").touch()
     done = script.bash("exit 2")
-    assert (done.returncode, "not started again without n1: " in done.stderr) == (2, True)
+    assert done.returncode == 2
+    said(done.stderr)
     assert [call.partition(" ")[0] for call in script.calls] == ["sbatch"]
 
 

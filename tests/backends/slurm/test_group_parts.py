@@ -14,6 +14,7 @@ from unittest.mock import Mock
 import pytest
 
 from tests.support.groups import make_group
+from tests.support.said import said
 from trainkit.backends.slurm import group_parts
 from trainkit.backends.slurm.group_parts import next_chunk, recover_parts, submit_parts
 from trainkit.errors import TrainkitError, UsageError
@@ -147,18 +148,19 @@ def test_the_run_of_a_point_in_a_later_array(tmp_path: Path, connect: Any) -> No
 
 
 def test_a_refusal_of_another_kind(tmp_path: Path, connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new group fails with the error. A partly submitted group is kept, and a warning reports the error."""
-    slurm, group, said = connect(Slurm(2, 9)), group_of(tmp_path, 4), []
+    """A new group has it; what is submitted of another is kept, and a notice says it."""
+    slurm, group, notices = connect(Slurm(2, 9)), group_of(tmp_path, 4), []
     refuse = Mock(side_effect=SlurmRefused("Invalid qos", stderr="sbatch: error: Invalid qos specification"))
     monkeypatch.setattr(group_parts, "submit_script", refuse)
     with pytest.raises(SlurmRefused):
-        submit_parts(group, said.append)
+        submit_parts(group, notices.append)
     assert group.record.parts == []
     connect(slurm).room = 1
-    assert submit_parts(group, said.append) == 1
+    assert submit_parts(group, notices.append) == 1
     monkeypatch.setattr(group_parts, "submit_script", refuse)
-    assert submit_parts(group, said.append) == 0
-    assert said == [f"3 runs of {group.path} not submitted yet: Invalid qos"]
+    assert submit_parts(group, notices.append) == 0
+    [notice] = notices
+    said(notice)
 
 
 def test_no_room_for_the_first_job(tmp_path: Path, connect: Any) -> None:

@@ -179,4 +179,4 @@ def test_a_full_disk_at_the_end_of_a_job(
     monkeypatch.setattr("trainkit.backends.slurm.allocation.excluded", lambda cluster, run: {})
     plan = LaunchPlan.from_dict(read_json(run.plan_file))
     done = SlurmAllocation(run, "7", []).release(Attempt(run.attempt(1), plan), decision)
-    assert done.reason.startswith(f"saved; not started again: {run.path} cannot be written")
+    said(done.reason)

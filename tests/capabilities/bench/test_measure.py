@@ -75,7 +75,7 @@ def test_exposed_communication_is_the_mean_of_the_ranks_in_the_last_two_steps(be
     assert missing == ""
     assert row["exposed_comm_s"] == pytest.approx((0.2 / 2 + 0.4 / 2) / 2)
     _, missing = row_of(replace(bench, device="cuda"), item, "finished", "")
-    assert missing.endswith("rank-0000.json has no kernels: the counters of this GPU may not be read")
+    said(missing)
     next(run.path.glob("**/rank-0001.json")).unlink()
     row, missing = row_of(bench, item, "finished", "")
     assert row["exposed_comm_s"] is None

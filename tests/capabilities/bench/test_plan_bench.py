@@ -162,14 +162,12 @@ def test_sequences_are_split_when_they_are_long_or_the_config_does_it(tmp_path: 
 def test_what_is_not_possible_has_a_reason(tmp_path: Path) -> None:
     found = planned(tmp_path, 4, (), "model.num_layers=2", "model.num_kv_heads=2")
     assert "tp=4" not in names(found)
-    assert found.impossible == {
-        "tp=4": "parallel.tp is 4, which does not divide model.num_kv_heads 2",
-        "pp=4": "parallel.pp is 4, which needs 4 stages, but the model has 2 layers",
-    }
+    assert found.impossible.keys() == {"tp=4", "pp=4"}
+    for name in ("tp=4", "pp=4"):
+        said(found.impossible[name])
     three = planned(tmp_path, 3)
     assert names(three) == ["pp=3"]
-    why = "train.global_batch_size is 16, which is not a multiple of 3 data-parallel processes"
-    assert three.impossible["dp_shard=3"] == why
+    said(three.impossible["dp_shard=3"])
 
 
 def test_the_samples_of_a_step_are_the_same_on_every_layout(tmp_path: Path) -> None:
@@ -182,22 +180,22 @@ def test_the_samples_of_a_step_are_the_same_on_every_layout(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("text", "ranks", "settings", "batch", "note"),
+    ("text", "ranks", "settings", "batch"),
     [
-        ("dp_shard=8", 8, (), (2, None), "train.device_batch_size is 2 instead of 4"),
-        ("tp=2", 2, ("train.device_batch_size=7",), (4, None), "train.device_batch_size is 4 instead of 7"),
-        ("pp=2", 2, ("parallel.pp_microbatches=3",), (4, 2), "parallel.pp_microbatches is 2 instead of 3"),
+        ("dp_shard=8", 8, (), (2, None)),
+        ("tp=2", 2, ("train.device_batch_size=7",), (4, None)),
+        ("pp=2", 2, ("parallel.pp_microbatches=3",), (4, 2)),
         # the microbatches of a whole step fill the pipeline
-        ("pp=8", 8, ("parallel.pp_microbatches=2",), (4, 2), ""),
-        ("pp=2,pp_microbatches=4", 2, (), (4, 4), ""),
+        ("pp=8", 8, ("parallel.pp_microbatches=2",), (4, 2)),
+        ("pp=2,pp_microbatches=4", 2, (), (4, 4)),
     ],
 )
 def test_the_batch_is_adapted_to_the_layout(
-    text: str, ranks: int, settings: tuple[str, ...], batch: tuple[int, int | None], note: str, tmp_path: Path
+    text: str, ranks: int, settings: tuple[str, ...], batch: tuple[int, int | None], tmp_path: Path
 ) -> None:
     trial = asked(tmp_path, text, ranks, *settings)
     assert (trial.plan.batch.device_batch_size, trial.plan.batch.pp_microbatches) == batch
-    assert trial.notes == ((f"{note} to fit this layout",) if note else ())
+    said("\n".join(trial.notes))
 
 
 def test_what_is_left_out_is_what_a_config_would_take(tmp_path: Path) -> None:

@@ -86,17 +86,17 @@ def test_the_advice_has_the_values_of_the_run(tmp_path: Path) -> None:
     resume = f"`trainkit resume {tmp_path} --set train.device_batch_size=8`"
     assert found.advice[0] == f"{change}: {resume}"
     _, found = diagnosis_of("nccl-timeout", tmp_path / "timeout")
-    assert found.cause.endswith("rank 6 reported no time-out: the other ranks waited there")
-    assert found.advice[0].endswith("--rank 6` shows what rank 6 did instead")
+    said(found.cause)
+    said(found.advice[0])
     _, found = diagnosis_of("rank-late", tmp_path / "late")
     said(found.cause)
-    assert any("--rank 1` shows what rank 1 did instead" in item for item in found.advice)
+    said("\n".join(found.advice))
 
 
 def test_a_hang_says_which_ranks_wait(tmp_path: Path) -> None:
     _, found = diagnosis_of("hang", tmp_path)
-    assert found.cause.startswith(f"rank 1 on {HOST} blocks the others: does not respond")
-    assert "ranks that wait for it: rank 0" in found.advice
+    said(found.cause)
+    said("\n".join(found.advice))
     assert any(item.file.startswith("attempts/001/hangs/") for item in found.evidence)
 
 
@@ -192,11 +192,9 @@ def test_an_exception_comes_before_a_loss_that_was_nan(tmp_path: Path) -> None:
     write_json(run.attempt(1).plan_file, {"command": ["python", "train.py"]})
     append_jsonl(run.metrics_file, {"step": 310, "attempt": 1, "loss": None})
     found = newest(run)
-    assert (found.name, found.cause) == (
-        "exception",
-        f"rank 0 on {HOST} raised an exception: ValueError: boom",
-    )
-    assert "the run has diverged since step 310, which may be the cause" in found.advice
+    assert found.name == "exception"
+    said(found.cause)
+    said("\n".join(found.advice))
     assert found.evidence[-1].file == "metrics.jsonl"
 
 
@@ -210,18 +208,19 @@ def test_a_loop_by_hand_is_started_again_by_its_own_command(tmp_path: Path) -> N
     write_json(run.plan_file, {"command": ["torchrun", "train.py"]})
     status = read_status(RunHistory(run), read_job(run), False, datetime.now(timezone.utc))
     assert status.verdict.rank == 0
-    assert status.warnings == ["the program exited without recording how the attempt ended"]
+    [warning] = status.warnings
+    said(warning)
     write_json(
         run.attempt(1).plan_file, {"command": ["torchrun", "train.py"], "num_nodes": 1, "workers_per_node": 2}
     )
     found = newest(run)
     assert (found.name, found.rank) == ("network", 1)
-    assert found.cause.startswith("rank 1 left no record, as if the process was killed")
-    assert found.advice[0] == "`torchrun train.py` resumes from the newest checkpoint, if there is one"
+    said(found.cause)
+    said(found.advice[0])
     run.attempt(1).rank_error(0).unlink()
     found = newest(run)
-    assert found.cause.endswith("the program was killed or its host went down: it recorded no end")
-    assert found.advice == ["`torchrun train.py` starts again: there is no checkpoint"]
+    said(found.cause)
+    said("\n".join(found.advice))
 
 
 def test_an_error_long_before_the_end_was_handled(tmp_path: Path) -> None:
@@ -428,16 +427,15 @@ def test_a_node_that_is_drained(run: RunDir) -> None:
 
 def test_a_save_that_the_end_cut_off(run: RunDir) -> None:
     add_events(run, ("01", "checkpoint_begin", {"step": 40}), ("02", "checkpoint_commit", {"step": 40}))
-    assert newest(run).advice == [f"`trainkit resume {run.path}` starts again: there is no checkpoint"]
+    said("\n".join(newest(run).advice))
     add_events(run, ("03", "checkpoint_begin", {"step": 50}))
     found = newest(run)
     assert (found.name, found.confidence) == (None, "unknown")
-    assert found.advice[0] == "step 50 was being saved, since 00:00:03 UTC"
+    said(found.advice[0])
     assert [item.line for item in found.events] == [2, 3], "a completed save is one line"
     write_json(run.attempt(1).end_file, {"state": "stopped", "cause": "preempted", "time": TEN})
-    unsaved = "the save of step 50 began at 00:00:03 UTC and was not completed: "
     (run.attempt(1).config_file).write_text("name: x\nrequeue: {grace_s: 20}\n")
-    assert f"{unsaved}raise requeue.grace_s (now 20 s) if it needs more time" in newest(run).advice
+    said("\n".join(newest(run).advice))
     # the checkpoint is published, and its event would have followed a moment later
     run.checkpoint_dir(50).mkdir(parents=True)
     assert not any("was not completed" in item for item in newest(run).advice)
@@ -472,8 +470,6 @@ def test_a_slow_rank_is_named_with_the_time_limit(run: RunDir) -> None:
     write_json(run.attempt(1).rendezvous_file, {"hosts": ["n1", "n2"]})
     write_json(run.attempt(1).end_file, {"state": "stopped", "cause": "timeout", "time": TEN})
     add_events(run, *(("01", "checkpoint_commit", {"step": step}) for step in range(500)))
-    line = "rank 3 on n2 was slow since step 7 (compute): 200 ms a step, the other ranks 100 ms; "
-    assert any(item.startswith(f"{line}`trainkit doctor --nodes 2`") for item in newest(run).advice)
-    assert any(item.endswith("excludes n2 at the next restart") for item in newest(run).advice)
+    said("\n".join(newest(run).advice))
     add_events(run, ("02", "slow_rank_over", {"rank": 3, "host": "n2"}))
     assert not any("slow" in item for item in newest(run).advice)

@@ -33,10 +33,8 @@ def test_environment_of_the_config_is_checked(
     assert found["Python"][0] == "failure"
     assert found["Python"][1].endswith("has no trainkit")
     found = report(capsys, "--set", "launch.venv=/nonexistent", code=1)
-    assert found["environment"] == (
-        "failure",
-        "launch.venv is '/nonexistent', and there is no /nonexistent/bin/python",
-    )
+    assert found["environment"][0] == "failure"
+    said(found["environment"][1])
     said(found["Python"][1])
 
 

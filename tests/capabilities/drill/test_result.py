@@ -117,7 +117,7 @@ def test_another_curve():
     ended = replace(ended, steps=[*ended.steps[:-1], point(30, "0.5", 120, 2)])
     result = judged("signal", record(), ended)
     assert (result.state, result.curve) == ("failed", "differs")
-    assert result.message == f"loss 0.5 at step 30 instead of {1 / 30}"
+    said(result.message)
 
 
 PASSED = Result("signal", "passed", "", "SIGUSR2", 12, 3.04, "requeue", 0, "equal")
@@ -126,14 +126,7 @@ SKIPPED = Result("requeue", "skipped", "there is no Slurm")
 
 
 def test_the_table():
-    assert result_table([PASSED, FAILED, SKIPPED]).splitlines() == [
-        "SCENARIO  ACTION             AT STEP  RESUMED AFTER    RECOMPUTED  LOSSES   RESULT",
-        "signal    SIGUSR2            12       3.0 s (requeue)  0 steps     equal    passed",
-        "rank      SIGKILL of rank 1  20       3.4 s (resume)   1 step      differs  FAILED",
-        "requeue   -                  -        -                -           -        skipped",
-        "rank: step 4 is missing",
-        "requeue: there is no Slurm",
-    ]
+    said(result_table([PASSED, FAILED, SKIPPED]))
 
 
 def test_the_whole():

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.runs import make_attempt
+from tests.support.said import said
 from trainkit.capabilities.growth import GrowthPlan, growth_watch
 from trainkit.capabilities.growth.growth_watch import ASK_EVERY_S, GrowthWatch, decide_growth, vain_growths
 from trainkit.cluster.machine import Machine
@@ -127,7 +128,9 @@ def test_slurm_is_asked_every_half_hour_about_the_nodes_that_the_run_lacks(playe
     grows = "grows to 4 nodes: 4 nodes are free: 5h00m instead of 10h00m to go, and 3m02s for the restart"
     assert played.after(4) == PlannedStop("grow", grows)
     assert len(played.asked) == 4
-    assert played.decisions() == [(None, "does not grow: 4 nodes would be free in 59m59s"), (4, grows)]
+    (size, reason), last = played.decisions()
+    assert (size, last) == (None, (4, grows))
+    said(reason)
 
 
 @pytest.mark.parametrize("error", [TrainkitError("Slurm is away"), SlurmRefused("no such partition")])
@@ -135,14 +138,18 @@ def test_a_slurm_that_names_no_time_changes_nothing(played: Played, error: Excep
     played.trains(HOUR, 100, 1100)
     played.waits = {6: error, 2: error}
     assert played.after(ASK_EVERY_S + 1) is None
-    assert played.decisions() == [(None, "does not grow: Slurm gives no start time for more nodes")]
+    [(size, reason)] = played.decisions()
+    assert size is None
+    said(reason)
 
 
 def test_without_a_step_a_size_or_a_restart_left_nobody_asks(
     tmp_path: Path, played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert played.after(ASK_EVERY_S + 1) is None
-    assert played.decisions() == [(None, "does not grow: the remaining time is unknown")]
+    [(size, reason)] = played.decisions()
+    assert size is None
+    said(reason)
     most = replace(played.plan, num_nodes=8, sizes={"2": {}, "4": {}})
     played.watch = GrowthWatch(played.attempt, most, ["a"], num_good=1)
     assert played.after(ASK_EVERY_S + 1) is None

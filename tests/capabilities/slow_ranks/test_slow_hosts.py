@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.runs import make_attempt
+from tests.support.said import said
 from trainkit.capabilities.slow_ranks import slow_hosts
 from trainkit.capabilities.slow_ranks.policy import SlowRanksPlan
 from trainkit.capabilities.slow_ranks.slow_hosts import SlowHostWatch
@@ -47,9 +48,10 @@ def test_a_rank_that_stays_slow_makes_its_host_be_left(spare: Played) -> None:
     spare.event("slow_rank", 5, "b")
     assert spare.after(10) is None
     assert spare.after(299) is None
-    assert spare.after(2) == PlannedStop(
-        "slow_host", "restarts without b: rank 5 slow since step 1200 (compute)", "b"
-    )
+    stop = spare.after(2)
+    assert stop is not None
+    assert stop == PlannedStop("slow_host", stop.why, "b")
+    said(stop.why)
 
 
 def test_a_rank_that_recovers_a_slow_run_and_other_attempts_do_not_count(spare: Played) -> None:

@@ -279,10 +279,8 @@ def test_an_optimizer_without_a_turn_in_the_first_step() -> None:
         CODE.replace(LOSS, LOSS + step), "optimizer.state_dtype=bf16", "optimizer.betas=[0.9,0.95]"
     )
     [problem] = Smoke(both).problems()
-    assert (problem.key, problem.hint) == (
-        "optimizer.state_dtype",
-        "remove optimizer.state_dtype, or remove optimizers()",
-    )
+    assert problem.key == "optimizer.state_dtype"
+    said(problem.hint)
     unused = step.replace("model[0](batch[0])", "(model[0].weight * 2)")
     [problem] = Smoke(config_of(CODE.replace(LOSS, LOSS + unused))).problems()
     said(problem.message)
@@ -428,8 +426,5 @@ def test_an_optimizer_of_the_config_is_refused_at_submit_for_a_task_with_its_own
     Path("run.yaml").write_text("name: t\ndevice: cpu\ntask: mine.py:Mine\ntrain: {steps: 2}\n")
     assert main(["check", "run.yaml"]) == 0
     assert main(["check", "run.yaml", "--set", setting]) == 2
-    key, _, value = setting.partition("=")
-    assert (
-        f"--set {setting}: {key}: is {value}, but Mine defines its own optimizers" in capsys.readouterr().err
-    )
+    said(capsys.readouterr().err)
     assert main(["check", "run.yaml", "--set", setting, "--set", "launch.setup=[cd .]"]) == 0

@@ -227,7 +227,7 @@ def test_first_rows_of_big_tables_are_checked(data_config, write, form, monkeypa
     monkeypatch.setattr("trainkit.capabilities.texts.checks._READ_IN_FULL", 10)
     source = str(write(form, ["x", None, *["hello world"] * 50]))
     (found,) = inspect_data(data_config(source=source)).problems
-    assert ':2: column "text" (data.text_key) is null' in found[1]
+    said(found[1])
     (found,) = inspect_data(data_config(source=source, text_key="body")).problems
     assert 'no column "body"' in found[1]
 
@@ -262,7 +262,9 @@ def test_validate_a_saved_dataset(tmp_path, write):
 def test_validate_names_a_missing_column_and_a_damaged_file(tmp_path, write):
     source = write("parquet", ["a"])
     _, problems = validated(source, key="body")
-    assert problems == [(None, 'no column "body" (data.text_key); the columns are: id, text, url')]
+    [(line, message)] = problems
+    assert line is None
+    said(message)
     source.write_bytes(source.read_bytes()[:-5])
     _, [(line, message)] = validated(source)
     assert line is None

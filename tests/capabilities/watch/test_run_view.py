@@ -8,6 +8,7 @@ import pytest
 from rich.cells import cell_len
 
 from tests.support import watched_runs
+from tests.support.said import said
 from tests.support.watched_runs import NOW, Watched, ago, running_job
 from trainkit.capabilities.watch.run_view import RunView, event_text, read_view
 from trainkit.capabilities.watch.screen import joined
@@ -42,7 +43,7 @@ def test_what_is_unknown_is_none(tmp_path: Path) -> None:
     made = Watched(tmp_path / "run").job(20)
     view = view_of(made.run)
     assert view.status.state == "starting"
-    assert view.sentence == "Starting: no step is done yet."
+    said(view.sentence)
     for name in ("progress", "eta_s", "grad_norm", "lr", "mfu", "median_tokens_per_s", "step_p50_s"):
         assert getattr(view, name) is None, name
     assert (view.steps_at_risk, view.hours_at_risk, view.nodes, view.notices) == (None, None, [], [])
@@ -58,7 +59,7 @@ def test_a_slow_rank_shows_without_samples_of_its_node(tmp_path: Path) -> None:
     made.event(1, "slow_rank_over", rank=7, host="node002", step=10, **slow)
     view = view_of(made.run)
     assert view.nodes == []
-    assert view.notices[0].text.startswith("rank 7 on node002 was slow from step 5 (data)")
+    said(view.notices[0].text)
 
 
 def test_damaged_samples_and_ends_show_as_unknown(tmp_path: Path) -> None:
@@ -211,4 +212,4 @@ def test_resampled_is_the_mean_of_equal_ranges() -> None:
 
 def test_a_save_that_failed_says_why() -> None:
     event = {"event": "checkpoint_failed", "step": 5, "error": "No space left on device"}
-    assert event_text(Event(event)) == "checkpoint of step 5 failed: No space left on device"
+    said(event_text(Event(event)))

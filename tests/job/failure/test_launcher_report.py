@@ -10,6 +10,7 @@ import yaml
 
 from tests.support.broken_runs import FOLDER
 from tests.support.programs import wait_for
+from tests.support.said import said
 from trainkit.job.failure.launcher_report import LaunchedRanks, RankExit, first_exit
 from trainkit.job.failure.records import first_rank_failure, killed_rank, record_silent_death
 from trainkit.run.files import read_json
@@ -91,7 +92,8 @@ def test_a_rank_that_ended_without_an_exception(attempt: AttemptDir) -> None:
     attempt.rank_log(0).write_text(quiet.replace("exitcode  : 1", "exitcode  : 3"))
     record_silent_death(attempt, 0, 0, 1)
     found = first_rank_failure(attempt)
-    assert (found.rank, found.type, found.message) == (2, "exit", "ended with exit code 3")
+    assert (found.rank, found.type) == (2, "exit")
+    said(found.message)
 
 
 def test_an_exit_code_of_the_program_says_more_than_an_old_report(attempt: AttemptDir) -> None:

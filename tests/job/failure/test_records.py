@@ -208,7 +208,8 @@ def test_out_of_memory(attempt):
     attempt.rank_log(0).write_text(TRACEBACK)
     record_silent_death(attempt, 0, 0, 137, out_of_memory=True)
     value = read_json(attempt.rank_error(0))
-    assert (value["type"], value["message"]) == ("OutOfMemory", "killed by SIGKILL: out of memory")
+    assert value["type"] == "OutOfMemory"
+    said(value["message"])
     said(value["hint"])
     # Outside of a job, the key resources.mem has no effect.
     record_silent_death(attempt, 1, 0, 137, out_of_memory=True, is_job=False)
