@@ -4,7 +4,7 @@ import gc
 import itertools
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -66,6 +66,13 @@ def home_of_its_own(
     # Commands run in this process, and some of them set a variable, such as `--no-color`.
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    """Check that a test which passed has said every sentence of its table."""
+    yield
+    said.end(item)
 
 
 def _move_in(home: Path, patch: pytest.MonkeyPatch) -> None:

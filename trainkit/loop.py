@@ -79,7 +79,7 @@ from trainkit.trainer.distributed import (
     record_event,
     select_device,
 )
-from trainkit.trainer.metrics import TensorBoardLog, write_pending
+from trainkit.trainer.metrics import TensorBoardLog, logs_written, write_pending
 from trainkit.trainer.progress import Progress, RankInfo, Watchdog
 from trainkit.trainer.stateless_random import stable_key
 
@@ -420,7 +420,7 @@ class Attached:
                 "progress": {"step": step},
                 "state": values,
             }
-            wait_for_logs = self._recorder.written()
+            wait_for_logs = logs_written(self._recorder, self._board)
             self._saver.save(SaveRequest(step, record, False, reason, wait_for_logs), blocking)
             # The next step may change the tensors at once.
             self._saver.wait_until_staged()

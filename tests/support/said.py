@@ -1,6 +1,6 @@
 """Compares the messages of trainkit in the tests of a folder with the table ``said.txt`` in the folder.
 
-``REWRITE_SAID=1 python -m pytest FILES`` writes the messages of these test files again. Review the diff.
+``REWRITE_SAID=1 python -m pytest FILES`` writes the sentences of the tests that pass again: review the diff.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import difflib
 import os
 import re
 import sys
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -20,14 +21,14 @@ NAME = "said.txt"
 HEAD = "== "
 
 _current: list[pytest.Item] = []
-_numbers: dict[str, int] = {}
-_rewritten: dict[Path, dict[str, str]] = {}
+_sentences: list[str] = []
+_rewritten: dict[Path, dict[str, list[str]]] = {}
 
 
 def begin(test: pytest.Item) -> None:
     """Start the messages of a test."""
     _current[:] = [test]
-    _numbers.pop(_key(test), None)
+    _sentences.clear()
 
 
 def said(text: object) -> None:
@@ -37,24 +38,49 @@ def said(text: object) -> None:
     """
     test = _current[0]
     assert isinstance(text, str), f"no text: {text!r}"
-    key, table = _key(test), test.path.parent / NAME
-    number = _numbers[key] = _numbers.get(key, 0) + 1
-    name, found = key if number == 1 else f"{key} {number}", _neutral(text, test)
+    found = _neutral(text, test)
+    assert not re.search(rf"^{HEAD}", found, re.MULTILINE), (
+        f"a line looks like the head of a sentence: {text!r}"
+    )
+    _sentences.append(found)
     if os.environ.get("REWRITE_SAID"):
-        if not _rewritten:
-            atexit.register(_write)
-        _rewritten.setdefault(table, {})[name] = found
         return
-    expected = _table(table).get(name)
+    table = test.path.parent / NAME
+    name = list(_named(key_of(test), _sentences))[-1]
+    expected = read_table(table).get(name)
     assert expected is not None, f"{table} has no {name!r}; REWRITE_SAID=1 writes it"
     if found != expected:
         difference = "\n".join(difflib.ndiff(expected.splitlines(), found.splitlines()))
         raise AssertionError(f"{name} of {table} differs (-: the table):\n{difference}")
 
 
-def _key(test: pytest.Item) -> str:
-    name = re.sub(r"@[\w-]+$", "", test.name)  # this suffix is the name of an xdist group
+def end(test: pytest.Item) -> None:
+    """End with the sentences of a test that passed; raises AssertionError if the table has more of them."""
+    key, table = key_of(test), test.path.parent / NAME
+    if os.environ.get("REWRITE_SAID"):
+        assert "PYTEST_XDIST_WORKER" not in os.environ, "REWRITE_SAID needs one process: leave out -n"
+        if not _rewritten:
+            atexit.register(_write)
+        _rewritten.setdefault(table, {})[key] = [*_sentences]
+        return
+    unsaid = [name for name in read_table(table) if test_of(name) == key][len(_sentences) :]
+    assert not unsaid, f"{table} has {unsaid[0]!r}, which the test did not say; REWRITE_SAID=1 removes it"
+
+
+def key_of(test: pytest.Item) -> str:
+    """Return FILE::TEST or FILE::CLASS::TEST."""
+    name = re.sub(r"@[\w-]+$", "", test.nodeid.partition("::")[2])  # of an xdist group
     return f"{test.path.name}::{name}"
+
+
+def test_of(name: str) -> str:
+    """Return the key of the test that says a sentence."""
+    return re.sub(r"(?<=[\w\]]) \d+$", "", name)
+
+
+def _named(key: str, sentences: Sequence[str]) -> dict[str, str]:
+    """Map the names of the sentences of a test to the sentences."""
+    return {key if number == 1 else f"{key} {number}": text for number, text in enumerate(sentences, 1)}
 
 
 def _neutral(text: str, test: pytest.Item) -> str:
@@ -75,17 +101,31 @@ def _neutral(text: str, test: pytest.Item) -> str:
 
 
 @cache
-def _table(path: Path) -> dict[str, str]:
-    """Read a table, which maps the name of a message to the message."""
+def read_table(path: Path) -> dict[str, str]:
+    """Read a table: name of a sentence -> the sentence."""
     if not path.exists():
         return {}
     parts = re.split(rf"^{HEAD}(.*)\n", path.read_text(), flags=re.MULTILINE)[1:]
     return {name: text.rstrip("\n") for name, text in zip(parts[::2], parts[1::2], strict=True)}
 
 
+def is_stale(path: Path, name: str) -> bool:
+    """Return whether a table has a sentence of a test that its file does not define any more."""
+    file, *_, test = test_of(name).partition("[")[0].split("::")
+    source = path.parent / file
+    return not source.is_file() or not re.search(rf"^ *def {test}\(", source.read_text(), re.MULTILINE)
+
+
 def _write() -> None:
-    for path, own in _rewritten.items():
-        files = {name.partition("::")[0] for name in own}
-        kept = {name: text for name, text in _table(path).items() if name.partition("::")[0] not in files}
-        rows = sorted({**kept, **own}.items(), key=lambda row: row[0].partition("::")[0])
-        path.write_text("\n".join(f"{HEAD}{name}\n{text}\n" for name, text in rows))
+    """Write the sentences of the tests that passed, and keep the sentences of tests that did not run."""
+    for path, tests in _rewritten.items():
+        before = read_table(path)
+        now = {name: text for key, texts in tests.items() for name, text in _named(key, texts).items()}
+        kept = {
+            name: text
+            for name, text in before.items()
+            if name in now or not (test_of(name) in tests or is_stale(path, name))
+        }
+        rows = sorted({**kept, **now}.items(), key=lambda row: row[0].partition("::")[0])
+        if dict(rows) != before:
+            path.write_text("\n".join(f"{HEAD}{name}\n{text}\n" for name, text in rows))

@@ -6,6 +6,7 @@ import math
 import re
 import sys
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.support.disks import fill, small_disk
 from tests.support.models import ALONE
-from tests.support.said import said
+from trainkit.capability import Recorder
 from trainkit.run.files import read_jsonl
 from trainkit.run.rundir import RunDir
 from trainkit.trainer import metrics
@@ -26,6 +27,7 @@ from trainkit.trainer.metrics import (
     Metrics,
     RankRecords,
     TensorBoardLog,
+    logs_written,
     write_pending,
 )
 from trainkit.trainer.step_sync import StepReport
@@ -233,6 +235,30 @@ def test_what_is_added_before_the_first_step_is_known_hides_nothing(
     reader = EventAccumulator(str(tmp_path / "tensorboard"))
     reader.Reload()
     assert [event.step for event in reader.Tensors("config/text_summary")] == [0]
+
+
+@pytest.mark.parametrize("first_step", [1, None])
+def test_a_checkpoint_waits_for_the_scalars_and_media_logged_before_it(
+    tmp_path: Path, first_step: int | None
+) -> None:
+    """A kill after the checkpoint loses none of them: a resume does not compute their steps again."""
+    log = TensorBoardLog(RunDir(tmp_path), first_step)
+
+    class Media(Recorder):
+        def written(self) -> Callable[[], None]:
+            return lambda: log.text("out", "x", 3)
+
+    if first_step is None:
+        log.text("config", "lr 0.1", 0)
+        log.begin(1)
+    for step in (1, 2, 3):
+        log.write(step, scalars(step, loss=0.5 * step))
+    logs_written(Media(), log)()
+    assert curve(tmp_path / "tensorboard", "loss") == [(1, 0.5), (2, 1.0), (3, 1.5)]
+    reader = EventAccumulator(str(tmp_path / "tensorboard"))
+    reader.Reload()
+    assert [event.step for event in reader.Tensors("out/text_summary")] == [3]
+    log.close()
 
 
 def test_without_tensorboard_one_line_says_so(

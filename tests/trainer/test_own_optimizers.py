@@ -265,6 +265,13 @@ def in_sequence(parameters: Parameters) -> LRScheduler:
     return lr_scheduler.SequentialLR(adam, parts, milestones=[3])
 
 
+def milestones_in_sequence(parameters: Parameters) -> LRScheduler:
+    """SequentialLR asks MultiStepLR for its milestones when it begins, which may be after a resume."""
+    sgd = optim.SGD(parameters.values(), lr=0.1)
+    parts = [lr_scheduler.LinearLR(sgd, 0.1, total_iters=3), lr_scheduler.MultiStepLR(sgd, [1, 2])]
+    return lr_scheduler.SequentialLR(sgd, parts, milestones=[3])
+
+
 KINDS: dict[str, Callable[[Parameters], Any]] = {
     "sgd": one(optim.SGD, lr=0.1),
     "nesterov": one(optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
@@ -290,6 +297,7 @@ KINDS: dict[str, Callable[[Parameters], Any]] = {
     "multi": scheduled(lr_scheduler.MultiStepLR, [2, 4, 4]),
     "cyclic": scheduled(lr_scheduler.CyclicLR, 0.01, 0.1, step_size_up=2),
     "sequence": in_sequence,
+    "multi in sequence": milestones_in_sequence,
 }
 
 

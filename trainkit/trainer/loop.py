@@ -30,7 +30,7 @@ from trainkit.trainer.checkpoint.loader import choose_checkpoint
 from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
 from trainkit.trainer.checkpoint.state import StateTensors, TrainingState
 from trainkit.trainer.distributed import World, record_event
-from trainkit.trainer.metrics import LocalGradient, Metrics, RankRecords, TensorBoardLog
+from trainkit.trainer.metrics import LocalGradient, Metrics, RankRecords, TensorBoardLog, logs_written
 from trainkit.trainer.optimizer import ShardedAdamW, ShardedOptimizer
 from trainkit.trainer.own_optimizers import OwnState, make_own_optimizers, make_own_state
 from trainkit.trainer.precision import LossScale
@@ -528,7 +528,7 @@ class Trainer:
             self.saver.finish()  # the tensors of the previous save may not change before it ends
             record["state"], tensors = self._own.collect()
             self.saver.tensors = {**self._whole_state, **tensors}
-        wait_for_logs = self._recorder.written()
+        wait_for_logs = logs_written(self._recorder, self.metrics.tensorboard)
         self.saver.save(SaveRequest(self.state.step, record, self._is_best, reason, wait_for_logs), blocking)
         if self._is_best:
             self._best_in_flight = self.state.step

@@ -14,7 +14,7 @@ import resource
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from logging import getLogger
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from trainkit.capability import Recorder
 from trainkit.extras import install_line
 from trainkit.folders import ensure_folder
 from trainkit.formats import JsonObject, time_text
@@ -86,6 +87,8 @@ class TensorBoardLog:
         self._is_missing = False
         self._lock = Lock()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="tensorboard")
+        self._newest: Future[None] | None = None
+        """The newest values that were submitted; the pool has one thread, so earlier values precede them."""
 
     def write(self, step: int, scalars: Mapping[str, float | None]) -> None:
         """Add the values of one step; skip values that are None."""
@@ -95,7 +98,7 @@ class TensorBoardLog:
                 if value is not None:
                     writer.add_scalar(name, value, step)
 
-        self._pool.submit(self._add, step, add)
+        self._newest = self._pool.submit(self._add, step, add)
 
     def image(self, name: str, pixels: Tensor, step: int) -> None:
         """Add an image, uint8 [height, width, channels]."""
@@ -127,8 +130,18 @@ class TensorBoardLog:
         except Exception as error:  # log it here, because nobody reads the result of this thread
             log.error(f"cannot write step {step} to TensorBoard ({error})")
 
-    def flush(self) -> None:
-        """Write everything added so far to disk."""
+    def written(self) -> Callable[[], None]:
+        """Return a function that waits until everything added so far is on disk."""
+        newest = self._newest
+
+        def wait() -> None:
+            if newest is not None:
+                newest.result()
+            self._flush()
+
+        return wait
+
+    def _flush(self) -> None:
         try:
             with self._lock:
                 if self._writer is not None:
@@ -142,7 +155,7 @@ class TensorBoardLog:
             held, self._held = self._held or [], None
             self._first_step = first_step
         for item in held:
-            self._pool.submit(self._add, *item)
+            self._newest = self._pool.submit(self._add, *item)
 
     def _opened(self) -> SummaryWriter:
         if self._writer is None:
@@ -164,6 +177,18 @@ class TensorBoardLog:
                 self._writer.close()
         except Exception as error:
             log.error(f"cannot close the TensorBoard log ({error})")
+
+
+def logs_written(recorder: Recorder, board: TensorBoardLog | None) -> Callable[[], None]:
+    """Return a function that waits until everything that rank 0 logged so far is on disk."""
+    # The recorder writes to the board, so wait for the recorder first.
+    waits = [recorder.written(), *([] if board is None else [board.written()])]
+
+    def wait() -> None:
+        for one in waits:
+            one()
+
+    return wait
 
 
 @dataclass

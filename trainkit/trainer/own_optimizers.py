@@ -375,8 +375,11 @@ def _merged(path: str, now: object, before: object, saved: object, changed: list
     replaces the saved value, and `changed` gets a line about it. A changed learning rate is multiplied by the
     factor that the schedule has reached.
     """
+    if isinstance(now, Counter) and isinstance(before, dict) and isinstance(saved, dict):
+        # MultiStepLR counts its milestones, and a checkpoint stores a Counter as a dictionary.
+        before, saved = Counter(before), Counter(saved)
     match now, before, saved:
-        case dict(), dict(), dict() if not isinstance(now, Counter):  # MultiStepLR counts milestones
+        case dict(), dict(), dict() if not isinstance(now, Counter):
             both = now.keys() & before.keys() & saved.keys()
             if re.fullmatch(r"\.groups\.\d+", path) and "initial_lr" in both:
                 # The constructor of a scheduler has already multiplied `lr`, so compare `initial_lr`.
@@ -394,8 +397,8 @@ def _merged(path: str, now: object, before: object, saved: object, changed: list
         return saved
     # Private values of a scheduler follow from its other values, except for the milestones of SequentialLR.
     if not re.search(r"\._(?!milestones)\w+(\.\d+)*$", path):
-        shown = dict(now) if isinstance(now, Counter) else now
-        changed.append(f"{path.removeprefix('.')} is {shown}, was {before}")
+        shown = [dict(value) if isinstance(value, Counter) else value for value in (now, before)]
+        changed.append(f"{path.removeprefix('.')} is {shown[0]}, was {shown[1]}")
     match now, before, saved:
         case float(), float(), float() if before and re.fullmatch(r"\.groups\.\d+\.lr", path):
             return saved * now / before
@@ -405,8 +408,6 @@ def _merged(path: str, now: object, before: object, saved: object, changed: list
 def _is_same(one: object, other: object) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return torch.equal(one, other)
-    if isinstance(one, Counter):  # a checkpoint stores a Counter as a dictionary
-        return one == other
     return type(one) is type(other) and one == other
 
 

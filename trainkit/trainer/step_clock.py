@@ -1,6 +1,6 @@
 """Measure how long each rank computes before it first waits for another rank.
 
-A slow rank makes all ranks slow, because of the collectives, so step durations do not show which rank is
+Because of the collectives, all ranks are as slow as the slowest, so step durations do not show which rank is
 slow. The time between the last collective of a step and the first collective of the next step does. This time
 covers the update, the wait for data and, without sharded parameters, the forward pass. At the end of a window
 of steps, every rank adds its mean times to the all-reduce of the step, and capabilities on rank 0 read the

@@ -79,14 +79,11 @@ class MediaRecorder(Recorder):
         self._submit(lambda: self._write_text(*place, _cut(text, MAX_TEXT)))
 
     def written(self) -> Callable[[], None]:
-        newest, board = self._newest, self._board
+        newest = self._newest
 
         def wait() -> None:
-            if newest is None:
-                return
-            newest.result()
-            if board is not None:
-                board.flush()
+            if newest is not None:
+                newest.result()
 
         return wait
 
