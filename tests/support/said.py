@@ -1,4 +1,4 @@
-"""Compares the messages of trainkit in the tests of a folder with the table ``said.txt`` in the folder.
+"""Compares what the tests of a folder make trainkit say with the table ``said.txt`` in that folder.
 
 ``REWRITE_SAID=1 python -m pytest FILES`` writes the sentences of the tests that pass again: review the diff.
 """
@@ -26,15 +26,15 @@ _rewritten: dict[Path, dict[str, list[str]]] = {}
 
 
 def begin(test: pytest.Item) -> None:
-    """Start the messages of a test."""
+    """Begin with the sentences of a test."""
     _current[:] = [test]
     _sentences.clear()
 
 
 def said(text: object) -> None:
-    """Compare a text, without the names of this machine, with the next message of the test in its table.
+    """Compare a text, without the names of this machine, with the next sentence of the test in its table.
 
-    Raises AssertionError if the messages differ or the table has no more messages.
+    Raises AssertionError for a difference and for a sentence that the table does not have.
     """
     test = _current[0]
     assert isinstance(text, str), f"no text: {text!r}"
@@ -84,7 +84,7 @@ def _named(key: str, sentences: Sequence[str]) -> dict[str, str]:
 
 
 def _neutral(text: str, test: pytest.Item) -> str:
-    """Return a text without the names of this machine, its folders and this process."""
+    """Return a text without the names of this machine, of its folders and of this process."""
     folder = getattr(test, "funcargs", {}).get("tmp_path")
     for own, name in (
         (folder and str(folder), "@TMP@"),

@@ -16,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.support.disks import fill, small_disk
 from tests.support.models import ALONE
+from tests.support.said import said
 from trainkit.capability import Recorder
 from trainkit.run.files import read_jsonl
 from trainkit.run.rundir import RunDir
