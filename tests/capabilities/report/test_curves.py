@@ -189,6 +189,12 @@ def test_a_run_that_diverged_down_has_a_cross_at_the_lower_edge(
     assert asarray(axes.lines[1].get_ydata()).tolist() == [axes.get_ylim()[edge]]
 
 
+def test_a_metric_that_is_named_twice_is_drawn_once(sweep: RunGroup) -> None:
+    table = curves("mine/0", metrics=["loss", "loss"])
+    assert table.metrics == ("loss",)
+    assert len(table.plot().axes) == 1
+
+
 def test_points_between_gaps_are_dots(sweep: RunGroup) -> None:
     losses = [0.5, None, 0.4, None, 0.3, 0.2, 0.1]
     log(sweep.run(0), [step(n, n, loss=loss) for n, loss in enumerate(losses, start=1)])
