@@ -219,7 +219,7 @@ def test_a_bar_of_epochs_is_not_mixed_with_that_of_their_steps():
 def test_several_losses_are_in_doubt():
     text = "\n".join(f"[{n}/5][{n}/9]\tLoss_D: {n}.5\tLoss_G: 3.4\tD(x): 0.6" for n in range(4))
     curve = read(text)
-    assert (curve.ambiguous, curve.num_losses) == (("d_loss", "g_loss"), 4)
+    assert (curve.ambiguous, curve.num_losses) == (("loss_d", "loss_g"), 4)
     assert (curve.found.names, curve.found.metrics) == ((), ("loss_d", "loss_g"))
     assert curve.records[3] == {"loss_d": 3.5, "loss_g": 3.4}
 

@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from numpy import asarray
@@ -186,6 +187,40 @@ def test_a_run_that_diverged_down_has_a_cross_at_the_lower_edge(
     sweep.run(0).metrics_file.write_text("\n".join([*lines, end, ""]))
     (axes,) = curves("mine/0").plot().axes
     assert asarray(axes.lines[1].get_ydata()).tolist() == [axes.get_ylim()[edge]]
+
+
+def test_a_metric_that_is_named_twice_is_drawn_once(sweep: RunGroup) -> None:
+    table = curves("mine/0", metrics=["loss", "loss"])
+    assert table.metrics == ("loss",)
+    assert len(table.plot().axes) == 1
+
+
+def test_points_between_gaps_are_dots(sweep: RunGroup) -> None:
+    losses = [0.5, None, 0.4, None, 0.3, 0.2, 0.1]
+    log(sweep.run(0), [step(n, n, loss=loss) for n, loss in enumerate(losses, start=1)])
+    line = curves("mine/0").plot().axes[0].lines[0]
+    assert (line.get_marker(), line.get_markevery()) == ("o", [0, 2])
+
+
+@pytest.mark.parametrize(
+    ("text", "drawn"),
+    [
+        ("$a_$", "$a_$"),
+        ("$HOME/$USER", "$HOME/$USER"),
+        ("tab\tstop", "tab\ufffdstop"),
+        ("bell\x07", "bell\ufffd"),
+        ("not UTF-8: \udcff", "not UTF-8: \ufffd"),
+    ],
+)
+def test_names_are_drawn_as_they_are(tmp_path: Path, text: str, drawn: str) -> None:
+    runs = [DrawnRun(one, {"k": one}, {text: {1: (1.0, 2.0), 2: (2.0, 3.0)}}) for one in (text, "b")]
+    figure = draw(runs, ["k"], [text], "step", 0.0, None, on_gpu=False)
+    for kind in ("svg", "pdf", "png"):
+        save(figure, tmp_path / f"a.{kind}")
+    root = ElementTree.parse(tmp_path / "a.svg").getroot()
+    texts = [one.text for one in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert f"k={drawn}" in texts
+    assert drawn.replace("_", " ") in texts
 
 
 def test_a_band_on_a_logarithmic_axis_ends_at_the_smallest_value(sweep: RunGroup) -> None:

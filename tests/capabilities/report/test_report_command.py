@@ -8,6 +8,8 @@ import pytest
 from tests.support.benches import made_up_bench, train_made_up
 from tests.support.sweeps import made_up_sweep
 from trainkit.backends import jobs
+from trainkit.capabilities.report import sweep_report
+from trainkit.capabilities.report.sweep_report import SweepReport, read_sweep
 from trainkit.cli.main import main
 
 
@@ -39,6 +41,28 @@ def test_a_page_that_cannot_be_written(place: Path, capsys: pytest.CaptureFixtur
     Path("link.html").symlink_to("page.html")
     assert main(["report", "mine", "--out", "link.html", "--overwrite"]) == 2
     assert main(["report", "mine", "--overwrite"]) == 2
+
+
+def test_a_file_that_appears_while_the_report_is_read_is_kept(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(*args: object) -> SweepReport:
+        Path("page.html").write_text("mine")
+        return read_sweep(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(sweep_report, "read_sweep", read)
+    assert main(["report", "mine", "--out", "page.html"]) == 2
+    assert capsys.readouterr().err.startswith(
+        f"error: {Path.cwd() / 'page.html'} cannot be written: File exists"
+    )
+    assert Path("page.html").read_text() == "mine"
+
+
+def test_a_replaced_page_keeps_its_mode(place: Path) -> None:
+    Path("page.html").write_text("old")
+    Path("page.html").chmod(0o640)
+    assert main(["report", "mine", "--out", "page.html", "--overwrite"]) == 0
+    assert Path("page.html").stat().st_mode & 0o777 == 0o640
 
 
 def test_a_metric_ranks_the_runs_and_is_drawn_first(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

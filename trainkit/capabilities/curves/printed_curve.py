@@ -314,7 +314,7 @@ class PrintedCurve:
         """The newest validation loss. A progress bar repeats it until the next validation."""
         self.found: Found | None = None
         self.ambiguous: tuple[str, ...] = ()
-        """The losses of a line with several losses, if none of them is plainly the training loss."""
+        """The names of the losses of a line, if it has several and none is plainly the training loss."""
         self.num_losses = 0
         """The number of lines with a loss, with or without a step."""
         self._is_shared = is_shared
@@ -475,7 +475,7 @@ class PrintedCurve:
             if called in losses:
                 return rank, losses[called], called
         if len(losses) > 1:
-            self.ambiguous = tuple(f"{called}_loss" for called in losses)
+            self.ambiguous = tuple(reading.called.get(called, f"{called}_loss") for called in losses)
         called = next(iter(losses), "")
         return (2, losses[called], called) if len(losses) == 1 else None
 

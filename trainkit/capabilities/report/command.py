@@ -34,6 +34,7 @@ def command(run_name: str, metric: str | None, out: Path | None, overwrite: bool
     """
     from trainkit.capabilities.report.curves import writable_file
     from trainkit.capabilities.report.page import REPORT_FILE
+    from trainkit.capabilities.report.plot import write_output
     from trainkit.capabilities.report.run_report import read_report, render_report
     from trainkit.capabilities.report.sweep_report import read_sweep, render_sweep
     from trainkit.observe.ranking import rank
@@ -57,7 +58,10 @@ def command(run_name: str, metric: str | None, out: Path | None, overwrite: bool
         folder, page, value = found.path, render_sweep(runs, metric), runs.to_dict()
     file = folder / REPORT_FILE if out is None else out.absolute()
     try:
-        write_atomic(file, page)
+        if out is None:
+            write_atomic(file, page)
+        else:
+            write_output(file, page.encode(), overwrites=overwrite)
     except OSError as error:
         raise UsageError(
             f"{file} cannot be written: {error.strerror or error}",

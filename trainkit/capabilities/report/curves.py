@@ -160,7 +160,7 @@ def curves(*runs: object, metrics: Sequence[str] = ("loss",), keys: Sequence[str
     names = [str(getattr(run, "path", run)) for run in _flat(runs)]
     if not names:
         raise UsageError("no run is named", hint='name runs or groups: trainkit.curves("lr-sweep")')
-    wanted = [metrics] if isinstance(metrics, str) else list(metrics)
+    wanted = [metrics] if isinstance(metrics, str) else list(dict.fromkeys(metrics))
     if not wanted:
         raise UsageError("no metric is named", hint='name metrics, such as metrics=["loss"]')
     found = compared_runs(names)

@@ -131,6 +131,15 @@ def labels_of(series: Sequence[Series], keys: Sequence[str]) -> list[str]:
     ]
 
 
+def _verbatim(text: str) -> str:
+    """Return a text that matplotlib draws as it is: a ``$`` does not begin a formula.
+
+    A character that cannot be drawn, and that an SVG cannot contain, is replaced.
+    """
+    shown = (char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+    return "".join(shown).replace("$", r"\$")
+
+
 def draw(
     runs: Sequence[DrawnRun],
     keys_that_differ: Sequence[str],
@@ -177,7 +186,7 @@ def draw(
             unit, scale = _time_unit(max(places, default=0.0))
         for axes, metric, lines in zip(charts, metrics, drawn, strict=True):
             _draw_chart(axes, lines, styles, smooth, scale)
-            axes.set_ylabel(LABELS.get(metric, metric.replace("_", " ")))
+            axes.set_ylabel(LABELS.get(metric, _verbatim(metric.replace("_", " "))))
         charts[-1].set_xlabel(LABELS[x if x != "gpu_hours" or on_gpu else "worker_hours"] + unit)
         sizes = sorted({len(one.runs) for one in series})
         if sizes[-1] > 1:
@@ -422,10 +431,10 @@ def _draw_chart(
         xs = [place / scale for place in line.x]
         inside = [y if lowest <= y <= highest else math.nan for y in line.y]
         ys = smoothed(inside, smooth) if smooth else inside
-        few = "o" if len(line.x) < 3 else None  # matplotlib draws nothing for a line of one point
+        dots = _dots(inside)
         if smooth:
             axes.plot(xs, inside, color=style.color, alpha=0.25, linewidth=0.6)
-        axes.plot(xs, ys, color=style.color, linestyle=style.dash, marker=few, markersize=3)
+        axes.plot(xs, ys, color=style.color, ls=style.dash, marker="o", markersize=3, markevery=dots)
         if line.spread is not None:
             pairs = list(zip(ys, line.spread, strict=True))
             low, high = [max(y - s, floor) for y, s in pairs], [y + s for y, s in pairs]
@@ -439,6 +448,21 @@ def _draw_chart(
         for place, value in crosses(points, lowest, highest):
             edge = bottom if value < lowest else top
             axes.plot([place / scale], [edge], "x", color=style.color, clip_on=False, markersize=5)
+
+
+def _dots(values: Sequence[float]) -> list[int]:
+    """Return the indices of the points that get a dot: both points of a short line, and points between gaps.
+
+    A line has no length at a point between gaps, so matplotlib draws nothing there.
+    """
+    if len(values) < 3:
+        return list(range(len(values)))
+    around = [math.nan, *values, math.nan]
+    return [
+        index
+        for index, (before, _, after) in enumerate(zip(around, values, around[2:], strict=False))
+        if math.isnan(before) and math.isnan(after)
+    ]
 
 
 def _time_unit(largest_s: float) -> tuple[str, float]:
@@ -476,10 +500,10 @@ def _add_legend(
         numbers = [number for one in series if (number := _number((one.values or {}).get(by))) is not None]
         if len(numbers) == len(series):
             norm = (LogNorm if is_wide(numbers) else Normalize)(min(numbers), max(numbers))
-            figure.colorbar(ScalarMappable(norm, viridis()), ax=list(charts), label=by)
+            figure.colorbar(ScalarMappable(norm, viridis()), ax=list(charts), label=_verbatim(by))
             return
     handles = [Line2D([], [], color=style.color, ls=style.dash) for style in styles][:MAX_LEGEND]
-    shown = list(labels[:MAX_LEGEND])
+    shown = list(map(_verbatim, labels[:MAX_LEGEND]))
     if len(series) > MAX_LEGEND:
         handles.append(Line2D([], [], alpha=0))
         shown.append(f"and {len(series) - MAX_LEGEND} more")
