@@ -50,7 +50,7 @@ def trainer() -> Any:
     trainer.state = TrainingState()
     trainer.saver = Saver()
     trainer.progress = Progress()
-    trainer.metrics = SimpleNamespace(exclude=lambda seconds: None)
+    trainer.metrics = SimpleNamespace(exclude=lambda seconds: None, tensorboard=None)
     trainer.loss_scale = SimpleNamespace(enabled=False)
     trainer.manifest_record = {}
     return trainer
