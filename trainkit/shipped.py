@@ -319,7 +319,7 @@ def shipped_command(name: str) -> str | None:
 
 
 def in_ranks(parts: Iterable[str]) -> list[str]:
-    """Return the capabilities that act in the ranks of a run with these parts."""
+    """Return the capabilities whose code runs in rank processes: shipped ones, and those in `parts`."""
     shipped = (name for name, shipped in SHIPPED.items() if shipped.in_ranks)
     return [*shipped, *(name for name in parts if name not in SHIPPED)]
 

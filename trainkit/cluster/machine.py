@@ -28,7 +28,7 @@ class Machine:
     gpu_reason: str
     """A sentence that lists the GPUs or says why there are none."""
     memory: int | None = None
-    """The bytes of memory and swap together; None if unknown."""
+    """The total size of memory and swap in bytes; None if unknown."""
     driver_cuda: tuple[int, int] | None = None
     """The newest CUDA that the driver of its GPUs supports; None if unknown."""
 

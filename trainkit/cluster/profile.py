@@ -79,7 +79,7 @@ def find_profile(loaded: LoadedConfig) -> FoundProfile | None:
             return None
         return _found(alone[0], "it is the only profile, and slurm.conf gives no ClusterName")
     for paths in files:
-        # Of several, the one whose file has that name.
+        # If several profiles name this cluster, prefer the profile whose file is named after the cluster.
         own = [path for path in sorted(paths, key=lambda path: path.stem != name) if _name_in(path) == name]
         if len(own) > 1 and own[0].stem != name:
             message = f"is not set, and {' and '.join(path.stem for path in own)} are both profiles of {name}"

@@ -156,7 +156,7 @@ def _length_note(tree: Entry) -> str:
 
 
 def _with_hf_model(tree: Entry, config: RunConfig, cwd: Path, shipped: str) -> tuple[Entry, list[Problem]]:
-    """Add the values that the config.json of `model.hf` sets, and return the problems of the model.
+    """Add the values from the config.json of `model.hf`, and return the problems found with that model.
 
     These values replace values of shipped configs, whose origins start with `shipped`.
     """

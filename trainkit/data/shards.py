@@ -140,7 +140,7 @@ class TokenMixture:
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def describe(self, names: Iterable[str]) -> Iterator[str]:
-        """Yield a line with the weight and size of each source; `names` are the names of the sources."""
+        """Yield one line per source with its weight and size; `names` are in the order of the sources."""
         assert self.weights is not None
         for name, part, weight in zip(names, self.parts, self.weights, strict=True):
             share = weight / sum(self.weights)

@@ -379,7 +379,7 @@ def _job_of(trial: PlannedTrial) -> dict[str, str]:
     plan = trial.plan
     options = backend_named(plan.backend).job_options(plan)
     script = {f"--{name}": "".join(option_argv({name: value})) for name, value in options.items()}
-    # The agents set the variables and the network, so these are not part of the script.
+    # The agents apply launch.env and launch.network, so these are not part of the script.
     launch = trial.config.launch.model_dump(mode="json", exclude={"env", "network"})
     return {
         **script,

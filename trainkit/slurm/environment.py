@@ -67,7 +67,7 @@ def _name_in(path: Path, mtime_ns: int) -> str | None:
 
 
 PROBE_TIMEOUT_S = 5.0
-# The resolver waits 5 s for an answer by default, so one lost packet would take all the time of the probe.
+# By default, the resolver waits 5 s for an answer, so one lost packet would use up the probe's whole timeout.
 RESOLVER = {"RES_OPTIONS": "timeout:1 attempts:4"}
 ROUTES = (Path("/proc/net/route"), Path("/proc/net/ipv6_route"))
 _NO_CONFIG = re.compile(r"DNS SRV lookup failed|slurm\.conf: No such file|[Uu]nable to (?:status|open) file")

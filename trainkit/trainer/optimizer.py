@@ -85,7 +85,7 @@ class ShardedOptimizer(ABC):
 
     @torch.no_grad()
     def collect_gradients(self, turn: str = "") -> None:
-        """Hand the gradients to the optimizer; call this once per turn, after its last backward pass."""
+        """Hand the gradients to the optimizer once per turn, after the last backward pass of the turn."""
         for shard, param in zip(self._locals, self._params, strict=True):
             shard.grad = None if param.grad is None else local_tensor(param.grad)
 

@@ -90,7 +90,7 @@ def _carrier(run: RunDir, job: JobRecord, newest: AttemptRecord, job_id: str) ->
     the lock.
     """
     other = newest.job_id
-    # The id of an array task that was found by its token lacks the index.
+    # If an array task was found by its token, its recorded id lacks the array index.
     is_own = other in (job_id, job_id.partition("_")[0]) and newest.elsewhere is None
     if is_own or is_over(run.attempt(newest.attempt)):
         return None

@@ -45,7 +45,7 @@ TORCH_CONSTANTS = "torch.distributed.constants"
 
 
 def mode_of_rank() -> str | None:
-    """Return how this rank is debugged: a mode, or ``off`` for the other ranks of a run with ``--debug``.
+    """Return the debug mode of this rank, or ``off`` if ``--debug`` selects another rank.
 
     Returns None in a run without ``--debug``.
     """

@@ -203,7 +203,7 @@ def _culprit(
         return Culprit((), all_hosts, "without equality to the last digit, the ranks cannot be compared")
     if not all(was):
         return Culprit((), all_hosts, f"the ranks have no records of step {bad.step}")
-    # A preempted job begins again, so the newest attempt of the replay that computed the step counts.
+    # A preempted replay job starts over, so use the newest attempt that computed the step.
     newest = [copy.attempt(number) for number in reversed(copy.attempt_numbers())]
     now = [next(filter(None, (rank_records(one, rank, bad.step) for one in newest)), []) for rank in ranks]
     num_turns = len(was[0])
@@ -219,7 +219,7 @@ def _culprit(
         between = f"between the steps {last_equal} and {bad.step}, which were not recorded"
         return Culprit((), all_hosts, f"the weights had changed already {between}; see train.log_every")
     for turn in range(num_turns):
-        # An error in one turn changes the weights with which all ranks compute the next turn.
+        # An error in one optimizer turn changes the weights that all ranks use in the next turn.
         optimizer = was[0][turn].get("optimizer")
         where = "" if optimizer is None else f", in turn {turn + 1} of {num_turns} (optimizer {optimizer})"
         for name, label in (
