@@ -21,19 +21,19 @@ class LoadedConfig:
     origins: dict[str, str]
     """Maps a dotted key to its origin: ``file:line``, the flag, the variable's name, or ``default``."""
     adjustable: frozenset[str] = frozenset()
-    """Keys whose values were not chosen for this run, such as values of shipped configs."""
+    """Keys that a plan may change although a file sets them: the file was not written for this run."""
     length_note: str = ""
     """Describes the value that sets the length of the run, if it replaces the value of the other length key.
     """
     typed: frozenset[str] = frozenset()
-    """Keys that the command itself sets, with ``--set``, another option or an argument of a Python call."""
+    """Keys that the user set with an option of trainkit, such as ``--set``, or an argument in Python."""
 
     def set_by_user(self, key: str) -> bool:
         """Return whether the user set the key; a plan may change the value of any other key."""
         return key not in self.adjustable and self.origins.get(key, DEFAULT) != DEFAULT
 
     def adjusting(self, *keys: str, origin: str) -> LoadedConfig:
-        """Return a config in which `keys` are adjustable if their values come from the file `origin`."""
+        """Return a copy in which each of `keys` that the file `origin` sets is adjustable."""
         found = {key for key in keys if self.origins.get(key, "").startswith(f"{origin}:")}
         return replace(self, adjustable=self.adjustable | found)
 
@@ -93,7 +93,10 @@ _DEPENDENTS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("train.steps", "train.epochs", "schedule"), ("train.steps", "train.epochs", "schedule.decay_steps")),
     (("launch",), ("launch",)),
 )
-"""Pairs (causes, dependents) of keys and sections. The check of a dependent uses the values of its causes."""
+"""Pairs (causes, dependents) of keys and sections.
+
+A wrong value of a cause can make the check of a dependent report a false problem.
+"""
 
 
 def _contains(prefix: str, key: str) -> bool:
@@ -123,7 +126,7 @@ class InvalidConfig(ConfigError):
         return type(self), (self.problems, self.rest, self.causes)
 
     def with_problems_of_rest(self, problems: Iterable[Problem]) -> ConfigError:
-        """Return an error that adds the problems found in `rest` that `causes` cannot explain."""
+        """Return an error with more problems, except those that a wrong value in `causes` may explain."""
         return ConfigError([*self.problems, *independent_problems(problems, self.causes)])
 
 

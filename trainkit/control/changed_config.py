@@ -51,7 +51,7 @@ class RunSoFar:
 
 
 def run_so_far(run: RunDir, job: JobRecord, source: RunDir | AttemptDir) -> RunSoFar:
-    """Return the history of a run, with the config and plan of `source`.
+    """Return the `RunSoFar` of a run, with the config and plan of `source`.
 
     `source` is the run or one of its attempts.
     """
@@ -109,7 +109,7 @@ def expected_time_s(so_far: RunSoFar, plan: LaunchPlan, steps: int | None) -> fl
 
 
 def missing_save(so_far: RunSoFar) -> str | None:
-    """Explain where a run without a save resumes; return None if a save was seen.
+    """Describe where a run starts that has saved nothing; return None if it has saved.
 
     A command that does not use `trainkit.loop` reports a save by its exit code alone.
     """
@@ -156,7 +156,7 @@ def refuse_finished(so_far: RunSoFar, now: RunConfig, *, new_code: bool = False)
 
 
 def refuse_incompatible(so_far: RunSoFar, loaded: LoadedConfig, data: DataFacts | None) -> None:
-    """Raise ConfigError with every value of a config that is incompatible with the newest checkpoint.
+    """Raise ConfigError that names all values of the config that are incompatible with the newest checkpoint.
 
     `data` is None for a custom task.
     """

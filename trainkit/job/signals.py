@@ -120,7 +120,7 @@ def exit_on_stop() -> Iterator[None]:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """Replace the default action, which would kill the process; the watcher thread handles the signal."""
+    """Do nothing, in place of the default action of the signal; the watcher thread handles the signal."""
 
 
 def signal_exit_code(number: int) -> int:
@@ -129,7 +129,7 @@ def signal_exit_code(number: int) -> int:
 
 
 def is_death_by_notice(code: int) -> bool:
-    """Return whether an exit code means death by a signal that asks a process to end."""
+    """Return whether an exit code means death by one of `ENDING_SIGNALS`."""
     return code in map(signal_exit_code, ENDING_SIGNALS)
 
 

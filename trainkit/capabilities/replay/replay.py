@@ -66,7 +66,7 @@ WITHOUT_EXTRAS: Mapping[str, object] = {
     "requeue.on": [],
     "requeue.follow_ups": 0,
 }
-"""Config values that disable all work without influence on the steps; `quiet_keys` are null too."""
+"""Config values that turn off all work that does not influence the steps; `quiet_keys` are null too."""
 IRRELEVANT = (
     "name:",
     "resources.",
@@ -324,7 +324,7 @@ def run_replay(what: ReplayPlan, folder: Path) -> RunDir:
 
 
 def _link_checkpoint(source: Path, target: Path) -> None:
-    """Hard-link a checkpoint, so that the run may delete it; on another disk, link to its folder."""
+    """Hard-link the files of a checkpoint, which the replay keeps if the run deletes the checkpoint."""
     try:
         shutil.copytree(source, target, copy_function=os.link)
     except OSError:

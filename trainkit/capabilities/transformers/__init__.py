@@ -1,1 +1,1 @@
-"""Train models of the transformers library as a task: `model.hf`."""
+"""Train models of the transformers library (config key `model.hf`) as a task."""
