@@ -283,7 +283,7 @@ class Round:
         if self.run.name not in said:
             self.wrong.append(f"{name} does not name the folder: {said}")
         if command.code or "already ended" in said:
-            if command.code == 1 and "was started since" not in said:
+            if command.code == 1 and "has been started as" not in said:
                 self.wrong.append(f"{name}: {said}")
             return
         if not self._was_cancelled():

@@ -71,7 +71,7 @@ def test_follow_ups_of_a_run_that_a_person_ends(login: Login) -> None:
     refused = login.trainkit("resume", str(run.path))
     assert (refused.returncode, f"is running as {second}" in refused.stderr) == (2, True)
     refused = login.trainkit("submit", str(login.config), "--after", str(run.path), "--", "true")
-    assert (refused.returncode, "its 2 follow-up jobs" in refused.stderr) == (2, True)
+    assert (refused.returncode, "its 2 chained jobs" in refused.stderr) == (2, True)
     assert login.trainkit("cancel", second).returncode == 0
     assert login.jobs() == []
     assert login.status(run)["state"] == "cancelled"
