@@ -149,7 +149,7 @@ def test_a_cluster_that_is_away(login: Login, other: Login) -> None:
         for words in (("cancel", str(there.path)), again):
             done = login.trainkit(*words)
             assert done.returncode == 3, done.stderr
-            assert "hint: it is down, or not one of those that `sacctmgr show clusters` lists" in done.stderr
+            assert "hint: the cluster is down, or missing in `sacctmgr show clusters`" in done.stderr
         run = login.submit(*named(login, other), "--", "true")
         assert read_job(run).attempts[0].cluster == login.cluster.name
     finally:

@@ -544,6 +544,7 @@ PLANNED = {
     "capabilities/replay/replay.py": "capabilities/replay/test_plan_replay.py",
     "capabilities/report/compare.py": "capabilities/report/test_compare.py",
     "capabilities/report/curves.py": "capabilities/report/test_curves.py",
+    "cli/usage.py": "cli/test_careless.py",
     "cluster/limits.py": "plan/test_slurm_draft.py",
     "config/validation.py": "config/test_contradictions.py",
     "job/hangs.py": "job/test_hangs.py capabilities/slow_ranks/test_silence.py",
