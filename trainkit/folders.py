@@ -138,14 +138,18 @@ NOT_EVALUATED = "trainkit does not evaluate ${…}"
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 
 
-def typed_path(text: str, cwd: Path) -> Path:
-    """Resolve a path that a user has typed, relative to `cwd` or with `~`; raise UsageError if invalid."""
+def typed_path(text: str, cwd: Path, *, is_literal: bool = False) -> Path:
+    """Resolve a path that a user has typed, relative to `cwd` or with `~`; raise UsageError if invalid.
+
+    A path with ``${…}`` is invalid, because nothing evaluates it. If `is_literal`, as in a shell, only a
+    resolver such as ``${hydra:runtime.cwd}`` is invalid: a folder may be named ``${HOME}``.
+    """
     if url := _URL.match(text):
         hint = "name a path on a disk that the nodes of the job mount, and copy the files there"
         if url[1] in ("hf", "https", "http"):
             hint += "; `hf download` fetches models and data sets of the hub"
         raise UsageError(f"{text} is a URL, not a path", hint=hint)
-    if INTERPOLATION.search(text):
+    if (found := INTERPOLATION.search(text)) and (not is_literal or ":" in found[0]):
         raise UsageError(f"{text} is not a path: {NOT_EVALUATED}", hint="write the path itself")
     if "\0" in text:
         raise UsageError(f"{text!r} has a NUL character, which a path cannot contain", hint="check the path")

@@ -47,7 +47,7 @@ def named_folder(text: str | None, option: str = "--run-dir") -> Path | None:
     """
     if text is not None and not text.strip():
         raise UsageError(f"{option} is empty", hint=f"name a folder, or omit {option} for runs/NAME")
-    folder = None if text is None else typed_path(text, Path())
+    folder = None if text is None else typed_path(text, Path(), is_literal=True)
     accept_trusted(folder)
     return folder
 
@@ -58,7 +58,7 @@ class TypedPath(click.ParamType):  # type: ignore[type-arg] # generic since clic
     name = "path"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        return value if isinstance(value, Path) else typed_path(value, Path())
+        return value if isinstance(value, Path) else typed_path(value, Path(), is_literal=True)
 
 
 PATH = TypedPath()

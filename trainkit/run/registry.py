@@ -200,7 +200,7 @@ def find_to_read(text: str, *, to_change: bool = False, acts: bool = False) -> R
         return _run_of(*trial)
     head, separator, tail = text.rpartition(os.sep)
     if separator:
-        typed_path(text, Path())
+        typed_path(text, Path(), is_literal=True)
     if separator and (os.sep in head or not is_index(tail)):
         raise UnknownRun(f"{text} does not contain a run", hint=_path_hint(Path(text)))
     if separator:
