@@ -165,7 +165,7 @@ class Round:
         self.commands: dict[int, Command] = {}
 
     def prepare(self) -> None:
-        """Bring the run into the state in which the round begins; its commands must succeed."""
+        """Bring the run into the first state of the round; the commands for that must succeed."""
         if self.state == "ended" and is_alive(self.run):
             self._require("cancel", str(self.run.path), "--now")
         elif self.state != "ended" and not is_alive(self.run):

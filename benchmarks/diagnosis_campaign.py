@@ -143,7 +143,7 @@ class Flight:
 
 
 def draw(num_runs: int, seed: int) -> list[tuple[str, bool, list[Flight]]]:
-    """Draw the way in which Slurm ends the jobs of a round, whether accounting exists, and the runs."""
+    """Draw how Slurm ends the jobs of a round, whether accounting exists, and the runs."""
     chance = random.Random(seed)
 
     def kills(count: int) -> list[Kill]:

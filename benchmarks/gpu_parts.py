@@ -1,4 +1,4 @@
-"""Parts of `benchmarks.gpu`, each of which runs in a separate process.
+"""Parts of `benchmarks.gpu`. Each part runs in a separate process.
 
     python -m benchmarks.gpu_parts PART DEVICE FOLDER USABLE_BYTES
 
@@ -175,7 +175,7 @@ class Choice(NamedTuple):
 
 
 def choose(part: str, bench: Bench) -> Choice | None:
-    """Return the first case of a part in which both loops fit, or else a case in which trainkit fits.
+    """Return the first case of a part where both loops fit in memory, or else a case where trainkit fits.
 
     Without a GPU, the chosen case becomes tiny. Returns None, and writes a row with the reason, if no case
     fits.
@@ -214,7 +214,7 @@ class Times:
 
     steps_s: list[float]
     updates_s: list[float]
-    """Durations of the update in further steps, in which the host waits for the device around the update."""
+    """Durations of the update in further steps; the host waits for the device around each update."""
     peak_gb: float | None = None
 
 

@@ -146,7 +146,7 @@ if os.environ.get("RANK") and "trainkit.trainer" in sys.orig_argv:
 
 @dataclass(frozen=True)
 class Case:
-    """A run in which some ranks hang, and its judgement."""
+    """A run with hanging ranks, and whether trainkit judged it correctly."""
 
     kind: str
     door: str

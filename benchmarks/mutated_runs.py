@@ -169,7 +169,7 @@ def differing(before: Entries, after: Entries) -> list[str]:
 
 
 class Place:
-    """A project in which one process types commands, and a copy to restore the project from."""
+    """A project where one process types commands, and a copy that restores the project."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.project, self.kept = folder, folder / "project", folder / "kept"

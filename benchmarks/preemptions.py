@@ -45,7 +45,7 @@ Runs = Sequence[tuple[Shape, RunDir]]
 
 @dataclass(frozen=True)
 class Way:
-    """A way in which runs end."""
+    """A way for runs to end."""
 
     end: Callable[[Login, Runs], None]
     expected: tuple[str, str | None]

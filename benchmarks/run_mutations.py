@@ -144,7 +144,7 @@ IN_PLACE: dict[str, Callable[[Path], object]] = {
 
 
 def outside(path: Path) -> Path:
-    """Return a folder of the user outside of any run, in which nothing may change."""
+    """Return a folder of the user that is outside of any run; nothing in it may change."""
     return next(parent for parent in path.parents if parent.name == "project").parent / "outside"
 
 

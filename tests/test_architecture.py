@@ -55,7 +55,7 @@ SIZES = {
     "trainkit/capabilities/trackers": (6, 1_078),
     "trainkit/capabilities/transformers": (2, 303),
     "trainkit/capabilities/watch": (5, 1_341),
-    "trainkit/cli": (16, 3_824),
+    "trainkit/cli": (16, 3_825),
     "trainkit/cluster": (8, 1_848),
     "trainkit/config": (13, 3_240),
     "trainkit/control": (5, 796),

@@ -240,10 +240,11 @@ def with_calls(statuses: Sequence[RunStatus | GroupStatus]) -> list[RunStatus | 
     for one in statuses:
         if isinstance(one, RunStatus) and is_call(one.command):
             calls.setdefault((Path(one.run_dir).parent, one.name), []).append(one)
+    lines = {id(run): runs for runs in calls.values() if len(runs) >= MIN_CALLS for run in runs}
     found: list[RunStatus | GroupStatus | Calls] = []
     for one in statuses:
-        runs = calls.get((Path(one.run_dir).parent, one.name), [])
-        if len(runs) < MIN_CALLS or one not in runs:
+        runs = lines.get(id(one), [])
+        if not runs:
             found.append(one)
         elif one is runs[0]:
             found.append(Calls(runs))

@@ -76,7 +76,7 @@ SORTED_BY = ("run", "state", "step", "loss", "tokens_per_s", "allocated_s", "wor
     type=click.Choice(list(AXES)),
 )
 @option("--smooth WEIGHT", "Draw a moving mean; WEIGHT is the weight of the past, such as 0.9.", type=float)
-@option("--overwrite", "Replace the FILE of --plot and --csv if it exists.")
+@option("--overwrite", "Overwrite the output files if they exist.")
 @option("--metric NAME", "Rank the runs by this metric; default: the metric of their configs, or val_loss.")
 @option("--sort NAME", "Sort the runs by a column, a config key in which they differ, or a metric.")
 @option("--by KEY", "Colour the curves by this config key; default: the first key in which the runs differ.")
