@@ -177,7 +177,7 @@ def _repeated(
 
     Without a COMMAND, the workload of the repeated run is used.
     """
-    is_config = request.path in ("", "-") or typed_path(request.path, Path()).is_file()
+    is_config = request.path in ("", "-") or typed_path(request.path, Path(), is_literal=True).is_file()
     if is_config or find_shipped_config(request.path) is not None:
         return request, workload, None
     # Modules that read runs are slow to import.

@@ -181,7 +181,7 @@ class Layers:
         if Path(name) == STANDARD_INPUT:
             return self._file(STANDARD_INPUT, ()), STANDARD_INPUT
         try:
-            path = typed_path(str(name), self.cwd)
+            path = typed_path(str(name), self.cwd, is_literal=True)
         except UsageError as error:
             self.problems.append(Problem("", error.message, "", error.hint))
             return EMPTY, self.cwd / name
