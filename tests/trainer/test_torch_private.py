@@ -104,7 +104,8 @@ def test_each_says_what_to_do_when_it_goes() -> None:
             found[ast.unparse(node.targets[0])] = ast.literal_eval(after.value)
     public = {name: text for name, text in found.items() if not name.startswith("_")}
     assert len(public) > 15
-    assert [name for name, text in public.items() if "When " not in text] == []
+    foreseen = re.compile(r"\bIf (torch|a release of torch|the constructor)\b|\btorch 2\.\d+\b")
+    assert [name for name, text in public.items() if not foreseen.search(text)] == []
 
 
 def test_a_stager_keeps_its_buffers_until_it_is_closed() -> None:
