@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby, islice
+from itertools import chain, groupby
 from operator import itemgetter
 from typing import BinaryIO
 
@@ -20,7 +20,7 @@ from trainkit.capabilities.report.curves import LAST_STEP
 from trainkit.capabilities.report.plot import LARGEST
 from trainkit.observe.ranking import NOT_METRICS
 from trainkit.run.events import read_events
-from trainkit.run.files import MAX_SAMPLE_BYTES, forward_lines, opened, parse_records
+from trainkit.run.files import MAX_RECORD_BYTES, MAX_SAMPLE_BYTES, opened, parse_records, read_jsonl_reversed
 from trainkit.run.rundir import RunDir
 
 MAX_BUCKETS = 512
@@ -30,8 +30,8 @@ MAX_METRICS = 128
 POSITIONS = NOT_METRICS | {"epoch", "samples_seen"}
 """The keys of numbers that give the position of a record in the training, and are not metrics."""
 NUMBERS = frozenset({int, float})
-CHUNK = 1024
-"""Lines of a file that are parsed together."""
+CHUNK_BYTES = 2**18
+"""The number of bytes that are read and parsed together."""
 NUM_CHUNKS = 512
 """Chunks that are read of a file that is too large to be read whole."""
 Point = tuple[float, float]
@@ -92,12 +92,10 @@ class Thinned:
             self.widen(2 * self.width)
 
     def _add(self, place: int, records: Sequence[Mapping[str, object]]) -> None:
-        for name in dict.fromkeys(chain.from_iterable(records)):
+        for name, steps, values in _columns(records):
             if name in POSITIONS or (name not in self.buckets and len(self.buckets) == MAX_METRICS):
                 continue
-            having = [record for record in records if name in record]
-            having = having if self.width > 1 else having[-1:]
-            found = _bucket([record["step"] for record in having], [record[name] for record in having])
+            found = _bucket(steps, values) if self.width > 1 else _bucket(steps[-1:], values[-1:])
             if found is None:
                 continue
             own = self.buckets.setdefault(name, {})
@@ -141,6 +139,20 @@ class Thinned:
     def means(self, name: str) -> dict[int, Point]:
         """Return the mean of each bucket by the number of the bucket; see `Bucket.mean`."""
         return {place: bucket.mean for place, bucket in sorted(self.buckets.get(name, {}).items())}
+
+
+def _columns(
+    records: Sequence[Mapping[str, object]],
+) -> Iterator[tuple[str, Sequence[object], Sequence[object]]]:
+    """Yield each key, and the steps and values of the records that have it."""
+    first, *others = map(tuple, records)
+    if all(keys == first for keys in others):  # most runs log the same metrics at each step
+        columns = dict(zip(first, zip(*(record.values() for record in records), strict=True), strict=True))
+        yield from ((name, columns["step"], values) for name, values in columns.items())
+        return
+    for name in dict.fromkeys(chain.from_iterable(records)):
+        having = [record for record in records if name in record]
+        yield name, [record["step"] for record in having], [record[name] for record in having]
 
 
 def _bucket(steps: Sequence[object], values: Sequence[object]) -> Bucket | None:
@@ -190,9 +202,12 @@ def read_thinned(wanted: Wanted) -> Thinned:
     """Read the metrics of a run. A COMMAND logs validation losses as events, so these are read too."""
     run, found = RunDir(wanted.folder), Thinned(wanted.most_buckets)
     with opened(run.metrics_file) as stream:
-        lines = iter(()) if stream is None else _lines(stream, wanted.most_bytes)
-        while chunk := list(islice(lines, CHUNK)):
-            found.add(_kept(_records(chunk), wanted.kept))
+        for number, chunk in enumerate(() if stream is None else _chunks(stream, wanted.most_bytes)):
+            records = list(_kept(_records(chunk), wanted.kept))
+            if number == 0 and records and stream is not None:
+                num_lines = os.fstat(stream.fileno()).st_size * len(records) // len(chunk)
+                found.widen(_first_width(records[0]["step"], run, num_lines, wanted.most_buckets))
+            found.add(records)
     if "val_loss" not in found.buckets:
         events = (event.values for event in read_events(run, "evaluated") if event.step is not None)
         found.add(
@@ -203,18 +218,28 @@ def read_thinned(wanted: Wanted) -> Thinned:
     return found
 
 
-def _records(lines: Sequence[bytes]) -> Iterable[dict[str, object]]:
+def _first_width(first_step: object, run: RunDir, num_lines: int, most: int) -> int:
+    """Return half of the width that the buckets of a run will probably need, so that few are merged later."""
+    last_step = next(read_jsonl_reversed(run.metrics_file), {}).get("step")
+    if not isinstance(first_step, int) or not isinstance(last_step, int):
+        return 1
+    num_steps = max(0, min(last_step - first_step, num_lines))
+    return 1 << max(0, (num_steps // most).bit_length() - 1)
+
+
+def _records(lines: bytes) -> Iterable[dict[str, object]]:
     """Parse lines as JSON objects: all lines at once, which is faster, unless a line is damaged."""
-    text = b"[%b]" % b",".join(lines)
+    text = b"[%b]" % lines.rstrip(b"\n").replace(b"\n", b",")
     try:
         if b"NaN" in text or b"Infinity" in text:
             found = json.loads(text, parse_constant=lambda name: None)
         else:
             found = [] if b"\\ud" in text.lower() else from_json(text, cache_strings="keys")
     except (ValueError, RecursionError):
-        return parse_records(lines)
+        return parse_records(lines.split(b"\n"))
     whole = [record for record in found if isinstance(record, dict)]
-    return whole if len(whole) == len(lines) else parse_records(lines)
+    is_whole = len(whole) == lines.count(b"\n") + (not lines.endswith(b"\n"))
+    return whole if is_whole else parse_records(lines.split(b"\n"))
 
 
 def _kept(
@@ -231,14 +256,15 @@ def _kept(
             yield record
 
 
-def _lines(stream: BinaryIO, most_bytes: int) -> Iterator[bytes]:
-    """Yield the lines of a file. Of a file larger than `most_bytes`, yield those in evenly spaced chunks.
+def _chunks(stream: BinaryIO, most_bytes: int) -> Iterator[bytes]:
+    """Yield a file in chunks of whole lines. Of a file larger than `most_bytes`, yield evenly spaced chunks.
 
     The last chunk ends at the end of the file.
     """
     size = os.fstat(stream.fileno()).st_size
     if size <= most_bytes:
-        yield from forward_lines(stream)
+        while chunk := stream.read(CHUNK_BYTES):
+            yield chunk + stream.readline(MAX_RECORD_BYTES)
         return
     length = most_bytes // NUM_CHUNKS
     for number in range(NUM_CHUNKS + 1):
@@ -246,8 +272,8 @@ def _lines(stream: BinaryIO, most_bytes: int) -> Iterator[bytes]:
         stream.seek(begin)
         if begin:
             stream.readline(MAX_SAMPLE_BYTES)
-        while stream.tell() < begin + length and (line := stream.readline(MAX_SAMPLE_BYTES)):
-            yield line
+        if (rest := begin + length - stream.tell()) > 0:
+            yield stream.read(rest) + stream.readline(MAX_SAMPLE_BYTES)
 
 
 def read_all(wanted: Sequence[Wanted], num_bytes: int) -> list[Thinned]:
