@@ -1,21 +1,26 @@
-"""Break eleven important lines, one at a time, and show whether the tests detect it.
+"""Break important or random lines, one at a time, and show whether the tests detect it.
 
     python -m benchmarks.mutants [NAME ...]
+    python -m benchmarks.mutants --draw 24 --seed 1
 
-Run it after tests were merged or removed. The benchmark changes files of the checkout, which must have no
-uncommitted changes, and restores each file. The exit code is 1 if the tests miss a mutant.
+With `--draw`, conditions of random lines of the product are negated, and the unit tests that import the file
+run, without slow tests. Run the benchmark after tests were merged or removed, with the same seed before and
+after. The benchmark changes files of the checkout, which must have no uncommitted changes, and restores each
+file. The exit code is 1 if the tests miss a mutant.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import random
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from tools.changed_tests import ROOT, tests_of
+
 TIMEOUT_S = 1200
 
 
@@ -27,6 +32,7 @@ class Mutant:
     line: str
     becomes: str
     tests: str
+    has_slow_tests: bool = True
 
 
 MUTANTS = {
@@ -86,12 +92,39 @@ def main() -> int:
     """Try the mutants; return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: {', '.join(MUTANTS)}")
-    names = parser.parse_args().names or MUTANTS
+    parser.add_argument("--draw", type=int, default=0, metavar="N", help="negate N random conditions instead")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="default: %(default)s")
+    args = parser.parse_args()
+    mutants = draw(args.draw, args.seed) if args.draw else MUTANTS
     if subprocess.run(["git", "diff", "--quiet", "HEAD"], cwd=ROOT).returncode:
         print("error: there are uncommitted changes\n\nhint: commit or stash them", file=sys.stderr)
         return 2
-    survivors = [name for name in names if not is_caught(name, MUTANTS[name])]
+    survivors = [name for name in args.names or mutants if not is_caught(name, mutants[name])]
     return 1 if survivors else 0
+
+
+def draw(number: int, seed: int) -> dict[str, Mutant]:
+    """Return mutants that each negate the condition of a random line."""
+    found = []
+    for file in sorted((ROOT / "trainkit").rglob("*.py")):
+        text = file.read_text()
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, (ast.If, ast.While, ast.IfExp)) and node.test.lineno == node.test.end_lineno:
+                line = text.splitlines()[node.test.lineno - 1]
+                condition = ast.get_source_segment(text, node.test) or ""
+                if text.count(line) == 1 and line.count(condition) == 1:
+                    found.append((file, node.test.lineno, line, condition))
+    drawn = random.Random(seed).sample(found, number)
+    return {
+        f"{file.relative_to(ROOT / 'trainkit')}:{number}": Mutant(
+            str(file.relative_to(ROOT / "trainkit")),
+            line,
+            line.replace(condition, f"(not ({condition}))"),
+            " ".join(tests_of(str(file.relative_to(ROOT)))),
+            has_slow_tests=False,
+        )
+        for file, number, line, condition in drawn
+    }
 
 
 def is_caught(name: str, mutant: Mutant) -> bool:
@@ -103,13 +136,14 @@ def is_caught(name: str, mutant: Mutant) -> bool:
     pytest = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider"]
     try:
         file.write_text(text.replace(mutant.line, mutant.becomes))
-        argv = [*pytest, "--numprocesses=2", "--dist=loadgroup", *mutant.tests.split()]
+        marks = [] if mutant.has_slow_tests else ["-m", "not slow"]
+        argv = [*pytest, "--numprocesses=2", "--dist=loadgroup", *marks, *mutant.tests.split()]
         done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
     finally:
         file.write_text(text)
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
     verdict = f"caught by {failed[0].split()[1]}" if failed else "SURVIVED"
-    print(f"{name:34} {time.monotonic() - began_s:4.0f} s  {verdict}", flush=True)
+    print(f"{name:44} {time.monotonic() - began_s:4.0f} s  {verdict}", flush=True)
     return bool(failed)
 
 

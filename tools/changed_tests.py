@@ -88,6 +88,27 @@ def _git(*args: str) -> list[str]:
     return [line for line in re.split("[\0\n]", done.stdout) if line] if done.returncode == 0 else []
 
 
+def _sources(untracked: Sequence[str] = ()) -> dict[str, str]:
+    """Return the text of each Python file of the checkout by its path."""
+    paths = [path for path in (*_git("ls-files", "-z"), *untracked) if path.endswith(".py")]
+    return {path: (ROOT / path).read_text(errors="replace") for path in paths if (ROOT / path).exists()}
+
+
+def _python_path() -> Sequence[str]:
+    """Return the folders that pytest adds to the path of modules."""
+    found = re.search(r"^pythonpath = (.*)$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert found is not None
+    folders: Sequence[str] = ast.literal_eval(found[1])
+    return folders
+
+
+def tests_of(path: str) -> list[str]:
+    """Return the test files that a change of a file can break, first those of the folder of the same name."""
+    folder = f"tests/{PurePath(path).parent.relative_to('trainkit')}/"
+    selected = select_tests([path], _sources(), _python_path())
+    return sorted(selected, key=lambda test: (not test.startswith(folder), test))
+
+
 def main(args: Sequence[str]) -> int:
     """Print and run the selected tests; return the exit code of pytest, or 0 if no test is selected."""
     split = args.index("--") if "--" in args else len(args)
@@ -98,11 +119,8 @@ def main(args: Sequence[str]) -> int:
         return 2
     untracked = _git("ls-files", "-z", "--others", "--exclude-standard")
     changed = [*_git("diff", "--name-only", "--no-renames", "-z", base), *untracked]
-    paths = [path for path in (*_git("ls-files", "-z"), *untracked) if (ROOT / path).exists()]
-    sources = {path: (ROOT / path).read_text(errors="replace") for path in paths if path.endswith(".py")}
-    found = re.search(r"^pythonpath = (.*)$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert found is not None
-    selected = select_tests(changed, sources, ast.literal_eval(found[1]))
+    sources = _sources(untracked)
+    selected = select_tests(changed, sources, _python_path())
     print(f"changed files since {base[:10]}: {len(changed)}; test files that import them: {len(selected)}")
     slow = [path for path in selected if re.search(r"mark\.slow|on_slurm|on_cluster", sources[path] + path)]
     if slow:
