@@ -79,7 +79,7 @@ lock: venv ## Write requirements-lock.txt, the packages that are tested with the
 	$(BIN)/python -m tools.lock
 
 clean: ## Remove .venv, builds and caches; keep runs/.
-	rm -rf .venv .venv-oldest .venv-newest build dist trainkit.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest .venv-newest build dist trainkit_hpc.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Without root or apt-get this only says why the tests on Slurm will be skipped; with CI=true it fails.

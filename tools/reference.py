@@ -432,7 +432,7 @@ def stub_text() -> str:
     ]
     for module, names in _MODULES.items():
         lines += [f"from {module} import {name} as {name}" for name in names if name not in functions]
-    lines += ["", "__version__: str"]
+    lines += ["", "__version__: str", "DISTRIBUTION: str"]
     for name, node in functions.items():
         node.args.kwarg = None
         own = (f"{option}: {types} = ..." for option, types in options.items())
