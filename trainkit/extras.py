@@ -41,8 +41,8 @@ def install_line(*names: str, python: str | None = None) -> str:
 def own_install_line(python: str) -> str | None:
     """Return the command that installs this trainkit for another Python, from its checkout or wheel.
 
-    Returns None if trainkit's source is unknown or no longer exists. The command never names an index, because
-    trainkit may not be published there. Source: the specification of ``direct_url.json`` by PyPA.
+    Returns None if trainkit's source is unknown or no longer exists. The command never names an index,
+    because trainkit may not be published there. Source: the specification of ``direct_url.json`` by PyPA.
     """
     from importlib.metadata import distributions
 
