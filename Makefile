@@ -8,7 +8,7 @@ SLURM := $(BIN)/python -m tools.slurm_cluster
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-fast test-changed test-every test-smoke test-oldest test-newest lint parity bench gpu cluster lock clean programs slurm venv venv-test venv-rest
+.PHONY: help docs docs-serve demo test test-all test-fast test-changed test-every test-smoke test-oldest test-newest lint parity bench gpu cluster lock clean programs slurm venv venv-test venv-rest
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -20,8 +20,8 @@ demo: venv ## Train a small model, kill it, resume it, and compare the losses.
 test: venv-test ## Style, types, all unit tests, and one real run of each kind.
 	@$(MAKE) --no-print-directory --jobs 2 lint test-smoke
 
-test-all: venv-rest ## Style, types and all tests, as continuous integration runs them (about 40 minutes on two cores).
-	@$(MAKE) --no-print-directory --jobs 2 lint test-every
+test-all: venv-rest ## Style, types, the documentation site and all tests, as continuous integration runs them (about 40 minutes on two cores).
+	@$(MAKE) --no-print-directory --jobs 2 lint docs test-every
 
 test-fast: venv-test ## Unit tests only.
 	$(PYTEST) 2 -m "not slow"
@@ -55,6 +55,20 @@ test-newest: ## The same on torch 2.15, the newest release that is accepted.
 	@.ci/make-venv test "$(NEWEST)" constraints-newest.txt
 	"$(NEWEST)/bin/python" -m pytest --dist loadgroup --numprocesses 2 $(TESTS_OF_TORCH)
 
+# Material for MkDocs prints a notice about its successor otherwise.
+MKDOCS := NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs
+
+docs: .venv-docs ## Build the documentation site into site/; a broken link fails.
+	$(MKDOCS) build --quiet
+
+docs-serve: .venv-docs ## Show the documentation site on this machine.
+	$(MKDOCS) serve
+
+.venv-docs: docs/requirements.txt
+	python3 -m venv $@
+	$@/bin/pip install --quiet --disable-pip-version-check --requirement docs/requirements.txt
+	@touch $@
+
 lint: venv-test ## Style and types.
 	$(BIN)/python -m ruff check
 	$(BIN)/python -m ruff format --check
@@ -79,7 +93,7 @@ lock: venv ## Write requirements-lock.txt, the packages that are tested with the
 	$(BIN)/python -m tools.lock
 
 clean: ## Remove .venv, builds and caches; keep runs/.
-	rm -rf .venv .venv-oldest .venv-newest build dist trainkit.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-docs .venv-oldest .venv-newest build dist site trainkit_hpc.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Without root or apt-get this only says why the tests on Slurm will be skipped; with CI=true it fails.

@@ -1,6 +1,7 @@
 """Tests each extra of setup.cfg in an environment that has nothing else."""
 
 import configparser
+import json
 import os
 import re
 import subprocess
@@ -12,7 +13,8 @@ import pytest
 from packaging.requirements import Requirement
 
 from tests.support.programs import run_program
-from trainkit.extras import PACKAGES, install_line
+from trainkit import DISTRIBUTION
+from trainkit.extras import PACKAGES, install_line, own_install_line
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 600
@@ -230,6 +232,41 @@ def test_messages_name_the_packages_of_setup_cfg() -> None:
     assert named == dict(PACKAGES)
     assert install_line("hf", "peft", python="/a b/python") == (
         "'/a b/python' -m pip install 'transformers>=5' 'pyarrow>=17' 'peft>=0.18'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ({"url": "file://{}/a%20wheel.whl"}, "'{}/a wheel.whl'"),
+        ({"url": "file://{}/gone", "dir_info": {"editable": True}}, None),
+        (
+            {"url": "https://host/t.git", "vcs_info": {"vcs": "git", "commit_id": "ab"}},
+            "git+https://host/t.git@ab",
+        ),
+    ],
+)
+def test_trainkit_is_installed_from_where_it_came(
+    source: dict[str, object], expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a wheel.whl").touch()
+    info = tmp_path / "trainkit_hpc-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {DISTRIBUTION}\nVersion: 0.1.0\n")
+    (info / "direct_url.json").write_text(json.dumps(source).replace("{}", str(tmp_path)))
+    monkeypatch.syspath_prepend(tmp_path)
+    line = expected and f"'/a b/python' -m pip install {expected}".replace("{}", str(tmp_path))
+    assert own_install_line("/a b/python") == line
+
+
+def test_the_program_reports_another_package_of_this_name(tmp_path: Path) -> None:
+    (tmp_path / "trainkit").mkdir()
+    (tmp_path / "trainkit" / "__init__.py").touch()
+    program = Path(sys.executable).with_name("trainkit")
+    done = run_program(program, "--version", env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[0] == (
+        f"error: `import trainkit` finds {tmp_path}/trainkit/__init__.py, another package called trainkit"
     )
 
 

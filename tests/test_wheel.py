@@ -39,7 +39,15 @@ def command(*argv: object, cwd: Path, **env: str) -> str:
 
 def sources() -> Iterator[Path]:
     """Yield the files of the checkout that a build can need."""
-    for name in ("setup.cfg", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md"):
+    for name in (
+        "setup.cfg",
+        "pyproject.toml",
+        "trainkit_hpc.py",
+        "MANIFEST.in",
+        "README.md",
+        "LICENSE",
+        "CHANGELOG.md",
+    ):
         if (ROOT / name).exists():
             yield ROOT / name
     for folder in ("trainkit", "hydra_plugins", "configs", "templates"):
@@ -58,13 +66,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "checkout" / "constraints.txt").touch()
     build = "from setuptools import build_meta; import sys; build_meta.build_sdist(sys.argv[1])"
     command(sys.executable, "-c", build, folder, cwd=folder / "checkout")
-    [archive] = folder.glob("trainkit-*.tar.gz")
+    [archive] = folder.glob("trainkit_hpc-*.tar.gz")
     (folder / "sdist").mkdir()
     command("tar", "-xzf", archive, cwd=folder / "sdist")
     [unpacked] = (folder / "sdist").iterdir()
     options = ("--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check")
     command(sys.executable, "-m", "pip", "wheel", *options, "--wheel-dir", folder, unpacked, cwd=folder)
-    [built] = folder.glob("trainkit-*.whl")
+    [built] = folder.glob("trainkit_hpc-*.whl")
     return built
 
 
@@ -101,7 +109,7 @@ def test_wheel_contains_all_modules_configs_and_templates(wheel: Path) -> None:
     shipped += [path for path in (ROOT / "templates" / "task").iterdir() if path.is_file()]
     expected = {str(path) for path in modules}
     expected |= {f"trainkit/_shipped/{path.relative_to(ROOT)}" for path in shipped}
-    data = {"trainkit/py.typed", "trainkit/config/other_names.yaml"}
+    data = {"trainkit_hpc.py", "trainkit/py.typed", "trainkit/config/other_names.yaml"}
     assert packed_files == expected | data | {"trainkit/capabilities/diagnose/signatures.yaml"}
     assert len(licences) == 1
 

@@ -14,6 +14,8 @@ import tempfile
 from importlib.metadata import distributions
 from pathlib import Path
 
+from trainkit import DISTRIBUTION
+
 ROOT = Path(__file__).resolve().parents[1]
 LOCK = ROOT / "requirements-lock.txt"
 HEAD = """\
@@ -35,7 +37,7 @@ def main() -> int:
     lines = []
     for item in report["install"]:
         name, version = item["metadata"]["name"], item["metadata"]["version"]
-        if name != "trainkit":
+        if name != DISTRIBUTION:
             digest = item["download_info"]["archive_info"]["hashes"]["sha256"]
             lines.append(f"{name.lower()}=={version} --hash=sha256:{digest}\n")
     place = (

@@ -1,6 +1,8 @@
 """trainkit takes one YAML config from a laptop to a thousand GPUs, and back after every interruption."""
 
 __version__ = "0.1.0"
+DISTRIBUTION = "trainkit-hpc"
+"""The name that pip uses. The distribution called `trainkit` on PyPI is another project."""
 
 # For type checkers, __init__.pyi says where each name comes from.
 _MODULES = {

@@ -22,6 +22,7 @@ from trainkit.errors import UsageError as UsageError
 from trainkit.function import Requeue as Requeue
 
 __version__: str
+DISTRIBUTION: str
 
 def submit(
     work: Callable[[types.Unpack[Args]], Returned] | Config=None, /, *args: types.Unpack[Args],

@@ -6,8 +6,13 @@ called `trainkit` on PyPI is another project.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from shlex import quote
+from urllib.parse import unquote, urlsplit
+
+from trainkit import DISTRIBUTION
 
 PACKAGES: Mapping[str, tuple[str, ...]] = {
     "plot": ("matplotlib>=3.8",),
@@ -31,3 +36,25 @@ def install_line(*names: str, python: str | None = None) -> str:
     pip = "pip install" if python is None else f"{quote(python)} -m pip install"
     packages = dict.fromkeys(package for name in names for package in PACKAGES.get(name, (name,)))
     return f"{pip} {' '.join(map(quote, packages))}"
+
+
+def own_install_line(python: str) -> str | None:
+    """Return the command that installs this trainkit for another Python, from its checkout or wheel.
+
+    Returns None if trainkit's source is unknown or no longer exists. The command never names an index,
+    because trainkit may not be published there. Source: the specification of ``direct_url.json`` by PyPA.
+    """
+    from importlib.metadata import distributions
+
+    texts = (item.read_text("direct_url.json") for item in distributions(name=DISTRIBUTION))
+    if (text := next(filter(None, texts), None)) is None:
+        return None
+    source = json.loads(text)
+    place = url = str(source["url"])
+    if "vcs_info" in source:
+        place = f"{source['vcs_info']['vcs']}+{url}@{source['vcs_info']['commit_id']}"
+    elif urlsplit(url).scheme == "file":
+        place = unquote(urlsplit(url).path)
+        if not Path(place).exists():
+            return None
+    return f"{quote(python)} -m pip install {quote(place)}"

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.said import said
 from tests.support.torch_builds import make_torch
-from trainkit import __version__
+from trainkit import DISTRIBUTION, __version__
 from trainkit.config.running import LaunchConfig
 from trainkit.job.processes import PYTHON_OPTIONS
 from trainkit.launch.environment import find_interpreter
@@ -204,7 +204,7 @@ def test_packages_that_the_trainer_needs(tmp_path: Path) -> None:
     packages = tmp_path / "packages"
     packages.mkdir()
     (packages / "torch.py").touch()
-    (packages / "trainkit.py").write_text("__version__ = '0.0.1'")
+    (packages / "trainkit.py").write_text("")
     python = (str(getattr(sys, "_base_executable", sys.executable)), "-S")
 
     def problem(path: str) -> str | None:
@@ -214,8 +214,11 @@ def test_packages_that_the_trainer_needs(tmp_path: Path) -> None:
 
     said(problem(""))
     with_both = str(packages)
+    assert problem(with_both) == f"imports another package called trainkit from {packages / 'trainkit.py'}"
+    ours = f"DISTRIBUTION = {DISTRIBUTION!r}\n"
+    (packages / "trainkit.py").write_text(f"{ours}__version__ = '0.0.1'")
     assert problem(with_both) == f"has trainkit 0.0.1, but this is trainkit {__version__}"
-    (packages / "trainkit.py").write_text(f"__version__ = {__version__!r}  # another size")
+    (packages / "trainkit.py").write_text(f"{ours}__version__ = {__version__!r}  # another size")
     assert problem(with_both) is None
     (packages / "torch.py").unlink()
     (packages / "torch").mkdir()

@@ -20,7 +20,7 @@ from trainkit.cluster.target import is_cluster_of_host
 from trainkit.config import RunConfig
 from trainkit.config.running import LaunchConfig
 from trainkit.config.schema import capabilities_of
-from trainkit.extras import install_line
+from trainkit.extras import install_line, own_install_line
 from trainkit.job.processes import kill_group
 from trainkit.launch.environment import command_python, find_interpreter, launch_problems
 from trainkit.plan.facts import Environment, Interpreter
@@ -53,7 +53,9 @@ for name in sys.argv[2:]:
     except metadata.PackageNotFoundError:
         pass
 if "trainkit" in files:
-    versions["trainkit"] = __import__("trainkit").__version__
+    trainkit = __import__("trainkit")
+    is_ours = getattr(trainkit, "DISTRIBUTION", None) == "trainkit-hpc"
+    versions["trainkit"] = trainkit.__version__ if is_ours else ""
 print(sys.argv[1], json.dumps({
     "python": platform.python_version(), "program": sys.executable, "files": files, "versions": versions,
 }))
@@ -142,15 +144,31 @@ def own_packages(*names: str) -> Packages:
 
 def package_problem(packages: Packages, program: str) -> tuple[str, str] | None:
     """Return why ranks of the built-in trainer cannot use a `program`, and a hint; None if they can."""
+    if packages.files.keys().isdisjoint(("torch", "trainkit")):
+        return "has no torch and no trainkit", f"{_install_hint(program)}, or {OWN_PYTHON}"
+    return trainkit_problem(packages, program) or torch_problem(packages, program)
+
+
+def trainkit_problem(packages: Packages, program: str) -> tuple[str, str] | None:
+    """Return why the trainkit of a `program` cannot be used, and a hint; None if it can."""
     if "trainkit" not in packages.files:
-        missing = [name for name in ("torch", "trainkit") if name not in packages.files]
-        message = f"has no {' and no '.join(missing)}"
-        return message, "install trainkit there too, or remove the key to use this interpreter"
+        return "has no trainkit", f"{_install_hint(program)}, or {OWN_PYTHON}"
     version = packages.versions["trainkit"]
+    if not version:
+        message = f"imports another package called trainkit from {packages.files['trainkit']}"
+        return message, f"uninstall the other package, then {_install_hint(program)}"
     if version != __version__:
         message = f"has trainkit {version}, but this is trainkit {__version__}"
-        return message, "install the same version there, or use the `trainkit` of that environment"
-    return torch_problem(packages, program)
+        return message, f"{_install_hint(program)}, or use the `trainkit` of that environment"
+    return None
+
+
+OWN_PYTHON = "remove the key to use this interpreter"
+
+
+def _install_hint(program: str) -> str:
+    line = own_install_line(program)
+    return f"install trainkit {__version__} there" + (f": `{line}`" if line else "")
 
 
 def torch_problem(packages: Packages, program: str) -> tuple[str, str] | None:

@@ -13,6 +13,7 @@ from tests.support.said import said
 from trainkit import __version__
 from trainkit.capabilities.doctor import Request, environment
 from trainkit.cli.main import main
+from trainkit.launch import packages
 
 
 def report(capsys: pytest.CaptureFixture[str], *args: str, code: int) -> dict[str, tuple[str, str]]:
@@ -62,7 +63,7 @@ def test_torch_that_cannot_be_imported_fails(tmp_path: Path, monkeypatch: pytest
 
 
 def test_other_trainkit_of_an_interpreter_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "__version__", "99.0")
+    monkeypatch.setattr(packages, "__version__", "99.0")
     check = environment.check_python(Request(tmp_path))
     assert check.state == "failure"
-    assert check.value.endswith(f" has trainkit {__version__}, and this is trainkit 99.0")
+    assert check.value.endswith(f" has trainkit {__version__}, but this is trainkit 99.0")

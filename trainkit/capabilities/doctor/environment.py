@@ -8,13 +8,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
-from trainkit import __version__
 from trainkit.capabilities.doctor import Request
 from trainkit.cluster.machine import NVIDIA_DRIVER, detect_machine
 from trainkit.config import LoadedConfig
 from trainkit.job.preflight import Finding, warn_if
 from trainkit.launch.environment import find_interpreter
-from trainkit.launch.packages import NoAnswer, Packages, ask, find_packages
+from trainkit.launch.packages import NoAnswer, Packages, ask, find_packages, trainkit_problem
 from trainkit.plan.torch_build import TorchBuild, release_problem
 
 PYTHONS = ((3, 10), (3, 13))
@@ -101,15 +100,9 @@ def check_python(request: Request) -> Finding:
     oldest, newest = (".".join(map(str, item)) for item in PYTHONS)
     if version < PYTHONS[0]:
         return Finding("Python", "failure", value, f"use Python {oldest} to {newest}")
-    if "trainkit" not in found.files:
-        return Finding(
-            "Python", "failure", f"{value} has no trainkit", "install trainkit in that environment"
-        )
-    installed = found.versions["trainkit"]
-    if installed != __version__:
-        hint = "install the same version there, or use the `trainkit` of that environment"
-        text = f"{value} has trainkit {installed}, and this is trainkit {__version__}"
-        return Finding("Python", "failure", text, hint)
+    problem = trainkit_problem(found, found.program)
+    if problem is not None:
+        return Finding("Python", "failure", f"{value} {problem[0]}", problem[1])
     is_new = version > PYTHONS[1]
     return warn_if(is_new, "Python", value, f"not tested; tested are {oldest} to {newest}")
 
