@@ -455,7 +455,7 @@ def test_refused_before_the_first_step(case: str) -> None:
     "state", [{"a": {"b": torch.zeros(1)}, "a.b": torch.ones(1)}, {0: torch.zeros(1), "0": torch.ones(1)}]
 )
 def test_two_tensors_of_one_name_are_not_saved(state: object) -> None:
-    with pytest.raises(FatalError, match="cannot be saved: two tensors of the state have this name"):
+    with pytest.raises(FatalError, match="cannot be saved: two tensors of the state have this path"):
         encode("task", state, {})
 
 

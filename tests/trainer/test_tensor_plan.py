@@ -168,7 +168,7 @@ def test_bf16(tmp_path: Path) -> None:
         ),
         (
             ["task_args.without=[layers.*.attention.q_norm]"],
-            "different gradients of layers.0.attention.q_norm.weight, layers.1.attention.q_norm.weight",
+            "different gradients for layers.0.attention.q_norm.weight, layers.1.attention.q_norm.weight",
         ),
     ],
 )

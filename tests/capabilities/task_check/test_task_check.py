@@ -382,7 +382,7 @@ ON_TWO_RANKS = {
     "metric by rank": (
         '{"worst"',
         f"{{'worst_' + str({BY_RANK})",
-        "the ranks have different metrics",
+        "the metrics differ between ranks",
         "worst_0 | worst_1",
     ),
     "error on a rank": (
