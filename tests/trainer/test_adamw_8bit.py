@@ -75,4 +75,4 @@ def test_another_optimizer_is_refused(tmp_path: Path, before: str, after: str) -
     attempt = train(tmp_path / "run", ["train.steps=4", f"optimizer.name={after}"], expect=78)
     message = f"optimizer.name is {after}, was {before}: checkpoint step-00000002 cannot be resumed"
     assert message in log_text(attempt)
-    assert "is of a different model" not in log_text(attempt)
+    assert "belongs to another model" not in log_text(attempt)

@@ -105,7 +105,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["data.seq_len=32"], "data.seq_len is"),
         (["seed=7"], "seed is"),
         (["data.shuffle=false"], "data.shuffle is"),
-        (["model.dim=32"], "is of a different model"),
+        (["model.dim=32"], "belongs to another model"),
         (["data.val_fraction=0"], "training data has changed: checkpoint step-00000002 cannot be resumed"),
     ],
 )

@@ -479,7 +479,7 @@ def refuse_shared_gpu(env: RankEnv, gpu: str, store: Store) -> None:
     for other in range(env.rank - env.local_rank, env.rank):
         if (_read(env, store, _arrival(other)) or "").endswith(f" {gpu}"):
             raise FatalError(
-                f"ranks {other} and {env.rank} on {socket.gethostname()} use the same GPU, {gpu}",
+                f"ranks {other} and {env.rank} on {socket.gethostname()} have the same GPU, {gpu}",
                 hint=GPU_BINDING_HINT,
             )
 

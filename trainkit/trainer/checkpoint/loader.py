@@ -205,7 +205,7 @@ def load_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor], world: Worl
     problem = _problem(_shapes_on_all_ranks(tensors, world), _saved_shapes(reader))
     if problem:
         raise FatalError(
-            f"checkpoint {checkpoint.path} is of a different model ({problem})",
+            f"checkpoint {checkpoint.path} belongs to another model ({problem})",
             hint="resume with the model section that the run was trained with, or start a new run",
         )
     state_dict_loader.load(
