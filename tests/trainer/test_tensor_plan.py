@@ -224,7 +224,7 @@ class Planned(split_tasks.Speak):
         (
             {"layers.up": "colwise"},
             "names layers.up, which no module of its model matches",
-            "one part of a name",
+            "one component of a name",
         ),
         ({"layers.*": "colwise"}, "layers.0 is a Layer, which colwise in tensor_plan() cannot", "nn.Linear"),
         ({"head": "columns"}, "tensor_plan() has 'columns' for head", "rowwise"),

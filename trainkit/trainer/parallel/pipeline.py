@@ -120,7 +120,7 @@ class PipelineForwardBackward(ForwardBackward[Microbatch]):
         return torch.stack([loss.detach() for loss in losses]).sum() * self._context.loss_share
 
     def _run_forward(self, inputs: Sequence[Tensor], sample_keys: Sequence[Tensor]) -> list[Tensor]:
-        """Return the last stage's output per input, without a gradient; empty if the stage is on another rank.
+        """Return the last stage's output per input, without gradient; empty if the stage is on another rank.
 
         This does not use torch's schedules, which support passes without a gradient only with one stage per
         rank.
