@@ -35,9 +35,9 @@ class TokenShards:
     """One split of a prepared dataset, divided into samples of `seq_len` + 1 tokens.
 
     Sample i begins at token i x seq_len. The last token of a sample is therefore also the first token of the
-    next sample, and every token but the very first is predicted exactly once. Samples may span several
-    documents and shards. Opening a split checks file sizes but reads no tokens. An object can be used by
-    several threads, and can be forked and pickled.
+    next sample, and every token except the first of the split is predicted exactly once. Samples may span
+    several documents and shards. Opening a split checks file sizes but reads no tokens. An object can be used
+    by several threads, and can be forked and pickled.
     """
 
     def __init__(self, folder: str | Path, split: str, seq_len: int, checks_sizes: bool = True) -> None:
