@@ -347,9 +347,7 @@ class LaunchPlan:
                 message = (
                     f"plan.json has version {value['version']}; this trainkit version supports {PLAN_VERSION}"
                 )
-                raise UsageError(
-                    message, hint="use the trainkit version that submitted the run, or a newer one"
-                )
+                raise UsageError(message, hint="use the trainkit version of the run, or a newer one")
             # Raises an error for unknown degrees of parallelism, which would change the run if they were
             # ignored.
             Layout(**value["layout"]), Batch(**value["batch"])

@@ -75,10 +75,7 @@ class TorchBuild:
                 )
                 more = "; `nvidia-smi` on a GPU node shows the newest CUDA version that the driver supports"
                 return message, hint + more * (driver is None)
-        return (
-            message,
-            "ask for a newer GPU driver, or request other GPUs with resources.gpu_type",
-        )
+        return message, "ask for a newer driver, or request other GPUs with resources.gpu_type"
 
 
 OLDEST = (2, 11)

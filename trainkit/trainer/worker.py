@@ -76,7 +76,7 @@ def join_and_build(
         store_file=(store_file(env.nonce) or attempt.store_file) if not plan.is_job else None,
     )
     if task is None or world is None:
-        log.info(f"stopped during start-up ({stop.signal_name or 'by another rank'}): no step was trained")
+        log.info(f"stopped during start-up ({stop.signal_name or 'by another rank'}): no step trained")
         return None
     if world.is_main:
         record_event(attempt, "rendezvous", world_size=world.size, device=str(device))
