@@ -104,7 +104,7 @@ def check_targets(module: nn.Module, settings: Any, model: str) -> None:
     """Raise FatalError if `target_modules` contains a name that matches no module."""
     targets = settings.target_modules
     if targets is None or targets == "all-linear":
-        return  # peft chooses the modules itself, or raises an error
+        return  # Then peft chooses the modules itself, or raises an error.
     # In peft, a string is a pattern for the whole name, and a list contains the ends of names.
     if isinstance(targets, str):
         patterns = {targets: targets}

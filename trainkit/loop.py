@@ -85,7 +85,7 @@ from trainkit.trainer.stateless_random import stable_key
 
 log = getLogger(__name__)
 GRACE_S = 120.0
-"""Seconds that `trainkit cancel` waits for a run that trainkit did not start."""
+"""Seconds that `trainkit cancel` waits for a run to end if trainkit did not start the run."""
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -262,11 +262,11 @@ class Attached:
     ) -> Iterator[int]:
         """Yield step numbers up to `total`, beginning with 1 or with the step after the newest checkpoint.
 
-        - Every `log_every` steps, it writes the logged values, which waits for the device.
-        - Every `save_every` steps and after the last step, it saves the tracked objects. It keeps the newest
-          `keep_last` checkpoints; None keeps all checkpoints.
-        - After a stop signal, it saves and ends the process with exit code 75. All ranks stop after the same
-          step, no more than two steps after the signal.
+        - Every `log_every` steps, the logged values are written, which waits for the device.
+        - Every `save_every` steps and after the last step, the tracked objects are saved. The newest
+          `keep_last` checkpoints are kept; None keeps all checkpoints.
+        - After a stop signal, the state is saved, and the process ends with exit code 75. All
+          ranks stop after the same step, no more than two steps after the signal.
 
         Before each step, PyTorch's random number generators are seeded with `seed`, step and rank, so that
         dropout is the same after a resume; with None, they are not seeded. A ``break`` does not save
@@ -321,7 +321,7 @@ class Attached:
         return bool(before[0])
 
     def save(self, step: int) -> None:
-        """Save the tracked objects as the state after `step`, and wait until this is done; a collective.
+        """Save the tracked objects as the state after `step`, and wait; every rank must call this method.
 
         Raises CheckpointError if the save fails.
         """
@@ -357,11 +357,11 @@ class Attached:
         self._recorder.image(name, image, step, caption)
 
     def log_histogram(self, name: str, values: object, step: int | None = None) -> None:
-        """Log a histogram of the numbers in a tensor, an array or a list; otherwise like `log_image`."""
+        """Log a histogram of the numbers in a tensor, an array or a list; same rules as for `log_image`."""
         self._recorder.histogram(name, values, step)
 
     def log_text(self, name: str, text: str, step: int | None = None) -> None:
-        """Log a text, such as a generated sample; otherwise like `log_image`."""
+        """Log a text, such as a generated sample; same rules as for `log_image`."""
         self._recorder.text(name, text, step)
 
     def sample_indices(

@@ -89,7 +89,7 @@ class Loss:
     """
 
     total: Tensor
-    """The sum of the loss over the batch, a tensor with one element and a gradient."""
+    """The sum of the loss over the batch, as a tensor with one element and a gradient."""
     count: Number
     """The number to divide the sum by: the number of samples, tokens or answers in the batch."""
     metrics: Mapping[str, Number | tuple[Number, Number]] = field(default_factory=dict)
@@ -101,7 +101,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class ParameterOptions:
-    """Options for one parameter of the AdamW optimizer that the config sets."""
+    """Options for one parameter that the config's AdamW optimizer trains."""
 
     lr_scale: float = 1.0
     """Factor for the learning rate of the parameter."""
@@ -119,8 +119,8 @@ class Task(ABC):
     """
 
     step: int = 0
-    """Number of the current step, starting at 1. During validation, it is the number of the last step, or 0
-    if there was none."""
+    """Number of the current step, starting at 1. During validation, `step` is the number of the last step, or
+    0 if there was none."""
     _recorder = Recorder()
     """Writes the images, histograms and texts that the task logs; set by the trainer on rank 0."""
 
@@ -136,7 +136,7 @@ class Task(ABC):
         persistent buffers. After each step, rank 0's buffers are copied to all ranks.
 
         Build a large model within `parameters_on_meta`, and define `read_weight` to provide its initial
-        values. To support the config key ``model.lora``, pass a module to `add_adapters` here.
+        values. To support the config key ``model.lora``, pass a module to `add_adapters` in this method.
         """
 
     def read_weight(self, name: str, rows: slice) -> Tensor:
@@ -196,7 +196,8 @@ class Task(ABC):
         multiplied by the factor, from 0 to 1, that the config section ``schedule`` defines.
 
         With ``dp_shard`` or ``tp``, an optimizer must update each element independently, as SGD and Adam do.
-        To declare this for an optimizer that is not part of PyTorch, set its attribute ``by_element = True``.
+        For an optimizer that is not part of PyTorch, declare such updates with the attribute ``by_element =
+        True``.
         """
         raise NotImplementedError
 
@@ -262,7 +263,7 @@ class Task(ABC):
         raise NotImplementedError(f"{type(self).__name__} does not define tensor_plan")
 
     def parameter_options(self, name: str, parameter: nn.Parameter) -> ParameterOptions:
-        """Return how the AdamW optimizer that the config sets treats a parameter of the model."""
+        """Return the options with which the config's AdamW optimizer updates a parameter of the model."""
         return ParameterOptions()
 
     def export(self, model: nn.Module, folder: Path) -> None:
@@ -290,11 +291,11 @@ class Task(ABC):
         self._recorder.image(name, image, caption=caption)
 
     def log_histogram(self, name: str, values: object) -> None:
-        """Log a histogram of the numbers in a tensor, an array or a list; otherwise like `log_image`."""
+        """Log a histogram of the numbers in a tensor, an array or a list; same rules as for `log_image`."""
         self._recorder.histogram(name, values)
 
     def log_text(self, name: str, text: str) -> None:
-        """Log a text, such as a generated sample; otherwise like `log_image`."""
+        """Log a text, such as a generated sample; same rules as for `log_image`."""
         self._recorder.text(name, text)
 
     @property

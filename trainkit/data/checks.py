@@ -1,6 +1,6 @@
 """Check the data of a config before a run starts, using only names, sizes and a few lines of the data.
 
-The module imports neither numpy nor tokenizers, because `submit --dry-run` uses it.
+`submit --dry-run` runs these checks, so this module imports neither numpy nor tokenizers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """List the sources of a config with their weights, and find the folders of their token shards.
 
-The module imports neither numpy nor tokenizers, because a dry run uses it.
+This module is used in dry runs, so it imports neither numpy nor tokenizers.
 """
 
 from __future__ import annotations

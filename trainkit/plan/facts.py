@@ -16,7 +16,7 @@ class Interpreter:
     """The Python interpreter that agents and ranks use."""
 
     argv: tuple[str, ...]
-    """The first arguments of a rank's command line; a path inside the container if there is one."""
+    """The first arguments of a rank's command line; inside the container if the run uses one."""
     host_argv: tuple[str, ...]
     """The first arguments of the supervisor's command line; the supervisor runs outside any container."""
     options: tuple[str, ...] = ("-u",)

@@ -44,7 +44,7 @@ class Gpu(NamedTuple):
 
     @property
     def capability(self) -> Version | None:
-        """Return the compute capability if it is below 8.0, which introduced bf16 tensor cores; else None."""
+        """Return the compute capability if it is below 8.0, the first with bf16 tensor cores; else None."""
         return FP16_ONLY.get(self.name.partition(" ")[0])
 
     @property
@@ -112,14 +112,15 @@ _NO_PRODUCT = re.compile(r"NVIDIA|TESLA|GEFORCE|QUADRO")
 def find_gpu(name: str) -> Gpu | None:
     """Return the GPU type for a name that a driver or cluster uses.
 
-    Examples are ``NVIDIA A100-SXM4-40GB`` and ``a100``. Returns None for an unknown name or a MIG device.
+    Examples of names are ``NVIDIA A100-SXM4-40GB`` and ``a100``. Returns None for an unknown name or a MIG
+    device.
     """
     words = re.sub(r"[^A-Z0-9]+", " ", _NO_PRODUCT.sub(" ", name.upper())).split()
     if "MIG" in words:
         return None
     for row, sizes, links, peak in _ROWS:
         parts = row.upper().split()
-        if set(parts) <= set(words) or "".join(parts) in words:  # rtx4090 matches RTX 4090
+        if set(parts) <= set(words) or "".join(parts) in words:  # For example, rtx4090 matches RTX 4090.
             # Use the size in GB that the name contains, else the most common size.
             named = [int(match[1]) for word in words if (match := re.fullmatch(r"(\d+)(GB?)?", word))]
             size = next((size for size in named if size in sizes), None)
@@ -176,7 +177,7 @@ def unchecked_memory(names: list[str]) -> str:
     """Return the warning about GPUs with unknown memory; `names` is the result of `gpu_names`."""
     reason = f"their memory is unknown ({shown_types(names)})"
     if not names:
-        reason = "their type is unknown, which resources.gpu_type sets"
+        reason = "their type is unknown (set resources.gpu_type)"
     return (
         f"whether the run fits into GPU memory was not checked: {reason}; "
         f"`trainkit plan CONFIG --gpu-type {EXAMPLE}` checks it for a type that you name"

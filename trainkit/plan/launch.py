@@ -203,7 +203,7 @@ class LaunchPlan:
     checkpoint_bytes: int | None = None
     """Size of a checkpoint; None if the run does not train one of trainkit's models."""
     sizes: dict[str, dict[str, object]] = field(default_factory=dict, metadata=OPTIONAL)
-    """Maps each other node count that an attempt may have to the values of the plan that differ for it."""
+    """Maps every other possible node count of an attempt to the plan values that differ for this count."""
     parts: dict[str, dict[str, object]] = field(default_factory=dict, metadata=LEFT_OUT)
     """Maps a capability to the content of its part of the plan, which `part` reads."""
 
@@ -236,7 +236,7 @@ class LaunchPlan:
 
     @property
     def shown_nodes(self) -> str:
-        """Return the number of nodes, or the range of it, in words."""
+        """Return the number of nodes, or the range of node counts, in words."""
         first = f"{self.fewest_nodes}-" if self.fewest_nodes < self.num_nodes else ""
         return f"{first}{self.num_nodes} node{'s' if self.num_nodes > 1 else ''}"
 

@@ -30,7 +30,8 @@ def make_plan(loaded: LoadedConfig, facts: Facts, workload: Workload = TRAINER) 
     """Return the plan for a config: its layout, batch and job, after checking model and memory.
 
     For a command, there is no model or data to check. A command's layout and batch are planned only if its
-    launcher passes values to a tool. The function has no side effects. Raises ConfigError with all problems.
+    launcher passes values to a tool. The function has no side effects. Raises ConfigError that lists all
+    problems.
     """
     plan, problems = None, []
     try:

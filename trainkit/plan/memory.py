@@ -183,7 +183,7 @@ class Memory:
 
     @cached_property
     def peak(self) -> int:
-        """Return the total bytes in the phase that needs most."""
+        """Return the total bytes in the phase that needs most memory."""
         return self.phases[self.worst_phase].total
 
     @property
@@ -235,7 +235,7 @@ def rank_memory(work: StepWork, pp_rank: int) -> Memory:
     """Return the memory of one pipeline rank; ranks with equal stages need the same amount."""
     params = rank_params(work.shape, work.layout, work.parallel.pp_schedule, pp_rank)
     on_device = 0 if work.parallel.offload else params.whole // work.shards
-    # Without FSDP, the weights are also kept in the compute dtype.
+    # A model that is not wrapped also keeps its weights in the compute dtype.
     is_cast = not work.is_wrapped and work.dtype != "fp32"
     a_param = FLOAT32 + (work.itemsize if is_cast else 0)
     state = a_param * on_device, round(work.optimizer_bytes * on_device)

@@ -15,7 +15,7 @@ VOCAB_MULTIPLE = 64
 class RopeScaling:
     """The way in which Llama 3.1 stretches its rotary position embedding for long contexts.
 
-    Long wavelengths are stretched by `factor`, short wavelengths are not stretched.
+    Long wavelengths are stretched by `factor`; short wavelengths stay unchanged.
     """
 
     factor: float

@@ -34,7 +34,7 @@ def plan_nodes(
 
     The main plan is that for the largest node count. All node counts use the global batch size and learning
     rate of the largest count (or of the plan `before`), so that the loss curve does not depend on the number
-    of nodes that the job gets. Raises ConfigError with all problems if no node count is possible.
+    of nodes that the job gets. Raises ConfigError that lists all problems if no node count is possible.
     """
     resources = loaded.config.resources
     if resources.fewest_nodes == resources.most_nodes:

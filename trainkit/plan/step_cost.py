@@ -138,7 +138,7 @@ class Cost:
         return sums
 
     def crossing(self, node_size: int) -> tuple[str, ...]:
-        """Return the kinds of parallelism that communicate between nodes."""
+        """Return the kinds of parallelism that communicate across nodes."""
         kinds = {flow.kind for flow in self.flows if flow.crosses_nodes(node_size)}
         found = {"dp" if kind in DATA_PARALLEL else kind for kind in kinds}
         return tuple(kind for kind in ("dp", "tp", "cp", "pp") if kind in found)

@@ -1,4 +1,4 @@
-"""Describes a step of a model on a layout, and pipeline schedules, for estimates of memory and time.
+"""Describes the work of a training step on a layout, and pipeline schedules, to estimate memory and time.
 
 All functions are without side effects.
 """

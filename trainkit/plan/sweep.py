@@ -31,7 +31,7 @@ _SPAN = re.compile(
 Python."""
 _WRAPPED = re.compile(r"choice\(([^()]*)\)|\(([^()]*)\)|\{([^{}:]*)\}")
 _DRAWN = re.compile(r"(?:interval|uniform|log_?uniform|log|normal|tag|glob|sort|shuffle)\(.*\)")
-"""Matches functions of Hydra that let Hydra or a search choose the values."""
+"""Matches Hydra functions such as ``interval(…)``, with which Hydra or a search chooses the values."""
 _SEPARATED = re.compile(r"[-+\d.eE]+(?:[\s;]+[-+\d.eE]+)+")
 MAX_LISTED = 20
 

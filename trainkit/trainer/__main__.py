@@ -52,7 +52,7 @@ def main() -> None:
 
         if (
             problem := release_problem(torch.__version__)
-        ) is not None:  # the trainer cannot import this torch
+        ) is not None:  # importing the trainer would then fail
             raise UsageError(f"{sys.executable} {problem[0]}", hint=problem[1])
         worker = worker_of(plan.parts) or "trainkit.trainer.worker"
         work = importlib.import_module(worker).run_worker
@@ -65,7 +65,7 @@ def main() -> None:
         code = record_failure(attempt, rank_info, error, progress.current)
     watchdog.close()
     if "trainkit.trainer.distributed" not in sys.modules:
-        sys.exit(code)  # torch is missing or broken, so importing this module would fail too
+        sys.exit(code)  # torch is missing or broken, so the next import would fail too
     from trainkit.trainer.distributed import exit_process
 
     exit_process(code)

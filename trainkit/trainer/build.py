@@ -384,8 +384,8 @@ def build_module(task: UserTask, world: World) -> LossModule:
         zero=parallel.zero,
         offload=parallel.offload,
     )
-    if hasattr(module, "set_reduce_scatter_unused_params"):  # PyTorch 2.13 or newer
-        # Reduce the gradients of all parameters, even of those that a batch does not use.
+    if hasattr(module, "set_reduce_scatter_unused_params"):
+        # With PyTorch 2.13 or newer, also reduce the gradients of parameters that a batch does not use.
         cast(Any, module).set_reduce_scatter_unused_params(True)
     allocate(module, torch.device("cpu") if parallel.offload else world.device)
     fill_shards(model, values)

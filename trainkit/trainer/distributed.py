@@ -59,8 +59,7 @@ COLLECTIVE_TIMEOUT = START_TIMEOUT + timedelta(minutes=1)
 """Timeout of collectives. The watchdog has a shorter limit, so that it can name the blocking rank before the
 timeout."""
 LOCAL_TIMEOUT = timedelta(days=7)
-"""Timeout on a single machine, where Ctrl-Z may pause ranks within a collective, which must not fail after
-`fg`."""
+"""Timeout on a single machine; long, so that a collective paused with Ctrl-Z does not fail after `fg`."""
 MAX_FILES = 65_536
 """Maximum number of open files; a job with a thousand ranks needs a few thousand."""
 ONE_PROCESS = Layout()
@@ -273,7 +272,7 @@ def exchange(
 ) -> list[dist.Work]:
     """Start sends and receives, each given as `dist.isend` or `dist.irecv`, a tensor and a rank in the group.
 
-    They are batched because NCCL would otherwise create a communicator for each pair of ranks.
+    Operations are batched, because NCCL would otherwise create a communicator for each pair of ranks.
     """
     batch = [
         dist.P2POp(operation, tensor, group=group, group_peer=peer) for operation, tensor, peer in operations
@@ -538,7 +537,7 @@ def _open_store(env: RankEnv, timeout: timedelta) -> TCPStore:
 
 
 def _store_in(file: Path, env: RankEnv, timeout: timedelta) -> Store:
-    """Return a store in a file that only the user who owns it can open."""
+    """Return a store backed by a file that only its owner can open."""
     os.close(os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
     store = FileStore(str(file))
     store.set_timeout(timeout)

@@ -97,8 +97,8 @@ class _ChunkedLoss(torch.autograd.Function):
 
     Only one chunk's logits exist at a time, and no logits are computed twice. The weight gradient is summed
     over the chunks in float32. With a `scale` (0-dim, float32), the gradients are those of loss x `scale`.
-    The backward pass then divides them by `scale` and multiplies them by the incoming gradient, which usually
-    equals `scale`.
+    The backward pass then divides the gradients by `scale` and multiplies them by the incoming gradient,
+    which usually equals `scale`.
     """
 
     @staticmethod
@@ -212,7 +212,7 @@ class SequentialForwardBackward(OneByOne[Microbatch]):
 
         def loss(x: Tensor, weight: Tensor) -> Tensor:
             if not torch.is_grad_enabled():
-                weight = weight.detach()  # a parameter keeps `requires_grad` even while gradients are off
+                weight = weight.detach()  # A parameter keeps `requires_grad` while gradients are off.
             # Without the scale, fp16 gradients would underflow; in other dtypes, scaling only adds rounding.
             early = scale if x.dtype == torch.float16 else None
             inputs = x.flatten(0, 1), weight, labels, nll_sum, chunks, early

@@ -163,7 +163,7 @@ class TensorBoardLog:
             from torch.utils.tensorboard import SummaryWriter
 
             folder = self._run.tensorboard_dir
-            ensure_folder(folder)  # raises if the run was moved; the writer would create it
+            ensure_folder(folder)  # The writer would create it even if the run was moved.
             # purge_step hides the steps that an earlier attempt trained after its last checkpoint.
             self._writer = SummaryWriter(str(folder), purge_step=self._first_step)
         return self._writer
@@ -347,7 +347,7 @@ _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 class LocalGradient:
     """A checksum of this rank's gradient before its reduction; any changed bit changes the checksum.
 
-    It is an integer sum of the bits, so it does not depend on the order of summation.
+    The checksum is an integer sum of the bits, so it does not depend on the order of summation.
     """
 
     def __init__(self) -> None:

@@ -314,7 +314,7 @@ class OwnOptimizers(ShardedOptimizer):
             owned = {weight.name: (weight, shard) for weight, shard in self._owned(optimizer)}
             if moved := sorted(params.keys() - owned.keys()):
                 message = f"gave {listed(moved)} to a different optimizer than in the checkpoint"
-                raise self._error(message, "restore the assignment, or start a new run")
+                raise self._error(message, "assign the parameters as before, or start a new run")
             for param, state in params.items():
                 weight, shard = owned[param]
                 for path in tensor_paths(state):
@@ -370,9 +370,10 @@ def _params(optimizer: Optimizer) -> list[nn.Parameter]:
 def _merged(path: str, now: object, before: object, saved: object, changed: list[str]) -> object:
     """Return the `saved` value, with the changes that the user has made to the task since the run started.
 
-    `now` is the value that the task creates now, and `before` the value that it created when the run started;
-    where they differ, `now` replaces the saved value, and a line about it is added to `changed`. If the
-    learning rate was changed, its new value is multiplied by the current factor of the schedule.
+    `now` is the value that the task creates now, and `before` is the value that it created when the run
+    started. If these values differ, `now` replaces the saved value, and `changed` gets a line about the
+    change. If the learning rate was changed, its new value is multiplied by the current factor of the
+    schedule.
     """
     if isinstance(now, Counter) and isinstance(before, dict) and isinstance(saved, dict):
         # MultiStepLR stores its milestones in a Counter, which a checkpoint stores as a dictionary.
@@ -395,7 +396,8 @@ def _merged(path: str, now: object, before: object, saved: object, changed: list
             return tuple(merged) if isinstance(now, tuple) else merged
     if _is_same(now, before):
         return saved
-    # Private values of a scheduler result from its other values, except for the milestones of SequentialLR.
+    # Private values of a scheduler are derived from its other values, except for the milestones of
+    # SequentialLR.
     if not re.search(r"\._(?!milestones)\w+(\.\d+)*$", path):
         shown = [dict(value) if isinstance(value, Counter) else value for value in (now, before)]
         changed.append(f"{path.removeprefix('.')} is {shown[0]}, was {shown[1]}")

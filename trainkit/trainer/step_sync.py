@@ -96,8 +96,8 @@ def pack_report(
 ) -> Tensor:
     """Return this rank's contribution to the step report, float64 [5 + 2 x metrics] on the device.
 
-    `sums` is the loss, if `num_tokens` is given. If not, `sums` contains the loss and its divisor, followed
-    by such a pair per metric.
+    `sums` is the loss, if `num_tokens` is given. Without `num_tokens`, `sums` contains the loss and its
+    divisor, followed by such a pair per metric.
     """
     sums = sums.detach().double().view(-1)
     numbers = [float(stop), float(save), data_wait_s]

@@ -373,9 +373,9 @@ PICKLED_IN_METADATA = frozenset(
 )
 """Private names in the metadata of a sharded checkpoint that are safe to unpickle.
 
-If a torch release adds a name, resuming from its checkpoints fails with an error that shows this name. Check
-what the name does before adding it here. Never remove a name, because checkpoints written by older releases
-contain it.
+If a release of torch adds a name, resuming from its checkpoints fails with an error that shows this name.
+Check what the name does before adding it here. Never remove a name, because checkpoints written by older
+releases contain it.
 """
 
 
@@ -459,8 +459,8 @@ _COLLECTIVES = {"allgather": "all_gather", "reducescatter": "reduce_scatter", "a
 def collective_kind(op: Any) -> str | None:
     """Return ``all_gather``, ``reduce_scatter`` or ``all_reduce``, or None for any other operation.
 
-    If a torch release renames an operation, the test of the collectives per step fails. Then add the new name
-    here.
+    If a release of torch renames an operation, the test of the collectives per step fails. Then add the new
+    name here.
     """
     namespace, _, name = str(op.name()).partition("::")
     if namespace not in ("c10d", "_c10d_functional"):

@@ -145,7 +145,7 @@ class UserTask:
             )
         if self.config.model.lora is not None and not adapted_layers(model):
             message = "build_model() added no adapters for model.lora"
-            raise refusal(self.config, message, "call trainkit.task.add_adapters in it")
+            raise refusal(self.config, message, "call trainkit.task.add_adapters in build_model()")
         self._shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
         for name, layer in quantized_layers(model).items():  # their quantized weights are not parameters
             self._shapes[f"{name}.weight"] = tuple(layer.shape)

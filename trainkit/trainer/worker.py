@@ -112,7 +112,7 @@ def fix_kernels(plan: LaunchPlan, deterministic: bool) -> None:
         os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
     if not deterministic:
         return
-    torch.use_deterministic_algorithms(True)  # operations without a deterministic kernel raise an error
+    torch.use_deterministic_algorithms(True)  # Operations without a deterministic kernel raise an error.
     # Filling new memory would reveal reads before writes, but cost a write of every buffer of FSDP's gathers.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS raises an error without this

@@ -102,8 +102,7 @@ def list_published(run: RunDir) -> list[Checkpoint]:
         refresh_listing(run.checkpoints_dir)
         listed = published(run.checkpoints_dir)
         known = _newest_committed_step(run)
-        # A checkpoint of a later step also suffices, because its writer may have died before recording the
-        # event.
+        # Accept a newer checkpoint too: the process that wrote it may have died before recording the event.
         is_visible = known is None or any(checkpoint.step >= known for checkpoint in listed)
         if is_visible or time.monotonic() > deadline_s:
             return listed

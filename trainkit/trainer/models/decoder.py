@@ -339,7 +339,7 @@ _BLOCK_NAME = re.compile(r"blocks\.(\d+)\.(.+)")
 
 
 def llama_name(name: str) -> str:
-    """Translate a parameter name of trainkit's decoder to its name in Llama and Qwen2 of transformers."""
+    """Translate a parameter name of trainkit's decoder to that in transformers' Llama and Qwen2 models."""
     module, _, kind = name.rpartition(".")
     match = _BLOCK_NAME.fullmatch(module)
     if match is None:

@@ -159,7 +159,7 @@ class Weight:
     param: nn.Parameter
     """The float32 parameter, which the optimizer updates and checkpoints contain."""
     is_copy: bool = False
-    """True if the parameter is tied to one in another stage, where the weight is counted."""
+    """True if the parameter is tied to a parameter in another stage, which counts the weight instead."""
     cast: nn.Parameter | None = None
     """The model's own parameter if it is a cast of `param` to the compute dtype, else None."""
     options: ParameterOptions = DEFAULT_OPTIONS

@@ -210,7 +210,7 @@ def _style(config: RunConfig, path: str, module: nn.Module, value: object, tp: i
         raise refusal(
             config,
             message,
-            "names apply only to nn.Linear and nn.Embedding; use a ParallelStyle",
+            "style names apply only to nn.Linear and nn.Embedding; use a ParallelStyle",
         )
     is_embedding, is_colwise = isinstance(module, nn.Embedding), isinstance(style, ColwiseParallel)
     width = {
