@@ -77,8 +77,8 @@ def lora_config(lora: JsonObject, task_type: str | None = None) -> Any:
 def apply_lora(model: nn.Module, settings: Any, name: str, *, wraps: bool) -> nn.Module:
     """Add adapters to a model in place, and return the model.
 
-    With `wraps`, return a `PeftModel` around it instead; saving a `PeftModel` saves only the adapters. For
-    weights on the meta device, memory for the adapters is allocated and initialised. Raises FatalError if
+    With `wraps`, return a `PeftModel` around the model instead; saving a `PeftModel` saves only the adapters.
+    For weights on the meta device, memory for the adapters is allocated and initialised. Raises FatalError if
     peft cannot add the adapters; the error refers to the model as `name`.
     """
     import peft

@@ -219,8 +219,8 @@ class Attached:
         # time.
         self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
         self._stops: tuple[Tensor, dist.Work] | None = None
-        """The flags of the last step's all-reduce, which shows whether a rank has a stop signal, and its
-        handle."""
+        """The handle and result of the last step's all-reduce, which shows whether any rank has a stop
+        signal."""
         self._saver = CheckpointSaver(attempt, world, {}, keep_last=3)
         self._rank_info = RankInfo(env.rank, env.node_rank, own_host())
         self._watchdog = Watchdog(attempt, self._rank_info, self._progress, stop)

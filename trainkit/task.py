@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import default_collate
 
-from trainkit.adapters import add_adapters as add_adapters  # tasks import it from this module
+from trainkit.adapters import add_adapters as add_adapters  # tasks import the function from this module
 from trainkit.capability import Recorder
 from trainkit.config.schema import RunConfig
 from trainkit.config.training import DataConfig
@@ -64,13 +64,13 @@ class Stream(Protocol):
     """A dataset without a length, such as a `torch.utils.data.IterableDataset` or a Hugging Face stream.
 
     Each iteration must yield the samples of an epoch, always the same samples in the same order; trainkit
-    does not shuffle them. Every rank reads all samples but collates only its own. Optional attributes:
+    does not shuffle them. Every rank reads all samples but collates only its own samples. Optional attributes:
 
-    - ``set_epoch(epoch)`` is called before each epoch, starting with 0, for example to change the order.
-    - ``state_dict()`` returns the position after the last sample that was read. It consists of dictionaries
-      with string keys, lists, strings and numbers.
-    - ``load_state_dict(state)`` sets the position at which the next iteration continues. Without both
-      methods, a resume reads the earlier samples of the epoch again and drops them.
+    - ``set_epoch(epoch)`` is called before each epoch, starting with epoch 0, for example to change the order.
+    - ``state_dict()`` returns the position after the last sample that was read. The position
+      consists of dictionaries with string keys, lists, strings and numbers.
+    - ``load_state_dict(state)`` sets the position at which the next iteration continues. Without
+      ``state_dict`` and ``load_state_dict``, a resume rereads and skips the earlier samples of the epoch.
     - ``fingerprint``, a string that changes with the data, replaces the fingerprint of the first samples.
 
     trainkit seeds `random`, `numpy.random` and `torch` before it reads each sample.
@@ -142,8 +142,8 @@ class Task(ABC):
     def read_weight(self, name: str, rows: slice) -> Tensor:
         """Return rows of the initial value of a parameter that `build_model` has left on the meta device.
 
-        Each rank requests the rows of its own shard. Checkpoints do not contain frozen parameters. These are
-        read again whenever the run starts, so their files must not change.
+        Each rank requests the rows of its own shard. Checkpoints do not contain frozen parameters. Frozen
+        parameters are read again whenever the run starts, so their files must not change.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define read_weight, which {name} needs")
 
@@ -221,7 +221,7 @@ class Task(ABC):
     def after_step(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
         """Do additional work after the update of each step, even if it was skipped; gradients are disabled.
 
-        This method is called on every rank. `parameters` maps names to all parameters of the model in
+        Every rank calls this method. `parameters` maps names to all parameters of the model in
         float32, including frozen ones. For a sharded parameter, it contains this rank's shard. Change these
         tensors in place; the model and its checkpoints then contain the new values.
         """
@@ -230,8 +230,8 @@ class Task(ABC):
     def state_dict(self) -> Mapping[str, object]:
         """Return state for checkpoints to contain in addition to the model and the optimizers.
 
-        The state must be the same on every rank. It consists of tensors, numbers, strings, None, and lists,
-        tuples and dictionaries of them.
+        The state must be the same on every rank. The state consists of tensors, numbers, strings, None, and
+        lists, tuples and dictionaries of them.
         """
         return {}
 
@@ -242,7 +242,8 @@ class Task(ABC):
     def layers(self, model: nn.Module) -> list[nn.Module]:
         """Return the modules to shard, recompute and compile as units, in the order of the forward pass.
 
-        By default, these are the modules in every `nn.ModuleList` and `nn.Sequential` that repeats one class.
+        By default, these modules are those in every `nn.ModuleList` and `nn.Sequential` that repeats one
+        class.
         """
         return repeated_layers(model)
 
@@ -252,7 +253,7 @@ class Task(ABC):
         ``*`` matches one component of a name, as in ``layers.*.mlp.up``. The first name that matches is used.
         For `nn.Linear` and `nn.Embedding`, use one of these styles:
 
-        - ``colwise`` divides the outputs, which stay divided.
+        - ``colwise`` divides the outputs and leaves them divided.
         - ``rowwise`` expects divided inputs and adds up the outputs; an embedding divides its vocabulary.
         - ``colwise_gather_output`` divides the outputs and gathers them on every rank.
 

@@ -86,7 +86,7 @@ def refuse_val_source(config: DataConfig, folder: Path) -> None:
 
 
 def listed(source: str | Sequence[str] | Mapping[str, float] | None) -> tuple[str, ...]:
-    """Return the sources in a config value, which may contain one, several or none."""
+    """Return the sources in a config value; there may be one, several or none."""
     if source is None:
         return ()
     assert not isinstance(source, Mapping), "a mixture has one config per source"
@@ -103,9 +103,9 @@ def ensure_prepared(config: DataConfig, checks_sizes: bool = True) -> Path:
     """Return the folder with the token shards of a config that is not a mixture.
 
     If `data.source` is a prepared dataset, it is used directly, with its own tokenizer. Other sources are
-    tokenised once, into the cache. If several processes call this at the same time, one of them prepares the
-    data and the others wait. With `checks_sizes`, a cached dataset with missing or truncated shards is
-    prepared again. Raises UsageError for unusable sources and for a cache that is not writable.
+    tokenised once, into the cache. If several processes call this function at the same time, one of them
+    prepares the data and the others wait. With `checks_sizes`, a cached dataset with missing or truncated
+    shards is prepared again. Raises UsageError for unusable sources and for a cache that is not writable.
     """
     folder = prepared_folder(config)
     if folder is None:

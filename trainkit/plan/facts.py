@@ -1,4 +1,4 @@
-"""Defines the facts about the machine, data and environment of a run, which are gathered once per command."""
+"""Defines the facts about a run's machine, data and environment, which are gathered once per command."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Environment:
     torch: TorchBuild | None = None
     """The torch that the trainer would import; None if unknown."""
     torch_key: str = "device"
-    """The config key that determines which torch this is."""
+    """The config key that determines which torch the trainer imports."""
 
 
 @dataclass(frozen=True)

@@ -68,9 +68,9 @@ _PCIE3 = 12, 6.25, 8
 
 # Each row contains the words in the name, the memory sizes, the links, and the dense tensor-core FLOP/s with
 # 16-bit inputs. Memory sizes map each advertised size in GB, the most common one first, to the size in MiB
-# that nvidia-smi reports, which is smaller because of error correction. The FLOP/s are from NVIDIA's data
-# sheets: half of the figure "with sparsity". The first row that matches is used. GB300 is listed with the
-# same memory size as B300.
+# that nvidia-smi reports; error correction makes this size smaller. The FLOP/s are from NVIDIA's data sheets:
+# half of the figure "with sparsity". The first row that matches is used. GB300 is listed with the same memory
+# size as B300.
 _ROWS: tuple[tuple[str, dict[int, int], tuple[float, float, int], float | None], ...] = (
     ("GB300", {288: 275_040}, _NVLINK5_72, 2.5e15),
     ("GB200", {186: 189_471}, _NVLINK5_72, 2.5e15),
@@ -187,7 +187,7 @@ def unchecked_memory(names: list[str]) -> str:
 def gpu_problems(names: list[str], config: RunConfig, facts: Facts, device: str) -> Iterator[KeyProblem]:
     """Yield the reasons why the trainer cannot use its GPUs, if the GPUs and the trainer's torch are known.
 
-    `names` is the result of `gpu_names`, which is empty for a run on CPUs.
+    `names` is the result of `gpu_names`; it is empty for a run on CPUs.
     """
     environment, machine = facts.environment, facts.machine
     torch = None if environment is None else environment.torch

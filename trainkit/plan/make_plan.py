@@ -137,7 +137,7 @@ def _draft(loaded: LoadedConfig, facts: Facts) -> LaunchDraft:
 def _float8_problems(config: RunConfig, plan: LaunchPlan) -> Iterator[Problem]:
     value = str(config.precision.float8).lower()
     if plan.device == "cpu":
-        if config.device != "cpu":  # otherwise, a check of the config alone reports it
+        if config.device != "cpu":  # a check of the config alone reports `device: cpu`
             message = f"is {value}, but the run would use CPUs: {plan.reasons['device']}"
             yield Problem("precision.float8", message, hint="float8 requires a GPU")
     elif not compiles(config.parallel, plan.layout, plan.device):
@@ -199,7 +199,7 @@ def _host_problems(
     """
     state = state_bytes(work) * plan.layout.dp_replicate
     if not plan.is_here:
-        state //= plan.num_nodes  # The other nodes are on other machines.
+        state //= plan.num_nodes  # The processes of other nodes run on other machines.
     if not plan.is_job and machine.memory is not None and state > machine.memory:
         what = f"is {config.model.preset}: weights, gradients and optimizer state take {size(state)}"
         message = f"{what}, but this machine has {size(machine.memory)}"

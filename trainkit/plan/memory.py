@@ -36,7 +36,8 @@ from trainkit.plan.step_work import (
 FLOAT32 = 4
 RECOMPUTED_COPIES = 6
 """Number of copies of a block's activations in memory if weight gradients are deferred and activations
-recomputed: torch recomputes them for each weight and frees none. The measured number is 5.5 to 6.4."""
+recomputed: torch recomputes the activations for each weight and frees no copy. The measured number is 5.5 to
+6.4."""
 
 
 class RankParams(NamedTuple):
@@ -253,7 +254,7 @@ Phase = tuple[str, int, int, int, int]
 
 
 def _phases(work: StepWork, params: RankParams) -> Iterator[Phase]:
-    """Yield the phases of a step without a pipeline, which reduces gradients as they become ready."""
+    """Yield the phases of a step without a pipeline; gradients are reduced as they become ready."""
     item, blocks, block, head = work.itemsize, params.num_layers, params.block, params.head
     is_wrapped, is_tied = work.is_wrapped, work.shape.tie_embeddings
     shard = FLOAT32 * params.whole // work.shards
@@ -294,7 +295,7 @@ def _phases(work: StepWork, params: RankParams) -> Iterator[Phase]:
 
 
 def _pipeline_phases(work: StepWork, params: RankParams, pp_rank: int) -> Iterator[Phase]:
-    """Yield the phases of a step with a pipeline, which reduces gradients only after all its passes."""
+    """Yield the phases of a step with a pipeline; gradients are reduced only after all passes."""
     item, layers, schedule = work.itemsize, params.layers, work.parallel.pp_schedule
     pp, passes, has_head = work.layout.pp, work.passes_per_step, params.head > 0
     is_deferred = schedule in DEFERRED_WEIGHT_GRADS

@@ -8,7 +8,7 @@ from trainkit.config.training import ModelConfig
 from trainkit.errors import ConfigError, Problem
 
 VOCAB_MULTIPLE = 64
-"""Vocabulary sizes are rounded up to a multiple of this number, which makes matrix kernels faster."""
+"""Vocabulary sizes are rounded up to a multiple of this number to make matrix kernels faster."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Preset:
     num_kv_heads: int
     ffn_dim: int
     vocab_size: int | None = None
-    """None for models meant for small vocabularies, which use the size of the tokenizer's vocabulary."""
+    """None for models with a small vocabulary; these models use the size of the tokenizer's vocabulary."""
     norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
 

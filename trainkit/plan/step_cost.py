@@ -53,8 +53,9 @@ def traffic(work: StepWork) -> list[Flow]:
 def _weights(work: StepWork) -> Iterator[Flow]:
     """Yield all-gathers of parameters, and reductions of gradients over shards and over replicas.
 
-    They occur once per pass or, in a pipeline, once per step. ZeRO-3 gathers parameters for the forward pass
-    and again for the backward pass, but the head only once. ZeRO-2 gathers parameters once per step.
+    Parameters are gathered, and gradients reduced, once per pass or, in a pipeline, once per step. ZeRO-3
+    gathers parameters for the forward pass and again for the backward pass, but the head only once. ZeRO-2
+    gathers parameters once per step.
     """
     params, layout, shards, copies = _params(work, 0), work.layout, work.shards, work.layout.dp_replicate
     passes = 1 if layout.pp > 1 else work.passes_per_step
@@ -95,7 +96,7 @@ EFFICIENCY = 0.6
 """Fraction of a GPU's peak FLOP/s that large matrix products reach. Llama 3 (arXiv 2407.21783) reports 38 to
 43 % overall; single GPUs reach 58 % including overhead."""
 FILL = 128
-"""Matrix size at which efficiency is halved, which is about the tile size of a kernel."""
+"""Matrix size at which efficiency is halved: about the tile size of a kernel."""
 FLOAT32_SHARE = 1 / 16
 """Peak float32 FLOP/s as a fraction of the 16-bit peak, on data-center GPUs."""
 UNKNOWN_PEAK = 300e12

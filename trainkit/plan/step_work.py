@@ -78,7 +78,7 @@ class StepWork:
     shape: ModelShape
     layout: Layout
     parallel: ParallelConfig
-    """The config section `parallel`, except for the degrees, which are those of `layout`."""
+    """The config section `parallel`; its degrees are replaced by those of `layout`."""
     seq_len: int
     device_batch_size: int
     accumulation_steps: int
@@ -325,5 +325,5 @@ def losses_in_flight(schedule: PipelineSchedule, pp: int, num_microbatches: int)
     if schedule == "gpipe":
         return num_microbatches
     if schedule == "interleaved_zero_bubble":
-        return min(pp, num_microbatches)  # This schedule defers weight gradients.
+        return min(pp, num_microbatches)  # Interleaved zero bubble defers weight gradients.
     return 1

@@ -117,8 +117,9 @@ class Workload:
     def reads_input(self) -> bool:
         """Return whether the command line shows that the command reads standard input.
 
-        This is the case for a ``-``, and for an interpreter or program without a file, as in ``python3 -``,
-        ``bash -s``, ``env X=1 python`` and ``cat``. Other commands may read standard input as well.
+        A command reads standard input if it contains a ``-``, or an interpreter or program without a file, as
+        in ``python3 -``, ``bash -s``, ``env X=1 python`` and ``cat``. Other commands may read standard input
+        as well.
         """
         words = self.argv
         if any(word in _INPUT_FILES for word in words):
@@ -137,7 +138,7 @@ class Workload:
 
     @property
     def ignores_usr2(self) -> bool:
-        """Return whether the processes start with SIGUSR2 ignored, so that it cannot kill them.
+        """Return whether the processes start with SIGUSR2 ignored, so that the signal cannot kill them.
 
         SIGUSR2 would kill torchrun but not its ranks. With proctrack/linuxproc, Slurm sends signals to its
         tasks and to the ranks below them, so the SIGUSR2 before a requeue would kill a script that saves on

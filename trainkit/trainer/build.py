@@ -76,7 +76,7 @@ AnyTask = CausalLM | UserTask
 def build_task(config: RunConfig, run: RunDir | None = None, checks_data: bool = True) -> AnyTask:
     """Return the task of a config; in a run, the user's code is loaded from the run's code snapshot.
 
-    If `checks_data`, this rank checks the size of every data shard; one rank per job should do so.
+    If `checks_data`, this rank checks the size of every data shard; pass True on one rank per job.
     """
     if not config.has_decoder:
         return UserTask(config, run)
@@ -224,7 +224,7 @@ def build(
 ) -> BuiltModel:
     """Return this rank's part of the model on its device, in training mode, with its initial values.
 
-    Weights with `is_read` have no values yet; they are read later.
+    Weights with `is_read` have no values yet; their values are read later.
     """
     if isinstance(task, UserTask):
         return build_for_task(task, world, progress, local_gradient)

@@ -1,10 +1,10 @@
 """Set up the device, the process groups and the device mesh of a rank, after a startup barrier.
 
-torch's rendezvous blocks in C++ until the last rank has arrived. While it blocks, nothing can report which
-ranks are missing, and a rank that gets a stop signal either hangs or makes the others hang. At trainkit's own
-barrier, each rank registers in the store and then polls one key, whose value decides for all ranks. The last
-rank to arrive sets the key to "go", a rank with a stop signal sets it to "stop", and after the timeout rank 0
-sets it to the list of missing ranks. The first value that is set wins.
+torch's rendezvous blocks in C++ until the last rank has arrived. While torch's rendezvous blocks, nothing can
+report which ranks are missing, and a rank that gets a stop signal either hangs or makes the others hang. At
+trainkit's own barrier, each rank registers in the store and then polls one key, whose value decides for all
+ranks. The last rank to arrive sets the key to "go", a rank with a stop signal sets it to "stop", and after
+the timeout rank 0 sets it to the list of missing ranks. The first value that is set wins.
 
 All ranks poll one server, so in a job of thousands of ranks each polls less often. The store also offers a
 blocking wait, which needs only one request, but a stop signal cannot interrupt it.
@@ -80,8 +80,9 @@ class World:
     """The device mesh; None for a single process, unless ``parallel.mesh_of_one`` or ``parallel.offload`` is
     set.
 
-    Its dimensions are ``dp_replicate`` and ``dp_shard``, and ``pp`` and ``tp`` if they are larger than 1.
-    ``dp_shard`` includes the context-parallel ranks, because parameters are sharded over them as well.
+    The mesh has the dimensions ``dp_replicate`` and ``dp_shard``, and ``pp`` and ``tp`` if their size is
+    larger than 1. ``dp_shard`` includes the context-parallel ranks, because parameters are sharded over them
+    as well.
     """
     checkpoint_group: dist.ProcessGroup | None
     """A process group of its own, because asynchronous saves run collectives in another thread."""
@@ -89,8 +90,8 @@ class World:
     cp_group: dist.ProcessGroup | None = None
     """The group of ranks that share a sequence; None without context parallelism."""
     nonce: str = field(default="", repr=False)
-    """A secret of this attempt, which lets ranks tell values sent by its other ranks from those of a
-    stranger."""
+    """A secret of this attempt, with which a rank can tell values sent by other ranks of the attempt from
+    values sent by strangers."""
     is_simulated: bool = False
     """True if the other ranks are only simulated and tensors have no values."""
 
@@ -123,9 +124,8 @@ class World:
 def select_device(kind: str, local_rank: int, *, is_task: bool = False, dtype: str = "") -> torch.device:
     """Select and return the device of this rank.
 
-    `kind` is ``cpu`` or ``cuda``, and `is_task` has the same meaning as for `gpu_index`. Raises TrainkitError
-    if torch sees no GPU for this rank, or if the GPU does not support `dtype`. The exit code is 78 if a
-    restart cannot help.
+    `kind` is ``cpu`` or ``cuda``; for `is_task`, see `gpu_index`. Raises TrainkitError if torch sees no GPU
+    for this rank, or if the GPU does not support `dtype`. The exit code is 78 if a restart cannot help.
     """
     if kind == "cpu":
         return torch.device("cpu")
@@ -145,7 +145,7 @@ def select_device(kind: str, local_rank: int, *, is_task: bool = False, dtype: s
             exit_code=EXIT_NO_RESTART if is_bound else None,
         )
     device = torch.device("cuda", index)
-    # This call also prevents DeviceMesh from selecting the GPU with index LOCAL_RANK.
+    # `set_device` also prevents DeviceMesh from selecting the GPU with index LOCAL_RANK.
     torch.cuda.set_device(device)
     try:
         torch.empty(1, device=device)
@@ -357,7 +357,7 @@ def unseal(nonce: str, sealed: bytes) -> bytes:
 
 
 def _digest_of(nonce: str, value: bytes) -> bytes:
-    # Use a different key than for the digests in the store, which everybody can read.
+    # Use a different key than for the digests in the store, because everybody can read the store.
     return hmac.digest(f"values {nonce}".encode(), value, hashlib.sha256)
 
 
@@ -416,7 +416,7 @@ def record_event(attempt: AttemptDir, event: str, **fields: Any) -> None:
 
 LOOPBACK = "127.0.0.1"
 IDENTITY_TIMEOUT = timedelta(seconds=60)
-"""Timeout for rank 0 to identify itself, which is the first thing it does once it listens."""
+"""Timeout for rank 0 to identify itself; rank 0 does this first once it listens."""
 STOP_GRACE_S = 20.0
 """Seconds that a rank with a stop signal spends on notifying the other ranks."""
 
@@ -484,7 +484,7 @@ def refuse_shared_gpu(env: RankEnv, gpu: str, store: Store) -> None:
 
 
 def _pause_s(world_size: int) -> float:
-    """Return the seconds between two polls by a rank, which grow with the number of ranks per server."""
+    """Return the seconds between two polls by a rank; the pause grows with the number of ranks per server."""
     return min(2.0, max(0.05, world_size / 4000))
 
 

@@ -54,9 +54,9 @@ class ForwardBackward(Protocol[M]):
     def accumulate_gradient(self, microbatches: Sequence[M], scale: Tensor, on_loss: OnLoss) -> None:
         """Add the gradient of the summed loss times `scale`, a 0-dim float32 tensor on the device.
 
-        `on_loss` receives the sums of this rank. For a `Model`, this is the negative log-likelihood, a 0-dim
-        float32 tensor. For a user's task, these are the loss and its divisor, followed by such a pair per
-        metric, float64 [2 + 2 x metrics].
+        `on_loss` receives the sums of this rank. For a `Model`, the only sum is the negative log-likelihood,
+        a 0-dim float32 tensor. For a user's task, the sums are the loss and its divisor, followed by such a
+        pair per metric, float64 [2 + 2 x metrics].
         """
         ...
 
@@ -352,7 +352,8 @@ COMPARED_ELEMENTS = 256
 MAX_DIFFERENCE = 0.1
 """Relative difference from which two gradients are considered different.
 
-This is far above bf16 rounding errors, and far below the difference between two ranks' partial gradients.
+The value is far above bf16 rounding errors, and far below the difference between two ranks' partial
+gradients.
 """
 
 
@@ -360,7 +361,8 @@ This is far above bf16 rounding errors, and far below the difference between two
 def check_replicated_gradients(config: RunConfig, model: nn.Module, mesh: DeviceMesh) -> None:
     """Raise TaskError if a parameter that is not split has different gradients on tensor-parallel ranks.
 
-    This happens if the module's input is split, because each rank then computes only part of the gradient.
+    Gradients differ if the module's input is split, because each rank then computes only part of the
+    gradient.
     """
     samples: dict[str, Tensor] = {}
     for path, param in model.named_parameters():

@@ -273,8 +273,8 @@ class Trainer:
         self.observers.add(step, report.rank_times, self.progress.last_step_s)
         self.profiler.after(step)
         if step % GC_EVERY_STEPS == 0:
-            # Collect garbage on all ranks at the same step; otherwise, each rank would make the others wait
-            # at a different step.
+            # Collect garbage on all ranks at the same step, because otherwise every rank would delay the
+            # others at a different step.
             gc.collect(1)
         return report, shown_lr
 
@@ -304,7 +304,7 @@ class Trainer:
             if is_reported(self.state.step + 1, self.world):
                 local_report = torch.cat((local_report, self.clock.report()))
             if self.optimizer.has_whole_gradient and self.world.distributed:
-                # This all-reduce overlaps with the last backward pass.
+                # The all-reduce of the step report overlaps with the last backward pass.
                 in_flight = dist.all_reduce(local_report, async_op=True)
 
         self.built.forward_backward.accumulate_gradient(batch.microbatches, scale, on_loss)

@@ -1,4 +1,4 @@
-"""Update parameters with AdamW on local shards; clipping and skipping are part of the same pass.
+"""Update parameters with AdamW on local shards; the same pass also clips and skips gradients.
 
 Optimizers work on plain tensors, never on DTensors: element-wise updates do not depend on the sharding, and
 plain tensors have much less dispatch overhead. Only the global gradient norm has to take the sharding into
@@ -169,8 +169,8 @@ class ShardedAdamW(ShardedOptimizer):
     def step(self, lr: float, divisor: Tensor, skip: Tensor) -> None:
         for group in self._adamw.param_groups:
             group["lr"] = lr * group["lr_scale"]
-        # Offloaded parameters are on the host. torch would copy `divisor` and `skip` there asynchronously,
-        # before their values are computed.
+        # Offloaded parameters are on the host. torch would copy `divisor` and `skip` to the host
+        # asynchronously, before their values are computed.
         divisor, skip = (value.to(self._locals[0].device) for value in (divisor, skip))
         casts, updated, counted = dict(self._casts), dict[nn.Parameter, Tensor](), 1 - skip
         for group in self._adamw.param_groups:
@@ -317,7 +317,7 @@ def _update(
     first, second = _in_float32(exp_avg), _in_float32(exp_avg_sq)
     first_now = torch.lerp(first, grad, 1 - beta1)
     second_now = second * beta2 + (1 - beta2) * grad * grad
-    # This equals 1 - beta ** step, but is accurate in float32.
+    # The result equals 1 - beta ** step, but is accurate in float32.
     bias1, bias2 = (-torch.expm1((step + 1) * math.log(beta or TINY)) for beta in (beta1, beta2))
     updated = decayed - lr / bias1 * first_now / ((second_now / bias2).sqrt() + eps)
     is_skipped = skip > 0

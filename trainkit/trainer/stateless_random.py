@@ -5,7 +5,7 @@ processes. Dropout masks depend on (seed, sample, layer, element). Initial weigh
 name, element), so each rank fills its own shard and all layouts start with identical weights.
 
 The mixing function is the finaliser of MurmurHash3 (Austin Appleby, public domain) on 32-bit integers, with a
-second key that is mixed in half-way. It is not a cryptographic function.
+second key that is mixed in half-way. The hash is not cryptographic.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_STRIDE = -1640531527  # 0x9E3779B9 as int32; it is odd and spreads neighbouring counters apart
+_STRIDE = -1640531527  # 0x9E3779B9 as int32, an odd number that spreads neighbouring counters apart
 _MULTIPLY_1 = -2048144789  # 0x85EBCA6B
 _MULTIPLY_2 = -1028477387  # 0xC2B2AE35
 _UNIT = 1.0 / (1 << 24)

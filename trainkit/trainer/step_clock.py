@@ -1,9 +1,9 @@
 """Measure how long each rank computes until it first has to wait for another rank.
 
 Collectives make all ranks as slow as the slowest rank, so step durations do not show which rank is slow. The
-time from the last collective of a step to the first collective of the next step does show it. This interval
-covers the update, the wait for data and, unless parameters are sharded, the forward pass. At the end of a
-window of steps, every rank adds its mean times to the step's all-reduce, and capabilities on rank 0 receive
+time from the last collective of a step to the first collective of the next step does show it. The measured
+time covers the update, the wait for data and, unless parameters are sharded, the forward pass. At the end of
+a window of steps, every rank adds its mean times to the step's all-reduce, and capabilities on rank 0 receive
 the times.
 """
 
@@ -85,7 +85,7 @@ class StepClock:
     def report(self) -> torch.Tensor:
         """Return this rank's times since the last report, float64 [ranks x 2], to be summed over the ranks.
 
-        The values of the other ranks are zero, and so are all values if no step was completed since the last
+        The values for the other ranks are zero; all values are zero if no step was completed since the last
         report.
         """
         num_ready = max(0, len(self._past) - (LAG - 1 if self._uses_events else 0))

@@ -1,4 +1,4 @@
-"""Make the ranks agree on all that must be equal on them, with one small all-reduce per step.
+"""Make the ranks agree on everything that must be equal on all ranks, with one small all-reduce per step.
 
 The all-reduce carries the loss, the number of tokens, the wait for data, whether a rank got a stop signal,
 whether a checkpoint is due, and how long each rank computed before it first waited. Logging, clipping and

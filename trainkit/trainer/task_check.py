@@ -1,8 +1,8 @@
 """Check a user's task or architecture before a run is submitted.
 
-``python -m trainkit.trainer.task_check`` reads a config as JSON from standard input. It imports the task, or
-checks that the class of an architecture supports the layout. It then prints a line that begins with
-``problems: ``, followed by a JSON list of ``[key, message, hint]``.
+``python -m trainkit.trainer.task_check`` reads a config as JSON from standard input. Running the module
+imports the task, or checks that the class of an architecture supports the layout. It then prints a line that
+begins with ``problems: ``, followed by a JSON list of ``[key, message, hint]``.
 """
 
 from __future__ import annotations

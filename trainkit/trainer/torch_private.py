@@ -178,8 +178,8 @@ function, set the attributes by hand, and restore them afterwards.
 def after_backward(callback: Callable[[], None]) -> None:
     """Call a function at the end of the current backward pass, to wait for the last gradient reduction.
 
-    If torch removes the method, look in DDP and FSDP, which also use it, for its successor. Until one is
-    found, wait before the optimizer step instead.
+    If torch removes the method, look in DDP and FSDP, which also use it, for its successor. Until its
+    successor is found, wait before the optimizer step instead.
     """
     cast(Any, Variable)._execution_engine.queue_callback(callback)
 
@@ -200,8 +200,8 @@ If torch removes the function, use `Tensor.copy_`, with one kernel per tensor.
 def scale_next_step(optimizer: torch.optim.Optimizer, divisor: Tensor, skip: Tensor) -> None:
     """Make the next step of the fused kernel divide the gradients, or change nothing if `skip` is 1.
 
-    GradScaler sets the same attributes. If torch removes the attributes, divide the gradients in a separate
-    pass.
+    GradScaler sets the same attributes of an optimizer. If torch removes the attributes, divide the gradients
+    in a separate pass.
     """
     fused = cast(Any, optimizer)
     fused.grad_scale = divisor
@@ -460,7 +460,7 @@ def collective_kind(op: Any) -> str | None:
     """Return ``all_gather``, ``reduce_scatter`` or ``all_reduce``, or None for any other operation.
 
     If a release of torch renames an operation, the test of the collectives per step fails. Then add the new
-    name here.
+    name to this function.
     """
     namespace, _, name = str(op.name()).partition("::")
     if namespace not in ("c10d", "_c10d_functional"):

@@ -147,7 +147,7 @@ class UserTask:
             message = "build_model() added no adapters for model.lora"
             raise refusal(self.config, message, "call trainkit.task.add_adapters in build_model()")
         self._shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
-        for name, layer in quantized_layers(model).items():  # their quantized weights are not parameters
+        for name, layer in quantized_layers(model).items():  # the quantized weights are not parameters
             self._shapes[f"{name}.weight"] = tuple(layer.shape)
         self.num_params = sum(math.prod(shape) for shape in self._shapes.values())
         return model

@@ -60,9 +60,9 @@ def join_and_build(
         bind_to_gpu(device)
     if device.type == "cuda" and config.precision.tf32:
         torch.set_float32_matmul_precision("high")
-    # Build the task before the startup barrier, which has a timeout, because tokenising the data may take
-    # long. Rank 0 checks the shards on behalf of all ranks, so that thousands of ranks do not query thousands
-    # of files.
+    # Build the task before the startup barrier: tokenising the data may take long, and the barrier has a
+    # timeout. Rank 0 checks the shards on behalf of all ranks, so that thousands of ranks do not query
+    # thousands of files.
     build = partial(build_task, config, attempt.run, checks_data=env.rank == 0)
     task = run_unless_stopped(stop, build, device)
     progress.enter("rendezvous")
@@ -107,8 +107,8 @@ def fix_kernels(plan: LaunchPlan, deterministic: bool) -> None:
     collective. Environment variables that are already set are not changed.
     """
     if plan.device == "cuda":
-        # Otherwise, Inductor would time several kernels for a sum over a long row, and a restart could choose
-        # another kernel.
+        # Without this variable, Inductor would time several kernels for a sum over a long row, and a restart
+        # could choose another kernel.
         os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
     if not deterministic:
         return

@@ -175,7 +175,7 @@ class CheckpointSaver:
             self._staging = None
 
     def poll(self) -> None:
-        """If the save in progress has ended, report its result; do not wait for it."""
+        """Report the result of the save in progress if the save has ended; never wait for it."""
         if self._pending is not None and self._pending[2].done():
             self.finish()
 

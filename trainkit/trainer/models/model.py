@@ -157,7 +157,7 @@ class Weight:
 
     name: str
     param: nn.Parameter
-    """The float32 parameter, which the optimizer updates and checkpoints contain."""
+    """The float32 parameter, which is updated by the optimizer and saved in checkpoints."""
     is_copy: bool = False
     """True if the parameter is tied to a parameter in another stage, which counts the weight instead."""
     cast: nn.Parameter | None = None
@@ -248,7 +248,6 @@ def shard_index(param: Tensor) -> list[slice]:
 def as_shard_of(shard: Tensor, whole: Tensor) -> Tensor:
     """Return a shard as a DTensor sharded like `whole`, or unchanged if `whole` is not a DTensor.
 
-    The shard may differ from `whole` in the number of columns, provided that columns are divided among the
-    ranks in the same proportion.
+    The number of columns may differ from `whole` if each rank has the same fraction of the columns.
     """
     return shard_like(shard, whole) if isinstance(whole, DTensor) else shard

@@ -86,7 +86,7 @@ def masked_attention_to_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def cudnn_attention_to_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute causal attention for queries at the last key positions with cuDNN, which lacks such a mask.
+    """Compute causal attention for queries at the last key positions with cuDNN, which has no such mask.
 
     The queries attend separately to the keys before their own positions and to the keys at these positions,
     and the two results are merged, as in ring attention (arXiv 2310.01889). On long sequences, this takes 50

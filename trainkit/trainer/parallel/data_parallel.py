@@ -42,7 +42,7 @@ MIN_UNIT_BYTES = 25 * 2**20
 def communication_units(blocks: list[nn.Module], min_bytes: int) -> list[list[nn.Module]]:
     """Split consecutive blocks into groups with at least `min_bytes` of parameters each.
 
-    Leftover blocks at the end form no group. Instead, they stay in the root module, with the embedding and
+    Leftover blocks at the end form no group. Leftover blocks stay in the root module, with the embedding and
     the head.
     """
     return [

@@ -122,7 +122,7 @@ class PipelineForwardBackward(ForwardBackward[Microbatch]):
     def _run_forward(self, inputs: Sequence[Tensor], sample_keys: Sequence[Tensor]) -> list[Tensor]:
         """Return the last stage's output per input, without gradient; empty if the stage is on another rank.
 
-        This does not use torch's schedules, which support passes without a gradient only with one stage per
+        torch's schedules are not used, because they support passes without a gradient only with one stage per
         rank.
         """
         outputs, works = [], []
@@ -177,8 +177,8 @@ def sum_tied_gradients(params: Sequence[nn.Parameter], world: World) -> None:
     """Sum the gradients of a tied embedding and head in different stages; `params` are on this rank.
 
     The embedding and the head each have their own gradient, and the sum is the gradient of the shared weight.
-    Both parameters get the sum, so their updates are identical. Call this after the last backward pass of a
-    step.
+    The embedding and the head both get the sum, so their updates are identical. Call this after the last
+    backward pass of a step.
     """
     grads = [local_tensor(cast(Tensor, param.grad)) for param in params]
     if not grads:
