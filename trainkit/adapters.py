@@ -47,7 +47,7 @@ def add_adapters(module: nn.Module, config: RunConfig) -> None:
     if settings.modules_to_save:
         raise FatalError(
             f"model.lora.modules_to_save is {settings.modules_to_save}, but task is {config.task}",
-            hint="remove it: the task determines which other parameters are trained",
+            hint="remove modules_to_save: the task determines which other parameters are trained",
         )
     is_on_meta = any(param.is_meta for param in module.parameters())
     if is_on_meta and not is_independent(lora):

@@ -144,7 +144,7 @@ def _files(folder: Path) -> list[Path]:
         files = [folder / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
         for file in files:
             if not file.is_file():
-                raise ValueError(f"it refers to {file.name}, which is missing")
+                raise ValueError(f"the index refers to {file.name}, which is missing")
     return files
 
 

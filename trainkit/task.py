@@ -64,11 +64,13 @@ class Stream(Protocol):
     """A dataset without a length, such as a `torch.utils.data.IterableDataset` or a Hugging Face stream.
 
     Each iteration must yield the samples of an epoch, always the same samples in the same order; trainkit
-    does not shuffle them. Every rank reads all samples but collates only its own samples. Optional attributes:
+    does not shuffle them. Every rank reads all samples but collates only its own samples.
 
-    - ``set_epoch(epoch)`` is called before each epoch, starting with epoch 0, for example to change the order.
-    - ``state_dict()`` returns the position after the last sample that was read. The position
-      consists of dictionaries with string keys, lists, strings and numbers.
+    Optional attributes:
+
+    - ``set_epoch(epoch)`` is called before each epoch, from epoch 0 on, for example to change the order.
+    - ``state_dict()`` returns the position after the last sample that was read. The position consists
+      of dictionaries with string keys, lists, strings and numbers.
     - ``load_state_dict(state)`` sets the position at which the next iteration continues. Without
       ``state_dict`` and ``load_state_dict``, a resume rereads and skips the earlier samples of the epoch.
     - ``fingerprint``, a string that changes with the data, replaces the fingerprint of the first samples.

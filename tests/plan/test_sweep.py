@@ -160,7 +160,7 @@ def test_any_difference_leads_from_one_to_the_other(base: dict[str, Any], other:
         ((), "for example --sweep data.source=…"),
         (
             ("python", "{data}"),
-            "write another name: --sweep data_value=/a,/b, and {data_value} in the COMMAND",
+            "use another name: --sweep data_value=/a,/b, and {data_value} in the COMMAND",
         ),
     ],
 )

@@ -141,8 +141,10 @@ def _length_problems(config: DataConfig, counts: Mapping[str, float], val_wanted
         return []
     message = f"at most {val:,} tokens are left for validation, fewer than data.seq_len {config.seq_len} + 1"
     if config.val_source:
-        return [("data.val_source", f"{_named(config.val_source)}: {message}", "add more text there")]
-    hint = "raise the fraction, set it to 0 for no validation, or add more text"
+        return [
+            ("data.val_source", f"{_named(config.val_source)}: {message}", "add more text to data.val_source")
+        ]
+    hint = "raise data.val_fraction, set it to 0 for no validation, or add more text"
     return [("data.val_fraction", f"{config.val_fraction:g}: {message}", hint)]
 
 

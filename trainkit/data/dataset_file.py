@@ -256,7 +256,7 @@ def _read(tokenizer: str) -> tuple[str, dict[str, int]]:
     if not ids:
         raise UsageError(
             f"tokenizer {shown} is not a Hugging Face tokenizer.json",
-            hint="save one with `tokenizer.backend_tokenizer.save(PATH)`, or use `bytes`",
+            hint="save a tokenizer.json with `tokenizer.backend_tokenizer.save(PATH)`, or use `bytes`",
         )
     return hashlib.sha256(content).hexdigest(), ids
 
@@ -297,7 +297,9 @@ def _configured_eos(path: Path) -> str | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read: {error}", hint="copy it again, or remove it") from None
+        raise UsageError(
+            f"{path} cannot be read: {error}", hint="copy the file again, or remove it"
+        ) from None
     eos = config.get("eos_token") if isinstance(config, dict) else None
     if isinstance(eos, dict):
         eos = eos.get("content")

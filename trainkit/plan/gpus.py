@@ -212,7 +212,7 @@ def gpu_problems(names: list[str], config: RunConfig, facts: Facts, device: str)
 def bf16_problem(gpu: str) -> tuple[str, str]:
     """Return why a run cannot train in bf16 on a GPU in `FP16_ONLY`, and a hint."""
     message = f"is bf16, which the tensor cores of {gpu} do not support"
-    return message, "set precision.dtype: fp16, or request other GPUs with resources.gpu_type"
+    return message, "set precision.dtype: fp16, or request GPUs of another type with resources.gpu_type"
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:

@@ -194,7 +194,7 @@ def parse_layout(text: str) -> dict[str, object]:
             hint = "for example --layout tp=2,dp_shard=2"
             raise UsageError(f"{origin}: {part.strip()!r} is not KEY=VALUE", hint=hint)
         if key not in ParallelConfig.model_fields:
-            hint = f"its keys are {', '.join(ParallelConfig.model_fields)}"
+            hint = f"the keys of this section are {', '.join(ParallelConfig.model_fields)}"
             raise UsageError(f"{origin}: the section parallel has no key {key}", hint=hint)
         if key in values:
             raise UsageError(f"{origin}: {key} appears twice", hint="specify each key only once")

@@ -72,7 +72,9 @@ def parse_axis(text: str, command: Sequence[str] = ()) -> tuple[str, list[object
         if colon and is_known(tuple(name.split("."))):
             hint = f"did you mean --sweep {name}={values_typed}?"
         elif text.endswith((".yaml", ".yml")):
-            hint = "--sweep takes no file; give it once for each key, such as --sweep optimizer.lr=1e-4,3e-4"
+            hint = (
+                "--sweep takes no file; use --sweep once for each key, such as --sweep optimizer.lr=1e-4,3e-4"
+            )
         raise UsageError(f"{origin}: must have the form section.key=VALUE,VALUE,…", hint=hint)
     is_placeholder = not is_known(path) and names_key(command, key)
     if not is_placeholder and is_known(path) and (values_hint := _meant_values(path, raw)) is not None:
@@ -95,7 +97,7 @@ def parse_axis(text: str, command: Sequence[str] = ()) -> tuple[str, list[object
     if own and not all(value is None or isinstance(value, dict) for value in values):
         hint = f"for example --sweep {key}.{own[0]}=…"
         if command:
-            hint = f"write another name: --sweep {key}_value={raw}, and {{{key}_value}} in the COMMAND"
+            hint = f"use another name: --sweep {key}_value={raw}, and {{{key}_value}} in the COMMAND"
         raise UsageError(f"{origin}: {key} is a section of the config", hint=hint)
     is_list = len(values) == 1 and isinstance(values[0], list)
     if is_list and is_known(path) and not isinstance(default_values().get(key), list):

@@ -562,7 +562,7 @@ def _open_attempt_store(env: RankEnv, timeout: timedelta) -> Store:
             raise TrainkitError(
                 f"rank {env.rank} has reached another job at {env.master_addr}:{env.master_port}, "
                 "not rank 0 of its own attempt",
-                hint="that job took the port before rank 0 could; the next attempt chooses another port",
+                hint="the other job took the port before rank 0 could; the next attempt chooses another port",
             )
         store.set_timeout(timeout)
     return PrefixStore(_digest(env, "keys"), store)

@@ -289,7 +289,7 @@ class TaskForwardBackward(OneByOne[TaskBatch]):
             message = f"the total of its loss has shape {list(total.shape)}"
             raise refusal(self.config, message, "sum it: total.sum()")
         if torch.is_grad_enabled() and not total.requires_grad:
-            raise refusal(self.config, "the total of its loss has no gradient", "do not detach it")
+            raise refusal(self.config, "the total of its loss has no gradient", "do not detach the total")
         total = total.view(()).float()
         self.check_names(metrics, micro.optimizer)
         numbers = [total, count]
@@ -311,7 +311,7 @@ class TaskForwardBackward(OneByOne[TaskBatch]):
                 raise refusal(
                     self.config,
                     f"a metric is called {taken[0]}",
-                    "rename it, because every metrics record has a key of that name",
+                    "rename the metric, because every metrics record has a key of that name",
                 )
             self._refuse_same_name(mode, names)
             others = gather_from_all(list(names), self.world, self._group)

@@ -468,7 +468,7 @@ class Trainer:
             found = f"the metrics are {', '.join(names)}" if names else "the run has no validation"
             raise FatalError(
                 f"checkpoint.best_metric is {metric}, but {found}",
-                hint="set it to a metric that the task logs (val_NAME for validation), or to null",
+                hint="set the key to a metric that the task logs (val_NAME for validation), or to null",
             )
 
     def _update_best(self, values: Mapping[str, float]) -> None:

@@ -219,7 +219,9 @@ class OwnOptimizers(ShardedOptimizer):
             raise refusal(self._config, message, f"optimizers() returned {names}")
         if not found and getattr(type(self._task), "loss", None) is Task.loss:
             message = f"turns() was empty in step {self._task.step}, and loss() is not defined"
-            raise refusal(self._config, message, "name an optimizer in turns(), or define loss()")
+            raise refusal(
+                self._config, message, "return the name of an optimizer from turns(), or define loss()"
+            )
         return found or ("",)
 
     @torch.no_grad()
@@ -489,7 +491,7 @@ class OwnState:
         if not self._has_state:
             return
         if TASK not in manifest.state:
-            log.warning("the checkpoint has no state of the task, which keeps its initial state_dict()")
+            log.warning("the checkpoint contains no state of the task, so the task keeps its initial state")
             return
         with errors_of_user(self._config, "load_state_dict() failed"):
             self._task.load_state_dict(decode(manifest.state[TASK], tensors))

@@ -207,7 +207,7 @@ class QuantizedAverage:
             raise FatalError(
                 f"optimizer.name is adamw_8bit, but tensor parallelism cuts a block: a rank has {row} of the"
                 f" {whole_row} elements of a row of {name}",
-                hint=f"shard its rows into chunks of a multiple of {part} elements, or use adamw",
+                hint=f"shard the rows into chunks of a multiple of {part} elements, or use adamw",
             )
         codes = torch.zeros_like(shard, dtype=torch.uint8)
         # With a scale of 0, every code stands for 0.

@@ -97,7 +97,7 @@ def resume(
         own.load(manifest, wanted)
     state = TrainingState.from_json(manifest.progress)
     if manifest.val_fingerprint != val_fingerprint(task):
-        log.warning("the validation data has changed: its losses cannot be compared with earlier ones")
+        log.warning("the validation data has changed: validation losses cannot be compared with earlier ones")
         state.best_value = state.best_step = None
     if state.best_metric not in (None, best_metric):
         log.warning(f"checkpoint.best_metric was {state.best_metric} and is now {best_metric}")

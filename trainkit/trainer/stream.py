@@ -163,7 +163,7 @@ class Cursor:
             message = f"after load_state_dict(), its stream does not continue with sample {last}"
             hint = (
                 "it must restore the full state that state_dict() returned, including any shuffle buffer;"
-                " without the two methods, a resume skips over the earlier samples"
+                " without state_dict() and load_state_dict(), a resume skips over the earlier samples"
             )
             raise self._refusal(message, hint, "load_state_dict")
         message = f"sample {last} of its stream is not the sample after which the checkpoint was saved"

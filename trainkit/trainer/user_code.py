@@ -21,7 +21,7 @@ from trainkit.run.tracebacks import is_of_user
 from trainkit.shipped import TASKS
 from trainkit.task import Task
 
-TRACEBACK_HINT = "run it in a Python shell to see the traceback"
+TRACEBACK_HINT = "run the code in a Python shell to see the traceback"
 
 
 class TaskError(FatalError):

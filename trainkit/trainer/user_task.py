@@ -191,7 +191,7 @@ class _Data:
         self.samples = samples
         self.num_samples = len(samples)
         if not self.num_samples:
-            raise refusal(config, f"{method}() has no samples", "check the paths it reads from")
+            raise refusal(config, f"{method}() has no samples", "check the paths that the dataset reads from")
         self.fingerprint: str = getattr(samples, "fingerprint", None) or self._fingerprint(method, config)
 
     def _fingerprint(self, method: str, config: RunConfig) -> str:

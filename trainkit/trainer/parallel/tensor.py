@@ -210,7 +210,7 @@ def _style(config: RunConfig, path: str, module: nn.Module, value: object, tp: i
         raise refusal(
             config,
             message,
-            "style names apply only to nn.Linear and nn.Embedding; use a ParallelStyle",
+            "style names apply only to nn.Linear and nn.Embedding; use a ParallelStyle for other modules",
         )
     is_embedding, is_colwise = isinstance(module, nn.Embedding), isinstance(style, ColwiseParallel)
     width = {
