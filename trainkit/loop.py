@@ -110,7 +110,7 @@ def _show_log(rank: int) -> None:
 
 
 def _join(env: RankEnv, device: torch.device, stop: StopRequest, *, has_launcher: bool) -> World | None:
-    """Connect this rank to the others and return its world, or None if the ranks agreed to stop.
+    """Connect this rank to the others; return its `World`, or None if the ranks agreed to stop.
 
     Set `has_launcher` if a launcher such as torchrun provides the rendezvous.
     """

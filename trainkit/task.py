@@ -51,8 +51,8 @@ class Samples(Protocol):
     processes.
 
     When a run resumes, trainkit compares a fingerprint of the data with that of the checkpoint. By default,
-    the fingerprint is computed from the length and a few items. To replace it, define an attribute
-    ``fingerprint``, a string that changes whenever the data changes.
+    the fingerprint is computed from the length and a few items. To provide a fingerprint of your own, define
+    an attribute ``fingerprint``, a string that changes whenever the data changes.
     """
 
     def __len__(self) -> int: ...
@@ -215,13 +215,13 @@ class Task(ABC):
     def loss_for(self, optimizer: str, model: nn.Module, batch: Any) -> Loss:
         """Compute the loss that an optimizer minimises in its turn; validation calls `loss` instead.
 
-        This loss is logged as ``NAME_loss``. The ``loss`` logged for a step is the sum of the losses of its
+        This loss is logged as ``NAME_loss``. The ``loss`` logged for a step is the sum of the losses of all
         turns.
         """
         raise NotImplementedError
 
     def after_step(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
-        """Do additional work after the update of each step, even if it was skipped; gradients are disabled.
+        """Run after the update of each step, even if the update was skipped, with gradients disabled.
 
         Every rank calls this method. `parameters` maps names to all parameters of the model in
         float32, including frozen ones. For a sharded parameter, it contains this rank's shard. Change these
@@ -244,8 +244,7 @@ class Task(ABC):
     def layers(self, model: nn.Module) -> list[nn.Module]:
         """Return the modules to shard, recompute and compile as units, in the order of the forward pass.
 
-        By default, these modules are those in every `nn.ModuleList` and `nn.Sequential` that repeats one
-        class.
+        The default returns the modules in every `nn.ModuleList` and `nn.Sequential` that repeats one class.
         """
         return repeated_layers(model)
 
@@ -316,8 +315,8 @@ def record_with(task: Task, recorder: Recorder) -> None:
 def parameters_on_meta() -> Iterator[None]:
     """Create the parameters of modules within the block on the meta device; buffers keep their values.
 
-    Use it for a model for which the host has too little memory to build it once per process. This function is
-    not thread-safe.
+    Use `parameters_on_meta` for a model that is too large to be built in host memory once per process. This
+    function is not thread-safe.
     """
     register = nn.Module.register_parameter
 

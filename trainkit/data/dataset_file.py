@@ -33,7 +33,7 @@ DATASET_FILE = "dataset.json"
 FORMAT = "trainkit-token-shards"
 FORMAT_VERSION = 1
 LAYOUT_VERSION = 1
-"""Included in every fingerprint; increment it if the same text yields different tokens than before."""
+"""Part of every fingerprint; increment it when a change makes the same text yield different tokens."""
 TRAIN = "train"
 VAL = "val"
 SPLITS = (TRAIN, VAL)

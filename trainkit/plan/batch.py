@@ -30,7 +30,7 @@ class BatchRequest(NamedTuple):
     global_batch_size: int | None
     parallel: ParallelConfig
     fixed: frozenset[str]
-    """The keys that the user set."""
+    """The keys of those batch sizes that the user set."""
 
     @classmethod
     def of(cls, loaded: LoadedConfig) -> BatchRequest:

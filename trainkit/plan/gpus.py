@@ -36,9 +36,9 @@ class Gpu(NamedTuple):
     node_size: int
     """Number of GPUs per node in common systems."""
     node_bandwidth: float
-    """Bandwidth per GPU to other GPUs of the node, in bytes per second and direction."""
+    """Bandwidth per GPU to other GPUs of the node, in bytes per second per direction."""
     network_bandwidth: float
-    """Bandwidth per GPU to other nodes, in bytes per second and direction."""
+    """Bandwidth per GPU to other nodes, in bytes per second per direction."""
     peak_flops: float | None
     """Peak dense FLOP/s with 16-bit inputs; None if unknown."""
 

@@ -143,7 +143,7 @@ class WorkerEnvironment:
 
 @dataclass(frozen=True)
 class SlurmRequest:
-    """The Slurm options of one job, in the order to display."""
+    """The Slurm options of one job, in the order in which they are displayed."""
 
     sbatch: Options = field(default_factory=dict)
     """sbatch options by their long names; True for an option without a value."""
@@ -328,8 +328,8 @@ class LaunchPlan:
         Raises OSError if the file cannot be read, and UsageError if the plan is damaged or newer than this
         trainkit version.
 
-        With `executes`, also raises UsageError if another user could have written the file. Pass False if
-        nothing in the plan is executed.
+        With `executes`, also raises UsageError if another user could have written the file. Pass `executes`
+        as False if nothing in the plan is executed.
         """
         try:
             return cls.from_dict(read_json(file, executes=executes))

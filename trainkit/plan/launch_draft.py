@@ -43,7 +43,7 @@ class LaunchDraft:
     parts: dict[str, dict[str, object]] = field(default_factory=dict)
 
     def plan(self, workload: Workload) -> LaunchPlan:
-        """Return the plan, without checking model and data; raise ConfigError with all problems."""
+        """Return the plan, without checking model and data; raise ConfigError that lists all problems."""
         config, target = self.loaded.config, self.target
         if target is not LOCAL:
             self.reasons["backend"] = target.reason
@@ -146,8 +146,8 @@ class LaunchDraft:
     def check_oversubscription(self, device: str, world_size: int) -> None:
         """Report too many CPU workers, so that a typo in --nodes cannot start a thousand processes here.
 
-        A step is not checked, because Slurm has already started its tasks. For a job, `limit_problems` does
-        this check.
+        A step is not checked, because Slurm has already started its tasks. For a job, `limit_problems` checks
+        the number of workers.
         """
         if self.target.node_sizes is not None or self.target.cluster is not None:
             return

@@ -194,7 +194,7 @@ class Memory:
 
 
 def memory_of(work: StepWork) -> Memory:
-    """Return the memory of the rank that needs most."""
+    """Return the memory of the rank that needs most memory."""
     ranks = extreme_ranks(work)
     return max((rank_memory(work, rank) for rank in ranks), key=lambda found: found.peak)
 
@@ -349,5 +349,5 @@ def checkpoint_bytes(work: StepWork) -> int:
 
 
 def state_bytes(work: StepWork) -> int:
-    """Return the bytes of a model's float32 weights and gradients and its optimizer state, unsharded."""
+    """Return the bytes of a model's unsharded weights and gradients (float32) and optimizer state."""
     return checkpoint_bytes(work) + FLOAT32 * num_params(work.shape)

@@ -86,8 +86,8 @@ class StepWork:
     optimizer_bytes: float = 8
     """Bytes of optimizer state per parameter."""
     device: str = "cuda"
-    """The type of device, ``cpu`` or ``cuda``. CPU kernels keep more activations, as a memory tracker on a
-    machine without a GPU measures."""
+    """The type of device, ``cpu`` or ``cuda``. CPU kernels keep more activations; a memory tracker on a
+    machine without a GPU counts these too."""
     document_mask: bool = False
     """True if attention uses a document mask, which rules out context and pipeline parallelism."""
     float8_gather: bool = False

@@ -183,7 +183,7 @@ _OUT_OF_REACH = {
     **dict.fromkeys(("srun", "salloc"), "it terminates its own step at once"),
     "sbatch": "it starts another job",
 }
-"""Maps each program whose child processes a signal may not reach to the reason."""
+"""Maps a program to the reason why a signal may not reach its child processes."""
 _PREFIXES = ("exec", "command", *WRAPPERS)
 _SEPARATORS = re.compile(r"\n|;|\|\|?|&&?|[(){}]")
 

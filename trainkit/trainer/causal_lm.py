@@ -266,7 +266,7 @@ class CausalLM:
     ) -> PrefetchedBatches:
         """Return this rank's batches of a split, starting at `state`; with `end`, stop at that position.
 
-        The result can be iterated over repeatedly.
+        The batches can be iterated over repeatedly.
         """
         data = self.train_data if split == TRAIN else self.val_data
         assert data is not None

@@ -247,7 +247,8 @@ def make_world(
     for group in mesh.get_all_groups():
         set_timeout(group, timeout)
     cp_group = context_group(layout, timeout)
-    # A group connects its ranks in its first collective. Run one now, so that a missing link shows up here.
+    # A group connects its ranks in its first collective. Run a collective now, so that a missing link between
+    # ranks shows up here.
     dist.all_reduce(torch.ones(1, device="cpu"), group=checkpoint_group)
     groups = [dist.group.WORLD, *mesh.get_all_groups(), *([] if cp_group is None else [cp_group])]
     for each in dict.fromkeys(groups):  # a mesh dimension that spans all ranks may reuse the default group
@@ -416,7 +417,7 @@ def record_event(attempt: AttemptDir, event: str, **fields: Any) -> None:
 
 LOOPBACK = "127.0.0.1"
 IDENTITY_TIMEOUT = timedelta(seconds=60)
-"""Timeout for rank 0 to identify itself; rank 0 does this first once it listens."""
+"""Timeout for rank 0 to identify itself, which it does as soon as it listens."""
 STOP_GRACE_S = 20.0
 """Seconds that a rank with a stop signal spends on notifying the other ranks."""
 

@@ -146,7 +146,7 @@ class Trainer:
         self.attempt, self.plan, self.world, self.task = attempt, plan, world, task
         self.config, self.stop, self.progress = task.config, stop, progress
         config, layout = task.config, plan.layout
-        with progress.within("load"):  # check before the build, which may read large files
+        with progress.within("load"):  # check the checkpoint before the build, which may take long
             chosen = choose_checkpoint(attempt, world)
             if chosen is not None:
                 refuse_other_run(*chosen, task)
@@ -203,8 +203,8 @@ class Trainer:
         """Train until the run is complete or has to stop; return the worker's exit code.
 
         Raises DivergedError after `train.max_nonfinite_steps` consecutive steps with a loss or gradient that
-        is not finite, or if this was so in every step. Raises CheckpointError if the final state cannot be
-        saved.
+        is not finite, or if no step had a finite loss and gradient. Raises CheckpointError if the final state
+        cannot be saved.
         """
         self.progress.enter("begin")
         if self.evaluator is None and self.config.checkpoint.best_metric != "val_loss":
@@ -246,7 +246,7 @@ class Trainer:
         return None
 
     def _optimizer_step(self) -> tuple[StepReport, float]:
-        """Do one optimizer step, without waiting for the device until the update is enqueued."""
+        """Do one optimizer step; wait for the device only after the update is enqueued."""
         step = self.state.step + 1
         lr = learning_rate(step, self.total_steps, self.plan.lr, self.config.schedule)
         shown_lr = self.optimizer.begin_step(lr)
@@ -324,7 +324,7 @@ class Trainer:
     def _apply_gradient(
         self, totals: Tensor, square_sum: Tensor, lr: float, number: int, turn: str, *, is_last: bool
     ) -> StepReport:
-        """Clip and apply the gradient of an optimizer turn, or skip it on all ranks if it is not finite."""
+        """Clip and apply an optimizer turn's gradient; if it is not finite, all ranks skip the update."""
         self.progress.enter("update")
         divisor = (totals[1] / self.nominal_count).float() * self.loss_scale.value
         grad_norm = square_sum.sqrt().float() / divisor
@@ -372,8 +372,8 @@ class Trainer:
             return
         state.nonfinite_in_a_row += 1
         if self.loss_scale.enabled and self.loss_scale.value.item() > 1.0:
-            # With fp16, overflows are how the loss scale is found, so they count only if it cannot be halved
-            # further.
+            # With fp16, the loss scale is found through overflows, so they count only if the scale cannot be
+            # halved further.
             state.nonfinite_in_a_row = 0
         if self.world.is_main:
             since = state.step + 1 - state.nonfinite_in_a_row

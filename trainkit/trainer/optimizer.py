@@ -62,10 +62,10 @@ class ShardedOptimizer(ABC):
             self._by_share = {1.0: list(range(len(weights)))}
 
     def _group_by_share(self, stage_size: int) -> dict[float, list[int]]:
-        """Group parameters by the weight of this rank's squares in the global sum of squares.
+        """Group parameters by the share with which this rank's squares count in the global sum of squares.
 
-        Returns a mapping from weight to parameter indices. A shard that is replicated on n ranks of a
-        pipeline stage has the weight 1 / n on each of them.
+        Returns a mapping from share to parameter indices. A shard that is replicated on n ranks of a pipeline
+        stage counts with the share 1 / n on each of them.
         """
         groups: dict[float, list[int]] = defaultdict(list)
         for index, weight in enumerate(self._weights):
@@ -136,7 +136,7 @@ class ShardedAdamW(ShardedOptimizer):
         *,
         compiled: bool = False,
     ) -> None:
-        """With `compiled`, a GPU updates large shards, and averages not in float32, with compiled kernels."""
+        """With `compiled`, compiled kernels update large shards and low-precision averages on a GPU."""
         super().__init__(weights, layout)
         groups: dict[tuple[float, float], list[nn.Parameter]] = defaultdict(list)
         for shard, weight in zip(self._locals, self._weights, strict=True):
@@ -341,8 +341,8 @@ def _pieces(shard: Tensor, *others: Tensor | QuantizedAverage) -> Iterator[tuple
 def _in_chunks(tensors: list[Tensor]) -> list[Tensor]:
     """Split CPU tensors into chunks that are small enough for an accurate sum of squares in float32.
 
-    The CPU kernel adds sequentially. Over 16 million elements, the norm it returns is too small by 6e-4, and
-    the error depends on the layout. The CUDA kernel adds pairwise (as a tree), which is accurate.
+    The CPU kernel adds sequentially. Over 16 million elements, the norm from the CPU kernel is too small by
+    6e-4, and the error depends on the layout. The CUDA kernel adds pairwise (as a tree), which is accurate.
     """
     if tensors[0].device.type != "cpu":
         return tensors

@@ -153,7 +153,7 @@ def restore_linears(model: nn.Module) -> None:
 
 
 MIN_ELEMENTS = 4096
-"""Parameters with fewer elements keep float32 averages, because these take little memory anyway."""
+"""Parameters with fewer elements than this keep float32 averages, because these take little memory."""
 MIN_ROW = 64
 """Parameters with shorter rows keep float32 averages, because the scales would take much memory."""
 DECADES = 7

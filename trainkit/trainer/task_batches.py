@@ -136,7 +136,7 @@ def seed_generators(seed: int) -> None:
 
 
 class ForkedLoader:
-    """A DataLoader with forked workers, which are forked anew if one of them hangs while being forked.
+    """A DataLoader with forked workers; if one hangs while being forked, all are forked again.
 
     Before Python 3.12, another thread (such as a Gloo thread at the end of a collective) can hold a lock
     while a process is forked. The forked process then waits for this lock forever (python/cpython#112275).

@@ -155,8 +155,8 @@ def shard_offset(param: DTensor) -> Sequence[int]:
 def shard_like(shard: Tensor, whole: DTensor) -> DTensor:
     """Return a shard as a DTensor that is sharded like `whole`, for optimizer state in a checkpoint.
 
-    The result has as many rows as `whole` but may have a different number of columns, divided evenly: [rows,
-    columns]. `DTensor.from_local` is not used, because it would copy an offloaded tensor to the device of the
+    The result has as many rows as `whole`, but may have a different number of columns, which must be divided
+    evenly. `DTensor.from_local` is not used, because it would copy an offloaded tensor to the device of the
     mesh. If the constructor changes, use `from_local`, and save offloaded tensors with a CPU mesh.
     """
     spec = whole._spec
@@ -433,7 +433,7 @@ def record_memory_history(enabled: bool) -> None:
 def dump_memory_history(file: str) -> None:
     """Write the recorded allocations to a file for pytorch.org/memory_viz.
 
-    If torch removes the function, do the same as for `record_memory_history`.
+    If torch removes the function, remove `profiler.memory`, as for `record_memory_history`.
     """
     torch.cuda.memory._dump_snapshot(file)  # type: ignore[no-untyped-call]
 
@@ -459,8 +459,8 @@ _COLLECTIVES = {"allgather": "all_gather", "reducescatter": "reduce_scatter", "a
 def collective_kind(op: Any) -> str | None:
     """Return ``all_gather``, ``reduce_scatter`` or ``all_reduce``, or None for any other operation.
 
-    If a release of torch renames an operation, the test of the collectives per step fails. Then add the new
-    name to this function.
+    If a release of torch renames an operation, the test of the collectives per step fails until the new name
+    is added here.
     """
     namespace, _, name = str(op.name()).partition("::")
     if namespace not in ("c10d", "_c10d_functional"):

@@ -103,7 +103,7 @@ def fix_kernels(plan: LaunchPlan, deterministic: bool) -> None:
     """Choose kernels independently of their speed; with `deterministic`, use only deterministic kernels.
 
     Two equal runs on GPUs then differ only by rounding, because sums may be in a different order. With
-    `deterministic`, they are bit-identical. Call this before anything is compiled and before the first
+    `deterministic`, equal runs are bit-identical. Call this before anything is compiled and before the first
     collective. Environment variables that are already set are not changed.
     """
     if plan.device == "cuda":

@@ -54,8 +54,8 @@ def choose_checkpoint(attempt: AttemptDir, world: World) -> tuple[Checkpoint, Ma
     tried.
 
     Raises CheckpointError if a checkpoint is currently unreadable, was written by a newer trainkit version,
-    or if all checkpoints are missing or damaged. The exit code is 78 except for an unreadable checkpoint,
-    because only the user may decide to start over at step 0.
+    or if all checkpoints are missing or damaged. For a missing, damaged or newer checkpoint, the exit code is
+    78, because only the user may decide to start over at step 0.
     """
     run = attempt.run
     listed: list[tuple[str, int]] = []
@@ -242,8 +242,8 @@ def load_initial_weights(
 
     `base` is the fingerprint of the model files that contain the initial weights. Raises FatalError if the
     checkpoint lacks one of the selected tensors or has it in another shape. A tensor may be missing only if
-    it was frozen in a run with the same `base`, because its value still equals the one in the model files.
-    Without `init_include`, the checkpoint must not contain additional tensors.
+    it was frozen in a run with the same `base`, because the model files still contain its value. Without
+    `init_include`, the checkpoint must not contain additional tensors.
     """
     assert config.init_from is not None
     found = broadcast_from_main(_find(Path(config.init_from)) if world.is_main else None, world)

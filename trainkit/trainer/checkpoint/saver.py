@@ -165,7 +165,7 @@ class CheckpointSaver:
 
     @property
     def is_staging(self) -> bool:
-        """Return whether copying the state may still be in progress; ranks agree before an optimizer step."""
+        """Return whether copying the state may still be in progress; equal on all ranks before a step."""
         return self._staging is not None
 
     def wait_until_staged(self) -> None:

@@ -1,4 +1,4 @@
-"""Read and write checkpoint files; files are hashed as they are written, and only metadata is unpickled."""
+"""Read and write checkpoint files, with hashes computed while writing; only metadata is unpickled."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
 
 
 def _documents(tokens: Tensor, eos_id: int) -> Tensor:
-    """Return the index of each token's document, int64 [B, T]; an end token belongs to what it ends."""
+    """Return the index of each token's document, int64 [B, T]; end tokens are part of their document."""
     is_end = tokens == eos_id
     return is_end.cumsum(1) - is_end.long()
 

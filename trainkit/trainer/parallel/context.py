@@ -86,11 +86,11 @@ def masked_attention_to_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def cudnn_attention_to_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute causal attention for queries at the last key positions with cuDNN, which has no such mask.
+    """Compute causal attention for queries at the last key positions with two calls of cuDNN.
 
     The queries attend separately to the keys before their own positions and to the keys at these positions,
-    and the two results are merged, as in ring attention (arXiv 2310.01889). On long sequences, this takes 50
-    to 67 % of the time of flash attention.
+    and the two results are merged, as in ring attention (arXiv 2310.01889). On long sequences, the two calls
+    take 50 to 67 % of the time of flash attention.
     """
     if q.shape[2] == 1:  # cuDNN refuses causal attention to a single key
         return flash_attention_to_last(q, k, v)
@@ -142,8 +142,8 @@ def has_flash_attention(device: torch.device, dtype: torch.dtype) -> bool:
 def repeat_kv_heads(attentions: list[nn.Module]) -> None:
     """Make attention modules repeat keys and values for every query head.
 
-    Use this where flash attention does not support the device or the mask. If query heads shared keys and
-    values there, torch would choose a kernel that materializes all scores [B, H, T, S].
+    Use `repeat_kv_heads` where flash attention does not support the device or the mask. If query heads shared
+    keys and values there, torch would choose a kernel that materializes all scores [B, H, T, S].
     """
     for attention in attentions:
         attention.attend = _repeating(cast(Attend, attention.attend))  # type: ignore[assignment]

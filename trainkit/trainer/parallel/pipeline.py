@@ -174,7 +174,7 @@ def stage_specs(pp_rank: int, pp: int, schedule: PipelineSchedule, num_layers: i
 
 
 def sum_tied_gradients(params: Sequence[nn.Parameter], world: World) -> None:
-    """Sum the gradients of a tied embedding and head in different stages; `params` are on this rank.
+    """Sum the gradients of a tied embedding and head in different stages; `params` are those on this rank.
 
     The embedding and the head each have their own gradient, and the sum is the gradient of the shared weight.
     The embedding and the head both get the sum, so their updates are identical. Call this after the last

@@ -38,7 +38,7 @@ SEQUENCE_DIM = 1
 
 
 class VocabularyParallel(ModuleStyle):
-    """Splits the rows of an embedding, that is the vocabulary, so that a tied head can share the shards.
+    """Splits an embedding by rows (the vocabulary), so that a tied head can share the shards.
 
     Each rank looks up the tokens in its own rows, and the sum over the ranks is the embedding.
     """
