@@ -92,9 +92,9 @@ FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 def attach(run_dir: str | os.PathLike[str] | None = None) -> Attached:
     """Connect this process to its run and to the other ranks; call this once, before building the model.
 
-    Initialises the default process group unless this was done before. `run_dir` is the run folder for a
+    Initialises the default process group unless it is initialised already. `run_dir` is the run folder for a
     process that trainkit did not start; the default is ``runs/attached``. All ranks must be able to access
-    this folder. Raises SystemExit(75) if a stop signal arrives before all ranks are connected.
+    the run folder. Raises SystemExit(75) if a stop signal arrives before all ranks are connected.
     """
     return Attached(run_dir or "runs/attached")
 

@@ -191,7 +191,8 @@ class Task(ABC):
 
         This method is optional; by default, the optimizer is AdamW with the settings in the config section
         ``optimizer``. `parameters` maps names to all parameters that require a gradient, in float32. For a
-        sharded parameter, it contains this rank's shard. Each parameter must belong to exactly one optimizer.
+        sharded parameter, `parameters` contains this rank's shard. Each parameter must belong to exactly one
+        optimizer.
 
         To use a learning rate scheduler, return it instead of its optimizer; trainkit calls its ``step``
         after each training step. Without a scheduler, the learning rates of the parameter groups are
@@ -223,9 +224,9 @@ class Task(ABC):
     def after_step(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
         """Run after the update of each step, even if the update was skipped, with gradients disabled.
 
-        Every rank calls this method. `parameters` maps names to all parameters of the model in
-        float32, including frozen ones. For a sharded parameter, it contains this rank's shard. Change these
-        tensors in place; the model and its checkpoints then contain the new values.
+        Every rank calls this method. `parameters` maps names to all parameters of the model in float32,
+        including frozen ones. For a sharded parameter, `parameters` contains this rank's shard. Change the
+        tensors in `parameters` in place; the model and its checkpoints then contain the new values.
         """
         return None
 
@@ -271,8 +272,8 @@ class Task(ABC):
     def export(self, model: nn.Module, folder: Path) -> None:
         """Write the model, with the weights of a checkpoint, to an empty folder.
 
-        `trainkit ckpt export` calls this method. By default, it writes ``model.safetensors`` with the names
-        in ``model.state_dict()``, and tied parameters only once.
+        `trainkit ckpt export` calls this method. The default writes ``model.safetensors`` with the names in
+        ``model.state_dict()``, and tied parameters only once.
         """
         tensors: dict[str, Tensor] = dict(model.named_parameters())
         saved = model.state_dict()
@@ -286,9 +287,9 @@ class Task(ABC):
         image: a tensor [height, width] or [channels, height, width], a NumPy array [height, width] or
         [height, width, channels], or a PIL image. Floats must be from 0 to 1, integers from 0 to 255.
 
-        Any method of the task may call this on any rank, but only the images of rank 0 are kept. If a name is
-        logged several times in a step, only the first image is kept. In validation, the name gets the prefix
-        ``val_``. Raises UsageError if `image` is not an image.
+        Any method of the task may call this method on any rank, but only the images of rank 0 are kept. If a
+        name is logged several times in a step, only the first image is kept. In validation, the name gets the
+        prefix ``val_``. Raises UsageError if `image` is not an image.
         """
         self._recorder.image(name, image, caption=caption)
 

@@ -57,7 +57,7 @@ def sample_index(positions: npt.ArrayLike, num_samples: int, seed: int, shuffle:
 
 
 class Schedule:
-    """Assigns positions to sources in proportion to integer weights, with a period of the sum of weights.
+    """Assigns positions to sources in proportion to integer weights; repeats after the sum of the weights.
 
     For every n, the first n positions include n x weight / sum samples of a source, rounded up or down. In
     any window of positions, the number of samples of a source deviates from this share by less than two. The

@@ -26,7 +26,7 @@ def layout_problems(work: StepWork) -> Iterator[Problem]:
 def compiles(parallel: ParallelConfig, layout: Layout, device: str) -> bool:
     """Return whether blocks are compiled on a device of this type, ``cpu`` or ``cuda``.
 
-    By default, they are not compiled on CPUs, where compiling takes longer than a short run, nor with a
+    By default, blocks are not compiled on CPUs, where compiling takes longer than a short run, nor with a
     schedule that splits the backward pass.
     """
     if parallel.compile is not None:

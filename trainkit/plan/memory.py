@@ -36,8 +36,8 @@ from trainkit.plan.step_work import (
 FLOAT32 = 4
 RECOMPUTED_COPIES = 6
 """Number of copies of a block's activations in memory if weight gradients are deferred and activations
-recomputed: torch recomputes the activations for each weight and frees no copy. The measured number is 5.5 to
-6.4."""
+recomputed: torch recomputes the activations for each weight and frees no copy. Measurements show 5.5 to 6.4
+copies."""
 
 
 class RankParams(NamedTuple):
@@ -139,8 +139,8 @@ def loss_bytes(work: StepWork) -> int:
 
     The loss keeps log-probabilities, their gradients and the gradients of the logits, all in float32. torch's
     loss parallelism keeps one more copy, and a pipeline also keeps the logits. If the loss is computed in
-    chunks, these tensors exist only for one chunk, but the gradients of the head's weight and of the hidden
-    states are kept as well.
+    chunks, log-probabilities and gradients of logits exist only for one chunk, but the gradients of the
+    head's weight and of the hidden states are kept as well.
     """
     a_logit = FLOAT32 * (4 if work.parallel.loss_parallel and work.layout.tp > 1 else 3)
     a_logit += work.itemsize if work.layout.pp > 1 else 0
@@ -226,7 +226,7 @@ def check_gpu_memory(work: StepWork, gpu: Gpu) -> tuple[str, Problem | None]:
 
 
 def extreme_ranks(work: StepWork) -> list[int]:
-    """Return the pipeline ranks that may need most: both ends, and the first rank with the most layers."""
+    """Return the pipeline ranks that may need most memory: both ends, and the first with the most layers."""
     pp, schedule = work.layout.pp, work.parallel.pp_schedule
     layers = [rank_params(work.shape, work.layout, schedule, rank).num_layers for rank in range(pp)]
     return sorted({0, layers.index(max(layers)), pp - 1})
@@ -274,7 +274,8 @@ def _phases(work: StepWork, params: RankParams) -> Iterator[Phase]:
     yield "loss", waiting, kept * blocks + _head_bytes(work), loss_bytes(work), gathered
     # Activations are freed, and gradients created, at constant rates, so the peak is near one of the ends.
     recomputed = max(0, block_bytes(work) - kept)
-    # Tied embeddings stay gathered, and the gradient of the head is kept until the embedding's is ready.
+    # Tied embeddings stay gathered, and the gradient of the head is kept until the gradient of the embedding
+    # is ready.
     both_ends = head if is_wrapped and is_tied else 0
     for done in {0, min(1, blocks - 1), blocks - 1}:
         made = 0 if own == 0 else FLOAT32 * (block * done + head - both_ends) // work.shards
@@ -335,7 +336,7 @@ def _in_a_block(work: StepWork, params: RankParams) -> int:
     """Return the bytes that a block's backward pass needs in addition to the activations it has kept.
 
     At first, the backward pass needs gradients of activations within the SwiGLU. Later, when most activations
-    have been freed, it needs the gradients of all weights.
+    have been freed, the backward pass needs the gradients of all weights.
     """
     shape, tp, stream = work.shape, work.layout.tp, stream_bytes(work) * work.tokens_per_pass
     numbers = shape.dim * (2 if tp > 1 else 1) + 3 * shape.ffn_dim / tp

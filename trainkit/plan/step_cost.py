@@ -216,7 +216,7 @@ def _compute_s(work: StepWork, gpu: Gpu) -> float:
 
 
 def _seconds(flow: Flow, gpu: Gpu, node_size: int) -> float:
-    """Return the seconds that a communication takes on its slowest link."""
+    """Return the seconds that one kind of communication takes on its slowest link."""
     if flow.kind == "pp":
         # Pipeline sends are point-to-point, so the ranks of a node cannot share a transfer as in a
         # collective.

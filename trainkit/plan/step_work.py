@@ -298,7 +298,7 @@ def stages_in_flight(schedule: PipelineSchedule, pp: int, pp_rank: int, num_micr
 def worst_in_flight(
     schedule: PipelineSchedule, pp: int, pp_rank: int, num_microbatches: int
 ) -> list[InFlight]:
-    """Return the states of a rank at the backward passes at whose start memory may peak."""
+    """Return a rank's states at the start of each backward pass where memory may peak."""
     most = stages_in_flight(schedule, pp, pp_rank, num_microbatches)
     stages = STAGES_PER_RANK[schedule]
     if schedule in DEFERRED_WEIGHT_GRADS:

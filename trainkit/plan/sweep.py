@@ -37,7 +37,7 @@ MAX_LISTED = 20
 
 
 def _meant_values(path: tuple[str, ...], raw: str) -> str | None:
-    """Return the comma-separated values that a value in another notation stands for; None if it is none."""
+    """Return the comma-separated values that a value in another notation stands for, or None."""
     if accepts(path, raw):
         return None
     if (wrapped := _WRAPPED.fullmatch(raw)) is not None:

@@ -38,7 +38,7 @@ class TorchBuild:
     hip: str | None = None
     """Version of ROCm; None for a build without ROCm."""
     oldest: Version | None = None
-    """The lowest compute capability it has kernels for; None if only the CUDA version is known."""
+    """The lowest compute capability with kernels; None if only the CUDA version is known."""
 
     @classmethod
     def read(cls, python: str, file: str | None) -> TorchBuild:

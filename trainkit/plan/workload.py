@@ -161,7 +161,7 @@ class Workload:
         return not self.is_command or (received == "SIGINT" and not self.has_launcher)
 
     def is_finished(self, *, was_stopped: bool, is_done: bool) -> bool:
-        """Return whether exit code 0 of all ranks completes the run; `is_done`: the done file exists."""
+        """Return whether exit code 0 of all ranks completes the run, given whether the done file exists."""
         # A command often exits with 0 after saving, too.
         return not self.is_command or is_done or not was_stopped
 

@@ -103,7 +103,7 @@ def recompute_and_compile(
     compiled: bool,
     preserve_rng_state: bool = False,
 ) -> None:
-    """Wrap the forward of each block, in place, in activation checkpointing and in torch.compile.
+    """Wrap each block's forward method in activation checkpointing and in torch.compile, in place.
 
     `full` recomputes the whole block. `selective` keeps the results of attention, of every second matmul and
     of reductions over tensor-parallel ranks, and recomputes the rest. Parameter names do not change. The

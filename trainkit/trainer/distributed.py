@@ -6,8 +6,8 @@ trainkit's own barrier, each rank registers in the store and then polls one key,
 ranks. The last rank to arrive sets the key to "go", a rank with a stop signal sets it to "stop", and after
 the timeout rank 0 sets it to the list of missing ranks. The first value that is set wins.
 
-All ranks poll one server, so in a job of thousands of ranks each polls less often. The store also offers a
-blocking wait, which needs only one request, but a stop signal cannot interrupt it.
+All ranks poll one server, so in a job of thousands of ranks each rank polls less often. The store also offers
+a blocking wait, which needs only one request, but a stop signal cannot interrupt it.
 """
 
 from __future__ import annotations

@@ -343,7 +343,7 @@ def _number(value: Any, device: torch.device) -> Tensor:
     """Return a number as a 0-dim float64 tensor on the device."""
     if isinstance(value, Tensor):
         return value.detach().to(device).double().view(())
-    # Create it on the device, because a copy from the host would wait for all enqueued kernels.
+    # Create the tensor on the device, because a copy from the host would wait for all enqueued kernels.
     return torch.full((), float(value), dtype=torch.float64, device=device)
 
 
@@ -352,7 +352,7 @@ COMPARED_ELEMENTS = 256
 MAX_DIFFERENCE = 0.1
 """Relative difference from which two gradients are considered different.
 
-The value is far above bf16 rounding errors, and far below the difference between two ranks' partial
+`MAX_DIFFERENCE` is far above bf16 rounding errors, and far below the difference between two ranks' partial
 gradients.
 """
 

@@ -129,7 +129,7 @@ class Trainer:
     """Value and step of the newest best checkpoint that is known to be published."""
     _last_save_s = 0.0
     _own: OwnState | None = None
-    """The state that a user's task adds to a checkpoint, next to the model."""
+    """The state that a user's task adds to a checkpoint, in addition to the model."""
     _recorder = Recorder()
     """Records the values logged by a user's task that are not plain numbers."""
 
@@ -462,7 +462,7 @@ class Trainer:
         return True, found
 
     def _require_best_metric(self, names: Collection[str], *, of_validation: bool) -> None:
-        """Raise FatalError if `checkpoint.best_metric` is of this kind but not among `names`."""
+        """Raise FatalError if `names` should contain `checkpoint.best_metric` but does not."""
         metric = self.config.checkpoint.best_metric
         if metric is not None and metric.startswith(OF_VAL) == of_validation and metric not in names:
             found = f"the metrics are {', '.join(names)}" if names else "the run has no validation"

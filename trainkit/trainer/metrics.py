@@ -163,7 +163,7 @@ class TensorBoardLog:
             from torch.utils.tensorboard import SummaryWriter
 
             folder = self._run.tensorboard_dir
-            ensure_folder(folder)  # The writer would create it even if the run was moved.
+            ensure_folder(folder)  # The writer would create the folder even if the run was moved.
             # purge_step hides the steps that an earlier attempt trained after its last checkpoint.
             self._writer = SummaryWriter(str(folder), purge_step=self._first_step)
         return self._writer

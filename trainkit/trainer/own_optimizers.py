@@ -54,7 +54,7 @@ class SavedOptimizer:
     kind: str
     """Name of the optimizer's class."""
     parameters: dict[str, object]
-    """Maps each parameter that has been updated to its optimizer state."""
+    """Maps parameter names to optimizer states, for parameters that have been updated."""
     rest: object
     """The optimizer state that belongs to no particular parameter."""
     values: object

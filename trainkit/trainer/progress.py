@@ -214,7 +214,7 @@ class Watchdog:
     """Answers `trainkit stacks`, and ends this rank if it hangs or is still running at its deadline.
 
     The watchdog reports a hang in the attempt's folder, and the supervisor then ends all ranks. If the
-    supervisor does not end this rank, it exits with code 70.
+    supervisor does not end this rank, the rank exits with code 70.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ SCALE_BLOCK = 256
 
 
 def _bitsandbytes() -> Any:
-    # Silence the warning of bitsandbytes that a kernel is missing which only inference uses.
+    # Silence bitsandbytes' warning about a missing kernel, which only inference uses.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     import bitsandbytes.functional as functional
 
@@ -155,7 +155,7 @@ def restore_linears(model: nn.Module) -> None:
 MIN_ELEMENTS = 4096
 """Parameters with fewer elements than this keep float32 averages, because these take little memory."""
 MIN_ROW = 64
-"""Parameters with shorter rows keep float32 averages, because the scales would take much memory."""
+"""Parameters with shorter rows than this keep float32 averages, because the scales would take much memory."""
 DECADES = 7
 SMALLEST_SQUARE = 1e-7
 """Smallest representable square, relative to the largest square in its block."""

@@ -1,10 +1,10 @@
 """Measure how long each rank computes until it first has to wait for another rank.
 
 Collectives make all ranks as slow as the slowest rank, so step durations do not show which rank is slow. The
-time from the last collective of a step to the first collective of the next step does show it. The measured
-time covers the update, the wait for data and, unless parameters are sharded, the forward pass. At the end of
-a window of steps, every rank adds its mean times to the step's all-reduce, and capabilities on rank 0 receive
-the times.
+time from the last collective of a step to the first collective of the next step does show which rank is slow.
+The measured time covers the update, the wait for data and, unless parameters are sharded, the forward pass.
+At the end of a window of steps, every rank adds its mean times to the step's all-reduce, and capabilities on
+rank 0 receive the times.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ class ForkedLoader:
             log.warning(
                 f"{len(stuck)} of {self._num_workers} data workers hung while being forked; restarting them"
             )
-            del items, loader  # before killing the workers, whose death the loader would report
+            del items, loader  # a loader would report the death of its workers
             for worker in stuck:
                 worker.kill()
                 worker.join()

@@ -70,8 +70,8 @@ REDUCTION_OPS = frozenset(
 )
 """Operations with which DTensor adds up partial products of tensor-parallel ranks.
 
-Selective checkpointing saves their results. If torch renames an operation, it is repeated in the
-recomputation, and the test of the collectives per step fails.
+Selective checkpointing saves the results of these operations. If torch renames an operation, it is repeated
+in the recomputation, and the test of the collectives per step fails.
 """
 
 
@@ -261,7 +261,7 @@ def set_gather(
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Set the timeout for the collectives of a group that the device mesh created with the default timeout.
 
-    torch 2.15 has a public function for this, `torch.distributed.set_timeout`.
+    In torch 2.15, the public function `torch.distributed.set_timeout` does the same.
     """
     public = getattr(dist, "set_timeout", None)
     if public is not None:
@@ -382,8 +382,8 @@ releases contain it.
 def make_stager(options: StagingOptions) -> DefaultStager:
     """Return a stager that reuses its buffers in all saves until it is closed.
 
-    torch 2.11 and 2.12 release the buffers after every save and cannot stage again afterwards. Once neither
-    release is supported, use `DefaultStager`.
+    torch 2.11 and 2.12 release the buffers after every save and cannot stage again afterwards. Once torch
+    2.11 and 2.12 are no longer supported, use `DefaultStager`.
     """
     stager = DefaultStager(options)
     if torch.__version__ < "2.13":  # compares versions, not strings

@@ -142,7 +142,7 @@ def _import(config: RunConfig, name: str, run: RunDir | None) -> ModuleType:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-                raise  # the module exists, but imports one that does not
+                raise  # the task's module exists, but imports a missing module
             hint = f"use a module in {folder} or an installed one, or a file: FILE.py:CLASS"
             raise refusal(config, f"there is no module {error.name}", hint) from None
     path = Path(name).absolute() if run is None else copied_file(run, name)

@@ -214,7 +214,7 @@ class _Data:
 
 
 def digest_of_item(samples: Samples, seed: int, index: int) -> tuple[str, str]:
-    """Return the digest of an item, and "", or "" and the reason why it cannot be read."""
+    """Return (digest of an item, ""), or ("", reason) if the item cannot be read."""
     seed_generators(stable_key(seed, "fingerprint", index))
     try:
         return digest_of(samples[index]), ""

@@ -113,7 +113,8 @@ def fix_kernels(plan: LaunchPlan, deterministic: bool) -> None:
     if not deterministic:
         return
     torch.use_deterministic_algorithms(True)  # Operations without a deterministic kernel raise an error.
-    # Filling new memory would reveal reads before writes, but cost a write of every buffer of FSDP's gathers.
+    # Filling new memory would reveal reads of uninitialised memory, but would also write every buffer that
+    # FSDP gathers into.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS raises an error without this
     if plan.world_size > 1:

@@ -203,7 +203,7 @@ class Decoder(Model):
     eos_id: int | None = None
     """If set, this token ends a document, and tokens attend only to their own document.
 
-    The embedding and the whole sequence must then be on the same rank.
+    With `eos_id`, the embedding and the whole sequence must be on the same rank.
     """
     masks_blocks: bool = False
     """True if the attention modules take a mask from `document_blocks`; see `attend_in_blocks`."""
