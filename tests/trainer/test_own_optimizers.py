@@ -422,7 +422,7 @@ REFUSED: dict[str, tuple[Callable[[Parameters], Any], str, str]] = {
     "foreign": (
         lambda p: optim.SGD([*p.values(), nn.Parameter(torch.ones(1))]),
         "a tensor that is not one of its parameters",
-        "the argument",
+        "passed to optimizers()",
     ),
     "lbfgs": (lambda p: optim.LBFGS(p.values()), "returned LBFGS, whose step() needs closure", "Adam"),
     "step": (lambda p: Wanting(p.values()), "returned Wanting, whose step() needs loss", "Adam"),

@@ -400,7 +400,7 @@ ON_TWO_RANKS = {
     "state by rank": (
         LOSS,
         LOSS + OWN_STEP.replace('getattr(self, "seen", None)', BY_RANK),
-        "state_dict() has other values on rank 1 than on rank 0",
+        "state_dict() has different values on rank 1 than on rank 0",
         "samples",
     ),
 }
