@@ -76,7 +76,7 @@ def _accumulations(request: BatchRequest, layout: Layout, size: int) -> Iterator
     if total % at_once == 0:
         yield size, total // at_once
     if GLOBAL not in request.fixed:
-        reach = 1 if layout.pp == 1 else 4 * layout.pp  # a pipeline rules out many numbers
+        reach = 1 if layout.pp == 1 else 4 * layout.pp  # a pipeline rules out many microbatch counts
         near = total // at_once
         yield from ((size, steps) for steps in range(max(1, near - reach), near + reach + 1))
 

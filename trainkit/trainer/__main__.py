@@ -50,9 +50,7 @@ def main() -> None:
         on_error = guard.each(lambda one: one.in_trainer(plan, unwatched))
         import torch
 
-        if (
-            problem := release_problem(torch.__version__)
-        ) is not None:  # importing the trainer would then fail
+        if (problem := release_problem(torch.__version__)) is not None:  # the trainer's imports would fail
             raise UsageError(f"{sys.executable} {problem[0]}", hint=problem[1])
         worker = worker_of(plan.parts) or "trainkit.trainer.worker"
         work = importlib.import_module(worker).run_worker
