@@ -54,8 +54,8 @@ def choose_checkpoint(attempt: AttemptDir, world: World) -> tuple[Checkpoint, Ma
     tried.
 
     Raises CheckpointError if a checkpoint is currently unreadable, was written by a newer trainkit version,
-    or if all checkpoints are missing or damaged. For a missing, damaged or newer checkpoint, the exit code is
-    78, because only the user may decide to start over at step 0.
+    or if all checkpoints are missing or damaged. The exit code is 78 if a newer version is needed or no
+    intact checkpoint is left, because only the user may decide to start over at step 0.
     """
     run = attempt.run
     listed: list[tuple[str, int]] = []
