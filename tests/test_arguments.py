@@ -268,7 +268,7 @@ OTHERS: list[tuple[Callable[[], object], str]] = [
     ),
     (
         sweeps("quickstart", {"name": ["a", "b"]}),
-        "name cannot be swept: every trial has the name of its group",
+        "name cannot be swept: all trials share the name of their group",
     ),
     (sweeps("quickstart", {"seed": [1, 2, 1]}), "1 appears twice"),
     (sweeps("quickstart", {"seed": [object]}), "seed cannot be <class 'object'>"),

@@ -1,4 +1,4 @@
-"""Adds low-rank adapters of peft to a model, as the config key `model.lora` requests."""
+"""Adds peft's low-rank adapters to a model, as the config key `model.lora` specifies."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from trainkit.extras import install_line
 from trainkit.formats import JsonObject
 
 ADAPTER = "default"
-"""The name of the adapter in peft."""
-HINT = "it has the arguments of peft.LoraConfig, such as r, lora_alpha and target_modules"
+"""Name under which peft stores the adapter."""
+HINT = "use the arguments of peft.LoraConfig, such as r, lora_alpha and target_modules"
 UNSUPPORTED = ("layer_replication", "ensure_weight_tying")
-"""Arguments of LoraConfig that make several modules share parameters."""
+"""Arguments of LoraConfig with which several modules would share parameters."""
 NEEDS_WEIGHTS = ("use_dora", "use_qalora", "loftq_config", "eva_config", "corda_config", "lora_ga_config")
-"""Arguments of LoraConfig that make the initial adapters depend on the weights of the model."""
+"""Arguments of LoraConfig with which the initial adapters depend on the weights of the model."""
 
 
 def require(module: str, key: str, extra: str) -> None:
-    """Raise FatalError unless a module that a config key needs is installed."""
+    """Raise FatalError unless the module that a config key needs is installed."""
     if importlib.util.find_spec(module) is None:
         raise FatalError(
             f"{key} needs {module}, which is not installed",
@@ -33,10 +33,10 @@ def require(module: str, key: str, extra: str) -> None:
 
 
 def add_adapters(module: nn.Module, config: RunConfig) -> None:
-    """Add the adapters of ``model.lora`` to a module in place, and freeze its other parameters.
+    """Add the adapters configured in ``model.lora`` to a module in place, and freeze its other parameters.
 
-    Does nothing if the key is not set. Modules outside `module` are trained as before. Raises FatalError if
-    the adapters do not fit `module`.
+    Does nothing if ``model.lora`` is not set. Modules outside of `module` are still trained. Raises
+    FatalError if the adapters do not match `module`.
     """
     lora = config.model.lora
     if lora is None:
@@ -47,26 +47,26 @@ def add_adapters(module: nn.Module, config: RunConfig) -> None:
     if settings.modules_to_save:
         raise FatalError(
             f"model.lora.modules_to_save is {settings.modules_to_save}, but task is {config.task}",
-            hint="remove it: the task decides which other parameters are trained",
+            hint="remove modules_to_save: the task determines which other parameters are trained",
         )
     is_on_meta = any(param.is_meta for param in module.parameters())
     if is_on_meta and not is_independent(lora):
         raise FatalError(
             f"model.lora is {lora}, which requires the weights of {name} in memory",
-            hint="build it without parameters_on_meta",
+            hint="build the model without parameters_on_meta",
         )
     apply_lora(module, settings, name, wraps=False)
 
 
 def lora_config(lora: JsonObject, task_type: str | None = None) -> Any:
-    """Create the LoraConfig of peft; raises FatalError for arguments that peft or trainkit rejects."""
+    """Create peft's LoraConfig; raise FatalError for arguments that peft or trainkit rejects."""
     import peft
 
     for name in UNSUPPORTED:
         if lora.get(name):
             raise FatalError(
                 f"model.lora.{name} is set, which trainkit does not support",
-                hint="shared parameters cannot be sharded layer by layer",
+                hint="parameters shared between modules cannot be sharded layer by layer",
             )
     try:
         return peft.LoraConfig(task_type=task_type, **lora)
@@ -77,9 +77,9 @@ def lora_config(lora: JsonObject, task_type: str | None = None) -> Any:
 def apply_lora(model: nn.Module, settings: Any, name: str, *, wraps: bool) -> nn.Module:
     """Add adapters to a model in place, and return the model.
 
-    With `wraps`, return a `PeftModel` instead, which saves only the adapters. Adapters of weights on the meta
-    device get memory and initial values. Raises FatalError if peft cannot add the adapters; `name` is the
-    name of the model in the error.
+    With `wraps`, return a `PeftModel` around the model instead; saving a `PeftModel` saves only the adapters.
+    For weights on the meta device, memory for the adapters is allocated and initialised. Raises FatalError if
+    peft cannot add the adapters; the error refers to the model as `name`.
     """
     import peft
 
@@ -101,10 +101,10 @@ def apply_lora(model: nn.Module, settings: Any, name: str, *, wraps: bool) -> nn
 
 
 def check_targets(module: nn.Module, settings: Any, model: str) -> None:
-    """Raise FatalError if `target_modules` names a module that does not exist."""
+    """Raise FatalError if `target_modules` contains a name that matches no module."""
     targets = settings.target_modules
     if targets is None or targets == "all-linear":
-        return  # peft chooses the modules itself, or raises an error
+        return  # Then peft chooses the modules itself, or raises an error.
     # In peft, a string is a pattern for the whole name, and a list contains the ends of names.
     if isinstance(targets, str):
         patterns = {targets: targets}
@@ -112,7 +112,7 @@ def check_targets(module: nn.Module, settings: Any, model: str) -> None:
         patterns = {end: rf"(.*\.)?{re.escape(end)}" for end in targets}
     for target, pattern in patterns.items():
         if not any(re.fullmatch(pattern, name) for name, _ in module.named_modules()):
-            # Only modules with their own matrix can have adapters.
+            # Only modules that have a weight matrix themselves can have adapters.
             found = {
                 name.rpartition(".")[2]
                 for name, part in module.named_modules()
@@ -120,12 +120,12 @@ def check_targets(module: nn.Module, settings: Any, model: str) -> None:
             }
             raise FatalError(
                 f"model.lora.target_modules has {target}, which matches no module of {model}",
-                hint=f"the modules with weights are called {', '.join(sorted(found))}",
+                hint=f"modules with weights: {', '.join(sorted(found))}",
             )
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
-    """Return the modules of a model that have low-rank adapters, by name."""
+    """Return the modules of a model that have low-rank adapters, as a mapping from name to module."""
     from peft.tuners.lora import LoraLayer
 
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
@@ -133,18 +133,18 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
 
 @torch.no_grad()
 def merge_adapters(model: nn.Module) -> None:
-    """Add the adapters to the weights in place, and restore the original names of the modules."""
+    """Merge the adapters into the weights in place, and restore the original module names."""
     for name, layer in adapted_layers(model).items():
         layer.merge()
         model.set_submodule(name, layer.get_base_layer())
 
 
 def is_independent(lora: JsonObject) -> bool:
-    """Return whether the initial adapters do not depend on the weights of the model."""
+    """Return whether the initial adapters are independent of the weights of the model."""
     return lora.get("init_lora_weights", True) in (True, "gaussian") and keeps_base(lora)
 
 
 def keeps_base(lora: JsonObject) -> bool:
-    """Return whether peft keeps the weights of the model unchanged."""
+    """Return whether peft leaves the original weights of the model unchanged."""
     is_simple = lora.get("init_lora_weights", True) in (True, False, "gaussian")
     return is_simple and not any(lora.get(key) for key in NEEDS_WEIGHTS)

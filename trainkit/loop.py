@@ -13,7 +13,7 @@
         ...
         run.log(loss=loss)
 
-Start it with ``trainkit submit -- python train.py``, through a launcher, or by hand.
+Start the script with ``trainkit submit -- python train.py``, through a launcher, or by hand.
 """
 
 from __future__ import annotations
@@ -85,22 +85,22 @@ from trainkit.trainer.stateless_random import stable_key
 
 log = getLogger(__name__)
 GRACE_S = 120.0
-"""Seconds that `trainkit cancel` waits for a run that trainkit did not start."""
+"""Seconds that `trainkit cancel` waits for a run to end if trainkit did not start the run."""
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def attach(run_dir: str | os.PathLike[str] | None = None) -> Attached:
-    """Join the other ranks of this process and its run; call this once, before the model is built.
+    """Connect this process to its run and to the other ranks; call this once, before building the model.
 
-    Initialises the default process group unless it is initialised already. `run_dir` is the run folder of a
-    process that trainkit did not start; the default is ``runs/attached``. All ranks must share the folder.
-    Raises SystemExit(75) if a stop signal arrives before all ranks have joined.
+    Initialises the default process group unless it is initialised already. `run_dir` is the run folder for a
+    process that trainkit did not start; the default is ``runs/attached``. All ranks must be able to access
+    the run folder. Raises SystemExit(75) if a stop signal arrives before all ranks are connected.
     """
     return Attached(run_dir or "runs/attached")
 
 
 def _show_log(rank: int) -> None:
-    """Print the log of trainkit on rank 0, unless the program has configured logging itself."""
+    """Print trainkit's log messages on rank 0, unless the program has configured logging itself."""
     root = getLogger("trainkit")
     if rank == 0 and not root.hasHandlers():
         handler = StreamHandler(sys.stdout)
@@ -110,14 +110,14 @@ def _show_log(rank: int) -> None:
 
 
 def _join(env: RankEnv, device: torch.device, stop: StopRequest, *, has_launcher: bool) -> World | None:
-    """Join the process group and return the world of this rank, or None if the ranks agreed to stop.
+    """Connect this rank to the others; return its `World`, or None if the ranks agreed to stop.
 
-    With `has_launcher`, a launcher such as torchrun provides the rendezvous.
+    Set `has_launcher` if a launcher such as torchrun provides the rendezvous.
     """
     layout = Layout(dp_replicate=env.world_size)
     if not dist.is_initialized():
         if env.world_size > 1 and not has_launcher:
-            # This function also names the hosts of ranks that do not arrive.
+            # `join_world` also reports the hosts of ranks that do not arrive.
             return join_world(env, device, layout, stop)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         if env.world_size == 1:
@@ -128,7 +128,7 @@ def _join(env: RankEnv, device: torch.device, stop: StopRequest, *, has_launcher
 
 
 def _own_attempt(run: RunDir, world: World, env: RankEnv) -> AttemptDir:
-    """Create the next attempt of a run that trainkit did not start, with the files that commands read."""
+    """Create the next attempt of a run that trainkit did not start, with the files that commands need."""
     number = 0
     if world.is_main:
         ensure_folder(run.path, parents=True)
@@ -138,9 +138,9 @@ def _own_attempt(run: RunDir, world: World, env: RankEnv) -> AttemptDir:
             attempt = run.next_attempt()
             number = attempt.number
             attempt.create()
-            # `trainkit status` and other commands show these values.
+            # `trainkit status` and other commands show the values of this plan.
             plan = LaunchPlan(
-                backend="launcher",  # this name also covers a process that a shell has started
+                backend="launcher",  # also used for a process that was started from a shell
                 num_nodes=env.num_nodes,
                 workers_per_node=env.local_world_size,
                 device=world.device.type,
@@ -161,7 +161,7 @@ def _own_attempt(run: RunDir, world: World, env: RankEnv) -> AttemptDir:
 
 
 def _command_by_hand() -> tuple[str, ...]:
-    """Return the command line of this process, or of torchrun if torchrun has started it."""
+    """Return the command line of this process, or of torchrun if torchrun started it."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         with suppress(OSError):  # /proc may hide the processes of other users
             arguments = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().split(b"\0")[:-1]
@@ -170,10 +170,10 @@ def _command_by_hand() -> tuple[str, ...]:
 
 
 class Attached:
-    """A rank of a run with the user's own training loop; `attach` creates it.
+    """A rank of a run with a training loop of your own; created by `attach`.
 
-    The attributes `rank`, `local_rank`, `world_size` and `device` have their meaning in PyTorch. `run_dir` is
-    the folder of the run, and `attempt` counts the starts of the run from 1.
+    The attributes `rank`, `local_rank`, `world_size` and `device` have the same meaning as in PyTorch.
+    `run_dir` is the run folder, and `attempt` counts how often the run was started, beginning with 1.
     """
 
     def __init__(self, run_dir: str | os.PathLike[str]) -> None:
@@ -192,7 +192,7 @@ class Attached:
         owns_group = not dist.is_initialized()
         world = _join(env, device, stop, has_launcher=plan is None or plan.workload.has_launcher)
         if world is None:
-            log.info(f"stopped during start-up ({stop.signal_name or 'by another rank'}): no step was done")
+            log.info(f"stopped during start-up ({stop.signal_name or 'by another rank'}): no step trained")
             raise SystemExit(EXIT_STOPPED)
         if plan is None:
             attempt = _own_attempt(RunDir(run_dir), world, env)
@@ -208,17 +208,19 @@ class Attached:
         self._tracked: dict[str, object] = {}
         self._values: dict[str, float | Tensor] = {}
         self._records: deque[dict[str, object]] = deque(maxlen=10_000)
-        """Records that are not in metrics.jsonl yet."""
+        """Records that have not been written to metrics.jsonl yet."""
         self._board: TensorBoardLog | None = None
         self._recorder = Recorder()
         if self.is_main:
             if plan is None or read_effective(attempt.config_file).logging.tensorboard is not False:
                 self._board = TensorBoardLog(attempt.run, None)
             self._recorder = of_media().recorder()(attempt, self._progress, self._board)
-        # A separate group for small collectives, because saves use the checkpoint group concurrently.
+        # A separate group for small collectives, because a save may be using the checkpoint group at the same
+        # time.
         self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
         self._stops: tuple[Tensor, dist.Work] | None = None
-        """The all-reduce of the stop flags that the last step started, and its result."""
+        """The handle and result of the last step's all-reduce, which shows whether any rank has a stop
+        signal."""
         self._saver = CheckpointSaver(attempt, world, {}, keep_last=3)
         self._rank_info = RankInfo(env.rank, env.node_rank, own_host())
         self._watchdog = Watchdog(attempt, self._rank_info, self._progress, stop)
@@ -226,7 +228,7 @@ class Attached:
         self._end_groups = group_ender() if owns_group else None
         self._is_by_hand = plan is None
         self._outcome: Action | None = None
-        """The result of the loop; None while it runs."""
+        """The outcome of the training loop; None while the loop runs."""
         self._report_failures()
         atexit.register(self._close)
         if plan is not None:
@@ -234,11 +236,11 @@ class Attached:
 
     @property
     def is_main(self) -> bool:
-        """Return whether this is rank 0."""
+        """Return whether this rank is rank 0."""
         return self.rank == 0
 
     def track(self, **objects: Any) -> None:
-        """Add objects to the checkpoints under their names; call this before `steps`.
+        """Add objects to the checkpoints under the given names; call this before `steps`.
 
         An object can be:
 
@@ -258,18 +260,18 @@ class Attached:
         keep_last: int | None = 3,
         seed: int | None = 0,
     ) -> Iterator[int]:
-        """Yield the numbers of the steps up to `total`, starting at 1 or after the newest checkpoint.
+        """Yield step numbers up to `total`, beginning with 1 or with the step after the newest checkpoint.
 
-        - Every `log_every` steps, it writes the logged values, which waits for the device.
-        - Every `save_every` steps and after the last step, it saves the tracked objects. It keeps the newest
-          `keep_last` checkpoints; None keeps all checkpoints.
-        - After a stop signal, it saves and ends the process with exit code 75. All ranks stop after the same
-          step, at most two steps after the signal.
+        - Every `log_every` steps, the logged values are written, which waits for the device.
+        - Every `save_every` steps and after the last step, the tracked objects are saved. The newest
+          `keep_last` checkpoints are kept; None keeps all checkpoints.
+        - After a stop signal, the state is saved, and the process ends with exit code 75. All
+          ranks stop after the same step, no more than two steps after the signal.
 
         Before each step, PyTorch's random number generators are seeded with `seed`, step and rank, so that
-        dropout is the same after a resume; None does not seed them. A ``break`` saves nothing; call `save`
-        first. Raises TrainkitError if a checkpoint does not fit the tracked objects, and CheckpointError if
-        the last state cannot be saved.
+        dropout is the same after a resume; with None, they are not seeded. A ``break`` does not save
+        anything; call `save` before it. Raises TrainkitError if a checkpoint does not match the tracked
+        objects, and CheckpointError if the final state cannot be saved.
         """
         self._saver = CheckpointSaver(self._attempt, self._world, {}, keep_last)
         self._progress.enter("load")
@@ -308,7 +310,7 @@ class Attached:
         self._outcome = "finished"
 
     def _any_stopped_at_last_step(self) -> bool:
-        """Return whether a rank had a stop signal at the previous call, so that no step has to wait."""
+        """Return whether any rank had a stop signal at the previous call, so that this call need not wait."""
         before, value = self._stops, torch.tensor(float(bool(self._stop)))
         work = dist.all_reduce(value, group=self._group, async_op=True)
         assert work is not None
@@ -328,47 +330,47 @@ class Attached:
 
     @contextmanager
     def without_hang_detection(self) -> Iterator[None]:
-        """Pause hang detection within the block, for example during a validation; call this on every rank."""
+        """Pause hang detection within the block, for example during validation; call this on every rank."""
         with self._progress.within("unwatched"):
             yield
 
     def log(self, **values: Any) -> None:
-        """Set values of the current step; `steps` logs their means over the ranks.
+        """Set values to log for the current step; `steps` logs their means over all ranks.
 
-        values: numbers or tensors with one element. Every rank must log the same names.
+        values: numbers or tensors with one element. Every rank must log values under the same names.
         """
         self._values |= values
 
     def log_image(
         self, name: str, image: object, step: int | None = None, caption: str | None = None
     ) -> None:
-        """Log an image; the report, TensorBoard, MLflow and W&B show it.
+        """Log an image, to be shown in the report, TensorBoard, MLflow and W&B.
 
         image: a tensor [height, width] or [channels, height, width], a NumPy array [height, width] or
-        [height, width, channels], or a PIL image. Floats range from 0 to 1, integers from 0 to 255.
-        step: the default is the current step. If a name is logged several times in a step, the first image is
+        [height, width, channels], or a PIL image. Floats must be from 0 to 1, integers from 0 to 255. step:
+        the default is the current step. If a name is logged several times in a step, only the first image is
         kept.
 
-        Any rank may call this, but only the images of rank 0 are kept. Raises UsageError if `image` is not an
-        image.
+        Any rank may call this method, but only the images of rank 0 are kept. Raises UsageError if `image` is
+        not an image.
         """
         self._recorder.image(name, image, step, caption)
 
     def log_histogram(self, name: str, values: object, step: int | None = None) -> None:
-        """Log the histogram of the numbers in a tensor, an array or a list; see `log_image` for the rules."""
+        """Log a histogram of the numbers in a tensor, an array or a list; same rules as for `log_image`."""
         self._recorder.histogram(name, values, step)
 
     def log_text(self, name: str, text: str, step: int | None = None) -> None:
-        """Log a text, such as a generated sample; see `log_image` for the rules."""
+        """Log a text, such as a generated sample; same rules as for `log_image`."""
         self._recorder.text(name, text, step)
 
     def sample_indices(
         self, step: int, num_samples: int, batch_size: int, *, seed: int = 0, shuffle: bool = True
     ) -> list[int]:
-        """Return the indices of the `batch_size` samples that this rank trains on in a step.
+        """Return the indices of the `batch_size` samples for this rank to train on in a step.
 
-        Every epoch uses each sample once, in a different order. The samples of a step depend only on its
-        number, so there is no position to save. All ranks together use the same samples whenever
+        Each epoch contains every sample once, in a different order. The samples of a step depend only on the
+        step number, so there is no position to save. All ranks together get the same samples as long as
         ``batch_size x world_size`` is the same.
         """
         first = ((step - 1) * self.world_size + self.rank) * batch_size
@@ -376,7 +378,7 @@ class Attached:
         return found
 
     def _write(self, step: int, step_s: float) -> None:
-        """Write the means of the logged values; a collective, even if a rank has logged nothing."""
+        """Write the means of the logged values; a collective that ranks without logged values join too."""
         names = sorted(self._values)
         shown = ", ".join(names)
         extremes = torch.tensor([stable_key(shown), -stable_key(shown)])
@@ -393,7 +395,7 @@ class Attached:
         dist.all_reduce(sums, group=self._group)
         if not self.is_main:
             return
-        means = {  # like the trainer, write null for a value that is not finite
+        means = {  # write null for values that are not finite, as the trainer does
             name: mean if math.isfinite(mean) else None
             for name, mean in zip(names, (sums / self.world_size).tolist(), strict=True)
         }
@@ -422,21 +424,21 @@ class Attached:
             }
             wait_for_logs = logs_written(self._recorder, self._board)
             self._saver.save(SaveRequest(step, record, False, reason, wait_for_logs), blocking)
-            # The next step may change the tensors at once.
+            # The next step may change the tensors as soon as this method returns.
             self._saver.wait_until_staged()
 
     def _end(self, step: int, reason: str) -> None:
-        """Save unless this step is saved already; raises CheckpointError if the save fails."""
+        """Save unless this step is saved already; raise CheckpointError if saving fails."""
         self._progress.enter("end")
         self._saver.finish()
         if self._tracked and step > 0:
             if self._saver.last_step != step:
                 self._save(step, reason, blocking=True)
             self._saver.require_saved(step)
-        self._progress.enter("unwatched")  # the rest of the program may take any time
+        self._progress.enter("unwatched")  # what follows in the program may take any time
 
     def _close(self) -> None:
-        """Close logs, save buffers and process groups when Python exits."""
+        """Close the logs, the staging buffers and the process groups when Python exits."""
         self._saver.close()
         self._recorder.close()
         if self._board is not None:
@@ -451,13 +453,13 @@ class Attached:
         gc.collect()
 
     def _record_end(self) -> None:
-        """Record the end of a run that has no supervisor because trainkit did not start it."""
+        """Record the end of a run that has no supervisor, because trainkit did not start it."""
         code, reason, failure = EXIT_STOPPED, "the program ended before the last step", None
         if self._outcome == "finished":
-            code, reason = EXIT_OK, "all steps are done"
+            code, reason = EXIT_OK, "all steps were trained"
         elif self._outcome == "stopped":
             reason = f"saved after {self._stop.signal_name or 'another rank was asked to stop'}"
-        elif first := first_of(rank_failures(self._attempt)):  # a failure of another rank also ends this one
+        elif first := first_of(rank_failures(self._attempt)):  # a failure of another rank also ends this rank
             failure = replace(first[1], more={})
             code, reason = failure.exit_code or EXIT_FAILED, f"rank {failure.rank} failed"
         state: Action = self._outcome or ("stopped" if failure is None else "failed")
@@ -471,20 +473,20 @@ class Attached:
         record_event(self._attempt, event, state=state, exit_code=code, reason=reason)
 
     def _restore(self) -> int:
-        """Load the newest intact checkpoint and return its step; return 0 without a checkpoint."""
+        """Load the newest intact checkpoint and return its step; return 0 if there is no checkpoint."""
         chosen = choose_checkpoint(self._attempt, self._world)
         if chosen is None:
             return 0
         checkpoint, manifest = chosen
         found = SafeReader(checkpoint.path).read_metadata().state_dict_metadata
-        saved = cast(Mapping[str, TensorStorageMetadata], found)  # the rest is in the manifest
+        saved = cast(Mapping[str, TensorStorageMetadata], found)  # everything else is in the manifest
         values = manifest.state
         tensors: dict[str, Tensor] = {}
         for name, item in self._tracked.items():
             if name not in values:
                 raise FatalError(
                     f"{name} is tracked, but not in {checkpoint.path.name}",
-                    hint="track what the run tracked before, or start a new run",
+                    hint="track the same objects as before, or start a new run",
                 )
             tensors |= self._wanted(name, item, saved)
         load_tensors(checkpoint, tensors, self._world)
@@ -499,21 +501,22 @@ class Attached:
         return step
 
     def _wanted(self, name: str, item: Any, saved: Mapping[str, TensorStorageMetadata]) -> dict[str, Tensor]:
-        """Return the tensors to load; those of modules and optimizers are loaded in place."""
+        """Return the tensors to load into; those of modules and optimizers are the original tensors."""
         if not isinstance(item, nn.Module | Optimizer):
-            # The saved state may have more entries than the new object.
+            # The saved state may have more entries than the new object has.
             found = {path: saved[path] for path in saved if path.startswith(f"{name}.")}
             return {path: torch.empty(at.size, dtype=at.properties.dtype) for path, at in found.items()}
         tensors: dict[str, Tensor] = {}
         encode(name, self._state_of(name, item), tensors)
         if isinstance(item, Optimizer):
             for path in [path for path in tensors if path not in saved]:
-                # PyTorch creates this state, but the checkpoint has none for parameters without gradients.
+                # PyTorch has created this state, but for parameters without gradients the checkpoint contains
+                # none.
                 tensors.pop(path).zero_()
         return tensors
 
     def _state(self) -> tuple[dict[str, Tensor], dict[str, object]]:
-        """Return the tensors of all tracked objects by path, and their encoded states by name."""
+        """Return the tensors of all tracked objects by path, and the objects' encoded states by name."""
         tensors: dict[str, Tensor] = {}
         values = {}
         for name, item in self._tracked.items():
@@ -521,7 +524,7 @@ class Attached:
         return tensors, values
 
     def _check_tracked(self) -> None:
-        """Raise TrainkitError for objects that cannot be saved; optimizers have no state yet."""
+        """Raise TrainkitError for objects that cannot be saved, while optimizers have no state yet."""
         for name, item in self._tracked.items():
             if isinstance(item, Optimizer):
                 self._model_of(name, item)
@@ -539,14 +542,14 @@ class Attached:
         if isinstance(item, nn.Module):
             set_model_state_dict(item, state)
         elif isinstance(item, Optimizer):
-            # State that the checkpoint lacks keeps the zeros of `_wanted`.
+            # State that is missing from the checkpoint keeps the zeros that `_wanted` set.
             state = {**self._state_of(name, item), **state}
             set_optimizer_state_dict(self._model_of(name, item), item, state, options=FLAT)
         else:
             item.load_state_dict(state)
 
     def _model_of(self, name: str, optimizer: Optimizer) -> nn.Module:
-        """Return the tracked module whose parameters an optimizer updates."""
+        """Return the tracked module that contains the parameters of an optimizer."""
         params = {param for group in optimizer.param_groups for param in group["params"]}
         for item in self._tracked.values():
             if isinstance(item, nn.Module) and params <= set(item.parameters()):
@@ -557,7 +560,7 @@ class Attached:
         )
 
     def _report_failures(self) -> None:
-        """Record an exception that ends this process, and its step, for the root cause of the run."""
+        """Record an exception that ends this process, and its step, as a possible root cause."""
         show = sys.excepthook
 
         def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -1,4 +1,4 @@
-"""Read slices of the tensors in safetensors files, and write such files."""
+"""Read slices of tensors in safetensors files, and write such files."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ INDEX_NAME = "model.safetensors.index.json"
 FILE_NAME = "model.safetensors"
 HEADER_LENGTH = struct.Struct("<Q")
 MAX_HEADER_BYTES = 100_000_000
-"""Maximum size of a header in this format."""
+"""Maximum size of a file header in the safetensors format."""
 TAIL_BYTES = 1 << 16
-"""Number of bytes at the end of each file that count for the fingerprint."""
+"""Number of bytes at the end of each file that the fingerprint covers."""
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -39,7 +39,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class _Stored:
-    """The place of a tensor in a file, with its dtype and shape."""
+    """Where a tensor is in a file, and its dtype and shape."""
 
     file: Path
     start: int
@@ -48,10 +48,10 @@ class _Stored:
 
 
 class StoredWeights:
-    """The tensors in the safetensors files of a folder; any slice of a tensor can be read separately."""
+    """The tensors in the safetensors files of a folder, of which any slice can be read separately."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the headers of all files; raise FatalError if there are no files or a file is damaged."""
+        """Read the headers of all files; raise FatalError if there is no file or if a file is damaged."""
         self.folder = folder
         self._headers: dict[Path, bytes] = {}
         self._tensors: dict[str, _Stored] = {}
@@ -63,7 +63,7 @@ class StoredWeights:
 
     @property
     def fingerprint(self) -> str:
-        """Return a digest that changes with the names, shapes, sizes and last bytes of the files."""
+        """Return a digest that changes with the files' names, shapes, sizes and last bytes."""
         digest = hashlib.sha256()
         for file, header in self._headers.items():
             size = file.stat().st_size
@@ -76,9 +76,10 @@ class StoredWeights:
         return self._tensors[name].shape
 
     def read(self, name: str, index: Sequence[slice] = ()) -> Tensor:
-        """Read a tensor, or a slice of it; `index` has one slice for each of the first dimensions.
+        """Read a tensor or a slice of it; `index` contains one slice for each of the first dimensions.
 
-        Only the rows in the first slice are read from the file. Raises FatalError if the file is too short.
+        Only the rows selected by the first slice are read from the file. Raises FatalError if the file is too
+        short.
         """
         stored = self._tensors[name]
         start, num_rows, shape = 0, None, stored.shape
@@ -119,36 +120,36 @@ class StoredWeights:
 
 @contextmanager
 def _reading(file: Path) -> Iterator[None]:
-    """Raise FatalError for a file that cannot be read or has another format."""
+    """Raise FatalError if a file cannot be read or is not in the safetensors format."""
     try:
         yield
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise FatalError(f"{file} is damaged or has another format: {error}", "download it again") from None
     except OSError as error:
-        # A restart may succeed if the disk error was temporary.
+        # If the disk error was temporary, a restart may succeed.
         raise FatalError(f"{file} cannot be read: {error.strerror}", exit_code=EXIT_FAILED) from None
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the weight files of a folder; a single file takes precedence over an index."""
+    """Return the weight files in a folder; a single weight file takes precedence over an index."""
     if (folder / FILE_NAME).is_file():
         return [folder / FILE_NAME]
     index = folder / INDEX_NAME
     if not index.is_file():
         raise FatalError(
             f"{folder} has no {FILE_NAME}",
-            hint="save it with `save_pretrained`; model.from_scratch: true needs no weights",
+            hint="save it with `save_pretrained`; with model.from_scratch: true, no weights are needed",
         )
     with _reading(index):
         files = [folder / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
         for file in files:
             if not file.is_file():
-                raise ValueError(f"it names {file.name}, which is missing")
+                raise ValueError(f"the index refers to {file.name}, which is missing")
     return files
 
 
 def _read(file: Path, offset: int, num_bytes: int) -> bytearray:
-    """Read bytes of a file, without mapping the file, which is slow on network filesystems."""
+    """Read bytes of a file without memory-mapping, which is slow on network filesystems."""
     buffer = bytearray(num_bytes)
     view = memoryview(buffer)
     with file.open("rb", buffering=0) as stream:
@@ -165,7 +166,7 @@ def _read(file: Path, offset: int, num_bytes: int) -> bytearray:
 def write_safetensors(
     file: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], values: Iterator[Tensor]
 ) -> None:
-    """Write a safetensors file, one tensor after the other; `values` are in the order of `tensors`."""
+    """Write a safetensors file, one tensor at a time; `values` must be in the order of `tensors`."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
     for name, (dtype, shape) in tensors.items():

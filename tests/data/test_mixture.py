@@ -154,7 +154,7 @@ def test_different_tokenizers_are_refused(data_config, texts, tmp_path, tokenize
     assert key == "data.source"
     said(message)
     assert "set data.tokenizer" in hint
-    with pytest.raises(UsageError, match="the sources of a mixture need one tokenizer"):
+    with pytest.raises(UsageError, match="all sources of a mixture must use the same tokenizer"):
         open_dataset(config, 16, "train")
     same = data_config(source={texts[0]: 1, shards: 1}, tokenizer=str(tokenizer_json))
     assert inspect_data(same).problems == ()

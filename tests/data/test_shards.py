@@ -116,7 +116,7 @@ def test_split_shorter_than_a_sample(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format_version": 2}, "format version 2; this trainkit reads up to 1"),
+        ({"format_version": 2}, "format version 2; this trainkit version reads up to 1"),
         ({"format": "else"}, "not written by trainkit"),
         ({"dtype": "float16"}, "damaged.*float16"),
         ({"splits": {}}, "damaged"),

@@ -52,8 +52,8 @@ PROBLEMS = """
 tp: 4
     parallel.tp is 4, which does not divide model.num_kv_heads 2; it can be 1 or 2
 tp: 2, seq_len: 33
-    parallel.sequence_parallel is true, but parallel.tp 2 does not divide data.seq_len 33; false does not
-    shard the sequence
+    parallel.sequence_parallel is true, but parallel.tp 2 does not divide data.seq_len 33; with false,
+    the sequence is not sharded
 cp: 4, seq_len: 36
     parallel.cp is 4, but data.seq_len 36 is not a multiple of 2 x 4; each rank gets two chunks, one from
     the start and one from the end, to balance the work

@@ -93,7 +93,7 @@ def test_threads(overrides: tuple[str, ...], threads: int, reason: str) -> None:
 TOO_MANY = """
 0 device=cuda
     --set device=cuda: device: is cuda, but there is no NVIDIA driver on this machine
-    hint: device: auto uses what this machine has
+    hint: device: auto uses the devices of this machine
 4 resources.nodes=2 resources.gpus_per_node=4 train.device_batch_size=4
     --set resources.gpus_per_node=4: resources.gpus_per_node: is 4: 2 nodes x 4 = 8 GPUs, but
     this machine has 4
@@ -103,7 +103,7 @@ TOO_MANY = """
     hint: --nodes 1 --gpus-per-node 4 fits, and device: cpu starts any number of workers
 0 resources.nodes=1000 train.global_batch_size=null
     --set resources.nodes=1000: resources.nodes: starts 1000 workers on the 4 CPU cores of this machine
-    hint: the maximum here is 64 workers (16 per core)
+    hint: at most 64 workers can run here (16 per core)
 """
 
 
@@ -208,5 +208,5 @@ def test_a_damaged_plan_and_one_with_more_keys() -> None:
 
 
 def test_newer_plan() -> None:
-    with pytest.raises(UsageError, match=r"plan\.json has version 2; this trainkit supports version 1"):
+    with pytest.raises(UsageError, match=r"plan\.json has version 2; this trainkit version supports 1"):
         LaunchPlan.from_dict({**launch_plan().to_dict(), "version": 2})

@@ -167,7 +167,7 @@ def test_one_number_is_the_plan_that_it_always_was() -> None:
             'a whole number of at least 1, a range such as 2-8, or a list such as 2,4,8, not "2..4"',
         ),
         (["resources.nodes=9-12"], "is 9, but a job in partition gpu can have at most 8 nodes"),
-        (["resources.nodes=1-2000"], "2,000 numbers of nodes, and at most 1,000 are planned"),
+        (["resources.nodes=1-2000"], "2,000 node counts, but at most 1,000 can be planned"),
         (["resources.nodes=2-3", "train.global_batch_size=7"], "train.global_batch_size"),
     ],
 )

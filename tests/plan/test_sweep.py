@@ -54,9 +54,9 @@ def test_no_hint_is_a_list_of_nothing(raw: str) -> None:
         ("seed=1,,2", "'1,,2' is not a list of YAML values", '"a,b"'),
         ("seed=1],[2", "is not a list of YAML values", ""),
         ("seed=1 # 2", "is not a list of YAML values", ""),
-        ("seed=1,2,1", "1 appears twice", "give each value once"),
+        ("seed=1,2,1", "1 appears twice", "specify each value only once"),
         ("optimizer.lrr=1", "unknown key optimizer.lrr", "did you mean optimizer.lr?"),
-        ("name=a,b", "name cannot be swept: every trial has the name of its group", ""),
+        ("name=a,b", "name cannot be swept: all trials share the name of their group", ""),
     ],
 )
 def test_what_is_no_sweep(text: str, message: str, hint: str) -> None:
@@ -160,7 +160,7 @@ def test_any_difference_leads_from_one_to_the_other(base: dict[str, Any], other:
         ((), "for example --sweep data.source=…"),
         (
             ("python", "{data}"),
-            "write another name: --sweep data_value=/a,/b, and {data_value} in the COMMAND",
+            "use another name: --sweep data_value=/a,/b, and {data_value} in the COMMAND",
         ),
     ],
 )

@@ -116,7 +116,7 @@ def test_when_all_are_damaged_a_person_decides(run: Path) -> None:
         error = json.loads(attempt.rank_error(rank).read_text())
         assert error["type"] == "CheckpointError"
         assert "no intact checkpoint is left" in error["message"]
-        assert "restore one from a backup, or start a new run" in error["hint"]
+        assert "restore a checkpoint from a backup, or start a new run" in error["hint"]
     assert [event["step"] for event in events(run, "checkpoint_rejected")] == [4, 2]
     assert losses(run) == before, "no step was done"
 

@@ -121,7 +121,7 @@ def test_when_none_is_intact_a_person_decides(run: RunDir) -> None:
     assert len(rejections(run)) == 3
     for folder in run.checkpoints_dir.glob("*.rejected"):
         shutil.rmtree(folder)
-    with pytest.raises(CheckpointError, match=r"the checkpoints recorded in events.jsonl are gone"):
+    with pytest.raises(CheckpointError, match=r"the checkpoints recorded in events.jsonl are missing"):
         choose_checkpoint(run.attempt(2), ALONE)
     run.events_file.unlink()
     assert chosen_step(run) is None

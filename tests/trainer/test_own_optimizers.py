@@ -422,7 +422,7 @@ REFUSED: dict[str, tuple[Callable[[Parameters], Any], str, str]] = {
     "foreign": (
         lambda p: optim.SGD([*p.values(), nn.Parameter(torch.ones(1))]),
         "a tensor that is not one of its parameters",
-        "the argument",
+        "passed to optimizers()",
     ),
     "lbfgs": (lambda p: optim.LBFGS(p.values()), "returned LBFGS, whose step() needs closure", "Adam"),
     "step": (lambda p: Wanting(p.values()), "returned Wanting, whose step() needs loss", "Adam"),
@@ -455,7 +455,7 @@ def test_refused_before_the_first_step(case: str) -> None:
     "state", [{"a": {"b": torch.zeros(1)}, "a.b": torch.ones(1)}, {0: torch.zeros(1), "0": torch.ones(1)}]
 )
 def test_two_tensors_of_one_name_are_not_saved(state: object) -> None:
-    with pytest.raises(FatalError, match="cannot be saved: two tensors of the state have this name"):
+    with pytest.raises(FatalError, match="cannot be saved: two tensors of the state have this path"):
         encode("task", state, {})
 
 

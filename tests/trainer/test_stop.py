@@ -208,7 +208,7 @@ def leave_preparation(run_dir: Path, texts: Path) -> float:
     procs[0].send_signal(signal.SIGTERM)
     assert wait_for(procs) == [75]
     took_s = time.monotonic() - started
-    assert "no step was done" in attempt.rank_log(0).read_text()
+    assert "no step was trained" in attempt.rank_log(0).read_text()
     return took_s
 
 

@@ -217,7 +217,7 @@ class Empty(Letters):
     ("stream", "error", "message"),
     [
         (TensorState(), TaskError, "cannot be saved as JSON: Object of type Tensor is not"),
-        (TupleState(), TaskError, "cannot be saved as JSON: it would be restored with other values"),
+        (TupleState(), TaskError, "cannot be saved as JSON: it would be restored with different values"),
         (RaisingState(), RuntimeError, "state_dict() of the stream failed: KeyError: 'at'"),
         (Consumed(), TaskError, "sample 0 of its stream is different"),
         (ConsumedInAnEpoch(), TaskError, "epoch 1 of its stream, counted from 0, has no samples"),
@@ -307,7 +307,7 @@ def test_killed_on_two_ranks_it_resumes_exactly(tmp_path: Path, stateful: str) -
     attempt = train(run, options, 2)
     assert losses(run) == losses(tmp_path / "whole")
     assert samples_seen(run) == list(range(16, 161, 16))
-    reads_over = "reading over 26 samples of epoch 1 of the stream" in log_text(attempt)
+    reads_over = "skipping 26 samples of epoch 1 of the stream" in log_text(attempt)
     assert reads_over is (stateful == "false"), log_text(attempt)
 
 

@@ -168,7 +168,7 @@ def test_bf16(tmp_path: Path) -> None:
         ),
         (
             ["task_args.without=[layers.*.attention.q_norm]"],
-            "different gradients of layers.0.attention.q_norm.weight, layers.1.attention.q_norm.weight",
+            "different gradients for layers.0.attention.q_norm.weight, layers.1.attention.q_norm.weight",
         ),
     ],
 )
@@ -224,7 +224,7 @@ class Planned(split_tasks.Speak):
         (
             {"layers.up": "colwise"},
             "names layers.up, which no module of its model matches",
-            "one part of a name",
+            "one component of a name",
         ),
         ({"layers.*": "colwise"}, "layers.0 is a Layer, which colwise in tensor_plan() cannot", "nn.Linear"),
         ({"head": "columns"}, "tensor_plan() has 'columns' for head", "rowwise"),

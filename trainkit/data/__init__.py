@@ -1,1 +1,1 @@
-"""Turn text into token shards and read them for the trainer, without importing torch."""
+"""Turn text into token shards, and read token shards for the trainer, without importing torch."""

@@ -1,6 +1,6 @@
-"""Check the data of a config before a run starts, by names, sizes and a few lines.
+"""Check the data of a config before a run starts, using only names, sizes and a few lines of the data.
 
-The module imports neither numpy nor tokenizers, because `submit --dry-run` runs these checks.
+`submit --dry-run` runs these checks, so this module imports neither numpy nor tokenizers.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from trainkit.errors import KeyProblem, UsageError
 from trainkit.shipped import text_inspector
 
 ANY_VOCABULARY = 1
-"""Vocabulary size used if the data cannot be read, so that the other sizes are still checked."""
+"""Vocabulary size to assume if the data cannot be read, so that other sizes can still be checked."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class DataFacts:
-    """The facts about the data of a config that can be found before any text is tokenised."""
+    """Facts about the data of a config that can be determined without tokenising any text."""
 
     problems: tuple[KeyProblem, ...] = ()
     vocab_size: int = ANY_VOCABULARY
-    """Number of embedding rows, which is the largest token id plus one."""
+    """Number of rows that the embedding needs: the largest token id plus one."""
     mixture: str | None = None
-    """The shares of the sources of a mixture, as text; None without a mixture."""
+    """Description of the shares of a mixture's sources; None if the data is no mixture."""
 
 
 def inspect_data(config: DataConfig) -> DataFacts:
-    """Return quick facts about the data of a config: its vocabulary, and problems that are certain.
+    """Return facts about the data that are quick to determine: the vocabulary size, and definite problems.
 
-    `trainkit data validate` reads all of the data.
+    By contrast, `trainkit data validate` reads all of the data.
     """
     unknown: list[KeyProblem] = []
     tokenizer = collect(unknown, "data.tokenizer", lambda: identify(config.tokenizer))
@@ -79,9 +79,9 @@ def inspect_data(config: DataConfig) -> DataFacts:
 def _inspect_source(
     config: DataConfig, tokenizer: TokenizerIdentity | None, unknown: Sequence[KeyProblem]
 ) -> tuple[list[KeyProblem], TokenizerIdentity | None]:
-    """Return the problems of one source, and the tokenizer of its tokens.
+    """Return the problems with one source, and the tokenizer of its tokens.
 
-    `tokenizer` is the tokenizer of the config, or None for the reasons in `unknown`.
+    `tokenizer` is the tokenizer set in the config; if it is None, `unknown` contains the reasons.
     """
     problems: list[KeyProblem] = []
     folder = prepared_folder(config)
@@ -107,7 +107,7 @@ def _inspect_source(
 
 
 def tokenizer_vocab_size(config: DataConfig) -> int:
-    """Return the vocabulary size of a config's tokens: the largest id plus one, for the embedding rows.
+    """Return the vocabulary size of a config: the largest token id plus one.
 
     Raises UsageError if the tokenizer or the prepared dataset cannot be read.
     """
@@ -117,7 +117,7 @@ def tokenizer_vocab_size(config: DataConfig) -> int:
 
 
 def collect(problems: list[KeyProblem], key: str, check: Callable[[], T]) -> T | None:
-    """Return the result of a check; if the check fails, add its problem to `problems` and return None."""
+    """Return the result of a check; if the check raises, add the problem to `problems` and return None."""
     try:
         return check()
     except UsageError as error:
@@ -132,7 +132,7 @@ def _length_problems(config: DataConfig, counts: Mapping[str, float], val_wanted
     train, val = counts[TRAIN], counts[VAL]
     if train < 2:
         message = f"{_named(config.source)} contains no text to train on"
-        return [("data.source", message, "name a file with text")]
+        return [("data.source", message, "use a file that contains text")]
     if train < needed:
         message = f"{config.seq_len} is too long for the data: at most {train:,} tokens to train on"
         hint = f"set data.seq_len to at most {train - 1:.0f}, or add more text"
@@ -141,8 +141,10 @@ def _length_problems(config: DataConfig, counts: Mapping[str, float], val_wanted
         return []
     message = f"at most {val:,} tokens are left for validation, fewer than data.seq_len {config.seq_len} + 1"
     if config.val_source:
-        return [("data.val_source", f"{_named(config.val_source)}: {message}", "add more text there")]
-    hint = "raise the fraction, set it to 0 for no validation, or add more text"
+        return [
+            ("data.val_source", f"{_named(config.val_source)}: {message}", "add more text to data.val_source")
+        ]
+    hint = "raise data.val_fraction, set it to 0 for no validation, or add more text"
     return [("data.val_fraction", f"{config.val_fraction:g}: {message}", hint)]
 
 

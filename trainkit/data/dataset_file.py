@@ -1,6 +1,7 @@
-"""Describe a folder of token shards in `dataset.json`, and identify the tokenizer of the tokens.
+"""Define the files of a prepared dataset, and identify the tokenizer that produced its tokens.
 
-A `tokenizer.json` is read as plain JSON, without the tokenizers library. A dataset has these files:
+A `tokenizer.json` is read as plain JSON, without the tokenizers library. A prepared dataset consists of these
+files:
 
 ::
 
@@ -32,23 +33,24 @@ DATASET_FILE = "dataset.json"
 FORMAT = "trainkit-token-shards"
 FORMAT_VERSION = 1
 LAYOUT_VERSION = 1
-"""Part of every fingerprint; increment it when the same text would yield different tokens."""
+"""Part of every fingerprint; increment it when a change makes the same text yield different tokens."""
 TRAIN = "train"
 VAL = "val"
 SPLITS = (TRAIN, VAL)
 TOKEN_BYTES = {"uint16": 2, "uint32": 4}
-"""Bytes per token, by dtype."""
+"""Bytes per token for each dtype."""
 
 PLACES = [("token", "<i8"), ("place", "<i8"), ("input", "<i4"), ("form", "u1")]
-"""The fields of each text in a shard.
+"""Data type of the records in a places file, one record per text in the shard.
 
-The fields are the first token of the text, `units.Piece.place`, the index of the text's file in inputs.json,
-and the index of the file's form in `inputs.FORMS`. A text is a row, or up to 64 KiB of a text file.
+Each record contains the index of the text's first token, `units.Piece.place`, the index of the source file in
+inputs.json, and the index of the file's format in `inputs.FORMS`. A text is one row, or up to 64 KiB of a
+text file.
 """
 
 
 def places_file(shard: Path) -> Path:
-    """Return the file with the places of the texts in a shard."""
+    """Return the places file of a shard, which maps its tokens to places in the source files."""
     return shard.with_suffix(".places")
 
 
@@ -57,11 +59,11 @@ class TokenizerIdentity:
     """The tokenizer that produced the tokens."""
 
     kind: str
-    """The kind of the tokenizer, ``bytes`` or ``tokenizer.json``."""
+    """Either ``bytes`` or ``tokenizer.json``."""
     name: str
     sha256: str
     vocab_size: int
-    """The largest id plus one, which is the number of rows that an embedding needs."""
+    """The largest token id plus one, which is the number of rows that an embedding needs."""
     eos_id: int
     eos_token: str
 
@@ -80,27 +82,27 @@ Options = dict[str, float | str | None]
 
 @dataclass(frozen=True)
 class DatasetFile:
-    """The content of `dataset.json`."""
+    """The contents of `dataset.json`."""
 
     tokenizer: TokenizerIdentity
     dtype: str
     fingerprint: str
-    """A hash of the tokenizer, the options and the text."""
+    """Hash of the tokenizer, the options and the text."""
     options: Options
-    """The options that determine the tokens, apart from the tokenizer and the text."""
+    """The options that affect the tokens, other than the tokenizer and the text."""
     splits: dict[str, tuple[Shard, ...]]
 
     def num_tokens(self, split: str) -> int:
         return sum(shard.num_tokens for shard in self.splits.get(split, ()))
 
     def write(self, folder: Path, staging: Path) -> None:
-        """Publish the folder as a dataset: write the file in `staging`, then rename it into place."""
+        """Complete the dataset: write `dataset.json` in `staging`, then rename it into place."""
         record = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}
         write_shared_json(folder / DATASET_FILE, record, staging)
 
 
 def write_shared_json(path: Path, value: object, staging: Path) -> None:
-    """Write JSON in `staging`, then rename it; the mode follows the umask, since teams share datasets."""
+    """Write JSON in `staging`, then rename it; its mode follows the umask, because teams share datasets."""
     staged = staging / path.name
     with staged.open("w", encoding="utf-8") as stream:
         stream.write(json.dumps(value, indent=1, ensure_ascii=False) + "\n")
@@ -110,12 +112,12 @@ def write_shared_json(path: Path, value: object, staging: Path) -> None:
 
 
 def is_dataset(folder: Path) -> bool:
-    """Return whether a folder is a dataset that `data prepare` finished."""
+    """Return whether a folder is a prepared dataset that `data prepare` has completed."""
     return (folder / DATASET_FILE).is_file()
 
 
 def read_dataset_file(folder: Path) -> DatasetFile:
-    """Read `dataset.json`; raise UsageError if the folder is not a dataset that this version can read."""
+    """Read `dataset.json`; raise UsageError if the folder is no dataset that this version can read."""
     path = folder / DATASET_FILE
     try:
         record = files.read_json(path)
@@ -135,8 +137,8 @@ def read_dataset_file(folder: Path) -> DatasetFile:
         )
     if version > FORMAT_VERSION:
         raise UsageError(
-            f"{path} has format version {version}; this trainkit reads up to {FORMAT_VERSION}",
-            hint="install a newer trainkit, or prepare the dataset again with this one",
+            f"{path} has format version {version}; this trainkit version reads up to {FORMAT_VERSION}",
+            hint="install a newer trainkit version, or prepare the dataset again with this one",
         )
     try:
         return _parse(record)
@@ -145,7 +147,7 @@ def read_dataset_file(folder: Path) -> DatasetFile:
 
 
 def checked_dataset(folder: Path) -> DatasetFile:
-    """Read `dataset.json` like `read_dataset_file`, and check the sizes of all shards."""
+    """Read `dataset.json` as `read_dataset_file` does, and also check the sizes of all shards."""
     file = read_dataset_file(folder)
     for split in SPLITS:
         check_shard_sizes(folder, file, split)
@@ -159,7 +161,7 @@ def check_shard_sizes(folder: Path, file: DatasetFile, split: str) -> None:
 
 
 def check_shard_size(path: Path, expected: int) -> None:
-    """Raise UsageError if a shard is missing or does not have the expected number of bytes."""
+    """Raise UsageError if a shard is missing or does not have the expected size in bytes."""
     hint = "copy the dataset again, or prepare it again into another folder"
     try:
         size = path.stat().st_size
@@ -192,11 +194,11 @@ BYTES_IDENTITY = TokenizerIdentity(
     eos_token="<eos>",
 )
 EOS_NAMES = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[SEP]", "<|im_end|>")
-"""Names of end-of-document tokens, tried in this order if tokenizer_config.json names no token."""
+"""Names of end-of-document tokens, tried in this order if tokenizer_config.json does not define one."""
 
 
 def identify(tokenizer: str) -> TokenizerIdentity:
-    """Return the identity of `bytes` or of the tokenizer.json at a path.
+    """Return the identity of the tokenizer `bytes`, or of the tokenizer.json at a path.
 
     Raises UsageError if the file is missing, is not a tokenizer.json, or has no end-of-document token.
     """
@@ -208,25 +210,25 @@ def identify(tokenizer: str) -> TokenizerIdentity:
 
 
 def check_made_by(wanted: str, identity: TokenizerIdentity, folder: Path, used: TokenizerIdentity) -> None:
-    """Raise UsageError if a prepared dataset was made with a tokenizer other than `data.tokenizer`.
+    """Raise UsageError if a prepared dataset was made with a different tokenizer than `data.tokenizer`.
 
-    `bytes` is the default of the config, so it accepts any tokenizer.
+    `bytes` is the default in the config, so it is compatible with any tokenizer.
     """
     if wanted != BYTES and identity.sha256 != used.sha256:
         raise UsageError(
             f"data.tokenizer {wanted} is not the tokenizer of {shown_path(folder)}, "
             f"which was made with {used.name}",
-            hint="remove data.tokenizer, or prepare the texts again with this tokenizer",
+            hint="remove data.tokenizer, or prepare the texts again with the tokenizer in data.tokenizer",
         )
 
 
 def refuse_several(used: Sequence[tuple[str, TokenizerIdentity]]) -> None:
-    """Raise UsageError if the sources of a mixture have different tokenizers; `used` has their names."""
+    """Raise UsageError if the sources of a mixture use different tokenizers; `used` contains their names."""
     (first, expected), *others = used
     for name, tokenizer in others:
         if tokenizer.sha256 != expected.sha256:
             raise UsageError(
-                f"the sources of a mixture need one tokenizer: {first} uses {expected.name}, "
+                f"all sources of a mixture must use the same tokenizer: {first} uses {expected.name}, "
                 f"{name} uses {tokenizer.name}",
                 hint="set data.tokenizer to the tokenizer of the prepared datasets, or prepare all with one",
             )
@@ -234,7 +236,7 @@ def refuse_several(used: Sequence[tuple[str, TokenizerIdentity]]) -> None:
 
 @lru_cache(maxsize=4)
 def _read(tokenizer: str) -> tuple[str, dict[str, int]]:
-    """Return the sha256 of a tokenizer.json and the id of every token in it."""
+    """Return the SHA-256 of a tokenizer.json, and the id of every token in it."""
     path, shown = Path(tokenizer), shown_path(tokenizer)
     try:
         content = path.read_bytes()
@@ -244,7 +246,7 @@ def _read(tokenizer: str) -> tuple[str, dict[str, int]]:
             hint="use `bytes`, or the path of a tokenizer.json",
         ) from None
     except OSError as error:
-        hint = "name the tokenizer.json in that folder" if path.is_dir() else "check the path"
+        hint = "use the path of the tokenizer.json in that folder" if path.is_dir() else "check the path"
         raise UsageError(f"tokenizer {shown} cannot be read: {error.strerror}", hint=hint) from None
     try:
         record = json.loads(content)
@@ -254,7 +256,7 @@ def _read(tokenizer: str) -> tuple[str, dict[str, int]]:
     if not ids:
         raise UsageError(
             f"tokenizer {shown} is not a Hugging Face tokenizer.json",
-            hint="save one with `tokenizer.backend_tokenizer.save(PATH)`, or use `bytes`",
+            hint="save a tokenizer.json with `tokenizer.backend_tokenizer.save(PATH)`, or use `bytes`",
         )
     return hashlib.sha256(content).hexdigest(), ids
 
@@ -277,7 +279,7 @@ def _eos_token(path: Path, ids: dict[str, int]) -> str:
             return named
         raise UsageError(
             f"tokenizer {shown_path(path)} has no token {named!r}, "
-            "which tokenizer_config.json names as eos_token",
+            "which is the eos_token in tokenizer_config.json",
             hint="both files must come from the same model",
         )
     for token in EOS_NAMES:
@@ -285,7 +287,7 @@ def _eos_token(path: Path, ids: dict[str, int]) -> str:
             return token
     raise UsageError(
         f"tokenizer {shown_path(path)} has no known end-of-document token: none of {' '.join(EOS_NAMES)}",
-        hint='put {"eos_token": "…"} with a token of its vocabulary into tokenizer_config.json next to it',
+        hint='add a tokenizer_config.json next to it with {"eos_token": "…"}, a token of its vocabulary',
     )
 
 
@@ -295,7 +297,9 @@ def _configured_eos(path: Path) -> str | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read: {error}", hint="copy it again, or remove it") from None
+        raise UsageError(
+            f"{path} cannot be read: {error}", hint="copy the file again, or remove it"
+        ) from None
     eos = config.get("eos_token") if isinstance(config, dict) else None
     if isinstance(eos, dict):
         eos = eos.get("content")

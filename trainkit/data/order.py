@@ -1,18 +1,20 @@
 """Compute the order of the data as a pure function of integers.
 
-A position counts samples over the whole training: position // num_samples is the epoch, and the remainder is
-the offset within the epoch. Within an epoch, a keyed bijection permutes the offsets. The bijection is
-computed, never stored, so any process can compute the sample at any position without state, memory or
-communication.
+A position counts samples over the whole training: position // num_samples is the epoch, and position %
+num_samples is the offset within the epoch. Within an epoch, a keyed bijection permutes the offsets. The
+bijection is computed, never stored, so any process can compute the sample at any position without state,
+memory or communication.
 
-The bijection is a Feistel network over a grid of rows x columns slightly larger than the data
-(Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). Each round shifts one coordinate by a hash
-of the other coordinate. Offsets outside the data are permuted again until they are inside (cycle walking).
+The bijection is a Feistel network over a grid of rows x columns that is slightly larger than the data (Black
+and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). In each round, one coordinate is shifted by a
+hash of the other coordinate. Offsets outside the data are permuted again until they are inside (cycle
+walking).
 
-A mixture assigns each position to one of its sources by a periodic schedule. Each source has a separate order
-over its positions.
+A mixture assigns each position to one of its sources by a periodic schedule. Each source has its own order
+over the positions assigned to it.
 
-Changing any constant here changes the data order of every resumed run, so tests compare golden values.
+Changing any constant in this module would change the data order of every resumed run, so tests compare
+against recorded values.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ _WORD_MASK = (1 << 64) - 1
 
 
 def sample_index(positions: npt.ArrayLike, num_samples: int, seed: int, shuffle: bool) -> IntArray:
-    """Return the index of the sample at each global position, as int64 of the same shape.
+    """Return the index of the sample at each global position, as int64 in the same shape.
 
     The positions of one epoch cover every sample exactly once, and each epoch has its own order. Raises
     ValueError for a negative position or a dataset without samples.
@@ -57,10 +59,11 @@ def sample_index(positions: npt.ArrayLike, num_samples: int, seed: int, shuffle:
 class Schedule:
     """Assigns positions to sources in proportion to integer weights; repeats after the sum of the weights.
 
-    Of the first n positions, each source has its share n x weight / sum, rounded up or down, for every n. In
-    a window of positions, a source deviates from its share by less than two samples. The schedule solves the
-    chairman assignment problem (Tijdeman, 1980) by earliest deadline first. Sample j of a source comes at the
-    earliest where the share of the source exceeds j - 1, and at the latest where the share reaches j.
+    For every n, the first n positions include n x weight / sum samples of a source, rounded up or down. In
+    any window of positions, the number of samples of a source deviates from this share by less than two. The
+    schedule solves the chairman assignment problem (Tijdeman, 1980) by earliest deadline first. Sample j of a
+    source becomes available where the source's share first exceeds j - 1, and its deadline is where the share
+    reaches j.
     """
 
     def __init__(self, weights: Sequence[int]) -> None:
@@ -81,14 +84,14 @@ class Schedule:
             _, self._sources[position], self._items[position] = heappop(ready)
 
     def at(self, positions: npt.ArrayLike) -> tuple[IntArray, IntArray]:
-        """Return the source of each position, and the number of earlier positions of the same source."""
+        """Return the source of each position, and how many earlier positions belong to the same source."""
         periods, offsets = np.divmod(np.asarray(positions, dtype=np.int64), self._period)
         sources = self._sources[offsets]
         return sources, periods * self._weights[sources] + self._items[offsets]
 
 
 def source_seed(seed: int, source: int) -> int:
-    """Return the seed for the order of one source of a mixture; the first source has the run's seed."""
+    """Return the seed for the order of one source of a mixture; the first source uses the run's seed."""
     return seed + source * int(_GOLDEN)
 
 

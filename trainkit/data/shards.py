@@ -1,4 +1,4 @@
-"""Read samples of fixed length from token shards, through memory maps."""
+"""Read samples of fixed length from memory-mapped token shards."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from trainkit.errors import UsageError
 from trainkit.folders import shown_path
 
 MAX_OPEN_SHARDS = 256
-"""Number of memory maps that a dataset keeps open, because a process often has only 1,024 descriptors."""
+"""Number of memory maps that a dataset keeps open; processes are often limited to 1,024 descriptors."""
 
 
 class TokenShards:
-    """One split of a prepared dataset, cut into samples of `seq_len` + 1 tokens.
+    """One split of a prepared dataset, divided into samples of `seq_len` + 1 tokens.
 
-    Sample i begins at token i x seq_len. The last token of a sample is therefore the first token of the next
-    sample, and every token but the first is predicted once. Samples cross documents and shards. Opening a
-    split checks file sizes and reads no tokens. Several threads can read the same object, which can be forked
-    and pickled.
+    Sample i begins at token i x seq_len. The last token of a sample is therefore also the first token of the
+    next sample, and every token except the first of the split is predicted exactly once. Samples may span
+    several documents and shards. Opening a split checks file sizes but reads no tokens. An object can be used
+    by several threads, and can be forked and pickled.
     """
 
     def __init__(self, folder: str | Path, split: str, seq_len: int, checks_sizes: bool = True) -> None:
@@ -56,7 +56,7 @@ class TokenShards:
         if self.num_tokens < seq_len + 1:
             raise _too_short(self.folder, split, self.num_tokens, seq_len)
         self.num_samples = (self.num_tokens - 1) // seq_len
-        """Number of complete samples in one epoch; up to seq_len tokens at the end are unused."""
+        """Number of complete samples in one epoch; up to seq_len tokens at the end stay unused."""
         dtype = np.dtype(file.dtype).newbyteorder("<")
         self._open_shard = lru_cache(maxsize=MAX_OPEN_SHARDS)(partial(_map_shard, self.folder, dtype))
 
@@ -64,7 +64,7 @@ class TokenShards:
         return TokenShards, (self.folder, self.split, self.seq_len, False)
 
     def sample_index(self, positions: IntArray, seed: int, shuffle: bool) -> IntArray:
-        """Return the index of the sample at each position of a training, as int64 of the same shape."""
+        """Return the index of the sample at each position of the training, as int64 in the same shape."""
         return sample_index(positions, self.num_samples, seed, shuffle)
 
     def read(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
@@ -85,18 +85,18 @@ class TokenShards:
         return tokens
 
     def places(self, index: int) -> Iterator[tuple[Path, int, int]]:
-        """Yield each shard of a sample, with the range of the sample's tokens in the shard."""
+        """Yield each shard that a sample spans, with the range of the sample's tokens in that shard."""
         for shard, first, stop in self._pieces(index * self.seq_len):
             yield self.folder / shard.file, first, stop
 
     def tokens_of(self, shard: Path, first: int, stop: int) -> list[int]:
-        """Return the tokens from `first` to `stop` of a shard."""
+        """Return the tokens from `first` up to, but not including, `stop` of a shard."""
         num_tokens = next(item.num_tokens for item in self._shards if item.file == shard.name)
         found: list[int] = self._open_shard(shard.name, num_tokens)[first:stop].tolist()
         return found
 
     def _pieces(self, start: int) -> Iterator[tuple[Shard, int, int]]:
-        """Yield each shard of the sample that begins at token `start`, with the range of tokens in it."""
+        """Yield each shard of the sample that begins at token `start`, with the range of its tokens there."""
         number, missing = int(np.searchsorted(self._ends, start, side="right")), self.seq_len + 1
         while missing:
             shard = self._shards[number]
@@ -108,17 +108,17 @@ class TokenShards:
 
 
 def _map_shard(folder: Path, dtype: np.dtype[Any], file: str, num_tokens: int) -> npt.NDArray[Any]:
-    """Map the tokens of a shard; raise UsageError if a truncated shard would shift all later tokens."""
+    """Map the tokens of a shard; raise UsageError if it is truncated, which would shift all later tokens."""
     check_shard_size(folder / file, num_tokens * dtype.itemsize)
     return np.memmap(folder / file, dtype=dtype, mode="r")
 
 
 class TokenMixture:
-    """The same split of several prepared datasets: their concatenated samples, and an order that mixes them.
+    """The same split of several prepared datasets, as one sequence of samples in a mixed order.
 
-    With `weights`, positions are divided among the datasets in proportion, and each dataset has its own
-    epochs. Without `weights`, the order is the order of a single dataset. Raises UsageError if the tokenizers
-    differ.
+    With `weights`, positions are divided among the datasets in proportion to the weights, and each dataset
+    has its own epochs. Without `weights`, the samples are ordered as if they came from a single dataset.
+    Raises UsageError if the datasets use different tokenizers.
     """
 
     def __init__(self, parts: Sequence[TokenShards], weights: Sequence[int] | None) -> None:
@@ -135,7 +135,7 @@ class TokenMixture:
 
     @property
     def fingerprint(self) -> str:
-        """Return a hash of the fingerprints and the weights."""
+        """Return a hash of the datasets' fingerprints and the weights."""
         content = {"parts": [part.fingerprint for part in self.parts], "weights": self.weights}
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
@@ -148,7 +148,7 @@ class TokenMixture:
             yield f"{100 * share:.4g}% {name}: {part.num_samples:,} samples, an epoch every {epoch:,}"
 
     def sample_index(self, positions: IntArray, seed: int, shuffle: bool) -> IntArray:
-        """Return the index of the sample at each position of a training, as int64 of the same shape."""
+        """Return the index of the sample at each position of the training, as int64 in the same shape."""
         if self._schedule is None:
             return sample_index(positions, self.num_samples, seed, shuffle)
         sources, own_positions = self._schedule.at(positions)
@@ -160,7 +160,7 @@ class TokenMixture:
         return index
 
     def read(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        """Return the tokens of the samples at `indices`, like `TokenShards.read`."""
+        """Return the tokens of the samples at `indices`; see `TokenShards.read`."""
         wanted = np.asarray(indices, dtype=np.int64)
         tokens = np.empty((wanted.size, self.seq_len + 1), dtype=np.int64)
         sources = np.searchsorted(self._ends, wanted, side="right")
@@ -174,10 +174,10 @@ class TokenMixture:
 def open_dataset(
     config: DataConfig, seq_len: int, split: str, checks_sizes: bool = True
 ) -> TokenShards | TokenMixture:
-    """Open the `train` or `val` split of the data of a config; prepare the data first if necessary.
+    """Open the `train` or `val` split of a config's data; prepare the data first if necessary.
 
-    The validation split of a mixture combines the validation splits of its sources. Raises UsageError for
-    unusable data and for a split shorter than one sample.
+    The validation split of a mixture consists of the validation splits of its sources. Raises UsageError if
+    the data is unusable or the split is shorter than one sample.
     """
     folders = [ensure_prepared(part, checks_sizes) for part in components(config)]
     if not is_mixture(config):
@@ -195,7 +195,7 @@ def _too_short(folder: Path, split: str, num_tokens: int, seq_len: int) -> Usage
         else "add more text"
     )
     if split == VAL:
-        hint += "; raise data.val_fraction, or name a data.val_source"
+        hint += "; raise data.val_fraction, or set data.val_source"
     return UsageError(
         f"the {split} split of {shown_path(folder)} has {num_tokens:,} tokens, "
         f"fewer than one sample of data.seq_len {seq_len} + 1",

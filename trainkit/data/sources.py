@@ -1,6 +1,6 @@
-"""List the sources of a config with their weights, and find the folders of token shards for training.
+"""List the sources of a config with their weights, and find the folders of their token shards.
 
-The module imports neither numpy nor tokenizers, because a dry run uses it.
+This module is used in dry runs, so it imports neither numpy nor tokenizers.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from trainkit.errors import UsageError
 from trainkit.shipped import text_preparer
 
 STDLIB = "stdlib"
-"""The source that every machine has: the Python sources of the interpreter."""
+"""A source that exists on every machine: the Python sources of the interpreter's standard library."""
 
 
 def prepared_folder(config: DataConfig) -> Path | None:
-    """Return the folder of token shards that `data.source` names, or None for texts and for a mixture."""
+    """Return the folder of token shards that `data.source` refers to, or None for texts or a mixture."""
     sources = () if is_mixture(config) else listed(config.source)
     if len(sources) == 1 and sources[0] != STDLIB and is_dataset(Path(sources[0])):
         return Path(sources[0])
@@ -29,7 +29,7 @@ def prepared_folder(config: DataConfig) -> Path | None:
 
 
 MAX_PERIOD = 100_000
-"""Maximum number of samples after which the order of the sources repeats; weights are rounded for this."""
+"""Maximum length of the repeating pattern in which sources alternate; weights are rounded to fit it."""
 
 
 def is_mixture(config: DataConfig) -> bool:
@@ -38,10 +38,11 @@ def is_mixture(config: DataConfig) -> bool:
 
 
 def components(config: DataConfig) -> list[DataConfig]:
-    """Return one config per source of a mixture, in order; for any other config, return it alone.
+    """Return one config per source of a mixture, in order; for any other config, only that config.
 
-    `data.val_source` is prepared with the first source of texts, and nothing is held out of the other
-    sources. The configs of prepared datasets keep the key, so that it is refused as for a single dataset.
+    If `data.val_source` is set, it is prepared with the first source that consists of texts, and no
+    validation data is held out of the other sources. The configs of prepared datasets keep `data.val_source`,
+    so that it is rejected as for a single dataset.
     """
     if not isinstance(config.source, Mapping):
         return [config]
@@ -61,8 +62,8 @@ def components(config: DataConfig) -> list[DataConfig]:
 def integer_weights(config: DataConfig) -> tuple[int, ...]:
     """Return the weights of a mixture in lowest terms, such as (7, 3) for 0.7 and 0.3.
 
-    The sum of the weights is at most about `MAX_PERIOD`. Weights that need a larger sum are rounded, to at
-    least 1.
+    The sum of the weights is at most about `MAX_PERIOD`. Weights that would need a larger sum are rounded,
+    but not below 1.
     """
     shares = [Fraction(str(weight)) for weight in cast(Mapping[str, float], config.source).values()]
     scale = math.lcm(*(share.denominator for share in shares))
@@ -76,16 +77,16 @@ def integer_weights(config: DataConfig) -> tuple[int, ...]:
 
 
 def refuse_val_source(config: DataConfig, folder: Path) -> None:
-    """Raise UsageError if `data.val_source` is set for a prepared dataset, which has its own split."""
+    """Raise UsageError if `data.val_source` is set for a prepared dataset, which has a split of its own."""
     if listed(config.val_source):
         raise UsageError(
             f"data.val_source is set, but {folder} is a prepared dataset with its own validation split",
-            hint="remove data.val_source, or set data.source to the texts instead of the dataset",
+            hint="remove data.val_source, or set data.source to the texts that the dataset was prepared from",
         )
 
 
 def listed(source: str | Sequence[str] | Mapping[str, float] | None) -> tuple[str, ...]:
-    """Return the sources of a key, which may have one, several or none."""
+    """Return the sources in a config value; there may be one, several or none."""
     if source is None:
         return ()
     assert not isinstance(source, Mapping), "a mixture has one config per source"
@@ -93,18 +94,18 @@ def listed(source: str | Sequence[str] | Mapping[str, float] | None) -> tuple[st
 
 
 def has_validation(config: DataConfig, checks_sizes: bool = True) -> bool:
-    """Return whether the data of a config has a `val` split; prepare the data first if necessary."""
+    """Return whether a config's data has a `val` split; prepare the data first if necessary."""
     folders = [ensure_prepared(part, checks_sizes) for part in components(config)]
     return any(read_dataset_file(folder).num_tokens(VAL) > 0 for folder in folders)
 
 
 def ensure_prepared(config: DataConfig, checks_sizes: bool = True) -> Path:
-    """Return the folder with the token shards of a config without a mixture, or of a mixture's component.
+    """Return the folder with the token shards of a config that is not a mixture.
 
-    A prepared `data.source` is used directly, with its own tokenizer. Other sources are tokenised into the
-    cache once. If several processes call this, one process prepares the data and the others wait. With
-    `checks_sizes`, a cached dataset with missing or truncated shards is prepared again. Raises UsageError for
-    unusable sources and for a cache that cannot be written.
+    If `data.source` is a prepared dataset, it is used directly, with its own tokenizer. Other sources are
+    tokenised once, into the cache. If several processes call this function at the same time, one of them
+    prepares the data and the others wait. With `checks_sizes`, a cached dataset with missing or truncated
+    shards is prepared again. Raises UsageError for unusable sources and for a cache that is not writable.
     """
     folder = prepared_folder(config)
     if folder is None:

@@ -20,37 +20,37 @@ GLOBAL, DEVICE, MICROBATCHES = (
     "parallel.pp_microbatches",
 )
 NEAR = 1 / 8
-"""Largest relative change of the global batch that is preferred to a smaller device batch."""
+"""Largest relative change of the global batch size that is accepted to keep a larger device batch."""
 
 
 class BatchRequest(NamedTuple):
-    """The batch sizes of a config; sizes that the user did not set are adapted to the layout."""
+    """The batch sizes in a config; sizes that the user did not set are adapted to the layout."""
 
     device_batch_size: int
     global_batch_size: int | None
     parallel: ParallelConfig
     fixed: frozenset[str]
-    """The keys that the user set."""
+    """The keys of those batch sizes that the user set."""
 
     @classmethod
     def of(cls, loaded: LoadedConfig) -> BatchRequest:
-        """Return the batch sizes of a config."""
+        """Return the batch sizes set in a config."""
         train, parallel = loaded.config.train, loaded.config.parallel
         fixed = frozenset(key for key in (GLOBAL, DEVICE, MICROBATCHES) if loaded.set_by_user(key))
         return cls(train.device_batch_size, train.global_batch_size, parallel, fixed)
 
 
 def make_batch(request: BatchRequest, layout: Layout, seq_len: int) -> Batch:
-    """Return the batch of one optimizer step on a layout: the requested batch if possible, else the closest.
+    """Return the batch of one optimizer step for a layout: the requested batch, or else the closest one.
 
-    The global batch size is kept if it divides evenly, and a size that the user set never changes. Raises
-    ConfigError, with sizes that work, if the samples of a step cannot be divided.
+    The global batch size is kept if it can be divided evenly, and sizes that the user set never change.
+    Raises ConfigError, which suggests sizes that work, if the samples of a step cannot be divided evenly.
     """
     device, total = request.device_batch_size, request.global_batch_size
     if total is None:
         candidates = [(device, 1)]
     else:
-        # Larger device batches than configured might not fit in memory.
+        # Do not try larger device batches than configured, because they might not fit in memory.
         sizes = range(device if DEVICE in request.fixed else 1, device + 1)
         pairs = (pair for size in sizes for pair in _accumulations(request, layout, size))
         candidates = sorted(set(pairs), key=lambda pair: _preference(request, layout.dp, *pair))
@@ -61,7 +61,7 @@ def make_batch(request: BatchRequest, layout: Layout, seq_len: int) -> Batch:
                 return _batch(layout, size, steps, seq_len, microbatches)
     if not candidates:
         raise ConfigError([_problem(request, layout.dp)])
-    # No number of microbatches works; `microbatch_problems` reports it later.
+    # No number of microbatches works; `microbatch_problems` reports this problem later.
     return _batch(layout, *candidates[0], seq_len, request.parallel.pp_microbatches)
 
 
@@ -71,18 +71,18 @@ def _batch(layout: Layout, size: int, steps: int, seq_len: int, microbatches: in
 
 
 def _accumulations(request: BatchRequest, layout: Layout, size: int) -> Iterator[tuple[int, int]]:
-    """Yield a device batch size with each number of accumulation steps to try, the exact number first."""
+    """Yield a device batch size with each number of accumulation steps to try, an exact one first."""
     total, at_once = request.global_batch_size or 1, size * layout.dp
     if total % at_once == 0:
         yield size, total // at_once
     if GLOBAL not in request.fixed:
-        reach = 1 if layout.pp == 1 else 4 * layout.pp  # A pipeline limits the number of microbatches.
+        reach = 1 if layout.pp == 1 else 4 * layout.pp  # a pipeline rules out many microbatch counts
         near = total // at_once
         yield from ((size, steps) for steps in range(max(1, near - reach), near + reach + 1))
 
 
 def _preference(request: BatchRequest, dp: int, size: int, steps: int) -> tuple[float, ...]:
-    """Return a sort key: the requested global batch first, then close ones, then larger device batches."""
+    """Return a sort key: the requested global batch first, then close ones, then large device batches."""
     wanted = request.global_batch_size or 1
     difference = abs(size * steps * dp - wanted) / wanted
     if difference == 0:
@@ -98,9 +98,9 @@ def _microbatches(request: BatchRequest, layout: Layout, size: int) -> list[int]
 
 
 def _problem(request: BatchRequest, dp: int) -> Problem:
-    """Return the problem of a global batch that cannot be divided among the processes.
+    """Return the problem for a global batch that cannot be divided among the processes.
 
-    The hint contains the closest sizes that can be divided.
+    The hint contains the closest sizes that can be divided evenly.
     """
     total, size = request.global_batch_size or 1, request.device_batch_size
     processes = "1 data-parallel process" if dp == 1 else f"{dp} data-parallel processes"
@@ -114,7 +114,7 @@ def _problem(request: BatchRequest, dp: int) -> Problem:
 
 
 def batch_changes(batch: Batch, request: BatchRequest) -> list[str]:
-    """Return the differences between a batch and the config."""
+    """Return the differences between a batch and the batch sizes in the config."""
     derived = {
         GLOBAL: (batch.global_batch_size, request.global_batch_size or batch.global_batch_size),
         DEVICE: (batch.device_batch_size, request.device_batch_size),
@@ -124,7 +124,7 @@ def batch_changes(batch: Batch, request: BatchRequest) -> list[str]:
 
 
 def batch_reason(batch: Batch, request: BatchRequest, dp: int) -> str:
-    """Describe how a batch is composed and how it differs from the config."""
+    """Describe how a batch is composed and how it differs from the batch sizes in the config."""
     notes = batch_changes(batch, request)
     sentence = (
         f"{plural(batch.global_batch_size, 'sample')} per step = {batch.device_batch_size} per process "
@@ -154,8 +154,9 @@ def scaled_lr(lr: float, scale: LrScale, dp: int, base: int) -> tuple[float, str
 def learning_rate(step: int, total_steps: int, peak_lr: float, config: ScheduleConfig) -> float:
     """Return the learning rate of a step; steps are numbered from 1 to `total_steps`.
 
-    Warmup is linear and reaches the peak at step `warmup_steps`. The schedule `wsd` (warmup, stable, decay;
-    arXiv 2404.06395) stays at the peak and decays linearly over the last `decay_steps`.
+    Warmup is linear and reaches the peak learning rate at step `warmup_steps`. The schedule `wsd` (warmup,
+    stable, decay; arXiv 2404.06395) stays at the peak learning rate and then decays linearly over the last
+    `decay_steps`.
     """
     if step <= config.warmup_steps:
         return peak_lr * step / config.warmup_steps

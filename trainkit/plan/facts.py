@@ -1,4 +1,4 @@
-"""Defines the facts about the place where a run starts, which a command gathers once."""
+"""Defines the facts about a run's machine, data and environment, which are gathered once per command."""
 
 from __future__ import annotations
 
@@ -13,46 +13,49 @@ from trainkit.plan.torch_build import TorchBuild
 
 @dataclass(frozen=True)
 class Interpreter:
-    """The Python interpreter of agents and ranks."""
+    """The Python interpreter that agents and ranks use."""
 
     argv: tuple[str, ...]
-    """The argv prefix of a rank; inside the container if there is one."""
+    """The first arguments of a rank's command line; inside the container if the run uses one."""
     host_argv: tuple[str, ...]
-    """The argv prefix of the supervisor, which runs outside of any container."""
+    """The first arguments of the supervisor's command line; the supervisor runs outside any container."""
     options: tuple[str, ...] = ("-u",)
-    """Options of the interpreter, with ``-P`` only if the interpreter is known to be newer than 3.10."""
+    """Options of the interpreter; they include ``-P`` only if the interpreter is known to be Python 3.11 or
+    newer."""
     host_options: tuple[str, ...] = ("-u",)
     venv: str | None = None
-    """The folder of the bin/activate that the script sources."""
+    """The virtual environment whose bin/activate the batch script sources."""
     conda: str | None = None
-    """The argument of ``conda activate``: a name or a folder."""
+    """The argument of ``conda activate``: the name or the folder of an environment."""
     conda_script: str | None = None
-    """The conda.sh that defines ``conda activate``; None uses the `conda` on PATH."""
+    """The conda.sh that defines ``conda activate``; if None, the `conda` on PATH is used."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """The environment of a run's ranks, as far as it is known outside of the job."""
+    """The environment of a run's ranks, as far as it can be determined outside the job."""
 
     interpreter: Interpreter
     problems: tuple[KeyProblem, ...] = ()
-    """Problems that would make the job fail: the interpreter and its packages, the container, the webhook."""
+    """Problems that would make the job fail: with the interpreter, its packages, the container or the
+    webhook."""
     torch: TorchBuild | None = None
-    """The torch of the trainer; None if unknown."""
+    """The torch that the trainer would import; None if unknown."""
     torch_key: str = "device"
-    """The config key that selects this torch."""
+    """The config key that determines which torch the trainer imports."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """The place, data and environment of a config, as `trainkit.launch.plan_run.gather` finds them."""
+    """Facts about the machine, data and environment of a run; `trainkit.launch.plan_run` gathers them."""
 
     machine: Machine
-    """The machine on which the command runs."""
+    """The machine on which the command is executed."""
     target: Target = LOCAL
     data: DataFacts | None = None
-    """The data; None if the run trains no model of trainkit, so that neither model nor data is checked."""
+    """Facts about the data; None if the run does not train one of trainkit's models, so that nothing is
+    checked."""
     missing: tuple[KeyProblem, ...] = ()
-    """Problems of keys that name a file or run that does not exist."""
+    """Problems with keys that refer to a file or run that does not exist."""
     environment: Environment | None = None
-    """The environment; None if only the size of the plan matters."""
+    """The environment of the ranks; None if only the size of the plan matters."""

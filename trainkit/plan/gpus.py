@@ -18,29 +18,29 @@ if TYPE_CHECKING:
 
 Version = tuple[int, int]
 RESTART_S = 300.0
-"""Assumed seconds from a failure, or from the end of a job, to the next step; nothing here has measured them.
+"""Assumed seconds from a failure, or from the end of a job, to the next step; not based on measurements.
 """
 USABLE = 0.92
-"""Fraction of a GPU's memory for tensors; CUDA, NCCL and allocator fragmentation take the rest."""
+"""Fraction of a GPU's memory available for tensors; CUDA, NCCL and allocator fragmentation take the rest."""
 
 
 class Gpu(NamedTuple):
     """A type of GPU."""
 
     name: str
-    """NVIDIA's name, with the memory size if there are several."""
+    """NVIDIA's name, with the memory size if there are variants."""
     memory: int
-    """Memory in bytes, as the driver reports it."""
+    """Memory in bytes, as reported by the driver."""
     most_memory: int
-    """Memory in bytes of the largest variant with this name: an upper bound."""
+    """Memory in bytes of the largest variant that has this name, as an upper bound."""
     node_size: int
-    """GPUs per node in common systems."""
+    """Number of GPUs per node in common systems."""
     node_bandwidth: float
-    """Bandwidth per GPU to other GPUs of its node, in bytes per second, one way."""
+    """Bandwidth per GPU to other GPUs of the node, in bytes per second per direction."""
     network_bandwidth: float
-    """Bandwidth per GPU to other nodes, in bytes per second, one way."""
+    """Bandwidth per GPU to other nodes, in bytes per second per direction."""
     peak_flops: float | None
-    """Dense FLOP/s with 16-bit inputs; None if unknown."""
+    """Peak dense FLOP/s with 16-bit inputs; None if unknown."""
 
     @property
     def capability(self) -> Version | None:
@@ -49,13 +49,13 @@ class Gpu(NamedTuple):
 
     @property
     def usable(self) -> int:
-        """Return the bytes that a plan may use."""
+        """Return the number of bytes that a plan may use."""
         return int(self.memory * USABLE)
 
 
-# Each tuple contains the GB/s one way to other GPUs of the node, the GB/s to other nodes, and the GPUs per
-# node. NVLink figures are half of the data sheets, which count both directions. Network figures are from DGX
-# and HGX systems with one port per GPU.
+# Each tuple contains the bandwidth to other GPUs of the node and to other nodes, in GB/s per direction, and
+# the number of GPUs per node. NVLink figures are half of those in the data sheets, which add both directions.
+# Network figures are those of DGX and HGX systems, which have one network port per GPU.
 _NVLINK5_72 = 900, 50, 4
 _NVLINK5 = 900, 50, 8
 _NVLINK4 = 450, 50, 8
@@ -66,10 +66,11 @@ _PCIE5 = 50, 12.5, 8
 _PCIE4 = 25, 6.25, 8
 _PCIE3 = 12, 6.25, 8
 
-# Each row contains the words of the name, the memory, the links, and the dense tensor-core FLOP/s with 16-bit
-# inputs. The memory maps advertised sizes in GB, the most common first, to the MiB that nvidia-smi reports,
-# because error correction takes some. The FLOP/s are from NVIDIA's data sheets, half of the figure "with
-# sparsity". The first row that matches wins. GB300 has as much memory as B300.
+# Each row contains the words in the name, the memory sizes, the links, and the dense tensor-core FLOP/s with
+# 16-bit inputs. Memory sizes map each advertised size in GB, the most common one first, to the size in MiB
+# that nvidia-smi reports; error correction makes this size smaller. The FLOP/s are from NVIDIA's data sheets:
+# half of the figure "with sparsity". The first row that matches is used. GB300 is listed with the same memory
+# size as B300.
 _ROWS: tuple[tuple[str, dict[int, int], tuple[float, float, int], float | None], ...] = (
     ("GB300", {288: 275_040}, _NVLINK5_72, 2.5e15),
     ("GB200", {186: 189_471}, _NVLINK5_72, 2.5e15),
@@ -104,14 +105,14 @@ _ROWS: tuple[tuple[str, dict[int, int], tuple[float, float, int], float | None],
     ("RTX 3090", {24: 24_576}, _PCIE4, 71e12),
 )
 FP16_ONLY: dict[str, Version] = {"V100": (7, 0), "T4": (7, 5)}
-"""Maps GPUs whose tensor cores do not compute in bf16 to their compute capabilities."""
+"""Maps each GPU whose tensor cores do not support bf16 to its compute capability."""
 _NO_PRODUCT = re.compile(r"NVIDIA|TESLA|GEFORCE|QUADRO")
 
 
 def find_gpu(name: str) -> Gpu | None:
-    """Return the GPU type for a name from the driver or the cluster.
+    """Return the GPU type for a name that a driver or cluster uses.
 
-    Examples are ``NVIDIA A100-SXM4-40GB`` and ``a100``. Returns None for an unknown name and for a MIG
+    Examples of names are ``NVIDIA A100-SXM4-40GB`` and ``a100``. Returns None for an unknown name or a MIG
     device.
     """
     words = re.sub(r"[^A-Z0-9]+", " ", _NO_PRODUCT.sub(" ", name.upper())).split()
@@ -119,7 +120,7 @@ def find_gpu(name: str) -> Gpu | None:
         return None
     for row, sizes, links, peak in _ROWS:
         parts = row.upper().split()
-        if set(parts) <= set(words) or "".join(parts) in words:  # rtx4090 matches RTX 4090
+        if set(parts) <= set(words) or "".join(parts) in words:  # For example, rtx4090 matches RTX 4090.
             # Use the size in GB that the name contains, else the most common size.
             named = [int(match[1]) for word in words if (match := re.fullmatch(r"(\d+)(GB?)?", word))]
             size = next((size for size in named if size in sizes), None)
@@ -132,12 +133,12 @@ def find_gpu(name: str) -> Gpu | None:
 
 
 def known_gpus() -> tuple[str, ...]:
-    """Return the names that `find_gpu` knows, newer GPUs first."""
+    """Return the names that `find_gpu` recognizes, newer GPUs first."""
     return tuple(row.lower().replace(" ", "-") for row, *_ in _ROWS)
 
 
 EXAMPLE = "h100"
-"""The GPU type that messages give as an example."""
+"""The GPU type used as an example in messages."""
 
 
 def gpu_names(config: RunConfig, machine: Machine, target: Target) -> list[str]:
@@ -145,7 +146,7 @@ def gpu_names(config: RunConfig, machine: Machine, target: Target) -> list[str]:
     types = config.resources.gpu_types
     if target.cluster is None or len(types) == 1:
         return list(types or dict.fromkeys(machine.gpu_names))
-    # Imported only for Slurm, because a dry run on this machine needs no model of a cluster.
+    # Imported only for Slurm, because a dry run on this machine needs no information about clusters.
     from trainkit.cluster.limits import ResourceRequest, partition_refusals
 
     request = ResourceRequest.of(config.resources, target.cluster)
@@ -157,7 +158,7 @@ def gpu_names(config: RunConfig, machine: Machine, target: Target) -> list[str]:
 
 
 def known_gpu(names: list[str], resources: ResourcesConfig | None = None) -> Gpu | None:
-    """Return the GPU type with the most memory, or with the least if `resources` accepts several types.
+    """Return the GPU type with the most memory, or the least if `resources` accepts several types.
 
     Returns None if any of the `names` is unknown.
     """
@@ -168,34 +169,34 @@ def known_gpu(names: list[str], resources: ResourcesConfig | None = None) -> Gpu
 
 
 def shown_types(names: list[str]) -> str:
-    """Return the names of GPU types as messages show them."""
+    """Return the names of GPU types in the form shown in messages."""
     return ", ".join(name or "a GPU without a type" for name in names)
 
 
 def unchecked_memory(names: list[str]) -> str:
-    """Return the warning for GPUs of unknown memory; `names` is the result of `gpu_names`."""
+    """Return the warning about GPUs with unknown memory; `names` is the result of `gpu_names`."""
     reason = f"their memory is unknown ({shown_types(names)})"
     if not names:
-        reason = "their type is unknown, which resources.gpu_type sets"
+        reason = "their type is unknown (set resources.gpu_type)"
     return (
-        f"whether the run fits in the memory of its GPUs was not checked: {reason}; "
+        f"whether the run fits into GPU memory was not checked: {reason}; "
         f"`trainkit plan CONFIG --gpu-type {EXAMPLE}` checks it for a type that you name"
     )
 
 
 def gpu_problems(names: list[str], config: RunConfig, facts: Facts, device: str) -> Iterator[KeyProblem]:
-    """Yield the reasons why the trainer cannot use its GPUs, if they and its torch are known.
+    """Yield the reasons why the trainer cannot use its GPUs, if the GPUs and the trainer's torch are known.
 
-    `names` is the result of `gpu_names`, which is empty for a run on CPUs.
+    `names` is the result of `gpu_names`; it is empty for a run on CPUs.
     """
     environment, machine = facts.environment, facts.machine
     torch = None if environment is None else environment.torch
     gpus = list(map(find_gpu, names))
     old = [(gpu.capability, gpu.name) for gpu in gpus if gpu is not None and gpu.capability is not None]
-    # If the job may also get other GPUs, its ranks decide.
+    # If the job may also get GPUs of other types, the check is left to its ranks.
     capability, name = max(old) if old and len(old) == len(gpus) else (None, "")
     if environment is not None and torch is not None:
-        # Libraries of the job may bring a newer CUDA than the driver's.
+        # Libraries loaded in the job may bring a newer CUDA than the driver's own.
         is_known = facts.target.cluster is None and "LD_LIBRARY_PATH" not in config.launch.env
         driver = machine.driver_cuda if is_known else None
         found = torch.problem(name, capability, driver) if device == "cuda" else None
@@ -209,9 +210,9 @@ def gpu_problems(names: list[str], config: RunConfig, facts: Facts, device: str)
 
 
 def bf16_problem(gpu: str) -> tuple[str, str]:
-    """Return the reason why a run cannot train in bf16 on a GPU of `FP16_ONLY`, and a hint."""
+    """Return why a run cannot train in bf16 on a GPU in `FP16_ONLY`, and a hint."""
     message = f"is bf16, which the tensor cores of {gpu} do not support"
-    return message, "set precision.dtype: fp16, or request other GPUs with resources.gpu_type"
+    return message, "set precision.dtype: fp16, or request GPUs of another type with resources.gpu_type"
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:

@@ -1,4 +1,4 @@
-"""Defines the launch plan, which contains all values that are decided before a job starts."""
+"""Defines the launch plan: all values that are decided before a job starts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KEYS = (
     "network requeue spare_nodes per command command_signal launcher python venv container_program slurm "
     "node_sizes after warnings checkpoint_bytes sizes gpu_types fills_nodes version world_size"
 )
-"""The keys of plan.json in their order, except the keys of parts."""
+"""The keys of plan.json in order, without the keys of capabilities."""
 _OF_RECORDS = {
     "command": ("workload", "argv"),
     "command_signal": ("workload", "signal"),
@@ -33,11 +33,12 @@ _OF_RECORDS = {
     "gpu_types": ("slurm", "gpu_types"),
     "fills_nodes": ("slurm", "fills_nodes"),
 }
-"""Maps a key of plan.json to the record of the plan that contains its value, and to the field in that record.
+"""Maps a key of plan.json to the record within the plan that contains its value, and to the field in that
+record.
 """
 Options = dict[str, str | int | bool]
 P = TypeVar("P", bound=Part)
-DAMAGED_HINT = "each folder in attempts/ of the run has the plan of its attempt"
+DAMAGED_HINT = "each attempt's folder in attempts/ also contains the plan of that attempt"
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Layout:
     """The degrees of parallelism of a job.
 
     The dimensions, from outermost to innermost, are pp, dp_replicate, dp_shard, cp and tp. Tensor-parallel
-    ranks communicate most, so they are neighbours on a node.
+    ranks communicate most, so they are placed next to each other on a node.
     """
 
     dp_replicate: int = 1
@@ -67,7 +68,7 @@ class Layout:
 
     @property
     def dp(self) -> int:
-        """Return the data-parallel size, the number of different batches that are read in parallel."""
+        """Return the data-parallel size, which is the number of different batches read in parallel."""
         return self.dp_replicate * self.dp_shard
 
     @property
@@ -76,12 +77,12 @@ class Layout:
 
     @property
     def splits_model(self) -> bool:
-        """Return whether several ranks share the work on one sample."""
+        """Return whether several ranks share the computation of one sample."""
         return self.tp * self.pp * self.cp > 1
 
     @property
     def has_local_forward(self) -> bool:
-        """Return whether a forward pass needs no collective."""
+        """Return whether a forward pass involves no collective."""
         return self.world_size == self.dp_replicate
 
     def place(self, rank: int) -> Place:
@@ -112,98 +113,99 @@ class Batch:
 
 @dataclass(frozen=True)
 class RequeuePolicy:
-    """The rules for automatic restarts: the keys of the section `requeue` that a job needs."""
+    """The rules for automatic restarts: those keys of the config section `requeue` that a job needs."""
 
     on: tuple[str, ...] = ("preempted", "timeout", "node_fail", "crash", "hang")
     max: int = 100
     max_crashes: int = 3
     total_s: float | None = None
-    """Seconds that all jobs of a run may take together if each job is a slice; None without slices."""
+    """If the run is divided into slices of one job each, the total seconds of all jobs; else None."""
     hang_factor: float | None = 20.0
     hang_min_s: float = 300.0
 
 
 @dataclass(frozen=True)
 class WorkerEnvironment:
-    """The environment in which the processes of the workers start."""
+    """The environment in which the worker processes start."""
 
     variables: dict[str, str] = field(default_factory=dict)
-    """Environment variables of every worker."""
+    """Environment variables that every worker gets."""
     network: str = "auto"
     """A network preset, or the name of a network interface."""
     python: tuple[str, ...] | None = None
-    """The interpreter for a launcher or the built-in trainer; None uses the agent's interpreter."""
+    """The interpreter for a launcher or for the built-in trainer; None stands for the agent's interpreter."""
     venv: str | None = None
-    """The virtual environment that the agent activates for a command; None if the batch script activates it.
+    """The virtual environment that the agent activates for a command; None if the batch script activates one.
     """
     container_program: str | None = None
-    """The runtime of `launch.container`: ``apptainer``, ``singularity`` or ``pyxis``."""
+    """The program that runs `launch.container`: ``apptainer``, ``singularity`` or ``pyxis``."""
 
 
 @dataclass(frozen=True)
 class SlurmRequest:
-    """The Slurm options of one job, in reading order."""
+    """The Slurm options of one job, in the order in which they are displayed."""
 
     sbatch: Options = field(default_factory=dict)
-    """sbatch options by long name; True for an option without a value."""
+    """sbatch options by their long names; True for an option without a value."""
     srun: Options = field(default_factory=dict)
-    """srun options of the step that starts the ranks."""
+    """srun options for the step that starts the ranks."""
     version: tuple[int, ...] = ()
-    """The version of Slurm; empty if unknown."""
+    """Version of Slurm; empty if unknown."""
     clusters: tuple[str, ...] = field(default=(), metadata=OPTIONAL)
-    """The clusters that may take the job; empty for the cluster of this host."""
+    """The clusters to which the job may be submitted; empty for the cluster of this host."""
     gpu_types: dict[str, str] = field(default_factory=dict, metadata=OPTIONAL)
-    """Maps each partition that may start the job to its GPU type, if the config names several of either."""
+    """Maps each partition in which the job may start to its GPU type, if the config lists several partitions
+    or types."""
     fills_nodes: bool = field(default=False, metadata=OPTIONAL)
-    """True if the ranks use all CPUs of an exclusive job, which may have more CPUs than it requested."""
+    """True if the ranks may use all CPUs of an exclusive job, which can have more CPUs than it requested."""
 
     def comment(self, token: str) -> str:
-        """Return the comment of a job: the token of its submission, followed by the config's comment."""
+        """Return the comment for a job: its submission token, followed by the comment in the config."""
         own = self.sbatch.get("comment")
         return f"{token} {own}" if own else token
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """A planned launch, with the reason for each derived value."""
+    """The plan of a launch, with the reason for each derived value."""
 
     backend: str
     num_nodes: int
     workers_per_node: int
     device: str
-    """``cpu`` (gloo) or ``cuda`` (nccl)."""
+    """``cpu`` (with gloo) or ``cuda`` (with nccl)."""
     layout: Layout
     batch: Batch
     lr: float
-    """Peak learning rate after scaling."""
+    """Peak learning rate after it was scaled."""
     threads_per_worker: int | None
-    """Threads of each worker; None uses the cores that a worker finds on its node."""
+    """Number of threads per worker; if None, workers use the cores that they find on their node."""
     grace_s: float
     """Seconds between a stop signal and the end of the job."""
     reasons: dict[str, str]
-    """The reason for each derived value, in one sentence."""
+    """The reason for each derived value, as one sentence each."""
     environment: WorkerEnvironment = WorkerEnvironment()
     requeue: RequeuePolicy = RequeuePolicy()
     spare_nodes: int = 0
-    """Nodes allocated in addition to `num_nodes`, as replacements for nodes that fail."""
+    """Number of nodes allocated in addition to `num_nodes`, to replace nodes that fail."""
     per: str = "node"
-    """The unit of a Slurm task: ``gpu`` (one worker) or ``node`` (all workers of a node)."""
+    """What one Slurm task runs: one worker (``gpu``) or all workers of a node (``node``)."""
     workload: Workload = TRAINER
-    """The program that the ranks execute."""
+    """The program that the ranks run."""
     slurm: SlurmRequest | None = None
-    """The Slurm options; None for a local job."""
+    """The job's Slurm options; None for a local job."""
     node_sizes: tuple[int, ...] | None = None
-    """Workers of each node if they differ; `workers_per_node` is then the maximum."""
+    """Number of workers on each node if nodes differ; `workers_per_node` is then the maximum."""
     after: tuple[str, ...] = field(default=(), metadata=OPTIONAL)
-    """The folders of runs and groups that must finish before a run on this machine starts."""
+    """The folders of the runs and groups that must finish before a run on this machine starts."""
     warnings: tuple[str, ...] = ()
-    """Warnings about values that were not checked or may be slow, in one sentence each."""
+    """Warnings about values that were not checked or may be slow, as one sentence each."""
     checkpoint_bytes: int | None = None
-    """The size of a checkpoint; None if the run trains no model of trainkit."""
+    """Size of a checkpoint; None if the run does not train one of trainkit's models."""
     sizes: dict[str, dict[str, object]] = field(default_factory=dict, metadata=OPTIONAL)
-    """Maps another number of nodes that an attempt may have to the changes in the plan for that number."""
+    """Maps every other possible node count of an attempt to the plan values that differ for this count."""
     parts: dict[str, dict[str, object]] = field(default_factory=dict, metadata=LEFT_OUT)
-    """Maps a capability to the content of its part, which `part` reads."""
+    """Maps a capability to the content of its part of the plan, which `part` reads."""
 
     @property
     def is_here(self) -> bool:
@@ -217,14 +219,14 @@ class LaunchPlan:
 
     @property
     def clusters(self) -> tuple[str, ...]:
-        """Return the clusters that may take the job; empty for the cluster of this host."""
+        """Return the clusters to which the job may be submitted; empty for the cluster of this host."""
         return () if self.slurm is None else self.slurm.clusters
 
     @property
     def has_supervisor(self) -> bool:
         """Return whether a supervisor process watches all ranks.
 
-        Ranks that srun or another launcher started before trainkit have no supervisor.
+        There is no supervisor if srun or another launcher has started the ranks before trainkit.
         """
         return self.backend not in ("srun", "launcher")
 
@@ -234,17 +236,17 @@ class LaunchPlan:
 
     @property
     def shown_nodes(self) -> str:
-        """Return the number of nodes, or their range, in words."""
+        """Return the number of nodes, or the range of node counts, in words."""
         first = f"{self.fewest_nodes}-" if self.fewest_nodes < self.num_nodes else ""
         return f"{first}{self.num_nodes} node{'s' if self.num_nodes > 1 else ''}"
 
     @property
     def may_lose_nodes(self) -> bool:
-        """Return whether the run continues in the same job if a node is lost."""
+        """Return whether the run can continue within the same job after a node is lost."""
         return bool(self.spare_nodes) or bool(self.sizes)
 
     def at(self, num_nodes: int) -> LaunchPlan:
-        """Return the plan for the largest planned size up to `num_nodes`, or for the smallest size."""
+        """Return the plan for the largest planned node count up to `num_nodes`, or for the smallest one."""
         planned = [self.num_nodes, *map(int, self.sizes)]
         size = max((size for size in planned if size <= num_nodes), default=self.fewest_nodes)
         if size == self.num_nodes:
@@ -253,29 +255,29 @@ class LaunchPlan:
 
     @property
     def attended_in(self) -> str | None:
-        """Return the capability in which a person attends to a rank, which may wait for hours; else None."""
+        """Return the capability through which a person works with a rank (which may take hours), or None."""
         return attended_in(self.parts)
 
     @property
     def attended_rank(self) -> int | None:
-        """Return the rank that a person attends to, or None."""
+        """Return the rank that a person works with, or None."""
         name = self.attended_in
         rank = None if name is None else self.parts[name].get(SHIPPED[name].attends)
         return rank if isinstance(rank, int) else None
 
     def without_hangs(self) -> LaunchPlan:
-        """Return a plan in which no step counts as a hang, because a rank may wait for a person."""
+        """Return a plan that never treats a slow step as a hang, because a rank may wait for a person."""
         plan = replace(self, requeue=replace(self.requeue, hang_factor=None))
         for name in self.parts:
             plan = load(name).without_hangs(plan)
         return plan
 
     def with_part(self, part: Part) -> LaunchPlan:
-        """Return the plan with a part, which replaces the earlier part of the same capability."""
+        """Return the plan with a capability's part, replacing an earlier part of the same capability."""
         return replace(self, parts={**self.parts, part.CAPABILITY: to_json(part)})
 
     def part(self, kind: type[P]) -> P | None:
-        """Return the part of a capability, whose class is `kind`; None if the run does not use the part.
+        """Return the part of the capability whose class is `kind`; None if the plan contains no such part.
 
         Raises UsageError if the part is damaged.
         """
@@ -288,7 +290,7 @@ class LaunchPlan:
 
     @property
     def files(self) -> dict[str, str]:
-        """Return the files that the parts write into the run folder, as a map from name to text."""
+        """Return the files that capabilities add to the run folder, as a mapping from name to text."""
         return files_of(self.parts)
 
     @property
@@ -311,7 +313,7 @@ class LaunchPlan:
             if value[record] is not None and name in value[record]:
                 value[key] = value[record].pop(name)
         value["command"] = value["command"] or None
-        # All keys of these records are top-level keys of the file.
+        # The keys of these records are stored at the top level of the file.
         del value["workload"], value["environment"]
         return put_parts({key: value[key] for key in _KEYS.split() if key in value} | value, self.parts)
 
@@ -321,13 +323,13 @@ class LaunchPlan:
 
     @classmethod
     def read(cls, file: Path, *, executes: bool = True) -> LaunchPlan:
-        """Read the plan in a plan.json.
+        """Read the plan in a plan.json file.
 
         Raises OSError if the file cannot be read, and UsageError if the plan is damaged or newer than this
-        trainkit.
+        trainkit version.
 
-        If `executes` is True, also raises UsageError if another user could have written the file. A caller
-        that executes nothing in the plan passes False.
+        With `executes`, also raises UsageError if another user could have written the file. Pass `executes`
+        as False if nothing in the plan is executed.
         """
         try:
             return cls.from_dict(read_json(file, executes=executes))
@@ -336,26 +338,27 @@ class LaunchPlan:
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> LaunchPlan:
-        """Return the plan that `to_dict` wrote, without keys that this version does not know.
+        """Return the plan stored by `to_dict`, ignoring keys that this version does not know.
 
-        Raises UsageError if a newer trainkit wrote the plan, and ValueError if the plan is damaged.
+        Raises UsageError if a newer trainkit version wrote the plan, and ValueError if the plan is damaged.
         """
         try:
             if value.get("version", 0) > PLAN_VERSION:
                 message = (
-                    f"plan.json has version {value['version']}; this trainkit supports version {PLAN_VERSION}"
+                    f"plan.json has version {value['version']}; this trainkit version supports {PLAN_VERSION}"
                 )
-                raise UsageError(message, hint="use the trainkit that submitted the run, or a newer one")
-            # The call raises an error for unknown degrees, which would change the run.
+                raise UsageError(message, hint="use the trainkit version of the run, or a newer one")
+            # Raises an error for unknown degrees of parallelism, which would change the run if they were
+            # ignored.
             Layout(**value["layout"]), Batch(**value["batch"])
             if (slurm := value.get("slurm")) is not None:
-                # The look-up raises an error without the options, because a different job would run.
+                # Raises an error if the options are missing, because without them a different job would run.
                 slurm["sbatch"], slurm["srun"]
             plan = read_record(cls, {**_with_records(value), "parts": take_parts(value)}, strict=True)
             counts = [plan.num_nodes, plan.workers_per_node, *(plan.node_sizes or ()), *astuple(plan.layout)]
             if min(counts) < 1:
                 raise ValueError("plan.json is damaged: a number of nodes, workers or ranks is not positive")
-            # The calls raise an error for a damaged part, so that later readers need no check.
+            # Raises an error if a part is damaged, so that later readers need not check it.
             files_of(plan.parts), keys_of(plan.parts)
             return plan
         except (AttributeError, KeyError, TypeError) as error:
@@ -363,7 +366,7 @@ class LaunchPlan:
 
 
 def _with_records(plan: Mapping[str, object]) -> dict[str, object]:
-    """Return the content of a plan.json, with its keys moved into their records."""
+    """Return the content of a plan.json, with keys moved into the records that contain their values."""
     found = {key: value for key, value in plan.items() if key not in ("workload", "environment")}
     if found.get("command") is None:
         found.pop("command", None)
@@ -375,11 +378,11 @@ def _with_records(plan: Mapping[str, object]) -> dict[str, object]:
 
 
 def resized(plan: Mapping[str, object], num_nodes: int) -> dict[str, object]:
-    """Return the content of plan.json for another number of nodes, which must be one of its sizes.
+    """Return the content of plan.json for another of the planned node counts.
 
-    Keys of another version are kept, because the job was submitted with them.
+    Keys of other trainkit versions are kept, because the job was submitted with them.
     """
-    from trainkit.run.submitted import plans_by_size  # Only jobs for a range of nodes need this module.
+    from trainkit.run.submitted import plans_by_size  # Needed only by jobs with a range of node counts.
 
     plans = plans_by_size(plan)
     chosen = plans.pop(str(num_nodes))
@@ -392,7 +395,7 @@ def plan_text(plan: Mapping[str, object]) -> str:
 
 
 def with_excluded(request: SlurmRequest, hosts: Sequence[str]) -> SlurmRequest:
-    """Return the request with these hosts also excluded."""
+    """Return the request with these hosts excluded in addition."""
     before = str(request.sbatch.get("exclude") or "")
     new = [host for host in hosts if host not in before.split(",")]
     exclude = ",".join([*([before] if before else []), *new])
@@ -400,7 +403,7 @@ def with_excluded(request: SlurmRequest, hosts: Sequence[str]) -> SlurmRequest:
 
 
 def option_argv(options: Options) -> list[str]:
-    """Return options as command-line arguments, such as ``--nodes=2``; False omits an option."""
+    """Return options as command-line arguments, such as ``--nodes=2``; an option that is False is omitted."""
     return [
         f"--{name}" if value is True else f"--{name}={value}"
         for name, value in options.items()
@@ -409,5 +412,5 @@ def option_argv(options: Options) -> list[str]:
 
 
 def damaged_plan(file: Path, error: ValueError) -> UsageError:
-    """Return the error for a damaged plan.json."""
+    """Return the error to raise for a damaged plan.json."""
     return UsageError(f"{file} cannot be read: {error}", hint=DAMAGED_HINT)

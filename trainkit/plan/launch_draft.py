@@ -1,4 +1,4 @@
-"""Drafts a plan for this machine or a running step, without checking its model and data."""
+"""Drafts a plan for this machine or for a running step, without checking its model and data."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ WORKERS_PER_CPU = 16
 
 @dataclass
 class LaunchDraft:
-    """A draft of the plan for this machine; each method derives a value and records its reason or problem."""
+    """A draft of a plan for this machine; each method derives one value and records the reason."""
 
     loaded: LoadedConfig
     machine: Machine
     target: Target
     problems: list[Problem] = field(default_factory=list)
-    """Problems without the origins of their keys."""
+    """Problems found, without the places in the config where their keys are set."""
     reasons: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     env: dict[str, str] = field(default_factory=dict)
     passed: set[str] = field(default_factory=set)
-    """Keys whose values a command gets through a capability."""
+    """Keys whose values a capability passes to the command."""
     parts: dict[str, dict[str, object]] = field(default_factory=dict)
 
     def plan(self, workload: Workload) -> LaunchPlan:
-        """Return the plan without its model and data; raise ConfigError with every problem."""
+        """Return the plan, without checking model and data; raise ConfigError that lists all problems."""
         config, target = self.loaded.config, self.target
         if target is not LOCAL:
             self.reasons["backend"] = target.reason
@@ -108,10 +108,10 @@ class LaunchDraft:
         )
 
     def _without_effect(self, workload: Workload) -> Iterator[str]:
-        """Yield a warning about values that were typed for this run and have no effect.
+        """Yield a warning about values given on the command line that have no effect on this run.
 
-        Values of a file do not count, because runs that use the values may share the file. Values of a sweep
-        are described with its trials.
+        Values in a config file are not reported, because other runs that use them may share the file. For a
+        sweep, such values are reported with its trials.
         """
         found = sorted(
             key
@@ -144,10 +144,10 @@ class LaunchDraft:
                 self.parts[name] = to_json(given.part)
 
     def check_oversubscription(self, device: str, world_size: int) -> None:
-        """Report too many CPU workers, because a typo in --nodes must not start a thousand processes here.
+        """Report too many CPU workers, so that a typo in --nodes cannot start a thousand processes here.
 
-        A step is not checked, because Slurm has started its tasks already. For a job, `limit_problems` checks
-        the limits.
+        A step is not checked, because Slurm has already started its tasks. For a job, `limit_problems` checks
+        the number of workers.
         """
         if self.target.node_sizes is not None or self.target.cluster is not None:
             return
@@ -159,7 +159,7 @@ class LaunchDraft:
                 if self.loaded.config.resources.most_nodes > 1
                 else "resources.gpus_per_node"
             )
-            self.problem(key, message, f"the maximum here is {most} workers ({WORKERS_PER_CPU} per core)")
+            self.problem(key, message, f"at most {most} workers can run here ({WORKERS_PER_CPU} per core)")
 
     def device(self) -> str:
         requested = self.loaded.config.device
@@ -167,7 +167,7 @@ class LaunchDraft:
             return self.detected_device()
         if requested == "cuda" and self.target.cluster is None and not self.machine.num_gpus:
             message = f"is cuda, but {self.machine.gpu_reason}"
-            self.problem("device", message, "device: auto uses what this machine has")
+            self.problem("device", message, "device: auto uses the devices of this machine")
         self.reasons["device"] = f"device: {requested} was requested"
         return requested
 
@@ -195,7 +195,7 @@ class LaunchDraft:
         return requested
 
     def detected_gpus(self) -> int:
-        """Return the number of GPUs of each node if the config does not set it."""
+        """Return the number of GPUs per node, for a config that does not set it."""
         nodes, num_gpus = self.loaded.config.resources.most_nodes, self.machine.num_gpus
         if 0 < num_gpus < nodes:
             message = f"is {nodes}, but this machine has {plural(num_gpus, 'GPU')} and every node needs one"
@@ -218,7 +218,7 @@ class LaunchDraft:
             layout, self.reasons["layout"] = make_layout(self.loaded.config.parallel, world_size)
         except ConfigError as error:
             self.problems += error.problems
-            # Check the batch anyway, as if every process read different samples.
+            # Use this layout to check the batch anyway, as if every process read different samples.
             return Layout(dp_shard=world_size)
         return layout
 
@@ -248,17 +248,17 @@ class LaunchDraft:
         return threads
 
     def derived_threads(self, world_size: int) -> tuple[int | None, str]:
-        """Return the threads per worker if the config does not set them, and the reason."""
+        """Return the number of threads per worker, for a config that does not set it, and the reason."""
         num_cpus = self.machine.num_cpus
         threads = max(1, num_cpus // world_size)
         return threads, f"{threads}: {num_cpus} CPU cores for {plural(world_size, 'worker')}"
 
     def lead_s(self) -> int:
-        """Return the seconds from the stop signal to the end of the job, here the configured grace time."""
+        """Return the seconds from the stop signal to the end of the job; here, the configured grace time."""
         return math.ceil(self.loaded.config.requeue.grace_s)
 
     def per(self, launcher: str) -> Literal["gpu", "node"]:
-        """Return the unit of a Slurm task."""
+        """Return what one Slurm task runs, ``gpu`` or ``node``."""
         return "node"
 
     def request(
@@ -280,7 +280,7 @@ class StepDraft(LaunchDraft):
         count = max(sizes)
         self.reasons["workers_per_node"] = f"{','.join(map(str, sizes))}: workers of each node of the step"
         if device == "cuda" and count > num_gpus == 1 and self.target.per == "gpu":
-            # The ranks find out whether all tasks see the same GPU.
+            # The ranks check themselves whether all tasks see the same GPU.
             self.warnings.append(f"task 0 sees one GPU of its node: {BOUND_GPU_WARNING}")
         elif device == "cuda" and count > num_gpus:
             message = f"is {count} in this step, but this node has {num_gpus} visible GPUs"
@@ -295,12 +295,12 @@ class StepDraft(LaunchDraft):
 
     @property
     def is_launched(self) -> bool:
-        """Return whether another launcher, and not Slurm, has started the ranks."""
+        """Return whether the ranks were started by another launcher and not by Slurm."""
         return self.target.backend == "launcher"
 
 
 def _policy(section: RequeueConfig) -> RequeuePolicy:
-    """Return the values of a section that the job needs."""
+    """Return the values of the section `requeue` that the job needs."""
     known = (field.name for field in fields(RequeuePolicy) if field.name in type(section).model_fields)
     return RequeuePolicy(**{name: getattr(section, name) for name in known})
 

@@ -1,4 +1,4 @@
-"""Checks degrees against the number of processes, the model and the batch, and names layouts."""
+"""Checks parallelism degrees against the processes, the model and the batch, and names layouts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainkit.plan.step_work import SPLIT_BACKWARD, StepWork, num_stages
 
 
 def layout_problems(work: StepWork) -> Iterator[Problem]:
-    """Yield all problems that rule out a layout for a model and a batch."""
+    """Yield every problem that rules out a layout for a model and a batch."""
     yield from _tensor_problems(work)
     pp, schedule, num_layers = work.layout.pp, work.parallel.pp_schedule, work.shape.num_layers
     stages = num_stages(pp, schedule)
@@ -24,9 +24,9 @@ def layout_problems(work: StepWork) -> Iterator[Problem]:
 
 
 def compiles(parallel: ParallelConfig, layout: Layout, device: str) -> bool:
-    """Return whether blocks are compiled on a device, ``cpu`` or ``cuda``.
+    """Return whether blocks are compiled on a device of this type, ``cpu`` or ``cuda``.
 
-    By default, blocks are not compiled on CPUs, where compiling takes longer than a short run, and with a
+    By default, blocks are not compiled on CPUs, where compiling takes longer than a short run, nor with a
     schedule that splits the backward pass.
     """
     if parallel.compile is not None:
@@ -35,7 +35,7 @@ def compiles(parallel: ParallelConfig, layout: Layout, device: str) -> bool:
 
 
 def batch_problems(work: StepWork) -> Iterator[Problem]:
-    """Yield all problems that rule out a layout for a batch, independent of the model."""
+    """Yield every problem that rules out a layout for a batch, whatever the model."""
     layout, parallel, schedule = work.layout, work.parallel, work.parallel.pp_schedule
     if layout.cp > 1 and work.seq_len % (2 * layout.cp):
         message = f"is {layout.cp}, but data.seq_len {work.seq_len} is not a multiple of 2 x {layout.cp}"
@@ -71,13 +71,13 @@ def _tensor_problems(work: StepWork) -> Iterator[Problem]:
     if work.parallel.sequence_parallel and share % layout.tp:
         of = f"data.seq_len {seq_len}" + (f" / parallel.cp {layout.cp}" if layout.cp > 1 else "")
         message = f"is true, but parallel.tp {layout.tp} does not divide {of}"
-        yield Problem("parallel.sequence_parallel", message, hint="false does not shard the sequence")
+        yield Problem("parallel.sequence_parallel", message, hint="with false, the sequence is not sharded")
 
 
 def microbatch_problems(
     layout: Layout, parallel: ParallelConfig, device_batch_size: int, accumulation_steps: int
 ) -> Iterator[Problem]:
-    """Yield the problems that rule out the number of microbatches of a pipeline."""
+    """Yield every problem with the number of microbatches of a pipeline."""
     if layout.pp == 1:
         return
     pp, schedule, microbatches = layout.pp, parallel.pp_schedule, parallel.pp_microbatches
@@ -86,7 +86,7 @@ def microbatch_problems(
         message = f"is {microbatches}, which does not divide train.device_batch_size {device_batch_size}"
         hint = f"it can be {divisors(device_batch_size)}"
         yield Problem("parallel.pp_microbatches", message, hint=hint)
-    # One step is one run of the schedule, which includes all accumulated microbatches.
+    # A step runs the schedule once, with all accumulated microbatches.
     count = microbatches * accumulation_steps
     made = f"is {microbatches}" + (f" x {accumulation_steps} accumulated" if accumulation_steps > 1 else "")
     least = {"1f1b": pp, "dualpipe_v": stages}.get(schedule, 1)
@@ -111,9 +111,9 @@ def divisors(number: int, most: int | None = None) -> str:
 
 
 def make_layout(parallel: ParallelConfig, world_size: int) -> tuple[Layout, str]:
-    """Return the layout of `world_size` processes and its description; a degree of -1 is derived.
+    """Return the layout of `world_size` processes with a description; a degree of -1 is derived.
 
-    Raises ConfigError if the product of the degrees is not the number of processes.
+    Raises ConfigError if the product of the degrees does not equal the number of processes.
     """
     degrees = {"dp_replicate": parallel.dp_replicate, "dp_shard": parallel.dp_shard}
     model = parallel.tp * parallel.pp * parallel.cp
@@ -152,7 +152,7 @@ def _problem(name: str, message: str, hint: str) -> ConfigError:
 
 
 def describe_layout(layout: Layout) -> str:
-    """Describe the replicas and shards of a layout."""
+    """Describe the replicas and shards of a layout in words."""
     model_ranks = layout.tp * layout.pp * layout.cp
     holder = "process" if model_ranks == 1 else f"group of {model_ranks} processes"
     holders = "processes" if model_ranks == 1 else f"groups of {model_ranks} processes"
@@ -182,9 +182,9 @@ DEGREES = ("dp_replicate", "dp_shard", "tp", "pp", "cp")
 
 
 def parse_layout(text: str) -> dict[str, object]:
-    """Parse ``--layout tp=2,dp_shard=2`` into keys of the section `parallel`, with all degrees.
+    """Parse ``--layout tp=2,dp_shard=2`` into keys of the config section `parallel`, with all degrees.
 
-    Raises UsageError if the text is invalid.
+    Raises UsageError if the text is not a valid layout.
     """
     origin = f"--layout {text}"
     values: dict[str, object] = {}
@@ -194,22 +194,22 @@ def parse_layout(text: str) -> dict[str, object]:
             hint = "for example --layout tp=2,dp_shard=2"
             raise UsageError(f"{origin}: {part.strip()!r} is not KEY=VALUE", hint=hint)
         if key not in ParallelConfig.model_fields:
-            hint = f"its keys are {', '.join(ParallelConfig.model_fields)}"
+            hint = f"the keys of this section are {', '.join(ParallelConfig.model_fields)}"
             raise UsageError(f"{origin}: the section parallel has no key {key}", hint=hint)
         if key in values:
-            raise UsageError(f"{origin}: {key} appears twice", hint="give each key once")
+            raise UsageError(f"{origin}: {key} appears twice", hint="specify each key only once")
         try:
             values[key] = parse_value(raw)
         except ValueError as error:
-            raise UsageError(f"{origin}: {key}: {error}", hint="values are written as in a config") from None
+            raise UsageError(f"{origin}: {key}: {error}", hint="write values as in a config file") from None
     missing = dict.fromkeys(DEGREES, 1)
     if values.get("dp_replicate") != -1:
-        missing["dp_shard"] = -1  # -1 derives this degree.
+        missing["dp_shard"] = -1  # -1 means that this degree is derived.
     return {**missing, **values}
 
 
 def layout_name(layout: Layout, others: Mapping[str, object]) -> str:
-    """Return the name of a layout in the form of ``--layout``: degrees above 1, then other keys."""
+    """Return the name of a layout as for ``--layout``: the degrees above 1, then the other keys."""
     degrees = {name: getattr(layout, name) for name in DEGREES if getattr(layout, name) > 1}
     return (
         ",".join(f"{key}={yaml_text(value)}" for key, value in {**degrees, **others}.items()) or "dp_shard=1"
@@ -217,5 +217,5 @@ def layout_name(layout: Layout, others: Mapping[str, object]) -> str:
 
 
 def yaml_text(value: object) -> str:
-    """Return a value of `parallel` as it is written in a config."""
+    """Return a value of the section `parallel` as it is written in a config."""
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,4 +1,4 @@
-"""Makes the launch plan of a config for a target, with the reason for every derived value."""
+"""Makes the launch plan for a config and a target, with the reason for every derived value."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ from trainkit.shipped import load
 
 
 def make_plan(loaded: LoadedConfig, facts: Facts, workload: Workload = TRAINER) -> LaunchPlan:
-    """Return the plan of a config: its layout, batch and job, with its model and memory checked.
+    """Return the plan for a config: its layout, batch and job, after checking model and memory.
 
-    A command has no model or data to check. Its layout and batch are planned only for the values that the
-    tool of its launcher gets. The function is pure. Raises ConfigError with every problem.
+    For a command, there is no model or data to check. A command's layout and batch are planned only if its
+    launcher passes values to a tool. The function has no side effects. Raises ConfigError that lists all
+    problems.
     """
     plan, problems = None, []
     try:
@@ -68,7 +69,7 @@ def with_parts(plan: LaunchPlan, loaded: LoadedConfig, facts: Facts) -> LaunchPl
 
 
 def _inserted(reasons: dict[str, str], new: Mapping[str, str], follows: str | None) -> dict[str, str]:
-    """Insert new reasons after the reason that they follow, else at the end."""
+    """Insert new reasons after the reason `follows`, or at the end."""
     names = list(reasons)
     place = len(names) if follows is None else names.index(follows) + 1
     return {**{name: reasons[name] for name in names[:place]}, **new, **reasons, **new}
@@ -80,7 +81,7 @@ def _problem(found: KeyProblem) -> Problem:
 
 
 def problems(loaded: LoadedConfig, facts: Facts, workload: Workload = TRAINER) -> list[Problem]:
-    """Return every problem of a config under the given facts."""
+    """Return every problem with a config under the given facts."""
     try:
         make_plan(loaded, facts, workload)
     except ConfigError as error:
@@ -91,7 +92,7 @@ def problems(loaded: LoadedConfig, facts: Facts, workload: Workload = TRAINER) -
 def _with_model(
     config: RunConfig, data: DataFacts, machine: Machine, gpus: list[str], plan: LaunchPlan | None
 ) -> tuple[LaunchPlan | None, list[Problem]]:
-    """Add the results of the model and data checks to the plan, and return their problems.
+    """Add the results of checking model and data to the plan, and return the problems found.
 
     `gpus` is the result of `gpu_names`.
     """
@@ -136,7 +137,7 @@ def _draft(loaded: LoadedConfig, facts: Facts) -> LaunchDraft:
 def _float8_problems(config: RunConfig, plan: LaunchPlan) -> Iterator[Problem]:
     value = str(config.precision.float8).lower()
     if plan.device == "cpu":
-        if config.device != "cpu":  # Another check reports this contradiction within the config.
+        if config.device != "cpu":  # a check of the config alone reports `device: cpu`
             message = f"is {value}, but the run would use CPUs: {plan.reasons['device']}"
             yield Problem("precision.float8", message, hint="float8 requires a GPU")
     elif not compiles(config.parallel, plan.layout, plan.device):
@@ -152,7 +153,7 @@ def _check_model(
 ) -> tuple[LaunchPlan, list[Problem]]:
     """Return the plan with its memory estimate, and all problems that prevent training the model."""
     if config.model.architecture != DECODER:
-        # The other rules and the memory of a custom architecture are unknown.
+        # For a custom architecture, the other rules and the memory are unknown.
         return plan, [*batch_problems(work)]
     if found := [*layout_problems(work)]:
         return plan, found
@@ -172,33 +173,33 @@ def _check_model(
 
 
 def _staging_problems(config: RunConfig, plan: LaunchPlan, saved: int, machine: Machine) -> Iterator[Problem]:
-    """Yield a problem if a node has too little memory for asynchronous saves of `saved` bytes."""
+    """Yield a problem if nodes have too little memory to save `saved` bytes asynchronously."""
     resources, layout = config.resources, plan.layout
     need = saved * plan.workers_per_node * layout.dp_replicate / layout.world_size
     if not plan.is_job:
         key, have = "checkpoint.async", machine.memory
         value = f"is true, and this machine has {size(have or 0)}"
     else:
-        # Without resources.mem, a job gets the partition's default, which is unknown here.
+        # Without resources.mem, the partition's default applies, which is unknown here.
         mib = memory_mib(resources.mem or "0")
         key, have = "resources.mem", None if mib is None else int(mib * 2**20)
         value = f"is {resources.mem}"
     if config.checkpoint.async_save and have is not None and need > have:
         message = f"{value}, but saving in the background needs {size(need)} of memory per node"
-        yield Problem(key, message, hint="checkpoint.async: false saves without copies in memory")
+        yield Problem(key, message, hint="with checkpoint.async: false, saving needs no copy in memory")
 
 
 def _host_problems(
     config: RunConfig, plan: LaunchPlan, work: StepWork, machine: Machine
 ) -> Iterator[Problem]:
-    """Yield a problem if the processes of a run on this machine need more memory than it has.
+    """Yield a problem if the processes on this machine need more memory than it has.
 
-    Only weights, gradients and optimizer state count, because the run certainly needs them. Running out of
-    memory would also kill other processes.
+    Only weights, gradients and optimizer state are counted, because these are certainly needed. If memory ran
+    out, other processes could be killed too.
     """
     state = state_bytes(work) * plan.layout.dp_replicate
     if not plan.is_here:
-        state //= plan.num_nodes  # The other nodes are other machines.
+        state //= plan.num_nodes  # The processes of other nodes run on other machines.
     if not plan.is_job and machine.memory is not None and state > machine.memory:
         what = f"is {config.model.preset}: weights, gradients and optimizer state take {size(state)}"
         message = f"{what}, but this machine has {size(machine.memory)}"

@@ -1,13 +1,13 @@
-"""Estimates the peak memory of a step on the GPU that needs the most, by category.
+"""Estimates the peak memory of a step, by category, on the GPU that needs the most memory.
 
-Weights, gradients and optimizer state are sharded as in ZeRO (arXiv 1910.02054). In float32 they take 4, 4
-and, for AdamW, 8 bytes per parameter, divided over ``dp_shard x cp x tp x pp`` ranks. Other memory varies
-within a step, so it is computed for a few phases; the phase with the most memory is the peak. Activations
-follow "Reducing Activation Recomputation" (arXiv 2205.05198), for blocks of RMSNorm, grouped-query attention
-without stored scores, and SwiGLU.
+Weights, gradients and optimizer state are sharded as in ZeRO (arXiv 1910.02054). In float32, they take 4, 4
+and (for AdamW) 8 bytes per parameter, divided among ``dp_shard x cp x tp x pp`` ranks. Other memory changes
+during a step, so it is estimated for several phases, and the phase with the largest total gives the peak.
+Activations follow "Reducing Activation Recomputation" (arXiv 2205.05198), adapted to blocks of RMSNorm,
+grouped-query attention without stored scores, and SwiGLU.
 
-The estimate only ranks layouts, so it omits small terms such as statistics, masks and the rounding of shards.
-The simulation of a rank counts every tensor. All functions are pure.
+The estimate is meant to compare layouts, so it omits small terms such as statistics, masks and the rounding
+of shards. By contrast, the simulation of a rank counts every tensor. All functions are without side effects.
 """
 
 from __future__ import annotations
@@ -35,21 +35,22 @@ from trainkit.plan.step_work import (
 
 FLOAT32 = 4
 RECOMPUTED_COPIES = 6
-"""Copies of a block's activations during deferred weight gradients with recomputation, because torch
-recomputes the activations for each weight and frees none. Measurements show 5.5 to 6.4 copies."""
+"""Number of copies of a block's activations in memory if weight gradients are deferred and activations
+recomputed: torch recomputes the activations for each weight and frees no copy. Measurements show 5.5 to 6.4
+copies."""
 
 
 class RankParams(NamedTuple):
-    """The parameters of one rank of a pipeline after tensor parallelism, unsharded."""
+    """Number of parameters on one pipeline rank after tensor parallelism, unsharded."""
 
     layers: tuple[int, ...]
-    """Number of layers of each stage of the rank, in forward order."""
+    """Number of layers in each stage of the rank, in forward order."""
     block: int
-    """Parameters of one block."""
+    """Number of parameters of one block."""
     embedding: int
-    """Parameters of the embedding; 0 if it is on another rank, or tied to a head on this rank."""
+    """Number of parameters of the embedding; 0 if it is on another rank, or tied to a head on this rank."""
     head: int
-    """Parameters of the head; 0 if the head is on another rank."""
+    """Number of parameters of the head; 0 if it is on another rank."""
 
     @property
     def num_layers(self) -> int:
@@ -62,7 +63,7 @@ class RankParams(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def rank_params(shape: ModelShape, layout: Layout, schedule: PipelineSchedule, pp_rank: int) -> RankParams:
-    """Return the parameters of one rank; the last stage has the head, the first stage the embedding."""
+    """Return the parameters of one rank; the first stage has the embedding, and the last stage the head."""
     stages, mine = num_stages(layout.pp, schedule), stages_of(pp_rank, layout.pp, schedule)
     layers = tuple(len(stage_layers(shape.num_layers, stages)[stage]) for stage in mine)
     block = num_params_between_embeddings(shape) // shape.num_layers // layout.tp
@@ -73,45 +74,47 @@ def rank_params(shape: ModelShape, layout: Layout, schedule: PipelineSchedule, p
 
 
 def stream_bytes(work: StepWork) -> int:
-    """Return the bytes per token of the residual stream on one rank."""
+    """Return the size of the residual stream on one rank, in bytes per token."""
     return work.itemsize * work.shape.dim // (work.layout.tp if work.parallel.sequence_parallel else 1)
 
 
 def _norm_bytes(work: StepWork) -> int:
-    """Return the bytes per token that a norm keeps; on CPUs, its input and its result in float32."""
+    """Return the bytes per token that a norm keeps for the backward pass; on CPUs, two float32 tensors."""
     return stream_bytes(work) * (2 * FLOAT32 // work.itemsize if work.device == "cpu" else 1)
 
 
 def block_bytes(work: StepWork) -> int:
-    """Return the activation bytes that one block keeps per pass without recomputation.
+    """Return the bytes of activations that one block keeps per pass without recomputation.
 
-    A block keeps the inputs of both norms, of qkv, and of gate and up for each token. Tensor parallelism
-    splits queries, keys, values and output of attention, and gate, up, silu(gate) and their product.
+    For each token, a block keeps the inputs of both norms, of qkv, and of gate and up. The following tensors
+    are split by tensor parallelism: queries, keys, values, the attention output, gate, up, silu(gate), and
+    the product of the last two.
     """
     shape, layout, item = work.shape, work.layout, work.itemsize
     kv_dim = shape.num_kv_heads * shape.head_dim
-    # Context parallelism gathers keys and values, and concatenates the outputs of both chunks.
+    # Context parallelism gathers keys and values, and concatenates the outputs of the two chunks.
     split = (2 if layout.cp == 1 else 3) * shape.dim + 2 * kv_dim * layout.cp + 4 * shape.ffn_dim
     a_token = 2 * _norm_bytes(work) + item * (2 * shape.dim + split / layout.tp)
     if shape.dropout:
-        a_token += 2 * stream_bytes(work)  # Both branches have a dropout mask.
+        a_token += 2 * stream_bytes(work)  # Attention and feed-forward each have a dropout mask.
     mask = 0
     if layout.cp > 1 and work.device == "cpu":
-        # Each of the two chunks attends to the tokens before it; GPU kernels do not store causal masks.
+        # Each of the two chunks attends to all tokens up to its own; kernels on GPUs store no causal mask.
         mask = item * (work.seq_len // (2 * layout.cp)) ** 2 * (2 * layout.cp + 1)
     return round(work.tokens_per_pass * a_token) + mask
 
 
 def kept_bytes(work: StepWork) -> int:
-    """Return the activation bytes that one block keeps per pass until its backward pass."""
+    """Return the bytes of activations that one block keeps from a forward pass to its backward pass."""
     mode, shape, tp = work.parallel.activation_checkpointing, work.shape, work.layout.tp
     if mode == "none":
         return block_bytes(work)
     a_token: float = stream_bytes(work)
     if mode == "selective":
-        # Attention, every second matrix product (wq, wv, gate, down) and results reduced over tp are kept.
+        # The results of attention, of every second matrix product (wq, wv, gate, down) and of reductions over
+        # tp are kept.
         kv_dim = shape.num_kv_heads * shape.head_dim
-        # On Hopper, attention with context parallelism merges the results of two calls.
+        # On Hopper, context-parallel attention merges the results of two kernel calls.
         attended = shape.dim * (2 if work.layout.cp > 1 and work.device == "cuda" else 1)
         a_token += work.itemsize * ((attended + shape.dim + kv_dim + shape.ffn_dim) / tp + shape.dim)
         a_token += 2 * stream_bytes(work) if tp > 1 else 0
@@ -132,11 +135,12 @@ def _logits(work: StepWork) -> float:
 
 
 def loss_bytes(work: StepWork) -> int:
-    """Return the bytes of the loss of one pass at the start of its backward pass.
+    """Return the bytes that the loss of one pass needs when its backward pass begins.
 
-    The loss keeps log-probabilities and the gradients of log-probabilities and logits, in float32. torch's
-    loss parallelism keeps one more copy, and a pipeline also keeps the logits. A chunked loss keeps these
-    tensors for one chunk only, and the gradients of the head's weight and of the hidden states.
+    The loss keeps log-probabilities, their gradients and the gradients of the logits, all in float32. torch's
+    loss parallelism keeps one more copy, and a pipeline also keeps the logits. If the loss is computed in
+    chunks, log-probabilities and gradients of logits exist only for one chunk, but the gradients of the
+    head's weight and of the hidden states are kept as well.
     """
     a_logit = FLOAT32 * (4 if work.parallel.loss_parallel and work.layout.tp > 1 else 3)
     a_logit += work.itemsize if work.layout.pp > 1 else 0
@@ -149,16 +153,16 @@ def loss_bytes(work: StepWork) -> int:
 
 @dataclass(frozen=True)
 class Parts:
-    """Memory by category, in bytes."""
+    """Memory in bytes, by category."""
 
     params: int = 0
     gradients: int = 0
     optimizer: int = 0
     activations: int = 0
-    """Activations kept for the backward pass, and activations of the block that is recomputed."""
+    """Activations kept for the backward pass, and those of the block that is being recomputed."""
     loss: int = 0
     buffers: int = 0
-    """Gathered and cast parameters, gradients in communication, and pipeline receive buffers."""
+    """Gathered and cast parameters, gradients being reduced, and receive buffers of a pipeline."""
 
     @property
     def total(self) -> int:
@@ -167,12 +171,12 @@ class Parts:
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of one rank, by phase of a step."""
+    """The memory of one rank in each phase of a step."""
 
     phases: dict[str, Parts]
-    """Maps a phase to its memory. ``loss`` is the start of the loss's backward pass, ``backward`` the start
-    of a block's backward pass, ``reduce`` the reduction of the last gradients, and ``update`` the optimizer
-    step."""
+    """Maps each phase to the memory in use. ``loss`` is the start of the backward pass of the loss,
+    ``backward`` the start of the backward pass of a block, ``reduce`` the reduction of the last gradients,
+    and ``update`` the optimizer step."""
 
     @cached_property
     def worst_phase(self) -> str:
@@ -180,32 +184,32 @@ class Memory:
 
     @cached_property
     def peak(self) -> int:
-        """Return the total bytes in the worst phase."""
+        """Return the total bytes in the phase that needs most memory."""
         return self.phases[self.worst_phase].total
 
     @property
     def largest(self) -> Parts:
-        """Return the maximum of each category over all phases; the maxima do not coincide."""
+        """Return the maximum of each category over all phases; these maxima may occur in different phases."""
         return Parts(*map(max, zip(*map(astuple, self.phases.values()), strict=True)))
 
 
 def memory_of(work: StepWork) -> Memory:
-    """Return the memory of the rank that needs the most."""
+    """Return the memory of the rank that needs most memory."""
     ranks = extreme_ranks(work)
     return max((rank_memory(work, rank) for rank in ranks), key=lambda found: found.peak)
 
 
 def check_gpu_memory(work: StepWork, gpu: Gpu) -> tuple[str, Problem | None]:
-    """Return a sentence about the memory of a run, and the problem if the run certainly does not fit.
+    """Return a sentence about the memory of a run, and a problem if the run definitely does not fit.
 
-    If a GPU name has variants, the variant with the most memory counts.
+    If a GPU name has several variants, the variant with the most memory is assumed.
     """
     memory = memory_of(work)
     peak, worst = memory.peak, memory.phases[memory.worst_phase]
     text = f"about {size(peak)} of the {size(gpu.memory)} of each {gpu.name} ({peak / gpu.memory:.0%})"
     if peak <= gpu.most_memory:
         return text if peak <= gpu.usable else f"{text}: little headroom is left", None
-    # Report the key that affects the largest part of the memory.
+    # Report the config key with the most influence on the largest part of the memory.
     state = worst.params + worst.gradients + worst.optimizer
     if state > gpu.most_memory or state > worst.total / 2:
         key, value = "parallel.dp_shard", work.layout.dp_shard
@@ -222,17 +226,17 @@ def check_gpu_memory(work: StepWork, gpu: Gpu) -> tuple[str, Problem | None]:
 
 
 def extreme_ranks(work: StepWork) -> list[int]:
-    """Return the pipeline ranks that may need the most: both ends, and the first with the most layers."""
+    """Return the pipeline ranks that may need most memory: both ends, and the first with the most layers."""
     pp, schedule = work.layout.pp, work.parallel.pp_schedule
     layers = [rank_params(work.shape, work.layout, schedule, rank).num_layers for rank in range(pp)]
     return sorted({0, layers.index(max(layers)), pp - 1})
 
 
 def rank_memory(work: StepWork, pp_rank: int) -> Memory:
-    """Return the memory of one pipeline rank; all ranks with the same stages need the same amount."""
+    """Return the memory of one pipeline rank; ranks with equal stages need the same amount."""
     params = rank_params(work.shape, work.layout, work.parallel.pp_schedule, pp_rank)
     on_device = 0 if work.parallel.offload else params.whole // work.shards
-    # One process also keeps the weights in the compute type.
+    # A model that is not wrapped also keeps its weights in the compute dtype.
     is_cast = not work.is_wrapped and work.dtype != "fp32"
     a_param = FLOAT32 + (work.itemsize if is_cast else 0)
     state = a_param * on_device, round(work.optimizer_bytes * on_device)
@@ -250,27 +254,28 @@ Phase = tuple[str, int, int, int, int]
 
 
 def _phases(work: StepWork, params: RankParams) -> Iterator[Phase]:
-    """Yield the phases of a step without a pipeline, which reduces gradients as soon as they exist."""
+    """Yield the phases of a step without a pipeline; gradients are reduced as they become ready."""
     item, blocks, block, head = work.itemsize, params.num_layers, params.block, params.head
     is_wrapped, is_tied = work.is_wrapped, work.shape.tie_embeddings
     shard = FLOAT32 * params.whole // work.shards
     own = 0 if work.parallel.offload else shard
-    waiting = 0  # These are the gradients of earlier passes.
+    waiting = 0  # Bytes of gradients from earlier passes.
     if work.accumulation_steps > 1:
-        # With offload, one process, and shards without replicas, move the gradients of every pass to the
-        # host.
+        # With offloading, a single process or shards without replicas move their gradients to the host after
+        # every pass.
         moves = work.layout.dp_replicate == 1 and (work.shards > 1 or work.layout.world_size == 1)
         waiting = own if moves else shard
     whole = item * params.whole
-    # The parameters are kept for the next pass.
+    # Whether the parameters stay gathered for the next pass.
     stays = work.keeps_gathered and work.shards > 1 and work.passes_per_step > 1
     yield "update", own, 0, 0, 0
     kept, in_block = kept_bytes(work), _in_a_block(work, params)
     gathered = (whole if work.keeps_gathered else item * head) if is_wrapped else 0
     yield "loss", waiting, kept * blocks + _head_bytes(work), loss_bytes(work), gathered
-    # Activations are freed and gradients made at constant rates, so the peak is near one of the ends.
+    # Activations are freed, and gradients created, at constant rates, so the peak is near one of the ends.
     recomputed = max(0, block_bytes(work) - kept)
-    # Tied embeddings stay gathered, and the head's gradient waits for the embedding's gradient.
+    # Tied embeddings stay gathered, and the gradient of the head is kept until the gradient of the embedding
+    # is ready.
     both_ends = head if is_wrapped and is_tied else 0
     for done in {0, min(1, blocks - 1), blocks - 1}:
         made = 0 if own == 0 else FLOAT32 * (block * done + head - both_ends) // work.shards
@@ -286,17 +291,17 @@ def _phases(work: StepWork, params: RankParams) -> Iterator[Phase]:
         end = params.embedding or head
         buffers = FLOAT32 * end + (whole if stays else 0)
         yield "reduce", (waiting or own) + item * end, 0, 0, buffers
-        if not is_tied:  # The head is reduced before the blocks.
+        if not is_tied:  # The gradient of the head is reduced before those of the blocks.
             yield "reduce", waiting + item * head, kept * blocks, 0, gathered + FLOAT32 * head
 
 
 def _pipeline_phases(work: StepWork, params: RankParams, pp_rank: int) -> Iterator[Phase]:
-    """Yield the phases of a step with a pipeline, which reduces gradients only after all passes."""
+    """Yield the phases of a step with a pipeline; gradients are reduced only after all passes."""
     item, layers, schedule = work.itemsize, params.layers, work.parallel.pp_schedule
     pp, passes, has_head = work.layout.pp, work.passes_per_step, params.head > 0
     is_deferred = schedule in DEFERRED_WEIGHT_GRADS
-    # Each microbatch receives one input and one gradient. With deferred weight gradients, the gradient that
-    # is sent on is kept too.
+    # Per microbatch, a stage receives one input and one gradient. If weight gradients are deferred, the
+    # gradient that is sent to the previous stage is kept too.
     received = (len(layers) - (pp_rank == 0)) * (2 if is_deferred else 1) + len(layers) - has_head
     buffers = received * passes * work.tokens_per_pass * stream_bytes(work)
     yield "update", 0 if work.parallel.offload else FLOAT32 * params.whole // work.shards, 0, 0, buffers
@@ -311,7 +316,7 @@ def _pipeline_phases(work: StepWork, params: RankParams, pp_rank: int) -> Iterat
         a_logit = item if is_deferred else FLOAT32 + item
         losses = others * round(logits * a_logit + at_head)
     for state in worst_in_flight(schedule, pp, pp_rank, passes):
-        # Deferred weight gradients also wait in the compute type, except the gradients of the first stage.
+        # Deferred weight gradients are also kept in the compute dtype, except those of the first stage.
         all_have = state.summed == len(layers)
         summed = params.whole if all_have else state.summed * (params.block * layers[-1] + params.head)
         latest = summed - all_have * (params.embedding + (pp_rank == 0) * params.block * layers[0])
@@ -323,15 +328,15 @@ def _pipeline_phases(work: StepWork, params: RankParams, pp_rank: int) -> Iterat
 
 
 def _head_bytes(work: StepWork) -> int:
-    """Return the activation bytes of the final norm and the head's input per pass."""
+    """Return the bytes per pass that the final norm and the input of the head take."""
     return work.tokens_per_pass * (_norm_bytes(work) + work.itemsize * work.shape.dim)
 
 
 def _in_a_block(work: StepWork, params: RankParams) -> int:
-    """Return the bytes that the backward pass of a block needs in addition to its kept activations.
+    """Return the bytes that a block's backward pass needs in addition to the activations it has kept.
 
-    At first, the pass needs gradients of activations inside the SwiGLU. Later, when most activations are
-    freed, it needs gradients of all weights.
+    At first, the backward pass needs gradients of activations within the SwiGLU. Later, when most activations
+    have been freed, the backward pass needs the gradients of all weights.
     """
     shape, tp, stream = work.shape, work.layout.tp, stream_bytes(work) * work.tokens_per_pass
     numbers = shape.dim * (2 if tp > 1 else 1) + 3 * shape.ffn_dim / tp
@@ -340,10 +345,10 @@ def _in_a_block(work: StepWork, params: RankParams) -> int:
 
 
 def checkpoint_bytes(work: StepWork) -> int:
-    """Return the bytes of a checkpoint, which contains the float32 weights and the optimizer state."""
+    """Return the size of a checkpoint in bytes: the float32 weights and the optimizer state."""
     return round(num_params(work.shape) * (FLOAT32 + work.optimizer_bytes))
 
 
 def state_bytes(work: StepWork) -> int:
-    """Return the unsharded bytes of a model's weights and gradients, in float32, and optimizer state."""
+    """Return the bytes of a model's unsharded weights and gradients (float32) and optimizer state."""
     return checkpoint_bytes(work) + FLOAT32 * num_params(work.shape)

@@ -1,4 +1,4 @@
-"""Resolves the shape of a model from its preset and config, and counts parameters and FLOPs."""
+"""Resolves the shape of a model from its preset and config, and counts its parameters and FLOPs."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from trainkit.config.training import ModelConfig
 from trainkit.errors import ConfigError, Problem
 
 VOCAB_MULTIPLE = 64
-"""Vocabulary sizes are rounded up to a multiple of this, for faster matrix kernels."""
+"""Vocabulary sizes are rounded up to a multiple of this number to make matrix kernels faster."""
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """The stretching of the rotary embedding in Llama 3.1.
+    """The way in which Llama 3.1 stretches its rotary position embedding for long contexts.
 
-    Long wavelengths are stretched by `factor`, short wavelengths not at all.
+    Long wavelengths are stretched by `factor`; short wavelengths stay unchanged.
     """
 
     factor: float
@@ -26,7 +26,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a Llama-style decoder."""
+    """The sizes that define a Llama-style decoder."""
 
     vocab_size: int
     dim: int
@@ -48,7 +48,7 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Preset:
-    """The sizes of a named model."""
+    """The sizes of a predefined model."""
 
     dim: int
     num_layers: int
@@ -56,7 +56,7 @@ class Preset:
     num_kv_heads: int
     ffn_dim: int
     vocab_size: int | None = None
-    """None for models that are made for small vocabularies and use the tokenizer's size."""
+    """None for models with a small vocabulary; these models use the size of the tokenizer's vocabulary."""
     norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
 
@@ -83,7 +83,7 @@ SIZES = ("dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "norm_eps"
 
 
 def vocabulary_note(model: ModelConfig, tokenizer_vocab_size: int) -> str | None:
-    """Return a sentence if the vocabulary size of a model differs between its preset and the tokenizer."""
+    """Return a sentence if the vocabulary sizes of the preset and the tokenizer differ, else None."""
     preset = PRESETS[model.preset].vocab_size
     padded = _padded(tokenizer_vocab_size)
     if model.vocab_size is not None or preset is None or preset == padded:
@@ -99,9 +99,9 @@ def _padded(tokenizer_vocab_size: int) -> int:
 
 
 def resolve_model_shape(model: ModelConfig, tokenizer_vocab_size: int) -> ModelShape:
-    """Return the shape of a config, which is its preset with its overrides.
+    """Return the model shape of a config: its preset with the values that the config overrides.
 
-    Raises ConfigError with every size that is incompatible with another size.
+    Raises ConfigError with all sizes that are incompatible with each other.
     """
     preset = PRESETS[model.preset]
     scaling = {str(key): value for key, value in (model.rope_scaling or {}).items()}
@@ -116,7 +116,7 @@ def resolve_model_shape(model: ModelConfig, tokenizer_vocab_size: int) -> ModelS
     )
     problems = _shape_problems(shape, tokenizer_vocab_size)
     if missing:
-        problems.append(Problem("model.rope_scaling", f"has no {missing[0]}", hint="it has four keys"))
+        problems.append(Problem("model.rope_scaling", f"has no {missing[0]}", hint="specify all four keys"))
     if problems:
         raise ConfigError(problems)
     return shape
@@ -126,7 +126,7 @@ def _shape_problems(shape: ModelShape, tokenizer_vocab_size: int) -> list[Proble
     problems = []
     if shape.vocab_size < tokenizer_vocab_size:
         message = f"is {shape.vocab_size}, but the tokenizer has {tokenizer_vocab_size} tokens"
-        hint = "null uses a size that is large enough"
+        hint = "null selects a size that is large enough"
         problems.append(Problem("model.vocab_size", message, hint=hint))
     if shape.dim % shape.num_heads:
         message = f"is {shape.num_heads}, which does not divide model.dim {shape.dim}"
@@ -137,19 +137,19 @@ def _shape_problems(shape: ModelShape, tokenizer_vocab_size: int) -> list[Proble
         problems.append(Problem("model.num_heads", message, hint=hint))
     if shape.num_heads % shape.num_kv_heads:
         message = f"is {shape.num_kv_heads}, which does not divide model.num_heads {shape.num_heads}"
-        hint = "every key and value head serves the same number of query heads"
+        hint = "every key/value head must serve the same number of query heads"
         problems.append(Problem("model.num_kv_heads", message, hint=hint))
     return problems
 
 
 def num_params(shape: ModelShape) -> int:
-    """Return the number of all parameters, including embeddings; tied embeddings count once."""
+    """Return the number of all parameters, including embeddings; tied embeddings are counted once."""
     embeddings = shape.vocab_size * shape.dim * (1 if shape.tie_embeddings else 2)
     return embeddings + num_params_between_embeddings(shape)
 
 
 def num_params_between_embeddings(shape: ModelShape) -> int:
-    """Return the number of parameters of the decoder blocks and the final norm."""
+    """Return the number of parameters in the decoder blocks and the final norm."""
     attention = 2 * shape.dim * shape.dim + 2 * shape.dim * shape.num_kv_heads * shape.head_dim
     feed_forward = 3 * shape.dim * shape.ffn_dim
     norms = 2 * shape.dim
@@ -160,8 +160,8 @@ def num_params_between_embeddings(shape: ModelShape) -> int:
 def flops_per_token(shape: ModelShape, seq_len: int) -> float:
     """Return the FLOPs of training on one token, without recomputation.
 
-    The formula is ``6 N + 12 L H Q T`` of PaLM, appendix B (arXiv 2204.02311). N counts the blocks and the
-    output projection, even if tied, but not the embedding, which is a lookup.
+    The formula is ``6 N + 12 L H Q T`` of PaLM, appendix B (arXiv 2204.02311). N includes the blocks and the
+    output projection (even if tied), but not the embedding, which is only a lookup.
     """
     matmul_params = num_params_between_embeddings(shape) + shape.vocab_size * shape.dim
     attention = 12 * shape.num_layers * shape.dim * seq_len

@@ -1,4 +1,4 @@
-"""Plans a run whose job may get any number of nodes of a range."""
+"""Plans a run whose job may get any number of nodes in a range."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from trainkit.plan.workload import TRAINER, Workload
 from trainkit.run.files import difference
 from trainkit.shipped import load
 
-if TYPE_CHECKING:  # A run on this machine needs no cluster.
+if TYPE_CHECKING:  # A run on this machine needs no information about clusters.
     from trainkit.cluster.model import Cluster
 
 KEY = "resources.nodes"
 BATCH = "train.global_batch_size"
 MOST_SIZES = 1000
-"""Maximum number of node counts to plan, which takes less than a second."""
+"""Maximum number of node counts to plan; planning this many takes less than a second."""
 
 
 def plan_nodes(
     loaded: LoadedConfig, facts: Facts, workload: Workload = TRAINER, before: LaunchPlan | None = None
 ) -> LaunchPlan:
-    """Return the plan of a config, which for a range of nodes contains a plan for each possible count.
+    """Return the plan for a config; for a range of nodes, it contains a plan for each possible node count.
 
-    The main plan is for the largest count. Global batch and learning rate of all counts are the values of the
-    largest count or of the plan `before`, so that the loss curve does not depend on the nodes that the job
-    gets. Raises ConfigError with every problem if no count is possible.
+    The main plan is that for the largest node count. All node counts use the global batch size and learning
+    rate of the largest count (or of the plan `before`), so that the loss curve does not depend on the number
+    of nodes that the job gets. Raises ConfigError that lists all problems if no node count is possible.
     """
     resources = loaded.config.resources
     if resources.fewest_nodes == resources.most_nodes:
@@ -49,9 +49,9 @@ def plan_nodes(
     counts, origin = resources.node_counts, loaded.origins.get(KEY, KEY)
     if len(counts) > MOST_SIZES:
         message = (
-            f"is {resources.nodes}: {len(counts):,} numbers of nodes, and at most {MOST_SIZES:,} are planned"
+            f"is {resources.nodes}: {len(counts):,} node counts, but at most {MOST_SIZES:,} can be planned"
         )
-        raise ConfigError([loaded.problem(KEY, message, "name a smaller range")])
+        raise ConfigError([loaded.problem(KEY, message, "use a smaller range")])
     plans: list[LaunchPlan] = []
     refused: dict[int, ConfigError] = {}
     for num_nodes in reversed(counts):
@@ -61,7 +61,7 @@ def plan_nodes(
         except ConfigError as error:
             refused[num_nodes] = error
             continue
-        # This machine simulates any number of nodes, so only the largest is planned.
+        # This machine can simulate any number of nodes, so only the largest number is planned.
         if facts.target.cluster is None:
             break
         if len(plans) == 1:
@@ -78,20 +78,20 @@ def plan_nodes(
         message = (
             f"is {resources.nodes}, but the values for {workload.launcher} depend on the number of nodes"
         )
-        hint = "name one number of nodes, or write the values into the command"
+        hint = "set a single number of nodes, or write the values into the command"
         raise ConfigError([loaded.problem(KEY, message, hint)])
     return _joined(first, plans, refused, facts.target.cluster)
 
 
 def _given(plan: LaunchPlan) -> list[object]:
-    """Return the values of batch and learning rate that the command gets."""
+    """Return the batch sizes and learning rate that are passed to the command."""
     return [load(name).size_independent(plan) for name in plan.parts]
 
 
 def _joined(
     first: LaunchPlan, plans: Sequence[LaunchPlan], refused: Mapping[int, ConfigError], cluster: Cluster
 ) -> LaunchPlan:
-    """Return the first plan, with its changes for the other node counts."""
+    """Return the first plan, extended by the values that differ for other node counts."""
     sizes = spans([plan.num_nodes for plan in reversed(plans)])
     note = f"{sizes}: as many as Slurm has{_not_possible(refused)}"
     if len(plans) == 1:
@@ -103,7 +103,7 @@ def _joined(
 
 
 def _alike(plan: LaunchPlan, first: LaunchPlan, least: LaunchPlan, note: str) -> LaunchPlan:
-    """Set the values that all node counts share; `first` has the most nodes, `least` the fewest."""
+    """Set the values shared by all node counts; `first` has the most nodes, `least` the fewest."""
     reasons = {"nodes": note, **plan.reasons}
     for key, of in (("lr", first), ("exclude", least)):
         if key in reasons:

@@ -1,6 +1,7 @@
-"""Estimates the time of a step on a layout, and the data that its GPUs send each other.
+"""Estimates how long a step takes on a layout, and how much data its GPUs send each other.
 
-The times are accurate enough to rank layouts, but not to predict their speed. All functions are pure.
+The times are accurate enough to rank layouts, but not to predict their actual speed. All functions are
+without side effects.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ DATA_PARALLEL: tuple[Kind, ...] = ("gather", "scatter", "reduce")
 
 @dataclass(frozen=True)
 class Flow:
-    """The data that one GPU sends for one kind of communication in one optimizer step."""
+    """The data that one GPU sends in one optimizer step for one kind of communication."""
 
     kind: Kind
     """``gather`` is the all-gather of parameters, ``scatter`` the reduce-scatter of gradients over shards,
@@ -30,30 +31,31 @@ class Flow:
     calls: int
     """Number of collectives."""
     ranks: int
-    """Number of ranks in the group."""
+    """Number of ranks in the process group."""
     stride: int
-    """Difference between the ranks of neighbours in the group."""
+    """Difference between the rank numbers of neighbours in the process group."""
 
     def crosses_nodes(self, node_size: int) -> bool:
-        """Return whether the group spans several nodes."""
+        """Return whether the process group spans several nodes."""
         return self.ranks * self.stride > node_size
 
     def ranks_of_a_node(self, node_size: int) -> int:
-        """Return the number of ranks of the group on one node, which share its links to other nodes."""
+        """Return how many ranks of the process group are on one node and share its links to other nodes."""
         return min(self.ranks, max(1, node_size // self.stride))
 
 
 def traffic(work: StepWork) -> list[Flow]:
-    """Return all data that a GPU sends in one step."""
+    """Return all communication of a GPU in one step."""
     flows = [*_weights(work), *_activations(work)]
     return [flow for flow in flows if flow.ranks > 1 and flow.num_bytes]
 
 
 def _weights(work: StepWork) -> Iterator[Flow]:
-    """Yield all-gathers of parameters, and reductions of gradients over shards and replicas.
+    """Yield all-gathers of parameters, and reductions of gradients over shards and over replicas.
 
-    The counts are per pass, or per step in a pipeline. ZeRO-3 gathers for the forward and the backward pass,
-    but the head only once. ZeRO-2 gathers once per step.
+    Parameters are gathered, and gradients reduced, once per pass or, in a pipeline, once per step. ZeRO-3
+    gathers parameters for the forward pass and again for the backward pass, but the head only once. ZeRO-2
+    gathers parameters once per step.
     """
     params, layout, shards, copies = _params(work, 0), work.layout, work.shards, work.layout.dp_replicate
     passes = 1 if layout.pp > 1 else work.passes_per_step
@@ -73,9 +75,9 @@ def _activations(work: StepWork) -> Iterator[Flow]:
     layout, shape, params = work.layout, work.shape, _params(work, 0)
     mode, block_passes = work.parallel.activation_checkpointing, params.num_layers * work.passes_per_step
     stream = work.tokens_per_pass * work.itemsize * shape.dim
-    # Attention and feed-forward each gather their input and reduce their output, forward and backward.
-    # Recomputation gathers again. Reduced outputs are kept, except that `full` reduces the output of
-    # attention again.
+    # Attention and feed-forward each gather their input and reduce their output, both in the forward and in
+    # the backward pass. Recomputation gathers the inputs again. Reduced outputs are kept, so recomputation
+    # does not reduce again, except that `full` reduces the output of attention.
     calls = {"none": 8, "selective": 10, "full": 11}[mode] * block_passes
     yield Flow("tp", calls * stream * (layout.tp - 1) // layout.tp, calls, layout.tp, 1)
     keys = work.tokens_per_pass * work.itemsize * 2 * shape.num_kv_heads * shape.head_dim // layout.tp
@@ -91,21 +93,21 @@ def _params(work: StepWork, pp_rank: int) -> RankParams:
 
 
 EFFICIENCY = 0.6
-"""Fraction of a GPU's peak that large matrix products reach. Llama 3 (arXiv 2407.21783) reports 38 to 43 %
-overall; single GPUs reach 58 %, including overhead."""
+"""Fraction of a GPU's peak FLOP/s that large matrix products reach. Llama 3 (arXiv 2407.21783) reports 38 to
+43 % overall; single GPUs reach 58 % including overhead."""
 FILL = 128
-"""Matrix size at which efficiency halves: about the tile size of a kernel."""
+"""Matrix size at which efficiency is halved: about the tile size of a kernel."""
 FLOAT32_SHARE = 1 / 16
-"""Float32 peak as a fraction of the 16-bit peak, on data-center GPUs."""
+"""Peak float32 FLOP/s as a fraction of the 16-bit peak, on data-center GPUs."""
 UNKNOWN_PEAK = 300e12
 """FLOP/s assumed for a GPU whose peak is unknown; only relative times are shown."""
 INTERFERENCE = 0.1
-"""Minimum exposed fraction of communication, because communication takes SMs and memory bandwidth from the
-computation."""
+"""Minimum fraction of communication that cannot be hidden, because communication takes SMs and memory
+bandwidth away from computation."""
 WEIGHTS_OF_A_BLOCK = 9
-"""Number of weights of a block: seven matrices and two norms."""
+"""Number of weights in a block: seven matrices and two norms."""
 HOP_S = {"node": 2e-6, "network": 6e-6}
-"""Latency in seconds of one message between two ranks; a ring of n ranks sends n - 1 in sequence."""
+"""Latency in seconds of a message between two ranks; in a ring, n ranks send n - 1 messages in sequence."""
 
 
 @dataclass(frozen=True)
@@ -116,9 +118,9 @@ class Cost:
     """Compute time of the rank with the most work, without recomputation."""
     recompute_s: float
     exposed_s: dict[str, float]
-    """Seconds of communication not overlapped with computation, by kind of parallelism."""
+    """Seconds of communication that do not overlap with computation, by kind of parallelism."""
     bubble: float
-    """Fraction of the step in which a rank of the pipeline is idle."""
+    """Fraction of the step in which a pipeline rank is idle."""
     flows: tuple[Flow, ...]
 
     @cached_property
@@ -137,14 +139,14 @@ class Cost:
         return sums
 
     def crossing(self, node_size: int) -> tuple[str, ...]:
-        """Return the kinds of parallelism that use the network between nodes."""
+        """Return the kinds of parallelism that communicate across nodes."""
         kinds = {flow.kind for flow in self.flows if flow.crosses_nodes(node_size)}
         found = {"dp" if kind in DATA_PARALLEL else kind for kind in kinds}
         return tuple(kind for kind in ("dp", "tp", "cp", "pp") if kind in found)
 
 
 def cost_of(work: StepWork, gpu: Gpu, node_size: int) -> Cost:
-    """Estimate the cost of a step on nodes of `node_size` GPUs."""
+    """Estimate the cost of a step on nodes with `node_size` GPUs each."""
     compute_s = _compute_s(work, gpu)
     recompute_s = compute_s * recompute_share(work)
     flows = traffic(work)
@@ -153,11 +155,12 @@ def cost_of(work: StepWork, gpu: Gpu, node_size: int) -> Cost:
         seconds[flow.kind] += _seconds(flow, gpu, node_size)
     exposed = {kind: seconds[kind] for kind in ("tp", "cp", "pp")}
     if work.layout.pp > 1:
-        # Parameters are gathered before the schedule starts, and gradients are reduced after it ends.
+        # In a pipeline, parameters are gathered before the schedule starts, and gradients are reduced after
+        # it ends.
         exposed["dp"] = sum(seconds[kind] for kind in DATA_PARALLEL)
     else:
-        # All-gathers overlap with the whole pass, reduce-scatters with each backward pass, and the all-reduce
-        # over replicas with the last backward pass.
+        # All-gathers overlap with a whole pass, reduce-scatters with its backward pass, and the all-reduce
+        # over replicas only with the last backward pass.
         passes, passes_s = work.passes_per_step, compute_s + recompute_s
         backward_s, scatter_s = passes_s * 2 / 3 / passes, seconds["scatter"] / passes
         exposed["dp"] = _exposed(seconds["gather"], passes_s)
@@ -172,11 +175,11 @@ def _exposed(seconds: float, hidden_by_s: float) -> float:
 
 
 def recompute_share(work: StepWork) -> float:
-    """Return the time of recomputation as a fraction of the compute time of a step.
+    """Return the time spent on recomputation as a fraction of a step's compute time.
 
-    A forward pass is a third of a step. ``selective`` recomputes every second matrix product: wk, wo and up.
-    If weight gradients are deferred, torch recomputes a block for the input gradients and again for each
-    weight.
+    A forward pass takes a third of the compute time. ``selective`` recomputes every second matrix product,
+    namely wk, wo and up. If weight gradients are deferred, torch recomputes a block for the input gradients
+    and again for each weight gradient.
     """
     mode, shape = work.parallel.activation_checkpointing, work.shape
     if mode == "none":
@@ -190,7 +193,7 @@ def recompute_share(work: StepWork) -> float:
 
 
 def rank_flops(work: StepWork, pp_rank: int) -> float:
-    """Return the FLOPs of one rank per step: ``6 N + 12 L h T`` per token (arXiv 2204.02311)."""
+    """Return the FLOPs of one rank per step, from ``6 N + 12 L h T`` per token (arXiv 2204.02311)."""
     shape, layout = work.shape, work.layout
     params = _params(work, pp_rank)
     kv_dim = shape.num_kv_heads * shape.head_dim
@@ -213,9 +216,10 @@ def _compute_s(work: StepWork, gpu: Gpu) -> float:
 
 
 def _seconds(flow: Flow, gpu: Gpu, node_size: int) -> float:
-    """Return the seconds that a flow takes on its slowest link."""
+    """Return the seconds that one kind of communication takes on its slowest link."""
     if flow.kind == "pp":
-        # Sends are point-to-point, so the ranks of a node do not share one transfer as in a collective.
+        # Pipeline sends are point-to-point, so the ranks of a node cannot share a transfer as in a
+        # collective.
         far = flow.crosses_nodes(node_size)
         return flow.num_bytes / (gpu.network_bandwidth if far else gpu.node_bandwidth)
     if not flow.crosses_nodes(node_size):

@@ -1,6 +1,6 @@
-"""Describes a step of a model on a layout, and pipeline schedules, to estimate memory and time.
+"""Describes the work of a training step on a layout, and pipeline schedules, to estimate memory and time.
 
-All functions are pure.
+All functions are without side effects.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ STAGES_PER_RANK: dict[PipelineSchedule, int] = {
     "dualpipe_v": 2,
 }
 V_SHAPED: tuple[PipelineSchedule, ...] = ("zbv", "dualpipe_v")
-"""Schedules whose stages go down the ranks and back up, so that the first rank also has the last stage."""
+"""Schedules whose stages are ordered down the ranks and back up, so that the first rank also has the last
+stage."""
 
 SPLIT_BACKWARD: tuple[PipelineSchedule, ...] = ("interleaved_zero_bubble", "zbv", "dualpipe_v")
-"""Schedules that split the backward pass into input gradients and weight gradients (zero bubble)."""
+"""Schedules that compute input gradients and weight gradients separately (zero bubble)."""
 
 
 def num_stages(pp: int, schedule: PipelineSchedule) -> int:
-    """Return the total number of stages of `pp` ranks; 1 without a pipeline."""
+    """Return the total number of stages on `pp` ranks; 1 without a pipeline."""
     return 1 if pp == 1 else pp * STAGES_PER_RANK[schedule]
 
 
 def stages_of(pp_rank: int, pp: int, schedule: PipelineSchedule) -> list[int]:
-    """Return the stages of one rank of a pipeline, in forward order."""
+    """Return the stages of one pipeline rank, in forward order."""
     if pp == 1:
         return [0]
     if schedule in V_SHAPED:
@@ -49,8 +50,8 @@ def stages_of(pp_rank: int, pp: int, schedule: PipelineSchedule) -> list[int]:
 def stage_layers(num_layers: int, stages: int) -> list[range]:
     """Split layers over stages as evenly as possible.
 
-    The remainder goes to the stages in the middle, because the first stage also has the embedding and the
-    last stage has the head.
+    The stages in the middle get the remaining layers, because the first stage also has the embedding, and the
+    last stage the head.
     """
     size, left = divmod(num_layers, stages)
     start = (stages - left) // 2
@@ -61,11 +62,11 @@ def stage_layers(num_layers: int, stages: int) -> list[range]:
 
 
 MIN_BLOCK_HEAD_DIM = 16
-"""The smallest head size for attention that computes its mask."""
+"""Smallest head dimension for which the attention kernel can compute the document mask."""
 
 
 def attends_in_blocks(parallel: ParallelConfig, shape: ModelShape, dtype: str, device: str) -> bool:
-    """Return whether attention computes the mask of documents, which needs a GPU and half precision."""
+    """Return whether the attention kernel computes the document mask; needs a GPU and a 16-bit dtype."""
     compiled = device == "cuda" and parallel.compile is not False
     return compiled and dtype != "fp32" and shape.head_dim >= MIN_BLOCK_HEAD_DIM
 
@@ -77,7 +78,7 @@ class StepWork:
     shape: ModelShape
     layout: Layout
     parallel: ParallelConfig
-    """The parallel settings; the degrees of `layout` replace their degrees."""
+    """The config section `parallel`; its degrees are replaced by those of `layout`."""
     seq_len: int
     device_batch_size: int
     accumulation_steps: int
@@ -85,26 +86,26 @@ class StepWork:
     optimizer_bytes: float = 8
     """Bytes of optimizer state per parameter."""
     device: str = "cuda"
-    """The device type. CPU kernels keep more activations, which a memory tracker on a machine without a GPU
-    measures."""
+    """The type of device, ``cpu`` or ``cuda``. CPU kernels keep more activations; a memory tracker on a
+    machine without a GPU counts these too."""
     document_mask: bool = False
-    """True if attention has a mask, which rules out context and pipeline parallelism."""
+    """True if attention uses a document mask, which rules out context and pipeline parallelism."""
     float8_gather: bool = False
-    """True if shards of the matrices of blocks are gathered in float8."""
+    """True if sharded block matrices are gathered in float8."""
 
     @property
     def itemsize(self) -> int:
-        """Return the bytes per element of the compute type."""
+        """Return the bytes per element in the compute dtype."""
         return 4 if self.dtype == "fp32" else 2
 
     @property
     def block_itemsize(self) -> int:
-        """Return the bytes per parameter of a gathered block, whose small norms are ignored."""
+        """Return the bytes per parameter of a gathered block, ignoring its small norms."""
         return 1 if self.float8_gather and self.shards > 1 else self.itemsize
 
     @property
     def shards(self) -> int:
-        """Return the number of ranks that shard parameters, gradients and optimizer state."""
+        """Return the number of ranks over which parameters, gradients and optimizer state are sharded."""
         return self.layout.dp_shard * self.layout.cp
 
     @property
@@ -114,9 +115,9 @@ class StepWork:
 
     @property
     def keeps_gathered(self) -> bool:
-        """Return whether parameters stay gathered from the forward to the backward pass.
+        """Return whether parameters stay gathered between the forward and the backward pass.
 
-        Replicas without shards have nothing to gather, and a pipeline needs the parameters for every
+        Replicas that are not sharded have nothing to gather, and a pipeline needs the parameters for every
         microbatch.
         """
         copies = self.shards == 1 and self.layout.dp_replicate > 1 and not self.parallel.offload
@@ -130,21 +131,21 @@ class StepWork:
 
     @property
     def passes_per_step(self) -> int:
-        """Return the number of passes (microbatches) of a rank per optimizer step."""
+        """Return the number of passes (microbatches) that a rank computes per optimizer step."""
         if self.layout.pp == 1:
             return self.accumulation_steps
         return self.parallel.pp_microbatches * self.accumulation_steps
 
     @property
     def recomputes_for_weights(self) -> bool:
-        """Return whether activations are recomputed separately for weight gradients and input gradients."""
+        """Return whether activations are recomputed for input gradients and again for weight gradients."""
         parallel = self.parallel
         goes_back_twice = self.layout.pp > 1 and parallel.pp_schedule in SPLIT_BACKWARD
         return goes_back_twice and parallel.activation_checkpointing == "full"
 
     @property
     def tokens_per_pass(self) -> int:
-        """Return the tokens per pass on a rank."""
+        """Return the number of tokens per pass on a rank."""
         return self.samples_per_pass * self.seq_len // self.layout.cp
 
     @property
@@ -154,12 +155,12 @@ class StepWork:
 
     @property
     def tokens_per_step(self) -> int:
-        """Return the tokens per optimizer step over all ranks."""
+        """Return the total number of tokens per optimizer step over all ranks."""
         return self.samples_per_step * self.seq_len
 
     @property
     def samples_per_step(self) -> int:
-        """Return the samples per optimizer step over all ranks, which is the global batch size."""
+        """Return the total number of samples per optimizer step, which is the global batch size."""
         return self.device_batch_size * self.accumulation_steps * self.layout.dp
 
     def with_parallel(self, **changes: object) -> StepWork:
@@ -167,17 +168,17 @@ class StepWork:
 
 
 MAX_CHUNK_LOGITS = 2**28
-"""Maximum number of logits per chunk, a GiB in float32. Each chunk reads and writes the gradient of the
-head's weight once."""
+"""Maximum number of logits per chunk, which take 1 GiB in float32. Smaller chunks would cost time, because
+each chunk reads and writes the gradient of the head's weight."""
 
 
 def loss_chunks(layout: Layout, shape: ModelShape, tokens: int) -> int:
-    """Return the number of chunks into which the loss of a pass is split; 1 if it is not split.
+    """Return the number of chunks in which the loss of a pass is computed; 1 for all tokens at once.
 
-    With chunks, the logits of a pass never exist all at once. Chunks have the same length if this needs less
-    than twice the minimum number of chunks, because the loss is compiled once for each length. A split loss
-    keeps the gradient of the head in float32, so it saves memory only for many tokens. Tensor parallelism and
-    pipelines split the logits themselves.
+    With chunks, the logits of a whole pass never exist at the same time. The loss is compiled for each chunk
+    length, so chunks have equal lengths unless this needs twice the minimum number of chunks or more. Chunks
+    require the head's gradient in float32, so they save memory only if there are many tokens. Tensor
+    parallelism and pipelines already split the logits.
     """
     if layout.tp > 1 or layout.pp > 1 or tokens < 2 * shape.dim:
         return 1
@@ -186,23 +187,23 @@ def loss_chunks(layout: Layout, shape: ModelShape, tokens: int) -> int:
 
 
 MAX_BLOCK = 256
-"""Maximum number of elements that share a scale in 8 bits."""
+"""Maximum number of elements that share a scale in 8-bit optimizer state."""
 
 
 def row_blocks(row_size: int) -> tuple[int, int]:
-    """Return the elements per chunk of a matrix row and the blocks per chunk, for adamw_8bit.
+    """Return the elements per chunk of a matrix row, and the blocks per chunk, for adamw_8bit.
 
-    Both numbers depend only on the row, so that a checkpoint does not depend on the layout.
+    Both numbers depend only on the row size, so that a checkpoint does not depend on the layout.
     """
     part = row_size // math.gcd(row_size, ROW_PARTS)
     return part, -(-part // MAX_BLOCK)
 
 
 def optimizer_bytes(optimizer: OptimizerConfig, shape: ModelShape) -> float:
-    """Return the bytes of optimizer state per parameter."""
+    """Return the number of bytes of optimizer state per parameter."""
     if optimizer.name == "adamw_8bit":
-        # Both averages need a code per element and a float32 scale per block. Vectors and small matrices,
-        # whose averages are in float32, do not count.
+        # Each of the two averages has a code per element and a float32 scale per block. Vectors and small
+        # matrices are ignored, although their averages are in float32.
         blocks = (num_blocks / part for part, num_blocks in map(row_blocks, (shape.dim, shape.ffn_dim)))
         return 2 * (1 + 4 * max(blocks))
     return 4 if optimizer.state_dtype == "bf16" else 8
@@ -211,7 +212,7 @@ def optimizer_bytes(optimizer: OptimizerConfig, shape: ModelShape) -> float:
 def work_of(
     config: RunConfig, shape: ModelShape, layout: Layout, batch: Batch, device: str = "cuda"
 ) -> StepWork:
-    """Return the work of a config on a layout; the microbatches of `batch` replace the config's number."""
+    """Return the work of a config on a layout; the number of microbatches is that of `batch`."""
     microbatches = batch.pp_microbatches or config.parallel.pp_microbatches
     return StepWork(
         shape=shape,
@@ -228,31 +229,31 @@ def work_of(
     )
 
 
-# The functions below compute the bubble and the microbatches in flight of a schedule. The unit of time is one
-# pass of a stage. A forward pass takes 1, and so does each half of a backward pass, for input gradients and
-# for weight gradients (zero bubble, arXiv 2401.10241). The formulas match torch's implementations of these
-# schedules.
+# The functions below compute, for each schedule, its bubble and how many microbatches are in flight. Time is
+# measured in passes through a stage. A forward pass takes 1, and so does each half of a backward pass: one
+# half for input gradients, one for weight gradients (zero bubble, arXiv 2401.10241). The formulas match
+# torch's implementations of these schedules.
 
 PASSES = 3
-"""Number of passes per microbatch and stage: forward, input gradients, weight gradients."""
+"""Number of passes per microbatch and stage: forward, input gradients and weight gradients."""
 DEFERRED_WEIGHT_GRADS: tuple[PipelineSchedule, ...] = ("interleaved_zero_bubble", "zbv")
-"""Schedules that defer weight gradients in every pass, except on the first stage. Other schedules in
-`SPLIT_BACKWARD` defer them only at the ends of a step."""
+"""Schedules that defer weight gradients in every pass, except those of the first stage. The other schedules
+in `SPLIT_BACKWARD` defer weight gradients only at the beginning and end of a step."""
 
 
 class InFlight(NamedTuple):
-    """The passes and gradients that a rank of a pipeline holds at a possible memory peak."""
+    """The passes and gradients that a pipeline rank keeps in memory at a possible memory peak."""
 
     whole: int
-    """Number of forward passes, over all stages of the rank, whose gradients are not computed yet."""
+    """Number of forward passes, over all stages of the rank, whose gradients have not been computed yet."""
     half: int = 0
-    """Number of passes whose input gradients are computed, but not their weight gradients."""
+    """Number of passes whose input gradients have been computed, but not their weight gradients."""
     summed: int = 0
-    """Number of stages of the rank that hold accumulated weight gradients."""
+    """Number of the rank's stages that have accumulated weight gradients."""
 
 
 def bubble_fraction(schedule: PipelineSchedule, pp: int, num_microbatches: int) -> float:
-    """Return the fraction of a step in which a rank is idle: (p - 1) / (m + p - 1) for 1F1B and GPipe."""
+    """Return the fraction of a step that a rank is idle: (p - 1) / (m + p - 1) for 1F1B and GPipe."""
     if pp == 1:
         return 0.0
     idle = _idle_passes(schedule, pp, num_microbatches)
@@ -260,7 +261,7 @@ def bubble_fraction(schedule: PipelineSchedule, pp: int, num_microbatches: int) 
 
 
 def _idle_passes(schedule: PipelineSchedule, pp: int, num_microbatches: int) -> int:
-    """Return the idle time of a rank per step, in passes of a stage."""
+    """Return how long a rank is idle per step, measured in passes through a stage."""
     hops = pp - 1
     missing = max(0, pp - num_microbatches)
     if schedule == "interleaved_1f1b":
@@ -297,11 +298,11 @@ def stages_in_flight(schedule: PipelineSchedule, pp: int, pp_rank: int, num_micr
 def worst_in_flight(
     schedule: PipelineSchedule, pp: int, pp_rank: int, num_microbatches: int
 ) -> list[InFlight]:
-    """Return the states of a rank at the start of each backward pass at which memory may peak."""
+    """Return a rank's states at the start of each backward pass where memory may peak."""
     most = stages_in_flight(schedule, pp, pp_rank, num_microbatches)
     stages = STAGES_PER_RANK[schedule]
     if schedule in DEFERRED_WEIGHT_GRADS:
-        # With few microbatches, the forward passes end before the earlier stage has gradients.
+        # If there are few microbatches, the forward passes end before the earlier stage has gradients.
         settled = pp + 1 if schedule == "zbv" else 2 * pp + (pp_rank == pp - 1)
         summed = stages if num_microbatches >= settled else 1
         if schedule == "interleaved_zero_bubble":
@@ -313,7 +314,7 @@ def worst_in_flight(
         return [InFlight(most, summed=summed), *at_end]
     if most < stages * num_microbatches:
         return [InFlight(most, summed=stages)]
-    # All forward passes end before the first backward pass leaves gradients.
+    # All forward passes end before the first backward pass has produced gradients.
     return [InFlight(most), InFlight(most - 1, summed=stages)]
 
 
@@ -324,5 +325,5 @@ def losses_in_flight(schedule: PipelineSchedule, pp: int, num_microbatches: int)
     if schedule == "gpipe":
         return num_microbatches
     if schedule == "interleaved_zero_bubble":
-        return min(pp, num_microbatches)  # Weight gradients are deferred.
+        return min(pp, num_microbatches)  # Interleaved zero bubble defers weight gradients.
     return 1

@@ -1,4 +1,4 @@
-"""Parses sweep axes, combines their values, and fills the values into a command."""
+"""Parses the axes of a sweep, combines their values, and inserts the values into a command."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from trainkit.errors import UsageError
 from trainkit.formats import shown_value
 
 MAX_TRIALS = 100_000
-"""Maximum number of trials; more trials are a typo, because no known Slurm accepts larger arrays."""
+"""Maximum number of trials; a larger number is taken for a typo, because no known Slurm accepts larger
+arrays."""
 NOT_SWEPT = {
-    "name": "every trial has the name of its group",
-    "config_version": "it is the version of the file format",
+    "name": "all trials share the name of their group",
+    "config_version": "it is the version of the config format",
 }
 
 
@@ -26,17 +27,17 @@ _SPAN = re.compile(
     r"(?P<first>\d+)(?:\.\.|-|:)(?P<last>\d+)"
     r"|range\((?:(?P<start>\d+), *)?(?P<end>\d+)(?:, *(?P<step>[1-9]\d*))?\)"
 )
-"""Matches a range as shells, Slurm, Hydra and Python write it. A range with a colon excludes its end, as in
+"""Matches a range written as in shells, Slurm, Hydra or Python. A range with a colon excludes its end, as in
 Python."""
 _WRAPPED = re.compile(r"choice\(([^()]*)\)|\(([^()]*)\)|\{([^{}:]*)\}")
 _DRAWN = re.compile(r"(?:interval|uniform|log_?uniform|log|normal|tag|glob|sort|shuffle)\(.*\)")
-"""Matches values that Hydra or a search chooses."""
+"""Matches Hydra functions such as ``interval(…)``, with which Hydra or a search chooses the values."""
 _SEPARATED = re.compile(r"[-+\d.eE]+(?:[\s;]+[-+\d.eE]+)+")
 MAX_LISTED = 20
 
 
 def _meant_values(path: tuple[str, ...], raw: str) -> str | None:
-    """Return the values that another form than a list with commas means; None if `raw` is read as written."""
+    """Return the comma-separated values that a value in another notation stands for, or None."""
     if accepts(path, raw):
         return None
     if (wrapped := _WRAPPED.fullmatch(raw)) is not None:
@@ -57,9 +58,9 @@ def _meant_values(path: tuple[str, ...], raw: str) -> str | None:
 def parse_axis(text: str, command: Sequence[str] = ()) -> tuple[str, list[object]]:
     """Parse ``--sweep a.b=1,2,3`` into a key and its values.
 
-    For a `command` that contains ``{lr}``, ``--sweep lr=1,2`` is valid too. The values are parsed as a YAML
-    list without brackets: ``"a,b"`` is text with a comma, and ``[1,2],[3,4]`` are two lists. Raises
-    UsageError if the text is not a valid axis.
+    If `command` contains ``{lr}``, ``--sweep lr=1,2`` is valid too. The values are parsed as a YAML list
+    without brackets: ``"a,b"`` is one text with a comma, and ``[1,2],[3,4]`` are two lists. Raises UsageError
+    if the text is not a valid axis.
     """
     origin = f"--sweep {text}"
     key, equals, raw = text.partition("=")
@@ -71,7 +72,9 @@ def parse_axis(text: str, command: Sequence[str] = ()) -> tuple[str, list[object
         if colon and is_known(tuple(name.split("."))):
             hint = f"did you mean --sweep {name}={values_typed}?"
         elif text.endswith((".yaml", ".yml")):
-            hint = "--sweep takes no file; give it once for each key, such as --sweep optimizer.lr=1e-4,3e-4"
+            hint = (
+                "--sweep takes no file; use --sweep once for each key, such as --sweep optimizer.lr=1e-4,3e-4"
+            )
         raise UsageError(f"{origin}: must have the form section.key=VALUE,VALUE,…", hint=hint)
     is_placeholder = not is_known(path) and names_key(command, key)
     if not is_placeholder and is_known(path) and (values_hint := _meant_values(path, raw)) is not None:
@@ -79,7 +82,7 @@ def parse_axis(text: str, command: Sequence[str] = ()) -> tuple[str, list[object
             f"{origin}: {raw} is no list of values", hint=f"list the values: --sweep {key}={values_hint}"
         )
     try:
-        # A command gets its values as written.
+        # The command gets the values exactly as they are written.
         values = parse_value(f"[{raw}]", (*VARIABLES, key) if is_placeholder else path)
     except ValueError:
         values = None
@@ -94,11 +97,11 @@ def parse_axis(text: str, command: Sequence[str] = ()) -> tuple[str, list[object
     if own and not all(value is None or isinstance(value, dict) for value in values):
         hint = f"for example --sweep {key}.{own[0]}=…"
         if command:
-            hint = f"write another name: --sweep {key}_value={raw}, and {{{key}_value}} in the COMMAND"
+            hint = f"use another name: --sweep {key}_value={raw}, and {{{key}_value}} in the COMMAND"
         raise UsageError(f"{origin}: {key} is a section of the config", hint=hint)
     is_list = len(values) == 1 and isinstance(values[0], list)
     if is_list and is_known(path) and not isinstance(default_values().get(key), list):
-        hint = f"without the brackets: --sweep {key}={raw.strip()[1:-1]}"
+        hint = f"write it without the brackets: --sweep {key}={raw.strip()[1:-1]}"
         raise UsageError(f"{origin}: {key} takes no list", hint=hint)
     hint = f"write {{{key}}} in the COMMAND where its value belongs" if command else ""
     refuse_axis(key, values, origin, is_placeholder=is_placeholder, hint=hint)
@@ -108,7 +111,7 @@ def parse_axis(text: str, command: Sequence[str] = ()) -> tuple[str, list[object
 def refuse_axis(
     key: str, values: Sequence[object], origin: str, *, is_placeholder: bool = False, hint: str = ""
 ) -> None:
-    """Raise UsageError if a key cannot be swept over these values; `hint` is for an unknown key."""
+    """Raise UsageError if a key cannot be swept over these values; `hint` is used if the key is unknown."""
     if key in NOT_SWEPT:
         raise UsageError(f"{origin}: {key} cannot be swept: {NOT_SWEPT[key]}", hint="remove it")
     path = tuple(key.split("."))
@@ -118,16 +121,16 @@ def refuse_axis(
         raise UsageError(f"{origin}: unknown key {key}", hint=hint or found)
     twice = _first_twice([json.dumps(value) for value in values])
     if twice is not None:
-        raise UsageError(f"{origin}: {twice} appears twice", hint="give each value once")
+        raise UsageError(f"{origin}: {twice} appears twice", hint="specify each value only once")
 
 
 def names_key(command: Sequence[str], key: str) -> bool:
-    """Return whether a command contains ``{key}``, which stands for the swept value."""
+    """Return whether a command contains ``{key}``, the placeholder for a swept value."""
     return any(f"{{{key}}}" in word for word in command)
 
 
 def filled_in(command: Sequence[str], values: Mapping[str, object]) -> tuple[str, ...]:
-    """Return the command of a trial, in which the value of each swept key replaces ``{key}``."""
+    """Return the command of a trial, in which swept values replace their placeholders ``{key}``."""
     words = []
     for word in command:
         for key, value in values.items():
@@ -137,7 +140,7 @@ def filled_in(command: Sequence[str], values: Mapping[str, object]) -> tuple[str
 
 
 def sweep_trials(texts: Sequence[str], command: Sequence[str] = ()) -> list[dict[str, object]]:
-    """Return every combination of the values of all ``--sweep``, by key; the last key varies fastest.
+    """Return all combinations of the values of all ``--sweep`` options; the last key varies fastest.
 
     Raises UsageError for an invalid axis, a key that appears twice, and more than `MAX_TRIALS` combinations.
     """
@@ -145,7 +148,7 @@ def sweep_trials(texts: Sequence[str], command: Sequence[str] = ()) -> list[dict
     keys = [key for key, _ in axes]
     twice = _first_twice(keys)
     if twice is not None:
-        raise UsageError(f"--sweep {twice} appears twice", hint="list all of its values in one --sweep")
+        raise UsageError(f"--sweep {twice} appears twice", hint="list all values of a key in one --sweep")
     count = math.prod(len(values) for _, values in axes)
     if count > MAX_TRIALS:
         raise UsageError(f"{count:,} combinations; the maximum is {MAX_TRIALS:,}", hint="sweep fewer values")
@@ -154,7 +157,7 @@ def sweep_trials(texts: Sequence[str], command: Sequence[str] = ()) -> list[dict
 
 
 def key_without_seed(values: Mapping[str, object]) -> str:
-    """Return the values of a trial as text; trials with the same text differ only in the seed."""
+    """Return a trial's values as text that is equal for trials that differ only in the seed."""
     return json.dumps({key: value for key, value in values.items() if key != "seed"})
 
 

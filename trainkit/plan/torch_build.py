@@ -1,4 +1,4 @@
-"""Describes the torch of an interpreter: the GPUs that it supports, and whether the trainer can use it."""
+"""Describes an interpreter's torch: which GPUs it supports, and whether the trainer can use it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from shlex import quote
 
 Version = tuple[int, int]
 BUILDS: dict[Version, tuple[Version, Version]] = {(13, 0): ((7, 5), (99, 0)), (12, 6): ((5, 0), (9, 0))}
-"""Maps the CUDA version of a build on download.pytorch.org to the first and the last compute capability with
-kernels. Torch 2.15 has no build for CUDA 12: https://github.com/pytorch/pytorch/issues/190385."""
+"""Maps the CUDA version of a build on download.pytorch.org to the lowest and highest compute capability it
+has kernels for. There is no build of torch 2.15 for CUDA 12:
+https://github.com/pytorch/pytorch/issues/190385."""
 _CONSTANT = re.compile(r"^(\w+)(?: *:[^=\n]+)? *= *(None|'[^'\n]*'|\"[^\"\n]*\")", re.MULTILINE)
 
 
 def _version(text: str | None) -> Version | None:
-    """Return the first two numbers of a version; None without them, as for a build from source."""
+    """Return the first two numbers of a version; None if there are none, as in a build from source."""
     found = re.match(r"(\d+)\.(\d+)", text or "")
     return None if found is None else (int(found[1]), int(found[2]))
 
@@ -27,21 +28,21 @@ def _dotted(version: Version) -> str:
 
 @dataclass(frozen=True)
 class TorchBuild:
-    """The torch of an interpreter, and the hardware that it was built for."""
+    """The torch that an interpreter imports, and the hardware that it was built for."""
 
     python: str
     version: str = ""
-    """The version of torch; empty if unknown."""
+    """Version of torch; empty if unknown."""
     cuda: str | None = ""
-    """The version of CUDA; empty if unknown, None for a build without CUDA."""
+    """Version of CUDA; empty if unknown, None for a build without CUDA."""
     hip: str | None = None
-    """The version of ROCm; None for a build without ROCm."""
+    """Version of ROCm; None for a build without ROCm."""
     oldest: Version | None = None
-    """The oldest compute capability with kernels; None if only the CUDA version is known."""
+    """The lowest compute capability with kernels; None if only the CUDA version is known."""
 
     @classmethod
     def read(cls, python: str, file: str | None) -> TorchBuild:
-        """Read version.py of the torch that an interpreter imports, because importing torch takes seconds."""
+        """Read version.py of the torch that an interpreter imports; importing torch would take seconds."""
         text = ""
         with suppress(OSError, ValueError):
             text = Path(file or "").with_name("version.py").read_text(encoding="utf-8")
@@ -51,9 +52,9 @@ class TorchBuild:
     def problem(
         self, gpu: str = "", capability: Version | None = None, driver: Version | None = None
     ) -> tuple[str, str] | None:
-        """Return the reason why this torch cannot use a GPU, and a hint; None if it may use the GPU.
+        """Return why this torch cannot use a GPU, and a hint; None if no such reason is known.
 
-        `driver` is the newest CUDA version that the GPU's driver supports.
+        `driver` is the newest CUDA version supported by the GPU's driver.
         """
         name, cuda = f"torch {self.version or 'of unknown version'} of {self.python}", _version(self.cuda)
         oldest = self.oldest or ((7, 5) if cuda is not None and cuda >= (12, 8) else (0, 0))
@@ -72,22 +73,22 @@ class TorchBuild:
                     f"https://download.pytorch.org/whl/cu{build[0]}{build[1]}` installs a build for CUDA "
                     f"{_dotted(build)}"
                 )
-                more = "; `nvidia-smi` on a GPU node shows the newest version that its driver supports"
+                more = "; `nvidia-smi` on a GPU node shows the newest CUDA version that the driver supports"
                 return message, hint + more * (driver is None)
         return message, "ask for a newer driver, or request other GPUs with resources.gpu_type"
 
 
 OLDEST = (2, 11)
-"""The oldest supported release, with which `make test-oldest` tests the trainer; setup.cfg names it too."""
+"""The oldest supported release, with which `make test-oldest` tests the trainer; also set in setup.cfg."""
 REQUIREMENT = "torch>=2.11,<2.16"
-"""The requirement that pip installs for trainkit, as in setup.cfg."""
+"""The version requirement for torch, the same as in setup.cfg."""
 ELSEWHERE = "set launch.venv, conda, modules or container to an environment that has it"
 
 
 def release_problem(version: str) -> tuple[str, str] | None:
-    """Return the reason why the trainer cannot use a version of torch, and a hint; None if it can.
+    """Return why the trainer cannot use a version of torch, and a hint; None if it can.
 
-    Versions without a release number, as of a build from source, are accepted.
+    Versions without a release number, as in a build from source, are accepted.
     """
     if (_version(version) or OLDEST) >= OLDEST:
         return None

@@ -1,6 +1,6 @@
-"""Describes the program that the ranks of a run execute, and the behaviour that trainkit expects of it.
+"""Describes the program that a run's ranks execute, and how trainkit expects the program to behave.
 
-All functions are pure.
+All functions are without side effects.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import PurePath
 from trainkit.formats import RESERVED_NAME
 
 PER_RANK = ("python", "lightning")
-"""Launchers with which the agent of a node starts a command once per rank."""
+"""Launchers for which the agent of a node starts the command once per rank."""
 SHELLS = ("sh", "bash", "dash", "zsh", "ksh")
 USED_BY_COMMANDS = (
     "extends",
@@ -29,7 +29,7 @@ USED_BY_COMMANDS = (
     "notify",
     "logging",
 )
-"""The keys and sections of a config that have an effect on a run of a command."""
+"""The config keys and sections that have an effect on a run of a command."""
 WRAPPERS = (
     "env",
     "nice",
@@ -65,9 +65,9 @@ WRAPPERS = (
     "pdm",
     "rye",
 )
-"""Programs that start the program that their arguments name, with the same standard input."""
+"""Programs that start another program, given as their arguments, with the same standard input."""
 STARTERS = (*WRAPPERS, "su", "script", "make", "gmake", "ninja", "just", "task", "xargs", "parallel")
-"""Programs that train nothing themselves; a stop signal is meant for the program that they start."""
+"""Programs that do not train themselves; a stop signal is meant for the program that they start."""
 _INTERPRETER = re.compile(
     rf"(?:python|pypy)[\d.]*|{'|'.join(SHELLS)}|fish|perl|ruby|node|julia|R|lua[\d.]*|php|cat"
 )
@@ -80,26 +80,26 @@ class Workload:
     """The program of a run: a command, or the built-in trainer (`TRAINER`) with any task."""
 
     argv: tuple[str, ...] = ()
-    """The command that each rank runs, or whose ranks `launcher` starts; empty for the trainer."""
+    """The command that each rank runs, or that `launcher` starts; empty for the built-in trainer."""
     launcher: str = "python"
-    """How a command starts: ``python`` and ``lightning`` once per rank; other launchers once per node."""
+    """How a command is started: ``python`` and ``lightning`` once per rank, other launchers once per node."""
     signal: str = "auto"
-    """The signal that asks a command to save: ``USR2``, ``TERM``, or ``auto`` for the signal that it handles.
+    """The signal that asks a command to save: ``USR2``, ``TERM``, or ``auto`` for whichever it handles.
     """
 
     @property
     def is_command(self) -> bool:
         """Return whether the workload is a command.
 
-        The ranks of a command need not write metrics, checkpoints, errors and stacks.
+        The ranks of a command may write no metrics, checkpoints, error records or stacks.
         """
         return bool(self.argv)
 
     @property
     def notice(self) -> str:
-        """Return the signal that Slurm sends before the time limit, unless `requeue.signal` names one."""
-        # A command may not expect SIGUSR2. Only its agents handle SIGURG, and send it the signal that it
-        # handles.
+        """Return the signal that Slurm sends before the time limit, unless `requeue.signal` sets another."""
+        # A command may not expect SIGUSR2. Only the agents of a command handle SIGURG, and they send the
+        # command the signal that it handles.
         return "URG" if self.is_command else "USR2"
 
     @property
@@ -109,16 +109,17 @@ class Workload:
 
     @property
     def has_two_pythons(self) -> bool:
-        """Return whether the command begins with the interpreter that its launcher starts itself."""
-        # A path is allowed, because it chooses the interpreter (see `command_python`).
+        """Return whether the command begins with a Python interpreter, which its launcher already starts."""
+        # An interpreter with a path is allowed, because it selects the interpreter (see `command_python`).
         return self.has_launcher and re.fullmatch(r"python[\d.]*", self.argv[0]) is not None
 
     @property
     def reads_input(self) -> bool:
         """Return whether the command line shows that the command reads standard input.
 
-        It does with a ``-`` or with a program without a script, as in ``python3 -``, ``bash -s``, ``env X=1
-        python`` and ``cat``. Other commands may read standard input too.
+        A command reads standard input if it contains a ``-``, or an interpreter or program without a file, as
+        in ``python3 -``, ``bash -s``, ``env X=1 python`` and ``cat``. Other commands may read standard input
+        as well.
         """
         words = self.argv
         if any(word in _INPUT_FILES for word in words):
@@ -137,11 +138,12 @@ class Workload:
 
     @property
     def ignores_usr2(self) -> bool:
-        """Return whether the processes start with USR2 ignored, so that the signal does not kill them.
+        """Return whether the processes start with SIGUSR2 ignored, so that the signal cannot kill them.
 
-        USR2 would kill torchrun but not its ranks. With proctrack/linuxproc, Slurm signals its tasks and the
-        ranks below them, so the USR2 of a requeue would kill a script that saves on SIGTERM. With ``auto``, a
-        shell does not ignore USR2, because it cannot trap a signal that it ignored at its start.
+        SIGUSR2 would kill torchrun but not its ranks. With proctrack/linuxproc, Slurm sends signals to its
+        tasks and to the ranks below them, so the SIGUSR2 before a requeue would kill a script that saves on
+        SIGTERM. With ``auto``, SIGUSR2 is not ignored for a shell, because a shell cannot trap a signal that
+        was ignored when it started.
         """
         if not self.is_command:
             return False
@@ -149,18 +151,18 @@ class Workload:
         return self.has_launcher or self.signal == "TERM" or (self.signal == "auto" and not is_shell)
 
     def uses(self, key: str) -> bool:
-        """Return whether a key of the config has an effect on the workload; a launcher may get other keys."""
+        """Return whether a config key affects the workload; a launcher may receive additional keys."""
         if not self.is_command:
             return True
         return key.partition(".")[0] in USED_BY_COMMANDS and key != "logging.tensorboard"
 
     def takes(self, received: str) -> bool:
-        """Return whether the ranks get a stop signal as received, instead of the signal that they handle."""
+        """Return whether ranks get a stop signal unchanged, not replaced by the signal that they handle."""
         return not self.is_command or (received == "SIGINT" and not self.has_launcher)
 
     def is_finished(self, *, was_stopped: bool, is_done: bool) -> bool:
-        """Return whether exit code 0 of all ranks ends the run; `is_done` tells if the done file exists."""
-        # A command often exits with 0 after a save, too.
+        """Return whether exit code 0 of all ranks completes the run, given whether the done file exists."""
+        # A command often exits with 0 after saving, too.
         return not self.is_command or is_done or not was_stopped
 
 
@@ -168,28 +170,28 @@ TRAINER = Workload()
 
 
 def _options(words: Sequence[str]) -> list[str]:
-    """Return the words before the first word that is no option."""
+    """Return the words before the first word that is not an option."""
     return list(takewhile(lambda word: word.startswith("-"), words))
 
 
 _OUT_OF_REACH = {
     **dict.fromkeys(
-        ("docker", "podman", "nerdctl", "kubectl"), "only the first process of its container gets the signal"
+        ("docker", "podman", "nerdctl", "kubectl"), "only the first process in its container gets the signal"
     ),
     **dict.fromkeys(("ssh", "pdsh", "clush"), "processes on another host do not get the signal"),
-    **dict.fromkeys(("tmux", "screen", "systemd-run"), "a process outside of the job runs it"),
-    **dict.fromkeys(("srun", "salloc"), "it ends its own step at once"),
+    **dict.fromkeys(("tmux", "screen", "systemd-run"), "it runs in a process outside the job"),
+    **dict.fromkeys(("srun", "salloc"), "it terminates its own step at once"),
     "sbatch": "it starts another job",
 }
-"""Maps a program whose child processes a signal may not reach to the reason."""
+"""Maps a program to the reason why a signal may not reach its child processes."""
 _PREFIXES = ("exec", "command", *WRAPPERS)
 _SEPARATORS = re.compile(r"\n|;|\|\|?|&&?|[(){}]")
 
 
 def out_of_reach(argv: Sequence[str]) -> str | None:
-    """Return the reason why a stop signal may not reach the processes of a command, or None.
+    """Return why a stop signal may not reach the processes of a command, or None.
 
-    Only the words of the command line are checked. A script that the command names is not read.
+    Only the command line is examined. The contents of scripts are not read.
     """
     is_shell = PurePath(argv[0]).name in SHELLS and "-c" in argv[:-1]
     script = argv[argv.index("-c") + 1] if is_shell else None
@@ -199,7 +201,7 @@ def out_of_reach(argv: Sequence[str]) -> str | None:
         if name in _OUT_OF_REACH:
             return f"{name}: {_OUT_OF_REACH[name]}"
     if script is not None and re.search(r"(?<![&>])&\s*$", script):
-        return "its shell ends before the process that it starts with &"
+        return "the shell exits before the process that it starts with &"
     return None
 
 
@@ -207,7 +209,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 def name_of(argv: Sequence[str]) -> str | None:
-    """Return the name of a command's script or program without its suffix; None if it is no valid name.
+    """Return the name of a command's script or program, without its suffix; None if it is no valid name.
 
     The name is ``train`` for ``python -u src/train.py --lr 0.1``, ``python -m mine.train`` and
     ``./train.sh``.

@@ -28,9 +28,9 @@ from trainkit.trainer.progress import CurrentPhase, Progress, RankInfo, Watchdog
 @whole_paths()
 def main() -> None:
     """Run one worker and end the process with its exit code."""
-    # Garbage collections would add a fifth to the import time of torch, and find nothing to free.
+    # Garbage collection would add 20 % to the import time of torch without finding anything to free.
     gc.disable()
-    # Install the handlers before importing torch: the import takes seconds, and no signal may be lost.
+    # Install the signal handlers before importing torch, which takes seconds, so that no signal is lost.
     stop = StopRequest()
     stop.install()
     progress = Progress()
@@ -63,14 +63,14 @@ def main() -> None:
         code = record_failure(attempt, rank_info, error, progress.current)
     watchdog.close()
     if "trainkit.trainer.distributed" not in sys.modules:
-        sys.exit(code)  # torch is missing, broken or too old, so importing that module would fail too
+        sys.exit(code)  # torch is missing or broken, so the next import would fail too
     from trainkit.trainer.distributed import exit_process
 
     exit_process(code)
 
 
 def set_up_logging(rank: int) -> None:
-    """Log to stdout: rank 0 logs everything, other ranks log only warnings, with their rank as a prefix."""
+    """Log to standard output: everything on rank 0, only warnings with the rank as prefix on other ranks."""
     replace_unencodable()
     prefix = "" if rank == 0 else f"[rank {rank}] "
     logging.basicConfig(
@@ -79,7 +79,7 @@ def set_up_logging(rank: int) -> None:
         format=f"%(asctime)s {prefix}%(message)s",
         datefmt="%H:%M:%S",
     )
-    logging.raiseExceptions = False  # a log that cannot be written must not end the training
+    logging.raiseExceptions = False  # a failure to write the log must not end the training
 
 
 def record_failure(
@@ -87,11 +87,11 @@ def record_failure(
 ) -> int:
     """Write the error record of this rank and log the error; return the exit code."""
     code = exit_code_of(error, current)
-    # Format `error` and not the exception being handled, because `sys.excepthook` handles none.
+    # Pass `error` explicitly: when `sys.excepthook` runs, no exception is being handled any more.
     trace = "".join(traceback.format_exception(error))
     own, message = users_line(trace.splitlines()), str(error)
     if hasattr(error, "exceptions") and (raised := last_exception(trace.splitlines())) is not None:
-        own, message = raised.code, raised.message  # report the last exception in a group, not the group
+        own, message = raised.code, raised.message  # for an exception group, report its last exception
     record = {
         **vars(rank_info),
         "time": utc_now(),
@@ -108,22 +108,23 @@ def record_failure(
     shown = error.render() if isinstance(error, TrainkitError) else trace
     try:
         if "gloo" in message:
-            # Write this before the error record, because the supervisor ends all ranks once it reads that
-            # record. The flight record shows which rank called another collective than the others.
+            # Write the flight record before the error record, because the supervisor ends all ranks once it
+            # reads the error record. The flight record shows which rank called a different collective than
+            # the others.
             write_flight_record(attempt, rank_info.rank, "cpu")
         write_json(attempt.rank_error(rank_info.rank), record)
     except OSError as unwritable:
         shown += f"\ncannot write the error record: {unwritable}"
-    # On a full disk printing fails too, but the exit code still reports the failure.
+    # On a full disk, printing fails too, but the exit code still reports the failure.
     with contextlib.suppress(OSError):
         print(shown, file=sys.stderr, flush=True)
     return code
 
 
 def exit_code_of(error: BaseException, current: CurrentPhase) -> int:
-    """Return the exit code for an error; 78 if a restart would fail too, for example without a module."""
+    """Return the exit code for an error; 78 if a restart would fail too, as for a missing module."""
     if isinstance(error, UsageError):
-        # A disk error may be resolved by the next start.
+        # A disk error may be gone at the next start.
         return EXIT_FAILED if isinstance(error.__cause__, OSError) else EXIT_NO_RESTART
     if isinstance(error, TrainkitError):
         return error.exit_code

@@ -1,7 +1,8 @@
-"""Build the model of a task for training, in the one order that works for every layout.
+"""Build the model of a task for training, in the only order of steps that works for every layout.
 
 The order is pipeline split, tensor parallelism, context parallelism, activation checkpointing, compile, and
-data parallelism. Memory and initial values come last, so no rank ever allocates more than its own shard.
+data parallelism. Allocating memory and setting initial values come last, so that no rank allocates more than
+its own shard.
 """
 
 from __future__ import annotations
@@ -73,9 +74,9 @@ AnyTask = CausalLM | UserTask
 
 
 def build_task(config: RunConfig, run: RunDir | None = None, checks_data: bool = True) -> AnyTask:
-    """Return the task of a config; a run loads the user's code from its code snapshot.
+    """Return the task of a config; in a run, the user's code is loaded from the run's code snapshot.
 
-    With `checks_data`, this rank checks the size of every data shard, which one rank does for a whole job.
+    If `checks_data`, this rank checks the size of every data shard; pass True on one rank per job.
     """
     if not config.has_decoder:
         return UserTask(config, run)
@@ -84,7 +85,7 @@ def build_task(config: RunConfig, run: RunDir | None = None, checks_data: bool =
 
 @torch.no_grad()
 def init_parameters(model: Model, seed: int) -> None:
-    """Initialise this rank's shard of every parameter from N(0, std²) or with ones, as the model declares."""
+    """Initialise this rank's shard of each parameter from N(0, std²) or with ones, as the model specifies."""
     for own_name, param in model.named_parameters():
         name = model.canonical(own_name)
         shard, offset = local_tensor(param), [part.start for part in shard_index(param)]
@@ -102,16 +103,17 @@ def recompute_and_compile(
     compiled: bool,
     preserve_rng_state: bool = False,
 ) -> None:
-    """Wrap the forward of each block, in place, in activation checkpointing and in torch.compile.
+    """Wrap each block's forward method in activation checkpointing and in torch.compile, in place.
 
     `full` recomputes the whole block. `selective` keeps the results of attention, of every second matmul and
     of reductions over tensor-parallel ranks, and recomputes the rest. Parameter names do not change. The
-    dropout of trainkit's models depends only on the sample, so the recomputation draws the same mask. Other
-    modules need `preserve_rng_state`.
+    dropout of trainkit's models depends only on the sample, so recomputation draws the same mask. Modules
+    with other sources of randomness need `preserve_rng_state`.
     """
     for block in blocks:
         if mode == "full":
-            # Compile inside `checkpoint`: a compiler around it would silently fall back to eager mode.
+            # Compile inside `checkpoint`: if torch.compile wrapped `checkpoint`, it would silently fall back
+            # to eager mode.
             inner = torch.compile(block.forward) if compiled else block.forward
             block.forward = partial(
                 checkpoint, inner, use_reentrant=False, preserve_rng_state=preserve_rng_state
@@ -120,15 +122,15 @@ def recompute_and_compile(
         if mode == "selective":
             block.forward = _selectively(block.forward, preserve_rng_state)
         if compiled:
-            # `block.compile()` would include the FSDP hooks and fail on them.
+            # `block.compile()` would try to compile the FSDP hooks too and fail.
             block.forward = torch.compile(block.forward)
 
 
 class CompileCache:
-    """The compiled code of rank 0, kept in the run folder for the hosts of later attempts.
+    """Code compiled by rank 0, kept in the run folder for hosts of later attempts.
 
-    In addition, torch keeps compiled code on the disk of each host. torch still compiles again for a CPU, and
-    for devices of another kind.
+    In addition, torch caches compiled code on the disk of each host. On a CPU or on a device of another kind,
+    torch compiles again.
     """
 
     def __init__(self, run: RunDir) -> None:
@@ -136,7 +138,7 @@ class CompileCache:
         self._loaded: set[str] = set()
 
     def load(self) -> None:
-        """Load the code that an earlier attempt saved; skip code that is damaged or from another torch."""
+        """Load the code saved by an earlier attempt; skip damaged code and code from another torch."""
         file = self._run.compiled_file
         try:
             with open_private(file) as stream:  # private, because torch unpickles the content
@@ -165,7 +167,7 @@ class CompileCache:
 
 
 def _selectively(inner: Callable[..., Any], preserve_rng_state: bool) -> Callable[..., Any]:
-    """Return `inner` with selective checkpointing; a closure, since the compiler cannot trace `partial`."""
+    """Return `inner` with selective checkpointing; a closure, since torch.compile cannot trace `partial`."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(
@@ -181,7 +183,7 @@ def _selectively(inner: Callable[..., Any], preserve_rng_state: bool) -> Callabl
 
 
 def _selective_contexts() -> Any:
-    """Return contexts with a new policy, so that each call counts matmuls from the start of its block."""
+    """Return contexts with a new policy, whose matmul counters start at zero for each block."""
     counts: Counter[bool] = Counter()
 
     def policy(context: Any, op: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -198,20 +200,21 @@ def _selective_contexts() -> Any:
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """The model on this rank and its forward and backward passes."""
+    """The part of the model on this rank, with its forward and backward passes."""
 
     model_parts: Sequence[nn.Module]
-    """The whole model, or some stages of a pipeline."""
+    """The whole model, or the stages of a pipeline that are on this rank."""
     weights: Sequence[Weight]
     forward_backward: ForwardBackward[Any]
     buffers: StateBuffers | None = None
-    """Buffers to save; None for a `Model`, whose buffers follow from its shape."""
+    """Buffers to save; None for a `Model`, whose buffers are computed from its shape."""
     read_weight: ReadWeight | None = None
     """Reads the initial value of a weight that has `is_read` set."""
     sum_tied_gradients: Callable[[], None] = lambda: None
-    """Sums the gradients of a tied embedding and head that are in different stages of a pipeline."""
+    """Sums the gradients of a tied embedding and head that are in different pipeline stages."""
     update_scales: Callable[[], None] = lambda: None
-    """Computes the scales of weights that are gathered in float8; call it after every change of weights."""
+    """Computes the scales of weights that are gathered in float8; to be called whenever weights have
+    changed."""
     after_step: Callable[[], None] = lambda: None
     """Calls `Task.after_step`, if the task defines the method."""
 
@@ -219,14 +222,14 @@ class BuiltModel:
 def build(
     task: AnyTask, plan: LaunchPlan, world: World, progress: Progress, local_gradient: LocalGradient
 ) -> BuiltModel:
-    """Return the model of this rank on its device, split, in training mode, with its initial values.
+    """Return this rank's part of the model on its device, in training mode, with its initial values.
 
-    The only weights without values are those with `is_read`, which are read later.
+    Weights with `is_read` have no values yet; their values are read later.
     """
     if isinstance(task, UserTask):
         return build_for_task(task, world, progress, local_gradient)
     config, model_parts = task.config, build_model_parts(task, plan, world)
-    # FSDP copies offloaded parameters to the device block by block, but it does not copy buffers.
+    # FSDP copies offloaded parameters to the device block by block, but does not copy buffers.
     param_device = torch.device("cpu") if config.parallel.offload else world.device
     for model in model_parts:
         model.to_empty(device=param_device)
@@ -238,7 +241,7 @@ def build(
 
 
 def build_model_parts(task: CausalLM, plan: LaunchPlan, world: World) -> list[Model]:
-    """Return the parts of the model on this rank, one per pipeline stage, on the meta device."""
+    """Return this rank's parts of the model, one per pipeline stage, on the meta device."""
     pp, schedule = plan.layout.pp, task.config.parallel.pp_schedule
     if pp == 1:
         return [_build_part(task, plan, world, None)]
@@ -256,12 +259,13 @@ def assemble(
     model_parts: list[Model],
     local_gradient: LocalGradient | None = None,
 ) -> BuiltModel:
-    """Combine allocated model parts with the forward and backward passes of their layout."""
+    """Combine allocated model parts with the forward and backward passes that their layout requires."""
     layout, config, parallel = plan.layout, task.config, task.config.parallel
     for model in model_parts:
         model.train()
     positions = position_slice(world.place.cp, layout.cp, 0, 1, config.data.seq_len).attention
-    # Compiling keeps the float32 logits out of memory. With tensor parallelism, the logits may be a DTensor.
+    # A compiled loss does not keep the float32 logits in memory. With tensor parallelism, do not compile the
+    # loss, because the logits may be a DTensor.
     is_compiled = compiles(parallel, layout, world.device.type) and layout.tp == 1
     context = ForwardContext(
         world,
@@ -271,7 +275,7 @@ def assemble(
     )
     update_scales = _gather_in_float8(task, layout, world, model_parts)
     if layout.pp > 1:
-        # Import the pipeline only if needed: it adds a quarter to the start-up time of the trainer.
+        # Import the pipeline only if needed, because this adds 25 % to the start-up time of the trainer.
         from trainkit.trainer.parallel.pipeline import PipelineForwardBackward, sum_tied_gradients
 
         weights = weights_of(model_parts, is_read=task.reads_weights)
@@ -297,7 +301,7 @@ def assemble(
 def _gather_in_float8(
     task: CausalLM, layout: Layout, world: World, model_parts: list[Model]
 ) -> Callable[[], None]:
-    """Gather sharded weights in float8 if the config says so; return a function that updates their scales."""
+    """Gather sharded weights in float8 if configured; return a function that updates their scales."""
     if task.config.precision.float8 != "gather" or layout.dp_shard * layout.cp == 1:
         return lambda: None
     assert world.mesh is not None
@@ -317,7 +321,7 @@ def _build_part(task: CausalLM, plan: LaunchPlan, world: World, stage: StageSpec
     if layout.tp > 1:
         assert world.mesh is not None
         apply_tensor_parallel(model, world.mesh["tp"], parallel)
-        # Tie the parameters before sharding, which would separate them.
+        # Tie the parameters before sharding, because sharding would turn them into separate tensors.
         model.tie()
     kind, dtype, masked = world.device.type, config.precision.dtype, config.data.document_mask
     if world.cp_group is not None:
@@ -343,7 +347,7 @@ def _build_part(task: CausalLM, plan: LaunchPlan, world: World, stage: StageSpec
 
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-"""Modules whose weights have the dtype of their statistics, float32."""
+"""Modules whose weights keep the dtype of their running statistics, float32."""
 
 
 def build_module(task: UserTask, world: World) -> LossModule:
@@ -380,8 +384,8 @@ def build_module(task: UserTask, world: World) -> LossModule:
         zero=parallel.zero,
         offload=parallel.offload,
     )
-    if hasattr(module, "set_reduce_scatter_unused_params"):  # from PyTorch 2.13 on
-        # The ranks reduce the gradients of all parameters, even if a batch does not use some of them.
+    if hasattr(module, "set_reduce_scatter_unused_params"):
+        # With PyTorch 2.13 or newer, also reduce the gradients of parameters that a batch does not use.
         cast(Any, module).set_reduce_scatter_unused_params(True)
     allocate(module, torch.device("cpu") if parallel.offload else world.device)
     fill_shards(model, values)
@@ -397,14 +401,14 @@ def check_same_weights(model: nn.Module, config: RunConfig, world: World) -> Non
     different = next((rank for rank, value in enumerate(found) if value != found[0]), None)
     if different is not None:
         message = f"build_model() returned a different model on rank {different} than on rank 0"
-        hint = "read the same files, and do not seed random, numpy.random or torch"
+        hint = "read the same files on all ranks, and do not seed random, numpy.random or torch"
         raise refusal(config, message, hint)
 
 
 def build_for_task(
     task: UserTask, world: World, progress: Progress, local_gradient: LocalGradient
 ) -> BuiltModel:
-    """Return the model of a user's task on this rank; see `build`."""
+    """Return this rank's part of the model of a user's task; see `build`."""
     config, module = task.config, build_module(task, world)
     model, dtype = module.model, DTYPES[config.precision.dtype]
     read_quantized(model, task.read_weight, world.device)
@@ -412,7 +416,7 @@ def build_for_task(
     is_cast = dtype != torch.float32 and not isinstance(module, FSDPModule)
     masters = cast_weights(model, dtype, keep=BATCH_NORMS) if is_cast else {}
     weights = []
-    # True if frozen parameters have the same values at every start, so checkpoints can omit them.
+    # True if frozen parameters get the same values at every start, so that checkpoints can omit them.
     is_reread = bool(getattr(task.task, "rereads_frozen", False))
     is_changed = type(task.task).after_step is not Task.after_step
     for name, param in model.named_parameters():
@@ -428,7 +432,7 @@ def build_for_task(
 
 
 class AfterStep:
-    """Calls `Task.after_step` with this rank's float32 parameters, and updates their low-precision casts."""
+    """Calls `Task.after_step` with this rank's float32 parameters, then updates the low-precision copies."""
 
     def __init__(
         self, module: LossModule, weights: Sequence[Weight], config: RunConfig, device: torch.device

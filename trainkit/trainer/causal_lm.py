@@ -1,8 +1,8 @@
-"""The built-in task, next-token prediction on token shards, with batches that threads prefetch.
+"""Define the built-in task, next-token prediction on token shards, with batches prefetched by threads.
 
-Steps consume samples at consecutive global positions. Microbatch m of rank r takes `device_batch_size`
-samples from position ``start + (m x dp + r) x device_batch_size``. The samples of a step therefore depend
-only on the step's position, never on the number of ranks.
+Each step consumes the samples at the next global positions. Microbatch m of data-parallel rank r takes
+`device_batch_size` samples from position ``start + (m x dp + r) x device_batch_size``. The samples of a step
+therefore depend only on the position where the step starts, never on the number of ranks.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from trainkit.trainer.models.model import Model, StageSpec
 from trainkit.trainer.stateless_random import hash_int32, stable_key
 
 IGNORE_LABEL = -100
-"""Label of padding in the last batch of the data; the loss and the token count ignore it."""
+"""Label of padding in the last batch of the data; excluded from the loss and the token count."""
 MAX_TOKENS_PER_READ = 1 << 16
 MAX_STEPS_PER_READ = 64
-"""Maximum number of small steps that are read together; see `BatchSource.steps_at`."""
+"""Maximum number of small steps whose batches are read together; see `BatchSource.steps_at`."""
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """The input of one forward pass: tokens and labels int64 [B, T], sample_keys int32 [B]."""
+    """The input of one forward pass: `tokens` and `labels` are int64 [B, T], `sample_keys` is int32 [B]."""
 
     tokens: Tensor
     labels: Tensor
@@ -55,12 +55,13 @@ class Microbatch:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Move a batch to the device: tensors, also in containers and dataclasses, and objects with ``to``."""
+    """Move a batch to the device: tensors, containers and dataclasses of tensors, and objects with ``to``."""
     if device.type == "cpu":
         return value
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
-    # Examples are the BatchEncoding of a tokenizer, and a PackedSequence, whose batch sizes stay on the CPU.
+    # Objects with ``to`` are for example a tokenizer's BatchEncoding, or a PackedSequence, whose
+    # `batch_sizes` must stay on the CPU.
     if callable(getattr(value, "to", None)):
         return value.to(device)
     if isinstance(value, list | tuple):
@@ -82,18 +83,18 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """The samples of one optimizer step on this rank."""
+    """This rank's samples for one optimizer step."""
 
     microbatches: list[Any]
     num_tokens: int | None
-    """Number of valid labels on this rank; None for a user's task, whose loss returns its own divisor."""
+    """Number of valid labels on this rank; None for a user's task, whose loss returns a divisor instead."""
     num_samples: int
-    """Number of valid samples on all ranks together."""
+    """Total number of valid samples on all ranks."""
     stream: StreamState | None = None
-    """Position of a user's stream after the step, on rank 0."""
+    """Position of a user's data stream after the step; set only on rank 0."""
 
     def of_turn(self, number: int, turn: str) -> StepBatch:
-        """Return the same samples for one of several optimizers, with other random numbers for its loss."""
+        """Return the same samples for one optimizer turn (see `Task.turns`), with other random numbers."""
         if not turn:
             return self
         micros = [
@@ -105,7 +106,7 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class BatchSource:
-    """Reads the batch at any position; the source has no state, so threads can share it."""
+    """Reads the batch at any position; the source is stateless, so threads can share it."""
 
     dataset: TokenShards | TokenMixture
     batch: Batch
@@ -114,15 +115,15 @@ class BatchSource:
     seed: int
     shuffle: bool
     end_position: int | None
-    """Position after the last sample; None if only the number of steps ends the training."""
+    """Position after the last sample; None if only the number of steps ends training."""
     pin_memory: bool = False
 
     def steps_at(self, position: int, num_steps: int) -> list[StepBatch]:
-        """Return the batches of consecutive steps, read together to amortise the cost of each operation."""
+        """Return the batches of consecutive steps, which are read together to reduce the overhead."""
         size = self.batch.global_batch_size
         starts = position + size * np.arange(num_steps, dtype=np.int64)
         stops = starts + size
-        if self.end_position is not None:  # because the data may end within a step
+        if self.end_position is not None:  # the data may end within a step
             stops = np.minimum(stops, self.end_position)
         rows = self._positions(starts)
         valid = rows < stops[:, None, None]
@@ -147,13 +148,13 @@ class BatchSource:
         ]
 
     def _positions(self, starts: IntArray) -> IntArray:
-        """Return the positions that this rank reads, int64 [steps, microbatches, B]."""
+        """Return the positions of the samples that this rank reads, int64 [steps, microbatches, B]."""
         micro = np.arange(self.batch.accumulation_steps, dtype=np.int64) * self.dp_size + self.dp_rank
         offsets = micro[:, None] * self.batch.device_batch_size
         return starts[:, None, None] + offsets + np.arange(self.batch.device_batch_size, dtype=np.int64)
 
     def _sample_keys(self, positions: Tensor) -> Tensor:
-        """Return one dropout key per sample, int32, derived from the sample's position in the training."""
+        """Return an int32 dropout key per sample, derived from the sample's position in the training."""
         low = (positions & 0x7FFFFFFF).to(torch.int32)
         return hash_int32(
             low, stable_key(self.seed, "sample"), (positions >> 31).to(torch.int32) * 0x2545F491
@@ -161,10 +162,10 @@ class BatchSource:
 
 
 class PrefetchedBatches:
-    """Iterates over the steps of a source from `position`, which `num_workers` threads prefetch.
+    """Iterates over the steps of a source from `position` on; `num_workers` threads prefetch the batches.
 
-    Threads suffice, because copying tokens out of memory maps releases the GIL. Processes would have to be
-    forked, and cleaned up after a crash. Small steps are read in groups.
+    Threads suffice, because copying tokens from a memory map releases the GIL. Processes would have to be
+    forked and, after a crash, cleaned up. Small steps are read in groups to reduce the overhead.
     """
 
     def __init__(self, source: BatchSource, position: int, num_workers: int) -> None:
@@ -178,7 +179,7 @@ class PrefetchedBatches:
         )
 
     def __iter__(self) -> Iterator[StepBatch]:
-        """Restart at the first step."""
+        """Iterate from the first step, even if an earlier iteration has advanced."""
         self._steps = self._read()
         return self
 
@@ -206,7 +207,8 @@ class CausalLM:
 
     def __init__(self, config: RunConfig, run: RunDir | None, checks_data: bool) -> None:
         seq_len = config.data.seq_len
-        # Load the architecture before preparing the data, which may take long.
+        # Load the architecture first, because preparing the data may take long and an error should show up
+        # early.
         self._model_class = load_architecture(config.model.architecture, run)
         refuse_unsupported_layout(config, self._model_class)
         self.train_data = open_dataset(config.data, seq_len, TRAIN, checks_data)
@@ -216,7 +218,7 @@ class CausalLM:
         self.num_params = self._model_class.num_params(self.shape)
         self.flops_per_sample: float | None = seq_len * self._model_class.flops_per_token(self.shape, seq_len)
         self.reads_weights = config.model.hf is not None and not config.model.from_scratch
-        """True if the initial weights come from `model.hf`."""
+        """True if the initial weights come from the files of `model.hf`."""
         self._stored: StoredWeights | None = None
         self.config = config
         self._seq_len = seq_len
@@ -232,12 +234,12 @@ class CausalLM:
 
     def read_weight(self, name: str, index: Sequence[slice]) -> Tensor:
         """Read a slice of the initial value of a parameter."""
-        if self._stored is None:  # opened late, because a resumed run does not need the files
+        if self._stored is None:  # opened only on demand, because a resumed run does not need the files
             self._stored = StoredWeights(Path(str(self.config.model.hf)))
         return read_decoder_weight(self._stored, name, index)
 
     def nll_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the negative log-likelihood, summed over all valid labels, float32 []."""
+        """Return the negative log-likelihood summed over all valid labels, a 0-dim float32 tensor."""
         nll_sum = F.cross_entropy(
             logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE_LABEL, reduction="sum"
         )
@@ -262,9 +264,9 @@ class CausalLM:
     def batches(
         self, split: str, batch: Batch, world: World, state: TrainingState, end: int | None
     ) -> PrefetchedBatches:
-        """Return this rank's batches of a split, from a state on, and up to position `end` if it is given.
+        """Return this rank's batches of a split, starting at `state`; with `end`, stop at that position.
 
-        The result can be iterated over repeatedly.
+        The batches can be iterated over repeatedly.
         """
         data = self.train_data if split == TRAIN else self.val_data
         assert data is not None

@@ -1,13 +1,13 @@
 """Set up the device, the process groups and the device mesh of a rank, after a startup barrier.
 
-torch's rendezvous blocks in C++ until the last rank has arrived. Nothing can name the missing ranks, and a
-rank that gets a stop signal meanwhile either hangs or leaves the others hanging. At the barrier here, each
-rank reports to the store and then polls one key, which decides for all ranks. The last rank to arrive sets
-the key to "go", a rank with a stop signal sets it to "stop", and after the timeout rank 0 sets it to the list
-of missing ranks. The first value wins.
+torch's rendezvous blocks in C++ until the last rank has arrived. While torch's rendezvous blocks, nothing can
+report which ranks are missing, and a rank that gets a stop signal either hangs or makes the others hang. At
+trainkit's own barrier, each rank registers in the store and then polls one key, whose value decides for all
+ranks. The last rank to arrive sets the key to "go", a rank with a stop signal sets it to "stop", and after
+the timeout rank 0 sets it to the list of missing ranks. The first value that is set wins.
 
-Thousands of ranks poll one server, so each polls less often than in a small job. The store also has a wait
-function that needs only one request, but a stop signal cannot interrupt it.
+All ranks poll one server, so in a job of thousands of ranks each rank polls less often. The store also offers
+a blocking wait, which needs only one request, but a stop signal cannot interrupt it.
 """
 
 from __future__ import annotations
@@ -54,13 +54,14 @@ from trainkit.run.rundir import AttemptDir
 from trainkit.trainer.torch_private import authenticate_objects, fix_segments, set_timeout
 
 START_TIMEOUT = timedelta(minutes=30)
-"""Time limit of the startup barrier, long because a rank may compile while the others wait."""
+"""Timeout of the startup barrier; long, because a rank may compile while the others wait."""
 COLLECTIVE_TIMEOUT = START_TIMEOUT + timedelta(minutes=1)
-"""Timeout of collectives. The watchdog's limit is shorter, because the watchdog names the blocking rank."""
+"""Timeout of collectives. The watchdog has a shorter limit, so that it can name the blocking rank before the
+timeout."""
 LOCAL_TIMEOUT = timedelta(days=7)
-"""Timeout on a single machine, where Ctrl-Z may stop ranks in a collective that must not fail after `fg`."""
+"""Timeout on a single machine; long, so that a collective paused with Ctrl-Z does not fail after `fg`."""
 MAX_FILES = 65_536
-"""Limit of open files; a job of a thousand ranks needs a few thousand files."""
+"""Maximum number of open files; a job with a thousand ranks needs a few thousand."""
 ONE_PROCESS = Layout()
 DIGEST_BYTES = hashlib.sha256().digest_size
 STRANGER_HINT = "every user who can reach the compute nodes can do this: see `docs/slurm-admins.md`"
@@ -70,26 +71,29 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """A rank with its device and its process groups."""
+    """A rank with its device and process groups."""
 
     rank: int
     size: int
     device: torch.device
     mesh: DeviceMesh | None
-    """The device mesh; None for a single process without ``parallel.mesh_of_one`` and ``parallel.offload``.
+    """The device mesh; None for a single process, unless ``parallel.mesh_of_one`` or ``parallel.offload`` is
+    set.
 
-    The dimensions are ``dp_replicate`` and ``dp_shard``, and ``pp`` and ``tp`` if larger than 1. ``dp_shard``
-    includes cp, because parameters are sharded over dp_shard and cp together.
+    The mesh has the dimensions ``dp_replicate`` and ``dp_shard``, and ``pp`` and ``tp`` if their size is
+    larger than 1. ``dp_shard`` includes the context-parallel ranks, because parameters are sharded over them
+    as well.
     """
     checkpoint_group: dist.ProcessGroup | None
-    """A separate group, because asynchronous saves run their collectives in another thread."""
+    """A process group of its own, because asynchronous saves run collectives in another thread."""
     layout: Layout = ONE_PROCESS
     cp_group: dist.ProcessGroup | None = None
-    """The ranks that share a sequence; None without context parallelism."""
+    """The group of ranks that share a sequence; None without context parallelism."""
     nonce: str = field(default="", repr=False)
-    """A secret of this attempt, by which ranks distinguish each other's values from a stranger's."""
+    """A secret of this attempt, with which a rank can tell values sent by other ranks of the attempt from
+    values sent by strangers."""
     is_simulated: bool = False
-    """True if the other ranks do not exist and tensors have no values."""
+    """True if the other ranks are only simulated and tensors have no values."""
 
     @property
     def is_main(self) -> bool:
@@ -102,12 +106,12 @@ class World:
 
     @property
     def dp_rank(self) -> int:
-        """The data-parallel rank, which selects the samples to read."""
+        """The data-parallel rank, which determines the samples to read."""
         return self.layout.dp_rank(self.rank)
 
     @property
     def counts_samples(self) -> bool:
-        """Return whether this rank counts its samples; of the ranks that share samples, one counts them."""
+        """Return whether this rank counts its samples; of the ranks that share samples, only one does."""
         place = self.place
         return not (place.pp or place.cp or place.tp)
 
@@ -120,9 +124,8 @@ class World:
 def select_device(kind: str, local_rank: int, *, is_task: bool = False, dtype: str = "") -> torch.device:
     """Select and return the device of this rank.
 
-    `kind` is ``cpu`` or ``cuda``, and `is_task` has the same meaning as for `gpu_index`. Raises TrainkitError
-    if torch sees no GPU for this rank or cannot use the GPU in `dtype`. The exit code is 78 if a restart
-    cannot help.
+    `kind` is ``cpu`` or ``cuda``; for `is_task`, see `gpu_index`. Raises TrainkitError if torch sees no GPU
+    for this rank, or if the GPU does not support `dtype`. The exit code is 78 if a restart cannot help.
     """
     if kind == "cpu":
         return torch.device("cpu")
@@ -142,12 +145,12 @@ def select_device(kind: str, local_rank: int, *, is_task: bool = False, dtype: s
             exit_code=EXIT_NO_RESTART if is_bound else None,
         )
     device = torch.device("cuda", index)
-    # This call also keeps DeviceMesh from selecting the GPU whose number is in LOCAL_RANK.
+    # `set_device` also prevents DeviceMesh from selecting the GPU with index LOCAL_RANK.
     torch.cuda.set_device(device)
     try:
         torch.empty(1, device=device)
     except RuntimeError:
-        # Expandable segments need virtual memory, which most virtual GPUs lack.
+        # Most virtual GPUs lack the virtual memory management that expandable segments need.
         fix_segments()
         torch.empty(1, device=device)
     name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
@@ -160,10 +163,10 @@ def select_device(kind: str, local_rank: int, *, is_task: bool = False, dtype: s
 
 
 def bind_to_gpu(device: torch.device) -> None:
-    """Restrict this process to the CPUs next to its GPU, unless too few of these CPUs are allowed."""
+    """Restrict this process to the CPUs nearest its GPU, unless too few of these CPUs are allowed."""
     gpu: Any = torch.cuda.get_device_properties(device)
     allowed = os.sched_getaffinity(0)
-    with contextlib.suppress(AttributeError, OSError, ValueError):  # some virtual GPUs have no such address
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # some virtual GPUs have no PCI address
         address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
         text = (PCI_DEVICES / address / "local_cpulist").read_text().strip()
         ranges = (part.partition("-") for part in text.split(","))
@@ -190,9 +193,10 @@ def join_world(
 ) -> World | None:
     """Wait for the other ranks and build the mesh; return None if the ranks agreed to stop.
 
-    With `mesh_of_one`, a single rank has a mesh too. `on_arrival` is called after all ranks have arrived and
-    before they connect. Ranks of one machine meet in `store_file` if it is given, because every user of the
-    machine can reach a port. Raises TrainkitError if ranks are missing or two ranks have the same GPU.
+    With `mesh_of_one`, even a single rank gets a mesh. `on_arrival` is called when all ranks have arrived,
+    before they connect. Ranks on one machine use `store_file` as their store if it is given, because any user
+    of the machine could connect to a port. Raises TrainkitError if ranks are missing or two ranks use the
+    same GPU.
     """
     if env.world_size == 1 and not mesh_of_one:
         return None if stop else World(0, 1, device, None, None)
@@ -205,7 +209,7 @@ def join_world(
         return None
     on_arrival()
     if gpu and device.index != env.local_rank:
-        # This rank sees only one GPU, but Slurm may not have bound that GPU to this task alone.
+        # This rank sees only one GPU, but Slurm may have assigned that GPU to other tasks too.
         refuse_shared_gpu(env, gpu, store)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = COLLECTIVE_TIMEOUT if file is None else LOCAL_TIMEOUT
@@ -215,7 +219,7 @@ def join_world(
 
 
 def gpu_uuid(device: torch.device) -> str:
-    """Return the UUID of a GPU; "" for a CPU or a MIG slice, which may report the UUID of its whole GPU."""
+    """Return the UUID of a GPU; "" for a CPU or a MIG slice, which may report the UUID of the whole GPU."""
     if device.type != "cuda":
         return ""
     properties = torch.cuda.get_device_properties(device)
@@ -223,7 +227,7 @@ def gpu_uuid(device: torch.device) -> str:
 
 
 def _raise_open_file_limit(count: int) -> None:
-    """Raise the open file limit of this process, because every group opens sockets to all its ranks."""
+    """Raise this process's limit of open files, because every group opens sockets to all its ranks."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -237,21 +241,23 @@ def make_world(
     timeout: timedelta = COLLECTIVE_TIMEOUT,
     nonce: str = "",
 ) -> World:
-    """Return the World of this rank, with the nonce of its attempt; call this after `init_process_group`."""
+    """Return this rank's `World`; call this after `init_process_group`, with the nonce of the attempt."""
     checkpoint_group = dist.new_group(backend="gloo", timeout=timeout)
     mesh = build_mesh(device, layout)
     for group in mesh.get_all_groups():
         set_timeout(group, timeout)
     cp_group = context_group(layout, timeout)
-    # The first collective of a group connects its ranks. Run it now, so that a missing link shows up here.
+    # A group connects its ranks in its first collective. Run a collective now, so that a missing link between
+    # ranks shows up here.
     dist.all_reduce(torch.ones(1, device="cpu"), group=checkpoint_group)
     groups = [dist.group.WORLD, *mesh.get_all_groups(), *([] if cp_group is None else [cp_group])]
-    for each in dict.fromkeys(groups):  # a mesh dimension over all ranks may be the default group
+    for each in dict.fromkeys(groups):  # a mesh dimension that spans all ranks may reuse the default group
         one = torch.ones(1, device=device)
         dist.all_reduce(one, group=each)
         one.item()
     if layout.pp > 1:
-        # A collective does not connect the pairs that a pipeline uses: neighbours, and first and last stage.
+        # A collective does not connect the pairs of ranks between which a pipeline sends: neighbouring
+        # stages, and the first and last stage.
         group, own = mesh["pp"].get_group(), layout.place(rank).pp
         after, before = (own + 1) % layout.pp, (own - 1) % layout.pp
         ways = [(after, before), (before, after)]
@@ -265,9 +271,9 @@ def make_world(
 def exchange(
     group: dist.ProcessGroup, *operations: tuple[Callable[..., Any], torch.Tensor, int]
 ) -> list[dist.Work]:
-    """Start sends and receives, each given as `dist.isend` or `dist.irecv`, a tensor, and a group rank.
+    """Start sends and receives, each given as `dist.isend` or `dist.irecv`, a tensor and a rank in the group.
 
-    NCCL would create a communicator for a pair that sends alone. A batch uses the group's communicator.
+    Operations are batched, because NCCL would otherwise create a communicator for each pair of ranks.
     """
     batch = [
         dist.P2POp(operation, tensor, group=group, group_peer=peer) for operation, tensor, peer in operations
@@ -283,7 +289,8 @@ def build_mesh(device: torch.device, layout: Layout) -> DeviceMesh:
         "dp_shard": layout.dp_shard * layout.cp,
         "tp": layout.tp,
     }
-    # Every dimension is a process group. `fully_shard` needs the shard group even if it has one rank.
+    # Every mesh dimension costs a process group, so dimensions of size 1 are left out. `fully_shard` needs
+    # the shard dimension even if it has only one rank.
     dims = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
     return init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
 
@@ -300,9 +307,9 @@ def context_group(layout: Layout, timeout: timedelta = COLLECTIVE_TIMEOUT) -> di
 
 
 def broadcast_from_main(value: T, world: World) -> T:
-    """Return the value of rank 0 on all ranks, sent as JSON.
+    """Return rank 0's value on all ranks; values are sent as JSON.
 
-    Raises TrainkitError if a process that is not a rank of this attempt sent the value.
+    Raises TrainkitError if the value was sent by a process that is not a rank of this attempt.
     """
     if not world.distributed:
         return value
@@ -316,10 +323,10 @@ def broadcast_from_main(value: T, world: World) -> T:
 
 
 def gather_from_all(value: T, world: World, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return the values of all ranks on all ranks, sent as JSON, so that tuples arrive as lists.
+    """Return the values of all ranks on all ranks; values are sent as JSON, so tuples arrive as lists.
 
-    `group` must use gloo; the default is the checkpoint group. Raises TrainkitError if a process that is not
-    a rank of this attempt sent a value.
+    `group` must use gloo; the default is the checkpoint group. Raises TrainkitError if a value was sent by a
+    process that is not a rank of this attempt.
     """
     if not world.distributed:
         return [value] * world.size
@@ -336,12 +343,12 @@ def gather_from_all(value: T, world: World, group: dist.ProcessGroup | None = No
 
 
 def seal(nonce: str, value: bytes) -> bytes:
-    """Prefix a value with a digest that only ranks of this attempt can compute."""
+    """Prefix a value with a keyed digest that only ranks of this attempt can compute."""
     return _digest_of(nonce, value) + value
 
 
 def unseal(nonce: str, sealed: bytes) -> bytes:
-    """Return the value that a rank of this attempt sealed; raise TrainkitError if the digest is wrong."""
+    """Return a value without the digest that `seal` added; raise TrainkitError if the digest is wrong."""
     digest, value = sealed[:DIGEST_BYTES], sealed[DIGEST_BYTES:]
     if not hmac.compare_digest(digest, _digest_of(nonce, value)):
         raise TrainkitError(
@@ -351,7 +358,7 @@ def unseal(nonce: str, sealed: bytes) -> bytes:
 
 
 def _digest_of(nonce: str, value: bytes) -> bytes:
-    # This key differs from the key of the digests in the store, which everybody can read.
+    # Use a different key than for the digests in the store, because everybody can read the store.
     return hmac.digest(f"values {nonce}".encode(), value, hashlib.sha256)
 
 
@@ -360,9 +367,9 @@ def _as_tensor(text: bytes, size: int) -> torch.Tensor:
 
 
 def group_ender() -> Callable[[], None]:
-    """Return a function that destroys the process groups and waits a limited time until they are destroyed.
+    """Return a function that destroys the process groups and waits for a limited time until this is done.
 
-    Create it before Python shuts down, when threads can still be started.
+    Call `group_ender` before Python shuts down, while threads can still be started.
     """
     requested = threading.Event()
 
@@ -375,17 +382,17 @@ def group_ender() -> Callable[[], None]:
 
     def request_end() -> None:
         requested.set()
-        # NCCL waits for the other ranks, and one of them may no longer respond.
+        # NCCL waits for the other ranks, but one of them may no longer respond.
         thread.join(GROUPS_END_S)
 
     return request_end
 
 
 def exit_process(exit_code: int) -> None:
-    """Flush the output and exit immediately, without the interpreter's shutdown.
+    """Flush the output and exit immediately, skipping the interpreter's shutdown.
 
-    A normal exit of a process with gloo threads occasionally ends in SIGABRT, and a finished job must not
-    look like a crash.
+    With gloo threads running, a normal exit occasionally ends in SIGABRT, and a finished job must not look
+    like a crash.
     """
     if dist.is_initialized() and exit_code == 0:
         group_ender()()
@@ -401,7 +408,7 @@ log = getLogger(__name__)
 
 
 def record_event(attempt: AttemptDir, event: str, **fields: Any) -> None:
-    """Append an event to the run's events; on a full disk, log the error and continue."""
+    """Append an event to the run's events.jsonl; if writing fails, log the error and continue."""
     try:
         log_event(attempt.run, attempt.number, event, **fields)
     except OSError as error:
@@ -410,7 +417,7 @@ def record_event(attempt: AttemptDir, event: str, **fields: Any) -> None:
 
 LOOPBACK = "127.0.0.1"
 IDENTITY_TIMEOUT = timedelta(seconds=60)
-"""Time limit for rank 0 to identify itself, which it does first after it starts to listen."""
+"""Timeout for rank 0 to identify itself, which it does as soon as it listens."""
 STOP_GRACE_S = 20.0
 """Seconds that a rank with a stop signal spends on notifying the other ranks."""
 
@@ -421,7 +428,7 @@ def startup_barrier(
     """Wait for all ranks; return the store that they share, or None if they agreed to stop.
 
     `gpu` is the UUID of this rank's GPU, for `refuse_shared_gpu`. `file` is the store for ranks on one
-    machine; without a file, rank 0 serves the store. Raises TrainkitError that names the ranks still missing
+    machine; without it, rank 0 serves the store over TCP. Raises TrainkitError that names the missing ranks
     after the timeout.
     """
     timeout_s = timeout.total_seconds()
@@ -439,7 +446,8 @@ def startup_barrier(
         if stop:
             _decide(env, store, "stop")
         elif (env.rank == 0 or file is not None) and time.monotonic() > deadline:
-            # Rank 0 lists the missing ranks for all: thousands of ranks would each query every other rank.
+            # Only rank 0 looks for the missing ranks; otherwise thousands of ranks would each query every
+            # other rank.
             missing = _missing_ranks(env, store)
             _decide(env, store, f"missing {json.dumps(missing)}" if missing else "go")
         else:
@@ -467,7 +475,7 @@ def startup_barrier(
 
 
 def refuse_shared_gpu(env: RankEnv, gpu: str, store: Store) -> None:
-    """Raise FatalError if a lower rank on this node has arrived with the same GPU."""
+    """Raise FatalError if a lower rank on this node has registered with the same GPU."""
     for other in range(env.rank - env.local_rank, env.rank):
         if (_read(env, store, _arrival(other)) or "").endswith(f" {gpu}"):
             raise FatalError(
@@ -477,7 +485,7 @@ def refuse_shared_gpu(env: RankEnv, gpu: str, store: Store) -> None:
 
 
 def _pause_s(world_size: int) -> float:
-    """Return the seconds between two polls of a rank, which grow with the number of ranks per server."""
+    """Return the seconds between two polls by a rank; the pause grows with the number of ranks per server."""
     return min(2.0, max(0.05, world_size / 4000))
 
 
@@ -494,7 +502,7 @@ def _decide(env: RankEnv, store: Store, verdict: str) -> None:
 
 
 def _digest(env: RankEnv, text: str) -> str:
-    """Return a digest that only ranks of this attempt can compute, without revealing the nonce."""
+    """Return a keyed digest, which only ranks of this attempt can compute and which hides the nonce."""
     return hmac.new(env.nonce.encode(), text.encode(), hashlib.sha256).hexdigest()
 
 
@@ -503,16 +511,16 @@ def _sealed(env: RankEnv, key: str, text: str) -> str:
 
 
 def _read(env: RankEnv, store: Store, key: str) -> str | None:
-    """Return the value that a rank of this attempt stored, or None if no rank of this attempt did."""
+    """Return the value of a key, or None if it was not stored by a rank of this attempt."""
     if not store.check([key]):
         return None
     digest, _, text = store.get(key).decode(errors="replace").partition(" ")
-    # Compare bytes: a stranger may have stored non-ASCII text, which `compare_digest` refuses as a string.
+    # Compare bytes: a stranger may have stored non-ASCII text, for which `compare_digest` rejects strings.
     return text if hmac.compare_digest(digest.encode(), _digest(env, f"{key} {text}").encode()) else None
 
 
 def _open_store(env: RankEnv, timeout: timedelta) -> TCPStore:
-    """Open the store: rank 0 listens, on one machine only on the loopback interface, and others connect."""
+    """Open the store: rank 0 listens (on the loopback interface if all ranks are local), others connect."""
     store = partial(
         TCPStore,
         env.master_addr,
@@ -530,7 +538,7 @@ def _open_store(env: RankEnv, timeout: timedelta) -> TCPStore:
 
 
 def _store_in(file: Path, env: RankEnv, timeout: timedelta) -> Store:
-    """Return a store in a file that only its user can open."""
+    """Return a store backed by a file that only its owner can open."""
     os.close(os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
     store = FileStore(str(file))
     store.set_timeout(timeout)
@@ -538,9 +546,9 @@ def _store_in(file: Path, env: RankEnv, timeout: timedelta) -> Store:
 
 
 def _open_attempt_store(env: RankEnv, timeout: timedelta) -> Store:
-    """Return the section of rank 0's store that belongs to this attempt, without the keys of other jobs.
+    """Return the part of rank 0's store that belongs to this attempt, without the keys of other jobs.
 
-    Raises TrainkitError if the store at the address of rank 0 belongs to another job.
+    Raises TrainkitError if the store at rank 0's address belongs to another job.
     """
     store, identity = _open_store(env, timeout), _digest(env, "attempt")
     if env.rank == 0:
@@ -555,14 +563,14 @@ def _open_attempt_store(env: RankEnv, timeout: timedelta) -> Store:
             raise TrainkitError(
                 f"rank {env.rank} has reached another job at {env.master_addr}:{env.master_port}, "
                 "not rank 0 of its own attempt",
-                hint="that job took the port before rank 0 could; the next attempt chooses another port",
+                hint="the other job took the port before rank 0 could; the next attempt chooses another port",
             )
         store.set_timeout(timeout)
     return PrefixStore(_digest(env, "keys"), store)
 
 
 def _wait_for_main(env: RankEnv, stop: StopRequest, timeout_s: float) -> bool:
-    """Wait until rank 0 listens; return False if this rank got a stop signal before."""
+    """Wait until rank 0 listens; return False if this rank gets a stop signal first."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -581,7 +589,7 @@ def _wait_for_main(env: RankEnv, stop: StopRequest, timeout_s: float) -> bool:
 
 
 def _keep_store_alive(env: RankEnv, store: Store, num_ranks: int) -> None:
-    """Keep rank 0, which runs the store, alive until `num_ranks` ranks have read the decision."""
+    """Keep rank 0, which serves the store, alive until `num_ranks` ranks have read the decision."""
     store.add("num_left", 1)
     deadline = time.monotonic() + STOP_GRACE_S
     while env.rank == 0 and store.add("num_left", 0) < num_ranks and time.monotonic() < deadline:

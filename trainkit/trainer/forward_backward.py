@@ -1,4 +1,4 @@
-"""Run the forward and backward passes of a step, for trainkit's models without a pipeline and for tasks."""
+"""Run forward and backward passes of user tasks, and of trainkit's models without a pipeline."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from trainkit.trainer.task_batches import TaskBatch, seed_generators
 from trainkit.trainer.user_code import listed, refusal
 
 NllSum = Callable[[Tensor, Tensor], Tensor]
-"""Computes the summed negative log-likelihood, float32 [], of logits [B, T, vocab] and labels [B, T]."""
+"""Computes the summed negative log-likelihood (0-dim, float32) of logits [B, T, vocab] and labels [B, T]."""
 OnLoss = Callable[[Tensor], None]
 """Receives this rank's share of a step's loss as soon as it is computed, before the last backward pass."""
 GradientSwitch = Callable[[bool], None]
-"""Enables or disables gradient reduction; disabled for all but the last microbatch of a step."""
+"""Turns gradient reduction on or off; it is off for all but the last microbatch of a step."""
 
 M = TypeVar("M", contravariant=True)
 """The type of a microbatch."""
@@ -44,61 +44,61 @@ class ForwardBackward(Protocol[M]):
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """Return the names of the metrics in the sums of the last pass."""
+        """Return the names of the metrics whose sums the last pass computed."""
         return ()
 
     def begin_step(self, step: int) -> None:
-        """Set the step to which the next passes belong."""
+        """Set the number of the step that the next passes belong to."""
         return None
 
     def accumulate_gradient(self, microbatches: Sequence[M], scale: Tensor, on_loss: OnLoss) -> None:
-        """Add the gradient of the summed loss x `scale`, a float32 [] on the device.
+        """Add the gradient of the summed loss times `scale`, a 0-dim float32 tensor on the device.
 
-        `on_loss` gets the sums of this rank. For a `Model` they are the negative log-likelihood, float32 [].
-        For a user's task they are the loss and its divisor, and the same pair per metric, float64
-        [2 + 2 x metrics].
+        `on_loss` receives the sums of this rank. For a `Model`, the only sum is the negative log-likelihood,
+        a 0-dim float32 tensor. For a user's task, the sums are the loss and its divisor, followed by such a
+        pair per metric, float64 [2 + 2 x metrics].
         """
         ...
 
     def loss_sums(self, micro: M) -> Tensor:
-        """Return the sums of one microbatch in the format of `on_loss`, without a gradient."""
+        """Return the sums of one microbatch in the format of `on_loss`, without computing a gradient."""
         ...
 
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """The settings of every pass: the loss, its parallelism and the positions of this rank."""
+    """The settings of all passes: the loss, its parallelism, and this rank's positions in a sequence."""
 
     world: World
     nll_sum: NllSum
     use_loss_parallel: bool
     positions: Tensor | None = None
-    """The positions of this rank in a sequence, on the device; None for all positions."""
+    """The positions in a sequence that this rank computes, on the device; None for all positions."""
 
     @property
     def loss_share(self) -> float:
-        """Return 1.0 if the loss of this rank counts; of tensor-parallel ranks, only the first counts."""
+        """Return 1.0 if the loss of this rank counts, else 0.0; only one tensor-parallel rank counts."""
         return 0.0 if self.world.place.tp else 1.0
 
     def local_batch(self, micro: Microbatch) -> Microbatch:
-        """Return a microbatch on the device, restricted to the positions of this rank."""
+        """Return a microbatch on the device, restricted to the positions that this rank computes."""
         micro, at = to_device(micro, self.world.device), self.positions
         if at is None:
             return micro
         return Microbatch(micro.tokens[:, at], micro.labels[:, at], micro.sample_keys)
 
     def loss_parallel(self) -> AbstractContextManager[object]:
-        """Return the context of loss parallelism, which must be active during the backward pass too."""
+        """Return the context for loss parallelism, which must be active during the backward pass too."""
         return loss_parallel() if self.use_loss_parallel else nullcontext()
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Computes the loss of hidden states [N, D] and its gradients, one chunk of tokens after the other.
+    """Computes the loss of hidden states [N, D] and its gradients, one chunk of tokens at a time.
 
-    Only the logits of one chunk exist at a time, and no logits are computed twice. The weight's gradient is
-    summed over the chunks in float32. With a `scale`, float32 [], the gradients belong to loss x `scale`.
-    The backward pass then divides them by `scale` and multiplies them by the factor that it receives, which
-    is usually equal to `scale`.
+    Only one chunk's logits exist at a time, and no logits are computed twice. The weight gradient is summed
+    over the chunks in float32. With a `scale` (0-dim, float32), the gradients are those of loss x `scale`.
+    The backward pass then divides the gradients by `scale` and multiplies them by the incoming gradient,
+    which usually equals `scale`.
     """
 
     @staticmethod
@@ -132,7 +132,8 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
-        # Drop the gradients from the context, which lives as long as the loss, to free their memory earlier.
+        # Drop the gradients from the context to free their memory early, because the context lives as long as
+        # the loss.
         (x_grad, weight_grad), ctx.gradients = ctx.gradients, None
         is_float32 = x_grad.dtype == weight_grad.dtype
         scaled = weight_grad if is_float32 else torch.empty_like(weight_grad, dtype=x_grad.dtype)
@@ -141,7 +142,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to a float32 matrix; a GPU does so within the multiplication, without rounding."""
+    """Add left @ right to a float32 matrix; on a GPU in one kernel, without rounding the product."""
     if total.device.type == "cuda":
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
@@ -150,7 +151,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 @dataclass
 class OneByOne(ForwardBackward[M]):
-    """Runs the passes without pipeline stages, one microbatch after the other."""
+    """Runs the passes without pipeline stages, one microbatch at a time."""
 
     sync_gradients: GradientSwitch
     progress: Progress
@@ -179,21 +180,21 @@ class OneByOne(ForwardBackward[M]):
 
     @abstractmethod
     def _forward(self, micro: M, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the loss with its gradient, float32 [], and the sums of this rank in `on_loss` format.
+        """Return the loss (0-dim, float32) with its gradient, and this rank's sums in `on_loss` format.
 
-        The caller multiplies the loss by `scale`. A loss that computes gradients in its forward pass uses
-        `scale` too.
+        The caller multiplies the loss by `scale`. A loss that computes its gradients in the forward pass also
+        needs `scale`.
         """
 
 
 @dataclass
 class SequentialForwardBackward(OneByOne[Microbatch]):
-    """Runs the passes of a `Model` that has no pipeline stages."""
+    """Runs the passes of a `Model` without pipeline stages."""
 
     model: nn.Module
     context: ForwardContext
     loss_chunks: int = 1
-    """If above 1, the model computes the loss in this many chunks of tokens, one after the other."""
+    """If above 1, the loss is computed in this many chunks of tokens, one at a time."""
 
     def _loss_context(self) -> AbstractContextManager[object]:
         return self.context.loss_parallel()
@@ -211,8 +212,8 @@ class SequentialForwardBackward(OneByOne[Microbatch]):
 
         def loss(x: Tensor, weight: Tensor) -> Tensor:
             if not torch.is_grad_enabled():
-                weight = weight.detach()  # `requires_grad` of a parameter stays set while gradients are off
-            # fp16 gradients would underflow without the scale. In other dtypes it would only change rounding.
+                weight = weight.detach()  # A parameter keeps `requires_grad` while gradients are off.
+            # Without the scale, fp16 gradients would underflow; in other dtypes, scaling only adds rounding.
             early = scale if x.dtype == torch.float16 else None
             inputs = x.flatten(0, 1), weight, labels, nll_sum, chunks, early
             found: Tensor = _ChunkedLoss.apply(*inputs)  # type: ignore[no-untyped-call]
@@ -232,7 +233,7 @@ class LossModule(nn.Module):
         super().__init__()
         self.model = model
         self.read_names = frozenset(name for name, param in model.named_parameters() if param.is_meta)
-        """Names of the parameters whose initial values are read after each rank has its shard."""
+        """Names of the parameters whose initial values are read from files after sharding."""
         self.task = task
         self._config = config
 
@@ -258,14 +259,14 @@ class TaskForwardBackward(OneByOne[TaskBatch]):
         self._dtype = DTYPES[self.config.precision.dtype]
         self._names: dict[tuple[bool, str], tuple[str, ...]] = {}
         self._pass = True, ""
-        """True if the last pass was in training, and the name of the optimizer whose loss it computed."""
+        """Whether the last pass was in training, and the name of the optimizer whose loss it computed."""
         self._has_passed = False
-        # A separate group is needed, because a save may use the checkpoint group in its thread.
+        # A separate group is needed, because a save may be using the checkpoint group in another thread.
         self._group = dist.new_group(backend="gloo") if self.world.distributed else None
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """Return the names of the metrics that the last pass returned, in training or validation."""
+        """Return the names of the metrics returned in the last pass, in training or validation."""
         return self._names.get(self._pass, ())
 
     def begin_step(self, step: int) -> None:
@@ -281,27 +282,27 @@ class TaskForwardBackward(OneByOne[TaskBatch]):
         device = self.world.device
         micro = to_device(micro, device)
         seed_generators(micro.seed)
-        torch.manual_seed(micro.seed)  # seeds the device too
+        torch.manual_seed(micro.seed)  # also seeds the device
         with torch.autocast(device.type, self._dtype, enabled=self._dtype != torch.float32):
             total, count, metrics = self.module(micro.data, micro.optimizer)
         if total.numel() != 1:
             message = f"the total of its loss has shape {list(total.shape)}"
             raise refusal(self.config, message, "sum it: total.sum()")
         if torch.is_grad_enabled() and not total.requires_grad:
-            raise refusal(self.config, "the total of its loss has no gradient", "do not detach it")
+            raise refusal(self.config, "the total of its loss has no gradient", "do not detach the total")
         total = total.view(()).float()
         self.check_names(metrics, micro.optimizer)
         numbers = [total, count]
         for value in (metrics[name] for name in self.metric_names):
             numbers += list(value) if isinstance(value, tuple) else [value, count]
         found = torch.stack([_number(value, device) for value in numbers])
-        # Do not multiply the sums by the weight, because the loss of a filler batch may not be finite.
-        # Tensor-parallel ranks have the same loss, so one of them counts.
+        # Select zeros instead of multiplying the sums by the weight, because the loss of a filler batch may
+        # be NaN or infinite. Tensor-parallel ranks have the same loss, so only one of them counts it.
         counts = micro.weight and self.world.counts_samples
         return total * micro.weight, found if counts else torch.zeros_like(found)
 
     def check_names(self, metrics: Collection[str], optimizer: str = "") -> None:
-        """Raise TaskError if the metrics of a loss differ between ranks or between batches."""
+        """Raise TaskError if the metric names of a loss differ between ranks or between batches."""
         names, mode = tuple(sorted(metrics)), (self.module.training, optimizer)
         self._pass = mode
         if mode not in self._names:
@@ -310,7 +311,7 @@ class TaskForwardBackward(OneByOne[TaskBatch]):
                 raise refusal(
                     self.config,
                     f"a metric is called {taken[0]}",
-                    "rename it, because every record has that key",
+                    "rename the metric, because every metrics record has a key of that name",
                 )
             self._refuse_same_name(mode, names)
             others = gather_from_all(list(names), self.world, self._group)
@@ -318,14 +319,14 @@ class TaskForwardBackward(OneByOne[TaskBatch]):
             if any(other != others[0] for other in others):
                 listed = sorted({", ".join(other) or "none" for other in others})
                 hint = f"return the same metrics for every batch: {' | '.join(listed)}"
-                raise refusal(self.config, "the ranks have different metrics", hint)
+                raise refusal(self.config, "the metrics differ between ranks", hint)
         elif names != self._names[mode]:
             before, now = ", ".join(self._names[mode]) or "none", ", ".join(names) or "none"
             message = f"the metrics of its loss changed from {before} to {now}"
             raise refusal(self.config, message, "return the same metrics for every batch")
 
     def _refuse_same_name(self, mode: tuple[bool, str], names: Sequence[str]) -> None:
-        """Raise TaskError if the losses of two optimizers have a metric of the same name."""
+        """Raise TaskError if the losses of two optimizers return metrics of the same name."""
         found = {**self._names, mode: names}
         turns = [turn for is_training, turn in found if turn and is_training == mode[0]]
         logged = [
@@ -334,32 +335,33 @@ class TaskForwardBackward(OneByOne[TaskBatch]):
         ]
         twice = next((name for name in logged if logged.count(name) > 1), None)
         if twice is not None:
-            message = f"{twice} is logged by more than one of the losses of {', '.join(turns)}"
+            message = f"{twice} is returned by more than one of the losses of {', '.join(turns)}"
             raise refusal(self.config, message, "give each metric of loss_for() a unique name")
 
 
 def _number(value: Any, device: torch.device) -> Tensor:
-    """Return a number as float64 [] on the device."""
+    """Return a number as a 0-dim float64 tensor on the device."""
     if isinstance(value, Tensor):
         return value.detach().to(device).double().view(())
-    # Fill on the device, because a copy from the host would wait for all enqueued kernels.
+    # Create the tensor on the device, because a copy from the host would wait for all enqueued kernels.
     return torch.full((), float(value), dtype=torch.float64, device=device)
 
 
 COMPARED_ELEMENTS = 256
-"""Number of elements of every gradient that tensor-parallel ranks compare."""
+"""Number of elements of each gradient that are compared between tensor-parallel ranks."""
 MAX_DIFFERENCE = 0.1
-"""Relative difference of two gradients above which they are not the same gradient.
+"""Relative difference from which two gradients are considered different.
 
-The value is far above the rounding of bf16, and far below the difference of two ranks' shares of a gradient.
+`MAX_DIFFERENCE` is far above bf16 rounding errors, and far below the difference between two ranks' partial
+gradients.
 """
 
 
 @torch.no_grad()
 def check_replicated_gradients(config: RunConfig, model: nn.Module, mesh: DeviceMesh) -> None:
-    """Raise TaskError if a parameter that the plan does not split has different gradients on the ranks.
+    """Raise TaskError if a parameter that is not split has different gradients on tensor-parallel ranks.
 
-    The gradients differ if the module's input is split, because each rank then computes a share of the
+    Gradients differ if the module's input is split, because each rank then computes only part of the
     gradient.
     """
     samples: dict[str, Tensor] = {}
@@ -383,6 +385,6 @@ def check_replicated_gradients(config: RunConfig, model: nn.Module, mesh: Device
         if is_wrong
     ]
     if wrong:
-        message = f"the tensor-parallel ranks have different gradients of {listed(wrong)}"
-        hint = "give its module replicated_with_grad_allreduce if its input is split, and do not seed by rank"
+        message = f"the tensor-parallel ranks have different gradients for {listed(wrong)}"
+        hint = "use replicated_with_grad_allreduce where a module's input is split, and do not seed by rank"
         raise refusal(config, f"{message}, outside tensor_plan()", hint)

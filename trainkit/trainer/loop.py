@@ -1,4 +1,4 @@
-"""Run the training loop of an attempt: steps, validation, logging and saves."""
+"""Run the training loop of an attempt, with its validation, logging and saves."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ OF_VAL = "val_"
 
 
 class Evaluator:
-    """Computes the mean loss of the validation samples, which are divided among the ranks."""
+    """Computes the mean loss over the validation samples, which are divided among the ranks."""
 
     def __init__(self, task: AnyTask, plan: LaunchPlan, world: World) -> None:
         self._world, config = world, task.config
@@ -70,8 +70,8 @@ class Evaluator:
         size = plan.batch.device_batch_size * layout.dp
         num_samples = task.val_data.num_samples
         if config.train.eval_batches is not None:
-            # Prefer the batch size in the config: the planned one depends on the layout, but a run that
-            # resumes on another layout must validate on the same samples.
+            # Prefer the batch size in the config: the planned batch size depends on the layout, but a run
+            # that resumes with another layout must validate on the same samples.
             batch_size = config.train.global_batch_size or plan.batch.global_batch_size
             num_samples = min(num_samples, config.train.eval_batches * batch_size)
         self._num_batches = -(-num_samples // size)
@@ -80,7 +80,7 @@ class Evaluator:
 
     @torch.no_grad()
     def run(self, built: BuiltModel, stop: StopRequest, progress: Progress) -> StepReport | None:
-        """Return loss and metrics of the validation, equal on all ranks, or None if a rank has to stop."""
+        """Return the validation's loss and metrics, equal on all ranks, or None if any rank has to stop."""
         totals: Tensor | None = None
         no_norm = torch.zeros((), device=self._world.device)
         readback: ReportReadback | None = None
@@ -97,7 +97,8 @@ class Evaluator:
                 )
                 all_reduce_sum(report, self._world)
                 totals = report if totals is None else totals + report
-                # Read back the previous report, so that the device computes this batch while the host waits.
+                # Read back the previous batch's report, so that the device computes this batch while the host
+                # waits.
                 if readback is not None and readback.finish().stop:
                     return None
                 readback = ReportReadback(self._world, totals, no_norm, built.forward_backward.metric_names)
@@ -114,10 +115,10 @@ class Evaluator:
 
 
 class Trainer:
-    """The training loop of one attempt; `train` runs the loop to its end or until a stop."""
+    """The training loop of one attempt; `train` runs it until the run is complete or has to stop."""
 
     _steps_done = 0
-    """Number of steps that this attempt has done."""
+    """Number of steps that this attempt has trained."""
     _was_not_finite = False
     """True if the last step was counted in `TrainingState.nonfinite_in_a_row`."""
     _is_best = False
@@ -125,12 +126,12 @@ class Trainer:
     _best_in_flight: int | None = None
     """Step of the most recent best checkpoint if its save may still be in progress."""
     _published_best: tuple[float | None, int | None] = (None, None)
-    """Value and step of the last best checkpoint that was surely published."""
+    """Value and step of the newest best checkpoint that is known to be published."""
     _last_save_s = 0.0
     _own: OwnState | None = None
-    """The state of a user's task that a checkpoint contains in addition to the model."""
+    """The state that a user's task adds to a checkpoint, in addition to the model."""
     _recorder = Recorder()
-    """Records the values that a user's task logs and that are not numbers."""
+    """Records the values logged by a user's task that are not plain numbers."""
 
     def __init__(
         self,
@@ -145,18 +146,18 @@ class Trainer:
         self.attempt, self.plan, self.world, self.task = attempt, plan, world, task
         self.config, self.stop, self.progress = task.config, stop, progress
         config, layout = task.config, plan.layout
-        with progress.within("load"):  # check before the build, which may read the weights of a large model
+        with progress.within("load"):  # check the checkpoint before the build, which may take long
             chosen = choose_checkpoint(attempt, world)
             if chosen is not None:
                 refuse_other_run(*chosen, task)
         local_gradient = LocalGradient()
         self.built = build(task, plan, world, progress, local_gradient)
-        # A user's task is compiled only if the config says so.
+        # A user's task is compiled only if the config requests it.
         by_default = config.has_decoder and compiles(config.parallel, layout, plan.device)
         compiled = config.parallel.compile is True or by_default
         self.compile_cache = CompileCache(attempt.run) if compiled else None
         if self.compile_cache is not None and world.rank % plan.workers_per_node == 0:
-            self.compile_cache.load()  # load before the first collective of all ranks
+            self.compile_cache.load()  # load the cache before the first collective of all ranks
         own = make_own_optimizers(task, self.built.weights, layout)
         self.optimizer: ShardedOptimizer = own or ShardedAdamW(
             self.built.weights, config.optimizer, layout, compiled=compiled
@@ -188,21 +189,22 @@ class Trainer:
             record_with(task.task, self._recorder)
         self.profiler = ProfileWindow(config.profiler, attempt.profile_dir, world)
         self.manifest_record = manifest_record(plan, task)
-        """Fields of every checkpoint manifest of this attempt, in addition to the training state."""
-        # The loss of a user's task computes its own divisor, so the number of samples stands in for it.
+        """Fields of every checkpoint manifest of this attempt, apart from the training state."""
+        # The loss of a user's task returns its own divisor, so its nominal count is the number of samples.
         self.nominal_count = (
             plan.batch.global_batch_size if config.has_user_task else plan.batch.tokens_per_step
         )
-        """Divisor of the loss of a step if all tokens or samples of the step are valid."""
+        """Divisor of a step's loss if all tokens (or samples, for a user's task) of the step are valid."""
         self.clock = StepClock(world, layout)
         self.observers = RankObservers(attempt, plan, world)
         self.rank_records = RankRecords(attempt, world.rank, own_host(), local_gradient)
 
     def train(self) -> int:
-        """Train to the end or until a stop; return the worker's exit code.
+        """Train until the run is complete or has to stop; return the worker's exit code.
 
-        Raises DivergedError after `train.max_nonfinite_steps` consecutive steps without a finite loss and
-        gradient, or if no step had both. Raises CheckpointError if the last state cannot be saved.
+        Raises DivergedError after `train.max_nonfinite_steps` consecutive steps with a loss or gradient that
+        is not finite, or if no step had a finite loss and gradient. Raises CheckpointError if the final state
+        cannot be saved.
         """
         self.progress.enter("begin")
         if self.evaluator is None and self.config.checkpoint.best_metric != "val_loss":
@@ -228,7 +230,7 @@ class Trainer:
         return self._end()
 
     def step(self) -> int | None:
-        """Train one step, then validate, log and save if due; return an exit code if training ends here."""
+        """Train one step, then validate, log and save if due; return an exit code if training must end."""
         report, lr = self._optimizer_step()
         if self.state.nonfinite_in_a_row >= self.config.train.max_nonfinite_steps:
             self._log_step(report, lr, None)
@@ -244,7 +246,7 @@ class Trainer:
         return None
 
     def _optimizer_step(self) -> tuple[StepReport, float]:
-        """Do one optimizer step; never wait for the device before the update is enqueued."""
+        """Do one optimizer step; wait for the device only after the update is enqueued."""
         step = self.state.step + 1
         lr = learning_rate(step, self.total_steps, self.plan.lr, self.config.schedule)
         shown_lr = self.optimizer.begin_step(lr)
@@ -255,7 +257,7 @@ class Trainer:
         batch = next(self.batches)
         data_wait_s = time.monotonic() - started
         if self.built.buffers is not None and self.built.buffers.tensors:
-            # A forward pass may change the buffers, so the save in progress must have copied them.
+            # A forward pass may change the buffers, so wait until the save in progress has copied them.
             self._await_staging()
         turns, reports = self.optimizer.turns(), list[tuple[str, StepReport]]()
         for number, turn in enumerate(turns):
@@ -271,18 +273,20 @@ class Trainer:
         self.observers.add(step, report.rank_times, self.progress.last_step_s)
         self.profiler.after(step)
         if step % GC_EVERY_STEPS == 0:
-            # Collect on all ranks at the same step: otherwise each rank would make the others wait in turn.
+            # Collect garbage on all ranks at the same step, because otherwise every rank would delay the
+            # others at a different step.
             gc.collect(1)
         return report, shown_lr
 
     def _compute_gradient(self, batch: Any, turn: str, data_wait_s: float) -> tuple[Tensor, Tensor]:
-        """Compute the gradient of one optimizer's turn, divided by the nominal count of its loss.
+        """Compute the gradient of one optimizer turn (see `Task.turns`), divided by the loss's nominal count.
 
-        Returns the sums of `pack_report` over all ranks, float64 [5 + 2 x metrics (+ 2 x ranks)], and the
-        gradient's sum of squares, float64 []. At the end of a window, the sums include each rank's times.
+        Returns the values of `pack_report` summed over all ranks, float64 [5 + 2 x metrics (+ 2 x ranks)],
+        and the gradient's sum of squares, a 0-dim float64 tensor. At the end of a step window, the summed
+        values include each rank's times.
         """
-        # Gradients are averaged over the dp x cp ranks, so multiply by their number. `_apply_gradient`
-        # corrects for the actual count, which is only known after the reduction.
+        # The reduction averages gradients over the dp x cp ranks, so multiply by their number to get a sum.
+        # `_apply_gradient` later corrects for the actual count, which is known only after the reduction.
         layout = self.plan.layout
         scale = self.loss_scale.value * (layout.dp * layout.cp / self.nominal_count)
         local_report: Tensor | None = None
@@ -293,14 +297,14 @@ class Trainer:
             nonlocal local_report, in_flight
             self.clock.end_forward()
             self.rank_records.keep_loss(sums)
-            # The clock of rank 0 decides when to save, and the step report tells the other ranks.
+            # Rank 0 decides by its clock when to save; the step report tells the other ranks.
             minutes, waited_s = self.config.checkpoint.every_minutes, time.monotonic() - self._last_save_s
             due = self.world.is_main and minutes is not None and waited_s > minutes * 60
             local_report = pack_report(self.world, sums, batch.num_tokens, bool(self.stop), due, data_wait_s)
             if is_reported(self.state.step + 1, self.world):
                 local_report = torch.cat((local_report, self.clock.report()))
             if self.optimizer.has_whole_gradient and self.world.distributed:
-                # This reduction overlaps with the last backward pass.
+                # The all-reduce of the step report overlaps with the last backward pass.
                 in_flight = dist.all_reduce(local_report, async_op=True)
 
         self.built.forward_backward.accumulate_gradient(batch.microbatches, scale, on_loss)
@@ -320,7 +324,7 @@ class Trainer:
     def _apply_gradient(
         self, totals: Tensor, square_sum: Tensor, lr: float, number: int, turn: str, *, is_last: bool
     ) -> StepReport:
-        """Clip and apply the gradient of a turn, or skip the update on all ranks if it is not finite."""
+        """Clip and apply an optimizer turn's gradient; if it is not finite, all ranks skip the update."""
         self.progress.enter("update")
         divisor = (totals[1] / self.nominal_count).float() * self.loss_scale.value
         grad_norm = square_sum.sqrt().float() / divisor
@@ -342,7 +346,7 @@ class Trainer:
         if self.built.buffers is not None:
             self.built.buffers.settle(self.world)
         report = readback.finish()
-        counted = number + 1 if turn else 0  # a step without turns has one record, of turn 0
+        counted = number + 1 if turn else 0  # without turns, a step has a single record, numbered 0
         self.rank_records.add(self.state.step + 1, report.grad_norm, readback.own, counted, turn)
         return report
 
@@ -368,7 +372,8 @@ class Trainer:
             return
         state.nonfinite_in_a_row += 1
         if self.loss_scale.enabled and self.loss_scale.value.item() > 1.0:
-            # fp16 finds its loss scale through overflows, so they count only once the scale cannot be halved.
+            # With fp16, the loss scale is found through overflows, so they count only if the scale cannot be
+            # halved further.
             state.nonfinite_in_a_row = 0
         if self.world.is_main:
             since = state.step + 1 - state.nonfinite_in_a_row
@@ -385,7 +390,7 @@ class Trainer:
         )
 
     def _require_updated_weights(self) -> None:
-        """Raise DivergedError if every step of the run was skipped, so that the run has trained nothing."""
+        """Raise DivergedError if every step of the run was skipped, so that no weights have changed."""
         if self.state.has_updated_weights or self.state.step == 0:
             return
         hint = "lower optimizer.lr, raise schedule.warmup_steps, or check the data"
@@ -418,7 +423,8 @@ class Trainer:
                 record_event(self.attempt, "first_step", step=step, step_s=step_s, **compiled)
         is_not_finite, was_not_finite = self.state.nonfinite_in_a_row > 0, self._was_not_finite
         self._was_not_finite = is_not_finite
-        # Also write the steps at which the loss diverges and recovers, so that every reader can find them.
+        # Also record the steps at which the loss diverges and recovers, so that they can be found in the
+        # metrics.
         if self._is_logged(step) or validation is not None or is_not_finite or was_not_finite:
             self.metrics.write(self.state, report, lr, validation, self.observers.values)
 
@@ -432,7 +438,7 @@ class Trainer:
         return step % (train.eval_every or 1) == 0 or step == self.total_steps
 
     def _evaluate(self) -> tuple[bool, StepReport | None]:
-        """Validate; return whether validation was completed, and its result or None if it is not finite."""
+        """Validate; return whether validation ran to its end, and its result (None if it is not finite)."""
         assert self.evaluator is not None
         started = time.monotonic()
         found = self.evaluator.run(self.built, self.stop, self.progress)
@@ -456,17 +462,17 @@ class Trainer:
         return True, found
 
     def _require_best_metric(self, names: Collection[str], *, of_validation: bool) -> None:
-        """Raise FatalError if `checkpoint.best_metric` should be one of these names and is not."""
+        """Raise FatalError if `names` should contain `checkpoint.best_metric` but does not."""
         metric = self.config.checkpoint.best_metric
         if metric is not None and metric.startswith(OF_VAL) == of_validation and metric not in names:
             found = f"the metrics are {', '.join(names)}" if names else "the run has no validation"
             raise FatalError(
                 f"checkpoint.best_metric is {metric}, but {found}",
-                hint="name a metric that the task logs (val_NAME for validation), or set it to null",
+                hint="set the key to a metric that the task logs (val_NAME for validation), or to null",
             )
 
     def _update_best(self, values: Mapping[str, float]) -> None:
-        """Record the value of `checkpoint.best_metric` if these values contain a new best one."""
+        """Record the value of `checkpoint.best_metric` if it is the best one so far."""
         state, checkpoint = self.state, self.config.checkpoint
         value = values.get(checkpoint.best_metric or "", math.nan)
         if state.step == 0 or not math.isfinite(value):
@@ -478,7 +484,7 @@ class Trainer:
             state.best_value, state.best_step = value, state.step
 
     def _confirm_best(self) -> None:
-        """Wait for the save of a best checkpoint; if the save failed, keep the previous best one."""
+        """Wait for the save of a best checkpoint; if the save failed, keep the previous best checkpoint."""
         if self._best_in_flight is None:
             return
         self._await_save()
@@ -490,13 +496,13 @@ class Trainer:
         self._best_in_flight = None
 
     def _await_save(self) -> None:
-        """Wait for the save in progress, if any, in phase `save`, which has a longer time limit."""
+        """Wait for the save in progress, if any, in phase `save`, which has a longer timeout."""
         with self.progress.within("save"):
             self.saver.finish()
 
     @property
     def _saves_in_background(self) -> bool:
-        """Return whether this attempt may save asynchronously; the last save of an attempt blocks."""
+        """Return whether this attempt may save asynchronously; its last save always blocks."""
         checkpoint, step = self.config.checkpoint, self.state.step
         every = checkpoint.every_steps
         by_step = every is not None and -(-step // every) * every < self.total_steps
@@ -525,7 +531,7 @@ class Trainer:
         self.state.loss_scale = self.loss_scale.state() if self.loss_scale.enabled else {}
         record = {**self.manifest_record, "progress": asdict(self.state)}
         if self._own is not None:
-            self.saver.finish()  # the tensors of the previous save may not change before it ends
+            self.saver.finish()  # the previous save must end before its tensors may change
             record["state"], tensors = self._own.collect()
             self.saver.tensors = {**self._whole_state, **tensors}
         wait_for_logs = logs_written(self._recorder, self.metrics.tensorboard)
@@ -538,7 +544,7 @@ class Trainer:
             self.metrics.exclude(self._last_save_s - started)
 
     def close(self) -> None:
-        """Write pending data, and stop the threads and processes of this rank."""
+        """Write pending data, and stop the threads and processes started by this rank."""
         self.rank_records.flush()
         self.batches.close()
         if self.evaluator is not None:
@@ -549,10 +555,10 @@ class Trainer:
         self.metrics.close()
 
     def _end(self, reason: str = "") -> int:
-        """Save unless this step is already saved; return exit code 0, or 75 with a reason to stop early.
+        """Save unless this step is saved already; return 0, or 75 if training stops early for a `reason`.
 
-        Raises DivergedError if a complete training has changed no weights. Raises CheckpointError if the save
-        fails, because both exit codes promise a saved state.
+        Raises DivergedError if training is complete but no step has changed the weights. Raises
+        CheckpointError if the save fails, because exit codes 0 and 75 both promise a saved state.
         """
         self.progress.enter("end")
         self._await_save()
@@ -564,7 +570,7 @@ class Trainer:
             saver.require_saved(state.step)
         self.metrics.flush()
         if self.world.is_main and reason:
-            saved = "no step was done"
+            saved = "no step was trained"
             if saver.last_step is not None:
                 saved = f"the newest checkpoint is step {saver.last_step}"
             log.info(f"stopped after step {state.step}: {reason}; {saved}")

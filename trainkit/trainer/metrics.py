@@ -1,9 +1,9 @@
-"""Write training metrics: one record and one log line per logged step, and one record per rank.
+"""Write training metrics: one record and one log line per logged step, and one record for each rank.
 
-On logged steps, a rank keeps its share of the loss, a checksum of its gradient before the reduction, and the
-sum of squares of its gradient after the reduction. With these values, `trainkit replay` can name the rank
-that computed wrongly. The values travel to the host with the step report, without another copy or
-collective. Each rank writes its values to ``attempts/NNN/ranks/rank-NNNN.jsonl`` once a minute.
+On logged steps, each rank keeps its share of the loss, a checksum of its gradient before the reduction, and
+the sum of squares of its gradient after the reduction. From these values, `trainkit replay` can identify a
+rank that computed wrong results. The values reach the host as part of the step report, without an additional
+copy or collective. Each rank writes its values to ``attempts/NNN/ranks/rank-NNNN.jsonl`` once a minute.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SCALARS = (
     "data_wait_s",
     "step_s",
 )
-"""Scalars that TensorBoard shows, in addition to a run's own metrics."""
+"""Scalars shown in TensorBoard in addition to a run's own metrics."""
 RECORD_KEYS = frozenset(
     {
         *SCALARS,
@@ -67,17 +67,17 @@ RECORD_KEYS = frozenset(
         "other_ranks_s",
     }
 )
-"""Keys that any record can have; the metrics of a user's task need other names."""
+"""Keys that trainkit itself uses in records; metrics of a user's task must have other names."""
 
 
 class TensorBoardLog:
-    """Writes scalars in a thread, so that no step waits for the import or the disk.
+    """Writes scalars in a thread, so that no step waits for the import of TensorBoard or for the disk.
 
-    The calling thread writes everything else.
+    Images, texts and histograms are written by the calling thread.
     """
 
     def __init__(self, run: RunDir, first_step: int | None) -> None:
-        """`first_step` is the first step of the attempt; if None, values wait until `begin` or `close`."""
+        """`first_step` is the attempt's first step; None until `begin` or `close` is called."""
         self._run = run
         self._first_step = first_step
         self._held: list[tuple[int, Callable[[SummaryWriter], None]]] | None = (
@@ -88,7 +88,8 @@ class TensorBoardLog:
         self._lock = Lock()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="tensorboard")
         self._newest: Future[None] | None = None
-        """The newest values that were submitted; the pool has one thread, so earlier values precede them."""
+        """The most recently submitted values; the pool has a single thread, so earlier values are written
+        first."""
 
     def write(self, step: int, scalars: Mapping[str, float | None]) -> None:
         """Add the values of one step; skip values that are None."""
@@ -105,7 +106,7 @@ class TensorBoardLog:
         self._add(step, lambda writer: writer.add_image(name, pixels, step, dataformats="HWC"))
 
     def text(self, name: str, text: str, step: int) -> None:
-        """Add a text to the log."""
+        """Add a text."""
         self._add(step, lambda writer: writer.add_text(name, text, step))
 
     def histogram(self, name: str, sums: Sequence[float], counts: Sequence[float], step: int) -> None:
@@ -127,11 +128,11 @@ class TensorBoardLog:
         except ImportError as error:
             self._is_missing = True
             log.info(f"cannot write TensorBoard files: {error} (`{install_line('tensorboard')}` adds it)")
-        except Exception as error:  # log it here, because nobody reads the result of this thread
+        except Exception as error:  # log the error here, because nobody reads the result of this thread
             log.error(f"cannot write step {step} to TensorBoard ({error})")
 
     def written(self) -> Callable[[], None]:
-        """Return a function that waits until everything added so far is on disk."""
+        """Return a function that waits until everything added before the call is on disk."""
         newest = self._newest
 
         def wait() -> None:
@@ -150,7 +151,7 @@ class TensorBoardLog:
             log.error(f"cannot write to TensorBoard ({error})")
 
     def begin(self, first_step: int | None) -> None:
-        """Write the waiting values, and write new values at once, for an attempt with this first step."""
+        """Write the values that waited for the first step to be known; write later values at once."""
         with self._lock:
             held, self._held = self._held or [], None
             self._first_step = first_step
@@ -162,15 +163,15 @@ class TensorBoardLog:
             from torch.utils.tensorboard import SummaryWriter
 
             folder = self._run.tensorboard_dir
-            ensure_folder(folder)  # the writer would create the folder even if the run was moved
-            # purge_step hides steps that an earlier attempt computed after its last checkpoint.
+            ensure_folder(folder)  # The writer would create the folder even if the run was moved.
+            # purge_step hides the steps that an earlier attempt trained after its last checkpoint.
             self._writer = SummaryWriter(str(folder), purge_step=self._first_step)
         return self._writer
 
     def close(self) -> None:
         """Write pending records and close the log."""
         if self._held is not None:
-            self.begin(None)  # the log has no steps to hide
+            self.begin(None)  # with None, the log hides no earlier steps
         self._pool.shutdown()
         try:
             if self._writer is not None:
@@ -180,8 +181,8 @@ class TensorBoardLog:
 
 
 def logs_written(recorder: Recorder, board: TensorBoardLog | None) -> Callable[[], None]:
-    """Return a function that waits until everything that rank 0 logged so far is on disk."""
-    # The recorder writes to the board, so wait for the recorder first.
+    """Return a function that waits until everything that rank 0 has logged by now is on disk."""
+    # The recorder writes to the TensorBoard log, so wait for the recorder first.
     waits = [recorder.written(), *([] if board is None else [board.written()])]
 
     def wait() -> None:
@@ -193,7 +194,7 @@ def logs_written(recorder: Recorder, board: TensorBoardLog | None) -> Callable[[
 
 @dataclass
 class _Interval:
-    """Totals since the last record."""
+    """Totals since the last metrics record."""
 
     started: float
     steps: int = 0
@@ -205,7 +206,7 @@ class _Interval:
 
 @dataclass
 class Metrics:
-    """Collects step reports and writes records on rank 0."""
+    """Collects step reports, and on rank 0 writes metrics records."""
 
     attempt: AttemptDir
     world: World
@@ -222,7 +223,7 @@ class Metrics:
         self._interval = _Interval(time.monotonic())
 
     def start(self) -> None:
-        """Start measuring; call this right before the first step."""
+        """Start measuring time; call this right before the first step."""
         self._interval = _Interval(time.monotonic())
 
     def count(self, report: StepReport, num_samples: int) -> None:
@@ -244,24 +245,25 @@ class Metrics:
         validation: StepReport | None,
         observed: Mapping[str, float | str] = {},
     ) -> None:
-        """Write the record of the step that just ended, on rank 0, and begin a new interval.
+        """On rank 0, write the record of the step that just ended, and begin a new interval.
 
-        `observed` contains the values of the `RankObservers`.
+        `observed` contains the values returned by the `RankObservers`.
         """
         interval, self._interval = self._interval, _Interval(time.monotonic())
         if not self.world.is_main:
             return
         elapsed_s = max(1e-9, self._interval.started - interval.started - interval.paused_s)
         tokens_per_s = interval.tokens / elapsed_s
-        mfu = None  # unknown if the FLOPs of the model or the device are unknown
+        mfu = None  # unknown if the FLOPs of the model or of the device are unknown
         if self._peak_flops is not None and self.flops_per_sample is not None:
             flops_per_s = interval.samples / elapsed_s * self.flops_per_sample
             mfu = round(flops_per_s / (self._peak_flops * self.world.size), 4)
-        values: JsonObject = {  # None stands for a value that is unknown or not finite
+        values: JsonObject = {  # None marks a value that is unknown or not finite
             "step": state.step,
             "time": utc_now(),
             "attempt": self.attempt.number,
-            # While fp16 finds its loss scale, only the gradient overflows, and the loss can be recorded.
+            # While fp16 searches for its loss scale, only the gradient overflows, so the loss can be
+            # recorded.
             "loss": report.loss if state.nonfinite_in_a_row == 0 and math.isfinite(report.loss) else None,
             "grad_norm": report.grad_norm if report.finite else None,
             "lr": lr,
@@ -278,7 +280,7 @@ class Metrics:
         if validation is not None:
             more["val_loss"] = validation.loss
             more |= {f"val_{name}": value for name, value in _finite(validation.metrics).items()}
-        # Records that could not be written come first. A capability's values never replace the trainer's.
+        # The trainer's keys come first, and its values replace a capability's values of the same name.
         self._unwritten.append({**values, **observed, **values, **more})
         self.flush()
         log.info(self._line(values, more.get("val_loss")))
@@ -287,7 +289,7 @@ class Metrics:
             self.tensorboard.write(state.step, {**scalars, **more})
 
     def flush(self) -> None:
-        """Write the pending records, and keep records that cannot be written."""
+        """Write the pending records; those that cannot be written stay pending."""
         write_pending(self.attempt.run.metrics_file, self._unwritten)
 
     def close(self) -> None:
@@ -310,7 +312,7 @@ class Metrics:
 
 
 def write_pending(file: Path, pending: deque[dict[str, object]]) -> None:
-    """Append records to a file of JSON lines; keep records that cannot be written, as on a full disk."""
+    """Append records to a file of JSON lines; if writing fails, as on a full disk, keep them."""
     try:
         while pending:
             append_jsonl(file, pending[0])
@@ -320,12 +322,12 @@ def write_pending(file: Path, pending: deque[dict[str, object]]) -> None:
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics that can be written as JSON, which are the finite ones."""
+    """Return the metrics that are finite and can therefore be written as JSON."""
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Return the peak memory of this process in GiB: allocated GPU memory, or resident memory on a CPU."""
+    """Return this process's peak memory in GiB: allocated GPU memory, or resident memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
@@ -336,33 +338,33 @@ MAX_BYTES = 2**20
 MAX_PENDING = 10_000
 FLUSH_S = 60.0
 SPIKE_RATIO = 3.0
-"""If a gradient norm grows by more than this factor, its record is written at once, before a crash."""
+"""Factor of growth in the gradient norm above which a record is written at once, in case a crash follows."""
 CHECKSUM_BITS = 52
-"""Number of bits that a float64 represents exactly."""
+"""Number of bits of an integer that a float64 can represent exactly."""
 _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class LocalGradient:
     """A checksum of this rank's gradient before its reduction; any changed bit changes the checksum.
 
-    The checksum adds the bits as integers, so it does not depend on the order of the sum.
+    The checksum is an integer sum of the bits, so it does not depend on the order of summation.
     """
 
     def __init__(self) -> None:
         self.is_due = False
-        """True if the gradient of the current step is needed."""
+        """True if the gradient of the current step is to be recorded."""
         self._sums: list[Tensor] = []
 
     @torch.no_grad()
     def add(self, grads: Sequence[Tensor]) -> None:
-        """Add gradients that are about to be reduced."""
+        """Add gradients that are about to be reduced to the checksum."""
         if self.is_due:
             self._sums += [
                 grad.detach().view(_WORDS[grad.element_size()]).sum(dtype=torch.int64) for grad in grads
             ]
 
     def take(self, device: torch.device) -> Tensor:
-        """Return the checksum of the step, float64 []; NaN if trainkit reduces no gradient."""
+        """Return the step's checksum (0-dim, float64); NaN if trainkit does not reduce the gradients."""
         sums, self._sums = self._sums, []
         if not sums:
             return torch.full((), math.nan, dtype=torch.float64, device=device)
@@ -371,25 +373,26 @@ class LocalGradient:
 
 
 class RankRecords:
-    """Keeps and writes the records of this rank."""
+    """Collects and writes the records of this rank."""
 
     def __init__(self, attempt: AttemptDir, rank: int, host: str, local_gradient: LocalGradient) -> None:
         self._attempt, self._rank = attempt, rank
         self._host = host
         self._local_gradient = local_gradient
         self.values: list[Tensor] = []
-        """The loss sum, checksum and sum of squares of the current step, float64 [] each."""
+        """The loss sum, checksum and sum of squares of the current step, each a 0-dim float64 tensor."""
         self._pending: deque[dict[str, object]] = deque(maxlen=MAX_PENDING)
         self._flushed_s = time.monotonic()
         self._last_norms: dict[int, float] = {}
-        """Maps the number of a turn, 0 without turns, to the gradient norm of its newest record."""
+        """Maps the number of an optimizer turn, or 0 without turns, to the gradient norm of its newest
+        record."""
 
     def begin_step(self, *, is_due: bool) -> None:
-        """Begin a step, and record it if it is due."""
+        """Begin a step; `is_due` tells whether it is to be recorded."""
         self.values, self._local_gradient.is_due = [], is_due
 
     def keep_loss(self, sums: Tensor) -> None:
-        """Keep this rank's share of the loss, which is the first of the sums."""
+        """Keep this rank's share of the loss, which is the first element of `sums`."""
         if self._local_gradient.is_due:
             self.values.append(sums.detach().double().view(-1)[0].clone())
 
@@ -399,10 +402,10 @@ class RankRecords:
             self.values += [self._local_gradient.take(device), square_sum.to(device)]
 
     def add(self, step: int, grad_norm: float, own: Sequence[float], turn: int = 0, name: str = "") -> None:
-        """Add the record of a step; `own` has the numbers of `values`, or is empty if the step is not due.
+        """Add the record of a step; `own` is a copy of `values`, or empty if the step is not recorded.
 
-        A step in which optimizers take turns has one record per turn: `turn` counts from 1, and `name` is the
-        optimizer of the turn.
+        If optimizers take turns in a step, each turn has its own record: `turn` counts from 1, and `name` is
+        the optimizer of the turn.
         """
         if not own:
             return
@@ -416,7 +419,7 @@ class RankRecords:
             self.flush()
 
     def flush(self) -> None:
-        """Write the pending records, and keep records that cannot be written."""
+        """Write the pending records; those that cannot be written stay pending."""
         self._flushed_s = time.monotonic()
         file = self._attempt.rank_record(self._rank)
         with contextlib.suppress(OSError):

@@ -1,7 +1,8 @@
-"""Update parameters with AdamW on local shards; the same pass over the parameters clips and skips.
+"""Update parameters with AdamW on local shards; the same pass also clips and skips gradients.
 
-An optimizer never sees a DTensor, because an element-wise update does not depend on the sharding and plain
-tensors have a fraction of the dispatch overhead. Only the global gradient norm depends on the sharding.
+Optimizers work on plain tensors, never on DTensors: element-wise updates do not depend on the sharding, and
+plain tensors have much less dispatch overhead. Only the global gradient norm has to take the sharding into
+account.
 """
 
 from __future__ import annotations
@@ -27,21 +28,22 @@ from trainkit.trainer.torch_private import any_length, copy_each, norm_of_each, 
 
 NORM_CHUNK = 1 << 16
 COMPILED_DEVICES = ("cuda",)
-"""Devices with compiled updates of the shards. Shards on a CPU are offloaded or belong to short runs."""
+"""Devices on which updates are compiled. Shards on a CPU are offloaded or belong to short runs, for which
+compiling does not pay off."""
 TINY = 1e-30
-"""Replaces 0, which has no logarithm."""
+"""Replaces 0, whose logarithm is not finite."""
 WHOLE_ELEMENTS = 1 << 24
-"""Minimum number of elements of a shard with float32 averages that has a separate compiled kernel.
+"""Minimum number of elements for which a shard with float32 averages gets a compiled kernel of its own.
 
-Smaller shards share torch's kernel, because the host takes as long to start a compiled kernel as a GPU takes
-to update 10 million elements.
+Smaller shards are updated together by torch's kernel, because launching a compiled kernel takes the host as
+long as a GPU needs to update 10 million elements.
 """
 PIECE_ELEMENTS = 1 << 24
-"""Number of elements that are converted at a time if running averages are kept in bf16 or 8 bits."""
+"""Number of elements converted at a time if running averages are kept in bf16 or as 8-bit codes."""
 
 
 class ShardedOptimizer(ABC):
-    """Updates this rank's shards of the trained parameters, and computes the norm of their gradients."""
+    """Updates this rank's shards of the trained parameters and computes the gradient norm."""
 
     def __init__(self, weights: Sequence[Weight], layout: Layout) -> None:
         weights = [weight for weight in weights if weight.param.requires_grad]
@@ -55,15 +57,15 @@ class ShardedOptimizer(ABC):
         }
         self._by_share = self._group_by_share(layout.world_size // layout.pp)
         self.has_whole_gradient = set(self._by_share) == {1.0 / layout.world_size}
-        """True if this rank has the whole gradient and can compute its norm without communication."""
+        """True if this rank has the full gradient and can compute its norm without communication."""
         if self.has_whole_gradient:
             self._by_share = {1.0: list(range(len(weights)))}
 
     def _group_by_share(self, stage_size: int) -> dict[float, list[int]]:
-        """Group the parameters by the share of their squares that this rank adds to the global sum.
+        """Group parameters by the share with which this rank's squares count in the global sum of squares.
 
-        Returns share -> indices of parameters. A shard that n ranks of a pipeline stage have in common counts
-        1 / n on each of these ranks.
+        Returns a mapping from share to parameter indices. A shard that is replicated on n ranks of a pipeline
+        stage counts with the share 1 / n on each of them.
         """
         groups: dict[float, list[int]] = defaultdict(list)
         for index, weight in enumerate(self._weights):
@@ -76,11 +78,11 @@ class ShardedOptimizer(ABC):
         return dict(groups)
 
     def begin_step(self, lr: float) -> float:
-        """Begin a step with the learning rate of the config's schedule; return the learning rate to show."""
+        """Begin a step with the learning rate from the config's schedule; return the learning rate to log."""
         return lr
 
     def turns(self) -> Sequence[str]:
-        """Return the optimizers that take turns in this step, each with a separate loss; "" for one loss."""
+        """Return the optimizers that take turns in this step, each with its own loss; ("",) for one loss."""
         return ("",)
 
     @torch.no_grad()
@@ -90,7 +92,7 @@ class ShardedOptimizer(ABC):
             shard.grad = None if param.grad is None else local_tensor(param.grad)
 
     def square_sum(self) -> Tensor:
-        """Return the gradient's sum of squares, float64 []; a rank's term unless `has_whole_gradient`."""
+        """Return the gradient's sum of squares, or this rank's share of it unless `has_whole_gradient`."""
         total = torch.zeros((), dtype=torch.float64, device=self._locals[0].device)
         for share, indices in self._by_share.items():
             grads = [
@@ -110,7 +112,7 @@ class ShardedOptimizer(ABC):
         """
 
     def end_step(self) -> None:
-        """End a step after the update of its last turn."""
+        """End a step, after the update of its last optimizer turn."""
         return None
 
     def zero_grad(self) -> None:
@@ -120,7 +122,7 @@ class ShardedOptimizer(ABC):
 
     @abstractmethod
     def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) of the state, sharded like the parameters; a checkpoint is loaded in place."""
+        """Yield (name, tensor) of the state, sharded like the parameters; checkpoints are loaded in place."""
 
 
 class ShardedAdamW(ShardedOptimizer):
@@ -134,13 +136,13 @@ class ShardedAdamW(ShardedOptimizer):
         *,
         compiled: bool = False,
     ) -> None:
-        """If `compiled`, a GPU uses compiled kernels for large shards and for averages not in float32."""
+        """With `compiled`, compiled kernels update large shards and low-precision averages on a GPU."""
         super().__init__(weights, layout)
         groups: dict[tuple[float, float], list[nn.Parameter]] = defaultdict(list)
         for shard, weight in zip(self._locals, self._weights, strict=True):
             decay, options = weight.options.weight_decay, weight.options
             if decay is None:
-                # One-dimensional parameters are norm weights and biases, which have no weight decay.
+                # One-dimensional parameters are norm weights and biases, which are exempt from weight decay.
                 decay = config.weight_decay if weight.param.dim() > 1 else 0.0
             groups[options.lr_scale, decay].append(shard)
         self._adamw = torch.optim.AdamW(
@@ -168,11 +170,12 @@ class ShardedAdamW(ShardedOptimizer):
         for group in self._adamw.param_groups:
             group["lr"] = lr * group["lr_scale"]
         # Offloaded parameters are on the host. torch would copy `divisor` and `skip` to the host
-        # asynchronously, before they are computed.
+        # asynchronously, before their values are computed.
         divisor, skip = (value.to(self._locals[0].device) for value in (divisor, skip))
         casts, updated, counted = dict(self._casts), dict[nn.Parameter, Tensor](), 1 - skip
         for group in self._adamw.param_groups:
-            # Keep the numbers on the device, because the compiler would treat each number as a new constant.
+            # Keep the numbers in tensors on the device, because torch.compile would treat each number as a
+            # new constant.
             rates = [torch.full((), group[key], device=skip.device) for key in ("lr", "weight_decay")]
             numbers = *rates, divisor, skip, *group["betas"], group["eps"]
             for shard in group["params"]:
@@ -190,7 +193,7 @@ class ShardedAdamW(ShardedOptimizer):
                     continue
                 updated[shard] = grad
                 shard.grad = None
-        # torch updates the remaining shards, many in each kernel.
+        # torch updates the remaining shards, several per kernel launch.
         scale_next_step(self._adamw, divisor, skip)
         self._adamw.step()
         for shard, grad in updated.items():
@@ -205,10 +208,10 @@ class ShardedAdamW(ShardedOptimizer):
     def _update_pieces(
         self, shard: nn.Parameter, grad: Tensor, group: dict[str, Any], divisor: Tensor, skip: Tensor
     ) -> None:
-        """Update a shard like the fused kernel, in float32, and round only the averages.
+        """Update a shard in float32 with the fused kernel; only the stored averages are rounded.
 
-        The kernel needs weights, gradients and averages of one dtype, so it gets some rows at a time. The
-        averages of a skipped step are not rounded again.
+        The kernel needs weights, gradients and averages of one dtype, so convert and update some rows at a
+        time. If a step is skipped, the averages are not rounded again.
         """
         beta1, beta2 = group["betas"]
         state = self._adamw.state[shard]
@@ -254,7 +257,7 @@ class ShardedAdamW(ShardedOptimizer):
 def _zero_average(
     shard: Tensor, weight: Weight, config: OptimizerConfig, values: Tensor
 ) -> Tensor | QuantizedAverage:
-    """Return a running average at the start of training; `values` are the values of its 8-bit codes."""
+    """Return the initial running average; `values` are the values that its 8-bit codes stand for."""
     if config.name == "adamw_8bit" and is_quantized(weight.param):
         return QuantizedAverage.zeros(shard, weight.param, weight.name, values.to(shard.device))
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[config.state_dtype]
@@ -266,7 +269,7 @@ def _in_float32(average: Tensor | QuantizedAverage) -> Tensor:
 
 
 def _round(average: Tensor | QuantizedAverage, updated: Tensor, skip: Tensor) -> None:
-    """Set an average to its updated float32 value, which is the old value if `skip` is 1."""
+    """Store the updated float32 value of an average, rounded; if `skip` is 1, the average does not change."""
     if isinstance(average, QuantizedAverage):
         average.quantize(updated, skip)
     else:
@@ -274,7 +277,7 @@ def _round(average: Tensor | QuantizedAverage, updated: Tensor, skip: Tensor) ->
 
 
 def _flat(*items: Tensor | QuantizedAverage | None) -> Iterator[list[Tensor]]:
-    """Yield flat views of a shard and others, so that `_update` is compiled once for all shapes."""
+    """Yield flat views of a shard and its companions, so that `_update` is compiled once for all shapes."""
     part = next((item.part for item in items if isinstance(item, QuantizedAverage)), None)
     for item in items:
         if isinstance(item, QuantizedAverage):
@@ -300,9 +303,9 @@ def _update(
     beta2: float,
     eps: float,
 ) -> None:
-    """Compute the same as the fused kernel, in operations that the compiler joins with rounding and casts.
+    """Compute the same as the fused kernel, in operations that torch.compile fuses with rounding and casts.
 
-    A quantized average is passed as a list of its tensors, because the compiler would treat its numbers as
+    A quantized average is passed as a list of its tensors, because torch.compile would treat its numbers as
     variables.
     """
     (weight,), (grad,) = weights, grads
@@ -314,7 +317,7 @@ def _update(
     first, second = _in_float32(exp_avg), _in_float32(exp_avg_sq)
     first_now = torch.lerp(first, grad, 1 - beta1)
     second_now = second * beta2 + (1 - beta2) * grad * grad
-    # This is 1 - beta ** step, computed accurately in float32.
+    # The result equals 1 - beta ** step, but is accurate in float32.
     bias1, bias2 = (-torch.expm1((step + 1) * math.log(beta or TINY)) for beta in (beta1, beta2))
     updated = decayed - lr / bias1 * first_now / ((second_now / bias2).sqrt() + eps)
     is_skipped = skip > 0
@@ -327,7 +330,7 @@ def _update(
 
 
 def _pieces(shard: Tensor, *others: Tensor | QuantizedAverage) -> Iterator[tuple[Any, ...]]:
-    """Yield views of a shard, and of tensors split like it, of at most `PIECE_ELEMENTS` or one row."""
+    """Yield matching views of a shard and other tensors, each of at most `PIECE_ELEMENTS` or one row."""
     if shard.numel() <= PIECE_ELEMENTS:
         yield shard, *others
         return
@@ -336,10 +339,10 @@ def _pieces(shard: Tensor, *others: Tensor | QuantizedAverage) -> Iterator[tuple
 
 
 def _in_chunks(tensors: list[Tensor]) -> list[Tensor]:
-    """Split tensors on the CPU into chunks whose sum of squares is accurate in float32.
+    """Split CPU tensors into chunks that are small enough for an accurate sum of squares in float32.
 
-    The CPU kernel sums sequentially. Over 16 million elements, its norm is 6e-4 too small, by an amount that
-    depends on the layout. The CUDA kernel sums as a tree.
+    The CPU kernel adds sequentially. Over 16 million elements, the norm from the CPU kernel is too small by
+    6e-4, and the error depends on the layout. The CUDA kernel adds pairwise (as a tree), which is accurate.
     """
     if tensors[0].device.type != "cpu":
         return tensors

@@ -1,4 +1,4 @@
-"""Runs the optimizers and schedules that a user's task defines, and saves their state in checkpoints."""
+"""Run the optimizers and schedules that a user's task defines, and save their state in checkpoints."""
 
 from __future__ import annotations
 
@@ -40,39 +40,39 @@ from trainkit.trainer.user_task import UserTask
 log = getLogger(__name__)
 ADAMS = {optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam}
 BY_ELEMENT = ADAMS | {optim.SGD, optim.RMSprop, optim.Adagrad, optim.Adadelta, optim.ASGD, optim.Rprop}
-"""PyTorch optimizers that update each element independently, so that they also work on a shard."""
+"""PyTorch optimizers that update each element independently and can therefore work on a shard."""
 OPTIMIZERS, TASK, ON_HOST = "optimizers", "task", "on_host"
-"""Keys in the ``state`` of a manifest; `ON_HOST` lists the paths of tensors that are kept on the CPU."""
+"""Keys of ``state`` in a manifest; `ON_HOST` lists the paths of tensors that are kept on the CPU."""
 NAME = re.compile(r"[A-Za-z]\w*")
 SavedTensors = Mapping[str, TensorStorageMetadata]
 
 
 @dataclass(frozen=True)
 class SavedOptimizer:
-    """An optimizer as a manifest stores it; `encode` has encoded all fields except `kind`."""
+    """An optimizer as stored in a manifest; all fields except `kind` were converted by `encode`."""
 
     kind: str
-    """The name of its class."""
+    """Name of the optimizer's class."""
     parameters: dict[str, object]
-    """Maps a parameter name to its state; a parameter has an entry after its first update."""
+    """Maps parameter names to optimizer states, for parameters that have been updated."""
     rest: object
-    """The optimizer state that belongs to no parameter."""
+    """The optimizer state that belongs to no particular parameter."""
     values: object
-    """The values of the parameter groups and the state of the scheduler."""
+    """The settings of the parameter groups and the state of the scheduler."""
     initial: object
-    """The same values as the task created them, before the first step."""
+    """The initial `values`, as created by the task before the first step."""
     num_groups: int = 1
 
     @property
     def encoded(self) -> Iterator[object]:
-        """Yield every encoded field that may refer to tensors."""
+        """Yield every field that was converted by `encode` and may refer to tensors."""
         yield from (*self.parameters.values(), self.rest, self.values, self.initial)
 
 
 def make_own_optimizers(
     task: CausalLM | UserTask, weights: Sequence[Weight], layout: Layout
 ) -> OwnOptimizers | None:
-    """Create the optimizers that a user's task defines, or return None if the config defines the optimizer.
+    """Create the optimizers that a user's task defines, or return None if the config sets the optimizer.
 
     Raises TaskError for an optimizer that trainkit does not support.
     """
@@ -84,8 +84,8 @@ def make_own_optimizers(
 class OwnOptimizers(ShardedOptimizer):
     """The optimizers of a user's task, which update this rank's shards of the parameters.
 
-    Most optimizers cannot skip a gradient that is not finite. The host therefore waits for the gradient norm
-    before each update.
+    Most optimizers cannot skip a gradient that is not finite. Before each update, the host therefore waits
+    for the gradient norm.
     """
 
     def __init__(self, task: UserTask, weights: Sequence[Weight], layout: Layout) -> None:
@@ -105,16 +105,16 @@ class OwnOptimizers(ShardedOptimizer):
         self._refuse(found)
         self._active = list(self._optimizers)
         self._initial = {name: deepcopy(self._values(name)) for name in self._optimizers}
-        """Maps an optimizer name to its values as the task created them."""
+        """Maps an optimizer name to its initial settings and scheduler state, as created by the task."""
         self._lrs = {
             name: [float(group["lr"]) for group in optimizer.param_groups]
             for name, optimizer in self._optimizers.items()
         }
-        self.collect_state()  # this raises an error now if the state cannot be saved later
+        self.collect_state()  # raise an error now if the state cannot be saved later
 
     @property
     def kinds(self) -> dict[str, str]:
-        """Map the name of each optimizer to the name of its class."""
+        """Return a mapping from optimizer names to class names."""
         return {name: type(optimizer).__name__ for name, optimizer in self._optimizers.items()}
 
     @property
@@ -123,7 +123,7 @@ class OwnOptimizers(ShardedOptimizer):
         return type(self._task).turns is not Task.turns
 
     def updated_by(self, turns: Collection[str]) -> set[str]:
-        """Return the names of the parameters that `turns` update; the turn "" updates all parameters."""
+        """Return the names of the parameters updated in these turns; the turn "" updates all parameters."""
         chosen = self._optimizers.keys() if "" in turns else turns
         return {weight.name for name in chosen for weight, _ in self._owned(self._optimizers[name])}
 
@@ -135,7 +135,7 @@ class OwnOptimizers(ShardedOptimizer):
         return f"the task's own optimizer: {'; '.join(shown)}"
 
     def _refuse(self, found: object) -> None:
-        """Raise TaskError if the return value of `optimizers` cannot be used."""
+        """Raise TaskError if the value returned by `optimizers` cannot be used."""
         items = found.values() if isinstance(found, Mapping) else [found]
         wrong = [item for item in items if not isinstance(item, Optimizer | LRScheduler)]
         if wrong or not self._optimizers:
@@ -151,7 +151,7 @@ class OwnOptimizers(ShardedOptimizer):
         if name == "" and len(self._optimizers) == 1:
             return
         if not isinstance(name, str) or not NAME.fullmatch(name) or LOSS_OF.format(name) in RECORD_KEYS:
-            hint = 'use a name of letters, digits and _, such as "generator"; "val" is reserved'
+            hint = 'use letters, digits and _ in the name, as in "generator"; "val" is reserved'
             raise self._error(f"named an optimizer {name!r}", hint)
 
     def _refuse_kind(self, optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
@@ -179,15 +179,13 @@ class OwnOptimizers(ShardedOptimizer):
             raise self._error(message, hint)
 
     def _refuse_parameters(self) -> None:
-        """Raise TaskError unless each parameter belongs to one optimizer."""
+        """Raise TaskError unless each parameter belongs to exactly one optimizer."""
         owners: dict[int, list[str]] = {id(shard): [] for shard in self._locals}
         for name, optimizer in self._optimizers.items():
             for param in _params(optimizer):
                 if id(param) not in owners:
                     message = f"gave {type(optimizer).__name__} a tensor that is not one of its parameters"
-                    hint = (
-                        "use the tensors in the argument of optimizers(); those of the model may be sharded"
-                    )
+                    hint = "use the tensors passed to optimizers(); the model's own parameters may be sharded"
                     raise self._error(message, hint)
                 owners[id(param)].append(name)
         names = dict(zip(owners, (weight.name for weight in self._weights), strict=True))
@@ -221,7 +219,9 @@ class OwnOptimizers(ShardedOptimizer):
             raise refusal(self._config, message, f"optimizers() returned {names}")
         if not found and getattr(type(self._task), "loss", None) is Task.loss:
             message = f"turns() was empty in step {self._task.step}, and loss() is not defined"
-            raise refusal(self._config, message, "name an optimizer in turns(), or define loss()")
+            raise refusal(
+                self._config, message, "return the name of an optimizer from turns(), or define loss()"
+            )
         return found or ("",)
 
     @torch.no_grad()
@@ -229,7 +229,8 @@ class OwnOptimizers(ShardedOptimizer):
         super().collect_gradients()
         self._active = [turn] if turn else list(self._optimizers)
         for name in self._optimizers.keys() - self._active:
-            # The loss of a turn also produces gradients for parameters of other optimizers; drop them.
+            # The loss of one optimizer also produces gradients for other optimizers' parameters; drop these
+            # gradients.
             for shard in _params(self._optimizers[name]):
                 shard.grad = None
 
@@ -251,10 +252,10 @@ class OwnOptimizers(ShardedOptimizer):
             scheduler.step()
 
     def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield from ()  # most of the state exists only after the first update; see `collect_state`
+        yield from ()  # most of the state does not exist before the first update; see `collect_state`
 
     def collect_state(self) -> tuple[dict[str, SavedOptimizer], dict[str, Tensor]]:
-        """Return the state of all optimizers and its tensors, which are sharded like their parameters."""
+        """Return the state of all optimizers, and its tensors, which are sharded like their parameters."""
         tensors: dict[str, Tensor] = {}
         values: dict[str, SavedOptimizer] = {}
         for name, optimizer in self._optimizers.items():
@@ -277,7 +278,7 @@ class OwnOptimizers(ShardedOptimizer):
         return values, tensors
 
     def _values(self, name: str) -> dict[str, object]:
-        """Return the values of an optimizer's groups and the state of its scheduler."""
+        """Return the settings of an optimizer's groups and the state of its scheduler."""
         groups = [
             {key: _number(value) for key, value in group.items() if key != "params"}
             for group in self._optimizers[name].param_groups
@@ -286,14 +287,14 @@ class OwnOptimizers(ShardedOptimizer):
         return {"groups": groups, "scheduler": {} if scheduler is None else scheduler.state_dict()}
 
     def _owned(self, optimizer: Optimizer) -> Iterator[tuple[Weight, nn.Parameter]]:
-        """Yield each parameter of an optimizer with its shard on this rank."""
+        """Yield each parameter of an optimizer, and its shard on this rank."""
         own = {id(param) for param in _params(optimizer)}
         for weight, shard in zip(self._weights, self._locals, strict=True):
             if id(shard) in own:
                 yield weight, shard
 
     def _as_saved(self, path: str, item: Tensor, weight: Weight, shard: Tensor) -> Tensor:
-        """Return a state tensor for a checkpoint, sharded like its parameter if it has the same shape."""
+        """Return a state tensor for a checkpoint, sharded like its parameter if both have the same shape."""
         if item.shape == shard.shape:
             return as_shard_of(item, weight.param)
         if _is_sharded(weight) and item.numel() != 1:
@@ -305,17 +306,17 @@ class OwnOptimizers(ShardedOptimizer):
         return item
 
     def wanted(self, values: Mapping[str, SavedOptimizer], saved: SavedTensors) -> dict[str, Tensor]:
-        """Allocate this rank's shards of the per-parameter state that a checkpoint contains.
+        """Allocate this rank's shards of the per-parameter state in a checkpoint.
 
-        Raises TaskError if a parameter now belongs to another optimizer.
+        Raises TaskError if a parameter has moved to another optimizer since the checkpoint.
         """
         tensors: dict[str, Tensor] = {}
         for name, optimizer in self._optimizers.items():
             params = values[name].parameters
             owned = {weight.name: (weight, shard) for weight, shard in self._owned(optimizer)}
             if moved := sorted(params.keys() - owned.keys()):
-                message = f"gave {listed(moved)} to another optimizer than in the checkpoint"
-                raise self._error(message, "restore the assignment, or start a new run")
+                message = f"gave {listed(moved)} to a different optimizer than in the checkpoint"
+                raise self._error(message, "assign the parameters as before, or start a new run")
             for param, state in params.items():
                 weight, shard = owned[param]
                 for path in tensor_paths(state):
@@ -343,7 +344,7 @@ class OwnOptimizers(ShardedOptimizer):
             self._load_values(name, decode(value.initial, tensors), decode(value.values, tensors))
 
     def _load_values(self, name: str, initial: object, values: object) -> None:
-        """Load the values of a checkpoint, except values that the task has changed since."""
+        """Load an optimizer's values from a checkpoint, except values that the user has changed since."""
         optimizer, changed = self._optimizers[name], list[str]()
         merged = cast(Any, _merged("", self._initial[name], initial, values, changed))
         for group, found in zip(optimizer.param_groups, merged["groups"], strict=True):
@@ -369,20 +370,22 @@ def _params(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def _merged(path: str, now: object, before: object, saved: object, changed: list[str]) -> object:
-    """Merge the value that the task creates `now` into the `saved` one, and return the result.
+    """Return the `saved` value, with the changes that the user has made to the task since the run started.
 
-    A value that differs between `now` and `before`, the value that the task created when the run started,
-    replaces the saved value, and `changed` gets a line about it. A changed learning rate is multiplied by the
-    factor that the schedule has reached.
+    `now` is the value that the task creates now, and `before` is the value that it created when the run
+    started. If these values differ, `now` replaces the saved value, and `changed` gets a line about the
+    change. If the learning rate was changed, its new value is multiplied by the current factor of the
+    schedule.
     """
     if isinstance(now, Counter) and isinstance(before, dict) and isinstance(saved, dict):
-        # MultiStepLR counts its milestones, and a checkpoint stores a Counter as a dictionary.
+        # MultiStepLR stores its milestones in a Counter, which a checkpoint stores as a dictionary.
         before, saved = Counter(before), Counter(saved)
     match now, before, saved:
         case dict(), dict(), dict() if not isinstance(now, Counter):
             both = now.keys() & before.keys() & saved.keys()
             if re.fullmatch(r"\.groups\.\d+", path) and "initial_lr" in both:
-                # The constructor of a scheduler has already multiplied `lr`, so compare `initial_lr`.
+                # The constructor of a scheduler has already scaled `lr`, so compare `initial_lr` instead of
+                # `lr`.
                 both -= {"lr"}
                 if before["initial_lr"]:
                     factor = now["initial_lr"] / before["initial_lr"]
@@ -395,7 +398,8 @@ def _merged(path: str, now: object, before: object, saved: object, changed: list
             return tuple(merged) if isinstance(now, tuple) else merged
     if _is_same(now, before):
         return saved
-    # Private values of a scheduler follow from its other values, except for the milestones of SequentialLR.
+    # Private values of a scheduler are derived from its other values, except for the milestones of
+    # SequentialLR.
     if not re.search(r"\._(?!milestones)\w+(\.\d+)*$", path):
         shown = [dict(value) if isinstance(value, Counter) else value for value in (now, before)]
         changed.append(f"{path.removeprefix('.')} is {shown[0]}, was {shown[1]}")
@@ -416,7 +420,7 @@ def _number(value: object) -> object:
 
 
 def _set(group: MutableMapping[str, object], key: str, value: object) -> None:
-    """Set a value of a parameter group, in place if the current value is a tensor."""
+    """Set a value of a parameter group; if the current value is a tensor, change it in place."""
     if isinstance(tensor := group.get(key), Tensor) and isinstance(value, float | int):
         tensor.fill_(value)
     else:
@@ -424,7 +428,7 @@ def _set(group: MutableMapping[str, object], key: str, value: object) -> None:
 
 
 class OwnState:
-    """The state that a user's task adds to a checkpoint: its optimizers and its `Task.state_dict`."""
+    """The state that a user's task adds to a checkpoint: optimizer state and `Task.state_dict`."""
 
     def __init__(self, task: UserTask, optimizers: OwnOptimizers | None, world: World) -> None:
         self._task, self._config, self._world = task.task, task.config, world
@@ -434,14 +438,14 @@ class OwnState:
     def has_all_turns(self, metrics: Collection[str]) -> bool:
         """Return whether `metrics` contains the loss of every optimizer.
 
-        A step in which only some optimizers take a turn lacks the losses of the others.
+        In a step without a turn of some optimizer, the loss of that optimizer is missing.
         """
         if self.optimizers is None or not self.optimizers.may_take_turns:
             return True
         return all(LOSS_OF.format(name) in metrics for name in self.optimizers.kinds)
 
     def collect(self) -> tuple[dict[str, object], dict[str, Tensor]]:
-        """Return the state as JSON and its tensors; every rank must call this method.
+        """Return the state as JSON, and its tensors; a collective, so every rank must call it.
 
         Raises TaskError if `Task.state_dict` differs between ranks, and FatalError for a value that cannot be
         saved.
@@ -458,16 +462,16 @@ class OwnState:
             digests = gather_from_all(digest_of(state), self._world)
             other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
             if other is not None:
-                message = f"state_dict() has other values on rank {other} than on rank 0"
+                message = f"state_dict() has different values on rank {other} than on rank 0"
                 hint = "return only values that do not depend on the samples of one rank"
                 raise refusal(self._config, message, hint)
-            # The task may change the tensors while they are being written, so save copies.
+            # The task may change these tensors while they are being written, so save copies.
             tensors |= {path: item.clone() for path, item in found.items()}
         on_host = [path for path, item in tensors.items() if item.device != self._world.device]
         return ({**values, ON_HOST: on_host} if on_host else values), tensors
 
     def wanted(self, manifest: Manifest, reader: SafeReader) -> dict[str, Tensor]:
-        """Allocate the tensors that must be read from a checkpoint before `load` is called."""
+        """Allocate the tensors into which a checkpoint must be read before `load` is called."""
         saved = cast(SavedTensors, reader.read_metadata().state_dict_metadata)
         state, optimizers = manifest.state, _saved_optimizers(manifest)
         tensors = {} if self.optimizers is None else self.optimizers.wanted(optimizers, saved)
@@ -480,14 +484,14 @@ class OwnState:
         return tensors
 
     def load(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-        """Load the state of a checkpoint; `tensors` are the ones that `wanted` allocated."""
+        """Load the state in a checkpoint; `tensors` are the tensors that `wanted` returned."""
         tensors = {path: local_tensor(item) for path, item in tensors.items()}
         if self.optimizers is not None:
             self.optimizers.load(_saved_optimizers(manifest), tensors)
         if not self._has_state:
             return
         if TASK not in manifest.state:
-            log.warning("the checkpoint has no state of the task, which keeps its initial state_dict()")
+            log.warning("the checkpoint contains no state of the task, so the task keeps its initial state")
             return
         with errors_of_user(self._config, "load_state_dict() failed"):
             self._task.load_state_dict(decode(manifest.state[TASK], tensors))
@@ -496,9 +500,9 @@ class OwnState:
 def make_own_state(
     task: CausalLM | UserTask, optimizers: OwnOptimizers | None, world: World
 ) -> OwnState | None:
-    """Return the state that a task adds to its checkpoints, or None if it adds nothing.
+    """Return the state that a task adds to its checkpoints, or None if there is none.
 
-    This is a collective. Raises TaskError or FatalError if the state cannot be saved.
+    Every rank must call this function. Raises TaskError or FatalError if the state cannot be saved.
     """
     if not isinstance(task, UserTask):
         return None
@@ -510,24 +514,24 @@ def make_own_state(
 
 
 def _saved_optimizers(manifest: Manifest) -> dict[str, SavedOptimizer]:
-    """Return the saved optimizers of a task; empty if the config defined the optimizer."""
+    """Return a task's optimizers in a checkpoint; empty if the config set the optimizer."""
     found = manifest.state.get(OPTIMIZERS, {})
     assert isinstance(found, dict)
     return {name: read_record(SavedOptimizer, value) for name, value in found.items()}
 
 
 def refuse_other_optimizers(manifest: Manifest, own: OwnState | None, name: str) -> None:
-    """Raise FatalError unless a checkpoint was saved with the optimizer classes that the task uses now."""
+    """Raise FatalError unless a checkpoint was saved with the optimizer classes that the task now uses."""
     before = {key: item.kind for key, item in _saved_optimizers(manifest).items()}
     now = {} if own is None or own.optimizers is None else own.optimizers.kinds
     if before == now:
         return
     shown = [
         ", ".join(f"{f'{key}: ' * bool(key)}{kind}" for key, kind in kinds.items())
-        or "the optimizer of the config"
+        or "the optimizer set in the config"
         for kinds in (now, before)
     ]
     raise FatalError(
         f"the optimizer of the task is {shown[0]}, was {shown[1]}: checkpoint {name} cannot be resumed",
-        hint="restore optimizers(), or start a new run with model.init_from",
+        hint="revert the change to optimizers(), or start a new run with model.init_from",
     )

@@ -20,7 +20,7 @@ from trainkit.trainer.torch_private import norm_of_each, set_gather
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MAX_LOSS_SCALE = 2.0**100
-"""Upper limit that keeps the scale finite, because an infinite scale could not be halved."""
+"""Upper limit that keeps the scale finite, because halving an infinite scale has no effect."""
 
 
 def cast_weights(
@@ -30,14 +30,14 @@ def cast_weights(
     *,
     only_frozen: bool = False,
 ) -> dict[nn.Parameter, nn.Parameter]:
-    """Replace a model's float32 parameters by casts to `dtype`; return cast -> float32 master.
+    """Replace a model's float32 parameters by casts to `dtype`; return a mapping from cast to master.
 
-    Modules of the types in `keep` stay in float32, and parameters of type `dtype` need no master. With
-    `only_frozen`, only frozen parameters on the meta device are cast, and none of them needs a master.
+    Modules whose type is in `keep` stay in float32; parameters that already have `dtype` get no master. With
+    `only_frozen`, only frozen parameters on the meta device are cast, and they get no master.
 
-    The gradients of all passes of a step are summed in float32 in the ``grad`` of the masters, as
-    `fully_shard` does. A run therefore computes the same with and without sharding. Unlike the casts of
-    autocast, these casts last until the next update.
+    As with `fully_shard`, the gradients of all passes of a step are summed in float32, here in the ``grad``
+    of the masters. A run therefore computes the same with and without sharding. Unlike the casts that
+    autocast makes, these casts are kept until the next update.
     """
     casts: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
@@ -69,7 +69,7 @@ def cast_weights(
 class LossScale:
     """A dynamic loss scale that prevents fp16 gradients from underflowing; it is halved on overflow.
 
-    The factor stays on the device, so that the host never waits for it. Overflows are detected in the global
+    The scale stays on the device, so that the host never waits for it. Overflows are detected in the global
     gradient norm, so all ranks skip the same steps.
     """
 
@@ -81,7 +81,7 @@ class LossScale:
         self._good_steps = torch.zeros((), dtype=torch.float32, device=device)
 
     def update(self, skipped: Tensor) -> None:
-        """Update the scale after a step; `skipped` is float32 [], 1 if the gradient was not finite."""
+        """Update the scale after a step; `skipped` (0-dim, float32) is 1 if the gradient was not finite."""
         if not self.enabled:
             return
         good = torch.where(skipped > 0, 0.0, self._good_steps + 1)
@@ -104,7 +104,7 @@ FLOAT8_DTYPE = torch.bfloat16
 FLOAT8_MULTIPLE = 16
 """Float8 tensor cores require matrix dimensions that are multiples of this number."""
 FLOAT8_CAPABILITY = (8, 9)
-"""Compute capability of Ada, the first GPUs with float8; Hopper has (9, 0)."""
+"""Compute capability of Ada, the first GPU generation with float8; Hopper has (9, 0)."""
 
 
 def require_float8(device: torch.device) -> None:
@@ -121,18 +121,18 @@ def require_float8(device: torch.device) -> None:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
         raise FatalError(
             f"precision.float8 is set, but {name} does not support float8",
-            hint="set precision.float8 to false; float8 requires an Ada, Hopper or newer GPU",
+            hint="set precision.float8 to false, or use an Ada, Hopper or newer GPU",
         )
 
 
 def apply_float8(layers: list[nn.Module], *, rowwise: bool = False, emulate: bool = False) -> None:
     """Make the linear modules of these layers multiply in float8, with one scale per tensor or per row.
 
-    The weights keep their dtype. `emulate` emulates float8 on a device without it.
+    The weights keep their dtype. `emulate` emulates float8 on a device that does not support it.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    # Pad, because the inner dimension of weight gradients is the number of tokens, which varies.
+    # Pad the inner dimension, which for weight gradients is the number of tokens and therefore varies.
     recipe = Float8LinearConfig.from_recipe_name("rowwise" if rowwise else "tensorwise")
     config = replace(recipe, emulate=emulate, pad_inner_dim=True)
     for layer in layers:
@@ -140,21 +140,21 @@ def apply_float8(layers: list[nn.Module], *, rowwise: bool = False, emulate: boo
 
 
 def _fits(module: nn.Module, name: str) -> bool:
-    """Return whether a module is linear and has dimensions that float8 tensor cores support."""
+    """Return whether a module is an `nn.Linear` with dimensions that float8 tensor cores support."""
     return isinstance(module, nn.Linear) and not any(size % FLOAT8_MULTIPLE for size in module.weight.shape)
 
 
 class Float8Gather:
-    """Gathers the weight shards for float8 matrix products in float8, with the same scales on all ranks.
+    """Gathers sharded weights in float8 for float8 matrix products, with the same scales on all ranks.
 
-    Gathering in float8 halves the bytes of bf16 and changes no product. A matrix gathered in bf16 and then
-    cast to float8 has the same bits: rounding keeps the order of numbers, so the largest number of the bf16
-    matrix is the rounded largest number of all shards. The optimizer, checkpoints and exports see only the
-    float32 shards.
+    Compared with bf16, gathering in float8 halves the amount of data without changing any product. Gathering
+    in bf16 and then casting to float8 would give the same bits: rounding preserves order, so the largest
+    element of the bf16 matrix is the rounded largest element of all shards. The optimizer, checkpoints and
+    exports use only the float32 shards.
     """
 
     def __init__(self, model_parts: Iterable[nn.Module], group: dist.ProcessGroup) -> None:
-        """Make FSDP gather these matrices in float8; the ranks of `group` have the shards of each."""
+        """Make FSDP gather these matrices in float8; the ranks in `group` have the shards of each matrix."""
         from torchao.float8.float8_linear import Float8Linear
 
         modules = [module for part in model_parts for module in part.modules()]
@@ -164,7 +164,7 @@ class Float8Gather:
         if not linears:
             return
         self._float8 = linears[0].config.cast_config_weight.target_dtype
-        # Place the scales 16 bytes apart, because a compiled block would copy misaligned inputs.
+        # Place the scales 16 bytes apart, because a compiled block would copy inputs that are not aligned.
         self._scales = torch.ones(len(linears), 4, device=self._shards[0].device)[:, 0]
         for linear, shard, scale in zip(linears, self._shards, self._scales, strict=True):
             num_rows = len(linear.weight)
@@ -172,7 +172,7 @@ class Float8Gather:
             set_gather(linear.weight, partial(self._cast, shard, num_rows, scale), after)
 
     def _cast(self, shard: Tensor, num_rows: int, scale: Tensor, num_ranks: int) -> Tensor:
-        """Return a shard in float8, padded to the number of rows of the largest shard."""
+        """Return a shard in float8, padded to as many rows as the largest shard has."""
         from torchao.float8.float8_utils import to_fp8_saturated
 
         rounded = shard.to(FLOAT8_DTYPE)
@@ -196,7 +196,7 @@ class Float8Gather:
 
 
 def _as_cast(num_rows: int, scale: Tensor, config: object, gathered: Tensor) -> Tensor:
-    """Return a gathered weight in the form that Float8Linear makes when it casts a weight itself."""
+    """Return a gathered weight in the form that Float8Linear itself creates when it casts a weight."""
     from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
 
     weight: Tensor = Float8TrainingTensor(

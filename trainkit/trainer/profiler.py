@@ -27,15 +27,15 @@ KINDS = (
     ("copies", re.compile(r"memcpy|memset|aten::(copy_|fill_|cat)", re.IGNORECASE)),
     ("elementwise", re.compile(r"")),
 )
-"""Kinds of kernels, or of operators on a CPU, with a pattern for their names; the first match counts."""
+"""Kinds of GPU kernels or CPU operators, each with a pattern for their names; the first match is used."""
 NUM_OPERATORS = 10
-"""Number of operators in the summary."""
+"""Number of operators listed in the summary."""
 
 
 class ProfileWindow:
-    """Records the steps `start_step` to `start_step + num_steps - 1`.
+    """Profiles the steps from `start_step` to `start_step + num_steps - 1`.
 
-    Writes a trace for Perfetto, a summary, and with `memory` a snapshot for pytorch.org/memory_viz.
+    Writes a trace for Perfetto and a summary; with `memory`, also a snapshot for pytorch.org/memory_viz.
     """
 
     def __init__(self, config: ProfilerConfig, folder: Path, world: World) -> None:
@@ -46,7 +46,7 @@ class ProfileWindow:
         self._cuda = world.device.type == "cuda"
         self._memory = config.memory and self._cuda
         if enabled and config.memory and not self._cuda:
-            log.warning("profiler.memory has no effect: only the memory of GPUs is recorded")
+            log.warning("profiler.memory has no effect: memory can be recorded only on GPUs")
         self._profile: Any = None
         self._started = 0.0
         self._num_steps = 0
@@ -104,12 +104,13 @@ class ProfileWindow:
 
 
 def summary_of(events: Iterable[Any], num_steps: int, wall_s: float, *, cuda: bool) -> JsonObject:
-    """Summarise where the time of profiled steps went, from the events of their profile.
+    """Summarise, from the events of a profile, how the time of the profiled steps was spent.
 
-    `share` has one entry per kind of work and one for ``idle``. Seconds are per step, and
-    `largest_seconds_per_step` contains the longest operators. On a GPU, the events are kernels, concurrent
-    kernels count in full, and ``idle`` is the time without a kernel. On a CPU, the events are operators, each
-    without the operators that it calls, and ``idle`` is the time without an operator, for example in Python.
+    In the result, `share` has one entry per kind of work and one for ``idle``. Seconds are per step, and
+    `largest_seconds_per_step` lists the operators that took longest. On a GPU, the events are kernels, the
+    times of concurrent kernels are added, and ``idle`` is the time in which no kernel ran. On a CPU, the
+    events are operators, each without the time of the operators it calls, and ``idle`` is the time in which
+    no operator ran, for example because Python code did.
     """
     wanted = "CUDA" if cuda else "CPU"
     by_kind = {kind: 0.0 for kind, _ in KINDS}
@@ -136,7 +137,7 @@ def summary_of(events: Iterable[Any], num_steps: int, wall_s: float, *, cuda: bo
 
 
 def covered_s(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the number of seconds that at least one of the spans (start, end) covers."""
+    """Return the number of seconds covered by at least one of the (start, end) spans."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))

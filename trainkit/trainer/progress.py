@@ -1,11 +1,12 @@
-"""Track the step and phase of a rank, and watch for hangs and for the deadline after a stop signal.
+"""Track the step and phase of a rank, and detect hangs and the deadline after a stop signal.
 
-The training thread writes, other threads read. Each update assigns one tuple, so readers see either the old
-or the new state without a lock. A step makes a handful of updates.
+The training thread writes the state, and other threads read it. Each update assigns a single tuple, so
+readers see either the old or the new state without needing a lock.
 
-A thread that holds the GIL reads stacks in Python, so the other threads are paused. faulthandler's C handler
-reads stacks of running threads, and crashed a busy process in about one of 250 calls. The handler is
-therefore installed only for SIGQUIT, the last resort for a rank that never releases the GIL.
+Stacks are read in Python by a thread that holds the GIL, so the other threads are paused meanwhile. By
+contrast, faulthandler's C handler reads the stacks of running threads, and crashed a busy process about once
+in 250 calls. The C handler is therefore installed only for SIGQUIT, as the last resort for a rank that never
+releases the GIL.
 """
 
 from __future__ import annotations
@@ -54,30 +55,31 @@ Phase = Literal[
     "end",
     "unwatched",
 ]
-"""The phases of a rank, in order.
+"""The phases that a rank goes through, in order.
 
-A pipeline alternates forward and backward passes, so `forward_backward` covers both kinds. `record` writes
-metrics. A training loop of the user is `unwatched` where the loop says so, and after its last step.
+A pipeline alternates forward and backward passes, so `forward_backward` covers both. In `record`, metrics are
+written. A user's own training loop is in phase `unwatched` where the loop requests it, and after its last
+step.
 """
 
 NUM_RECENT = 64
 
 
 class CurrentPhase(NamedTuple):
-    """The step and phase of a rank at one moment."""
+    """The step and phase of a rank at a given time."""
 
     step: int | None
     """The step being computed; None before the first step."""
     phase: Phase
     phase_index: int
-    """Number of phases entered since the step began or, before the first step, since the process started."""
+    """Number of phases entered since the step began (before the first step: since the process started)."""
     since_s: float
     """Monotonic time at which the phase was entered."""
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Identifies this process in its records of failures and hangs."""
+    """Identifies this rank in its records of failures and hangs."""
 
     rank: int
     node_rank: int
@@ -85,7 +87,7 @@ class RankInfo:
 
 
 class Progress:
-    """Tracks the step and phase of this rank, and the duration of its recent steps."""
+    """Tracks this rank's step and phase, and how long its recent steps took."""
 
     def __init__(self) -> None:
         self.current = CurrentPhase(None, "start", 0, time.monotonic())
@@ -115,7 +117,7 @@ class Progress:
         self.current = CurrentPhase(step, "data", 0, now)
 
     def end_step(self) -> None:
-        """Record the duration of the step and enter phase `record`, which is not part of any step."""
+        """Record how long the step took, and enter phase `record`, which is not part of any step."""
         self.enter("record")
         self._recent_s[self._num_steps % NUM_RECENT] = self.current.since_s - self._began_s
         self._num_steps += 1
@@ -132,34 +134,34 @@ class Progress:
         return statistics.median(self._recent_s[:num_steps]) if num_steps else None
 
     def has_completed(self, phase: Phase) -> bool:
-        """Return whether this process has completed this phase once; the first time may take long."""
+        """Return whether this process has completed this phase before; the first time may take long."""
         return phase in self._completed
 
 
 POLL_S = 1.0
 EXIT_AFTER_S = 60.0
-"""Seconds after which a hanging rank exits if its supervisor has not killed it."""
+"""Seconds after which a hanging rank exits by itself if the supervisor has not killed it."""
 SLOW_PHASE_LIMIT_S = 30 * 60.0
-"""Minimum time limit of slow phases, which are saves and the first run of any phase, which may compile."""
+"""Minimum time limit of slow phases: saves, and the first run of any phase, which may include compiling."""
 SLOW_PHASES: tuple[Phase, ...] = ("save", "end")
 UNWATCHED_PHASES: tuple[Phase, ...] = ("start", "rendezvous", "unwatched")
-"""Phases without a time limit: tokenising data may take hours, and the startup barrier has a timeout."""
+"""Phases without a time limit: preparing data may take hours, and the startup barrier has its own timeout."""
 CONNECT_LIMIT_S = 240.0
-"""Time limit of phase `connect`, which takes seconds; `requeue.hang_min_s` can raise the limit."""
+"""Time limit of phase `connect`, which normally takes seconds; `requeue.hang_min_s` can raise the limit."""
 SUSPENDED_S = 10.0
-"""A longer gap between two checks means that the process was suspended, so the gap does not count."""
+"""If two checks are further apart, the process was suspended, and the gap is not counted as waiting."""
 NUM_COLLECTIVES = 200
 
 
 def _print_line(text: str) -> None:
-    """Print a line to stderr, not through the log, because the hanging thread may hold the log's lock."""
+    """Print a line to standard error, bypassing the log, whose lock the hanging thread may hold."""
     with contextlib.suppress(OSError):  # a full disk must not end the watchdog
         os.write(2, f"{text}\n".encode())
 
 
 @dataclass(frozen=True)
 class Hang:
-    """A phase that exceeded its time limit."""
+    """A phase that has exceeded its time limit."""
 
     current: CurrentPhase
     waited_s: float
@@ -181,24 +183,24 @@ def phase_limit_s(phase: Phase, progress: Progress, policy: RequeuePolicy) -> fl
 
 
 def thread_stacks() -> dict[str, list[str]]:
-    """Return thread -> frames, innermost first; the main thread comes first, this thread is omitted."""
+    """Map each thread except this one to its stack frames, innermost first; the main thread comes first."""
     frames = sys._current_frames()
     del frames[threading.get_ident()]
     main = threading.main_thread().ident
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     order = sorted(frames, key=lambda ident: ident != main)
-    # The identifier is needed because threads started by C++ have no name, and names may repeat.
+    # The identifier makes keys unique: threads started by C++ have no name, and names may repeat.
     return {f"{names.get(ident, 'native')} {ident:#x}": _walk(frames[ident]) for ident in order}
 
 
 def _walk(innermost: FrameType) -> list[str]:
-    """Return the frames of a thread, innermost first."""
+    """Return a thread's stack frames, innermost first."""
     frames = traceback.walk_stack(innermost)
     return [f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{line})" for frame, line in frames]
 
 
 def write_flight_record(attempt: AttemptDir, rank: int, device: str) -> None:
-    """Write the collectives that this rank has called, for `job.flight_records`, if torch records them."""
+    """Write the collectives that this rank has called, if torch records them, for `job.flight_records`."""
     from trainkit.trainer.torch_private import (
         flight_record,
     )  # imported late, because this module is imported before torch
@@ -209,10 +211,10 @@ def write_flight_record(attempt: AttemptDir, rank: int, device: str) -> None:
 
 
 class Watchdog:
-    """Answers `trainkit stacks`, and ends this rank if it hangs or still runs at its deadline.
+    """Answers `trainkit stacks`, and ends this rank if it hangs or is still running at its deadline.
 
-    The watchdog reports a hang in the attempt's folder, and the supervisor then ends all ranks. A rank that
-    the supervisor does not end exits with code 70.
+    The watchdog reports a hang in the attempt's folder, and the supervisor then ends all ranks. If the
+    supervisor does not end this rank, the rank exits with code 70.
     """
 
     def __init__(
@@ -221,34 +223,34 @@ class Watchdog:
         self._attempt, self._rank_info = attempt, rank_info
         self._progress, self._stop = progress, stop
         self._file = attempt.rank_stacks(rank_info.rank)
-        """File for the stacks of this rank."""
+        """File to which the stacks of this rank are written."""
         self._checked_s = self._resumed_s = time.monotonic()
 
     def listen(self) -> None:
-        """Start to answer SIGQUIT and requests for stacks."""
+        """Start answering SIGQUIT and requests for stacks."""
         try:
             ensure_folder(self._file.parent)
-            # Open the file here, because the C handler cannot open it.
+            # Open the file in advance, because the C handler cannot open files.
             faulthandler.register(signal.SIGQUIT, self._file.open("a"), all_threads=True)
         except OSError as error:
             log.error(f"cannot write stacks to {self._file} ({error})")
         threading.Thread(target=self._answer, name="stacks", daemon=True).start()
 
     def watch(self, plan: LaunchPlan) -> None:
-        """Start to watch the deadline after a stop signal, and hangs unless the config disables this."""
+        """Start watching the deadline after a stop signal and, unless the config disables this, hangs."""
         threading.Thread(target=self._watch_deadline, args=(plan,), name="deadline", daemon=True).start()
         if plan.requeue.hang_factor is not None:
             threading.Thread(target=self._watch_hangs, args=(plan,), name="watchdog", daemon=True).start()
 
     def close(self) -> None:
-        """Remove the file for the stacks if it is empty."""
+        """Remove the stacks file if it is empty."""
         faulthandler.unregister(signal.SIGQUIT)
         with contextlib.suppress(OSError):
             if self._file.stat().st_size == 0:
                 self._file.unlink()
 
     def _append_stacks(self, reason: str) -> None:
-        """Append the stacks of all threads to the file."""
+        """Append the stacks of all threads to the stacks file."""
         text = [f"# {utc_now()} rank {self._rank_info.rank} on {socket.gethostname()}: {reason}"]
         for name, frames in thread_stacks().items():
             text += ["", f"Thread {name} (most recent call first):", *(f"  {frame}" for frame in frames)]
@@ -265,7 +267,7 @@ class Watchdog:
                 log.error(f"cannot answer the request for stacks ({error})")
 
     def _reply(self) -> None:
-        """Answer the requests in the attempt's folder, in the format of `job.failure.stacks`."""
+        """Answer requests found in the attempt's folder, in the format of `job.failure.stacks`."""
         rank = self._rank_info.rank
         for request in sorted((self._file.parent / "requests").glob("*.json")):
             reply = request.with_suffix("") / f"rank-{rank:04d}.json"
@@ -277,9 +279,10 @@ class Watchdog:
             write_json(reply, {**answer, "threads": thread_stacks()})
 
     def _watch_deadline(self, plan: LaunchPlan) -> None:
-        """Exit with code 70 shortly before `grace_s` seconds have passed since a stop signal.
+        """Exit with code 70 shortly before the `grace_s` seconds after a stop signal have passed.
 
-        The stacks of all threads are written first. A checkpoint that is being written is not published.
+        The stacks of all threads are written to the stacks file first. A checkpoint that is still being
+        written stays unpublished.
         """
         allowed_s = max(0.0, plan.grace_s - min(10.0, 0.2 * plan.grace_s))
         self._stop.received.wait()
@@ -312,7 +315,7 @@ class Watchdog:
                 record.unlink(missing_ok=True)
 
     def find_hang(self, now_s: float, policy: RequeuePolicy) -> Hang | None:
-        """Return the hang of this rank, or None; call this about once per second."""
+        """Return this rank's hang, or None if the rank is not hanging; call this about once per second."""
         if now_s > self._checked_s + SUSPENDED_S:
             self._resumed_s = now_s
         self._checked_s = now_s
@@ -321,25 +324,25 @@ class Watchdog:
         waited_s = now_s - max(current.since_s, self._resumed_s)
         if limit is None or waited_s < policy.hang_min_s / 2:
             return None
-        # A hang of one rank ends all ranks, so ranks with a longer limit report their state now.
+        # If one rank hangs, all ranks are ended, so ranks with a longer limit report their state now.
         return Hang(current, waited_s, limit) if waited_s > limit or self._others_hang() else None
 
     def _others_hang(self) -> bool:
-        """Return whether a rank reports a hang; a rank that makes progress again removes its report."""
+        """Return whether any rank reports a hang; a rank removes its report when it makes progress again."""
         try:
             return any(self._attempt.hangs_dir.glob("rank-*.json"))
         except OSError:
             return False
 
     def _report(self, hang: Hang, file: Path, device: str) -> None:
-        """Write the step, phase and stack of this rank for `job.hangs`."""
+        """Write this rank's step, phase and stack to a report for `job.hangs`."""
         step, phase, phase_index, _ = hang.current
         message = f"no progress for {hang.waited_s:.0f} s at step {step}, in {phase}"
         _print_line(f"{message} (limit {hang.limit_s:.0f} s); stacks: {self._file}")
         ensure_folder(self._attempt.hangs_dir)
         record = {**vars(self._rank_info), "step": step, "phase": phase, "beat": phase_index}
         record |= {"waited_s": round(hang.waited_s, 3), "limit_s": round(hang.limit_s, 3)}
-        # Record the stack of the main thread, which runs the training loop.
+        # Record the main thread's stack, because the training loop runs in the main thread.
         stack = _walk(sys._current_frames()[threading.main_thread().ident or 0])
         record |= {"usual_s": self._progress.median_step_s, "time": utc_now(), "stack": stack}
         write_json(file, record)
@@ -347,7 +350,7 @@ class Watchdog:
         write_flight_record(self._attempt, self._rank_info.rank, device)
 
     def _wait_for_progress(self, hang: Hang, poll_s: float) -> None:
-        """Wait until the rank makes progress; exit with code 70 if it makes none for `EXIT_AFTER_S`."""
+        """Wait until this rank makes progress; exit with code 70 after `EXIT_AFTER_S` without progress."""
         exit_s = time.monotonic() + EXIT_AFTER_S
         while self._progress.current == hang.current:
             if time.monotonic() > exit_s:

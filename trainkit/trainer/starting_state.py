@@ -1,4 +1,4 @@
-"""Load the state with which an attempt starts, from a checkpoint or initial values, and announce it."""
+"""Load the initial state of an attempt, from a checkpoint or from initial values, and announce it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ log = getLogger(__name__)
 
 
 def check_same_data(task: AnyTask, world: World) -> None:
-    """Raise FatalError on ranks whose data differs from the data of rank 0."""
+    """Raise FatalError on each rank whose data differs from that of rank 0."""
     identity = [task.train_data.fingerprint, val_fingerprint(task)]
     if broadcast_from_main(identity, world) != identity:
         hint = "put the data on a filesystem that all nodes share"
@@ -45,21 +45,21 @@ def check_same_data(task: AnyTask, world: World) -> None:
 
 
 def val_fingerprint(task: AnyTask) -> str:
-    """Return the fingerprint of the validation data, or "" without validation data."""
+    """Return the fingerprint of the validation data, or "" if there is none."""
     return "" if task.val_data is None else task.val_data.fingerprint
 
 
 def refuse_other_run(checkpoint: Checkpoint, manifest: Manifest, task: AnyTask) -> None:
-    """Raise FatalError if a checkpoint was saved with another optimizer or other samples."""
+    """Raise FatalError if a checkpoint was saved with another optimizer or with other training samples."""
     name, before, optimizer = checkpoint.path.name, manifest.optimizer, task.config.optimizer.name
     for key, value in task.data_identity().items():
         saved = manifest.data.get(key)
         if saved == value or (saved is None and key == BASE_FINGERPRINT):
-            continue  # older checkpoints of tasks contain the frozen weights instead of this fingerprint
+            continue  # older checkpoints of tasks contain the frozen weights, but not this fingerprint
         changed = (
             "the training data has changed" if key == "fingerprint" else f"{key} is {value}, was {saved}"
         )
-        hint = "restore it (for `stdlib`, the Python version too), or start a new run"
+        hint = "restore the earlier state (for `stdlib`, also the Python version), or start a new run"
         raise FatalError(f"{changed}: checkpoint {name} cannot be resumed", hint)
     if before != optimizer:
         message = f"optimizer.name is {optimizer}, was {before}: checkpoint {name} cannot be resumed"
@@ -76,7 +76,7 @@ def resume(
     tensors: StateTensors,
     own: OwnState | None,
 ) -> TrainingState:
-    """Load the chosen checkpoint, if any, and return its training state."""
+    """Load the chosen checkpoint, if any, and return the training state to start with."""
     config, best_metric = task.config, None
     if config.checkpoint.best_metric is not None:
         best_metric = f"{config.checkpoint.best_metric} {config.checkpoint.best_mode}"
@@ -97,7 +97,7 @@ def resume(
         own.load(manifest, wanted)
     state = TrainingState.from_json(manifest.progress)
     if manifest.val_fingerprint != val_fingerprint(task):
-        log.warning("the validation data has changed: its losses cannot be compared with earlier ones")
+        log.warning("the validation data has changed: validation losses cannot be compared with earlier ones")
         state.best_value = state.best_step = None
     if state.best_metric not in (None, best_metric):
         log.warning(f"checkpoint.best_metric was {state.best_metric} and is now {best_metric}")
@@ -110,10 +110,10 @@ def resume(
 
 
 def last_step(plan: LaunchPlan, task: AnyTask, state: TrainingState) -> tuple[int, int | None]:
-    """Return the last step, and the position after the last sample of the epochs.
+    """Return the last step, and the position after the last sample of the last epoch.
 
-    The last step follows from the epochs and the current batch size. Without epochs, `train.steps` is the
-    last step and the position is None.
+    The last step is computed from the number of epochs and the current batch size. If the config sets no
+    epochs, `train.steps` is the last step, and the position is None.
     """
     train, num_samples = task.config.train, task.train_data.num_samples
     if train.epochs is None:
@@ -125,7 +125,7 @@ def last_step(plan: LaunchPlan, task: AnyTask, state: TrainingState) -> tuple[in
 
 
 def manifest_record(plan: LaunchPlan, task: AnyTask) -> dict[str, object]:
-    """Return the fields of a checkpoint's manifest, except the training state."""
+    """Return the fields of a checkpoint's manifest, apart from the training state."""
     config = task.config
     text = json.dumps(config.model_dump(mode="json", by_alias=True), sort_keys=True)
     return {
@@ -145,7 +145,7 @@ def manifest_record(plan: LaunchPlan, task: AnyTask) -> dict[str, object]:
 def announce(
     attempt: AttemptDir, plan: LaunchPlan, world: World, task: AnyTask, state: TrainingState, total_steps: int
 ) -> None:
-    """Log the model, the data and the batch, and record that the training begins."""
+    """Log the model, the data and the batch size, and record that training begins."""
     config, (key, name) = task.config, task.config.model_source
     name = f"of {name}" if key == "task" else str(config.model.hf or config.model.preset)
     log.info(
@@ -158,7 +158,7 @@ def announce(
         if config.precision.tf32:
             log.info("matrices are multiplied in TF32 (precision.tf32)")
     log.info(f"data {task.describe_data()}")
-    # The optimizers of a task have separate learning rates.
+    # Each optimizer of a task has its own learning rate, so a single peak learning rate would be wrong.
     is_own = isinstance(task, UserTask) and type(task.task).optimizers is not Task.optimizers
     peak_lr = "" if is_own else f"; peak lr {plan.lr:g}"
     log.info(
@@ -180,13 +180,13 @@ def announce(
 
 
 def computed_on(device: torch.device) -> dict[str, str | int | None]:
-    """Return the hardware and libraries that determine the bits of the results."""
+    """Return the hardware and the library versions, which determine the exact bits of results."""
     found: dict[str, str | int | None] = {"torch": torch.__version__, "threads": torch.get_num_threads()}
     if device.type != "cuda":
         name = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        instructions = torch.backends.cpu.get_cpu_capability()  # the instruction set that torch uses
+        instructions = torch.backends.cpu.get_cpu_capability()  # the CPU instruction set that torch uses
         return {**found, "processor": f"{name[1] if name else 'CPU'} with {instructions}"}
-    with contextlib.suppress(PackageNotFoundError):  # some builds of torch have no triton
+    with contextlib.suppress(PackageNotFoundError):  # some builds of torch come without triton
         found["triton"] = version("triton")
     nccl = torch.cuda.nccl.version() if dist.is_nccl_available() else ()  # type: ignore[no-untyped-call]
     return {

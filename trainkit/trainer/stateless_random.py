@@ -1,11 +1,11 @@
-"""Compute random numbers from the place where they are used, without generator state.
+"""Compute random numbers from the place where they are used, without any generator state.
 
-A counter-based generator has no state to save or restore, and yields the same numbers on any number of
-processes. Dropout depends on (seed, sample, layer, element). Initial weights depend on (seed, parameter name,
-element), so each rank fills its own shard and all layouts start with identical weights.
+A counter-based generator has no state to save or restore, and yields the same numbers with any number of
+processes. Dropout masks depend on (seed, sample, layer, element). Initial weights depend on (seed, parameter
+name, element), so each rank fills its own shard and all layouts start with identical weights.
 
-The mixing function is the finaliser of MurmurHash3 (Austin Appleby, public domain) on 32-bit integers,
-with a second key mixed in half-way. The function is not cryptographic.
+The mixing function is the finaliser of MurmurHash3 (Austin Appleby, public domain) on 32-bit integers, with a
+second key that is mixed in half-way. The hash is not cryptographic.
 """
 
 from __future__ import annotations
@@ -17,27 +17,28 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_STRIDE = -1640531527  # 0x9E3779B9 as int32, which is odd and spreads neighbouring counters
+_STRIDE = -1640531527  # 0x9E3779B9 as int32, an odd number that spreads neighbouring counters apart
 _MULTIPLY_1 = -2048144789  # 0x85EBCA6B
 _MULTIPLY_2 = -1028477387  # 0xC2B2AE35
 _UNIT = 1.0 / (1 << 24)
 _CHUNK_ELEMENTS = 1 << 24
-"""Limit of elements per chunk, because the counters of a chunk take several times its memory."""
+"""Maximum number of elements per chunk; the counters of a chunk need several times the memory of its
+elements."""
 
 
 def stable_key(*parts: object) -> int:
-    """Return a 31-bit key of these parts, the same in every process and Python version."""
+    """Return a 31-bit key computed from `parts`, the same in every process and Python version."""
     text = "\x1f".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:4], "little") & 0x7FFFFFFF
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Shift int32 right logically, without sign extension."""
+    """Shift int32 right logically, that is without sign extension."""
     return (x >> bits) & ((1 << (32 - bits)) - 1)
 
 
 def hash_int32(counter: Tensor, key: Tensor | int, second_key: Tensor | int = 0) -> Tensor:
-    """Mix int32 counters with int32 keys, which broadcast against each other, into uniform int32."""
+    """Hash int32 counters with int32 keys, which broadcast against each other, into uniform int32."""
     x = counter * _STRIDE + key
     x = (x ^ _shift_right(x, 16)) * _MULTIPLY_1
     x = x ^ second_key
@@ -52,11 +53,11 @@ def dropout(
     site_key: Tensor | int,
     positions: Tensor | None = None,
 ) -> Tensor:
-    """Drop elements of `x` with `probability` and scale up the rest.
+    """Zero elements of `x` with `probability` and scale up the rest.
 
-    `x` is [B, T, …]. `sample_keys` is int32 [B], one key per sample. `site_key` is int32 [] and identifies
-    the dropout within the model. `positions` is int64 [T or more], the sequence position of each row of `x`;
-    if None, positions count from 0.
+    `x` has the shape [B, T, …]. `sample_keys` is int32 [B], with one key per sample. `site_key` is 0-dim
+    int32 and identifies the place in the model where dropout is applied. `positions` is int64 [T or more],
+    the sequence position of each row of `x`; if it is None, positions count from 0.
     """
     if probability == 0.0:
         return x
@@ -66,17 +67,17 @@ def dropout(
         rows = positions[: x.shape[1], None].to(torch.int32) * width
         counter = (rows + counter[:width]).view(-1)
     keys = sample_keys[:, None]
-    # An int32 threshold allows a comparison in the integer type.
+    # With an int32 threshold, the hashes can be compared as integers.
     threshold = min(round(probability * 2**32) - 2**31, 2**31 - 1)
     keep = hash_int32(counter, keys, site_key) >= threshold
     return x * (keep.view(x.shape) * (1.0 / (1.0 - probability))).to(x.dtype)
 
 
 def fill_normal_(local: Tensor, std: float, name: str, shape: Sequence[int], offset: Sequence[int]) -> None:
-    """Fill one shard of a tensor from N(0, std²), with the values of the shard in the whole tensor.
+    """Fill one shard of a tensor from N(0, std²), with the values of that part of the full tensor.
 
-    `local` is the shard, `name` the key of the tensor including the seed, `shape` the shape of the whole
-    tensor, and `offset` the start of the shard in each dimension.
+    `local` is the shard, `name` is the key of the tensor including the seed, `shape` is the shape of the full
+    tensor, and `offset` is where the shard starts in each dimension.
     """
     if local.numel() == 0:
         return
@@ -94,10 +95,10 @@ def _fill_chunk(local: Tensor, std: float, name: str, shape: Sequence[int], offs
     low = index & 0xFFFFFFFF
     counter = (low - ((low >> 31) << 32)).to(torch.int32)
     high = (index >> 32).to(torch.int32) * _STRIDE
-    # The two keys are independent, because keys that differ in one bit yield correlated numbers.
+    # The two keys are independent hashes, because keys that differ in only one bit yield correlated numbers.
     first = hash_int32(counter, stable_key(name, "radius"), high)
     second = hash_int32(counter, stable_key(name, "angle"), high)
-    # Box-Muller transform; 24 bits are the resolution of a uniform float32 in (0, 1].
+    # Box-Muller transform; a uniform float32 in (0, 1] has a resolution of 24 bits.
     radius = torch.sqrt(-2.0 * torch.log((_shift_right(first, 8) + 1) * _UNIT))
     angle = _shift_right(second, 8) * (2.0 * math.pi * _UNIT)
     local.copy_(radius * torch.cos(angle) * std)

@@ -1,8 +1,8 @@
-"""Make the ranks agree on everything that must be equal on all of them, with one small all-reduce per step.
+"""Make the ranks agree on everything that must be equal on all ranks, with one small all-reduce per step.
 
 The all-reduce carries the loss, the number of tokens, the wait for data, whether a rank got a stop signal,
-whether a checkpoint is due, and how long each rank computed by itself. Logging, clipping and signals need no
-other communication.
+whether a checkpoint is due, and how long each rank computed before it first waited. Logging, clipping and
+stop signals need no further communication.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from trainkit.trainer.distributed import World
 
 LOSS_OF = "{}_loss"
-"""Name of the metric with the loss of an optimizer that takes turns."""
+"""Name of the metric for the loss of an optimizer that takes turns with others (see `Task.turns`)."""
 
 
 @dataclass(frozen=True)
@@ -33,18 +33,18 @@ class StepReport:
     stop: bool
     save: bool
     data_wait_s: float
-    """Mean over the ranks, in seconds."""
+    """Mean wait for data over the ranks, in seconds."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """The metrics of a user's task, each divided by its count."""
+    """The metrics of a user's task, each divided by its divisor."""
     rank_times: tuple[float, ...] = ()
-    """The terms of `StepClock.report` of all ranks; empty in a step without a report."""
+    """The times that `StepClock.report` returned on each rank; empty in a step without a report."""
 
 
 def join_turns(turns: Sequence[tuple[str, StepReport]]) -> StepReport:
-    """Combine the reports of the optimizers that took turns in a step.
+    """Combine the reports of the optimizers that took turns in one step (see `Task.turns`).
 
-    The loss is the sum of their losses, which are also metrics. The gradient covers the parameters of all
-    optimizers.
+    The combined loss is the sum of the optimizers' losses, which are also available as metrics. The gradient
+    norm covers the parameters of all optimizers.
     """
     name, first = turns[0]
     if not name:
@@ -72,7 +72,7 @@ def all_reduce_sum(values: Tensor, world: World) -> Tensor:
 
 
 def copy_from_main(tensors: Sequence[Tensor], world: World) -> None:
-    """Set tensors to their values on rank 0, in place, with one collective per dtype."""
+    """Overwrite tensors in place with their values on rank 0, using one collective per dtype."""
     if not world.distributed:
         return
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
@@ -85,7 +85,7 @@ def copy_from_main(tensors: Sequence[Tensor], world: World) -> None:
 
 
 def any_rank(flag: bool, world: World) -> bool:
-    """Return whether the flag is set on at least one rank; every rank must call this, as a collective."""
+    """Return whether the flag is set on any rank; a collective, so every rank must call it."""
     if not world.distributed:
         return flag
     return bool(all_reduce_sum(torch.tensor([float(flag)], device=world.device), world).item())
@@ -94,15 +94,16 @@ def any_rank(flag: bool, world: World) -> bool:
 def pack_report(
     world: World, sums: Tensor, num_tokens: int | None, stop: bool, save: bool, data_wait_s: float
 ) -> Tensor:
-    """Return this rank's terms of the step report, float64 [5 + 2 x metrics] on the device.
+    """Return this rank's contribution to the step report, float64 [5 + 2 x metrics] on the device.
 
-    `sums` is the loss. Without `num_tokens`, `sums` has the loss and its divisor, and such a pair per metric.
+    `sums` is the loss, if `num_tokens` is given. Without `num_tokens`, `sums` contains the loss and its
+    divisor, followed by such a pair per metric.
     """
     sums = sums.detach().double().view(-1)
     numbers = [float(stop), float(save), data_wait_s]
     if num_tokens is not None:
         numbers.insert(0, float(num_tokens * world.counts_samples))
-    # Pin the numbers, because a copy from pageable memory would wait for all enqueued kernels.
+    # Pin the memory, because a copy from pageable memory would wait for all enqueued kernels.
     host = torch.tensor(numbers, dtype=torch.float64, pin_memory=world.device.type == "cuda")
     rest = host.to(world.device, non_blocking=True)
     return torch.cat((sums, rest) if num_tokens is not None else (sums[:2], rest, sums[2:]))
@@ -111,8 +112,8 @@ def pack_report(
 class ReportReadback:
     """Copies the step report to the host without stalling the device.
 
-    Create it before the optimizer's kernels are enqueued, and call `finish` afterwards. The host then waits
-    only for the gradients, while the device computes the update.
+    Create a readback before the optimizer's kernels are enqueued, and call `finish` afterwards. The host then
+    waits only until the gradients are computed, while the device computes the update.
     """
 
     def __init__(
@@ -124,11 +125,11 @@ class ReportReadback:
         num_times: int = 0,
         own: Sequence[Tensor] = (),
     ) -> None:
-        """`num_times` is the number of times in `totals`; `own` are values of this rank, float64 [] each."""
+        """`num_times` is the number of times in `totals`; `own` are 0-dim float64 values of this rank."""
         self._world, self._metric_names, self._num_times = world, metric_names, num_times
         self._num_own = len(own)
         self.own: tuple[float, ...] = ()
-        """The values of this rank alone; empty before `finish`."""
+        """The values of `own` on the host; empty before `finish` is called."""
         self._event: torch.cuda.Event | None = None
         self._host = values = torch.cat(
             (totals, grad_norm.double().view(1), *(value.view(1) for value in own))

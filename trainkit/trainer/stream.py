@@ -1,8 +1,8 @@
-"""Build the batches of a stream: training data that is read in one order and has no length.
+"""Build the batches of a stream: training data that is read sequentially and has no length.
 
-Every data-parallel rank reads all samples and collates only its own samples, which are the same as for
-map-style data. A checkpoint contains the position in the stream after its step, not the position of the
-process that reads ahead.
+Every data-parallel rank reads all samples but collates only its own samples; these have the same positions as
+with map-style data. A checkpoint contains the stream position after its own step, not the position up to
+which the worker process has read ahead.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from trainkit.trainer.user_code import TRACEBACK_HINT, TaskError, describe, line
 
 log = getLogger(__name__)
 NUM_FIRST = 3
-"""Number of samples in the fingerprint of a stream."""
+"""Number of samples from which the fingerprint of a stream is computed."""
 WHOLE_HINT = (
     "every rank must read the whole stream, because trainkit divides it among the ranks; give a WebDataset "
     "nodesplitter=lambda src: src"
@@ -45,14 +45,14 @@ WHOLE_HINT = (
 
 
 def is_stream(data: object) -> bool:
-    """Return whether a user's dataset is iterated over instead of read by index."""
+    """Return whether a user's dataset is a stream, which is iterated over instead of read by index."""
     return isinstance(data, IterableDataset) or (
         hasattr(data, "__iter__") and not hasattr(data, "__getitem__")
     )
 
 
 class StreamData:
-    """A user's stream with its fingerprint."""
+    """A user's stream and its fingerprint."""
 
     num_samples = None
 
@@ -71,22 +71,23 @@ class StreamData:
         self.config = config
         self.has_state = all(hasattr(samples, name) for name in ("state_dict", "load_state_dict"))
         self.first: list[str] = []
-        """Digests of the first samples; empty if the user provides a fingerprint."""
+        """Digests of the first samples; empty if the user's dataset provides a fingerprint."""
         self.fingerprint: str = getattr(samples, "fingerprint", None) or ""
         if not self.fingerprint:
-            # Read in a separate process, because a stream may open files when it is read.
+            # Read in a separate process, because reading may open files that a forked worker must not
+            # inherit.
             [(self.first, problem)] = read_in_worker(lambda _: _first_digests(self), [0], config)
             if problem is not None:
                 raise TaskError(problem.key, problem.message, problem.hint)
             self.fingerprint = hashlib.sha256("".join(self.first).encode()).hexdigest()
 
     def continues_at(self, saved: StreamState) -> bool:
-        """Return whether the stream itself can continue from a saved state, without earlier samples."""
+        """Return whether the stream can restore a saved state itself, without rereading earlier samples."""
         return self.has_state and saved.state is not None
 
     def describe(self) -> str:
         name = type(self.samples).__name__
-        resume = "" if self.has_state else "; without state_dict(), a resume reads over the earlier samples"
+        resume = "" if self.has_state else "; without state_dict(), a resume skips over the earlier samples"
         return f"a stream ({name}), in its own order{resume}"
 
 
@@ -109,7 +110,7 @@ def _first_digests(data: StreamData) -> tuple[list[str], Problem | None]:
 
 
 class Cursor:
-    """Reads a stream, one epoch after the other."""
+    """Reads a stream, one epoch after another."""
 
     def __init__(self, data: StreamData) -> None:
         self._data = data
@@ -117,15 +118,15 @@ class Cursor:
         self._iterator: Iterator[Any] | None = None
         self.epoch = 0
         self.samples = 0
-        """Number of samples read in this epoch."""
+        """Number of samples read so far in this epoch."""
         self._is_restored = False
-        """True if the first sample read is not the first sample of an epoch."""
+        """True if reading did not begin with the first sample of an epoch."""
 
     def next(self, position: int) -> Any:
-        """Read the sample at a position of the training, with random number generators seeded for it.
+        """Read the sample at a position of the training, with generators seeded by the position.
 
-        Raises TaskError for a stream that cannot be used for training, and RuntimeError for other errors of
-        the user's code.
+        Raises TaskError if the stream cannot be used for training, and RuntimeError for other errors in the
+        user's code.
         """
         while True:
             seed_generators(stable_key(self._data.config.seed, "train", "item", position))
@@ -146,7 +147,7 @@ class Cursor:
             self.epoch, self.samples, self._iterator = self.epoch + 1, 0, None
 
     def seek(self, saved: StreamState, position: int) -> None:
-        """Continue at `position`, which follows the last sample of `saved`."""
+        """Continue at `position`, which comes directly after the last sample of `saved`."""
         data, stateful = self._data, self._data.continues_at(saved)
         last = position - 1
         seed_generators(stable_key(data.config.seed, "train", "item", last))
@@ -161,25 +162,25 @@ class Cursor:
         if stateful:
             message = f"after load_state_dict(), its stream does not continue with sample {last}"
             hint = (
-                "it must restore the state that state_dict() returned, with the contents of a shuffle buffer;"
-                " without the two methods, a resume reads over the earlier samples"
+                "it must restore the full state that state_dict() returned, including any shuffle buffer;"
+                " without state_dict() and load_state_dict(), a resume skips over the earlier samples"
             )
             raise self._refusal(message, hint, "load_state_dict")
         message = f"sample {last} of its stream is not the sample after which the checkpoint was saved"
-        hint = "a stream must have the same samples in the same order whenever it is read; restore them"
+        hint = "a stream must yield the same samples in the same order whenever it is read; restore its data"
         raise self._refusal(message, hint, "__iter__")
 
     def where(self) -> tuple[int, int, Any]:
-        """Return the epoch, the samples read in it, and the result of ``state_dict()`` as JSON."""
+        """Return the epoch, the number of samples read in it, and the result of ``state_dict()`` as JSON."""
         if not self._data.has_state or self.samples == 0:
             return self.epoch, self.samples, None
         with self._errors("state_dict() of the stream failed"):
             state = self._stream.state_dict()
         try:
-            # Copy the state, because the stream may later change the object that it returned.
+            # Copy the state, because the stream may later modify the object that it returned.
             copied = json.loads(json.dumps(state, allow_nan=False))
             if copied != state:
-                raise ValueError("it would be restored with other values")
+                raise ValueError("it would be restored with different values")
         except (TypeError, ValueError) as error:
             message = f"the state_dict() of its stream cannot be saved as JSON: {error}"
             hint = "return dictionaries with string keys, lists, strings and finite numbers"
@@ -194,7 +195,7 @@ class Cursor:
         self._iterator = iter(self._stream)
 
     def _compare_first(self, item: object) -> None:
-        """Raise TaskError unless the stream begins with the samples of its fingerprint."""
+        """Raise TaskError unless the first samples of the stream match its fingerprint."""
         first = [] if self._is_restored or self.epoch > 0 else self._data.first
         if self.samples < len(first) and digest_of(item) != first[self.samples]:
             message = f"sample {self.samples} of its stream is different when the stream is read again"
@@ -208,7 +209,7 @@ class Cursor:
 
     @contextmanager
     def _errors(self, failed: str) -> Iterator[None]:
-        """Raise RuntimeError with file and line for any error of the stream, because a restart may help."""
+        """Turn any error of the stream into a RuntimeError with file and line, because a restart may help."""
         try:
             yield
         except TrainkitError:
@@ -221,7 +222,8 @@ class Cursor:
 class _Reader(IterableDataset[Any]):
     """Yields the microbatches of this rank, in the process that reads ahead.
 
-    The items have the format of `TaskBatches`. The last microbatch of a step includes the StreamState.
+    Each item has the format that `TaskBatches` expects. The last microbatch of each step includes the
+    StreamState.
     """
 
     data: StreamData
@@ -239,7 +241,8 @@ class _Reader(IterableDataset[Any]):
                 yield from self._step(cursor, position)
                 position += self.positions.num_samples(position)
         except TaskError as error:
-            # Yield the problem, because a DataLoader would raise another error instead of this one.
+            # Yield the problem instead of raising, because a DataLoader would raise another error in its
+            # place.
             yield error.problem
 
     def _step(self, cursor: Cursor, start: int) -> Iterator[tuple[Any, int, float, StreamState | None]]:
@@ -261,7 +264,8 @@ class _Reader(IterableDataset[Any]):
                 seed_generators(stable_key(seed, "train", "collate", first))
                 ready, items = (self.collate(items), stable_key(seed, "train", "pass", first), 1.0), []
                 request = next(requests, None)
-        # Yield the last microbatch after the other ranks' samples, because its StreamState comes after them.
+        # Yield the last microbatch only after the other ranks' samples were read, so that its StreamState
+        # covers them too.
         assert ready is not None
         yield *ready, None if before is None else StreamState(*before, digest_of(item))
 
@@ -274,10 +278,10 @@ def stream_batches(
     takes_state: bool,
     pin_memory: bool,
 ) -> TaskBatches:
-    """Return the batches of a stream; one process reads ahead unless `data.num_workers` is 0."""
+    """Return the batches of a stream; one worker process reads ahead unless `data.num_workers` is 0."""
     num_workers = data.config.data.num_workers
     if takes_state and saved is not None and saved.samples and not data.continues_at(saved):
-        log.info(f"reading over {saved.samples:,} samples of epoch {saved.epoch} of the stream")
+        log.info(f"skipping {saved.samples:,} samples of epoch {saved.epoch} of the stream")
     loader = ForkedLoader(
         _Reader(data, collate, positions, saved, takes_state),
         min(1, num_workers),

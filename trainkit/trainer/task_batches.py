@@ -1,8 +1,8 @@
-"""Build the batches of a user's task, which the worker processes of a `DataLoader` read.
+"""Build the batches of a user's task, whose samples are read by the worker processes of a `DataLoader`.
 
-As in `causal_lm.py`, the samples of a step depend only on its position. The state of the random number
-generators depends only on the position of an item, so a resume on any number of processes reads the same
-batches.
+As in `causal_lm.py`, the samples of a step depend only on the position where the step starts. Random number
+generators are seeded only by the position of an item, so a run that resumes with any number of processes
+reads the same batches.
 """
 
 from __future__ import annotations
@@ -35,62 +35,62 @@ from trainkit.trainer.user_code import TaskError
 
 log = getLogger(__name__)
 PREFETCH = 2
-"""Number of items that each worker reads ahead; an item of a task is a microbatch."""
+"""Number of items that each worker reads ahead; each item is one microbatch."""
 START_S = 30.0
-"""Seconds after which a worker that does not run yet is considered to hang in its fork."""
+"""Seconds after which a worker that has not started running is considered hung while being forked."""
 MAX_STARTS = 3
 POLL_S = 0.01
 SAMPLED_ELEMENTS = 1024
-"""Number of elements of every parameter that the ranks compare."""
+"""Number of elements of each parameter that are compared between ranks."""
 
 
 @dataclass(frozen=True)
 class TaskBatch:
-    """The input of one forward pass of a user's task."""
+    """The input of one forward pass through a user's task."""
 
     data: Any
-    """The result of `Task.collate`."""
+    """The value returned by `Task.collate`."""
     seed: int
-    """Seed of the random number generators during the pass."""
+    """Seed for the random number generators during the pass."""
     weight: float = 1.0
-    """Factor of the loss; 0 for a filler batch, with which a rank only joins the collectives of a pass."""
+    """Factor for the loss; 0 for a filler batch, with which a rank only takes part in the collectives."""
     optimizer: str = ""
-    """The optimizer that minimises the loss, if several optimizers take turns."""
+    """The optimizer whose loss is computed, if several optimizers take turns (see `Task.turns`)."""
 
 
 @dataclass(frozen=True)
 class _Request:
-    """The positions of the samples of one microbatch."""
+    """The sample positions of one microbatch."""
 
     first: int
     stop: int
-    """Position after the last sample; at most `first` if no sample remains for this rank."""
+    """Position after the last sample; at most `first` if no sample is left for this rank."""
     filler: range
-    """Positions of the samples to read if no sample remains for this rank."""
+    """Positions of the samples to read instead if no sample is left for this rank."""
 
 
 @dataclass(frozen=True)
 class Positions:
-    """The positions of this rank's microbatches in the sequence of all samples."""
+    """The positions of this rank's microbatches within the sequence of all samples."""
 
     batch: Batch
     dp_rank: int
     dp_size: int
     start: int
     end: int | None
-    """Position after the last sample; None if only the number of steps ends the training."""
+    """Position after the last sample; None if only the number of steps ends training."""
 
     def __iter__(self) -> Iterator[_Request]:
-        """Iterate over the requests, like the sampler of a `DataLoader`."""
+        """Iterate over the requests, as `DataLoader` expects of a sampler."""
         return self.requests(self.start)
 
     def num_samples(self, start: int) -> int:
-        """Return the number of samples, over all ranks, of the step that begins at `start`."""
+        """Return the total number of samples, over all ranks, in the step that begins at `start`."""
         stop = start + self.batch.global_batch_size
         return (stop if self.end is None else min(stop, self.end)) - start
 
     def requests(self, start: int) -> Iterator[_Request]:
-        """Yield the microbatches of all steps, beginning with the step at `start`."""
+        """Yield the microbatches of all steps from the step at `start` on."""
         size = self.batch.device_batch_size
         while self.end is None or start < self.end:
             stop = start + self.num_samples(start)
@@ -129,23 +129,23 @@ class SampleReader(Dataset[Any]):
 
 
 def seed_generators(seed: int) -> None:
-    """Seed the generators of Python, numpy and torch on the CPU."""
+    """Seed the CPU generators of Python, numpy and torch."""
     random.seed(seed)
     np.random.seed(seed)
     torch.default_generator.manual_seed(seed)
 
 
 class ForkedLoader:
-    """A DataLoader with forked workers, which are forked again if a worker hangs in its fork.
+    """A DataLoader with forked workers; if one hangs while being forked, all are forked again.
 
-    In Python before 3.12, another thread can hold a lock at the moment of a fork, such as a Gloo thread at
-    the end of a collective. The new process then waits for this lock forever (python/cpython#112275).
+    Before Python 3.12, another thread (such as a Gloo thread at the end of a collective) can hold a lock
+    while a process is forked. The forked process then waits for this lock forever (python/cpython#112275).
 
-    The workers are forked so that the samples need not be pickled and are in memory once.
+    Workers are nevertheless forked, because samples then need not be pickled and are in memory only once.
     """
 
     def __init__(self, dataset: Dataset[Any], num_workers: int, *, prefetch: int = PREFETCH, **options: Any):
-        """Take the options of a DataLoader; with `num_workers` 0, this process reads the items itself."""
+        """Take the options of a DataLoader; if `num_workers` is 0, items are read in this process."""
         self._dataset = dataset
         self._num_workers = num_workers
         self._options = {"batch_size": None, "collate_fn": unchanged, **options}
@@ -159,14 +159,14 @@ class ForkedLoader:
         self._loader: DataLoader[Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        """Restart at the first item, with the same workers as before.
+        """Iterate from the first item again, with the same workers as before.
 
-        Raises RuntimeError if the workers do not start.
+        Raises RuntimeError if the workers cannot be started.
         """
         if self._loader is not None:
             return iter(self._loader)
         for _ in range(MAX_STARTS):
-            is_started = mmap.mmap(-1, max(1, self._num_workers))  # memory shared with the workers
+            is_started = mmap.mmap(-1, max(1, self._num_workers))  # memory that is shared with the workers
             loader = DataLoader(self._dataset, worker_init_fn=partial(_note, is_started), **self._options)
             items = iter(loader)
             stuck = _stuck_workers(data_workers(items), is_started)
@@ -174,24 +174,24 @@ class ForkedLoader:
                 self._loader = loader
                 return items
             log.warning(
-                f"{len(stuck)} of {self._num_workers} data workers hang in their fork; starting again"
+                f"{len(stuck)} of {self._num_workers} data workers hung while being forked; restarting them"
             )
-            del items, loader  # before the kill, because a loader reports dead workers as an error
+            del items, loader  # a loader would report the death of its workers
             for worker in stuck:
                 worker.kill()
                 worker.join()
-        raise RuntimeError(f"data workers hang in their fork, {MAX_STARTS} times in a row")
+        raise RuntimeError(f"data workers hung while being forked, {MAX_STARTS} times in a row")
 
 
 def _note(is_started: mmap.mmap, worker_id: int) -> None:
-    """Record that a worker runs; the worker calls this."""
+    """Record that a worker is running; called in the worker."""
     is_started[worker_id] = 1
 
 
 def _stuck_workers(workers: Sequence[BaseProcess], is_started: mmap.mmap) -> list[BaseProcess]:
-    """Wait until all workers run or have ended; return the workers that hang."""
+    """Wait until all workers are running or have ended; return the workers that hang."""
     stuck: list[BaseProcess] = []
-    # Count polls instead of time, because the time for which a job is suspended must not count.
+    # Count polls instead of seconds, so that time during which the job is suspended is ignored.
     for _ in range(round(START_S / POLL_S)):
         started = zip(workers, is_started[:], strict=False)
         stuck = [worker for worker, runs in started if not runs and worker.is_alive()]
@@ -202,7 +202,7 @@ def _stuck_workers(workers: Sequence[BaseProcess], is_started: mmap.mmap) -> lis
 
 
 class _Calls(Dataset[Any]):
-    """A dataset whose items are the results of a function."""
+    """A dataset whose items are return values of a function."""
 
     def __init__(self, function: Callable[[int], Any]) -> None:
         self._function = function
@@ -214,17 +214,17 @@ class _Calls(Dataset[Any]):
 def read_in_worker(
     function: Callable[[int], Any], indices: Sequence[int], config: RunConfig
 ) -> Iterator[Any]:
-    """Yield the results of a function of an index, from a separate process if the config has data workers."""
+    """Yield the function's result for each index, from a separate process if the config has data workers."""
     yield from ForkedLoader(_Calls(function), min(1, config.data.num_workers), sampler=indices)
 
 
 def unchanged(batch: Any) -> Any:
-    """Return the batch, which is already collated."""
+    """Return a batch unchanged; used as `collate_fn`, because the batch is already collated."""
     return batch
 
 
 def digest_of(value: Any) -> str:
-    """Return a digest of a tree of values, or of the first elements of a model's parameters."""
+    """Return a digest of a tree of values; of a model, only the first elements of each parameter count."""
     digest = hashlib.sha256()
     if isinstance(value, nn.Module):
         value = {
@@ -236,7 +236,7 @@ def digest_of(value: Any) -> str:
 
 
 def add_to_digest(digest: Any, value: Any) -> None:
-    """Add a tree of values to a digest; of an object with unknown content, add only the type."""
+    """Add a tree of values to a digest; an object whose content is unknown is represented by its type."""
     digest.update(type(value).__name__.encode())
     if isinstance(value, Tensor):
         value = value.detach().cpu().contiguous()
@@ -266,8 +266,8 @@ def add_to_digest(digest: Any, value: Any) -> None:
 class TaskBatches:
     """Iterates over the steps of a user's task.
 
-    For each microbatch, `loader` yields the arguments of a TaskBatch, and the state of the stream after the
-    microbatch or None. If the stream has a problem, `loader` yields the problem instead.
+    For each microbatch, `loader` yields the arguments of a TaskBatch, and either the state of the stream
+    after the microbatch or None. If the stream has a problem, `loader` yields the problem instead.
     """
 
     def __init__(self, loader: ForkedLoader, positions: Positions) -> None:
@@ -276,7 +276,7 @@ class TaskBatches:
         self._iterator: Iterator[Any] | None = None
 
     def __iter__(self) -> Iterator[StepBatch]:
-        """Restart at the first step, with the same workers."""
+        """Iterate from the first step again, with the same workers."""
         assert self._loader is not None
         self._at, self._iterator = self._positions.start, iter(self._loader)
         return self
@@ -297,5 +297,5 @@ class TaskBatches:
         return StepBatch(microbatches, None, num_samples, state)
 
     def close(self) -> None:
-        """Release the workers, which then end."""
+        """Release the workers, so that they end."""
         self._iterator = self._loader = None

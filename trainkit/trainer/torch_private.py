@@ -1,7 +1,7 @@
-"""Every private API of torch that trainkit uses, its purpose, and what to do if torch removes it.
+"""Wrap every private torch API that trainkit uses; say what it is for and what to do if torch removes it.
 
-A test checks that no other file of trainkit names a private API. Modules that are slow to import, such
-as pipelines and the memory tracker, are imported by the functions that need them.
+A test checks that no other file of trainkit names a private API. Slow imports, such as pipelines and the
+memory tracker, are done in the functions that need them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from trainkit.formats import JsonObject
 
 try:
     from torch.distributed._functional_collectives import all_gather_single_autograd as _all_gather
-except ImportError:  # torch 2.11 and 2.12 have another name
+except ImportError:  # torch 2.11 and 2.12 use another name
     from torch.distributed._functional_collectives import all_gather_tensor_autograd as _all_gather
 
 Tensors = Sequence[Tensor]
@@ -55,10 +55,11 @@ ATTENTION_OPS = frozenset(
         torch.ops.higher_order.flex_attention,
     }
 )
-"""Operations of `F.scaled_dot_product_attention` and `flex_attention`, saved by selective checkpointing.
+"""Operations of `F.scaled_dot_product_attention` and `flex_attention`; selective checkpointing saves their
+results.
 
-If torch renames an operation, take its new name from a profile. With the old name, attention is recomputed,
-which is slow.
+If torch renames an operation, look up the new name in a profile. With the old name, attention would be
+recomputed, which is slow.
 """
 
 REDUCTION_OPS = frozenset(
@@ -67,27 +68,27 @@ REDUCTION_OPS = frozenset(
         torch.ops._c10d_functional.all_reduce.default,
     }
 )
-"""Operations with which DTensor sums the partial products of tensor-parallel ranks.
+"""Operations with which DTensor adds up partial products of tensor-parallel ranks.
 
-Selective checkpointing saves their results. If torch renames an operation, the ranks repeat it, and the test
-of the collectives per step fails.
+Selective checkpointing saves the results of these operations. If torch renames an operation, it is repeated
+in the recomputation, and the test of the collectives per step fails.
 """
 
 
 def chooses_cudnn(q: Tensor, k: Tensor) -> bool:
-    """Return whether causal attention of queries to keys with fewer heads uses the kernel of cuDNN.
+    """Return whether torch would use cuDNN for causal attention of queries to keys with fewer heads.
 
-    If torch removes the function, use `torch.backends.cuda.can_use_cudnn_attention` on Hopper and later GPUs.
+    If torch removes the function, use `torch.backends.cuda.can_use_cudnn_attention` on Hopper and newer GPUs.
     """
     choice = torch._fused_sdp_choice(q, k, k, None, 0.0, True, enable_gqa=True)
     return choice == SDPBackend.CUDNN_ATTENTION.value
 
 
 def flash_attention_to_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute causal flash attention whose last query is aligned with the last key, for context parallelism.
+    """Compute causal flash attention in which the last query is aligned with the last key.
 
-    The public function aligns the first query with the first key. If torch removes the operation, use
-    `torch.nn.attention.bias.causal_lower_right`.
+    Context parallelism needs this alignment; torch's public function aligns the first query with the first
+    key. If torch removes the operation, use `torch.nn.attention.bias.causal_lower_right`.
     """
     out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
     return out
@@ -96,8 +97,8 @@ def flash_attention_to_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, ...]:
     """Compute attention with cuDNN.
 
-    Returns the output [B, H, T, C], the logsumexp of the scores [B, H, T, 1] and the state of the dropout (2
-    tensors). If torch removes the operation, use `flash_attention_to_last`, which takes longer.
+    Returns the output [B, H, T, C], the logsumexp of the scores [B, H, T, 1], and the dropout state (2
+    tensors). If torch removes the operation, use `flash_attention_to_last`, which is slower.
     """
     found = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
     return found[0], found[1], found[6], found[7]
@@ -113,9 +114,9 @@ def cudnn_attention_gradients(
     state: Tensors,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of `cudnn_attention` by queries, keys and values.
+    """Return the gradients of `cudnn_attention` with respect to queries, keys and values.
 
-    `out` and `logsumexp` may be the merged results of several calls. If torch removes the operation, use
+    `out` and `logsumexp` may be results merged from several calls. If torch removes the operation, use
     `flash_attention_to_last`.
     """
     sizes = q.shape[2], k.shape[2]
@@ -129,9 +130,9 @@ def cudnn_attention_gradients(
 
 
 def data_workers(items: Iterator[Any]) -> list[BaseProcess]:
-    """Return the worker processes of a DataLoader's iterator; an empty list if there are none.
+    """Return the worker processes behind a DataLoader's iterator; an empty list if there are none.
 
-    If torch removes the attribute, take the new processes in `multiprocessing.active_children()`.
+    If torch removes the attribute, find the workers as new processes in `multiprocessing.active_children()`.
     """
     return [*getattr(items, "_workers", ())]
 
@@ -140,7 +141,7 @@ def data_workers(items: Iterator[Any]) -> list[BaseProcess]:
 
 
 def shard_offset(param: DTensor) -> Sequence[int]:
-    """Return the start of this rank's shard of a parameter in each dimension, for its initial values.
+    """Return where this rank's shard of a parameter starts in each dimension, to compute its initial values.
 
     If torch removes the function, compute the start from the placements, the mesh and torch's rule for uneven
     shards.
@@ -152,11 +153,11 @@ def shard_offset(param: DTensor) -> Sequence[int]:
 
 
 def shard_like(shard: Tensor, whole: DTensor) -> DTensor:
-    """Return a shard as a DTensor that is split like `whole`, for the optimizer's state in a checkpoint.
+    """Return a shard as a DTensor that is sharded like `whole`, for optimizer state in a checkpoint.
 
-    The result has as many rows as `whole`, but may have other columns: [rows, columns], in shards of equal
-    width. `DTensor.from_local` would copy an offloaded tensor to the device of the mesh. If the constructor
-    changes, use `from_local`, and save offloaded tensors under a mesh of the CPU.
+    The result has as many rows as `whole`, but may have a different number of columns, which must be divided
+    evenly. `DTensor.from_local` is not used, because it would copy an offloaded tensor to the device of the
+    mesh. If the constructor changes, use `from_local`, and save offloaded tensors with a CPU mesh.
     """
     spec = whole._spec
     if shard.shape[1:] != whole.to_local().shape[1:]:
@@ -167,38 +168,40 @@ def shard_like(shard: Tensor, whole: DTensor) -> DTensor:
 
 
 with_params = _reparametrize_module
-"""Runs a module with other tensors as its parameters, such as the local shards under tensor parallelism.
+"""Runs a module with other tensors as its parameters, such as local shards under tensor parallelism.
 
-`torch.func.functional_call` would call the module's replaced forward again. If torch removes the function,
-set the attributes by hand, and restore them.
+`torch.func.functional_call` would call the replaced forward of the module again. If torch removes the
+function, set the attributes by hand, and restore them afterwards.
 """
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Call a function at the end of the running backward pass, to wait for the last reduced gradient.
+    """Call a function at the end of the current backward pass, to wait for the last gradient reduction.
 
-    If torch removes the method, look for its successor in DDP and FSDP, which use it too. Until then, wait
-    before the optimizer step.
+    If torch removes the method, look in DDP and FSDP, which also use it, for its successor. Until its
+    successor is found, wait before the optimizer step instead.
     """
     cast(Any, Variable)._execution_engine.queue_callback(callback)
 
 
 norm_of_each = torch._foreach_norm
-"""Computes the norm of each tensor, in one kernel for many tensors; order inf is the largest absolute value.
+"""Computes the norm of each tensor, with one kernel for many tensors; the norm of order inf is the largest
+absolute value.
 
 If torch removes the function, use `torch.linalg.vector_norm`, with one kernel per tensor.
 """
 copy_each = torch._foreach_copy_
-"""Copies each source to its target, in one kernel for many tensors.
+"""Copies each source to its target, with one kernel for many tensors.
 
 If torch removes the function, use `Tensor.copy_`, with one kernel per tensor.
 """
 
 
 def scale_next_step(optimizer: torch.optim.Optimizer, divisor: Tensor, skip: Tensor) -> None:
-    """Make the fused kernel of the next step divide the gradients, and change nothing if `skip` is 1.
+    """Make the next step of the fused kernel divide the gradients, or change nothing if `skip` is 1.
 
-    GradScaler sets the same attributes. If torch removes them, divide the gradients in a separate pass.
+    GradScaler sets the same attributes of an optimizer. If torch removes the attributes, divide the gradients
+    in a separate pass.
     """
     fused = cast(Any, optimizer)
     fused.grad_scale = divisor
@@ -206,9 +209,9 @@ def scale_next_step(optimizer: torch.optim.Optimizer, divisor: Tensor, skip: Ten
 
 
 def any_length(tensor: Tensor) -> Tensor:
-    """Tell the compiler that the first size of a tensor varies and the second is fixed; return the tensor.
+    """Tell torch.compile that a tensor's first size varies and its second is fixed; return the tensor.
 
-    If torch removes these functions, `torch.compile` compiles twice: for the first size and for other sizes.
+    If torch removes these functions, `torch.compile` compiles twice: for the first size, and for all others.
     """
     torch._dynamo.maybe_mark_dynamic(tensor, 0)
     if tensor.dim() > 1:
@@ -220,7 +223,7 @@ def any_length(tensor: Tensor) -> Tensor:
 
 
 def all_gather_dim(local: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Return all ranks' tensors, concatenated along `dim`; gradients are reduced, and the call compiles.
+    """Return all ranks' tensors concatenated along `dim`; supports torch.compile and gradients.
 
     If torch removes the function, write an autograd function around `dist.all_gather_into_tensor` and
     `dist.reduce_scatter_tensor`.
@@ -232,12 +235,12 @@ def all_gather_dim(local: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 def set_gather(
     param: nn.Parameter, before: Callable[[int], Tensor], after: Callable[[Tensor], Tensor]
 ) -> None:
-    """Make `fully_shard` gather `before(number of ranks)`, and compute with `after(gathered)`.
+    """Make `fully_shard` gather `before(number of ranks)` and compute with `after(gathered)`.
 
-    FSDP looks for these functions on the shard in its first pass, and torch's tests set them there too. Call
-    this before the first pass, and after memory is allocated. All passes gather into the same memory, so
-    `after` is called once. If torch removes these functions, write a subclass of Tensor with these methods,
-    as torchao does.
+    FSDP looks up these functions on the shard in its first pass; torch's own tests also set them there. Call
+    this after memory has been allocated and before the first pass. All passes gather into the same memory, so
+    `after` is called only once. If torch removes these functions, write a subclass of Tensor with these
+    methods, as torchao does.
     """
 
     def fsdp_pre_all_gather(
@@ -256,9 +259,9 @@ def set_gather(
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Set the timeout of the collectives of a group that the device mesh created with the default timeout.
+    """Set the timeout for the collectives of a group that the device mesh created with the default timeout.
 
-    torch 2.15 has a public function for this, `torch.distributed.set_timeout`.
+    In torch 2.15, the public function `torch.distributed.set_timeout` does the same.
     """
     public = getattr(dist, "set_timeout", None)
     if public is not None:
@@ -268,11 +271,11 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 
 def authenticate_objects(seal: Callable[[bytes], bytes], unseal: Callable[[bytes], bytes]) -> None:
-    """Make torch `seal` the pickles that ranks exchange, and `unseal` them before it executes them.
+    """Make torch `seal` the pickles that ranks exchange, and `unseal` them before unpickling executes code.
 
-    The pickles contain plans of checkpoints and the shapes of pipeline stages. `unseal` raises an error if no
-    rank has sealed a pickle. If torch removes these names, find another way: without sealing, anybody who
-    reaches a port of torch can execute code in this user's ranks.
+    The pickles contain checkpoint plans and the shapes of pipeline stages. `unseal` raises an error for a
+    pickle that no rank has sealed. If torch removes these names, find another way to protect the pickles:
+    without it, anybody who can reach a port of torch can execute code in this user's ranks.
     """
 
     class Pickler:
@@ -293,28 +296,29 @@ def authenticate_objects(seal: Callable[[bytes], bytes], unseal: Callable[[bytes
 
 
 def replicate(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
-    """Replicate a module for data parallelism, in a way that composes with tensor parallelism.
+    """Replicate a module for data parallelism, in a way that can be combined with tensor parallelism.
 
-    `DistributedDataParallel` would silently compute a local norm. If torch removes the function, use
-    `fully_shard` over a mesh whose shard dimension has one rank.
+    `DistributedDataParallel` would silently compute the gradient norm of local shards only. If torch removes
+    the function, use `fully_shard` with a mesh whose shard dimension has one rank.
     """
     _replicate(module, mesh=mesh, mp_policy=policy)
 
 
 def connect_stage(stage: Any) -> None:
-    """Make a pipeline stage on CPUs connect to its neighbours when it first sends to them.
+    """Make a pipeline stage on CPUs connect to its neighbours only when it first sends to them.
 
-    In torch 2.11, each stage sends to its neighbours before the first step. gloo cannot do so if a neighbour
-    is on the same rank, as in V-shaped schedules. Remove this function once torch 2.11 is not supported.
+    In torch 2.11, each stage sends to its neighbours before the first step. gloo cannot do this if a
+    neighbour is on the same rank, as in V-shaped schedules. Remove this function once torch 2.11 is no longer
+    supported.
     """
-    if torch.__version__ < "2.12" and stage.device.type == "cpu":  # compares releases, not strings
+    if torch.__version__ < "2.12" and stage.device.type == "cpu":  # compares versions, not strings
         stage._get_init_p2p_neighbors_ops = list
 
 
 class ModuleStyle(ParallelStyle):
-    """Base class of trainkit's ways to parallelize a module; `parallelize_module` calls `apply`.
+    """Base class for trainkit's ways to parallelize a module; `parallelize_module` calls `apply`.
 
-    torch declares the method as `_apply`. If torch renames the method, rename it here.
+    torch declares the method as `_apply`. If torch renames the method, rename it here too.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -322,20 +326,20 @@ class ModuleStyle(ParallelStyle):
 
     @abstractmethod
     def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        """Parallelize a module in place and return it."""
+        """Parallelize a module in place, and return it."""
 
 
 def flight_record(device_type: str, count: int) -> JsonObject | None:
-    """Return the newest `count` collectives of this rank, and those that have not ended, to report a hang.
+    """Return this rank's newest `count` collectives, and any that have not ended, to report a hang.
 
-    The record also has the newest collective of each group, and the ranks of all groups, which gloo does not
-    record. Returns None if torch records nothing. If torch removes the functions, return None, because there
-    is no other source; the report of a hang then has only the stacks.
+    The record also contains the newest collective of each group, and the ranks of all groups, which gloo does
+    not record. Returns None if torch does not record collectives. If torch removes the functions, return
+    None, because there is no other source; hang reports then contain only stacks.
     """
     from torch._C import _distributed_c10d as c10d
     from torch.distributed.distributed_c10d import _world
 
-    # gloo and NCCL record their collectives separately, and a rank with a GPU uses both libraries.
+    # gloo and NCCL keep separate records, and a rank with a GPU uses both libraries.
     names = ("_dump_fr_trace_json", *(["_dump_nccl_trace_json"] if device_type == "cuda" else []))
     dumps = [getattr(c10d, name) for name in names if hasattr(c10d, name)]
     if not dumps or not dist.is_initialized():
@@ -369,19 +373,20 @@ PICKLED_IN_METADATA = frozenset(
 )
 """Private names in the metadata of a sharded checkpoint that are safe to unpickle.
 
-If a release of torch adds a name, resuming from its checkpoints fails with an error that shows the name.
-Check what the name does, and add it. Never remove a name, because checkpoints of older releases contain it.
+If a release of torch adds a name, resuming from its checkpoints fails with an error that shows this name.
+Check what the name does before adding it here. Never remove a name, because checkpoints written by older
+releases contain it.
 """
 
 
 def make_stager(options: StagingOptions) -> DefaultStager:
-    """Return a stager that keeps its buffers from one save to the next, until it is closed.
+    """Return a stager that reuses its buffers in all saves until it is closed.
 
-    torch 2.11 and 2.12 release the buffers after every save, and can then stage nothing more. When neither
-    release is supported any longer, use `DefaultStager`.
+    torch 2.11 and 2.12 release the buffers after every save and cannot stage again afterwards. Once torch
+    2.11 and 2.12 are no longer supported, use `DefaultStager`.
     """
     stager = DefaultStager(options)
-    if torch.__version__ < "2.13":  # compares releases, not strings
+    if torch.__version__ < "2.13":  # compares versions, not strings
         own: Any = stager
         buffers, close = own._state_dict_stager, stager.close
         release, buffers.close = buffers.close, lambda: None
@@ -398,18 +403,18 @@ def make_stager(options: StagingOptions) -> DefaultStager:
 
 
 def fix_segments() -> None:
-    """Make CUDA's allocator reserve segments of a fixed size, whatever PYTORCH_ALLOC_CONF says.
+    """Make CUDA's allocator reserve segments of fixed size, regardless of PYTORCH_ALLOC_CONF.
 
-    If torch removes both functions, set the variable without ``expandable_segments`` in `launch.env`.
+    If torch removes both functions, set PYTORCH_ALLOC_CONF without ``expandable_segments`` in `launch.env`.
     """
     found: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     (found or cast(Any, torch.cuda.memory)._set_allocator_settings)("expandable_segments:False")
 
 
 def compiled_anew() -> bool:
-    """Return whether this process has compiled a graph that was in no cache.
+    """Return whether this process has compiled a graph that no cache contained.
 
-    If torch removes the counters, omit ``compiled`` from the event ``first_step``.
+    If torch removes the counters, omit ``compiled`` from the ``first_step`` event.
     """
     from torch._dynamo.utils import counters
 
@@ -418,9 +423,9 @@ def compiled_anew() -> bool:
 
 
 def record_memory_history(enabled: bool) -> None:
-    """Start or stop recording every CUDA allocation with its stack.
+    """Start or stop recording the stack of every CUDA allocation.
 
-    If torch removes the function, remove `profiler.memory`; the metrics contain the peak.
+    If torch removes the function, remove `profiler.memory`; the peak remains available in the metrics.
     """
     torch.cuda.memory._record_memory_history("all" if enabled else None)
 
@@ -428,7 +433,7 @@ def record_memory_history(enabled: bool) -> None:
 def dump_memory_history(file: str) -> None:
     """Write the recorded allocations to a file for pytorch.org/memory_viz.
 
-    If torch removes the function, do the same as for `record_memory_history`.
+    If torch removes the function, remove `profiler.memory`, as for `record_memory_history`.
     """
     torch.cuda.memory._dump_snapshot(file)  # type: ignore[no-untyped-call]
 
@@ -436,16 +441,16 @@ def dump_memory_history(file: str) -> None:
 # Simulation of one rank: tensors without values, collectives without other ranks
 
 FakeTensors = FakeTensorMode
-"""The mode that gives tensors shapes but no values.
+"""The mode in which tensors have shapes but no values.
 
-If torch removes the mode, use the meta device without the memory tracker, so that `plan` alone estimates the
+If torch removes the mode, use the meta device without the memory tracker, so that only `plan` estimates the
 memory.
 """
 
 DispatchMode = TorchDispatchMode
-"""Base class of a mode that sees every operation, to count collectives.
+"""Base class for a mode that sees every operation, used to count collectives.
 
-If torch removes the class, count the collectives in a profile.
+If torch removes the class, count the collectives in a profile instead.
 """
 
 _COLLECTIVES = {"allgather": "all_gather", "reducescatter": "reduce_scatter", "allreduce": "all_reduce"}
@@ -454,7 +459,8 @@ _COLLECTIVES = {"allgather": "all_gather", "reducescatter": "reduce_scatter", "a
 def collective_kind(op: Any) -> str | None:
     """Return ``all_gather``, ``reduce_scatter`` or ``all_reduce``, or None for any other operation.
 
-    If a release of torch renames an operation, the test of the collectives per step fails. Add the new name.
+    If a release of torch renames an operation, the test of the collectives per step fails until the new name
+    is added here.
     """
     namespace, _, name = str(op.name()).partition("::")
     if namespace not in ("c10d", "_c10d_functional"):
@@ -463,9 +469,9 @@ def collective_kind(op: Any) -> str | None:
 
 
 def join_fake_world(rank: int, world_size: int) -> None:
-    """Make this process one rank of a world whose collectives all return at once.
+    """Make this process one rank of a simulated world, whose collectives all return at once.
 
-    If torch removes the store, keep a copy of the store, because no documented backend does the same.
+    If torch removes the fake store, keep a copy of it, because no documented backend does the same.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -473,9 +479,10 @@ def join_fake_world(rank: int, world_size: int) -> None:
 
 
 class _NoModuleTracker(nullcontext[None]):
-    """Replaces the module tracker of torch's memory tracker, which hooks into modules.
+    """Stands in for the module tracker inside torch's memory tracker, which installs hooks on modules.
 
-    The hooks would allow only one call per step, and no backward pass that a pipeline schedule splits in two.
+    The hooks would allow only one call per step, and would not work if a pipeline schedule splits a backward
+    pass in two.
     """
 
     parents: frozenset[str] = frozenset()
@@ -490,7 +497,7 @@ class _NoModuleTracker(nullcontext[None]):
 
 
 def memory_tracker() -> Any:
-    """Return torch's memory tracker without per-module statistics, for the peak memory of a simulated rank.
+    """Return torch's memory tracker, without per-module statistics, for a simulated rank's peak memory.
 
     If torch removes the tracker, write a `DispatchMode` that adds up the live storages.
     """
@@ -505,9 +512,10 @@ def memory_tracker() -> Any:
 def shapes_untracked() -> Iterator[None]:
     """Hide DTensor's shape propagation from the memory tracker.
 
-    The propagation creates tensors of the global shape, which no rank ever allocates, such as logits over the
-    whole vocabulary. The tracker ignores tensors of other fake modes, but here all tensors have the same fake
-    mode. If torch renames the method, find the method of `ShardingPropagator` that enters a fake mode.
+    The propagation creates tensors of the global shape, such as logits over the whole vocabulary, which no
+    rank ever allocates. The tracker ignores tensors of other fake modes, but here all tensors belong to the
+    same fake mode. If torch renames the method, look in `ShardingPropagator` for the method that enters a
+    fake mode.
     """
     kind: Any = ShardingPropagator
     propagate = kind._propagate_tensor_meta_non_cached
@@ -524,14 +532,14 @@ def shapes_untracked() -> Iterator[None]:
 
 
 _StreamOf = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
-"""Returns the input of a pipeline stage that is not the first, on the meta device.
+"""Returns the input, on the meta device, of a pipeline stage that is not the first.
 
-The arguments are the stage's module and the keyword arguments of a microbatch.
+The arguments are the stage's module and the keyword arguments of one microbatch.
 """
 
 
 def set_stage_shapes(schedule: Any, stream_of: _StreamOf) -> None:
-    """Set the input shapes of a schedule's stages, which would otherwise exchange them in the first step.
+    """Set the input shapes of a schedule's stages, which would otherwise exchange shapes in the first step.
 
     If torch removes the method, pass `input_args` and `output_args` to the stages.
     """
@@ -563,7 +571,7 @@ def set_stage_shapes(schedule: Any, stream_of: _StreamOf) -> None:
 
 
 def _set_stage_shapes_2_11(schedule: Any, stream_of: _StreamOf) -> None:
-    """Set the stage shapes in torch 2.11, whose schedules of one stage and of several stages differ."""
+    """Set the stage shapes in torch 2.11, which has different schedules for one and for several stages."""
 
     def prepare(args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         for stage in stages:
@@ -572,7 +580,7 @@ def _set_stage_shapes_2_11(schedule: Any, stream_of: _StreamOf) -> None:
             stream = (stream_of(stage.submod, kwargs),)
             stage.inputs_meta = tuple(arg.to("meta") for arg in args) if stage.is_first else stream
             stage._configure_outputs_meta(stream)
-            # The output of the last stage has another shape, but no stage receives it.
+            # The output of the last stage has a different shape, but no stage receives it.
             stage._validate_fwd_outputs = lambda outputs: None
             stage._prepare_forward_infra(schedule._n_microbatches, ())
             stage._prepare_backward_infra(schedule._n_microbatches)

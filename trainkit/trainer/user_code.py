@@ -1,4 +1,4 @@
-"""Import the class of a user's task, and report with file and line why the task cannot be trained."""
+"""Import the class of a user's task, and report why a task cannot be trained, with file and line."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from trainkit.run.tracebacks import is_of_user
 from trainkit.shipped import TASKS
 from trainkit.task import Task
 
-TRACEBACK_HINT = "run it in a Python shell to see the traceback"
+TRACEBACK_HINT = "run the code in a Python shell to see the traceback"
 
 
 class TaskError(FatalError):
-    """An error for a task that cannot be trained."""
+    """An error in a task that makes training impossible."""
 
     def __init__(self, key: str, message: str, hint: str = "") -> None:
         super().__init__(f"{key} {message}", hint)
@@ -39,7 +39,7 @@ def refusal(config: RunConfig, message: str, hint: str = "") -> TaskError:
 
 
 def problem_of(config: RunConfig, error: TrainkitError) -> Problem:
-    """Return an error of a task or a model as the problem of a config key."""
+    """Convert an error in a task or a model to a problem with a config key."""
     if isinstance(error, TaskError):
         return error.problem
     key, _, message = error.message.partition(" ")
@@ -54,9 +54,9 @@ def problem_of(config: RunConfig, error: TrainkitError) -> Problem:
 def errors_of_user(
     config: RunConfig, failed: str, but: type[Exception] | tuple[type[Exception], ...] = ()
 ) -> Iterator[None]:
-    """Raise TaskError, with file and line, for any exception of the user's code.
+    """Turn any exception of the user's code into a TaskError with file and line.
 
-    Exceptions of the types in `but` pass unchanged, because a restart may help.
+    Exceptions of the types in `but` are not converted, because a restart may help.
     """
     try:
         yield
@@ -69,7 +69,7 @@ def errors_of_user(
 
 
 def import_file(path: Path, *, as_script: bool = True) -> ModuleType:
-    """Import a file; with `as_script`, the file can import files next to it, as when Python runs it."""
+    """Import a file; with `as_script`, it can import files next to it, like a script that Python runs."""
     name = f"trainkit_task_{path.stem}"
     if as_script:
         name = path.stem if path.stem not in sys.modules else name
@@ -79,14 +79,14 @@ def import_file(path: Path, *, as_script: bool = True) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Data workers send instances of the module's classes by name, and dataclasses look up their module.
+    # Data workers unpickle instances of the module's classes by name, and dataclasses look up their module.
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
 
 def describe(error: BaseException) -> str:
-    """Return an exception as text, with the innermost line of a file outside installed packages."""
+    """Return an exception as text, with its innermost line in a file outside installed packages."""
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, SyntaxError):
         return f"{text} ({error.filename}:{error.lineno})"
@@ -97,22 +97,22 @@ def describe(error: BaseException) -> str:
 
 
 def line_of(function: object) -> str:
-    """Return `` at FILE:LINE`` for a function written in Python, or "" for another object."""
+    """Return `` at FILE:LINE`` for a function written in Python, or "" for any other object."""
     code = getattr(function, "__code__", None)
     return "" if code is None else f" at {code.co_filename}:{code.co_firstlineno}"
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
-    """Return the first names and the number of further names."""
+    """Return the first names, joined, and the number of names left out."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def load_task_class(config: RunConfig, run: RunDir | None = None) -> type[Task]:
-    """Return the class that ``task`` names as FILE.py:CLASS or MODULE:CLASS.
+    """Return the class specified by ``task``, as FILE.py:CLASS or MODULE:CLASS.
 
-    A run imports the class from its code snapshot, so later edits have no effect. Raises TaskError if the
-    class cannot be imported, is not a complete Task, or does not take ``task_args``.
+    In a run, the class is imported from the code snapshot, so later edits have no effect. Raises TaskError if
+    the class cannot be imported, is not a complete Task, or does not accept ``task_args``.
     """
     shipped = TASKS.get(config.task)
     module_name, _, class_name = (config.task if shipped is None else shipped.place).rpartition(":")
@@ -142,8 +142,8 @@ def _import(config: RunConfig, name: str, run: RunDir | None) -> ModuleType:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-                raise  # the module itself imports a missing module
-            hint = f"name a module in {folder} or an installed one, or a file: FILE.py:CLASS"
+                raise  # the task's module exists, but imports a missing module
+            hint = f"use a module in {folder} or an installed one, or a file: FILE.py:CLASS"
             raise refusal(config, f"there is no module {error.name}", hint) from None
     path = Path(name).absolute() if run is None else copied_file(run, name)
     if not path.is_file():
@@ -152,11 +152,11 @@ def _import(config: RunConfig, name: str, run: RunDir | None) -> ModuleType:
 
 
 def _check(config: RunConfig, found: type[Task]) -> None:
-    """Raise TaskError if a class does not take `task_args` or does not support the layout."""
+    """Raise TaskError if a class does not accept `task_args` or does not support the layout."""
     tp = config.parallel.tp
     if tp > 1 and found.tensor_plan is Task.tensor_plan:
         message = f"is {tp}, but {found.__name__} does not define tensor_plan"
-        hint = "define tensor_plan(), see docs/own-task.md; or remove parallel.tp and use dp_shard"
+        hint = "define tensor_plan() (see docs/own-task.md), or remove parallel.tp and use dp_shard"
         raise TaskError("parallel.tp", message, hint)
     for name, needs in (
         ("turns", "optimizers"),

@@ -1,4 +1,4 @@
-"""Prepare a user's task for the trainer: open its data and build its model."""
+"""Prepare a user's task for training: open its data and build its model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from trainkit.trainer.user_code import TRACEBACK_HINT, describe, errors_of_user,
 
 
 def load_task(config: RunConfig, run: RunDir | None = None) -> Task:
-    """Create the task of a config; raise TaskError if the task cannot be imported or created."""
+    """Create the task of a config; raise TaskError if it cannot be imported or created."""
     if config.uses_transformers:
         module, _, name = TRANSFORMERS_TASK.partition(":")
         task: Task = getattr(import_module(module), name)(config)
@@ -51,12 +51,12 @@ def load_task(config: RunConfig, run: RunDir | None = None) -> Task:
 
 
 class UserTask:
-    """A user's task with its data and its model."""
+    """A user's task, with its data and its model."""
 
     def __init__(self, config: RunConfig, run: RunDir | None, *, opens_data: bool = True) -> None:
         self.config = config
         self.num_params = 0
-        """Number of parameters; 0 until the model is built."""
+        """Number of parameters; 0 until the model has been built."""
         if config.model.lora is not None:
             require("peft", "model.lora", "peft")
         seed_generators(stable_key(config.seed, "task"))
@@ -78,12 +78,12 @@ class UserTask:
 
     @property
     def flops_per_sample(self) -> float | None:
-        """Return the FLOPs of training on one sample; call this after the model is built."""
+        """Return the FLOPs of training on one sample; call this after the model has been built."""
         with errors_of_user(self.config, "flops_per_sample failed"):
             return self.task.flops_per_sample
 
     def export(self, model: nn.Module, folder: Path) -> None:
-        """Let the task write its model into an empty folder."""
+        """Let the task write its model to an empty folder."""
         with errors_of_user(self.config, "export() failed"):
             self.task.export(model, folder)
 
@@ -101,9 +101,9 @@ class UserTask:
     def batches(
         self, split: str, batch: Batch, world: World, state: TrainingState, end: int | None
     ) -> TaskBatches:
-        """Return this rank's batches of a split, from a state on, and up to position `end` if it is given.
+        """Return this rank's batches of a split, starting at `state`; with `end`, stop at that position.
 
-        The batches of the validation can be iterated over repeatedly.
+        The batches of the validation split can be iterated over repeatedly.
         """
         config, collate, uses_gpu = self.config, self.task.collate, world.device.type == "cuda"
         positions = Positions(batch, world.dp_rank, world.layout.dp, state.samples_seen, end)
@@ -134,10 +134,10 @@ class UserTask:
         for name, param in model.named_parameters():
             kind = param.device.type
             if param.dtype != torch.float32 or kind not in ("cpu", "meta"):
-                hint = "build it in float32 on the CPU; precision.dtype and the layout choose type and device"
+                hint = "build it in float32 on the CPU; precision.dtype and the layout set dtype and device"
                 raise refusal(self.config, f"{name} of its model is {param.dtype} on {kind}", hint)
             if param.is_meta and type(self.task).read_weight is Task.read_weight:
-                hint = "define read_weight(), which returns its initial value"
+                hint = "define read_weight() to return its initial value"
                 raise refusal(self.config, f"{name} of its model is on the meta device", hint)
         if not any(param.requires_grad for param in model.parameters()):
             raise refusal(
@@ -145,16 +145,16 @@ class UserTask:
             )
         if self.config.model.lora is not None and not adapted_layers(model):
             message = "build_model() added no adapters for model.lora"
-            raise refusal(self.config, message, "call trainkit.task.add_adapters in it")
+            raise refusal(self.config, message, "call trainkit.task.add_adapters in build_model()")
         self._shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
-        for name, layer in quantized_layers(model).items():  # their weights are not parameters
+        for name, layer in quantized_layers(model).items():  # the quantized weights are not parameters
             self._shapes[f"{name}.weight"] = tuple(layer.shape)
         self.num_params = sum(math.prod(shape) for shape in self._shapes.values())
         return model
 
     @torch.no_grad()
     def build_whole_model(self, without: Collection[str] = ()) -> nn.Module:
-        """Return the model on the CPU with all its initial values, except the parameters in `without`."""
+        """Return the model on the CPU with all its initial values, except for the parameters in `without`."""
         model = self.build_model()
         on_meta = [name for name, param in model.named_parameters() if param.is_meta]
         allocate(model, torch.device("cpu"))
@@ -174,31 +174,31 @@ class UserTask:
         expected = self._shapes[name][1:]
         if tuple(value.shape[1:]) != expected:
             message = f"read_weight({name!r}) returned rows of shape {list(value.shape[1:])}"
-            raise refusal(self.config, message, f"in its model they have shape {list(expected)}")
-        columns = (slice(None), *rest)  # tensor parallelism divides the columns
+            raise refusal(self.config, message, f"in the model, the rows have shape {list(expected)}")
+        columns = (slice(None), *rest)  # tensor parallelism may have split the columns
         return value[columns]
 
 
 class _Data:
-    """A user's dataset with its fingerprint."""
+    """A user's dataset and its fingerprint."""
 
     def __init__(self, samples: Samples, method: str, config: RunConfig) -> None:
         for name in ("__len__", "__getitem__"):
             if not hasattr(samples, name):
                 kind = type(samples).__name__
-                hint = "return a list or a map-style torch.utils.data.Dataset; list(STREAM) is a list"
+                hint = "return a list or a map-style torch.utils.data.Dataset; for a stream, list(STREAM)"
                 raise refusal(config, f"{method}() returned a {kind} without {name}", hint)
         self.samples = samples
         self.num_samples = len(samples)
         if not self.num_samples:
-            raise refusal(config, f"{method}() has no samples", "check the paths it reads from")
+            raise refusal(config, f"{method}() has no samples", "check the paths that the dataset reads from")
         self.fingerprint: str = getattr(samples, "fingerprint", None) or self._fingerprint(method, config)
 
     def _fingerprint(self, method: str, config: RunConfig) -> str:
-        """Return a digest of the length and a few items.
+        """Return a digest of the dataset's length and a few of its items.
 
-        The items are read in a separate process. A dataset may open a file with its first item, and processes
-        that inherit the file would share its position.
+        The items are read in a separate process. A dataset may open a file when its first item is read, and
+        forked processes that inherit the file would share its position.
         """
         indices = sorted({0, self.num_samples // 2, self.num_samples - 1})
         digest = hashlib.sha256(str(self.num_samples).encode())
@@ -214,7 +214,7 @@ class _Data:
 
 
 def digest_of_item(samples: Samples, seed: int, index: int) -> tuple[str, str]:
-    """Return the digest of an item, or the reason for which it cannot be read."""
+    """Return (digest of an item, ""), or ("", reason) if the item cannot be read."""
     seed_generators(stable_key(seed, "fingerprint", index))
     try:
         return digest_of(samples[index]), ""

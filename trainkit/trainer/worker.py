@@ -1,4 +1,4 @@
-"""Run one worker: determine its rank, build the model and train."""
+"""Run one worker: determine its rank, build the model and train it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, progres
 def join_and_build(
     attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, progress: Progress
 ) -> Trainer | None:
-    """Join the other ranks and build the trainer; return None if a rank got a stop signal meanwhile."""
+    """Join the other ranks and build the trainer; return None if any rank gets a stop signal meanwhile."""
     config, env = read_effective(attempt.config_file), find_rank_env()
     if env.world_size != plan.world_size:
         raise FatalError(f"the plan has {plan.world_size} ranks, but WORLD_SIZE is {env.world_size}")
@@ -60,8 +60,9 @@ def join_and_build(
         bind_to_gpu(device)
     if device.type == "cuda" and config.precision.tf32:
         torch.set_float32_matmul_precision("high")
-    # Build the task before the startup barrier and its timeout, because tokenising the data may take long.
-    # Rank 0 checks the shards for all ranks, so that thousands of ranks do not query thousands of files.
+    # Build the task before the startup barrier: tokenising the data may take long, and the barrier has a
+    # timeout. Rank 0 checks the shards on behalf of all ranks, so that thousands of ranks do not query
+    # thousands of files.
     build = partial(build_task, config, attempt.run, checks_data=env.rank == 0)
     task = run_unless_stopped(stop, build, device)
     progress.enter("rendezvous")
@@ -75,7 +76,7 @@ def join_and_build(
         store_file=(store_file(env.nonce) or attempt.store_file) if not plan.is_job else None,
     )
     if task is None or world is None:
-        log.info(f"stopped during start-up ({stop.signal_name or 'by another rank'}): no step was done")
+        log.info(f"stopped during start-up ({stop.signal_name or 'by another rank'}): no step trained")
         return None
     if world.is_main:
         record_event(attempt, "rendezvous", world_size=world.size, device=str(device))
@@ -87,9 +88,9 @@ def join_and_build(
 def run_unless_stopped(stop: StopRequest, work: Callable[[], T], device: torch.device) -> T | None:
     """Run `work` in a thread on a device; return its result, or None as soon as a stop signal arrives.
 
-    Raises the exceptions of `work`. Abandoned work continues in its thread until the process ends.
+    Exceptions of `work` are raised here. Abandoned work continues in its thread until the process ends.
     """
-    # A new thread would use the first GPU.
+    # In a new thread, the default device is the first GPU.
     selects = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
     future = ThreadPoolExecutor(1, initializer=selects).submit(work)
     while not future.done():
@@ -99,21 +100,23 @@ def run_unless_stopped(stop: StopRequest, work: Callable[[], T], device: torch.d
 
 
 def fix_kernels(plan: LaunchPlan, deterministic: bool) -> None:
-    """Choose kernels by their results, not their speed; with `deterministic`, only deterministic kernels.
+    """Choose kernels independently of their speed; with `deterministic`, use only deterministic kernels.
 
-    Two equal runs on GPUs then differ only by the rounding of sums in a different order. With `deterministic`
-    they are bit-identical. Call this before anything is compiled and before the first collective. Environment
-    variables that are already set are kept.
+    Two equal runs on GPUs then differ only by rounding, because sums may be in a different order. With
+    `deterministic`, equal runs are bit-identical. Call this before anything is compiled and before the first
+    collective. Environment variables that are already set are not changed.
     """
     if plan.device == "cuda":
-        # Inductor times several kernels for a sum over a long row, so a restart could choose another kernel.
+        # Without this variable, Inductor would time several kernels for a sum over a long row, and a restart
+        # could choose another kernel.
         os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
     if not deterministic:
         return
-    torch.use_deterministic_algorithms(True)  # operations without a deterministic kernel raise an error
-    # Filling would reveal reads of uninitialised memory, but also write every buffer that FSDP gathers into.
+    torch.use_deterministic_algorithms(True)  # Operations without a deterministic kernel raise an error.
+    # Filling new memory would reveal reads of uninitialised memory, but would also write every buffer that
+    # FSDP gathers into.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS raises an error without this setting
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS raises an error without this
     if plan.world_size > 1:
-        # A ring adds in the order of the ranks, which are numbered host by host. NVLS adds in any order.
+        # A ring adds in rank order, and ranks are numbered host by host. NVLS adds in an arbitrary order.
         os.environ.setdefault("NCCL_ALGO", "Ring")

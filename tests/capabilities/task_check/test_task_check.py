@@ -382,7 +382,7 @@ ON_TWO_RANKS = {
     "metric by rank": (
         '{"worst"',
         f"{{'worst_' + str({BY_RANK})",
-        "the ranks have different metrics",
+        "the metrics differ between ranks",
         "worst_0 | worst_1",
     ),
     "error on a rank": (
@@ -400,7 +400,7 @@ ON_TWO_RANKS = {
     "state by rank": (
         LOSS,
         LOSS + OWN_STEP.replace('getattr(self, "seen", None)', BY_RANK),
-        "state_dict() has other values on rank 1 than on rank 0",
+        "state_dict() has different values on rank 1 than on rank 0",
         "samples",
     ),
 }

@@ -1,4 +1,4 @@
-"""Load the state with which a run starts: its newest checkpoint, or weights of a model or another run."""
+"""Load the initial state of a run: its newest checkpoint, or weights from a model or from another run."""
 
 from __future__ import annotations
 
@@ -42,19 +42,20 @@ from trainkit.trainer.user_code import listed
 
 log = getLogger(__name__)
 SETTLE_S = 65.0
-"""Seconds for which a host may see an outdated folder of a network filesystem."""
+"""Seconds for which a host may see a stale listing of a folder on a network filesystem."""
 RETRY_S = 1.0
 
 
 def choose_checkpoint(attempt: AttemptDir, world: World) -> tuple[Checkpoint, Manifest] | None:
     """Return the newest intact published checkpoint with its manifest, or None if there never was one.
 
-    Rank 0 proposes a candidate, the ranks share the verification, and damage found by one rank counts for
-    all. A damaged checkpoint is logged and set aside, and the previous checkpoint is tried.
+    Rank 0 proposes a candidate, and all ranks share the work of verifying it. If any rank finds damage, the
+    checkpoint counts as damaged. A damaged checkpoint is logged and set aside; the next older checkpoint is
+    tried.
 
-    Raises CheckpointError if a checkpoint cannot be read at the moment. The exit code is 78 if a newer
-    trainkit wrote the checkpoint, or if all checkpoints are missing or damaged, because only the user may
-    decide to start over at step 0.
+    Raises CheckpointError if a checkpoint is currently unreadable, was written by a newer trainkit version,
+    or if all checkpoints are missing or damaged. The exit code is 78 if a newer version is needed or no
+    intact checkpoint is left, because only the user may decide to start over at step 0.
     """
     run = attempt.run
     listed: list[tuple[str, int]] = []
@@ -66,8 +67,8 @@ def choose_checkpoint(attempt: AttemptDir, world: World) -> tuple[Checkpoint, Ma
         candidate = Checkpoint(Path(path), step)
         if broadcast_from_main(is_newer(candidate), world):
             raise CheckpointError(
-                f"{candidate.path} was written by a newer trainkit",
-                hint="resume with that version; nothing was changed",
+                f"{candidate.path} was written by a newer trainkit version",
+                hint="resume with that trainkit version; nothing was changed",
                 exit_code=EXIT_NO_RESTART,
             )
         damage = agree_on_damage(candidate, world)
@@ -84,24 +85,24 @@ def choose_checkpoint(attempt: AttemptDir, world: World) -> tuple[Checkpoint, Ma
     if lost:
         raise CheckpointError(
             f"no intact checkpoint is left in {run.checkpoints_dir}: {lost}",
-            hint="restore one from a backup, or start a new run at step 0",
+            hint="restore a checkpoint from a backup, or start a new run at step 0",
             exit_code=EXIT_NO_RESTART,
         )
     return None
 
 
 def list_published(run: RunDir) -> list[Checkpoint]:
-    """Return the published checkpoints, oldest first, once the newest committed checkpoint is visible.
+    """Return the published checkpoints, oldest first; wait up to `SETTLE_S` s until the newest is visible.
 
-    A host may see an outdated folder of a network filesystem for a while. The run would then resume from an
-    older checkpoint, and later try to publish steps that already exist.
+    A host may see a stale listing of a folder on a network filesystem for a while. Without the wait, the run
+    could resume from an older checkpoint and later publish a step that already exists.
     """
     deadline_s, warned = time.monotonic() + SETTLE_S, False
     while True:
         refresh_listing(run.checkpoints_dir)
         listed = published(run.checkpoints_dir)
         known = _newest_committed_step(run)
-        # A later checkpoint counts too, because its writer may have died before it recorded the event.
+        # Accept a newer checkpoint too: the process that wrote it may have died before recording the event.
         is_visible = known is None or any(checkpoint.step >= known for checkpoint in listed)
         if is_visible or time.monotonic() > deadline_s:
             return listed
@@ -126,7 +127,8 @@ def _newest_committed_step(run: RunDir) -> int | None:
 
 
 def _remove_leftovers(run: RunDir) -> None:
-    # An outdated listing could contain the old name of a save that was published and renamed since.
+    # Refresh first: a stale listing could still contain the temporary name of a save that has since been
+    # published.
     refresh_listing(run.checkpoints_dir)
     for leftover in partials(run.checkpoints_dir):
         try:
@@ -143,12 +145,12 @@ def _describe_lost(run: RunDir) -> str:
     if num_damaged:
         return f"{num_damaged} set aside as damaged"
     if any(read_events(run, "checkpoint_commit")):
-        return "the checkpoints recorded in events.jsonl are gone"
+        return "the checkpoints recorded in events.jsonl are missing"
     return ""
 
 
 def _restore_best_link(checkpoint: Checkpoint) -> None:
-    """Point `best` at the best step of the manifest, in case of a crash before the save updated the link."""
+    """Point `best` at the best step in the manifest; a crash may have prevented the save from doing so."""
     step = checkpoint.manifest().progress.get("best_step")
     best = next((c for c in published(checkpoint.path.parent) if c.step == step), None)
     if best is not None and best_step(checkpoint.path.parent) != step:
@@ -159,11 +161,11 @@ def _restore_best_link(checkpoint: Checkpoint) -> None:
 
 
 def agree_on_damage(candidate: Checkpoint, world: World) -> str:
-    """Verify a checkpoint on all ranks together; return its damage, or "" if it is intact.
+    """Verify a checkpoint on all ranks together; return a description of the damage, or "" if it is intact.
 
     Retries for `SETTLE_S` seconds until the ranks agree. Raises CheckpointError if a rank cannot read the
-    checkpoint or sees other files than rank 0, because one bad node must not cause an intact checkpoint to be
-    set aside.
+    checkpoint or sees different files than rank 0, so that one bad node cannot cause an intact checkpoint to
+    be set aside.
     """
     deadline_s = time.monotonic() + SETTLE_S
     while True:
@@ -177,7 +179,7 @@ def agree_on_damage(candidate: Checkpoint, world: World) -> str:
         if not broadcast_from_main(time.monotonic() < deadline_s, world):
             raise CheckpointError(
                 f"rank {odd} cannot read {candidate.path}: {reason}",
-                hint="check the filesystem of that node and resume again; nothing was changed",
+                hint="check the filesystem on the node of this rank and resume again; nothing was changed",
             )
         if world.is_main:
             log.warning(f"rank {odd} cannot read {candidate.path.name} yet: {reason}; retrying")
@@ -185,7 +187,7 @@ def agree_on_damage(candidate: Checkpoint, world: World) -> str:
 
 
 def _inspect(candidate: Checkpoint, world: World) -> tuple[str, str, str]:
-    """Return (damage of files, damage in this rank's share of hashes, read error), each "" if none."""
+    """Return (damage found without hashing, hash mismatch in this rank's share, read error), "" for none."""
     try:
         plain = plain_damage(candidate)
         return plain, "" if plain else hash_damage(candidate, world.rank, world.size), ""
@@ -194,9 +196,9 @@ def _inspect(candidate: Checkpoint, world: World) -> tuple[str, str, str]:
 
 
 def load_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor], world: World) -> None:
-    """Fill the tensors in place from a checkpoint, whatever layout wrote it.
+    """Fill the tensors in place from a checkpoint, which may have been written with another layout.
 
-    Raises FatalError if names or shapes differ from the names and shapes in the checkpoint.
+    Raises FatalError if tensor names or shapes differ from those in the checkpoint.
     """
     reader = SafeReader(checkpoint.path)
     problem = _problem(_shapes_on_all_ranks(tensors, world), _saved_shapes(reader))
@@ -211,14 +213,14 @@ def load_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor], world: Worl
 
 
 PARTS = ("model.", "buffer.")
-"""Prefixes of the names of weights and buffers in a checkpoint."""
+"""Name prefixes of weights and buffers in a checkpoint."""
 
 
 @torch.no_grad()
 def read_initial_weights(weights: Sequence[Weight], read: ReadWeight, *, resumed: bool) -> None:
-    """Fill weights whose initial values are in files; a resumed run fills only weights that are not saved.
+    """Fill weights from the model's files; in a resumed run, fill only weights that checkpoints omit.
 
-    Raises FatalError if a file has another shape than the model.
+    Raises FatalError if a tensor has different shapes in the file and in the model.
     """
     for weight in weights:
         if not weight.is_read or (resumed and weight.is_saved):
@@ -238,17 +240,17 @@ def load_initial_weights(
 ) -> None:
     """Fill the weights and buffers in `tensors` that match `model.init_include`, in place.
 
-    `base` is the fingerprint of files with initial weights. Raises FatalError if the checkpoint lacks one of
-    the tensors or has another shape for it. Only tensors that were frozen in a run with the same `base` may
-    be missing, because they still equal the files. Without `init_include`, the checkpoint must not contain
-    other tensors.
+    `base` is the fingerprint of the model files that contain the initial weights. Raises FatalError if the
+    checkpoint lacks one of the selected tensors or has it in another shape. A tensor may be missing only if
+    it was frozen in a run with the same `base`, because the model files still contain its value. Without
+    `init_include`, the checkpoint must not contain additional tensors.
     """
     assert config.init_from is not None
     found = broadcast_from_main(_find(Path(config.init_from)) if world.is_main else None, world)
     if found is None:
         raise FatalError(
             f"model.init_from is {config.init_from}, which has no intact checkpoint",
-            hint="name a run folder or a checkpoint of it: `trainkit ckpt ls RUN`",
+            hint="specify a run folder or one of its checkpoints (see `trainkit ckpt ls RUN`)",
         )
     checkpoint = Checkpoint(Path(found[0]), found[1])
     damage = agree_on_damage(checkpoint, world)
@@ -266,7 +268,7 @@ def load_initial_weights(
         problem = "no parameter matches model.init_include"
     if problem:
         raise FatalError(
-            f"the weights of {checkpoint.path} do not fit: {problem}",
+            f"the weights of {checkpoint.path} do not fit the model: {problem}",
             hint="set model.init_include to load only matching parameters, such as ['encoder.*']",
         )
     group, no_dist = world.checkpoint_group, not world.distributed
@@ -278,7 +280,7 @@ def load_initial_weights(
 
 
 def _find(path: Path) -> tuple[str, int] | None:
-    """Return the checkpoint that a path names; for a run folder, its best checkpoint, else the newest."""
+    """Return the checkpoint at a path; for a run folder, its best or else its newest checkpoint."""
     if (path / MANIFEST_NAME).is_file():
         try:
             step = Checkpoint(path, 0).manifest().step
@@ -288,7 +290,7 @@ def _find(path: Path) -> tuple[str, int] | None:
     folder = RunDir(path).checkpoints_dir
     if (folder / BEST_LINK / MANIFEST_NAME).is_file():
         return _find(folder / BEST_LINK)
-    # Compare only file sizes, because the ranks verify the hashes together.
+    # Check only file sizes here; the ranks verify the hashes together later.
     whole = [
         checkpoint for checkpoint in published(folder) if not find_damage(checkpoint, reads_tensors=False)
     ]
@@ -309,7 +311,7 @@ def _saved_shapes(reader: SafeReader) -> dict[str, tuple[int, ...]]:
 
 
 def _shapes_on_all_ranks(tensors: Mapping[str, Tensor], world: World) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors of all ranks, because a pipeline rank has only its stages' tensors."""
+    """Return the tensor shapes of all ranks; a pipeline rank has only the tensors of its own stages."""
     found: dict[str, tuple[int, ...]] = {}
     for part in gather_from_all({name: list(tensor.shape) for name, tensor in tensors.items()}, world):
         found |= {name: tuple(shape) for name, shape in part.items()}
@@ -319,7 +321,7 @@ def _shapes_on_all_ranks(tensors: Mapping[str, Tensor], world: World) -> dict[st
 def _problem(
     own: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]], *, is_part: bool = False
 ) -> str:
-    """Return why the tensors do not fit, or ""; with `is_part`, the checkpoint may contain other tensors."""
+    """Return why the tensors do not fit the checkpoint, or ""; `is_part` allows additional saved tensors."""
     wrong = [
         f"{name} {saved[name]} -> {own[name]}" for name in own if saved.get(name, own[name]) != own[name]
     ]

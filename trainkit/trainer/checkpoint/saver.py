@@ -1,4 +1,4 @@
-"""Save checkpoints: stage them in memory, write them in the background, publish each with one rename."""
+"""Save checkpoints: stage tensors in memory, write files in the background, publish with one rename."""
 
 from __future__ import annotations
 
@@ -52,14 +52,15 @@ class SaveRequest:
     is_best: bool
     reason: str
     wait_for_logs: Callable[[], None] | None = None
-    """Waits until everything that was logged up to this step is on disk; called before the publication.
+    """Waits until everything logged up to this step is on disk; called before the checkpoint is published.
 
-    A resume from the checkpoint does not compute these steps again, so nothing of them may be missing.
+    A run that resumes from the checkpoint does not repeat the steps before it, so their log records must not
+    be lost.
     """
 
 
 class CheckpointSaver:
-    """Writes the checkpoints of one attempt; all ranks call every method at the same step."""
+    """Writes the checkpoints of one attempt; every method must be called on all ranks at the same step."""
 
     def __init__(
         self, attempt: AttemptDir, world: World, tensors: dict[str, Tensor], keep_last: int | None
@@ -74,20 +75,20 @@ class CheckpointSaver:
         self._has_buffers = True
         self._pending: tuple[SaveRequest, Path, Future[Any], float] | None = None
         self.last_step: int | None = None
-        """Step of the newest checkpoint that was surely published; None if there is none."""
+        """Step of the newest checkpoint known to be published; None if there is none."""
         self._problem = ""
-        """The reason why the newest save failed; empty if it succeeded."""
+        """Reason why the newest save failed; empty if it succeeded."""
 
     def allocate_buffers(self) -> None:
-        """Allocate the staging buffers in the background, so that the first save is as fast as the next."""
+        """Allocate the staging buffers in the background, so that the first save is as fast as later ones."""
         allocating = self.stager.stage(self.tensors)
         assert isinstance(allocating, Future)
         self._allocating = allocating
 
     def save(self, request: SaveRequest, blocking: bool) -> None:
-        """Write a checkpoint; if `blocking`, return after it is published.
+        """Write a checkpoint; if `blocking`, return only after it is published.
 
-        A failed save is only logged. Training continues, and earlier checkpoints are kept.
+        A failed save is only logged: training continues, and earlier checkpoints are kept.
         """
         self.finish()
         if request.step == self.last_step:
@@ -111,12 +112,13 @@ class CheckpointSaver:
                     self.tensors, storage_writer=writer, process_group=group, no_dist=alone
                 )
                 future.set_result(saved)
-            # Name CheckpointException too, because it is not derived from Exception.
+            # CheckpointException is listed separately because it is not derived from Exception.
             except (Exception, CheckpointException) as error:
                 future.set_exception(error)
         else:
             if self._world.device.type == "cuda":
-                # Wait, because the stager copies on its own stream while the optimizer's kernels may run.
+                # Wait for the optimizer's kernels, because the stager copies the tensors on a stream of its
+                # own.
                 torch.cuda.current_stream().synchronize()
             response = state_dict_saver.async_save(
                 self.tensors,
@@ -137,7 +139,7 @@ class CheckpointSaver:
     ) -> None:
         """Publish a checkpoint: write the manifest with the files of all ranks, then rename the folder.
 
-        The coordinator publishes in the writing thread, so that no step waits.
+        The coordinator publishes in the thread that writes the files, so that no training step waits.
         """
         if request.wait_for_logs is not None:
             request.wait_for_logs()
@@ -163,17 +165,17 @@ class CheckpointSaver:
 
     @property
     def is_staging(self) -> bool:
-        """Return whether the state may still be being copied; equal on all ranks before an optimizer step."""
+        """Return whether copying the state may still be in progress; equal on all ranks before a step."""
         return self._staging is not None
 
     def wait_until_staged(self) -> None:
-        """Wait until the state has been copied and may change; call this before each optimizer step."""
+        """Wait until the state has been copied and may be changed; call this before each optimizer step."""
         if self._staging is not None:
             self._staging.result()
             self._staging = None
 
     def poll(self) -> None:
-        """Report the save in progress if it has ended, without waiting."""
+        """Report the result of the save in progress if the save has ended; never wait for it."""
         if self._pending is not None and self._pending[2].done():
             self.finish()
 
@@ -197,13 +199,14 @@ class CheckpointSaver:
             fields = {"step": request.step, "reason": request.reason, "best": request.is_best}
             record_event(self._attempt, "checkpoint_commit", **fields, save_s=round(duration_s, 3))
             return
-        # Remove the incomplete files, which are useless, because a full disk may be the cause.
+        # Remove the incomplete files: they are useless, and the save may have failed because the disk is
+        # full.
         shutil.rmtree(unfinished, ignore_errors=True)
         log.error(f"{saved} could not be saved: {self._problem}; earlier checkpoints are unaffected")
         record_event(self._attempt, "checkpoint_failed", step=request.step, error=self._problem)
 
     def require_saved(self, step: int) -> None:
-        """Raise CheckpointError unless the checkpoint of this step is published."""
+        """Raise CheckpointError unless the checkpoint of this step has been published."""
         if self.last_step != step:
             why = f": {self._problem}" if self._problem else ""
             raise CheckpointError(
@@ -222,7 +225,7 @@ class CheckpointSaver:
             log.error(f"cannot point `best` at step {self.last_step} ({error})")
 
     def close(self) -> None:
-        """Release the staging buffers and their thread; call this after the last save has finished."""
+        """Release the staging buffers and the staging thread; call this after the last save has finished."""
         if "stager" in vars(self):
             self.stager.close()
 
@@ -241,7 +244,7 @@ class CheckpointSaver:
 
     @cached_property
     def stager(self) -> DefaultStager:
-        """Return the stager, which all saves share to reuse its buffers."""
+        """Return the stager, which is shared by all saves so that its buffers are reused."""
         cuda = self._world.device.type == "cuda"
         return make_stager(
             StagingOptions(
@@ -254,7 +257,7 @@ class CheckpointSaver:
 
 
 def _root_cause(error: BaseException) -> str:
-    """Return the error of the lowest rank that failed, in one line."""
+    """Return the error of the lowest rank that failed, on one line."""
     failures = getattr(error, "failures", None)
     if failures:
         rank, (cause, _) = min(failures.items())
@@ -263,7 +266,7 @@ def _root_cause(error: BaseException) -> str:
 
 
 def _sync_folder(path: Path) -> None:
-    """Sync the entries of a folder to disk."""
+    """Sync the directory entries of a folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""The state in a checkpoint: tensors with layout-independent names, counters, and states of objects."""
+"""Define the state in a checkpoint: tensors with layout-independent names, counters and object states."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from trainkit.trainer.step_sync import copy_from_main
 
 
 class StateTensors:
-    """The shards of the weights and of the optimizer's state on this rank."""
+    """The shards of weights and optimizer state on this rank."""
 
     def __init__(
         self, weights: Sequence[Weight], optimizer: ShardedOptimizer, buffers: StateBuffers | None = None
     ) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.duplicates: list[tuple[Tensor, Tensor]] = []
-        """Pairs of equal tensors; the checkpoint contains the first tensor of each pair.
+        """Pairs of tensors with equal values; the checkpoint contains only the first tensor of each pair.
 
-        The pairs are tied weights on a rank with both ends of a pipeline, and weights with their casts to the
-        compute dtype.
+        A pair is a weight and its cast to the compute dtype, or tied weights on a rank with the first and the
+        last pipeline stage.
         """
         for name, buffer in ({} if buffers is None else buffers.tensors).items():
             self._add(f"buffer.{name}", buffer)
@@ -67,7 +67,7 @@ class StateBuffers:
 
     @torch.no_grad()
     def settle(self, world: World) -> None:
-        """Keep the values of replaced buffers, and copy rank 0's values to all ranks; call after a step."""
+        """Put replaced buffers back, with their new values, and copy rank 0's values to all ranks."""
         for name, (module, key) in self._owners.items():
             saved, now = self.tensors[name], module.get_buffer(key)
             if now is not saved:
@@ -80,20 +80,20 @@ class StateBuffers:
 class StreamState:
     """The position of a stream just before the last sample of a step, and a digest of that sample.
 
-    A resume reads the sample again to check that the stream is at the right position.
+    A resumed run reads the sample again to check that the stream is at the right position.
     """
 
     epoch: int
     samples: int
-    """Number of samples read in the epoch before the last sample of the step."""
+    """Number of samples read in the epoch before the last sample of this step."""
     state: Any
-    """The result of ``state_dict()`` at this position; None to read the earlier samples again."""
+    """The result of ``state_dict()`` at this position; None if a resumed run must reread earlier samples."""
     digest: str
 
 
 @dataclass
 class TrainingState:
-    """The counters of a training run, equal on all ranks; saved as `progress` in the manifest."""
+    """The counters of a training run, equal on all ranks; saved in the manifest under `progress`."""
 
     step: int = 0
     samples_seen: int = 0
@@ -103,10 +103,10 @@ class TrainingState:
     best_value: float | None = None
     best_step: int | None = None
     best_metric: str | None = None
-    """Metric and mode of `best_value`; None without a best metric."""
+    """Metric of `best_value` and whether lower or higher is better; None without a best metric."""
     nonfinite_in_a_row: int = 0
     has_updated_weights: bool = False
-    """True if any step was applied; every step is skipped as long as fp16 gradients overflow."""
+    """True if any step has changed the weights; steps are skipped as long as fp16 gradients overflow."""
     loss_scale: dict[str, float] = field(default_factory=dict)
     stream: StreamState | None = None
     """Position of a stream, on rank 0 only."""
@@ -118,15 +118,15 @@ class TrainingState:
 
 
 def encode(path: str, value: Any, tensors: dict[str, Tensor]) -> Any:
-    """Convert a state to JSON with a path for every tensor, and add the tensors to `tensors`.
+    """Convert a state to JSON in which each tensor is replaced with its path; add the tensors to `tensors`.
 
-    Raises FatalError for a value that JSON cannot represent.
+    Raises FatalError if the state contains a value that JSON cannot represent.
     """
     if isinstance(value, Tensor):
         if path in tensors:
             raise FatalError(
-                f"{path} cannot be saved: two tensors of the state have this name",
-                hint="rename a key: two paths are equal if a key contains a dot, or if keys are 0 and '0'",
+                f"{path} cannot be saved: two tensors of the state have this path",
+                hint="rename a key: paths collide if a key contains a dot, or if both 0 and '0' are keys",
             )
         tensors[path] = value.detach()
         return {"tensor": path}
@@ -144,7 +144,7 @@ def encode(path: str, value: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def tensor_paths(value: object) -> Iterator[str]:
-    """Yield the paths of the tensors in a state that `encode` wrote."""
+    """Yield the paths of the tensors in a state that was converted by `encode`."""
     if isinstance(value, dict):
         [(kind, content)] = value.items()
         if kind == "tensor":
@@ -154,7 +154,7 @@ def tensor_paths(value: object) -> Iterator[str]:
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Rebuild the state that `encode` wrote."""
+    """Rebuild a state from its JSON, as converted by `encode`, and its tensors."""
     if not isinstance(value, dict):
         return value
     [(kind, content)] = value.items()

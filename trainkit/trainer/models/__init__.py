@@ -1,4 +1,4 @@
-"""Load a model architecture, built-in or the user's own, and check that it supports the layout."""
+"""Load a model architecture, built-in or defined by the user, and check that it supports the layout."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ ARCHITECTURES: dict[str, type[Model]] = {"llama": Decoder}
 
 
 def load_architecture(name: str, run: RunDir | None = None) -> type[Model]:
-    """Return the class that `model.architecture` names: a built-in class, or FILE.py:CLASS.
+    """Return the class specified by `model.architecture`: a built-in name, or FILE.py:CLASS.
 
-    A run loads the file from its code snapshot, so later edits have no effect. Raises TaskError if the file
-    or class does not exist, or if the class is not a complete `Model`.
+    In a run, the file is loaded from the code snapshot, so later edits have no effect. Raises TaskError if
+    the file or class does not exist, or if the class is not a complete `Model`.
     """
     if name in ARCHITECTURES:
         return ARCHITECTURES[name]
@@ -35,7 +35,8 @@ def load_architecture(name: str, run: RunDir | None = None) -> type[Model]:
     found = getattr(import_file(path, as_script=False), class_name, None)
     if not (isinstance(found, type) and issubclass(found, Model)):
         raise _unknown(name, f"{path} has no class {class_name} that is a Model")
-    # `Model` cannot be an ABC, which has another metaclass than nn.Module, so check completeness here.
+    # `Model` cannot be an ABC, because `nn.Module` has a different metaclass, so check for missing methods
+    # here.
     missing = [key for key in dir(Model) if getattr(getattr(found, key), "__isabstractmethod__", False)]
     if missing:
         raise _unknown(name, f"{class_name} does not define {', '.join(missing)}")
@@ -43,7 +44,7 @@ def load_architecture(name: str, run: RunDir | None = None) -> type[Model]:
 
 
 def _unknown(name: str, reason: str) -> TaskError:
-    hint = "name a subclass of trainkit.trainer.models.model.Model; see trainkit/trainer/models/decoder.py"
+    hint = "use a subclass of trainkit.trainer.models.model.Model, as in trainkit/trainer/models/decoder.py"
     return TaskError("model.architecture", f"is {name}, but {reason}", hint)
 
 
@@ -56,9 +57,10 @@ def refuse_unsupported_layout(config: RunConfig, architecture: type[Model]) -> N
     with torch.device("meta"):
         whole = architecture(shape, seq_len, None)
         if parallel.cp > 1:
-            # Without an `attend` to replace, a rank would use only its own slice of the sequence.
+            # Without an `attend` method to replace, a rank would attend only to its own slice of the
+            # sequence.
             replaced = {item for item in whole.attentions if callable(getattr(item, "attend", None))}
-            hint = "context parallelism replaces `attend` of these modules; use parallel.cp 1"
+            hint = "define `attend`, which context parallelism replaces, or use parallel.cp 1"
             for index, layer in enumerate(whole.layers):
                 if not replaced & set(layer.modules()):
                     found = f"layer {index} of {name} has no module in `attentions` with `attend`"
@@ -72,13 +74,13 @@ def refuse_unsupported_layout(config: RunConfig, architecture: type[Model]) -> N
         counts: Counter[str] = Counter()
         for index, layers in enumerate(stage_layers(shape.num_layers, stages)):
             part = architecture(shape, seq_len, StageSpec(layers, index == 0, index == stages - 1))
-            # Count tied parameters under all their names, because they are in two stages.
+            # Count tied parameters under all their names, because these may be in two different stages.
             counts.update(parameter for parameter, _ in part.named_parameters(remove_duplicate=False))
         expected = Counter(parameter for parameter, _ in whole.named_parameters(remove_duplicate=False))
     wrong = min((counts - expected) + (expected - counts), default=None)
     if wrong is not None:
         found = f"{name} cannot be cut into {stages} stages: parameter {wrong} is in {counts[wrong]} of them"
         hint = (
-            "create only the layers of `stage`, like trainkit/trainer/models/decoder.py; or use parallel.pp 1"
+            "create only the layers of `stage`, like trainkit/trainer/models/decoder.py, or use parallel.pp 1"
         )
         raise TaskError("parallel.pp", f"is {parallel.pp}, but {found}", hint)

@@ -1,4 +1,4 @@
-"""The interface with which every layout can split a model, and access to parameters by name.
+"""Define the interface through which every layout can split a model, and access parameters by name.
 
 An architecture is one file with a subclass of `Model`.
 """
@@ -20,17 +20,17 @@ from trainkit.task import ParameterOptions
 from trainkit.trainer.torch_private import shard_like, shard_offset
 
 Role = Literal["embedding", "norm", "stream", "whole_input", "column", "row", "head"]
-"""Names how tensor parallelism splits a module.
+"""The ways in which tensor parallelism can treat a module.
 
 ``column`` and ``row`` split a matrix by its outputs and by its inputs. ``whole_input`` gathers the whole
-sequence. A ``norm``, or another position-wise module of the ``stream``, gets only this rank's slice of the
-sequence. Every module with its own parameters needs a role other than ``whole_input``.
+sequence. Modules with the roles ``norm`` and ``stream`` work on each position separately and get only this
+rank's slice of the sequence. Every module with its own parameters needs a role other than ``whole_input``.
 """
 
 
 DEFAULT_OPTIONS = ParameterOptions()
 HeadLoss = Callable[[Tensor, Tensor], Tensor]
-"""Computes the loss, float32 [], of hidden states [B, T, D] and the weight [vocab, D] of the head."""
+"""Computes the loss (0-dim, float32) from hidden states [B, T, D] and the head's weight [vocab, D]."""
 
 
 ReadWeight = Callable[[str, Sequence[slice]], Tensor]
@@ -39,7 +39,7 @@ ReadWeight = Callable[[str, Sequence[slice]], Tensor]
 
 @dataclass(frozen=True)
 class StageSpec:
-    """The modules of one pipeline stage."""
+    """The modules that belong to one pipeline stage."""
 
     layers: range
     has_embedding: bool = True
@@ -52,16 +52,16 @@ class StageSpec:
 
 @dataclass(frozen=True)
 class PositionSlice:
-    """The positions of a sequence that a rank processes, as int64 tensors."""
+    """The positions of a sequence that this rank processes, as int64 tensors."""
 
     attention: Tensor
-    """Positions of the rank's queries."""
+    """Positions for which this rank computes attention queries."""
     stream: Tensor
-    """Positions of the rank's residual stream; fewer with sequence parallelism."""
+    """Positions of this rank's residual stream; fewer than in `attention` with sequence parallelism."""
 
     @classmethod
     def all(cls, seq_len: int) -> PositionSlice:
-        positions = torch.arange(seq_len, device="cpu")  # on the CPU even if the default device is meta
+        positions = torch.arange(seq_len, device="cpu")  # stays on the CPU even if the default device is meta
         return cls(positions, positions)
 
 
@@ -74,11 +74,12 @@ class Model(nn.Module):
     """
 
     TENSOR_PLAN: ClassVar[dict[str, Role]]
-    """Maps module names to roles; ``*`` matches one component of a name."""
+    """Maps module names to roles; ``*`` matches one component of a dotted name."""
     TIED: ClassVar[dict[str, str]]
-    """Maps the later to the first name of parameters that share a weight if embeddings are tied."""
+    """For tied embeddings: maps the second name of a shared parameter to its first name."""
     COMPUTES_LOSS: ClassVar[bool] = False
-    """True if `forward` takes a `HeadLoss` as `loss` and returns the loss, which saves memory for logits."""
+    """True if `forward` accepts a `HeadLoss` as `loss` and returns the loss, which saves the memory of the
+    logits."""
 
     def __init__(self, shape: ModelShape, seq_len: int, stage: StageSpec | None = None) -> None:
         """Create the modules of `stage`, or of the whole model if `stage` is None."""
@@ -89,30 +90,30 @@ class Model(nn.Module):
     @staticmethod
     @abstractmethod
     def num_params(shape: ModelShape) -> int:
-        """Return the number of parameters; tied parameters count once."""
+        """Return the number of parameters; tied parameters are counted once."""
 
     @staticmethod
     @abstractmethod
     def flops_per_token(shape: ModelShape, seq_len: int) -> float:
-        """Return the FLOPs per token of a training step, forward and backward, without recomputation."""
+        """Return the FLOPs per token of a training step (forward and backward), without recomputation."""
 
     @property
     @abstractmethod
     def layers(self) -> list[nn.Module]:
-        """Return the repeated layers in order, which are units of compilation, recomputation and sharding."""
+        """Return the repeated layers in order; each is compiled, recomputed and sharded as a unit."""
 
     @property
     def ends(self) -> tuple[list[nn.Module], list[nn.Module]]:
-        """Return the modules before and after the `layers`, which are units of sharding if they are large.
+        """Return the modules before and after the `layers`; large ones are sharded as separate units.
 
-        Modules in neither list are gathered and reduced with the whole model.
+        Modules in neither list are gathered and reduced together with the root module.
         """
         return [], []
 
     @property
     @abstractmethod
     def attentions(self) -> list[nn.Module]:
-        """Return the modules whose `attend(q, k, v)` gets full sequences; context parallelism replaces it."""
+        """Return the modules whose `attend(q, k, v)` is replaced for context parallelism."""
 
     @property
     @abstractmethod
@@ -121,18 +122,18 @@ class Model(nn.Module):
 
     @abstractmethod
     def set_positions(self, position_slice: PositionSlice) -> None:
-        """Restrict the model to some positions of each sequence."""
+        """Restrict the model to the given positions of each sequence."""
 
     @abstractmethod
     def rebuild_buffers(self) -> None:
-        """Recompute the buffers and tie the weights again, because `to_empty` loses both."""
+        """Recompute the buffers and tie the weights again, because `to_empty` discards both."""
 
     @abstractmethod
     def init_std(self, name: str) -> float | None:
         """Return the standard deviation of a parameter's initial values; None for ones (norm weights)."""
 
     def tie(self) -> None:
-        """Tie parameters that are both in this stage; call this again after parameters are replaced."""
+        """Tie shared parameters that are both in this stage; call this again after replacing parameters."""
         if not self.is_tied:
             return
         params = dict(self.named_parameters(remove_duplicate=False))
@@ -141,7 +142,7 @@ class Model(nn.Module):
                 set_tensor(self, later, params[first])
 
     def canonical(self, name: str) -> str:
-        """Return the name under which a parameter is saved, which is the first name of tied parameters."""
+        """Return the name under which a parameter is saved: for tied parameters, the first name."""
         return self.TIED.get(name, name) if self.is_tied else name
 
     @property
@@ -156,22 +157,22 @@ class Weight:
 
     name: str
     param: nn.Parameter
-    """The float32 parameter that the optimizer updates and a checkpoint contains."""
+    """The float32 parameter, which is updated by the optimizer and saved in checkpoints."""
     is_copy: bool = False
-    """True if the parameter is tied to a parameter of another stage, which counts the weight."""
+    """True if the parameter is tied to a parameter in another stage, which counts the weight instead."""
     cast: nn.Parameter | None = None
-    """The parameter of the model, if it is a cast of `param` to the compute dtype; else None."""
+    """The model's own parameter if it is a cast of `param` to the compute dtype, else None."""
     options: ParameterOptions = DEFAULT_OPTIONS
     is_read: bool = False
     """True if `BuiltModel.read_weight` reads the initial value from files."""
     is_reread: bool = False
-    """True if the parameter has the same value at every start, as long as nothing changes it."""
+    """True if the parameter gets the same value at every start, as long as nothing changes it."""
     is_changed: bool = False
     """True if code other than the optimizer may change the parameter."""
 
     @property
     def is_saved(self) -> bool:
-        """Return whether checkpoints contain the parameter; fixed values are read from files instead."""
+        """Return whether checkpoints contain the parameter; fixed values are instead read from files."""
         may_change = self.param.requires_grad or self.is_changed
         return may_change or not (self.is_read or self.is_reread)
 
@@ -181,7 +182,7 @@ def weights_of(
     masters: Mapping[nn.Parameter, nn.Parameter] | None = None,
     is_read: bool = False,
 ) -> list[Weight]:
-    """Return the weights of all model parts of this rank; `masters` maps a cast to its float32 master."""
+    """Return the weights of this rank's model parts; `masters` maps a cast to its float32 master weight."""
     found = []
     for model in model_parts:
         for name, param in model.named_parameters():
@@ -201,7 +202,7 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def allocate(module: nn.Module, device: torch.device) -> None:
-    """Allocate memory for parameters on the meta device; all other tensors keep their values."""
+    """Allocate memory for the parameters on the meta device; all other tensors keep their values."""
     if not any(param.is_meta for param in module.parameters()):
         return
     values = {name: param for name, param in module.named_parameters() if not param.is_meta}
@@ -209,7 +210,7 @@ def allocate(module: nn.Module, device: torch.device) -> None:
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers(remove_duplicate=False)}
     names = shared_names(module)
     module.to_empty(device=device)
-    for first, *others in names.values():  # `to_empty` has separated tied parameters
+    for first, *others in names.values():  # `to_empty` has untied the parameters
         for other in others:
             set_tensor(module, other, module.get_parameter(first))
     for name, param in module.named_parameters():
@@ -228,7 +229,7 @@ def shared_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
 
 
 def set_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Replace a parameter or buffer of a model by its name in the model."""
+    """Replace the parameter or buffer that has this name in a model."""
     owner, _, key = name.rpartition(".")
     setattr(model.get_submodule(owner), key, tensor)
 
@@ -239,14 +240,14 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def shard_index(param: Tensor) -> list[slice]:
-    """Return the position of this rank's shard in the whole tensor, as one slice per dimension."""
+    """Return the position of this rank's shard in the full tensor, as one slice per dimension."""
     offset = shard_offset(param) if isinstance(param, DTensor) else (0,) * param.dim()
     return [slice(start, start + size) for start, size in zip(offset, local_tensor(param).shape, strict=True)]
 
 
 def as_shard_of(shard: Tensor, whole: Tensor) -> Tensor:
-    """Return a shard as a DTensor that is split like `whole`, or unchanged if `whole` is not a DTensor.
+    """Return a shard as a DTensor sharded like `whole`, or unchanged if `whole` is not a DTensor.
 
-    The shard may have another number of columns than `whole` if all ranks have the same share of columns.
+    The number of columns may differ from `whole` if each rank has the same fraction of the columns.
     """
     return shard_like(shard, whole) if isinstance(whole, DTensor) else shard

@@ -1,8 +1,8 @@
 """Data parallelism: `replicate` if every rank has the whole model, `fully_shard` if the model is sharded.
 
-Replicas on CPUs are not wrapped: `HostReduction` averages their gradients during the backward pass.
-`replicate` reduces on a stream of the device. A CPU has no streams, so the backward pass would block on the
-network. gloo reduces in its own threads, which overlap with the backward pass.
+Replicas on CPUs are not wrapped: instead, `HostReduction` averages their gradients during the backward pass.
+`replicate` relies on device streams for overlap. A CPU has no streams, so the backward pass would block on
+the network. The threads of gloo, which `HostReduction` uses, overlap with the backward pass.
 """
 
 from __future__ import annotations
@@ -26,22 +26,24 @@ from trainkit.trainer.metrics import LocalGradient
 from trainkit.trainer.models.model import Model
 from trainkit.trainer.torch_private import after_backward, replicate
 
-# Under tensor parallelism, a block's output is a view of its DTensor, and no code modifies it in place.
+# Under tensor parallelism, a block's output is a view of its DTensor. The warning is harmless, because no
+# code modifies the output in place.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-# Newer releases of torch rename the collectives that FSDP calls, and warn about them on each rank.
+# Newer releases of torch have renamed the collectives that FSDP calls, and warn about this on each rank.
 warnings.filterwarnings(
     "ignore", message=r"`torch\.distributed\.\w+_tensor` is deprecated", category=FutureWarning
 )
 
 T = TypeVar("T")
 MIN_UNIT_BYTES = 25 * 2**20
-"""Minimum size of a unit; for smaller collectives, latency costs more than overlap gains."""
+"""Minimum size of a sharding unit; for smaller units, latency costs more than overlap gains."""
 
 
 def communication_units(blocks: list[nn.Module], min_bytes: int) -> list[list[nn.Module]]:
-    """Split consecutive blocks into groups of at least `min_bytes` of parameters.
+    """Split consecutive blocks into groups with at least `min_bytes` of parameters each.
 
-    Remaining blocks at the end are not a group. They belong to the root, with the embedding and the head.
+    Leftover blocks at the end form no group. Leftover blocks stay in the root module, with the embedding and
+    the head.
     """
     return [
         unit for unit in _groups(blocks, _num_bytes, min_bytes) if sum(map(_num_bytes, unit)) >= min_bytes
@@ -62,10 +64,10 @@ def _groups(items: Iterable[T], num_bytes: Callable[[T], int], min_bytes: int) -
 
 
 def end_units(model: Model, min_bytes: int) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Return the `ends` of a model that are separate units; empty if small, or if they share a parameter.
+    """Return the modules in the model's `ends` to shard as separate units; none if small or tied.
 
-    A separate embedding is not gathered while the blocks compute. The gradient of a separate head is reduced
-    during the backward pass of the blocks.
+    An embedding in its own unit need not stay gathered while the blocks compute. The gradient of a head in
+    its own unit is reduced during the backward pass of the blocks.
     """
     params = [param for modules in model.ends for module in modules for param in module.parameters()]
     if len(params) != len(set(params)):
@@ -81,7 +83,7 @@ def _num_bytes(module: nn.Module) -> int:
 def mixed_precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
     """Return a policy that computes in `dtype` and reduces gradients in float32.
 
-    Inputs are not cast, because activations already have the dtype and rotation tables must stay float32.
+    Inputs are not cast, because activations already have this dtype and rotation tables must stay float32.
     """
     if dtype == torch.float32:
         return MixedPrecisionPolicy(cast_forward_inputs=False)
@@ -101,9 +103,10 @@ def apply_data_parallel(
 ) -> None:
     """Wrap the model in place, so that gradients are averaged over the data-parallel ranks.
 
-    The average includes context-parallel ranks, because each rank has the gradient of its slice. A model is
-    wrapped even if there is nothing to average, because wrapping casts the parameters. `layers` are joined to
-    units; the default is the layers and ends of a `Model`. The modules in `float32` are not cast.
+    The average includes context-parallel ranks, because each of them has only the gradient of its slice of
+    the sequence. A model is wrapped even if there is nothing to average, because the wrapper also casts the
+    parameters. `layers` are grouped into sharding units; the default is the layers and ends of a `Model`. The
+    modules in `float32` are not cast.
     """
     policy, whole = mixed_precision(dtype), mixed_precision(torch.float32)
     first: list[nn.Module] = []
@@ -120,7 +123,7 @@ def apply_data_parallel(
             for block in unit:
                 replicate(block, replicate_mesh, policy)
         for module in (*first, *last):
-            if _num_bytes(module) >= MIN_UNIT_BYTES:  # a norm by itself belongs to the root
+            if _num_bytes(module) >= MIN_UNIT_BYTES:  # a small module such as a norm stays in the root module
                 replicate(module, replicate_mesh, policy)
         replicate(model, replicate_mesh, policy)
         return
@@ -128,7 +131,7 @@ def apply_data_parallel(
         fully_shard,
         mesh=mesh["dp_shard"] if layout.dp_replicate == 1 else mesh["dp_replicate", "dp_shard"],
         mp_policy=policy,
-        # A pipeline would gather the parameters again for every microbatch.
+        # Do not reshard in a pipeline, which would gather the parameters again for every microbatch.
         reshard_after_forward=zero == 3 and layout.pp == 1,
     )
     if offload:
@@ -137,14 +140,15 @@ def apply_data_parallel(
         shard(module, mp_policy=whole)
     for unit in [first, *units] if first else units:
         shard(unit)
-    # The head and the parameters of the root are needed again right after the forward pass.
+    # Keep the head and the root's parameters gathered, because the backward pass needs them right after the
+    # forward pass.
     if last:
         shard(last, reshard_after_forward=False)
     shard(model, reshard_after_forward=False)
 
 
 def reduces_on_host(world: World) -> bool:
-    """Return whether `HostReduction` averages the gradients, so that the model is not wrapped."""
+    """Return whether `HostReduction` averages the gradients, in which case the model is not wrapped."""
     layout = world.layout
     return (
         world.device.type == "cpu"
@@ -165,8 +169,8 @@ def gradient_switch(
     """Return a callable that enables or disables gradient reduction; installs `HostReduction` without FSDP.
 
     `masters` maps every parameter to its float32 master if the model computes in another dtype.
-    `local_gradient` gets the gradients of this rank, except gradients that `replicate` reduces. If a single
-    process offloads, it moves the gradients of every microbatch to the host.
+    `local_gradient` receives the gradients of this rank, except those that `replicate` reduces. A single
+    process with offloading moves its gradients to the host after every microbatch.
     """
     if world.mesh is None:
         return lambda enabled: None
@@ -177,7 +181,8 @@ def gradient_switch(
     is_sharded = layout.dp_shard * layout.cp > 1
     reduce: GradientSwitch = model.set_requires_gradient_sync
     if is_sharded or (parallel.offload and world.size == 1):
-        # Reduce-scatter after every microbatch, because unsharded gradients would fill memory on every rank.
+        # Disable only the all-reduce: the reduce-scatter must run after every microbatch, because unsharded
+        # gradients would fill the memory of every rank.
         reduce = model.set_requires_all_reduce
         if local_gradient is not None and is_sharded:
             observe_reduce_scatter(model, local_gradient)
@@ -185,7 +190,8 @@ def gradient_switch(
         return reduce
 
     def reduce_and_reshard(enabled: bool) -> None:
-        # Parameters that stay gathered until the backward pass can stay for the next microbatch too.
+        # Parameters that stay gathered until the backward pass can also stay gathered for the next
+        # microbatch.
         reduce(enabled)
         model.set_reshard_after_backward(enabled)
 
@@ -193,7 +199,7 @@ def gradient_switch(
 
 
 class ObservedReduceScatter:
-    """The reduce-scatter of FSDP that first adds the gradient to a `LocalGradient`."""
+    """A reduce-scatter for FSDP that first adds the gradient to a `LocalGradient`."""
 
     def __init__(self, local_gradient: LocalGradient) -> None:
         self._local_gradient = local_gradient
@@ -217,22 +223,22 @@ class ObservedReduceScatter:
 
 
 def observe_reduce_scatter(model: nn.Module, local_gradient: LocalGradient) -> None:
-    """Add the gradients of a sharded model to `local_gradient` before each reduction."""
+    """Add each gradient of a sharded model to `local_gradient` before the gradient is reduced."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_reduce_scatter(ObservedReduceScatter(local_gradient))  # type: ignore[arg-type]
 
 
 MIN_BUCKET_BYTES = 4 * 2**20
-"""Minimum size of a bucket: small enough for an early reduction, large enough to amortise its latency."""
+"""Minimum size of a bucket: small enough to start reducing early, large enough to amortise the latency."""
 
 
 class HostReduction:
-    """Averages the gradients of a model over a group before `backward` returns.
+    """Averages the gradients of a model over a process group, before `backward` returns.
 
-    Each bucket is reduced as soon as its last gradient is ready. All ranks reduce the buckets in the same
-    order, whatever the order of their gradients. With float32 masters, the gradients of the masters are
-    averaged.
+    Each bucket is reduced as soon as the last of its gradients is ready. All ranks reduce the buckets in the
+    same order, regardless of the order in which their gradients become ready. If there are float32 master
+    weights, their gradients are averaged.
     """
 
     def __init__(
@@ -256,7 +262,7 @@ class HostReduction:
             cast(Any, param).register_post_accumulate_grad_hook(self._on_gradient)
 
     def set_enabled(self, enabled: bool) -> None:
-        """Set whether the next backward pass averages gradients; otherwise they accumulate on each rank."""
+        """Set whether the next backward pass averages gradients or only accumulates them."""
         self._enabled = enabled
 
     def _on_gradient(self, param: Tensor) -> None:
@@ -277,12 +283,12 @@ class HostReduction:
         self._works.append(self._group.allreduce_coalesced(grads, self._options))
 
     def _owner(self, param: nn.Parameter) -> nn.Parameter:
-        """Return the parameter whose ``grad`` is averaged."""
+        """Return the parameter whose ``grad`` is averaged: the float32 master of `param`, if any."""
         return self._masters.get(param, param)
 
     def _finish(self) -> None:
         while len(self._works) < len(self._buckets):
-            # This rank has no gradient for the bucket, but another rank may have one.
+            # This rank has no gradient for this bucket, but other ranks may have one.
             for param in self._buckets[len(self._works)]:
                 owner = self._owner(param)
                 if owner.grad is None:
@@ -294,5 +300,5 @@ class HostReduction:
 
 
 def make_buckets(params: list[nn.Parameter], min_bytes: int = MIN_BUCKET_BYTES) -> list[list[nn.Parameter]]:
-    """Split parameters into groups of at least `min_bytes`, from last to first, as gradients become ready."""
+    """Split parameters into groups of at least `min_bytes`, last first, as gradients become ready."""
     return _groups(reversed(params), lambda param: param.nbytes, min_bytes)

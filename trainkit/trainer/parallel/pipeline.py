@@ -1,4 +1,4 @@
-"""Pipeline parallelism: microbatches pass through stages of consecutive layers on several ranks."""
+"""Pipeline parallelism: microbatches pass through stages of consecutive layers on different ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TORCH_NAMES: dict[PipelineSchedule, str] = {
 
 
 class PipelineForwardBackward(ForwardBackward[Microbatch]):
-    """Runs the passes through the pipeline stages of this rank, in the order of a schedule."""
+    """Runs the forward and backward passes of this rank's pipeline stages, in the order of a schedule."""
 
     def __init__(
         self,
@@ -56,9 +56,10 @@ class PipelineForwardBackward(ForwardBackward[Microbatch]):
         self._scale = torch.ones((), device=world.device)
         self._num_evaluated = num_microbatches
         self._shapes: dict[int, Tensor] = {}
-        """Maps a stage that sends to this rank in validation to its output, as a meta tensor."""
+        """Maps each stage that sends to this rank in validation to a meta tensor with the shape of its
+        output."""
         self._announced: set[int] = set()
-        """Stages whose receiver already has the dtype and shape of the output."""
+        """Stages that have already sent the dtype and shape of their output to the receiving rank."""
         stages = [
             PipelineStage(part, index, last + 1, world.device, group=self._group)
             for index, part in self._local_stages
@@ -103,8 +104,8 @@ class PipelineForwardBackward(ForwardBackward[Microbatch]):
         return self._share(losses)
 
     def _join(self, microbatches: Sequence[Microbatch]) -> Microbatch:
-        """Join all microbatches of a step to one batch on the device, which the schedule splits again."""
-        # Copy the microbatches one by one from their pinned memory; a joined batch would not be pinned.
+        """Join all microbatches of a step into one batch on the device, which the schedule splits again."""
+        # Copy the microbatches one by one from pinned memory; if joined first, the batch would not be pinned.
         local = [self._context.local_batch(micro) for micro in microbatches]
         return Microbatch(
             torch.cat([micro.tokens for micro in local]),
@@ -113,15 +114,16 @@ class PipelineForwardBackward(ForwardBackward[Microbatch]):
         )
 
     def _share(self, losses: list[Tensor]) -> Tensor:
-        """Return this rank's share of the loss, which only the last stage computes."""
+        """Return this rank's share of the loss; only the last stage computes a loss."""
         if not losses:
             return torch.zeros((), device=self._device)
         return torch.stack([loss.detach() for loss in losses]).sum() * self._context.loss_share
 
     def _run_forward(self, inputs: Sequence[Tensor], sample_keys: Sequence[Tensor]) -> list[Tensor]:
-        """Return the last stage's output per input, without a gradient; empty if another rank has the stage.
+        """Return the last stage's output per input, without gradient; empty if the stage is on another rank.
 
-        torch's schedules support passes without a gradient only with one stage per rank.
+        torch's schedules are not used, because they support passes without a gradient only with one stage per
+        rank.
         """
         outputs, works = [], []
         for x, keys in zip(inputs, sample_keys, strict=True):
@@ -172,16 +174,17 @@ def stage_specs(pp_rank: int, pp: int, schedule: PipelineSchedule, num_layers: i
 
 
 def sum_tied_gradients(params: Sequence[nn.Parameter], world: World) -> None:
-    """Sum the gradients of a tied embedding and head on different stages; `params` are those on this rank.
+    """Sum the gradients of a tied embedding and head in different stages; `params` are those on this rank.
 
-    The embedding and the head each have a gradient. The sum is the gradient of the shared weight. Both
-    parameters get the sum, so their updates are equal. Call this after the last backward pass of a step.
+    The embedding and the head each have their own gradient, and the sum is the gradient of the shared weight.
+    The embedding and the head both get the sum, so their updates are identical. Call this after the last
+    backward pass of a step.
     """
     grads = [local_tensor(cast(Tensor, param.grad)) for param in params]
     if not grads:
         return
     if len(grads) == 2:
-        # This rank has the first and the last stage.
+        # The first and the last stage are both on this rank.
         grads[0].add_(grads[1])
         grads[1].copy_(grads[0])
         return

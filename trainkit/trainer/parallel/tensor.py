@@ -1,8 +1,8 @@
-"""Tensor parallelism: split the matrices of a model over ranks, by its own plan or by `Task.tensor_plan`.
+"""Tensor parallelism: split a model's matrices over ranks, by `Model.TENSOR_PLAN` or `Task.tensor_plan`.
 
 In Megatron's scheme (arXiv 1909.08053, 2205.05198), a column-wise matrix followed by a row-wise matrix needs
-only one reduction. With sequence parallelism, each rank has a slice of the residual stream between such
-pairs.
+only one reduction. With sequence parallelism, each rank has only a slice of the residual stream between these
+pairs of matrices.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ SEQUENCE_DIM = 1
 
 
 class VocabularyParallel(ModuleStyle):
-    """Splits an embedding by rows, over the vocabulary, so that a tied head can share it.
+    """Splits an embedding by rows (the vocabulary), so that a tied head can share the shards.
 
-    Each rank looks up its own rows, and the sum over the ranks is the embedding.
+    Each rank looks up the tokens in its own rows, and the sum over the ranks is the embedding.
     """
 
     def __init__(self, output: Placement) -> None:
@@ -69,9 +69,9 @@ def _lookup(module: nn.Module, mesh: DeviceMesh, output: Placement, tokens: Tens
 
 
 def apply_tensor_parallel(model: Model, mesh: DeviceMesh, parallel: ParallelConfig) -> None:
-    """Split the modules of a model that its plan names; ``*`` matches one component of a name.
+    """Split the modules of a model that its plan contains; ``*`` matches one component of a name.
 
-    With `loss_parallel`, the logits are a DTensor that is split over the vocabulary.
+    With `loss_parallel`, the logits are a DTensor split over the vocabulary.
     """
     plan, sequence_parallel = model.TENSOR_PLAN, parallel.sequence_parallel
     stream: Placement = Shard(SEQUENCE_DIM) if sequence_parallel else Replicate()
@@ -97,9 +97,9 @@ def apply_tensor_parallel(model: Model, mesh: DeviceMesh, parallel: ParallelConf
 
 
 def _check_plan_is_complete(model: nn.Module, plan: Mapping[str, Role]) -> None:
-    """Raise FatalError if the plan does not name a module that has parameters.
+    """Raise FatalError if the plan lacks a module that has parameters.
 
-    The gradients of such a module would silently cover only the slice of one rank.
+    Without a role, the gradients of such a module would silently cover only one rank's slice of the sequence.
     """
     for name, module in model.named_modules():
         has_own = next(module.parameters(recurse=False), None) is not None
@@ -111,12 +111,12 @@ def _check_plan_is_complete(model: nn.Module, plan: Mapping[str, Role]) -> None:
 
 
 def _role(name: str, plan: Mapping[str, Role]) -> Role | None:
-    """Return the role of a module in the plan, or None if the plan does not name the module."""
+    """Return the role of a module in the plan, or None if the plan does not contain the module."""
     return next((role for pattern, role in plan.items() if matches(pattern, name)), None)
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Return whether a pattern matches the name of a module; ``*`` matches one component of the name."""
+    """Return whether a pattern matches a module name; ``*`` matches one component of the name."""
     components, patterns = name.split("."), pattern.split(".")
     return len(patterns) == len(components) and all(map(fnmatchcase, components, patterns))
 
@@ -141,10 +141,10 @@ def _on_local(module: nn.Module, forward: Callable[..., Tensor], *args: Any, **k
 
 
 class _WholeInput(ModuleStyle):
-    """Gathers a module's first argument on every rank; the other arguments are not split.
+    """Gathers a module's first argument on every rank; other arguments are passed unchanged.
 
-    The argument stays a DTensor, so that the gradients from several matrices are summed before a single
-    reduction over the ranks.
+    The argument stays a DTensor, so that the gradients from several matrices are added locally and reduced
+    over the ranks only once.
     """
 
     def __init__(self, stream: Placement) -> None:
@@ -166,14 +166,14 @@ STYLES: dict[str, ParallelStyle] = {
     "rowwise": RowwiseParallel(),
     "replicated_with_grad_allreduce": SumsGradients(),
 }
-"""The styles that a plan can name; transformers uses the same names."""
+"""The styles that `Task.tensor_plan` can use; their names are those in transformers."""
 
 
 def find_styles(task: Task, config: RunConfig, model: nn.Module, tp: int) -> dict[nn.Module, ParallelStyle]:
-    """Return the style of every module that the plan of the task names, for `tp` ranks.
+    """Return the style of each module that the task's plan for `tp` ranks contains.
 
-    Raises TaskError if a pattern matches no module, a style does not fit its module, or `tp` does not divide
-    a width.
+    Raises TaskError if a pattern matches no module, if a style does not fit its module, or if a width is not
+    divisible by `tp`.
     """
     with errors_of_user(config, "tensor_plan() failed"):
         plan = task.tensor_plan(model)
@@ -185,7 +185,7 @@ def find_styles(task: Task, config: RunConfig, model: nn.Module, tp: int) -> dic
     modules = dict(model.named_modules(remove_duplicate=False))
     for pattern in plan:
         if not any(matches(pattern, module) for module in modules):
-            hint = "`*` matches one part of a name: layers.*.mlp.up"
+            hint = "`*` matches one component of a name, as in layers.*.mlp.up"
             message = f"tensor_plan() names {pattern}, which no module of its model matches"
             raise refusal(config, message, hint)
     styles: dict[nn.Module, ParallelStyle] = {}
@@ -200,7 +200,7 @@ def _style(config: RunConfig, path: str, module: nn.Module, value: object, tp: i
     """Return the style of one module; raise TaskError if the style does not fit the module."""
     style = STYLES.get(value) if isinstance(value, str) else value
     if not isinstance(style, ParallelStyle):
-        hint = f"it can be {', '.join(STYLES)}, or a ParallelStyle of torch.distributed.tensor.parallel"
+        hint = f"use one of {', '.join(STYLES)}, or a ParallelStyle from torch.distributed.tensor.parallel"
         raise refusal(config, f"tensor_plan() has {value!r} for {path}", hint)
     if not isinstance(style, ColwiseParallel | RowwiseParallel):
         return style
@@ -208,7 +208,9 @@ def _style(config: RunConfig, path: str, module: nn.Module, value: object, tp: i
     if not isinstance(module, nn.Linear | nn.Embedding) or not set(own) <= {"weight", "bias"}:
         message = f"{path} is a {type(module).__name__}, which {_shown(value)} in tensor_plan() cannot split"
         raise refusal(
-            config, message, "a name splits nn.Linear and nn.Embedding; other modules need a ParallelStyle"
+            config,
+            message,
+            "style names apply only to nn.Linear and nn.Embedding; use a ParallelStyle for other modules",
         )
     is_embedding, is_colwise = isinstance(module, nn.Embedding), isinstance(style, ColwiseParallel)
     width = {
@@ -220,7 +222,7 @@ def _style(config: RunConfig, path: str, module: nn.Module, value: object, tp: i
     size = getattr(module, width)
     if size % tp:
         message = f"is {tp}, which does not divide {width} {size} of {path}"
-        hint = f"it can be {divisors(size, most=tp)}; modules that tensor_plan() does not name stay whole"
+        hint = f"it can be {divisors(size, most=tp)}; modules that are not in tensor_plan() stay whole"
         raise TaskError("parallel.tp", message, hint)
     if isinstance(module, nn.Embedding) and isinstance(style, RowwiseParallel) and style.use_local_output:
         if module.padding_idx is not None or module.max_norm is not None:
@@ -228,7 +230,7 @@ def _style(config: RunConfig, path: str, module: nn.Module, value: object, tp: i
                 f"{path} has padding_idx or max_norm, which {_shown(value)} in tensor_plan() does not support"
             )
             raise refusal(config, message, "use colwise_gather_output")
-        # The style of torch cannot be compiled, because its gradient would be wrong.
+        # torch's own style for embeddings cannot be compiled: the gradient would be wrong.
         return VocabularyParallel(style.output_layouts[0])
     return style
 
@@ -242,9 +244,9 @@ def split_model(
 ) -> dict[str, Tensor]:
     """Split a model over the ranks of `mesh`, and leave its parameters on the meta device.
 
-    Returns a dictionary from name to full (unsharded) tensor of the parameters that were not on the meta
-    device. `fill_shards` copies a slice of each, so that no device gets more than its shard. Raises TaskError
-    if a shared parameter is split in two ways.
+    Returns the full (unsharded) tensors, by name, of the parameters that were not on the meta device.
+    `fill_shards` copies a slice of each tensor, so that no device ever receives more than its shard. Raises
+    TaskError if a shared parameter is split in two ways.
     """
     values = {path: param.detach() for path, param in model.named_parameters() if not param.is_meta}
     paths = shared_names(model)
@@ -255,7 +257,8 @@ def split_model(
     for module, style in styles.items():
         parallelize_module(module, mesh, style)
     for param, same in paths.items():
-        # A style replaces the parameters of its module. The new parameters are neither shared nor frozen.
+        # Applying a style replaces a module's parameters. The new parameters are no longer shared or frozen,
+        # so share and freeze them again.
         first, *others = (model.get_parameter(path) for path in same)
         for path, other in zip(same[1:], others, strict=True):
             if _placements(other) != _placements(first):
@@ -276,7 +279,7 @@ def _placements(param: nn.Parameter) -> object:
 
 @torch.no_grad()
 def fill_shards(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Copy the matching slice of each whole value to this rank's shard of the parameter."""
+    """Copy this rank's slice of each full tensor to the parameter's shard."""
     for name, param in model.named_parameters():
         if name in values:
             local_tensor(param).copy_(values[name][tuple(shard_index(param))])
