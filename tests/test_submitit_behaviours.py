@@ -358,14 +358,14 @@ def _(both: Both) -> None:
 @row("a job that ends without a result has one")
 def _(both: Both) -> None:
     assert isinstance(both.jobs["silent"].exception(), utils.UncompletedJobError)
-    assert "left no result" in str(both.runs["silent"].exception(LIMIT_S))
+    assert "wrote no result" in str(both.runs["silent"].exception(LIMIT_S))
 
 
 @row("`stdout()`, `stderr()`, `stderr_to_stdout`")
 def _(both: Both) -> None:
     assert "adds 2 3\n" in both.jobs["add"].stdout()
     assert both.runs["add"].wait(LIMIT_S).logs() == "adds 2 3\nto stderr\n"
-    assert "leave out stderr_to_stdout" in parameter_error(stderr_to_stdout=True)
+    assert "omit stderr_to_stdout" in parameter_error(stderr_to_stdout=True)
 
 
 @row("`done()`, `wait()`, `state`")
@@ -512,7 +512,9 @@ def _(both: Both) -> None:
 
 @row("`max_pickle_size_gb`")
 def _(both: Both) -> None:
-    assert "leave out max_pickle_size_gb: a pickle may have any size" in parameter_error(max_pickle_size_gb=1)
+    assert "omit max_pickle_size_gb: the size of a pickle is not limited" in parameter_error(
+        max_pickle_size_gb=1
+    )
 
 
 @row("`python=` of the executor")

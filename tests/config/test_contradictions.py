@@ -93,7 +93,7 @@ optimizer.name=adamw_8bit parallel.tp=16
     optimizer.name: is adamw_8bit, which does not support parallel.tp 16
     hint: parallel.tp can be 1, 2, 4 or 8
 checkpoint.best_metric=val_accuracy
-    checkpoint.best_metric: is val_accuracy, but task is causal_lm, which reports the metrics val_loss and loss
+    checkpoint.best_metric: is val_accuracy, but task is causal_lm, which has the metrics val_loss and loss
     hint: use one of these, or null
 checkpoint.best_metric=val_accuracy task=mine.py:Mine train.eval_every=null
     checkpoint.best_metric: is val_accuracy, but train.eval_every is null: there is no validation

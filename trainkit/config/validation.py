@@ -220,7 +220,7 @@ def _best_metric(config: RunConfig) -> Iterator[KeyProblem]:
     if metric is None or metric in LOSSES:
         return
     if not config.has_user_task:
-        message = f"is {metric}, but task is {config.task}, which reports the metrics {' and '.join(LOSSES)}"
+        message = f"is {metric}, but task is {config.task}, which has the metrics {' and '.join(LOSSES)}"
         yield key, message, "use one of these, or null"
     elif metric.startswith("val_") and config.train.eval_every is None:
         yield (
