@@ -103,7 +103,7 @@ def read_trusted(path: str | Path) -> str:
 def require_own(path: str | Path, found: os.stat_result) -> None:
     """Raise UsageError if another user could have written a file or folder that decides what is executed."""
     who = "every user" if found.st_mode & stat.S_IWOTH else None
-    who = who or (f"group {found.st_gid}, which you are not a member of," if is_shared(found) else None)
+    who = who or (f"group {found.st_gid}, which is none of yours," if is_shared(found) else None)
     # A link can only be changed by its owner, whatever its mode is.
     if is_own(found) and (who is None or stat.S_ISLNK(found.st_mode)):
         return

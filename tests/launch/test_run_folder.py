@@ -187,7 +187,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("shared/work", 61233, OTHER_GROUP, 0o2755, None),
         # other users can add files to the folder, but cannot replace any
         ("shared/work", 61233, OTHER_GROUP, 0o3775, None),
-        ("shared/work", 61233, OTHER_GROUP, 0o775, "group 61236, which you are not a member of, can write"),
+        ("shared/work", 61233, OTHER_GROUP, 0o775, "group 61236, which is none of yours, can write to"),
         ("shared/work/run", 61233, OTHER_GROUP, 0o1775, "run, and could change what the run executes"),
         ("shared/work/run", 61234, GROUP, 0o2775, "run belongs to user 61234, who could replace the run"),
         ("shared/work/run", 0, 0, 0o755, None),
