@@ -99,10 +99,10 @@ checkpoint.best_metric=val_accuracy task=mine.py:Mine train.eval_every=null
     checkpoint.best_metric: is val_accuracy, but train.eval_every is null: there is no validation
     hint: set train.eval_every
 notify.mail=me@x.org resources.mail_user=you@x.org
-    notify.mail: is set, and so is resources.mail_user
+    notify.mail: is set, but resources.mail_user is set too
     hint: remove one of them
 notify.mail=me@x.org resources.mail_type=ALL
-    notify.mail: is set, and so is resources.mail_type
+    notify.mail: is set, but resources.mail_type is set too
     hint: remove one of them
 notify.mail=me@x.org notify.on=[stalled,slow]
     notify.mail: is set, but notify.on contains no event that Slurm can email: finished, failed, requeued

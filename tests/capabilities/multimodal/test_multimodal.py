@@ -175,16 +175,16 @@ def test_a_curve_is_sampled_at_equal_times() -> None:
 def test_a_row_without_its_image(tmp_path: Path) -> None:
     row = {"image": "1.png", "question": "q", "answer": "x"}
     file = write(tmp_path / "train.jsonl", [row])
-    with pytest.raises(UsageError, match=r"train\.jsonl:1: image .*1\.png does not exist"):
+    with pytest.raises(UsageError, match=r"train\.jsonl:1: the image .*1\.png does not exist"):
         MediumSamples(file, MediumFormat("image", 8, 4), "bytes", 50)
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ("medium: curve, size: 10, patch: 4", "task_args.patch is 4, which does not divide"),
+        ("medium: curve, size: 10, patch: 4", "task_args.patch is 4, which is not a divisor"),
         ("medium: sound", "task_args.medium is sound"),
-        ("medium: curve, size: 16, patch: 4, width: 30", "task_args.heads is 4, which does not divide"),
+        ("medium: curve, size: 16, patch: 4, width: 30", "task_args.heads is 4, which is not a divisor"),
         ("medium: curve, size: 16, patch: 4, layers: 0", "task_args.layers is 0"),
         ("size: 0", "task_args.size is 0"),
         ("patch: '4'", "task_args.patch is 4"),
@@ -283,7 +283,7 @@ def test_the_rows_and_images_of_a_config(tmp_path: Path, capsys: pytest.CaptureF
     ]
     assert main(["data", "validate", config(tmp_path, rows, "medium: image"), "--json"]) == EXIT_FAILED
     [found] = json.loads(capsys.readouterr().out)["problems"]
-    assert f"sample 1: ValueError: image {tmp_path / 'cut.png'} cannot be opened: " in found
+    assert f"sample 1: ValueError: the image {tmp_path / 'cut.png'} cannot be opened: " in found
 
 
 def test_configs_without_files_to_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

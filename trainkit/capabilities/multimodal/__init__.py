@@ -1,6 +1,6 @@
-"""Reads and generates the rows of the task ``multimodal_lm``.
+"""Reads and generates rows for the task ``multimodal_lm``.
 
-A row has an image or a curve, a question and its answer.
+A row consists of an image or a curve, a question, and the answer to it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ Medium = Literal["image", "curve"]
 
 
 def read_row(line: bytes, medium: Medium, folder: Path) -> dict[str, object]:
-    """Parse a line; raises ValueError, without file and line, unless the task can train on it.
+    """Parse a line; raise ValueError, without naming the file and line, unless the task can train on it.
 
-    An image must exist in `folder`, but is not opened.
+    An image must exist in `folder`, but the file is not opened.
     """
     try:
         row = json.loads(line.decode("utf-8-sig"))
@@ -41,7 +41,7 @@ def read_row(line: bytes, medium: Medium, folder: Path) -> dict[str, object]:
             raise ValueError(f"its {key} contains an unpaired surrogate") from None
     if medium == "image":
         if not (folder / str(row["image"])).is_file():
-            raise ValueError(f"image {folder / str(row['image'])} does not exist")
+            raise ValueError(f"the image {folder / str(row['image'])} does not exist")
     else:
         _check_curve(row["curve"])
     return row
@@ -59,12 +59,12 @@ def _check_curve(points: object) -> None:
 
 
 def row_texts(row: Mapping[str, object]) -> list[bytes]:
-    """Return the question and the answer as bytes for the tokenizer."""
+    """Return the question and the answer as bytes, ready for the tokenizer."""
     return [f"{row['question']}\n".encode(), str(row["answer"]).encode()]
 
 
 DEMO = "demo"
-"""The name that replaces a file in a config to select the built-in rows."""
+"""Name that selects the built-in rows when a config gives it in place of a file."""
 NUM_ROWS = {"train": 2000, "val": 200}
 COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 80, 220), "yellow": (230, 210, 40)}
 SHAPES = ("circle", "square", "triangle")
@@ -75,10 +75,10 @@ Split = Literal["train", "val"]
 
 
 def demo_rows(medium: Medium, split: Split, count: int | None = None) -> list[dict[str, object]]:
-    """Generate `count` rows, always the same; the default is 2,000 for training and 200 for validation.
+    """Generate `count` rows, which are always the same; by default, 2,000 for training or 200 for validation.
 
     A row has a ``question``, an ``answer``, and either an ``image``, uint8 [32, 32, 3], or a ``curve`` of 64
-    pairs of time and value.
+    (time, value) pairs.
     """
     rng = random.Random(f"{medium}/{split}")
     make = _image_row if medium == "image" else _curve_row
@@ -96,7 +96,7 @@ def _draw(shape: str, colour: str, rng: random.Random) -> npt.NDArray[np.uint8]:
     size = rng.randint(12, 20)
     left, top = rng.randint(0, PIXELS - size), rng.randint(0, PIXELS - size)
     y, x = np.mgrid[:PIXELS, :PIXELS]
-    right, down = (x - left) / size, (y - top) / size  # 0 to 1 inside
+    right, down = (x - left) / size, (y - top) / size  # from 0 to 1 inside the shape's bounding box
     inside = (right >= 0) & (right <= 1) & (down >= 0) & (down <= 1)
     if shape == "circle":
         inside = (right - 0.5) ** 2 + (down - 0.5) ** 2 <= 0.25
@@ -108,7 +108,7 @@ def _draw(shape: str, colour: str, rng: random.Random) -> npt.NDArray[np.uint8]:
 
 
 def _curve_row(rng: random.Random) -> dict[str, object]:
-    """Generate a curve with noise at random times."""
+    """Generate a noisy curve, sampled at random times."""
     trend = rng.choice(TRENDS)
     slope, phase = rng.uniform(0.8, 1.5), rng.uniform(0, 2 * math.pi)
     curve = []
