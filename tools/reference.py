@@ -1,7 +1,8 @@
-"""Generate docs/config.md, docs/commands.md and docs/api.md from the schema, help texts and docstrings.
+"""Generates docs/config.md, docs/commands.md and docs/api.md from the schema, help texts and docstrings.
 
-The causes in docs/troubleshooting.md come from the signatures of `trainkit diagnose`. The options that
-trainkit/__init__.pyi lists for editors and type checkers come from the command line and the schema.
+The table of causes in docs/troubleshooting.md is generated from the signatures of `trainkit diagnose`. The
+options that trainkit/__init__.pyi lists for editors and type checkers are generated from the command line and
+the schema.
 
     python -m tools.reference            # write the pages
     python -m tools.reference --check    # exit with 1 if a page is out of date
@@ -47,25 +48,25 @@ train: {steps: 1000}
 resources: {nodes: 2}
 ```
 
-The first of these sources that sets a key wins:
+A key can be set in several places; the first of the following that sets the key wins:
 
-1. a flag or `--set KEY=VALUE`;
-2. the environment (`TRAINKIT_TRAIN__STEPS=50`);
+1. a command-line flag or `--set KEY=VALUE`;
+2. an environment variable (`TRAINKIT_TRAIN__STEPS=50`);
 3. `--profile NAME`;
 4. the config file, then the files that it `extends`;
 5. `./trainkit.yaml`, then `~/.config/trainkit/config.yaml`;
 6. the cluster profile;
 7. the default.
 
-`--set` can also change one item of a value, and several `--set` apply in their order:
+`--set` can also change one item of a value; if it is given several times, the changes are applied in order:
 
 - `--set optimizer.betas.0=0.8` sets an item of a list, counted from 0.
 - `--set 'launch.setup+=module load cuda'` appends an item, or all items of a list, to a list.
 - `--set launch.env.NAME=null` removes an entry of a mapping. The entry must exist.
-- `--sweep` accepts items too. In a sweep, `null` gives a trial without the entry.
-- `train.steps` and `train.epochs` count as one key, so `--set train.steps=20` replaces the epochs of a file.
+- `--sweep` accepts items of a value too. In a sweep, `null` adds a trial in which the entry is removed.
+- `train.steps` and `train.epochs` count as one key: `--set train.steps=20` replaces `train.epochs` of a file.
 
-These commands and links help with configs:
+The following commands and links help with configs:
 
 - `trainkit check CONFIG --show-origin` lists the effective value and the origin of every key.
 - `trainkit schema` prints the schema as JSON, for editors that complete and check YAML.
@@ -77,21 +78,21 @@ CONFIG_USE = """\
 - The built-in task, `causal_lm`, uses all keys except `task_args`.
 - [Your own task](own-task.md) can read all keys in `self.config`. trainkit itself uses all sections except
   `model` and `data`, and the keys `model.init_from`, `model.init_include`, `data.num_workers` and
-  `data.shuffle`. `add_adapters` uses `model.lora`, and `TokenSamples` uses the rest of `data`. trainkit
+  `data.shuffle`. `add_adapters` uses `model.lora`, and `TokenSamples` uses all other keys of `data`. trainkit
   refuses `parallel.pp`, `parallel.cp` and `precision.float8`.
 - [Your own script](own-script.md) (a COMMAND) uses `name`, `device`, `resources`, `launch`, `requeue`,
-  `notify`, and `logging` except `tensorboard`. Only [a launcher](own-script.md#launchers-get-the-config) can
-  pass on other keys. trainkit warns about a key without effect that you set with `--set` or in Python.
-- A function uses the same keys as a script.
+  `notify`, and `logging` except `tensorboard`. All other keys can only be
+  passed on by [a launcher](own-script.md#launchers-get-the-config). trainkit warns if you set a key without effect with `--set` or in Python.
+- A Python function uses the same keys as a script.
 - Without Slurm, only `nodes`, `gpus_per_node` and `cpus_per_gpu` of `resources` have an effect, and
-  [some keys of `launch`](slurm.md#without-slurm) have none.
-- Keys and passwords of other services are never values of a config: see [Secrets](slurm.md#secrets).
+  [some keys of `launch`](slurm.md#without-slurm) have no effect.
+- Keys and passwords of other services are never stored in a config: see [Secrets](slurm.md#secrets).
 """
 
 COMMANDS_INTRO = """\
 # Command reference
 
-On this page you can look up each command with examples and its options, in the groups of `trainkit --help`.
+On this page you can look up every command with examples and options, grouped as in `trainkit --help`.
 `trainkit COMMAND --help` explains each command and each option in detail.
 
 - RUN is a run name, a run folder, a job id, or `last`. `GROUP/INDEX` names one run of a group.
@@ -101,12 +102,12 @@ On this page you can look up each command with examples and its options, in the 
   instead of the built-in trainer.
 - Results go to stdout and diagnostics to stderr.
 - Most commands have `--json`, which prints the result as one JSON value. An error is
-  `{"error": …, "hint": …, "exit_code": …}`, and an error of a config also has `problems`.
+  `{"error": …, "hint": …, "exit_code": …}`, and for an invalid config, the error also has `problems`.
 - `trainkit --debug COMMAND …` shows the traceback of an error, and `--no-color` disables colour.
 
 | exit code | meaning |
 |---|---|
-| 0 | success; a followed run finished, or saved and stopped on request |
+| 0 | success; with --follow, the run finished, or saved and stopped on request |
 | 1 | the command or the followed run failed |
 | 2 | usage error or invalid config |
 | 3 | Slurm cannot be reached; try again |
@@ -141,13 +142,13 @@ MORE = {
     "generate": ("huggingface.md#see-what-it-has-learned",),
     "data": ("data.md", "replay.md#the-samples-of-a-step"),
 }
-"""Maps a command to the headings of the docs that explain it in detail."""
+"""Maps a command to headings in the docs under which it is explained in detail."""
 SHARED_BY = 7
-"""An option of at least this many commands is explained once, at the end of the page of commands."""
+"""An option of at least this many commands is explained only once, at the end of the page."""
 
 
 def config_text() -> str:
-    """Return the page of the config reference."""
+    """Return the text of the config reference page."""
     schema = RunConfig.model_json_schema()
     plain, sections = [], []
     for name, field in schema["properties"].items():
@@ -165,7 +166,7 @@ def config_text() -> str:
 
 
 def _section_of(field: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the schema of a section; None for a plain value."""
+    """Return the schema of a config section, or None for a plain value."""
     reference = field.get("$ref")
     if reference is None:
         return None
@@ -174,7 +175,7 @@ def _section_of(field: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]
 
 
 def _key(name: str, field: dict[str, Any]) -> str:
-    """Return the list item of a key: its anchor, sentence, default and allowed values."""
+    """Return the list item for a key: its anchor, description, default and allowed values."""
     text = f'- <a id="{name.replace(".", "-")}"></a>`{name}`: {field["description"]}'
     if "default" in field:
         text += f" Default: `{json.dumps(field['default'], ensure_ascii=False)}`."
@@ -182,7 +183,7 @@ def _key(name: str, field: dict[str, Any]) -> str:
 
 
 def _lines(text: str, indent: str = "") -> str:
-    """Put each sentence of a paragraph on a separate line, so that a diff shows which sentences changed."""
+    """Put each sentence of a paragraph on its own line, so that a diff shows which sentences changed."""
     return f"\n{indent}".join(_SENTENCE_END.split(" ".join(text.split()))) + "\n"
 
 
@@ -224,7 +225,7 @@ Commands = dict[str, click.Command]
 
 
 def all_commands() -> Commands:
-    """Return every command and subcommand by its name, such as ``trainkit ckpt ls``."""
+    """Map the names of all commands and subcommands, such as ``trainkit ckpt ls``, to the commands."""
     return {"trainkit": cli, **_below(cli, "trainkit")}
 
 
@@ -241,7 +242,7 @@ def _below(group: click.Group, path: str) -> Commands:
 
 
 def commands_text() -> str:
-    """Return the page of the command reference."""
+    """Return the text of the command reference page."""
     found = all_commands()
     named = [option for command in found.values() for option in _options(command)]
     counts = Counter(name for name, _ in named)
@@ -259,7 +260,7 @@ def commands_text() -> str:
 
 
 def _command(name: str, found: Commands, shared: dict[str, str]) -> str:
-    """Return the text of a command: heading, sentence, examples, option names, and links to explanations."""
+    """Return the text about a command: heading, description, examples, options and links to explanations."""
     path = f"trainkit {name}"
     command = found[path]
     parts = [f"### {path}\n", _lines(_sentence(command))]
@@ -281,12 +282,12 @@ def _command(name: str, found: Commands, shared: dict[str, str]) -> str:
 
 
 def _sentence(command: click.Command) -> str:
-    """Return the first paragraph of a command's help."""
+    """Return the first paragraph of a command's help text."""
     return cleandoc(command.help or "").partition("\n\n")[0]
 
 
 def _options(command: click.Command) -> Iterator[tuple[str, str]]:
-    """Yield the long name and the help of each option but ``--json``, in the order of ``--help``."""
+    """Yield the long name and help text of each option except ``--json``, in the order of ``--help``."""
     options = [
         option
         for option in command.params
@@ -297,7 +298,7 @@ def _options(command: click.Command) -> Iterator[tuple[str, str]]:
 
 
 def _options_text(command: click.Command, shared: dict[str, str]) -> str:
-    """Return the options of this command alone, and whether it has shared ones; empty without options."""
+    """Return a sentence that lists a command's own options and links to shared ones; empty if it has none."""
     names = [name for name, _ in _options(command)]
     listed = [f"`{name}`" for name in names if name not in shared]
     if any(name in shared for name in names):
@@ -306,7 +307,7 @@ def _options_text(command: click.Command, shared: dict[str, str]) -> str:
 
 
 def _more_text(name: str) -> str:
-    """Return links to the pages that explain a command, named by their headings."""
+    """Return links to the pages that explain a command; the link texts are headings."""
     links = []
     for target in MORE.get(name, ()):
         page, _, anchor = target.partition("#")
@@ -323,7 +324,7 @@ def headings(page: str) -> list[str]:
 
 
 def anchor_of(heading: str) -> str:
-    """Return the anchor that GitHub makes for a heading."""
+    """Return the anchor that GitHub generates for a heading."""
     return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 
@@ -332,11 +333,11 @@ API_INTRO = """\
 
 On this page you can look up the public functions and classes of trainkit:
 
-- `trainkit` starts [runs from a notebook or a program](python.md), also runs of a function.
+- `trainkit` starts [runs from a notebook or a program](python.md), including runs of a Python function.
 - `trainkit.loop` is for [your own loop](own-script.md#your-own-loop-with-trainkits-checkpoints).
 - `trainkit.task` is for [your own task](own-task.md).
 
-Other names may change in any release.
+All other names may change in any release.
 
 ```python
 run = trainkit.submit("quickstart", nodes=2, train={"steps": 50})  # or command=["python", "train.py"]
@@ -354,13 +355,14 @@ API = {
     ),
     "adapters": ("add_adapters",),
 }
-"""Module -> its public names."""
+"""Maps a module to its public names."""
 API_HEADINGS = {"api": "trainkit", "capabilities/report/curves": "", "function": "", "adapters": ""}
-"""Module -> its heading. The names of a module without a heading are imported from the module before it."""
+"""Maps a module to the heading of its section. The names of a module without a heading are importable from
+the module listed before it."""
 
 
 def api_text() -> str:
-    """Return the page of the Python API from the source code, without importing modules."""
+    """Return the text of the Python API page, reading the source code without importing modules."""
     parts = [_GENERATED, API_INTRO]
     for module, names in API.items():
         source = (DOCS.parent / "trainkit" / f"{module}.py").read_text(encoding="utf-8")
@@ -373,7 +375,7 @@ def api_text() -> str:
 
 
 def _documented(node: ast.AST, owner: str = "") -> Iterator[str]:
-    """Return the heading and the docstring of a function, or of a class with its public members."""
+    """Yield the heading and the docstring of a function, or of a class and its public members."""
     assert isinstance(node, (ast.ClassDef, ast.FunctionDef))
     decorators = {ast.unparse(item) for item in node.decorator_list}
     name = f"{owner}.{node.name}" if owner else node.name
@@ -407,7 +409,7 @@ TYPES = {
 
 
 def stub_text() -> str:
-    """Return the stub of the package with the origin of each name and the types of all `**options`."""
+    """Return the package's type stub, with the origin of each name and the types of all `**options`."""
     schema = RunConfig.model_json_schema()
     keys = {name: (name,) for name in schema["properties"] if name not in ("extends", "config_version")}
     keys |= {name: tuple(key.split(".")) for name, key in FLAGS.items()}
@@ -437,7 +439,7 @@ def stub_text() -> str:
         node.args.kwarg = None
         own = (f"{option}: {types} = ..." for option, types in options.items())
         text = ", ".join([ast.unparse(node.args), *own]).replace(" ", "\0")
-        text = re.sub(r",\0(?=\w+:|[/*])", ", ", text)  # lines break only between parameters
+        text = re.sub(r",\0(?=\w+:|[/*])", ", ", text)  # break lines only between parameters
         text = textwrap.indent(textwrap.fill(text, 104).replace("\0", " "), "    ")
         lines += ["", f"def {name}(\n{text}\n) -> {ast.unparse(node.returns or node)}:"]
         lines += [textwrap.indent(f'"""{ast.get_docstring(node)}\n"""', "    ")]
@@ -445,7 +447,7 @@ def stub_text() -> str:
 
 
 def _types(schema: dict[str, Any]) -> str:
-    """Return the Python types of a config value."""
+    """Return the Python types that a config value can have."""
     found = [TYPES.get(item.get("type"), "Mapping[str, Any]") for item in schema.get("anyOf", [schema])]
     return " | ".join(dict.fromkeys(found))
 
@@ -457,14 +459,14 @@ CAUSES_END = "<!-- End of the causes. -->\n"
 
 
 def troubleshooting_text() -> str:
-    """Return the troubleshooting page with the causes that `trainkit diagnose` knows."""
+    """Return the troubleshooting page, with the causes that `trainkit diagnose` knows filled in."""
     before, _, rest = _read(DOCS / "troubleshooting.md").partition(CAUSES_BEGIN)
     after = rest.partition(CAUSES_END)[2]
     return f"{before}{CAUSES_BEGIN}{causes_text()}{CAUSES_END}{after}"
 
 
 def causes_text() -> str:
-    """Return a table of the signatures with each title, meaning and general advice."""
+    """Return a table of the failure signatures with their titles, meanings and general advice."""
     rows = ["", "| cause | meaning |", "|---|---|"]
     for signature in load_signatures():
         cells = (f"{signature.title} (`{signature.name}`)", signature.doc)
@@ -482,7 +484,7 @@ PAGES = {
 
 
 def stale_pages() -> list[str]:
-    """Return the names of the pages that are out of date."""
+    """Return the names of pages that are out of date."""
     return [name for name, text in PAGES.items() if _read(DOCS / name) != text()]
 
 
@@ -491,9 +493,11 @@ def _read(path: Path) -> str:
 
 
 def main() -> int:
-    """Write the pages, or only compare them with ``--check``; return the exit code."""
+    """Write the pages or, with ``--check``, only compare them; return the exit code."""
     parser = argparse.ArgumentParser(description="Generate the reference pages of docs/.")
-    parser.add_argument("--check", action="store_true", help="only compare; exit with 1 if out of date")
+    parser.add_argument(
+        "--check", action="store_true", help="only compare, and exit with 1 if a page is out of date"
+    )
     if parser.parse_args().check:
         stale = stale_pages()
         if stale:

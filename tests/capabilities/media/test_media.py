@@ -183,7 +183,7 @@ def test_a_histogram(name):
     "values", [[], torch.ones(0), ["a"], None, object(), torch.ones(2, dtype=torch.complex64), [[1], [1, 2]]]
 )
 def test_what_has_no_histogram(attempt, values):
-    with pytest.raises(UsageError, match="histogram 'x' (has|does not contain)"):
+    with pytest.raises(UsageError, match=r"histogram 'x' (has|does not contain)"):
         recorder(attempt).histogram("x", values)
 
 
