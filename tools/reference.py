@@ -82,7 +82,8 @@ CONFIG_USE = """\
   refuses `parallel.pp`, `parallel.cp` and `precision.float8`.
 - [Your own script](own-script.md) (a COMMAND) uses `name`, `device`, `resources`, `launch`, `requeue`,
   `notify`, and `logging` except `tensorboard`. All other keys can only be
-  passed on by [a launcher](own-script.md#launchers-get-the-config). trainkit warns if you set a key without effect with `--set` or in Python.
+  passed on by [a launcher](own-script.md#launchers-get-the-config). trainkit warns if you set a key without
+  effect with `--set` or in Python.
 - A Python function uses the same keys as a script.
 - Without Slurm, only `nodes`, `gpus_per_node` and `cpus_per_gpu` of `resources` have an effect, and
   [some keys of `launch`](slurm.md#without-slurm) have no effect.
@@ -107,7 +108,7 @@ On this page you can look up every command with examples and options, grouped as
 
 | exit code | meaning |
 |---|---|
-| 0 | success; with --follow, the run finished, or saved and stopped on request |
+| 0 | success; a run that the command follows has finished, or saved and stopped on request |
 | 1 | the command or the followed run failed |
 | 2 | usage error or invalid config |
 | 3 | Slurm cannot be reached; try again |
