@@ -1,7 +1,7 @@
 """Provides the Python API: `submit`, `sweep` and `map_array` start runs and return a `Run` or a `Group`.
 
-Run folders are the same as those of the command line, so ``trainkit status`` also shows runs started from
-Python.
+Runs started from Python have the same folders as runs of the command line, so ``trainkit status`` shows them
+too.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def map_array(
     _refuse_too_many(len(found), MAX_TRIALS)
     calls = {index: _call(function, args) for index, args in enumerate(found)}
     given = _given(function, config, profile, options, after, run_dir, limit=limit, calls=calls)
-    common = Arguments(_call(function, ())).given  # set if the function is a functools.partial
+    common = Arguments(_call(function, ())).given  # functools.partial objects have this attribute
     items = [Arguments(call).given for call in calls.values()]
     values = group_values([{key: own[key] for key in own if key not in common} for own in items])
     return _start_calls(given, calls, limit, values)

@@ -84,7 +84,7 @@ class Arguments:
         """Return whether an option is meant for the function; `is_used` says whether it affects the run.
 
         A name such as `name` can be both an option of the run and a parameter of the function. Such a name is
-        taken as the option once the parameter has an argument.
+        interpreted as the option once the parameter has an argument.
         """
         if name in self.names:
             return not is_used or name not in self._bound

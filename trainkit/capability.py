@@ -62,7 +62,7 @@ class Planned(NamedTuple):
     keys: Collection[str] = ()
     """Config keys that take effect for a command because of this capability (`plan_command` only)."""
     follows: str | None = None
-    """The derived value after which a dry run prints `reasons`; None prints them last."""
+    """The derived value after which a dry run prints `reasons`; if None, the reasons are printed last."""
 
 
 class Ranks(NamedTuple):
@@ -177,7 +177,7 @@ class Notice:
 
 
 class HostView(NamedTuple):
-    """Values and problems of a host, as a capability shows them in `watch`."""
+    """Values and problems of a host that a capability shows in `watch`."""
 
     values: Mapping[str, object] = {}
     """Values for the host's row, by the keys of `watch --json`."""

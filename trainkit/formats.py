@@ -406,7 +406,7 @@ def memory_mib(text: str) -> int | None:
 
 
 def slurm_memory(text: str) -> str:
-    """Convert an amount of memory to a form that sbatch accepts; raise ValueError if it is not an amount.
+    """Convert an amount of memory to a form that sbatch accepts; raise ValueError if `text` is not an amount.
 
     Amounts that sbatch accepts are returned unchanged.
     """

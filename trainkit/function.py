@@ -56,7 +56,7 @@ _BY_CHANCE = re.compile(
 class Requeue:
     """Return value of a callable's `checkpoint` method; contains the call that the next attempt makes.
 
-    It has the attributes of submitit's ``DelayedSubmission``, which may be returned in its place.
+    A `Requeue` has the attributes of submitit's ``DelayedSubmission``, which may be returned in its place.
     """
 
     def __init__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
@@ -185,8 +185,8 @@ def stop_when_asked(call: Call, run: RunDir, attempt: AttemptDir, rank: int) -> 
 def appear_as_submitit(attempt: AttemptDir) -> None:
     """Set the variables that ``submitit.JobEnvironment`` needs inside a function.
 
-    The ids are those of Slurm. Without Slurm, the ids are derived from the run and stay the same in each
-    attempt. `JobEnvironment.paths` refers to the log file.
+    On Slurm, the ids are those of the job and the array. Without Slurm, the ids are derived from the run and
+    stay the same in each attempt. `JobEnvironment.paths` refers to the log file.
     """
     job = read_job(attempt.run)
     is_local = job.of_attempt(attempt.number).backend is None

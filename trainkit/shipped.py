@@ -59,12 +59,13 @@ class Shipped(NamedTuple):
     within: tuple[str, ...] = ()
     """Fields of the part that are stored at the end of the record `follows`, which every plan has."""
     commands: Mapping[str, str] = {}
-    """Maps a command (or a group and a command) to the MODULE:NAME of a click command in the folder."""
+    """Maps a command (or a group and a command) to the MODULE:NAME of a click command in the capability's
+    folder."""
     options: Mapping[str, str] = {}
     """Maps a command to the MODULE:NAME of a decorator in the folder.
 
-    The decorator adds options to the command, and a `Choice` with their values to its `choices`. The
-    decorator's module is also imported to print the help of the command.
+    The decorator adds options to the command, and passes the options' values to the command as a `Choice` in
+    `choices`. The decorator's module is also imported to print the help of the command.
     """
     in_ranks: bool = False
     """Whether the capability's code runs in the ranks of every run, even if the plan lacks the capability's
@@ -78,7 +79,8 @@ class Shipped(NamedTuple):
     launchers: Mapping[str, tuple[str, ...]] = {}
     """Maps a launcher, which `Capability.argv` starts, to packages of which one must be installed."""
     events: Mapping[str, bool] = {}
-    """Maps each event shown to people to whether the list of past warnings includes it; see `owner_of`."""
+    """Maps each event that is shown to people to True if the list of past warnings includes the event; see
+    `owner_of`."""
     shown: Mapping[str, Mapping[str, str]] = {}
     """Maps an output (`status`, `rows` or `report`) to the keys added to it, each with the key that precedes
     it."""
@@ -182,7 +184,8 @@ SHIPPED = {
         commands={"sync": "command:sync", "ui": "command:ui"},
     ),
 }
-"""The shipped capabilities by folder name. Their companions are ended in this order."""
+"""The shipped capabilities by folder name. The companions of these capabilities are ended in the same
+order."""
 ATTENDING = tuple(name for name, shipped in SHIPPED.items() if shipped.attends)
 """Names of the capabilities that let a person connect to a rank."""
 
@@ -193,7 +196,7 @@ class ShippedTask(NamedTuple):
     place: str
     """The class of the task as MODULE:CLASS."""
     paths: Mapping[str, str | None]
-    """Maps a key of `task_args` that is a path to the one value that is a name instead."""
+    """Maps a key of `task_args` whose value is a path to the one value that is a name instead of a path."""
 
 
 TASKS = {
@@ -281,10 +284,10 @@ def _function(name: str) -> object:
 def node_chooser() -> NodeChooser:
     """Return the function that chooses a run's number of nodes for `--nodes auto`.
 
-    The function takes the config and the workload, and the keyword arguments `code_dir` and `facts`. For a
-    run that resumes, it also takes `before` (the previous plan) and `left` (the fraction of steps that
-    remains). It returns the config with all possible numbers of nodes, the plan for the chosen number, and
-    the reason.
+    The returned function takes the config and the workload, and the keyword arguments `code_dir` and `facts`.
+    For a run that resumes, it also takes `before` (the previous plan) and `left` (the fraction of steps that
+    remains). The returned function's result is the config with all possible numbers of nodes, the plan for
+    the chosen number, and the reason.
     """
     return cast("NodeChooser", _function("choose_nodes"))
 
@@ -292,8 +295,8 @@ def node_chooser() -> NodeChooser:
 def text_inspector() -> TextInspector:
     """Return the function that finds problems with a config's texts and counts the tokens of each split.
 
-    The function takes the config, and the tokenizer or None if the tokenizer cannot be read. It returns None
-    in place of the token counts if they are unknown.
+    The returned function takes the config, and the tokenizer or None if the tokenizer cannot be read. If the
+    token counts are unknown, the returned function gives None in their place.
     """
     return cast("TextInspector", _function("inspect_texts"))
 
@@ -301,7 +304,7 @@ def text_inspector() -> TextInspector:
 def text_preparer() -> TextPreparer:
     """Return the function that prepares a config's texts if necessary and returns the folder of their shards.
 
-    The function takes the config, and whether to compare the sizes of existing shards.
+    The returned function takes the config, and whether to compare the sizes of existing shards.
     """
     return cast("TextPreparer", _function("prepare_texts"))
 
@@ -406,7 +409,7 @@ def files_of(parts: Mapping[str, object]) -> dict[str, str]:
     for owner, part in parts.items():
         files = part.get("files", {}) if isinstance(part, Mapping) else {}
         if not isinstance(files, Mapping):
-            raise ValueError(f"the files of {owner} are {str(files)[:100]!r}")
+            raise ValueError(f"the part of {owner} has invalid files: {str(files)[:100]!r}")
         for name, text in files.items():
             if not isinstance(text, str) or not name or PurePath(name).name != name or name in OF_THE_RUN:
                 raise ValueError(f"{name!r} is not an allowed file of {owner}")
@@ -420,7 +423,7 @@ def keys_of(parts: Mapping[str, object]) -> set[str]:
     for owner, part in parts.items():
         keys = part.get("keys", ()) if isinstance(part, Mapping) else ()
         if not isinstance(keys, list | tuple) or not all(isinstance(key, str) for key in keys):
-            raise ValueError(f"the keys of {owner} are {str(keys)[:100]!r}")
+            raise ValueError(f"the part of {owner} has invalid keys: {str(keys)[:100]!r}")
         found.update(keys)
     return found
 
@@ -460,7 +463,8 @@ def ask_each(
 ) -> dict[str, T]:
     """Ask each capability that can display something about a run; return the non-empty answers by name.
 
-    The answer of a capability that fails is `failed(name, text)`, so that the other answers are not lost.
+    If a capability fails, its answer is `failed(name, text)`, so that the answers of other capabilities are
+    not lost.
     """
     found = ((name, ask_one(name, ask, failed)) for name in shown_by(parts))
     return {name: answer for name, answer in found if answer}
@@ -501,7 +505,7 @@ def in_order(own: Mapping[str, T], following: Mapping[str, Mapping[str, T]]) -> 
 
 
 def put_parts(plan: dict[str, object], parts: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
-    """Return the content of a plan.json with its parts inserted; `take_parts` reads them."""
+    """Return the content of a plan.json that includes `parts`, which `take_parts` can read."""
     own: dict[str, dict[str, object]] = {}
     for name, shipped in SHIPPED.items():
         follows, _, other = shipped.follows.partition(" ")

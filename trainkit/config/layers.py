@@ -308,7 +308,7 @@ class Layers:
                 continue
             parts = name.removeprefix(ENV_PREFIX).split("__")
             # In a variable's name, any parts after the section and the key refer to an entry of a mapping
-            # such as launch.env. Those parts keep their case.
+            # such as launch.env. The parts that name the entry keep their case.
             path = (*(part.lower() for part in parts[:2]), *parts[2:])
             try:
                 result = merge(result, entry_at(path, parse_value(text, path), name, text.strip()))
@@ -319,7 +319,7 @@ class Layers:
     def flags(
         self, overrides: Sequence[str], named: Mapping[str, tuple[str, object]]
     ) -> tuple[Entry, list[Edit]]:
-        """Return the layer formed by ``--set a.b=c`` and named options, and their partial edits.
+        """Return the layer formed by ``--set a.b=c`` and named options, and the partial edits among them.
 
         If ``--set`` is given several times for one key, the last one wins. A named option that contradicts a
         ``--set`` is reported as a problem.
@@ -356,7 +356,7 @@ class Layers:
             same = next((one for one in edits if one.path == path), None)
             other = layer.find(path) if same is None else entry_at((), same.value, same.origin)
             if other is not None and other.plain() != value and not edit.appends:
-                self.problem(key, f"conflicts with {other.origin}", origin, "use only one of them")
+                self.problem(key, f"conflicts with {other.origin}", origin, "use only one of the two options")
             add(edit)
         return layer, edits
 

@@ -159,7 +159,7 @@ def _length_note(tree: Entry) -> str:
 def _with_hf_model(tree: Entry, config: RunConfig, cwd: Path, shipped: str) -> tuple[Entry, list[Problem]]:
     """Merge in the values from the config.json of `model.hf`, and return any problems found with that model.
 
-    These values replace those of shipped configs, whose origins start with `shipped`.
+    Values from the config.json replace those of shipped configs, whose origins start with `shipped`.
     """
     name = config.model.hf
     assert name is not None
@@ -363,7 +363,7 @@ def with_values(loaded: LoadedConfig, values: Mapping[str, object], origin: str)
             content[key] = value
             continue
         section: Any = content.setdefault(path[0], {})
-        if isinstance(section, Section):  # This section has not been dumped yet.
+        if isinstance(section, Section):  # The section object has not been converted to a dictionary yet.
             section = content[path[0]] = section.model_dump(mode="json", by_alias=True)
         elif section is loaded.config.task_args:
             section = content[path[0]] = dict(section)

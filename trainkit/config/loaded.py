@@ -24,8 +24,8 @@ class LoadedConfig:
     """Keys that a plan may change although a file sets them, because that file was not written for this
     run."""
     length_note: str = ""
-    """Explains that the length of the run was set with train.steps or train.epochs and replaced the other
-    key.
+    """Says that the config key that set the run's length (train.steps or train.epochs) replaced the other of
+    the two.
     """
     typed: frozenset[str] = frozenset()
     """Keys that the user set with an option of trainkit, such as ``--set``, or an argument in Python."""

@@ -41,7 +41,7 @@ Names = Annotated[
     tuple[Annotated[str, Field(pattern=r"^[a-z0-9_.-]+$")], ...],
     BeforeValidator(lambda value: value.split(",") if isinstance(value, str) else value),
 ]
-"""Names in a YAML list, or separated by commas as in Slurm's options."""
+"""Names in a YAML list or, as in Slurm's options, separated by commas."""
 OptionName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 MetricName = Annotated[str, Field(min_length=1)]
@@ -242,7 +242,7 @@ class LaunchConfig(Section):
         "CPU binding; auto binds each rank of trainkit's trainer to the allowed CPUs closest to its GPU.",
     )
     srun_extra: dict[OptionName, OneLine | int | bool] = key(
-        {}, "Other srun options by their long names, as in resources.extra."
+        {}, "Other srun options, by their long names; the value true sets an option that takes no value."
     )
     secrets: tuple[VariableName, ...] = key(
         ("HF_TOKEN", "WANDB_API_KEY", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD"),
@@ -320,9 +320,9 @@ class NotifyConfig(Section):
 
     on: tuple[Literal["finished", "failed", "requeued", "stalled", "slow"], ...] = key(
         ("finished", "failed", "requeued", "stalled"),
-        "Events to report. finished: the run has finished; failed: it ended without finishing; requeued: it "
-        "restarts; stalled: there is no progress, no output or no new checkpoint; slow: one rank slows down "
-        "the others.",
+        "Events to report. finished: the run has finished; failed: the run ended without "
+        "finishing; requeued: the run restarts; stalled: there is no progress, no output or no new "
+        "checkpoint; slow: one rank slows down the run.",
     )
     webhook: str | None = key(
         WEBHOOK_VARIABLE,

@@ -358,7 +358,7 @@ OF_BASH = (
     "UID",
     "_",
 )
-"""Variables that bash sets itself. Assigning a value to one of them in the batch script fails or has no
+"""Variables that bash sets itself. Assigning a value to such a variable in the batch script fails or has no
 effect."""
 
 

@@ -154,7 +154,7 @@ LENGTHS = (("train", "steps"), ("train", "epochs"))
 
 
 def overlay(low: Entry, high: Entry) -> Entry:
-    """Merge two mappings; a run length in `high` also replaces one that `low` sets with the other key."""
+    """Merge two mappings; a run length in `high` replaces one in `low`, whichever of the two keys sets it."""
     for own, other in (LENGTHS, LENGTHS[::-1]):
         found, before = high.find(own), low.find(other)
         replaces = found is not None and found.value is not None and high.find(other) is None
@@ -165,7 +165,7 @@ def overlay(low: Entry, high: Entry) -> Entry:
 
 
 def entry_at(path: tuple[str, ...], value: Any, origin: str, typed: str = "") -> Entry:
-    """Return a tree with a single value, such as that of a flag; `typed` is the text that the user typed."""
+    """Return a tree with a single value, for example for a flag; `typed` is the text that the user typed."""
     entry = replace(_entries(value, origin), typed=typed)
     for key in reversed(path):
         entry = Entry({key: entry}, origin)

@@ -227,9 +227,12 @@ def test_the_example_files(tmp_path: Path) -> None:
 GOOD = {"curve": [1, 2.5, 3], "question": "up?", "answer": "yes"}
 BAD_CURVE = "its curve is not a list of at least two finite numbers or pairs of finite numbers"
 BAD: list[tuple[Any, str]] = [
-    ("{", "it is not JSON in UTF-8: Expecting property name"),
-    (b'{"answer": "\xff"}', "it is not JSON in UTF-8: 'utf-8' codec can't decode byte 0xff in position 12"),
-    ([1], "it is not an object"),
+    ("{", "the line is not JSON in UTF-8: Expecting property name"),
+    (
+        b'{"answer": "\xff"}',
+        "the line is not JSON in UTF-8: 'utf-8' codec can't decode byte 0xff in position 12",
+    ),
+    ([1], "the line is not a JSON object"),
     ({"question": "a", "answer": "b"}, "it has no key 'curve'"),
     ({**GOOD, "question": " "}, "its question is empty"),
     ({**GOOD, "answer": ""}, "its answer is empty"),

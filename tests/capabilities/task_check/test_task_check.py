@@ -107,7 +107,7 @@ IN_A_SMOKE_TEST = {
         "define read_weight()",
     ),
     "frozen model": (MODEL, MODEL + ".requires_grad_(False)", "no parameter of its model requires", ""),
-    "seeded model": (MODEL, "        torch.seed()\n" + MODEL, "builds a different model when it is called", ""),
+    "seeded model": (MODEL, "        torch.seed()\n" + MODEL, "builds a different model when it is", ""),
     "no length": (
         DATASET,
         "        return iter([1])",

@@ -1,4 +1,4 @@
-"""Decides when a run that has fewer nodes than it may use requeues, to restart on more nodes.
+"""Decides when to requeue a run that has fewer nodes than it may use, so that it restarts on more nodes.
 
 The watch regularly asks Slurm whether the missing nodes are free.
 """
@@ -28,7 +28,7 @@ ASK_EVERY_S = 1800.0
 ENOUGH_S = 5.0
 """Seconds for all queries to Slurm together, during which signals are not handled."""
 MOST_ASKED = 4
-"""Maximum number of node counts about which Slurm is asked."""
+"""Maximum number of node counts for which Slurm is asked about the start time."""
 SOON_S = 60.0
 """A job counts as startable now if it would start within this number of seconds."""
 REQUEUE_S = 120.0

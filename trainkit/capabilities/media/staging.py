@@ -55,7 +55,8 @@ def stage_image(what: str, image: object) -> Staged:
     if not (0 < height <= MAX_SIDE and 0 < width <= MAX_SIDE):
         raise UsageError(
             f"{what} has {width:,} x {height:,} pixels; each side must have 1 to {MAX_SIDE:,} pixels",
-            hint="log a smaller image, for example with torch.nn.functional.interpolate, or a crop",
+            hint="log a smaller image, for example made with torch.nn.functional.interpolate, or a "
+            "part of the image",
         )
     if pixels.is_floating_point():
         pixels = (pixels.float().nan_to_num(0.0).clamp(0, 1) * 255).round()

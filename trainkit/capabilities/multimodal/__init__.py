@@ -26,9 +26,9 @@ def read_row(line: bytes, medium: Medium, folder: Path) -> dict[str, object]:
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"it is not JSON in UTF-8: {error}") from None
+        raise ValueError(f"the line is not JSON in UTF-8: {error}") from None
     if not isinstance(row, dict):
-        raise ValueError("it is not an object")
+        raise ValueError("the line is not a JSON object")
     for key in (medium, "question", "answer"):
         if key not in row:
             raise ValueError(f"it has no key {key!r}")

@@ -342,7 +342,9 @@ class MultimodalLM(Task):
         for name, whole in (("patch", "size"), ("heads", "width")):
             if numbers[whole] % numbers[name]:
                 divides = f"which is not a divisor of task_args.{whole} ({numbers[whole]})"
-                raise UsageError(f"task_args.{name} is {numbers[name]}, {divides}", hint="change one of them")
+                raise UsageError(
+                    f"task_args.{name} is {numbers[name]}, {divides}", hint="change one of the two values"
+                )
         if medium == "image" and {train, val} - {DEMO, None}:
             require("PIL", "task_args.medium: image", "vision")
         self._files = {"train": train, "val": val}

@@ -1,8 +1,8 @@
 """Sends notifications about a run to a webhook, from background threads.
 
-The URL of the webhook is a secret. It is read from an environment variable, and never written to a file, log
-or message. ``notifications.json`` in the run folder records when the last notifications were sent, so that
-`notify.min_interval_s` also limits a run that restarts repeatedly.
+The URL of the webhook is a secret. The URL is read from an environment variable, and never written to a file,
+log or message. ``notifications.json`` in the run folder records when the last notifications were sent, so
+that `notify.min_interval_s` also limits a run that restarts repeatedly.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def event_notification(event: Event) -> Notification:
     rank, host, step = event.rank, event.host, event.step
     if event.name == "silent":
         return Notification("stalled", str(event.reason), "diagnose", step=step, rank=rank, host=host)
-    times = f"{event.number('ratio') or 0.0:.1f} times as long as the others"
+    times = f"{event.number('ratio') or 0.0:.1f} times as long as other ranks"
     since = f"has been slow since step {event.count('since_step')} ({event.text('phase')})"
     text = f"rank {rank} on {host} {since}, {times}"
     return Notification("slow", text, "status", step=step, rank=rank, host=host)
@@ -172,7 +172,7 @@ def _outside(text: str) -> str:
 
 def message(attempt: AttemptDir, plan: LaunchPlan, notification: Notification) -> str:
     """Return the JSON object for the endpoint; chat programs display its ``text``."""
-    # Import this here because it is slow, and most processes send nothing.
+    # Import this module here because its import is slow, and most processes send nothing.
     from trainkit.config import read_effective
 
     run, job, total_steps = attempt.run, read_job(attempt.run), None
@@ -208,7 +208,7 @@ def send_test(url: str, name: str) -> int:
 
 
 def url_problem(url: str) -> str | None:
-    """Return, without quoting the value, why it is not the URL of a webhook; None if it is valid."""
+    """Return the reason why a value is not the URL of a webhook, without quoting it; None if it is valid."""
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port
@@ -231,7 +231,7 @@ def post(url: str, text: str, timeout_s: float = SEND_TIMEOUT_S) -> int:
     problem = url_problem(url)
     if problem is not None:
         raise DeliveryError(f"the URL {problem}")
-    # Import these here because they are slow, and most processes of a job send nothing.
+    # Import these modules here because they are slow to import, and most processes of a job send nothing.
     from http.client import HTTPException
     from urllib.error import HTTPError, URLError
     from urllib.request import HTTPRedirectHandler, Request, build_opener

@@ -83,7 +83,7 @@ def open_shell(loaded: LoadedConfig, folder: Path) -> NoReturn:
         os.execvpe(argv[0], argv, scrubbed(os.environ))
     except FileNotFoundError:
         path.unlink()
-        message = "`salloc` is not on PATH: Slurm is not available here"
+        message = "`salloc` is not on PATH, so Slurm is not available on this machine"
         raise UsageError(message, hint="run the command on a login node of a cluster") from None
 
 

@@ -54,8 +54,8 @@ def simulate(loaded: LoadedConfig, plan: LaunchPlan, rank: int) -> Simulation:
     config = loaded.config
     with tempfile.TemporaryDirectory(prefix="trainkit-simulate-") as name:
         folder = Path(name)
-        # Disable compilation and float8, which need a GPU or real values. Disabling them does not reduce the
-        # peak memory.
+        # Disable compilation and float8, which need a GPU or real values. Without compilation and float8, the
+        # peak memory is not smaller.
         parallel = config.parallel.model_copy(update={"compile": False})
         precision = config.precision.model_copy(update={"float8": False})
         simulated = config.model_copy(update={"parallel": parallel, "precision": precision})

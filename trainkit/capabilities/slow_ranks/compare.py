@@ -20,7 +20,7 @@ Phase = Literal["data", "compute"]
 WINDOWS = 2
 """Number of consecutive windows after which a rank counts as slow, or as no longer slow."""
 RATIO = 1.4
-"""A rank is slow if it takes more than this multiple of the time that the other ranks take."""
+"""A rank is slow if it takes more than this multiple of the time that other ranks take."""
 MIN_EXCESS_S = 2e-3
 MIN_EXCESS_SHARE = 0.02
 """The smallest time difference that counts, in seconds and as a fraction of the step.
@@ -31,7 +31,7 @@ the optimizer update is measured, which shows the speed of a rank but is a small
 MIN_SLOW_S = 3.0
 """Seconds for which a rank must be slow, because short steps vary in duration on busy hosts."""
 FEW = 4
-"""In a group with fewer ranks, a rank is compared only with the others, because it would affect the
+"""A rank in a group smaller than this is compared with the rest of the group, because it would affect the
 median."""
 
 
@@ -52,7 +52,7 @@ class Slowdown:
     own_s: float = 0.0
     """Seconds of a step on this rank before the first collective."""
     usual_s: float = 0.0
-    """Seconds of a step on the other ranks before the first collective."""
+    """Seconds of a step on other ranks before the first collective."""
     is_over: bool = False
     level: int = 0
     """Rises by one with each slow window, up to `WINDOWS`, and falls by one with each other window."""

@@ -34,7 +34,7 @@ class Slowdown:
     own_s: float | None = None
     """Seconds per step of the run or, for a rank, seconds before its first collective."""
     usual_s: float | None = None
-    """The same seconds for the other ranks or, for the whole run, before the slowdown."""
+    """Like `own_s`, but of other ranks or, for a slowdown of the whole run, before the slowdown."""
 
 
 def find_slowdowns(events: Iterable[Event]) -> list[Slowdown]:

@@ -28,10 +28,10 @@ STACKS_TIMEOUT_S = 30.0
 class SilenceWatch:
     """Inspects a command whose ranks write no output, no metrics and no heartbeat.
 
-    After `SlowRanksPlan.inspect_after_s`, the watch collects the Python stacks of the ranks. It logs a
-    ``silent`` event if no rank has printed anything yet, or if a rank seems to wait for a lock file. It logs
-    a ``silent_over`` event at the next output. After `requeue.silence_s`, the watch writes hang reports like
-    those that ranks of the built-in trainer write themselves.
+    After `SlowRanksPlan.inspect_after_s`, the watch collects the Python stacks of the ranks. The watch logs a
+    ``silent`` event if no rank has printed anything yet, or if a rank seems to wait for a lock file. The
+    watch logs a ``silent_over`` event at the next output. After `requeue.silence_s`, the watch writes hang
+    reports like those that ranks of the built-in trainer write themselves.
     """
 
     def __init__(self, attempt: AttemptDir, plan: LaunchPlan) -> None:
