@@ -214,16 +214,16 @@ def test_what_only_reads_writes_nothing(here: Path, line: str) -> None:
     [
         (
             "minutes.yaml",
-            "resources.time is 24:00, which Slurm reads as 24 minutes and 0 s; 24:00:00 is 24 hours",
+            "resources.time is 24:00, which Slurm reads as 24 minutes and 0 s; use 24:00:00 for 24 hours",
         ),
         (
             "slices.yaml",
-            "resources.slice is 04:00, which Slurm reads as 4 minutes and 0 s; 04:00:00 is 4 hours",
+            "resources.slice is 04:00, which Slurm reads as 4 minutes and 0 s; use 04:00:00 for 4 hours",
         ),
-        ("megabytes.yaml", "resources.mem is 64, which Slurm reads as 64 MB; 64G is 64 GB"),
+        ("megabytes.yaml", "resources.mem is 64, which Slurm reads as 64 MB; use 64G for 64 GB"),
         (
             "warm.yaml",
-            "schedule.warmup_steps is 500, but train.steps is 200: the learning rate ends at 40% of"
+            "schedule.warmup_steps is 500, but train.steps is 200: the learning rate only reaches 40% of"
             " optimizer.lr",
         ),
         (

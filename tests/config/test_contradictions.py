@@ -96,7 +96,7 @@ checkpoint.best_metric=val_accuracy
     checkpoint.best_metric: is val_accuracy, but task is causal_lm, which has the metrics val_loss and loss
     hint: use one of these, or null
 checkpoint.best_metric=val_accuracy task=mine.py:Mine train.eval_every=null
-    checkpoint.best_metric: is val_accuracy, but train.eval_every is null: there is no validation
+    checkpoint.best_metric: is val_accuracy, but train.eval_every is null, so there is no validation
     hint: set train.eval_every
 notify.mail=me@x.org resources.mail_user=you@x.org
     notify.mail: is set, but resources.mail_user is set too

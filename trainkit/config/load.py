@@ -196,7 +196,7 @@ def _with_hf_model(tree: Entry, config: RunConfig, cwd: Path, shipped: str) -> t
         derived["data", "tokenizer"] = str(model.tokenizer)
     elif (tokenizer is None or tokenizer.origin.startswith(shipped)) and not config.model.from_scratch:
         message = f"is not set, and {shown_path(model.folder)} has no tokenizer.json"
-        hint = "save it there with `AutoTokenizer…save_pretrained`, or set data.tokenizer"
+        hint = "save the tokenizer there with `AutoTokenizer…save_pretrained`, or set data.tokenizer"
         problems.append(Problem("data.tokenizer", message, "", hint))
     for path, value in derived.items():
         found = tree.find(path)

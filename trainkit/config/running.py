@@ -176,7 +176,7 @@ class ResourcesConfig(Section):
     )
     comment: OneLine | None = key(None, "Comment that Slurm stores with the job.")
     mail_user: OneLine | None = key(None, "Recipient of Slurm's emails.")
-    mail_type: OneLine | None = key(None, "Job events that Slurm sends emails about.")
+    mail_type: OneLine | None = key(None, "Job events about which Slurm sends emails.")
     extra: dict[OptionName, OneLine | int | bool] = key(
         {}, "Other sbatch options, by their long names; the value true sets an option that takes no value."
     )

@@ -179,10 +179,10 @@ def doubts(loaded: LoadedConfig, trains: bool) -> Iterator[str]:
         read = f"{plural(int(minutes), 'minute')} and {int(seconds)} s"
         yield (
             f"resources.{key} is {time}, which Slurm reads as {read};"
-            f" {time}:00 is {plural(int(minutes), 'hour')}"
+            f" use {time}:00 for {plural(int(minutes), 'hour')}"
         )
     if re.fullmatch(r"[1-9]\d{0,2}", mem := config.resources.mem or ""):
-        yield f"resources.mem is {mem}, which Slurm reads as {mem} MB; {mem}G is {mem} GB"
+        yield f"resources.mem is {mem}, which Slurm reads as {mem} MB; use {mem}G for {mem} GB"
     texts = {"note": config.note, **{f"launch.env.{name}": text for name, text in config.launch.env.items()}}
     texts |= {f"resources.{name}": value for name, value in config.resources if isinstance(value, str)}
     for key, text in texts.items():
@@ -192,7 +192,7 @@ def doubts(loaded: LoadedConfig, trains: bool) -> Iterator[str]:
         return
     if steps is not None and warmup > steps and loaded.set_by_user("schedule.warmup_steps"):
         yield (
-            f"schedule.warmup_steps is {warmup}, but train.steps is {steps}: the learning rate ends at"
+            f"schedule.warmup_steps is {warmup}, but train.steps is {steps}: the learning rate only reaches"
             f" {steps / warmup:.0%} of optimizer.lr"
         )
     schedule = config.schedule
@@ -225,7 +225,7 @@ def _best_metric(config: RunConfig) -> Iterator[KeyProblem]:
     elif metric.startswith("val_") and config.train.eval_every is None:
         yield (
             key,
-            f"is {metric}, but train.eval_every is null: there is no validation",
+            f"is {metric}, but train.eval_every is null, so there is no validation",
             "set train.eval_every",
         )
 

@@ -287,7 +287,7 @@ def _read_text(path: Path, shown: str, executes: bool) -> str:
             return path.read_bytes().decode("utf-8-sig")
         message, problem_hint = (
             "this is not a config",
-            f"a config is a file of at most {MAX_FILE_BYTES:,} bytes",
+            f"a config must be a file of at most {MAX_FILE_BYTES:,} bytes",
         )
     except FileNotFoundError:
         message, problem_hint = "file not found", "check the path"

@@ -398,7 +398,7 @@ def test_the_speed_is_that_of_earlier_runs(
         (replace(FACTS, target=LOCAL), "", "only with Slurm can trainkit find out when more or"),
         (FACTS, "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1", "connect failure"),
         (FACTS, "/bin/sleep 60", "did not answer within"),
-        (FACTS, REFUSES, "no request is known to finish"),
+        (FACTS, REFUSES, "the run is not known to finish with any request"),
         (
             replace(FACTS, target=Target("sbatch", "", Cluster("west", error="sinfo did not answer"))),
             "",

@@ -277,7 +277,7 @@ def test_what_is_no_step(attempt, step):
 
 @pytest.mark.parametrize("text", [None, 3, b"x", ["a"]])
 def test_what_is_no_text(attempt, text):
-    with pytest.raises(UsageError, match="text 'x' is a "):
+    with pytest.raises(UsageError, match="text 'x' must be a str"):
         recorder(attempt).text("x", text)
 
 

@@ -225,7 +225,7 @@ def test_the_example_files(tmp_path: Path) -> None:
 
 
 GOOD = {"curve": [1, 2.5, 3], "question": "up?", "answer": "yes"}
-BAD_CURVE = "its curve is not a list of at least two finite numbers or pairs of finite numbers"
+BAD_CURVE = "the row's curve is not a list of at least two finite numbers or pairs of finite numbers"
 BAD: list[tuple[Any, str]] = [
     ("{", "the line is not JSON in UTF-8: Expecting property name"),
     (
@@ -233,17 +233,17 @@ BAD: list[tuple[Any, str]] = [
         "the line is not JSON in UTF-8: 'utf-8' codec can't decode byte 0xff in position 12",
     ),
     ([1], "the line is not a JSON object"),
-    ({"question": "a", "answer": "b"}, "it has no key 'curve'"),
-    ({**GOOD, "question": " "}, "its question is empty"),
-    ({**GOOD, "answer": ""}, "its answer is empty"),
-    ({**GOOD, "answer": None}, "its answer is empty"),
-    ({**GOOD, "answer": "\ud800"}, "its answer contains an unpaired surrogate"),
+    ({"question": "a", "answer": "b"}, "the row has no key 'curve'"),
+    ({**GOOD, "question": " "}, "the row's question is empty"),
+    ({**GOOD, "answer": ""}, "the row's answer is empty"),
+    ({**GOOD, "answer": None}, "the row's answer is empty"),
+    ({**GOOD, "answer": "\ud800"}, "the row's answer contains an unpaired surrogate"),
     ({**GOOD, "curve": [1, float("nan")]}, BAD_CURVE),
     ({**GOOD, "curve": [1]}, BAD_CURVE),
     ({**GOOD, "curve": [[0, 1], [1]]}, BAD_CURVE),
     ({**GOOD, "curve": [[0, 1, 2], [1, 2, 3]]}, BAD_CURVE),
     ({**GOOD, "curve": "1, 2"}, BAD_CURVE),
-    ({**GOOD, "question": "long " * 20}, "it has 105 tokens, more than 60"),
+    ({**GOOD, "question": "long " * 20}, "the row has 105 tokens, more than 60"),
 ]
 
 
@@ -274,7 +274,7 @@ def test_the_rows_and_images_of_a_config(tmp_path: Path, capsys: pytest.CaptureF
     lines, file = shown.out.splitlines(), tmp_path / "train.jsonl"
     assert len(lines) == 21
     assert lines[0].startswith(f"task is multimodal_lm, but {file}:2: it is not JSON")
-    assert lines[13] == f"{file}:15: it has 105 tokens, more than 60"
+    assert lines[13] == f"{file}:15: the row has 105 tokens, more than 60"
     assert lines[20] == f"and {3 * len(BAD) - 20} more"
     assert "1 problem\n" in shown.err
     image = pytest.importorskip("PIL.Image")

@@ -72,7 +72,8 @@ def export(request: ExportRequest) -> list[str]:
         return _export_task(config, RunDir(Path(request.run)), reader, out, request)
     if config.model.architecture != DECODER:
         raise UsageError(
-            f"model.architecture is {config.model.architecture}, which has no Hugging Face format",
+            f"model.architecture is {config.model.architecture}, which cannot be exported to the "
+            f"Hugging Face format",
             hint="read the checkpoint with torch.distributed.checkpoint",
         )
     if request.merge:

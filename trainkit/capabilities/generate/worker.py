@@ -61,8 +61,8 @@ def generate(request: JsonObject) -> None:
     start, limit = len(tokens), config.data.seq_len
     if start >= limit:
         raise UsageError(
-            f"the prompt has {start:,} tokens, but the model was trained with {limit:,} (data.seq_len)",
-            hint=f"shorten it to at most {limit - 1:,} tokens",
+            f"the prompt has {start:,} tokens, but the model was trained on {limit:,} (data.seq_len)",
+            hint=f"shorten the prompt to at most {limit - 1:,} tokens",
         )
     wanted, has_gpu = request["device"], torch.cuda.is_available()
     if wanted == "cuda" and not has_gpu:

@@ -197,7 +197,7 @@ def choose_nodes(
         return unchanged(Choice((), None, error.message.splitlines()[0]))
     best = earliest(offers)
     if best is None:
-        return unchanged(Choice(offers, None, "no request is known to finish", priority))
+        return unchanged(Choice(offers, None, "the run is not known to finish with any request", priority))
     why_longer = ""
     if best.is_slice:
         more: dict[str, object] = {}

@@ -59,7 +59,7 @@ class MediaRecorder(Recorder):
         if place is None:
             return
         if caption is not None and not isinstance(caption, str):
-            message = f"the caption of image {name!r} is a {type(caption).__name__}"
+            message = f"the caption of image {name!r} must be a str, not a {type(caption).__name__}"
             raise UsageError(message, hint="pass a str as caption")
         staged = stage_image(f"image {name!r}", image)
         self._submit(lambda: self._write_image(*place, staged, caption))
@@ -76,7 +76,9 @@ class MediaRecorder(Recorder):
         if place is None:
             return
         if not isinstance(text, str):
-            raise UsageError(f"text {name!r} is a {type(text).__name__}", hint="convert it with str(…)")
+            raise UsageError(
+                f"text {name!r} must be a str, not a {type(text).__name__}", hint="convert it with str(…)"
+            )
         self._submit(lambda: self._write_text(*place, _cut(text, MAX_TEXT)))
 
     def written(self) -> Callable[[], None]:

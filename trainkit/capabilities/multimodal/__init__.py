@@ -31,14 +31,14 @@ def read_row(line: bytes, medium: Medium, folder: Path) -> dict[str, object]:
         raise ValueError("the line is not a JSON object")
     for key in (medium, "question", "answer"):
         if key not in row:
-            raise ValueError(f"it has no key {key!r}")
+            raise ValueError(f"the row has no key {key!r}")
     for key in ("question", "answer"):
         if row[key] is None or not str(row[key]).strip():
-            raise ValueError(f"its {key} is empty")
+            raise ValueError(f"the row's {key} is empty")
         try:
             str(row[key]).encode()
         except UnicodeEncodeError:
-            raise ValueError(f"its {key} contains an unpaired surrogate") from None
+            raise ValueError(f"the row's {key} contains an unpaired surrogate") from None
     if medium == "image":
         if not (folder / str(row["image"])).is_file():
             raise ValueError(f"the image {folder / str(row['image'])} does not exist")
@@ -55,7 +55,9 @@ def _check_curve(points: object) -> None:
         found = np.empty(0)
     is_curve = found.ndim == 1 or (found.ndim == 2 and found.shape[1] == 2)
     if not is_curve or len(found) < 2 or not np.isfinite(found).all():
-        raise ValueError("its curve is not a list of at least two finite numbers or pairs of finite numbers")
+        raise ValueError(
+            "the row's curve is not a list of at least two finite numbers or pairs of finite numbers"
+        )
 
 
 def row_texts(row: Mapping[str, object]) -> list[bytes]:

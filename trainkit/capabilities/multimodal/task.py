@@ -138,7 +138,7 @@ class MediumSamples:
             question, answer = texts.encode(row_texts(row))
             tokens = [*question.tolist(), *answer.tolist(), texts.identity.eos_id]
             if len(tokens) > max_tokens:
-                problems.append(f"{file}:{number}: it has {len(tokens)} tokens, more than {max_tokens}")
+                problems.append(f"{file}:{number}: the row has {len(tokens)} tokens, more than {max_tokens}")
                 continue
             labels = torch.tensor(tokens)
             labels[: len(question)] = IGNORE
