@@ -145,7 +145,7 @@ MORE = {
 }
 """Maps a command to headings in the docs under which it is explained in detail."""
 SHARED_BY = 7
-"""An option of at least this many commands is explained only once, at the end of the page."""
+"""An option that at least this many commands have is explained only once, at the end of the page."""
 
 
 def config_text() -> str:

@@ -92,5 +92,5 @@ def map_array(
 ) -> Group[Returned]:
     """Start a run of a function for each item of `iterables`, at most `limit` at a time, as one group.
 
-    Like `map`, this stops at the end of the shortest iterable. Raises the same errors as `submit`.
+    Like `map`, the function stops at the end of the shortest iterable. Raises the same errors as `submit`.
     """

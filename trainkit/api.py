@@ -179,7 +179,7 @@ def map_array(
 ) -> Group[Returned]:
     """Start a run of a function for each item of `iterables`, at most `limit` at a time, as one group.
 
-    Like `map`, this stops at the end of the shortest iterable. Raises the same errors as `submit`.
+    Like `map`, the function stops at the end of the shortest iterable. Raises the same errors as `submit`.
     """
     if not callable(function):
         raise UsageError(
@@ -675,7 +675,7 @@ def _given(
     sections = {} if isinstance(config, str | Path | None) else config
     name = argv
     if function is not None:
-        named = getattr(function, "func", function)  # set if the function is a functools.partial
+        named = getattr(function, "func", function)  # functools.partial objects have this attribute
         name = (str(getattr(named, "__name__", type(named).__name__)).strip("<>_") + ".py",)
     request = ConfigRequest(path, profile, (), _flags(sections, options, arguments), name)
     where = None if run_dir is None else Path(run_dir)

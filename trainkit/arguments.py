@@ -83,8 +83,8 @@ class Arguments:
     def means(self, name: str, *, is_used: bool) -> bool:
         """Return whether an option is meant for the function; `is_used` says whether it affects the run.
 
-        A name such as `name` can be both an option of the run and a parameter of the function. Such a name is
-        interpreted as the option once the parameter has an argument.
+        A name such as `name` can be both an option of the run and a parameter of the function. A name that is
+        both is interpreted as the option once the parameter has an argument.
         """
         if name in self.names:
             return not is_used or name not in self._bound
@@ -131,8 +131,8 @@ class Arguments:
     def refuse(self) -> None:
         """Raise UsageError if the function cannot be called with the given arguments.
 
-        Also raise it for a coroutine function or a generator function, because calling one does not run its
-        body.
+        Also raises it for a coroutine function or a generator function, whose body does not run when it is
+        called.
         """
         function = self.call.function
         for is_one, kind, runs in _DEFERRED:
@@ -208,7 +208,7 @@ def _shown(value: object) -> str:
 
 
 def _as(name: str, *keys: str) -> Callable[[Any], str]:
-    """Return a function that formats a value as an argument, nested under the keys of a mapping."""
+    """Return a function that formats a value as a keyword argument, nested under the keys of a mapping."""
 
     def written(value: object) -> str:
         for key in reversed(keys):

@@ -180,7 +180,7 @@ class HostView(NamedTuple):
     """Values and problems of a host that a capability shows in `watch`."""
 
     values: Mapping[str, object] = {}
-    """Values for the host's row, by the keys of `watch --json`."""
+    """Values for the host's row of the table, keyed as in `watch --json`."""
     problems: Sequence[tuple[int, str]] = ()
     """The severity and a short description of each problem."""
 

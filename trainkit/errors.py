@@ -59,7 +59,7 @@ class TrainkitError(Exception):
 
 
 class UsageError(TrainkitError):
-    """Raised if a command is impossible because of a wrong flag, a wrong file or the state of a run."""
+    """Raised if a command cannot run because of a wrong flag, a wrong file or the state of a run."""
 
     exit_code = EXIT_USAGE
 
@@ -113,7 +113,7 @@ KeyProblem = tuple[str, str, str]
 
 
 class ConfigError(UsageError):
-    """Raised with all problems found in a config.
+    """Raised with all problems that were found in a config.
 
     `message` lists the problems with their hints, while `hint` contains only the hints.
     """

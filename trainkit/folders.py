@@ -20,7 +20,7 @@ def ensure_folder(path: Path, mode: int = 0o777, *, parents: bool = False) -> No
 
     Raises OSError if the folder cannot be created. On a parallel file system, if another host has just
     created the folder, `mkdir` can fail because the folder exists while this host still caches that it does
-    not. In that situation, `Path.mkdir(exist_ok=True)` fails.
+    not. In this race, `Path.mkdir(exist_ok=True)` fails.
     """
     try:
         path.mkdir(mode)
@@ -184,7 +184,7 @@ def user_name() -> str:
 
 
 def user_groups() -> tuple[str, ...] | None:
-    """Return the names of this user's groups; None for root, who is not restricted by lists of groups."""
+    """Return the names of this user's groups; None for root, whom no list of allowed groups restricts."""
     import grp
 
     if os.getuid() == 0:
@@ -199,7 +199,7 @@ def user_groups() -> tuple[str, ...] | None:
 PACKAGE = Path(__file__).resolve().parent
 PROJECT_CONFIG = "config.yaml"
 FIRST_RUN, FIRST_RUN_NAME = "first-run.yaml", "first-run"
-"""The run config that `trainkit init` writes, and the name of the run that uses it."""
+"""The run config that `trainkit init` writes, and the name of a run with that config."""
 QUICKSTART = "quickstart"
 NOT_RUNS = ("clusters", "profiles")
 """Folders of shipped files that are layered over a run config and are not run configs themselves."""

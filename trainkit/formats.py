@@ -194,12 +194,12 @@ _SECRETS = (
         )
         for words, program, option in _BY_PROGRAM
     ),
-    # After -p, mask a value only if it is not a word (as in -pix_fmt and -partition), a number or a partition
-    # name.
+    # After -p, a value is masked only if it is not a word (as in -pix_fmt and -partition), a number or a
+    # partition name.
     ("-p", rf"((?<![\w-])-p)(?![/.~])(?=[^\s\d]*\d)(?=[^\sA-Z]*[A-Z])(?=[^\sa-z]*[a-z])(?=\S{{8}}){_VALUE}"),
 )
-"""Pairs of lowercase words and the pattern of a secret. A text is searched for the pattern only if it
-contains one of the words."""
+"""Each entry has lowercase words, separated by spaces, and the pattern of a secret. A text is searched for
+the pattern only if the text contains one of the words."""
 _PATTERNS_BY_WORD = {
     word: [index for index, (words, _) in enumerate(_SECRETS) if word in words.split(" ")]
     for word in sorted({word for words, _ in _SECRETS for word in words.split(" ")})

@@ -42,7 +42,7 @@ SUBMITIT_NAMES = {"LOCALID": "LOCAL_RANK", "NODEID": "NODE_RANK", "NTASKS": "WOR
 """Maps variables that ``submitit.JobEnvironment`` reads to the variables from which their values are
 copied."""
 SUBMITIT_FOLDER = "submitit"
-"""Folder in a run folder to which `JobEnvironment.paths` refers."""
+"""Subfolder of a run folder to which `JobEnvironment.paths` refers."""
 FOUND = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 """Operating system errors that would probably occur again if the function were called again."""
 _BY_CHANCE = re.compile(
@@ -111,7 +111,7 @@ def read_pickle(path: Path) -> Any:
 def call_file(run: RunDir) -> Path:
     """Return the file that contains the call for a run's next attempt.
 
-    For a run in a group, it is in the group folder until the run saves a call of its own.
+    For a run in a group, the file is in the group folder until the run saves a call of its own.
     """
     own = run.path / CALL_FILE
     return own if own.exists() else run.path.parent / CALLS_FOLDER / f"{run.path.name}.pkl"
@@ -126,7 +126,7 @@ def by_value(function: Callable[..., Any]) -> Iterator[None]:
     """
     import cloudpickle
 
-    named = getattr(function, "func", function)  # set if the function is a functools.partial
+    named = getattr(function, "func", function)  # functools.partial objects have this attribute
     module = sys.modules.get(getattr(named, "__module__", None) or type(named).__module__)
     file = getattr(module, "__file__", None)
     if module is None or file is None or module.__name__ == "__main__":

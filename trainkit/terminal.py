@@ -29,7 +29,7 @@ class Styled(str):
 
 
 def plain(text: str) -> str:
-    """Convert a text to one line that cannot control a terminal, by replacing each control character."""
+    """Convert a text to one line that cannot control a terminal; replace each control character."""
     if text.isprintable():
         return text
     line = re.sub(r"[\x08-\x0a\x0d]", " ", re.sub(COLOUR, "", text))

@@ -228,8 +228,8 @@ def test_what_only_reads_writes_nothing(here: Path, line: str) -> None:
         ),
         (
             "floor.yaml",
-            "schedule.min_lr_ratio is 0: the learning rate of the last step is 0, which wastes that step;"
-            " a small ratio such as 0.001 does not",
+            "schedule.min_lr_ratio is 0: the learning rate of the last step is 0, so the last step is wasted;"
+            " a small ratio such as 0.001 avoids this",
         ),
         (
             "variable.yaml",
@@ -238,8 +238,8 @@ def test_what_only_reads_writes_nothing(here: Path, line: str) -> None:
         ("remark.yaml", "note contains ${oc.env:USER}, which trainkit does not evaluate"),
         (
             "never.yaml",
-            "checkpoint.every_steps and checkpoint.every_minutes are null: after a crash or a lost node the"
-            " run starts again from its first step",
+            "checkpoint.every_steps and checkpoint.every_minutes are null: after a crash or the loss of a"
+            " node, the run starts again from the first step",
         ),
     ],
 )

@@ -20,7 +20,7 @@ OneLine = Annotated[
 def node_counts(nodes: int | str) -> Sequence[int]:
     """Return the node counts that a value of `resources.nodes` allows, the smallest first.
 
-    A reversed range such as 4-2 allows none.
+    A reversed range such as 4-2 allows no node count.
     """
     first, dash, last = str(nodes).partition("-")
     return range(int(first), int(last) + 1) if dash else sorted(set(map(int, first.split(","))))

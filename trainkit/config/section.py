@@ -33,8 +33,8 @@ class Section(BaseModel):
         """Build the model without pydantic plugins.
 
         To find plugins, pydantic reads the metadata of every installed package, which takes a tenth of a dry
-        run's time. The search can only be turned off with an environment variable. The job must not inherit
-        that variable, so it is set only while the model is built.
+        run's time. The search for plugins can only be turned off with an environment variable. The job must
+        not inherit this environment variable, so the variable is set only while the model is built.
         """
         before = os.environ.get(DISABLE_PLUGINS)
         os.environ[DISABLE_PLUGINS] = "__all__"
@@ -50,8 +50,8 @@ class Section(BaseModel):
 def section(description: str) -> Any:
     """Return a field for a section whose keys all have defaults.
 
-    The default is an empty mapping, which pydantic validates. An instance as the default would build the
-    section's model on import and slow down the start of every command.
+    The field's default is an empty mapping, which pydantic validates. An instance as the default would build
+    the section's model on import and slow down the start of every command.
     """
     return Field(default={}, validate_default=True, description=description)
 

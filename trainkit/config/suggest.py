@@ -55,7 +55,7 @@ _TIMES = re.compile(r"(.*\d.*?)\s*(?:-|\.\.|\bto\b|\N{EN DASH})\s*(.*\d.*)")
 """Matches a range of time limits, such as 1h-2h."""
 _THOUSAND = re.compile(r"(\d+(?:\.\d+)?)\s*([km])")
 _SETTINGS = re.compile(r"[,;]\s*(?=[a-z_]+(?:\.[a-z_]+)*=)")
-"""Matches the separator between two settings that were typed as one."""
+"""Matches the separator between two settings that were typed in one argument."""
 _FACTORS = {"k": 1000, "m": 10**6}
 MAX_WHOLE = 10**18
 _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}

@@ -29,7 +29,7 @@ def written_secrets(text: str, names: Collection[str]) -> list[str]:
     """Return the names of variables to which `text` assigns a literal secret.
 
     A variable counts if its name is in `names` or looks like the name of a secret. References such as
-    ``$NAME`` and values shorter than `MIN_SECRET_CHARS` do not count.
+    ``$NAME`` and values shorter than `MIN_SECRET_CHARS` are not reported.
     """
     return [
         found["name"]

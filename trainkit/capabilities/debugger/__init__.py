@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DebugPlan(Part):
-    """The part of the plan of a run with ``--debug``."""
+    """The part of the plan for a run with ``--debug``."""
 
     CAPABILITY = "debugger"
     rank: int

@@ -27,7 +27,7 @@ def command(run_name: str, rank: int) -> None:
 
     All other ranks continue and ignore breakpoint(). In the debugger, `c` continues the run until the next
     breakpoint(), and `q` stops the run. While the run continues, Ctrl-C ends only the debugger, not the run.
-    To start a run with a rank in a terminal right away, use `trainkit run --debug`.
+    To start a run with a terminal for one of its ranks, use `trainkit run --debug`.
     """
     attach(running_attempt(find_run(run_name, acts=True)), rank)
 

@@ -104,7 +104,7 @@ class Debugging(Choice):
         return replace(plan, reasons={**plan.reasons, "debug": reason})
 
     def _reason(self, plan: LaunchPlan) -> str:
-        """Return where the debugger of the rank can be used; raise UsageError if debugpy is missing."""
+        """Describe where the rank's debugger can be used; raise UsageError if debugpy is missing."""
         from trainkit.launch.packages import NoAnswer, find_packages
 
         debug = self.plan

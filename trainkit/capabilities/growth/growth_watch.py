@@ -37,7 +37,7 @@ MIN_SHARE = 0.1
 """Minimum fraction of the remaining time that a growth must save, net of the time for the restart.
 """
 MAX_VAIN = 2
-"""Maximum number of growths that did not get the run more nodes; after that, it no longer grows."""
+"""Maximum number of growths that did not get the run more nodes; the run then no longer grows."""
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,7 @@ def _accelerate(job: Job, command: Sequence[str]) -> LauncherInput:
         # but `Accelerator` reads this variable.
         env[ACCUMULATION_VARIABLE] = str(batch.accumulation_steps)
     if not (job.shards or job.has("precision.dtype")):
-        # In this case, accelerate reads the user's own default config file, if there is one.
+        # Without this config file, accelerate reads the user's own default config file, if there is one.
         return LauncherInput(env=env)
     several = "MULTI_GPU" if job.world_size > 1 else "'NO'"
     lines = ["compute_environment: LOCAL_MACHINE", f"distributed_type: {'FSDP' if job.shards else several}"]

@@ -25,13 +25,14 @@ MIN_EXCESS_S = 2e-3
 MIN_EXCESS_SHARE = 0.02
 """The smallest time difference that counts, in seconds and as a fraction of the step.
 
-The fraction applies only if the measured time includes the forward pass. With sharded ranks, little more than
-the optimizer update is measured, which shows the speed of a rank but is a small fraction of the step.
+The fraction of the step applies only if the measured time includes the forward pass. With sharded ranks,
+little more than the optimizer update is measured, which shows the speed of a rank but is a small fraction of
+the step.
 """
 MIN_SLOW_S = 3.0
 """Seconds for which a rank must be slow, because short steps vary in duration on busy hosts."""
 FEW = 4
-"""A rank in a group smaller than this is compared with the rest of the group, because it would affect the
+"""In a group with fewer ranks than this, a rank is compared with the rest, because it would affect the
 median."""
 
 

@@ -29,7 +29,7 @@ class SlowRanksPlan(Part):
 
     @property
     def silence(self) -> str:
-        """Describe what happens to a command that prints nothing."""
+        """Describe, for the dry run, what happens to a command that prints nothing."""
         if self.inspect_after_s is None:
             return "not watched: requeue.inspect_s and requeue.silence_s are null"
         case = "if nothing has been printed yet or a rank waits for a lock file"

@@ -1,4 +1,4 @@
-"""Finds hosts with slow ranks, which are to be excluded, during an attempt or after it."""
+"""Finds hosts with slow ranks during an attempt or after it, so that these hosts can be excluded."""
 
 from __future__ import annotations
 
