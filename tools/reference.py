@@ -215,7 +215,7 @@ def _value(field: dict[str, Any]) -> str:
     }
     limits = (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"), ("exclusiveMaximum", "<"))
     bounds = [f"{sign} {field[key]:g}" for key, sign in limits if key in field and abs(field[key]) < 2**53]
-    return " ".join([names.get(kind, str(kind)), ", ".join(bounds)]).strip()
+    return " ".join([names.get(kind, str(kind)), " and ".join(bounds)]).strip()
 
 
 def _yaml(value: object) -> str:

@@ -94,7 +94,7 @@ class DataConfig(Section):
     document_mask: bool = key(False, "Let tokens attend only to tokens of the same document.")
     shuffle: bool = key(True, "Shuffle the samples of each epoch.")
     cache_dir: str | None = key(
-        None, "Folder for tokenized data; null uses the cache folder in your home directory."
+        None, "Folder for tokenized data; null uses trainkit/data in your cache folder (by default ~/.cache)."
     )
 
 
