@@ -927,7 +927,7 @@ def _start(
     submission = plan_submission(trials, array, given.workload, after=given.after, warn=warn_caller)
     if given.now and submission.plan.is_job:
         raise UsageError(
-            "now applies only to runs on this machine, but this run goes to Slurm", hint="leave it out"
+            "now applies only to runs on this machine, but this run goes to Slurm", hint="omit it"
         )
     found = submission_warnings(submission, given.run_dir, given.workload, starts=True)
     for text in (*submission.plan.warnings, *found):

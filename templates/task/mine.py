@@ -25,7 +25,7 @@ class Mine(Task):
         self.width, self.depth = width, depth
 
     # Any nn.Module. Modules that repeat in an nn.ModuleList or nn.Sequential are sharded and recomputed one
-    # by one; define `layers` to choose other modules. trainkit seeds random numbers; do not seed them yourself.
+    # by one; define `layers` to choose other modules. trainkit seeds random numbers, so do not seed them.
     def build_model(self):
         blocks = nn.Sequential(*[Block(self.width) for _ in range(self.depth)])
         return nn.Sequential(nn.Linear(8, self.width), blocks, nn.Linear(self.width, 2))
