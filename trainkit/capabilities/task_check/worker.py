@@ -274,7 +274,7 @@ def smoke(config: RunConfig) -> list[Problem]:
 
 
 def main() -> None:
-    """Print the problems found with the config on standard input."""
+    """Print the problems found with the config that is read from standard input."""
     values = json.load(sys.stdin)
     config = config_class(values).model_validate(values)
     print_problems(smoke(config) if "--smoke" in sys.argv else unreadable_samples(config))
