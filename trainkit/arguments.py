@@ -83,8 +83,8 @@ class Arguments:
     def means(self, name: str, *, is_used: bool) -> bool:
         """Return whether an option is meant for the function; `is_used` says whether it affects the run.
 
-        A name such as `name` can be both an option of the run and a parameter of the function. A name that is
-        both is interpreted as the option once the parameter has an argument.
+        A name such as `name` can be both an option of the run and a parameter of the function. Such a
+        name is interpreted as the option of the run once the parameter has an argument.
         """
         if name in self.names:
             return not is_used or name not in self._bound
