@@ -538,7 +538,7 @@ class Broken:
         (dumps(Result("<b>&")), "finished", "<td>&#x27;&lt;b&gt;&amp;&#x27;</td>"),
         (dumps(Result("hf_" + "a" * 30)), "finished", "<td>&#x27;***&#x27;</td>"),
         (dumps(Result(None)), "finished", "<td>None</td>"),
-        (dumps(Result(bytes(2**20))), "finished", "<td>1.0 MiB, which result() loads</td>"),
+        (dumps(Result(bytes(2**20))), "finished", "<td>1.0 MiB; call result() to load it</td>"),
         (dumps(Result(Broken())), "finished", "<td>cannot be shown: the result of rank 0 of "),
         (b"", "finished", "<td>cannot be shown: "),
         (dumps(Result(3))[:-9], "finished", "<td>cannot be shown: "),
@@ -630,7 +630,7 @@ def test_a_function(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert (failed.status.failure.type, failed.status.failure.message) == ("LookupError", "no luck")
     with pytest.raises(trainkit.RunError, match="1 and 2"):
         api.submit(fail_unpicklable, requeue=ONCE).result(LIMIT_S)
-    with pytest.raises(trainkit.RunError, match=r"rank 0 of .* left no result"):
+    with pytest.raises(trainkit.RunError, match=r"rank 0 of .* wrote no result"):
         api.submit(leave_first, gpus_per_node=2, device="cpu").result(LIMIT_S)
     assert isinstance(api.submit(late, requeue=ONCE).exception(LIMIT_S), TimeoutError)
     ranks = api.submit(rank_of_submitit, gpus_per_node=2, device="cpu")
@@ -691,7 +691,7 @@ def test_an_array_of_eight_and_a_sweep() -> None:
     assert [value for value, _ in swept.results(LIMIT_S)] == [4, 5, 5, 6]
     assert [trial.values for trial in swept.status.trials][1] == {"one": 1, "other": 4}
     assert api.submit(sys.exit, 0).result(LIMIT_S) is None
-    with pytest.raises(UsageError, match="is one run, not a group"):
+    with pytest.raises(UsageError, match="is a single run, not a group"):
         api.Group(group[0].path)
     with pytest.raises(UsageError, match="nothing to call"):
         api.map_array(add, [])

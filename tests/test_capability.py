@@ -207,7 +207,7 @@ def test_a_broken_companion_does_not_end_the_training(tmp_path: Path, site: Path
     done = submit(tmp_path, site, "toy.ticks=3")
     assert done.returncode == 0, done.stdout + done.stderr
     log = RunDir(tmp_path / "run").attempt(1).node_log(0).read_text()
-    assert log.count("warning: the capability toy has failed: OSError: the toy is broken") == 1
+    assert log.count("warning: the capability toy failed: OSError: the toy is broken") == 1
 
 
 def test_a_watch_makes_the_run_restart(tmp_path: Path, site: Path) -> None:

@@ -112,7 +112,7 @@ ENDS: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str, t
         functools.partial(in_a_module_of_the_job, "returned"),
         {},
         trainkit.RunError,
-        "the result of rank 0 of .* cannot be loaded here: ModuleNotFoundError: .*only_in_the_job",
+        "the result of rank 0 of .* cannot be loaded in this process: ModuleNotFoundError: .*only_in_the_job",
         ("", False),
     ),
     "sys.exit with a text": (
@@ -140,14 +140,14 @@ ENDS: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str, t
         functools.partial(one_leaves, 0, "0"),
         {},
         trainkit.RunError,
-        "rank 0 of .*/runs/.* left no result",
+        "rank 0 of .*/runs/.* wrote no result",
         ("NoResult", True),
     ),
     "os._exit(0) of another rank": (
         functools.partial(one_leaves, 0, "1"),
         TWO,
         trainkit.RunError,
-        "rank 1 of .*/runs/.* left no result",
+        "rank 1 of .*/runs/.* wrote no result",
         ("NoResult", True),
     ),
     "os._exit(5)": (

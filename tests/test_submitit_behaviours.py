@@ -257,7 +257,7 @@ def parameter_error(**options: Any) -> str:
     return error.value.render()
 
 
-@row("`result()` is the value of the function")
+@row("`result()` returns the value of the function")
 def _(both: Both) -> None:
     assert both.jobs["add"].result() == both.runs["add"].result(LIMIT_S) == 5
 
@@ -267,7 +267,7 @@ def _(both: Both) -> None:
     assert "`functools.partial(add, other=2)`" in parameter_error(other=2)
 
 
-@row("`map_array(f, xs, ys)`, up to the end of the shortest")
+@row("`map_array(f, xs, ys)` stops at the end of the shortest iterable")
 def _(both: Both) -> None:
     found = [job.result() for job in both.jobs["array"]]
     assert found == both.runs["array"].results(LIMIT_S) == [11, 22, 33]
@@ -284,7 +284,7 @@ def _(both: Both) -> None:
     assert {run.path.parent for run in both.runs["calls"]} == {both.runs["calls"].path}
 
 
-@row("`results()` of all tasks")
+@row("`results()` returns the values of all tasks")
 def _(both: Both) -> None:
     assert both.jobs["ranks"].results() == [*map(tuple, both.runs["ranks"].results(LIMIT_S))]
 
@@ -309,7 +309,7 @@ def _(both: Both) -> None:
         submitit.JobEnvironment()
 
 
-@row("the exception of a function is raised")
+@row("an exception in the function is raised to the caller")
 def _(both: Both) -> None:
     assert type(both.jobs["flaky"].exception()) is utils.FailedJobError
     error = both.runs["flaky"].exception(LIMIT_S)
@@ -317,7 +317,7 @@ def _(both: Both) -> None:
     assert "in flaky" in str(error.__cause__)
 
 
-@row("the task that failed is the one that is named")
+@row("the error names the task that failed")
 def _(both: Both) -> None:
     assert "on purpose: 1" in str(both.jobs["flaky"].exception())
     assert str(both.runs["flaky"].exception(LIMIT_S)) == "on purpose: 1"
@@ -329,7 +329,7 @@ def _(both: Both) -> None:
     assert both.jobs["add"].exception() is both.runs["add"].exception(LIMIT_S) is None
 
 
-@row("an exception is not tried again")
+@row("the job is not retried after an exception")
 def _(both: Both) -> None:
     assert both.runs["flaky"].exception(LIMIT_S) is not None
     assert both.runs["flaky"].status.attempt == 1
@@ -355,17 +355,17 @@ def _(both: Both) -> None:
     assert "SIGKILL" in str(both.runs["kill"].exception(LIMIT_S))
 
 
-@row("a job that ends without a result has one")
+@row("a job that ends without a result has an exception")
 def _(both: Both) -> None:
     assert isinstance(both.jobs["silent"].exception(), utils.UncompletedJobError)
-    assert "left no result" in str(both.runs["silent"].exception(LIMIT_S))
+    assert "wrote no result" in str(both.runs["silent"].exception(LIMIT_S))
 
 
 @row("`stdout()`, `stderr()`, `stderr_to_stdout`")
 def _(both: Both) -> None:
     assert "adds 2 3\n" in both.jobs["add"].stdout()
     assert both.runs["add"].wait(LIMIT_S).logs() == "adds 2 3\nto stderr\n"
-    assert "leave out stderr_to_stdout" in parameter_error(stderr_to_stdout=True)
+    assert "omit stderr_to_stdout" in parameter_error(stderr_to_stdout=True)
 
 
 @row("`done()`, `wait()`, `state`")
@@ -400,12 +400,12 @@ def requeued(both: Both, name: str) -> tuple[str, int]:
     return both.runs[name].result(LIMIT_S), len([*(both.folder / name).glob("began-*")])
 
 
-@row("`checkpoint()` says with what a job continues")
+@row("`checkpoint()` returns the call with which a job continues")
 def _(both: Both) -> None:
     assert requeued(both, "asked") == ("call 1", 2)
 
 
-@row("`__submitit_checkpoint__()` comes first")
+@row("`__submitit_checkpoint__()` takes precedence over `checkpoint()`")
 def _(both: Both) -> None:
     assert requeued(both, "prefers") == ("call 10", 2)
 
@@ -434,12 +434,12 @@ def _(both: Both) -> None:
     assert run.result(LIMIT_S) == [2, 3]
 
 
-@row("`helpers.CommandFunction`: what a program prints")
+@row("`helpers.CommandFunction` returns the output of a program")
 def _(both: Both) -> None:
     assert both.jobs["command"].result() == both.runs["command"].result(LIMIT_S) == "out"
 
 
-@row("`helpers.CommandFunction` of a program that fails")
+@row("`helpers.CommandFunction` raises an error if the program fails")
 def _(both: Both) -> None:
     assert "err" in str(both.jobs["fails"].exception())
     assert isinstance(both.runs["fails"].exception(LIMIT_S), utils.FailedJobError)
@@ -472,18 +472,18 @@ def _(both: Both) -> None:
     assert both.runs["another"].result(LIMIT_S) == ([], 21)
 
 
-@row("a value of a class inside of a function")
+@row("an argument whose class is defined inside a function")
 def _(both: Both) -> None:
     assert both.jobs["local"].result().number == both.runs["local"].result(LIMIT_S).number == 3
 
 
-@row("what a job pickles names the module of a function")
+@row("a pickled function refers to its module by name")
 def _(both: Both) -> None:
     expected = pickle.dumps(importlib.import_module("here").add)
     assert both.jobs["pickled"].result() == both.runs["pickled"].result(LIMIT_S) == expected
 
 
-@row("a job is opened by its folder and id")
+@row("a job can be opened by its folder and id")
 def _(both: Both) -> None:
     code = "import trainkit; print(trainkit.Run('add').result(100))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S)
@@ -512,7 +512,9 @@ def _(both: Both) -> None:
 
 @row("`max_pickle_size_gb`")
 def _(both: Both) -> None:
-    assert "leave out max_pickle_size_gb: a pickle may have any size" in parameter_error(max_pickle_size_gb=1)
+    assert "omit max_pickle_size_gb: the size of a pickle is not limited" in parameter_error(
+        max_pickle_size_gb=1
+    )
 
 
 @row("`python=` of the executor")
@@ -530,14 +532,14 @@ def _(both: Both) -> None:
     assert "blublu=2: blublu: unknown argument" in parameter_error(blublu=2)
 
 
-@row("a value of another type is refused")
+@row("a value of the wrong type is refused")
 def _(both: Both) -> None:
     with pytest.raises(AssertionError):
         AutoExecutor("logs", cluster="local").update_parameters(mem_gb="2.0GB")
     assert "must be a whole number of at least 1" in parameter_error(nodes="two")
 
 
-@row("`timeout_min`, `mem_gb` and others become Slurm's")
+@row("`timeout_min`, `mem_gb` and others are translated to Slurm options")
 def _(both: Both) -> None:
     assert 'write time="01:00:00"' in parameter_error(timeout_min=60)
     assert 'write resources={"mem": "3584M"}' in parameter_error(mem_gb=3.5)

@@ -1,4 +1,4 @@
-"""Run the `trainkit` program; also ``python -m trainkit``."""
+"""Runs the `trainkit` program; also available as ``python -m trainkit``."""
 
 import gc
 import os
@@ -6,28 +6,28 @@ import sys
 
 
 def program() -> int:
-    """Run the command on the command line; return its exit code."""
+    """Run the command given on the command line; return its exit code."""
     try:
-        # Importing libraries allocates much and frees little, so garbage collections would take 7 % of a dry
-        # run. Garbage collection still runs in commands that run for hours.
+        # Importing libraries allocates many objects and frees few, so garbage collection would take 7 % of a
+        # dry run. Garbage collection still runs in commands that run for hours.
         gc.set_threshold(100_000)
         _open_closed_streams()
         from trainkit.cli.main import main
 
         code = main()
-        # Skip Python's last garbage collection, which takes a tenth of a short command, because the process
-        # ends anyway.
+        # Skip Python's final garbage collection, which takes a tenth of a short command and is useless before
+        # exit.
         gc.freeze()
         return code
-    except KeyboardInterrupt:  # raised outside of the command, which handles its own interrupts
+    except KeyboardInterrupt:  # raised outside of the command, which handles interrupts itself
         print("\ninterrupted", file=sys.stderr)
         return 130
 
 
 def _open_closed_streams() -> None:
-    """Open /dev/null for a stream that the shell has closed (`>&-`).
+    """Open /dev/null in place of each standard stream that the shell has closed (`>&-`).
 
-    Otherwise the next opened file would take the descriptor of the stream.
+    Otherwise, the next file that is opened would get the stream's descriptor.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:

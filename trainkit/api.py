@@ -1,6 +1,7 @@
-"""The Python API: `submit`, `sweep` and `map_array` start runs and return a `Run` or a `Group`.
+"""Provides the Python API: `submit`, `sweep` and `map_array` start runs and return a `Run` or a `Group`.
 
-The runs have the same folders as runs of the command line, so ``trainkit status`` shows them too.
+Runs started from Python have the same folders as runs of the command line, so ``trainkit status`` shows them
+too.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ from trainkit.run.trial import group_values, trial_values, values_of
 from trainkit.shipped import in_order, launchers
 
 if TYPE_CHECKING:
-    import typing_extensions as types  # for defaults; nothing imports it when this runs
+    import typing_extensions as types  # needed only for parameter defaults; not imported when this code runs
 
     from trainkit.config import LoadedConfig
     from trainkit.launch.config_request import ConfigRequest
@@ -71,25 +72,26 @@ else:
     Value = TypeVar("Value", covariant=True)
 
 Config = str | Path | Mapping[str, Any] | None
-"""A config file, the name of a shipped config, or sections as a dictionary or OmegaConf's ``DictConfig``."""
+"""A config file, the name of a shipped config, or the sections as a dictionary or OmegaConf
+``DictConfig``."""
 After: TypeAlias = "str | Path | Run | Iterable[str | Path | Run]"
-"""The runs and groups that must finish first, given by their names, folders or objects."""
+"""Runs and groups that must finish before a new run starts, given by name, folder or object."""
 POLL_S = 0.2
 REASON_AFTER_S = 5.0
-"""Seconds of waiting after which the reason of the wait is printed to stderr."""
+"""Seconds of waiting after which the reason for the wait is printed to stderr."""
 GROUP_POLL_S = 2.0
 SLURM_POLL_S = 10.0
-"""Seconds between two queries to Slurm about a group."""
+"""Seconds between two queries to Slurm about one group."""
 MAX_SHOWN_BYTES = 2**20
-"""The size of the largest result file that is loaded for a table."""
+"""Size of the largest result file that is loaded to show the result in a notebook's table."""
 
 
 class RunError(TrainkitError):
-    """Raised if a run failed, was cancelled or was deleted and so has no result; `hint` says what to do."""
+    """Raised if a run failed, was cancelled or was deleted, so it has no result; `hint` says what to do."""
 
 
 class RemoteTraceback(Exception):
-    """The traceback of an exception that the function of a run has raised, as the cause of the exception."""
+    """The traceback of an exception raised by a run's function; set as the cause of that exception."""
 
     def __str__(self) -> str:
         return f"\n\n{self.args[0]}"
@@ -111,14 +113,14 @@ def submit(
     """Start a run on Slurm, or in the background on this machine, as ``trainkit submit`` does.
 
     `work` is a config for the built-in trainer, or a function that each rank calls with `args`. `Run.result`
-    returns the value of the function. To pass keyword arguments to the function, use `functools.partial`; an
-    option that has the name of one of the function's parameters is refused. `command` runs a program instead,
-    optionally through a `launcher` such as ``torchrun``. A function or a command may have a `config` for its
-    job. The run starts after the runs in `after` have finished.
+    returns the function's return value. To pass keyword arguments to the function, use `functools.partial`;
+    options that share a name with one of the function's parameters are rejected. `command` runs a program
+    instead of `work`, optionally through a `launcher` such as ``torchrun``. For a function or a command,
+    `config` sets the config of its job. The run starts once the runs in `after` have finished.
 
-    `options` are the options of the command line, such as ``nodes=2``, ``gpus_per_node=4``,
-    ``time="1:00:00"``, ``name``, ``note`` and ``tags``, and sections of the config, such as ``train={"steps":
-    50}``. Raises UsageError, ConfigError and SlurmError, each with a `hint`, before anything starts.
+    `options` are command-line options, such as ``nodes=2``, ``gpus_per_node=4``, ``time="1:00:00"``,
+    ``name``, ``note`` and ``tags``, and sections of the config, such as ``train={"steps": 50}``. Raises
+    UsageError, ConfigError or SlurmError, each with a `hint`, before anything starts.
     """
     calls = {0: _call(work, args)} if callable(work) else {}
     given = _given(work, config, profile, options, after, run_dir, command, launcher, now, calls=calls)
@@ -126,7 +128,7 @@ def submit(
 
     if args and given.function is None:
         hint = "a function takes arguments; submit(function, 1, 2) calls function(1, 2)"
-        raise UsageError(f"{plural(len(args), 'argument')}, but no function", hint=hint)
+        raise UsageError(f"{plural(len(args), 'argument')}, but no function to pass it to", hint=hint)
     given, loaded = _loaded(given)
     values = [trial_values(Arguments(call).given) for call in calls.values()]
     return Run(_start(given, [LoadedTrial(0, {}, loaded)], None, calls, values))
@@ -144,11 +146,11 @@ def sweep(
     profile: str | None = None,
     **options: Any,
 ) -> Group[Returned]:
-    """Start a run for each combination of `values`, at most `limit` at once, as ``submit --sweep`` does.
+    """Start a run for each combination of `values`, at most `limit` at a time, as ``submit --sweep`` does.
 
-    The keys of `values` are config keys, or the keyword arguments of a function. Without a `limit`, Slurm
-    decides how many run at once, and on this machine the runs start one after another. Raises the same errors
-    as `submit`.
+    The keys of `values` are config keys or, if `work` is a function, its keyword arguments. Without a
+    `limit`, Slurm decides how many runs run at a time; on this machine, they run one after another. Raises
+    the same errors as `submit`.
     """
     axes = _axes(values, of_function=callable(work))
     found = [dict(zip(axes, trial, strict=True)) for trial in itertools.product(*axes.values())]
@@ -157,7 +159,7 @@ def sweep(
     if given.function is not None:
         return _start_calls(given, calls, limit, group_values(found))
     if twice := [key for key, _, _ in _keys_of(options) if key in axes]:
-        raise UsageError(f"{twice[0]} is an option and has values", hint="leave one of them out")
+        raise UsageError(f"{twice[0]} is given both as an option and in the values", hint="omit one of them")
     from trainkit.launch.sweep import ArraySpec, swept
 
     array = ArraySpec(tuple(range(len(found))), limit)
@@ -175,30 +177,34 @@ def map_array(
     profile: str | None = None,
     **options: Any,
 ) -> Group[Returned]:
-    """Start a run of a function for each item of `iterables`, at most `limit` at once, as one group.
+    """Start a run of a function for each item of `iterables`, at most `limit` at a time, as one group.
 
-    Like `map`, it stops at the end of the shortest iterable. Raises the same errors as `submit`.
+    Like `map`, the function stops at the end of the shortest iterable. Raises the same errors as `submit`.
     """
     if not callable(function):
-        raise UsageError(f"{function!r} is no function", hint="`trainkit.sweep` starts the runs of a config")
+        raise UsageError(
+            f"{function!r} is not a function", hint="use `trainkit.sweep` to start several runs of a config"
+        )
     for one in iterables:
         if not isinstance(one, Iterable):
-            what = f"{shown_value(one)} is one value, not several"
-            raise UsageError(what, hint="give a list: an item for each run; `submit` starts a single run")
+            what = f"{shown_value(one)} is a single value, not a list"
+            raise UsageError(
+                what, hint="pass a list with one item per run; to start a single run, use `submit`"
+            )
     from trainkit.plan.sweep import MAX_TRIALS
 
     found = list(itertools.islice(zip(*iterables, strict=False), MAX_TRIALS + 1))
     _refuse_too_many(len(found), MAX_TRIALS)
     calls = {index: _call(function, args) for index, args in enumerate(found)}
     given = _given(function, config, profile, options, after, run_dir, limit=limit, calls=calls)
-    common = Arguments(_call(function, ())).given  # of a functools.partial
+    common = Arguments(_call(function, ())).given  # functools.partial objects have this attribute
     items = [Arguments(call).given for call in calls.values()]
     values = group_values([{key: own[key] for key in own if key not in common} for own in items])
     return _start_calls(given, calls, limit, values)
 
 
 def as_completed(runs: Iterable[Run[Value]], timeout_s: float | None = None) -> Iterator[Run[Value]]:
-    """Yield the runs of a group or a list as they end.
+    """Yield the runs of a group or a list in the order in which they end.
 
     Raises TimeoutError if not all runs have ended `timeout_s` seconds after the first call.
     """
@@ -211,10 +217,10 @@ def as_completed(runs: Iterable[Run[Value]], timeout_s: float | None = None) -> 
 
 
 def _rounds(runs: Iterable[Run[Value]], until_s: float) -> Iterator[tuple[list[Run[Value]], float]]:
-    """Yield the runs that have ended since the last round, and the seconds until the next round.
+    """Yield the runs that have ended since the last round of polling, and the seconds until the next round.
 
-    The seconds are 0 after the last round. Each run is polled when it is due, and once more after `until_s`;
-    Slurm is queried once per round for each group.
+    In the last round, the number of seconds is 0. Each run is polled when its next poll is due, and once more
+    after `until_s`; Slurm is queried once per round and group.
     """
     asked: dict[Path, GroupStatus] = {}
 
@@ -225,7 +231,7 @@ def _rounds(runs: Iterable[Run[Value]], until_s: float) -> Iterator[tuple[list[R
 
     found = list(runs) if isinstance(runs, Iterable) else [runs]
     if wrong := [one for one in found if not isinstance(one, Run)]:
-        raise UsageError(f"{shown_value(wrong[0])} is no run", hint="give a group, or a list of runs")
+        raise UsageError(f"{shown_value(wrong[0])} is not a run", hint="pass a group, or a list of runs")
     left = [(run, run._polls(ask), 0.0) for run in found]
     while left:
         asked.clear()
@@ -242,15 +248,15 @@ def _rounds(runs: Iterable[Run[Value]], until_s: float) -> Iterator[tuple[list[R
 
 
 def runs() -> list[Run | Group]:
-    """Return all runs and groups that this machine's registry lists, newest first."""
+    """Return all runs and groups in this machine's registry, newest first."""
     return [(Group if isinstance(known, RunGroup) else Run)(known.path) for known in iter_known_runs()]
 
 
 class Run(Generic[Value]):
-    """A run, given by its folder, job id or name, or by ``last``: the newest run of the current folder.
+    """A run, given by its folder, job id or name, or by ``last`` for the newest run of the current folder.
 
-    A run of a function that returns an int is a ``Run[int]``, and its `result` is an int. Raises UsageError
-    if no run or several runs match.
+    A run whose function returns an int is a ``Run[int]``, and its `result` is an int. Raises UsageError if no
+    run matches, or more than one.
     """
 
     def __init__(self, run: str | Path | RunDir) -> None:
@@ -258,19 +264,19 @@ class Run(Generic[Value]):
 
     @property
     def path(self) -> Path:
-        """The folder of the run. The folder of a group's run may not exist before the run starts."""
+        """The folder of the run. For a run in a group, the folder may not exist until the run starts."""
         return self._folder.path
 
     @property
     def name(self) -> str:
-        """The name of the run, by default the name of its config, script or function."""
+        """The name of the run, which defaults to the name of its config, script or function."""
         return read_job(self._folder).name or self.path.name
 
     @property
     def status(self) -> RunStatus:
-        """The status as ``trainkit status`` shows it: ``state``, ``reason``, ``attempt``, ``job_id`` etc.
+        """The status that ``trainkit status`` shows: ``state``, ``reason``, ``attempt``, ``job_id`` etc.
 
-        ``progress`` has ``step`` and ``loss``; ``place`` has the host and the number of nodes.
+        ``progress`` contains ``step`` and ``loss``; ``place`` contains the host and the number of nodes.
         """
         return self._status(warn_caller)
 
@@ -278,7 +284,7 @@ class Run(Generic[Value]):
         return look_at(self._folder, warn)[1]
 
     def _trial(self, ask: Callable[[RunGroup], GroupStatus]) -> TrialStatus | None:
-        """Return the run's status in its group as long as the run has not started, else None."""
+        """Return the status of the run as a trial of its group; None once the run has started."""
         found = None if self._folder.attempt_numbers() else group_of(self._folder)
         if found is None:
             return None
@@ -289,12 +295,12 @@ class Run(Generic[Value]):
         return not self.status.is_active
 
     def wait(self, timeout_s: float | None = None) -> Run[Value]:
-        """Wait until the run has ended, including all restarts; raises TimeoutError after `timeout_s`."""
+        """Wait until the run has ended, including all restarts; raise TimeoutError after `timeout_s`."""
         _wait(self._polls(), timeout_s, self.path)
         return self
 
     def _polls(self, ask: Callable[[RunGroup], GroupStatus] | None = None) -> Iterator[float]:
-        """Yield the seconds until the next poll until the run has ended; `ask` queries its group."""
+        """Yield the seconds until the next poll, until the run has ended; `ask` queries the run's group."""
         ask = ask or partial(query_group, warn=warn_caller)
         waiting = Waiting(print_note, REASON_AFTER_S)
         while (trial := self._trial(ask)) is not None:
@@ -311,9 +317,9 @@ class Run(Generic[Value]):
         return read_metrics(self._folder)
 
     def logs(self, rank: int = 0) -> str:
-        """Return the output of a rank in the newest attempt so far; raises UsageError for an unknown rank."""
+        """Return a rank's output in the newest attempt so far; raise UsageError for an unknown rank."""
         attempt = self._folder.attempt(max(self._folder.attempt_numbers(), default=0))
-        nodes = ranks_of_nodes(plan := read_plan(attempt))  # empty before it starts
+        nodes = ranks_of_nodes(plan := read_plan(attempt))  # empty before the attempt starts
         if nodes and not 0 <= rank < nodes[-1].stop:
             raise UsageError(
                 f"{self._folder.shown} has no rank {rank}", hint=there_are(range(nodes[-1].stop))
@@ -322,16 +328,16 @@ class Run(Generic[Value]):
         return log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
 
     def cancel(self, *, now: bool = False, wait: bool = False) -> None:
-        """Ask the run to save and end, or kill it if `now`; if `wait`, return after the run has ended."""
-        refuse_foreign(self._folder.path, "`trainkit cancel --trust` acts on what it says all the same")
+        """Ask the run to save and exit, or kill it if `now`; if `wait`, return after the run has ended."""
+        refuse_foreign(self._folder.path, "use `trainkit cancel --trust` to cancel the run anyway")
         cancel_run(create_task_run(self._folder), now=now, wait=wait, warn=warn_caller)
 
     def resume(self, *, new_code: bool = False, now: bool = False, **options: Any) -> Run[Value]:
-        """Start the next attempt from the newest intact checkpoint; `options` are as for `submit`."""
+        """Start the next attempt from the newest intact checkpoint; `options` are those of `submit`."""
         from trainkit.control.resume import planned_resume, resume_run
 
         run = create_task_run(self._folder)
-        refuse_foreign(run.path, "`trainkit resume --trust` executes it as you anyway")
+        refuse_foreign(run.path, "use `trainkit resume --trust` to execute it under your account anyway")
         with planned_resume(run, (), _flags({}, options), warn=warn_caller, new_code=new_code) as found:
             for text in found.plan.warnings:
                 warn_caller(text)
@@ -339,19 +345,21 @@ class Run(Generic[Value]):
         return self
 
     def result(self, timeout_s: float | None = None) -> Value:
-        """Wait until the run has ended and return the value of its function on rank 0.
+        """Wait until the run has ended, and return its function's return value on rank 0.
 
-        Raises the exception that the function raised, with its traceback as the cause. Raises RunError if the
-        run ended otherwise, and TimeoutError after `timeout_s`.
+        If the function raised an exception, raises the same exception with its traceback as the cause. Raises
+        RunError if the run has no result for another reason, and TimeoutError after `timeout_s`.
         """
         return self.results(timeout_s)[0]
 
     def results(self, timeout_s: float | None = None) -> list[Value]:
-        """Return the values of the function on all ranks; raises the same errors as `result`."""
+        """Return the function's return values on all ranks; raise the same errors as `result`."""
         self.wait(timeout_s)
         if not (numbers := self._folder.attempt_numbers()):
             raise self._error(None)
-        refuse_foreign(self._folder.path, "copy what you need: reading a result executes what is in it")
+        refuse_foreign(
+            self._folder.path, "copy the data you need: loading a result executes code that the file contains"
+        )
         attempt = self._folder.attempt(numbers[-1])
         end = read_end(attempt)
         verdict = None if end is None else end.verdict
@@ -359,7 +367,8 @@ class Run(Generic[Value]):
             int(file.stem[5:]): file for file in sorted(attempt.rank_result(0).parent.glob("rank-*.pkl"))
         }
         if verdict is not None and verdict.rank is not None:
-            # The errors of other ranks may only be a consequence: this rank was gone.
+            # Read the rank at fault first: errors of other ranks may only be a consequence of that rank's
+            # exit.
             files = {verdict.rank: files[verdict.rank], **files} if verdict.rank in files else {}
         found = {rank: self._loaded(attempt, rank, file) for rank, file in files.items()}
         for result in found.values():
@@ -373,12 +382,14 @@ class Run(Generic[Value]):
             raise self._error(end)
         ranks = range(LaunchPlan.read(attempt.plan_file).world_size)
         if missing := [rank for rank in ranks if rank not in found and left in (None, rank)]:
-            what = f"{rank_list(missing)} of {self._folder.path} left no result"
-            raise RunError(what, hint="a function returns; `os._exit` ends its process before")
+            what = f"{rank_list(missing)} of {self._folder.path} wrote no result"
+            raise RunError(
+                what, hint="let the function return: `os._exit` ends the process before the result is written"
+            )
         return [found[rank].value for rank in ranks]
 
     def _loaded(self, attempt: AttemptDir, rank: int, file: Path) -> Result:
-        """Load the result of a rank; raises RunError if this process lacks a module of its values."""
+        """Load the result of a rank; raise RunError if this process cannot import a module that it needs."""
         try:
             return cast("Result", read_pickle(file))
         except (OSError, UsageError):
@@ -386,12 +397,15 @@ class Run(Generic[Value]):
         except Exception as error:
             if trace := read_object(attempt.rank_error(rank)).get("traceback"):
                 raise RunError(f"the function of {self._folder.path} raised:\n\n{trace}") from error
-            what = f"the result of rank {rank} of {self._folder.path} cannot be loaded here"
-            hint = "load it where its modules and devices are, or return plain values and tensors on the CPU"
+            what = f"the result of rank {rank} of {self._folder.path} cannot be loaded in this process"
+            hint = (
+                "load it where the same modules and devices are available, or let the function "
+                "return plain values and CPU tensors"
+            )
             raise RunError(f"{what}: {type(error).__name__}: {error}", hint=hint) from error
 
     def exception(self, timeout_s: float | None = None) -> Exception | None:
-        """Wait until the run has ended; return the error that `result` would raise, or None."""
+        """Wait until the run has ended, and return the error that `result` would raise, or None."""
         self.wait(timeout_s)
         try:
             self.results()
@@ -402,12 +416,12 @@ class Run(Generic[Value]):
     def _error(self, end: AttemptEnd | None) -> RunError:
         shown, word = self._folder.shown, self._folder.word
         if end is not None and end.state == "finished":
-            return RunError(f"{shown} has no result", hint="only a run of a function has one")
+            return RunError(f"{shown} has no result", hint="only runs of a function have a result")
         status = self.status
         what = f"{shown} is {status.state}" + (f": {status.reason}" if status.reason else "")
         if status.failure is not None:
-            return RunError(what, hint=f"`trainkit diagnose {word}` names the cause")
-        return RunError(what, hint=f"`trainkit resume {word}`, or its method resume, continues it")
+            return RunError(what, hint=f"run `trainkit diagnose {word}` to see the cause")
+        return RunError(what, hint=f"`trainkit resume {word}`, or the resume() method, continues the run")
 
     def __await__(self) -> Generator[Any, None, Value]:
         return _after(self._polls(), self.result).__await__()
@@ -434,13 +448,13 @@ class Run(Generic[Value]):
             return details({"folder": str(self.path), "error": str(error)})
 
     def _shown_result(self, state: str) -> str | None:
-        """Return the value of the function on rank 0 as text for a table, unless it is large."""
+        """Return the function's return value on rank 0 as text for a table, unless it is large."""
         numbers = self._folder.attempt_numbers() if state == "finished" else []
         file = self._folder.attempt(numbers[-1]).rank_result(0) if numbers else None
         if file is None or not file.exists():
             return None
         if file.stat().st_size > MAX_SHOWN_BYTES:
-            return f"{size(file.stat().st_size)}, which result() loads"
+            return f"{size(file.stat().st_size)}; call result() to load it"
         try:
             refuse_foreign(self._folder.path, "")
             return shortened(self._loaded(self._folder.attempt(numbers[-1]), 0, file).value)
@@ -449,15 +463,15 @@ class Run(Generic[Value]):
 
 
 class Group(Sequence[Run[Value]]):
-    """A group of runs, given by its folder or name; it is a sequence of `Run`.
+    """A group of runs, identified by its folder or name; the group is a sequence of `Run` objects.
 
-    A ``Group[int]`` consists of ``Run[int]``. Raises UsageError if there is no such group.
+    The items of a ``Group[int]`` have the type ``Run[int]``. Raises UsageError if no group matches.
     """
 
     def __init__(self, group: str | Path) -> None:
         found = find_run_or_group(str(group), acts=True)
         if not isinstance(found, RunGroup):
-            raise UsageError(f"{found.path} is one run, not a group", hint="Run(…) opens it")
+            raise UsageError(f"{found.path} is a single run, not a group", hint="Run(…) opens it")
         self._group = found
         self._indices = sorted(found.trials)
 
@@ -468,18 +482,18 @@ class Group(Sequence[Run[Value]]):
 
     @property
     def name(self) -> str:
-        """The name of the group, by default the name of its config or function."""
+        """The name of the group, which defaults to the name of its config or function."""
         return self._group.name
 
     @property
     def status(self) -> GroupStatus:
-        """The status as ``trainkit status`` shows it: the state and result of each run."""
+        """The status that ``trainkit status`` shows: the state and result of each run."""
         return query_group(self._group, warn_caller)
 
     def best(self, metric: str | None = None) -> Run[Value] | None:
-        """Return the best run by `metric` (by default that of ``trainkit status``), or None without results.
+        """Return the best run by `metric` (default: that of ``trainkit status``); None if there is no result.
 
-        A run that has diverged is never the best. Raises UsageError for a metric that no run has logged.
+        Runs that have diverged are never the best. Raises UsageError for a metric that no run has logged.
         """
         best = query_group(self._group, warn_caller, metric).best
         return None if best is None else Run(self._group.run(best.index))
@@ -498,7 +512,7 @@ class Group(Sequence[Run[Value]]):
         return len(self._indices)
 
     def wait(self, timeout_s: float | None = None) -> Group[Value]:
-        """Wait until all runs have ended; raises TimeoutError after `timeout_s`."""
+        """Wait until all runs have ended; raise TimeoutError after `timeout_s`."""
         _wait(self._polls(), timeout_s, self.path)
         return self
 
@@ -509,7 +523,7 @@ class Group(Sequence[Run[Value]]):
             yield _group_poll_s(self._group)
 
     def _rounds(self) -> Iterator[tuple[list[Run[Value]], float]]:
-        """Yield the same rounds as `_rounds`, with a single query for all runs of the group."""
+        """Yield rounds as the function `_rounds` does, but with a single query for all runs of the group."""
         left, waiting = {*self._indices}, Waiting(print_note, REASON_AFTER_S)
         while left:
             waiting.look(_queued(status := self.status))
@@ -519,7 +533,7 @@ class Group(Sequence[Run[Value]]):
             yield [Run(self._group.run(one)) for one in ended], _group_poll_s(self._group) if left else 0.0
 
     def results(self, timeout_s: float | None = None) -> list[Value]:
-        """Return the value of each run, in order; raises the error of the first run that has no value."""
+        """Return the result of each run, in order; raise the error of the first run that has no result."""
         self.wait(timeout_s)
         return [run.result() for run in self]
 
@@ -528,11 +542,13 @@ class Group(Sequence[Run[Value]]):
         cancel_group(self._group, now=now, wait=wait)
 
     def resume(self) -> Group[Value]:
-        """Run the unfinished trials on this machine, or submit the unsubmitted trials to Slurm."""
+        """Continue the group: run unfinished trials on this machine, or submit unsubmitted ones to Slurm."""
         from trainkit.control.resume import resume_group
 
         if self._group.record.process is None and not self._group.left:
-            raise UsageError(f"{self.path} is a Slurm array", hint="resume its runs: group[0].resume()")
+            raise UsageError(
+                f"{self.path} is a Slurm array", hint="resume individual runs, for example group[0].resume()"
+            )
         resume_group(self._group)
         return self
 
@@ -557,29 +573,33 @@ class Group(Sequence[Run[Value]]):
 
 
 def _curve(run: RunDir) -> str | None:
-    """Draw the loss of a run as a small picture."""
+    """Draw the loss curve of a run as a small inline picture."""
     metrics = MetricsHistory(run.metrics_file)
     metrics.update()
     return sparkline(metrics.curve("loss"), "loss")
 
 
 def _axes(values: Mapping[str, Iterable[object]], *, of_function: bool) -> dict[str, list[object]]:
-    """Return the list of values of each key of a sweep; raises UsageError for a key without one."""
+    """Return a list of values for each key of a sweep; raise UsageError if a key has no list."""
     from trainkit.plan.sweep import MAX_TRIALS, refuse_axis
 
     if not isinstance(values, Mapping):
-        hint = 'give a mapping, such as {"optimizer.lr": [1e-4, 3e-4]}'
+        hint = 'pass a mapping, such as {"optimizer.lr": [1e-4, 3e-4]}'
         raise UsageError(f"{shown_value(values)} has no keys", hint=hint)
     axes = dict[str, list[object]]()
     for key, own in values.items():
         if not isinstance(key, str):
-            raise UsageError(f"{key!r} is no key", hint="give a key of the config, or a parameter, as text")
+            raise UsageError(
+                f"{key!r} is not a key", hint="pass a config key, or the name of a parameter, as a string"
+            )
         if not isinstance(own, Iterable) or isinstance(own, str | bytes | Mapping):
-            hint = f"give a list: {{{key!r}: [{shown_value(own)}]}}"
-            raise UsageError(f"the values of {key} are {shown_value(own)}, which is one value", hint=hint)
+            hint = f"pass a list: {{{key!r}: [{shown_value(own)}]}}"
+            raise UsageError(
+                f"the values of {key} are {shown_value(own)}, which is a single value", hint=hint
+            )
         axes[key] = list(itertools.islice(own, MAX_TRIALS + 1))
         if not axes[key]:
-            raise UsageError(f"{key} has no values", hint="give at least one, or leave it out")
+            raise UsageError(f"{key} has no values", hint="give at least one value, or omit the key")
         if not of_function:
             axes[key] = [_written(key, value) for value in axes[key]]
             refuse_axis(key, axes[key], f"sweep of {key}")
@@ -588,23 +608,23 @@ def _axes(values: Mapping[str, Iterable[object]], *, of_function: bool) -> dict[
 
 
 def _written(key: str, value: object) -> object:
-    """Convert a value for a config file; raises UsageError if a file cannot contain it."""
+    """Convert a value so that a config file can contain it; raise UsageError if that is impossible."""
     plain = _plain(value)
     try:
         json.dumps(plain)
     except (TypeError, ValueError):
-        hint = "give texts, numbers, lists and mappings; a function takes any object"
+        hint = "use strings, numbers, lists and mappings; only the arguments of a function can be any object"
         raise UsageError(f"{key} cannot be {shown_value(value)}", hint=hint) from None
     return plain
 
 
 def _refuse_too_many(count: int, limit: int) -> None:
     if count > limit:
-        raise UsageError(f"more than {limit:,} runs", hint="give fewer values, or let each run do more")
+        raise UsageError(f"more than {limit:,} runs", hint="give fewer values, or do more work in each run")
 
 
 class _Given(NamedTuple):
-    """The arguments of `submit`, `sweep` or `map_array` after their checks."""
+    """The validated arguments of `submit`, `sweep` or `map_array`."""
 
     request: ConfigRequest
     workload: Workload
@@ -634,11 +654,9 @@ def _given(
     config = _config_of(work, config, argv)
     for place, value in {"profile": profile, "run_dir": run_dir}.items():
         if value is not None and not (isinstance(value, str | Path) and str(value)):
-            raise UsageError(
-                f"{place} cannot be {shown_value(value)}", hint=f"name one, or leave {place} out"
-            )
+            raise UsageError(f"{place} cannot be {shown_value(value)}", hint=f"give one, or omit {place}")
     if limit is not None and (type(limit) is not int or limit < 1):
-        raise UsageError(f"limit={limit!r} is no number of runs", hint="give 1 or more, or leave it out")
+        raise UsageError(f"limit={limit!r} is not a valid number of runs", hint="give 1 or more, or omit it")
     earlier = list(after) if isinstance(after, Iterable) and not isinstance(after, str | Group) else [after]
     if function is not None:
         own: dict[str, object] = {"config": config, "profile": profile, "run_dir": run_dir, "limit": limit}
@@ -657,7 +675,7 @@ def _given(
     sections = {} if isinstance(config, str | Path | None) else config
     name = argv
     if function is not None:
-        named = getattr(function, "func", function)  # of a functools.partial
+        named = getattr(function, "func", function)  # functools.partial objects have this attribute
         name = (str(getattr(named, "__name__", type(named).__name__)).strip("<>_") + ".py",)
     request = ConfigRequest(path, profile, (), _flags(sections, options, arguments), name)
     where = None if run_dir is None else Path(run_dir)
@@ -665,21 +683,21 @@ def _given(
 
 
 def _config_of(work: Callable[..., object] | Config, config: Config, argv: Sequence[str]) -> Config:
-    """Return the config from the arguments of `submit`; raises UsageError unless one thing is to run."""
+    """Return the config passed to `submit`; raise UsageError unless exactly one thing is to be run."""
     if work is not None and argv:
-        what, hint = "function", "leave one of them out"
+        what, hint = "function", "omit one of them"
         if not callable(work):
-            what, hint = "config", f"config={shown_value(work)} is that of a command"
-        raise UsageError(f"there are two things to run, a {what} and a command", hint=hint)
+            what, hint = "config", f"config={shown_value(work)} sets the config of a command"
+        raise UsageError(f"both a {what} and a command are given, but a run has only one of them", hint=hint)
     if work is None and not argv:
-        hint = "give a config or a function as the first argument, or command=[…], which may have a config="
+        hint = "pass a config or a function as the first argument, or command=[…], optionally with config="
         raise UsageError("there is nothing to run", hint=hint)
     if not callable(work) and work is not None:
         if config is not None:
-            hint = "give its keys as options, such as train={…}; config= is that of a function or command"
-            raise UsageError("there are two configs", hint=hint)
+            hint = "pass changes as options, such as train={…}; config= is only for a function or a command"
+            raise UsageError("two configs are given", hint=hint)
         config = work
-    hint = "give a path, the name of a shipped config, or a mapping of keys"
+    hint = "pass a path, the name of a shipped config, or a mapping of keys"
     if isinstance(config, str | Path):
         from trainkit.config.layers import SCRIPTS
 
@@ -690,42 +708,42 @@ def _config_of(work: Callable[..., object] | Config, config: Config, argv: Seque
         if not str(config).strip():
             raise UsageError("the config is empty", hint=hint)
     elif not isinstance(config, Mapping | None):
-        hint = f"a program is command={config!r}" if isinstance(config, list | tuple) else hint
+        hint = f"to run a program, use command={config!r}" if isinstance(config, list | tuple) else hint
         raise UsageError(f"a config cannot be {shown_value(config)}", hint=hint)
     return config
 
 
 def _name_of_run(run: object) -> str:
-    """Return a run or group as `--after` names it."""
+    """Return a run or group in the form that `--after` accepts."""
     if isinstance(run, Run | Group):
         return str(run.path)
     if not isinstance(run, str | Path):
-        hint = "give names, folders, or what `submit` returned"
-        raise UsageError(f"after has {shown_value(run)}, which is no run", hint=hint)
+        hint = "pass names, folders, or the objects that `submit` returned"
+        raise UsageError(f"after contains {shown_value(run)}, which is not a run", hint=hint)
     return str(run)
 
 
 def _words(command: Sequence[str | os.PathLike[str] | float]) -> tuple[str, ...]:
-    """Return the arguments of a command; raises UsageError for a value that is not a list of arguments."""
+    """Return the arguments of a command; raise UsageError if `command` is not a list of arguments."""
     if isinstance(command, str):
         try:
             words = shlex.split(command)
-        except ValueError as error:  # an unclosed quote
-            raise UsageError(f"command={command!r}: {error}", hint="give a list of words") from None
-        hint = f"write a list: command={words!r}"
-        raise UsageError(f"command={command!r} is text, not a list of words", hint=hint)
+        except ValueError as error:  # raised for an unclosed quote
+            raise UsageError(f"command={command!r}: {error}", hint="pass a list of words") from None
+        hint = f"pass a list: command={words!r}"
+        raise UsageError(f"command={command!r} is a string, not a list of words", hint=hint)
     if not isinstance(command, Sequence) or isinstance(command, bytes):
-        hint = 'write a list: command=["python", "train.py"]'
-        raise UsageError(f"command={shown_value(command)} is no list of words", hint=hint)
+        hint = 'pass a list: command=["python", "train.py"]'
+        raise UsageError(f"command={shown_value(command)} is not a list of words", hint=hint)
     for word in command:
         if not isinstance(word, str | os.PathLike | Real) or isinstance(word, bool):
-            hint = "give texts, numbers and paths; str(…) makes a text of any value"
-            raise UsageError(f"command has {shown_value(word)}, which is no word", hint=hint)
+            hint = "use strings, numbers and paths; str(…) converts any value to a string"
+            raise UsageError(f"command contains {shown_value(word)}, which is not a word", hint=hint)
     return tuple(os.fsdecode(word) if isinstance(word, str | os.PathLike) else str(word) for word in command)
 
 
 def _workload(argv: tuple[str, ...], launcher: str, function: Callable[..., object] | None) -> Workload:
-    """Return the workload of the ranks; raises UsageError for a launcher that cannot start it."""
+    """Return what the ranks run; raise UsageError if the launcher cannot start it."""
     known = ("python", *launchers())
     if launcher not in known:
         hint = f"{did_you_mean(str(launcher), known)}launchers are {', '.join(known)}"
@@ -733,12 +751,12 @@ def _workload(argv: tuple[str, ...], launcher: str, function: Callable[..., obje
     if not argv:
         if launcher != "python":
             what = "a config" if function is None else "a function"
-            hint = 'leave it out, or give command=["train.py"], which it starts'
+            hint = 'omit it, or use it with command=["train.py"]'
             raise UsageError(f"launcher={launcher!r} has no effect on {what}", hint=hint)
         return TRAINER if function is None else Workload(ARGV)
     workload = Workload(argv, launcher)
     if workload.has_two_pythons:
-        hint = f"leave it out: command={[*argv[1:]] or ['train.py']!r}"
+        hint = f"omit the interpreter: command={[*argv[1:]] or ['train.py']!r}"
         raise UsageError(f"{launcher} starts Python itself, but the command begins with {argv[0]}", hint=hint)
     return workload
 
@@ -746,7 +764,7 @@ def _workload(argv: tuple[str, ...], launcher: str, function: Callable[..., obje
 def _refuse_meant_for_function(
     arguments: Arguments, options: Mapping[str, object], own: Mapping[str, object]
 ) -> None:
-    """Raise ConfigError for keyword arguments that were meant for the function, not for `submit` (`own`)."""
+    """Raise ConfigError for keyword arguments meant for the function rather than for `submit` (`own`)."""
     from trainkit.launch.config_request import FLAGS
 
     run = Workload(ARGV)
@@ -764,7 +782,7 @@ def _refuse_meant_for_function(
 
 
 def _is_known(name: str) -> bool:
-    """Return whether an argument is an option of the command line, or a section or key of the config."""
+    """Return whether an argument is a command-line option, or a section or key of the config."""
     from trainkit.config.schema import is_known
     from trainkit.launch.config_request import FLAGS
 
@@ -774,9 +792,9 @@ def _is_known(name: str) -> bool:
 def _flags(
     config: Mapping[str, object], options: Mapping[str, object], arguments: Arguments | None = None
 ) -> dict[str, tuple[str, object]]:
-    """Return config values by dotted key, each with its origin; options override sections.
+    """Map dotted config keys to their values and origins; options take precedence over sections.
 
-    `arguments` are the arguments of a function.
+    `arguments` are the arguments of the function, if the run has one.
     """
     if type(config).__module__.startswith("omegaconf."):
         from omegaconf import OmegaConf
@@ -792,11 +810,11 @@ def _flags(
     ]
     if options.get("gpus_per_node") == 0:  # submitit accepts 0 for a job without GPUs
         hint = meant_of_submitit("gpus_per_node", 0) or ""
-        problems.append(Problem("gpus_per_node", "a node has at least one rank", "gpus_per_node=0", hint))
+        problems.append(Problem("gpus_per_node", "each node runs at least one rank", "gpus_per_node=0", hint))
     found = _keys_of(options)
     first = {key: name for key, _, name in reversed(found)}
     problems += [
-        Problem(key, f"is given by {first[key]} too", shown_argument(name, options[name]), "give it once")
+        Problem(key, f"is also given by {first[key]}", shown_argument(name, options[name]), "give it once")
         for key, _, name in found
         if name != first[key]
     ]
@@ -806,7 +824,7 @@ def _flags(
 
 
 def _keys_of(options: Mapping[str, object]) -> list[tuple[str, object, str]]:
-    """Return the dotted keys that the options set, each with its value and the name of the option."""
+    """Return the dotted keys set by options, each with its value and the name of the option."""
     from trainkit.launch.config_request import FLAGS
 
     pairs = ((name, _keys({FLAGS.get(name, name): value})) for name, value in options.items())
@@ -814,17 +832,18 @@ def _keys_of(options: Mapping[str, object]) -> list[tuple[str, object, str]]:
 
 
 _OF_OTHERS = {
-    "limit": "`map_array` and `sweep` take it: it is how many of their runs run at once",
-    "now": "leave it out: the runs of a group share what is free",
+    "limit": "only `map_array` and `sweep` accept it, to limit how many runs run at the same time",
+    "now": "omit it: the runs of a group always share the free resources",
     **dict.fromkeys(
-        ("command", "launcher"), "`submit` takes it; from a shell, `trainkit submit --sweep` sweeps a command"
+        ("command", "launcher"),
+        "only `submit` accepts it; to sweep a command, use `trainkit submit --sweep` in a shell",
     ),
 }
-"""An argument that only some functions accept -> a hint for the other functions."""
+"""Maps an argument that only some functions accept to a hint for the other functions."""
 
 
 def _meant_argument(name: str, value: object, arguments: Arguments | None) -> str:
-    """Return the hint for an unknown argument: the argument that was probably meant, as Python code."""
+    """Return a hint for an unknown argument: the argument that was probably meant, as Python code."""
     from trainkit.config.schema import meant
     from trainkit.launch.config_request import FLAGS
 
@@ -841,7 +860,7 @@ def _meant_argument(name: str, value: object, arguments: Arguments | None) -> st
 
 
 def _keys(values: Mapping[str, object]) -> Iterator[tuple[str, Any]]:
-    """Yield the values by dotted key, with one item for each key of a section."""
+    """Yield dotted keys with their values; a section yields one item for each of its keys."""
     from trainkit.config.schema import sections
 
     for name, value in values.items():
@@ -852,7 +871,7 @@ def _keys(values: Mapping[str, object]) -> Iterator[tuple[str, Any]]:
 
 
 def _plain(value: object) -> object:
-    """Convert a value to types of YAML: paths to text, tuples to lists, numpy values to Python's."""
+    """Convert a value to a YAML type: paths to text, tuples to lists, numpy values to Python values."""
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, Mapping):
@@ -863,13 +882,15 @@ def _plain(value: object) -> object:
 
 
 def _call(function: Callable[..., Any], args: Iterable[object], kwargs: Mapping[str, object] = {}) -> Call:
-    if isinstance(function, partial):  # a method `checkpoint` of the inner function must be found
+    if isinstance(
+        function, partial
+    ):  # keep the partial's function reachable, because it may have a `checkpoint` method
         return _call(function.func, (*function.args, *args), {**function.keywords, **kwargs})
     return Call(function, tuple(args), dict(kwargs))
 
 
 def _loaded(given: _Given) -> tuple[_Given, LoadedConfig]:
-    """Load the config. A function runs in the interpreter that `launch` names, by default this one."""
+    """Load the config; a function runs in the interpreter that `launch` sets, by default the current one."""
     from trainkit.launch.environment import find_interpreter
 
     loaded = given.request.load_to_plan(given.workload)
@@ -882,11 +903,11 @@ def _loaded(given: _Given) -> tuple[_Given, LoadedConfig]:
 def _start_calls(
     given: _Given, calls: Mapping[int, Call], limit: int | None, values: Sequence[dict[str, object]]
 ) -> Group:
-    """Start a group of calls; its tables name each call by its `values`."""
+    """Start a group of calls; `values` describe each call in the group's tables."""
     from trainkit.launch.sweep import ArraySpec, LoadedTrial
 
     if not calls:
-        raise UsageError("there is nothing to call", hint="each run is one call: give at least one item")
+        raise UsageError("there is nothing to call", hint="each run makes one call: pass at least one item")
     given, loaded = _loaded(given)
     trials = [LoadedTrial(index, {}, loaded) for index in calls]
     return Group(_start(given, trials, ArraySpec(tuple(calls), limit), calls, values))
@@ -899,19 +920,23 @@ def _start(
     calls: Mapping[int, Call] = {},
     values: Sequence[dict[str, object]] = (),
 ) -> Path:
-    """Start a run or a group and return its folder; `values` (the arguments of each call) change no plan."""
+    """Start a run or a group and return its folder; `values` are each call's arguments, for display only."""
     from trainkit.launch.create import create_submission, start_submission
     from trainkit.launch.submission import plan_submission, submission_warnings
 
     submission = plan_submission(trials, array, given.workload, after=given.after, warn=warn_caller)
     if given.now and submission.plan.is_job:
-        raise UsageError("now is for a run on this machine, and this one is for Slurm", hint="leave it out")
+        raise UsageError(
+            "now applies only to runs on this machine, but this run goes to Slurm", hint="omit it"
+        )
     found = submission_warnings(submission, given.run_dir, given.workload, starts=True)
     for text in (*submission.plan.warnings, *found):
         warn_caller(text.strip().removeprefix("warning: "))
     backend_named(submission.plan.backend).require_reachable(submission.plan)
     with nullcontext() if given.function is None else by_value(given.function):
-        pickles = {index: dumps(call) for index, call in calls.items()}  # raises before any folder exists
+        pickles = {
+            index: dumps(call) for index, call in calls.items()
+        }  # raises an error before any folder exists
     if values:
         pairs = zip(submission.trials, values, strict=True)
         own = [replace(trial, values=_without_leaks(one, trial.config.secrets)) for trial, one in pairs]
@@ -929,7 +954,7 @@ def _start(
 
 
 def _without_leaks(values: Mapping[str, object], secrets: Sequence[str]) -> dict[str, object]:
-    """Return the values, masked if they contain the value of a secret environment variable."""
+    """Return `values`, masking each one that contains the value of a secret environment variable."""
     from trainkit.launch.secrets import leaked
 
     found = {key: leaked(str(value), secrets, os.environ) for key, value in values.items()}
@@ -941,7 +966,7 @@ def _group_poll_s(group: RunGroup) -> float:
 
 
 def _queued(status: GroupStatus) -> str:
-    """Return why no run of a group is running; empty if one is running or the reason is unknown."""
+    """Return the reason why no run of a group is running; empty if one is running or it is unknown."""
     queued = [trial for trial in status.trials if trial.state in ("pending", "requeueing")]
     reason = next((trial.problem for trial in queued if trial.problem), "")
     if not reason or status.states.keys() & {"starting", "running", "paused", "stopping", "restarting"}:
@@ -960,7 +985,6 @@ def _wait(polls: Iterator[float], timeout_s: float | None, path: Path) -> None:
 async def _after(polls: Iterator[float], result: Callable[[], Any]) -> Any:
     import asyncio  # importing it takes as long as importing the rest of this module
 
-    # The end is polled without a thread: after a timeout, `asyncio.run` would wait for that thread.
     while (poll_s := await asyncio.to_thread(next, polls, None)) is not None:
         await asyncio.sleep(poll_s)
     return await asyncio.to_thread(result)

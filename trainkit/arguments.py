@@ -1,4 +1,4 @@
-"""Check arguments of `trainkit.submit` that are not config keys: the function's, and submitit's."""
+"""Checks arguments of `trainkit.submit` that are not config keys: those of the function and of submitit."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ class Arguments:
 
     @property
     def name(self) -> str:
-        """Return the name of the function for messages."""
+        """Return the function's name for use in messages."""
         function = self.call.function
         return str(getattr(function, "__qualname__", None) or type(function).__qualname__)
 
     @cached_property
     def _named(self) -> inspect.Signature | None:
-        """Return the documented signature, below decorators; None for a builtin without one."""
+        """Return the documented signature, looking through decorators; None for a builtin without one."""
         return _signature(self.call.function, follow_wrapped=True)
 
     @property
     def given(self) -> dict[str, object]:
-        """Return the arguments by parameter name; extra positional ones as ``NAME.INDEX``."""
+        """Map parameter names to arguments; the keys of extra positional arguments are ``NAME.INDEX``."""
         signature = self._named or _ANY
         try:
             bound = signature.bind_partial(*self.call.args, **self.call.kwargs).arguments
-        except TypeError:  # a decorator may change the parameters
+        except TypeError:  # a decorator may have changed the parameters
             signature = _ANY
             bound = {"args": self.call.args, "kwargs": self.call.kwargs}
         found: dict[str, object] = {}
@@ -61,50 +61,51 @@ class Arguments:
 
     @property
     def names(self) -> list[str]:
-        """Return the parameters that can be passed by name."""
+        """Return the parameters that can be passed by keyword."""
         found = () if self._named is None else self._named.parameters.values()
         return [one.name for one in found if one.kind in _BY_NAME]
 
     @property
     def takes_any(self) -> bool:
-        """Return whether the function may accept a keyword argument of any name."""
+        """Return whether the function may accept any keyword argument."""
         kinds = () if self._named is None else [one.kind for one in self._named.parameters.values()]
         return self._named is None or inspect.Parameter.VAR_KEYWORD in kinds
 
     @cached_property
     def _bound(self) -> set[str]:
-        """Return the parameters that have a value."""
+        """Return the parameters that already have an argument."""
         try:
             signature = self._named or inspect.Signature()
             return {*signature.bind_partial(*self.call.args, **self.call.kwargs).arguments}
-        except TypeError:  # a decorator may change the parameters
+        except TypeError:  # a decorator may have changed the parameters
             return {*self.call.kwargs}
 
     def means(self, name: str, *, is_used: bool) -> bool:
-        """Return whether an option is meant for the function; `is_used` is True if it affects the run.
+        """Return whether an option is meant for the function; `is_used` says whether it affects the run.
 
-        A name such as `name` can be both an option of the run and a parameter. Such a name means the option
-        once the parameter has a value.
+        A name such as `name` can be both an option of the run and a parameter of the function. Such a
+        name is interpreted as the option of the run once the parameter has an argument.
         """
         if name in self.names:
             return not is_used or name not in self._bound
         return self.takes_any and not is_used
 
     def problem(self, options: Mapping[str, object], name: str, *, is_used: bool, is_known: bool) -> Problem:
-        """Return the problem of an option that is meant for the function.
+        """Return the problem with an option that is meant for the function.
 
-        `is_used` is True if the option affects the run, and `is_known` if it is an option of any run.
+        `is_used` is True if the option affects this run, and `is_known` is True if it is an option of any
+        run.
         """
-        hint = f"`{self.bound(options)}` passes it to the function"
+        hint = f"`{self.bound(options)}` passes the argument to the function"
         if is_used:
-            hint += f"; after that, {name}= is the option of the run"
+            hint += f"; then {name}= is taken as the option of the run"
         what = "has no effect on the run of a function" if is_known else "unknown argument"
         if name in self.names:
             what = f"is a parameter of {self.name}"
         return Problem(name, what, shown_argument(name, options[name]), hint)
 
     def bound(self, options: Mapping[str, object]) -> str:
-        """Return the call of functools.partial that passes keyword arguments to the function."""
+        """Return a functools.partial call, as source code, that passes keyword arguments to the function."""
         return self._partial(shown_argument(key, value) for key, value in options.items())
 
     def _partial(self, given: Iterable[str]) -> str:
@@ -117,7 +118,7 @@ class Arguments:
 
     @property
     def signature(self) -> str:
-        """Return the function with its parameters and their defaults, as in ``train(lr, *, seed=0)``."""
+        """Return the function's name with its parameters and defaults, as in ``train(lr, *, seed=0)``."""
         documented = () if self._named is None else self._named.parameters.values()
         shown = [
             one.replace(annotation=inspect.Parameter.empty)
@@ -128,18 +129,19 @@ class Arguments:
         return f"{self.name}{inspect.Signature(shown)}"
 
     def refuse(self) -> None:
-        """Raise UsageError if the function cannot be called with its arguments.
+        """Raise UsageError if the function cannot be called with the given arguments.
 
-        Also raise it for a coroutine function or generator, which would return before its body has run.
+        Also raises it for a coroutine function or a generator function, whose body does not run when it is
+        called.
         """
         function = self.call.function
         for is_one, kind, runs in _DEFERRED:
             if is_one(function) or is_one(type(function).__call__):
-                message = f"{self.name} is a {kind}: a rank would call it without running its body"
+                message = f"{self.name} is a {kind}: calling it would not run its body"
                 raise UsageError(
                     message, hint=f"submit a function that runs it: `lambda: {runs}({self.name}(…))`"
                 )
-        # A decorator may pass arguments itself, so check the outermost function, which is the one that is
+        # A decorator may supply arguments itself, so check the outermost function, which is the one that is
         # called.
         signature = _signature(function, follow_wrapped=False)
         if signature is None:
@@ -153,7 +155,7 @@ class Arguments:
             raise UsageError(message, hint=self._hint(signature)) from None
 
     def _hint(self, signature: inspect.Signature) -> str:
-        """Return a hint about a call that fits the signature, for missing or unexpected arguments."""
+        """Return a hint that corrects a call with missing or unexpected arguments."""
         hint = f"its signature is {self.signature}"
         ordered = [one for one in signature.parameters.values() if one.kind in _BY_POSITION]
         given = {one.name for one in ordered[: len(self.call.args)]} | self.call.kwargs.keys()
@@ -162,11 +164,11 @@ class Arguments:
         unknown = next((name for name in self.call.kwargs if name not in self.names), None)
         if unknown is not None and (match := self.near(unknown)) is not None:
             return f"did you mean {match}? {hint}"
-        return f"{hint}; `{self._partial(free)}` gives it keyword arguments" if free else hint
+        return f"{hint}; `{self._partial(free)}` passes keyword arguments" if free else hint
 
 
 class _Text:
-    """A default value that is shown as a given text."""
+    """A default value that is displayed as a given text."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -178,17 +180,17 @@ class _Text:
 def _signature(function: Callable[..., Any], *, follow_wrapped: bool) -> inspect.Signature | None:
     try:
         return inspect.signature(function, follow_wrapped=follow_wrapped)
-    except (TypeError, ValueError):  # the object is a builtin or no function
+    except (TypeError, ValueError):  # the object is a builtin or not a function
         return None
 
 
 def shown_value(value: object) -> str:
-    """Return a value for a message: masked if it looks like a secret, and shortened."""
+    """Format a value for a message: masked if it looks like a secret, and truncated if it is long."""
     return _shortened(mask_secrets(repr(value)))
 
 
 def shown_argument(name: str, value: object) -> str:
-    """Format a keyword argument for a message; mask it if its name or value looks like a secret."""
+    """Format a keyword argument for a message: masked if its name or value looks like a secret."""
     return f"{name}={_shortened(mask_secrets(f'{name}={value!r}').removeprefix(f'{name}='))}"
 
 
@@ -196,17 +198,17 @@ def _shortened(text: str) -> str:
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"
 
 
-# The remaining functions translate parameters of submitit.
+# The remaining functions translate submitit parameters.
 
 
 def _shown(value: object) -> str:
-    """Return a value as Python source, in double quotes if that needs no escapes."""
+    """Return a value as Python source code, with double quotes if that needs no escapes."""
     text = repr(value)
     return text if '"' in text or "\\" in text else text.replace("'", '"')
 
 
 def _as(name: str, *keys: str) -> Callable[[Any], str]:
-    """Return a function that writes a value as an argument, nested below the keys of a mapping."""
+    """Return a function that formats a value as a keyword argument, nested under the keys of a mapping."""
 
     def written(value: object) -> str:
         for key in reversed(keys):
@@ -230,7 +232,7 @@ def _mem(value: object) -> str:
 
 
 def _options(words: Sequence[str]) -> Iterator[tuple[str, object]]:
-    """Yield the long options of a program with their values; True for an option without a value.
+    """Yield the long options of a command line with their values, or True for an option without a value.
 
     Short options are skipped.
     """
@@ -278,27 +280,27 @@ _WRITE: dict[str, Callable[[Any], str]] = {
     **{"python": _as("launch", "python"), "visible_gpus": _visible, "folder": _as("run_dir")},
 }
 _LEAVE_OUT = {
-    "gpus_per_task": "a rank has one GPU",
-    "stderr_to_stdout": "the log of a rank contains both streams",
+    "gpus_per_task": "each rank has exactly one GPU",
+    "stderr_to_stdout": "the log of a rank contains both output streams",
     "use_srun": "each rank is a separate process",
-    "teardown": "a function can do that with `try` and `finally`",
+    "teardown": "use `try` and `finally` in the function",
     "map_count": "`trainkit.map_array` counts its items",
-    "max_pickle_size_gb": "a pickle may have any size",
-    "dependency": "`after=[run]` waits for a run of trainkit",
+    "max_pickle_size_gb": "the size of a pickle is not limited",
+    "dependency": "use `after=[run]` to wait for a trainkit run",
 }
 
 
 def meant_of_submitit(name: str, value: object) -> str | None:
-    """Return the replacement for a parameter of submitit's executors; None for any other name."""
+    """Return the replacement for a parameter of submitit's executors, or None for any other name."""
     base = next(
         (name.removeprefix(one) for one in ("slurm_", "local_", "debug_") if name.startswith(one)), name
     )
     if base in _LEAVE_OUT:
-        return f"leave out {name}: {_LEAVE_OUT[base]}"
+        return f"omit {name}: {_LEAVE_OUT[base]}"
     if base not in _WRITE:
         return None
     try:
         written = _WRITE[base](value)
-    except (AttributeError, TypeError, ValueError):  # submitit would refuse the value too
+    except (AttributeError, TypeError, ValueError):  # submitit would reject this value too
         written = _as(base)(value)
     return f"write {written}" + (" in `map_array` or `sweep`" if base == "array_parallelism" else "")

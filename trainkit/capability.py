@@ -1,8 +1,8 @@
-"""The contract of a capability: a feature that only some runs need, and that the core never names.
+"""Defines the interface of capabilities: features that only some runs need, and that the core never names.
 
-A capability is a folder of `trainkit/capabilities/` with a row in `shipped.py`, or a class of another
-package that declares it in the entry-point group `trainkit.capabilities`. It is imported only if a config, a
-plan or a command line names it.
+A capability is either a folder of `trainkit/capabilities/` with an entry in `shipped.py`, or a class that
+another package declares in the entry-point group `trainkit.capabilities`. A capability is imported only if a
+config, a plan or a command line names it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from trainkit.errors import KeyProblem
 
-if TYPE_CHECKING:  # the nouns of the floors above, for type checkers alone
+if TYPE_CHECKING:  # types of higher layers, imported only for type checkers
     from contextlib import AbstractContextManager
     from datetime import datetime
 
@@ -37,11 +37,11 @@ if TYPE_CHECKING:  # the nouns of the floors above, for type checkers alone
 
 @dataclass(frozen=True)
 class Part:
-    """Base class of the data that a capability keeps in plan.json; read it with `LaunchPlan.part`.
+    """Base class of the data that a capability stores in plan.json; read it with `LaunchPlan.part`.
 
-    Subclasses are frozen dataclasses. The files in a field `files` (name -> text) are written next to
-    plan.json and compared with it when the job starts. A field `keys` lists the config keys that the user had
-    set, so that a run that repeats this one knows them.
+    Subclasses are frozen dataclasses. If a subclass has a field `files`, which maps file names to text, the
+    files are written next to plan.json and compared with it when the job starts. If a subclass has a field
+    `keys`, it lists the config keys that the user set, for the config of a run that repeats this one.
     """
 
     CAPABILITY: ClassVar[str] = ""
@@ -49,24 +49,24 @@ class Part:
 
 
 class Planned(NamedTuple):
-    """The result of `Capability.plan` and `plan_command`: a part of the plan, with reasons and warnings."""
+    """The result of `Capability.plan` or `plan_command`: a part of the plan, with reasons and warnings."""
 
     part: Part | None = None
-    """None if the run does not use the capability; its code is then not imported."""
+    """None if the run does not use the capability, whose code is then not imported in the job."""
     reasons: Mapping[str, str] = {}
-    """Derived value -> its reason, which a dry run prints."""
+    """Maps each derived value to the reason for it, which a dry run prints."""
     warnings: tuple[str, ...] = ()
     """One sentence for each setting that has no effect or could not be checked."""
     env: Mapping[str, str] = {}
-    """Environment variables of every worker, from `plan_command` only; launch.env overrides them."""
+    """Environment variables for every worker (`plan_command` only); launch.env takes precedence."""
     keys: Collection[str] = ()
-    """Config keys that take effect in a command because of this capability, from `plan_command` only."""
+    """Config keys that take effect for a command because of this capability (`plan_command` only)."""
     follows: str | None = None
-    """The derived value after which a dry run prints the reasons of `plan`; None prints them last."""
+    """The derived value after which a dry run prints `reasons`; if None, the reasons are printed last."""
 
 
 class Ranks(NamedTuple):
-    """The number of ranks and their device, known before the run is planned."""
+    """The number of ranks and their device, which are known before the run is planned."""
 
     world_size: int
     num_nodes: int
@@ -75,33 +75,33 @@ class Ranks(NamedTuple):
 
 
 class NodesChoice:
-    """Explains the number of nodes that trainkit chose for a run."""
+    """Explains why trainkit chose a number of nodes for a run."""
 
     def to_dict(self) -> dict[str, object]:
-        """Return the keys that this choice adds to the JSON of a command."""
+        """Return the keys that this explanation adds to the JSON output of a command."""
         raise NotImplementedError
 
     def lines(self, plan: LaunchPlan, fit: int | None = None) -> Iterable[str]:
-        """Return the reasons for the choice, in lines of at most `fit` characters if possible."""
+        """Return the reasons for the chosen number, in lines of at most `fit` characters if possible."""
         raise NotImplementedError
 
 
 class Companion:
-    """A helper that runs next to the ranks of a node, in its own thread or process."""
+    """A helper that runs next to the ranks of a node, in a thread or process of its own."""
 
     def poll(self) -> None:
-        """Do a short piece of work; the agent calls this every few seconds and waits for it."""
+        """Do a short piece of work; the agent calls this every few seconds and waits for the return."""
 
     def end(self, *, is_finished: bool) -> None:
-        """End the companion, without delay unless `is_finished`: all ranks of the agent have finished."""
+        """End the companion, without delay unless all ranks of the agent have finished (`is_finished`)."""
 
 
 class Hosts(NamedTuple):
-    """The hosts of a job by their names in Slurm; empty for an attempt without Slurm."""
+    """Hosts of a job, by their names in Slurm; empty for an attempt without Slurm."""
 
     all: Sequence[str] = ()
     good: Sequence[str] = ()
-    """The hosts that have not failed, neither in this job nor earlier in the run."""
+    """The hosts that have not failed, either in this job or earlier in the run."""
 
 
 class Watch:
@@ -111,15 +111,19 @@ class Watch:
     """Whether polling continues after the ranks have received a stop signal."""
 
     def poll(self) -> PlannedStop | None:
-        """Check the attempt; the supervisor calls this every few seconds and waits for it.
+        """Check the attempt; the supervisor calls this every few seconds and waits for the return.
 
-        A returned stop makes the ranks save and exit and the run restart, unless the ranks already stop.
+        If a stop is returned and the ranks are not already stopping, they save and exit, and the run
+        restarts.
         """
         return None
 
 
 class TimedRanks(NamedTuple):
-    """The ranks of the built-in trainer. They report their times at the end of each window of steps."""
+    """The ranks of the built-in trainer, for `RankObserver`.
+
+    Ranks report their times at the end of each window, a fixed number of steps.
+    """
 
     layout: Layout
     hosts: Sequence[str]
@@ -130,28 +134,27 @@ class TimedRanks(NamedTuple):
 
 
 NewEvent = tuple[str, Mapping[str, object]]
-"""An event to record, and its values."""
+"""The name of an event to record, and the event's values."""
 
 
 class RankObserver:
-    """Receives the step times of all ranks, on rank 0."""
+    """Receives the step times of all ranks; runs only on rank 0."""
 
     values: Mapping[str, float | str] = {}
-    """The values that it adds to each record of the metrics."""
+    """Values that the observer adds to each record of the metrics."""
 
     def add(self, step: int, times: Sequence[float], step_s: float) -> Iterable[NewEvent]:
-        """Process the times of a step and return the events that rank 0 shall record; rank 0 waits meanwhile.
+        """Process the times of a step and return events for rank 0 to record; rank 0 waits for the return.
 
-        At the end of a window, `times` contains two mean durations per step and rank, [ranks x 2]: the
-        seconds that the rank waited for data, and the seconds that it computed before it waited for other
-        ranks. At other steps `times` is empty. `step_s` is the duration of the step without saves and
-        validation.
+        At the end of a window, `times` has the shape [ranks x 2]: for each rank, the mean seconds per step
+        that it waited for data, and the mean seconds that it computed before waiting for other ranks. At all
+        other steps, `times` is empty. `step_s` is the duration of the step, excluding saves and validation.
         """
         return ()
 
 
 class Reading(NamedTuple):
-    """The files of a run as they were read, for the capabilities that show something of the run."""
+    """The content of a run's files, for capabilities that display something about the run."""
 
     history: RunHistory
     plan: PlanRecord
@@ -160,12 +163,12 @@ class Reading(NamedTuple):
     state: str
     """The state of the run, as `status` shows it."""
     lasting: Sequence[Event]
-    """The events of capabilities that are still in effect, oldest first; see `owner_of`."""
+    """Events of capabilities that are still in effect, oldest first (see `owner_of`)."""
 
 
 @dataclass(frozen=True)
 class Notice:
-    """A warning to a person about a run; its `time` is None if it describes the present."""
+    """A user-facing warning about a run; `time` is None if the warning describes the present."""
 
     time: str | None
     text: str
@@ -174,28 +177,31 @@ class Notice:
 
 
 class HostView(NamedTuple):
-    """The values and problems that a capability shows of a host in `watch`."""
+    """Values and problems of a host that a capability shows in `watch`."""
 
     values: Mapping[str, object] = {}
-    """The values of the host's row, by the keys of `watch --json`."""
+    """Values for the host's row of the table, keyed as in `watch --json`."""
     problems: Sequence[tuple[int, str]] = ()
-    """The severity of each problem, and the problem in a few words."""
+    """The severity and a short description of each problem."""
 
 
 class Reader:
-    """Reads the files of a capability in a run, for a screen that is refreshed. See `RunHistory.reader`."""
+    """Incrementally reads a capability's files in a run, for a screen that is refreshed.
+
+    See also `RunHistory.reader`.
+    """
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
 
     def update(self) -> None:
-        """Read only the lines that were written since the last call. Raises OSError."""
+        """Read only the lines that were written since the last call; raise OSError if that fails."""
 
 
 class Recorder:
-    """Records the images, histograms and texts that a rank logs; this base class records nothing (ranks > 0).
+    """Records images, histograms and texts that a rank logs; this base class (ranks > 0) records nothing.
 
-    `step` defaults to the step of the training. The methods raise UsageError for values that cannot be
+    `step` defaults to the current training step. All methods raise UsageError for values that cannot be
     recorded.
     """
 
@@ -206,85 +212,90 @@ class Recorder:
         """Record the histogram of the numbers in a tensor, an array or a list."""
 
     def text(self, name: str, text: str, step: int | None = None) -> None:
-        """Record a text."""
+        """Record a text under a name."""
 
     def written(self) -> Callable[[], None]:
-        """Return a function that waits until everything logged so far is on disk."""
+        """Return a function that waits until everything logged up to now is on disk."""
         return lambda: None
 
     def close(self) -> None:
-        """Wait until everything that was recorded is written."""
+        """Wait until everything that was recorded is on disk."""
 
 
 MakeRecorder = Callable[["AttemptDir", "Progress", "TensorBoardLog | None"], Recorder]
-"""Makes the recorder of rank 0, which also writes to TensorBoard if the attempt does."""
+"""Creates the recorder of rank 0, which also writes to TensorBoard if the attempt uses it."""
 
 
 class Choice:
-    """The values of the options that a capability adds to `trainkit run` or `trainkit check`."""
+    """Values of the options that a capability adds to `trainkit run` or `trainkit check`."""
 
     has_terminal = False
-    """Whether a rank gets the terminal. The command then prints no log there."""
+    """Whether a rank uses the terminal. If so, the command prints no log to the terminal."""
 
     def check(self, workload: Workload, *, is_alone: bool) -> None:
-        """Raise UsageError if the run cannot have these options.
+        """Raise UsageError if these options cannot be used with the run.
 
-        `is_alone` is false if other processes start ranks of the same run too.
+        `is_alone` is False if other processes also start ranks of the same run.
         """
 
     def apply(self, plan: LaunchPlan) -> LaunchPlan:
-        """Return the plan with these options applied; raises UsageError if the plan cannot have them."""
+        """Return the plan with these options applied; raise UsageError if they cannot be applied to it."""
         return plan
 
     def try_out(self, config: RunConfig) -> str:
-        """Do once what a run would do and describe the result; raises TrainkitError on failure."""
+        """Do once what a run would do, and describe the result; raise TrainkitError on failure."""
         raise NotImplementedError
 
 
 class Capability:
-    """Base class of all capabilities. A subclass overrides what it needs; a process has one object of it."""
+    """Base class of all capabilities.
+
+    Subclasses override what they need. Each process has one instance of a capability.
+    """
 
     name: ClassVar[str]
-    """The name of the capability's folder, or of its entry point and config section."""
+    """Name of the capability's folder, or of its entry point and config section."""
     Config: ClassVar[type[Section] | None] = None
-    """The config section that a capability of another package adds; its docstring describes it."""
+    """The config section that a capability of another package adds; the docstring of this class describes the
+    section."""
     at_start: ClassVar[str | None] = None
-    """A file whose function `prepare` every Python interpreter of a rank calls before any other code; see
-    `trainkit.job.python_start`."""
+    """A file with a function `prepare`, which every Python interpreter of a rank calls before any other code;
+    see `trainkit.job.python_start`."""
     commands: ClassVar[Mapping[str, str]] = {}
-    """Command -> MODULE:NAME of a click command. Other packages name their commands NAME or NAME-…."""
+    """Maps a command to the MODULE:NAME of its click command. Capabilities of other packages call their
+    commands NAME or NAME-…, where NAME is the name of the capability."""
     quiet: ClassVar[Mapping[str, str]] = {}
-    """Config key that is set to null in replays and short trainings -> the reason.
+    """Maps each config key that is set to null in replays and short trainings to the reason for that.
 
-    ``{what}`` in the reason stands for the command, such as a replay or a bench.
+    In the reason, ``{what}`` stands for the command, such as a replay or a bench.
     """
     may_be_secret: ClassVar[tuple[str, ...]] = ()
-    """Config keys whose values no error message may show."""
+    """Config keys whose values must not appear in error messages."""
     other_keys: ClassVar[Mapping[str, str]] = {}
-    """Key of another program -> a hint that names trainkit's keys for it; for shipped capabilities only."""
+    """Maps a key of another program to a hint with trainkit's keys for it; for shipped capabilities only."""
 
     def contradictions(self, config: RunConfig) -> Iterable[KeyProblem]:
-        """Return the problems of the capability's config keys that do not depend on the facts."""
+        """Return problems of the capability's config keys that can be found without `Facts`."""
         return ()
 
     def packages(self, config: RunConfig) -> Mapping[str, str]:
-        """Return the packages that the ranks' Python must have -> the config key that needs them."""
+        """Map each package that the ranks' Python must have to the config key that needs it."""
         return {}
 
     def problems(self, loaded: LoadedConfig, facts: Facts) -> Iterable[KeyProblem]:
-        """Return the problems of the capability's config keys, given the facts."""
+        """Return problems of the capability's config keys, given the facts (machine, data, environment)."""
         return ()
 
     def plan(self, loaded: LoadedConfig, facts: Facts, draft: LaunchPlan) -> Planned:
-        """Plan the capability's part of the run that `draft` describes."""
+        """Return the capability's part of the plan for the run that `draft` describes."""
         return Planned()
 
     def plan_command(self, loaded: LoadedConfig, workload: Workload, ranks: Ranks) -> Planned:
-        """Plan what a command gets from the config; raises ConfigError for values that no command can get."""
+        """Plan which config values a command gets; raise ConfigError for values that no command can get."""
         return Planned()
 
     def without_hangs(self, plan: LaunchPlan) -> LaunchPlan:
-        """Return the plan without reports of hangs, since a rank may wait for a person for hours."""
+        """Return the plan without hang detection, because a rank may wait for a person for hours."""
         return plan
 
     def size_independent(self, plan: LaunchPlan) -> object:
@@ -292,7 +303,7 @@ class Capability:
         return None
 
     def argv(self, plan: LaunchPlan, rank: RankEnv, run: RunDir) -> tuple[str, ...]:
-        """Return the command line with which an agent starts a command through the capability's launcher."""
+        """Return the command line that starts a user's command through the capability's launcher."""
         raise NotImplementedError
 
     def environ(self, attempt: AttemptDir, plan: LaunchPlan) -> Mapping[str, str]:
@@ -302,15 +313,15 @@ class Capability:
     def in_trainer(
         self, plan: LaunchPlan, unwatched: Callable[[], AbstractContextManager[None]]
     ) -> Callable[[Exception], None] | None:
-        """Prepare a rank of the trainer before it imports torch.
+        """Prepare a rank of the trainer; called before torch is imported.
 
-        Returns a function that is called with the error that ends the rank, or None. A wait inside the
+        Returns None, or a function to call with the error that ends the rank. Time spent waiting inside the
         context `unwatched()` does not count as a hang.
         """
         return None
 
     def companion(self, attempt: AttemptDir, plan: LaunchPlan, node: Rendezvous) -> Companion | None:
-        """Start the companion of an agent's ranks if the plan has the capability's part, else return None."""
+        """Start the companion of an agent's ranks, or return None if the plan lacks the capability's part."""
         return None
 
     def rank_observer(self, plan: LaunchPlan, ranks: TimedRanks) -> RankObserver | None:
@@ -318,40 +329,40 @@ class Capability:
         return None
 
     def recorder(self) -> MakeRecorder:
-        """Return the function that makes the recorder of images, histograms and texts on rank 0."""
+        """Return the function that creates the recorder of images, histograms and texts on rank 0."""
         raise NotImplementedError
 
     def watch(self, attempt: AttemptDir, plan: LaunchPlan, hosts: Hosts) -> Watch | None:
-        """Return a watch of an attempt for its supervisor if the plan has the capability's part, or None."""
+        """Return a watch of an attempt for its supervisor; None if the plan lacks the capability's part."""
         return None
 
     def hosts_to_leave(self, attempt: AttemptDir, plan: LaunchPlan, hosts: Hosts) -> Collection[str]:
-        """Return the hosts of a job that the run must exclude from now on; called after an attempt."""
+        """Return hosts of a job that the run must exclude from now on; called after each attempt."""
         return ()
 
     def on_event(self, attempt: AttemptDir, event: Event) -> None:
         """React to a new line of events.jsonl; the supervisor calls this within seconds."""
 
     def on_end(self, attempt: AttemptDir, plan: LaunchPlan, end: AttemptEnd) -> None:
-        """React to the end of an attempt. `end` says whether the run restarts."""
+        """React to the end of an attempt. `end` states whether the run restarts."""
 
     def close(self) -> None:
-        """Wait until everything is sent; called when the supervisor's process ends."""
+        """Wait until everything has been sent; called when the supervisor's process ends."""
 
     def speeds(self, group: Path) -> Mapping[int, float | None]:
-        """Return the tokens per second of a group's runs by index; the group has the capability's file."""
+        """Map each run's index to its tokens per second; called for groups with the capability's file."""
         return {}
 
     def waits(self, plan: PlanRecord) -> str:
-        """Return the text of `status` for a run in which a rank waits, or may wait, for a person."""
+        """Return the text that `status` shows for a run in which a rank waits, or may wait, for a person."""
         raise NotImplementedError
 
     def rows(self, reading: Reading) -> Mapping[str, str]:
-        """Return the lines that the capability adds to `status` of a run: label -> text."""
+        """Return the lines that the capability adds to `status` of a run, as a mapping from label to text."""
         return {}
 
     def status(self, reading: Reading) -> Mapping[str, object]:
-        """Return the keys that the capability adds to ``status --json``."""
+        """Return the keys that the capability adds to the output of ``status --json``."""
         return {}
 
     def notices(self, reading: Reading) -> Sequence[Notice]:
@@ -359,21 +370,21 @@ class Capability:
         return ()
 
     def past(self, event: Event) -> str:
-        """Describe one of its past events in a sentence for the list of warnings."""
+        """Describe a past event of this capability in one sentence for the list of warnings."""
         return event.content
 
     def hosts(self, reading: Reading, now: datetime) -> Mapping[str, HostView]:
-        """Return what `watch` shows of the hosts of the newest attempt, by host name."""
+        """Map each host of the newest attempt to the values and problems that `watch` shows for it."""
         return {}
 
     def advice(self, attempt: AttemptDir, host: str | None, lasting: Sequence[Event]) -> Mapping[str, str]:
-        """Return values for the advice of a diagnosis by placeholder; `host` is the first one that failed."""
+        """Return values for placeholders in a diagnosis's advice; `host` is the first host that failed."""
         return {}
 
     def report(self, history: RunHistory) -> Mapping[str, object]:
-        """Return the keys that the capability adds to ``report --json`` and to the data of the page."""
+        """Return the keys that the capability adds to ``report --json`` and to the report page's data."""
         return {}
 
     def sections(self, history: RunHistory) -> Mapping[str, str]:
-        """Return the sections that it adds to the page of a report: title -> HTML, with all texts escaped."""
+        """Return the sections that the capability adds to a report page: title -> HTML with escaped text."""
         return {}

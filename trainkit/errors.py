@@ -1,4 +1,4 @@
-"""Define the exceptions of trainkit and its exit codes, and print notes.
+"""Defines trainkit's exceptions and exit codes, and prints notes.
 
 ::
 
@@ -10,7 +10,7 @@
     └── FatalError           exit 78  an error that a restart of a worker cannot fix
         └── DivergedError    exit 78  non-finite loss or gradients
 
-Workers use further exit codes: see `EXIT_*` below.
+Workers use additional exit codes; see `EXIT_*` below.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ EXIT_TRY_AGAIN = 3
 EXIT_STUCK = 70
 """A rank exited before the deadline because its peers did not respond."""
 EXIT_STOPPED = 75
-"""The state is saved and the run can be resumed."""
+"""The state was saved, and the run can be resumed."""
 EXIT_NO_RESTART = 78
-"""A restart cannot help, because the config is wrong or the run diverged."""
+"""A restart cannot help, because the config is wrong or the run has diverged."""
 EXIT_INTERRUPTED = 130
 
 
 class TrainkitError(Exception):
-    """The base class of all errors: `message` says what happened, and `hint` what the user can do.
+    """Base class of all errors: `message` says what happened, and `hint` what the user can do.
 
-    ``str(error)`` is the message. A traceback ends with both texts, except in Python 3.10, which prints no
-    notes.
+    ``str(error)`` is the message. A traceback ends with the message and the hint, except in Python 3.10,
+    which does not print notes.
     """
 
     exit_code = EXIT_FAILED
@@ -59,26 +59,26 @@ class TrainkitError(Exception):
 
 
 class UsageError(TrainkitError):
-    """Raised if a command cannot be carried out: a wrong flag, file or state of a run."""
+    """Raised if a command cannot run because of a wrong flag, a wrong file or the state of a run."""
 
     exit_code = EXIT_USAGE
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem of a config."""
+    """A single problem of a config."""
 
     key: str
-    """The dotted key, for example ``train.steps``; empty if the problem is not about a single key."""
+    """Dotted key, for example ``train.steps``; empty if the problem does not concern a single key."""
     message: str
-    """A description of the problem, with the value."""
+    """Description of the problem, including the value."""
     origin: str = ""
-    """The source of the value: ``configs/x.yaml:12``, ``--set train.steps=0``, ``TRAINKIT_SEED``."""
+    """Where the value comes from: ``configs/x.yaml:12``, ``--set train.steps=0``, ``TRAINKIT_SEED``."""
     hint: str = ""
 
     @property
     def sentence(self) -> str:
-        """Return the key and the message in one line."""
+        """Return the key and the message on one line."""
         return f"{self.key} {self.message}".strip()
 
     @property
@@ -87,18 +87,18 @@ class Problem:
         return "".join(f"{part}: " for part in (self.origin, self.key) if part) + self.message
 
     def render(self) -> str:
-        """Return the problem as an item of a list, with its hint indented below."""
+        """Return the problem as a list item, with its hint indented below."""
         return f"{self.statement}\n  hint: {self.hint}" if self.hint else self.statement
 
     @property
     def line(self) -> int | None:
-        """Return the line of the file that contains the value; None if the value is not from a file."""
+        """Return the line number of the value in its file; None if the value does not come from a file."""
         file, _, line = self.origin.rpartition(":")
-        # A flag may end in :00 too, so an origin that begins with a flag is not a file.
+        # A flag may also end in a colon and digits, so an origin that begins with -- is not a file.
         return int(line) if line.isdigit() and not file.startswith("--") else None
 
     def to_dict(self) -> dict[str, str | int | None]:
-        """Return the problem for ``--json``; with a `line`, `origin` is the file alone."""
+        """Return the problem for ``--json``; if there is a `line`, `origin` contains only the file."""
         return {
             "key": self.key,
             "origin": self.origin if self.line is None else self.origin.rpartition(":")[0],
@@ -109,13 +109,13 @@ class Problem:
 
 
 KeyProblem = tuple[str, str, str]
-"""The dotted key, message and hint of a problem; the origin of the value is added later."""
+"""Dotted key, message and hint of a problem, to which the origin of the value is added later."""
 
 
 class ConfigError(UsageError):
-    """Raised with all problems of a config.
+    """Raised with all problems that were found in a config.
 
-    `message` lists the problems with their hints, while `hint` has the hints alone.
+    `message` lists the problems with their hints, while `hint` contains only the hints.
     """
 
     def __init__(self, problems: Sequence[Problem]) -> None:
@@ -133,11 +133,11 @@ class ConfigError(UsageError):
         return UsageError(self.problems[0].statement, self.hint).render()
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[list[Problem]]]:
-        return type(self), (self.problems,)  # by default, only the message of an exception is pickled
+        return type(self), (self.problems,)  # by default, an exception is pickled with its message only
 
 
 class SlurmError(TrainkitError):
-    """Raised if Slurm cannot be reached; the request itself may be valid."""
+    """Raised if Slurm cannot be reached, although the request itself may be valid."""
 
     exit_code = EXIT_TRY_AGAIN
 
@@ -153,14 +153,14 @@ class FatalError(TrainkitError):
 
 
 class DivergedError(FatalError):
-    """Raised if loss or gradients are not finite."""
+    """Raised if the loss or the gradients are not finite."""
 
 
 PACKAGE = __name__.partition(".")[0]
 
 
 def warn_caller(text: str) -> None:
-    """Issue a warning at the line of the program that called trainkit."""
+    """Issue a warning that points to the line of the program that called trainkit."""
     import warnings
 
     level, frame = 1, sys._getframe()
@@ -172,15 +172,15 @@ def warn_caller(text: str) -> None:
 def replace_unencodable() -> None:
     """Make stdout and stderr replace characters that the locale cannot encode.
 
-    For a process of a run, whose output is in a log: an encoding error must not end the run.
+    Used in the processes of a run, which an encoding error in the log must not end.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper) and stream.errors != "backslashreplace":
-            # a terminal that is opened for reading and writing cannot be reconfigured
+            # a terminal opened for both reading and writing cannot be reconfigured
             with suppress(OSError):
                 stream.reconfigure(errors="replace")
 
 
 def print_note(text: str) -> None:
-    """Print a sentence to stderr and flush."""
+    """Print a sentence to stderr and flush the stream."""
     print(text, file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
-"""List the optional packages of trainkit, and format the command that installs them.
+"""Lists trainkit's optional packages, and formats the command that installs them.
 
-The names are the extras of setup.cfg. A message names packages instead of extras, because the distribution
-called `trainkit` on PyPI is another project.
+The names are the extras in setup.cfg. Messages name packages instead of extras, because the distribution
+called `trainkit` on PyPI is a different project.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
 
 
 def install_line(*names: str, python: str | None = None) -> str:
-    """Return the command that installs the packages of extras; `python` selects the interpreter's pip.
+    """Return the command that installs the packages of extras with the pip of the interpreter `python`.
 
-    Names that are not extras are package names, which capabilities of other packages use.
+    Names that are not extras are treated as package names, which external capabilities use.
     """
     pip = "pip install" if python is None else f"{quote(python)} -m pip install"
     packages = dict.fromkeys(package for name in names for package in PACKAGES.get(name, (name,)))

@@ -1,4 +1,4 @@
-"""Create, find and name folders, also where file systems show changes late, and open regular files."""
+"""Creates, finds and names folders, even where file systems show changes late, and opens regular files."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from trainkit.errors import UsageError
 
 
 def ensure_folder(path: Path, mode: int = 0o777, *, parents: bool = False) -> None:
-    """Create a folder unless it exists; with `parents`, also missing parents, with the default mode.
+    """Create a folder unless it exists; if `parents`, also create missing parents with the default mode.
 
-    Raises OSError. On a parallel file system, `mkdir` can report that a folder exists that another host has
-    just created, while this host still caches that it is missing. `Path.mkdir(exist_ok=True)` fails in that
-    case.
+    Raises OSError if the folder cannot be created. On a parallel file system, if another host has just
+    created the folder, `mkdir` can fail because the folder exists while this host still caches that it does
+    not. In this race, `Path.mkdir(exist_ok=True)` fails.
     """
     try:
         path.mkdir(mode)
@@ -39,14 +39,14 @@ def ensure_folder(path: Path, mode: int = 0o777, *, parents: bool = False) -> No
 
 
 _typed_in: Path | None = None
-"""The folder where the user typed the command, while the command works in another folder."""
+"""The folder where the user typed the command, while the command works in a different folder."""
 _is_recorded = False
-"""True if messages are recorded, so that somebody may read them in any folder."""
+"""True while messages are recorded, because they may later be read in any folder."""
 
 
 @contextmanager
 def working_in(folder: Path) -> Iterator[None]:
-    """Change to a folder; `shown_path` stays relative to the folder where the command was typed."""
+    """Change the working directory; `shown_path` stays relative to the folder where the command was typed."""
     global _typed_in
     here, outer = Path.cwd(), _typed_in
     os.chdir(folder)
@@ -60,7 +60,7 @@ def working_in(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def whole_paths() -> Iterator[None]:
-    """Make `shown_path` return whole paths within the block, as in the processes of a job."""
+    """Make `shown_path` return absolute paths within the block, as in the processes of a job."""
     global _is_recorded
     before, _is_recorded = _is_recorded, True
     try:
@@ -70,23 +70,25 @@ def whole_paths() -> Iterator[None]:
 
 
 def shown_path(path: str | PurePath) -> str:
-    """Return a path for a message: relative if it is below the folder where the command was typed."""
+    """Return a path for a message: relative if the path is below the folder where the command was typed."""
     if not _is_recorded:
-        with suppress(FileNotFoundError):  # the current folder may have been deleted
+        with suppress(FileNotFoundError):  # the working directory may have been deleted
             return relative_path(str(path), _typed_in or Path.cwd())
     return str(path)
 
 
 def relative_path(path: str, cwd: Path) -> str:
-    """Return a path relative to `cwd` if it is below `cwd`, else unchanged; both are valid as RUN."""
+    """Return `path` relative to `cwd` if it is below `cwd`, else unchanged; both forms are valid as RUN."""
     if not Path(path).is_relative_to(cwd) or Path(path) == cwd:
         return path
     below = str(Path(path).relative_to(cwd))
-    return f"./{below}" if below.startswith("-") else below  # so that it is not read as an option
+    return (
+        f"./{below}" if below.startswith("-") else below
+    )  # prevents the path from being parsed as an option
 
 
 def is_full(folder: Path) -> bool:
-    """Return whether the disk of a folder has no space or inode left for this user; False if unknown."""
+    """Return whether a folder's disk has no space or inodes left for this user; False if unknown."""
     with suppress(OSError):
         disk = os.statvfs(folder)
         return disk.f_bavail == 0 or (disk.f_files > 0 and disk.f_favail == 0)
@@ -104,24 +106,29 @@ def config_folder(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def home(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the home of this user; without a home, as in a container, a private temporary folder.
+    """Return this user's home directory, or a private temporary folder if there is none (in a container).
 
-    Raises PermissionError if that folder belongs to another user.
+    Raises PermissionError if the temporary folder belongs to another user.
     """
     try:
         return Path(environ.get("HOME") or "~").expanduser()
-    except RuntimeError:  # there is neither HOME nor an entry in the password database
+    except RuntimeError:  # neither HOME nor an entry in the password database exists
         folder = Path(tempfile.gettempdir(), f"trainkit-{os.getuid()}")
     if not make_private(folder):
-        raise PermissionError(errno.EPERM, "is not a private folder of this user; set HOME", str(folder))
+        raise PermissionError(
+            errno.EPERM,
+            "is not a private folder of this user; set HOME",
+            str(folder),
+        )
     return folder
 
 
 def make_private(folder: Path, others: int = 0o077) -> bool:
-    """Create a folder for this user alone; return False if others can write to it or replace it.
+    """Create a private folder for this user; return False if others can write to it or replace it.
 
-    Others can replace a folder if they may write to its parent, unless the parent has the sticky bit as /tmp
-    has. An existing folder must have none of the permissions in `others`. Raises OSError.
+    Others can replace a folder if they can write to its parent, unless the parent has the sticky bit, like
+    /tmp. `others` is the mask of permissions that an existing folder must not grant. Raises OSError if the
+    folder cannot be created.
     """
     ensure_folder(folder, 0o700)
     found, own = folder.lstat(), (os.getuid(), 0)
@@ -139,30 +146,35 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 
 
 def typed_path(text: str, cwd: Path, *, is_literal: bool = False) -> Path:
-    """Resolve a path that a user has typed, relative to `cwd` or with `~`; raise UsageError if invalid.
+    """Resolve a typed path that is relative to `cwd` or begins with `~`; raise UsageError if it is invalid.
 
-    A path with ``${…}`` is invalid, because nothing evaluates it. If `is_literal`, as in a shell, only a
-    resolver such as ``${hydra:runtime.cwd}`` is invalid: a folder may be named ``${HOME}``.
+    A path that contains ``${…}`` is invalid, because trainkit does not evaluate it. If `is_literal`, as for a
+    path from a shell, a folder may be named ``${HOME}``, so only a resolver such as ``${hydra:runtime.cwd}``
+    is invalid.
     """
     if url := _URL.match(text):
-        hint = "name a path on a disk that the nodes of the job mount, and copy the files there"
+        hint = "copy the files to a disk that the job's nodes mount, and give the path there"
         if url[1] in ("hf", "https", "http"):
-            hint += "; `hf download` fetches models and data sets of the hub"
+            hint += "; `hf download` fetches models and data sets from the Hub"
         raise UsageError(f"{text} is a URL, not a path", hint=hint)
     if (found := INTERPOLATION.search(text)) and (not is_literal or ":" in found[0]):
-        raise UsageError(f"{text} is not a path: {NOT_EVALUATED}", hint="write the path itself")
+        raise UsageError(f"{text} is not a path: {NOT_EVALUATED}", hint="write out the path")
     if "\0" in text:
         raise UsageError(f"{text!r} has a NUL character, which a path cannot contain", hint="check the path")
     try:
         return cwd / Path(text).expanduser()
     except RuntimeError:
         user = text[1:].partition("/")[0]
-        whose = f"there is no user {user} on this machine" if user else "this user has no home here"
-        raise UsageError(f"{text}: {whose}", hint="write the whole path instead of ~") from None
+        whose = (
+            f"there is no user {user} on this machine"
+            if user
+            else "this user has no home directory on this machine"
+        )
+        raise UsageError(f"{text}: {whose}", hint="write the absolute path instead of ~") from None
 
 
 def user_name() -> str:
-    """Return the name of this user, or the uid of a user without a name."""
+    """Return this user's name, or the uid if the user has no name."""
     import getpass
 
     try:
@@ -172,14 +184,14 @@ def user_name() -> str:
 
 
 def user_groups() -> tuple[str, ...] | None:
-    """Return the names of this user's groups; None for root, whom no list of groups restricts."""
+    """Return the names of this user's groups; None for root, whom no list of allowed groups restricts."""
     import grp
 
     if os.getuid() == 0:
         return None
     found = []
     for number in dict.fromkeys((os.getgid(), *os.getgroups())):
-        with suppress(KeyError):  # a group without a name cannot be in a list
+        with suppress(KeyError):  # a group without a name cannot appear in a list
             found.append(grp.getgrgid(number).gr_name)
     return tuple(found)
 
@@ -187,19 +199,19 @@ def user_groups() -> tuple[str, ...] | None:
 PACKAGE = Path(__file__).resolve().parent
 PROJECT_CONFIG = "config.yaml"
 FIRST_RUN, FIRST_RUN_NAME = "first-run.yaml", "first-run"
-"""The run config that `trainkit init` writes, and the name of its run."""
+"""The run config that `trainkit init` writes, and the name of a run with that config."""
 QUICKSTART = "quickstart"
 NOT_RUNS = ("clusters", "profiles")
-"""Folders of shipped files that are layered over a run config and do not describe a run themselves."""
+"""Folders of shipped files that are layered over a run config and are not run configs themselves."""
 
 
 def shipped_configs() -> Path:
-    """Return the folder of shipped configs: inside an installed package, next to it in a checkout."""
+    """Return the folder of shipped configs: inside the package if installed, next to it in a checkout."""
     return _shipped("configs")
 
 
 def shipped_templates() -> Path:
-    """Return the folder of shipped templates: inside an installed package, next to it in a checkout."""
+    """Return the folder of shipped templates: inside the package if installed, next to it in a checkout."""
     return _shipped("templates")
 
 
@@ -209,7 +221,7 @@ def _shipped(name: str) -> Path:
 
 
 def default_config(cwd: Path) -> tuple[str, str]:
-    """Return the default config, a file in `cwd` or else the quickstart, and a text about its origin."""
+    """Return the default config (a file in `cwd`, else the quickstart) and a description of its origin."""
     if (cwd / PROJECT_CONFIG).is_file():
         return PROJECT_CONFIG, "in this folder"
     if (cwd / FIRST_RUN).is_file():
@@ -218,9 +230,9 @@ def default_config(cwd: Path) -> tuple[str, str]:
 
 
 def find_shipped_config(name: str) -> Path | None:
-    """Return the file of a shipped config; None if no such config ships.
+    """Return the file of a shipped config, or None if there is no such config.
 
-    The name is for example ``quickstart``, ``models/8b.yaml`` or ``configs/models/8b.yaml``.
+    `name` has a form such as ``quickstart``, ``models/8b.yaml`` or ``configs/models/8b.yaml``.
     """
     path = PurePath(name)
     if path.is_absolute() or ".." in path.parts or path.suffix not in ("", ".yaml"):
@@ -237,7 +249,7 @@ def shipped_config_names() -> list[str]:
     others = [
         file
         for file in sorted(folder.glob("*/*.yaml"))
-        # a name with a dot is a profile of another config
+        # a name that contains a dot is a profile of another config
         if file.parent.name not in NOT_RUNS and "." not in file.stem
     ]
     files = [folder / f"{QUICKSTART}.yaml", *others]
@@ -245,9 +257,9 @@ def shipped_config_names() -> list[str]:
 
 
 def open_regular(path: str | Path, flags: int = 0) -> BinaryIO:
-    """Open a regular file for reading; raise OSError for a pipe or device, which may never end.
+    """Open a regular file for reading; raise OSError for a pipe or device, where reading may never end.
 
-    `flags` are added to the flags of ``os.open``.
+    `flags` are combined with the flags of ``os.open``.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags)
     kind = os.fstat(descriptor).st_mode

@@ -1,6 +1,6 @@
-"""Format tables, times, amounts of memory, versions and suggestions for people and for Slurm.
+"""Formats tables, times, amounts of memory, versions and suggestions for people and for Slurm.
 
-All functions are pure.
+All functions here are pure.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any
 from trainkit.terminal import Styled, cut, cut_in_the_middle, painted, plain, text_width, wrapped
 
 JsonObject = dict[str, Any]
-"""A JSON object whose schema another project or the user defines: a config.json, a JSON schema, a YAML file
-or a row of data. Dataclasses represent the objects that trainkit itself defines."""
+"""A JSON object whose schema is defined by another project or by the user, such as a config.json, a JSON
+schema, a YAML file or a row of data. Objects whose schema trainkit defines are represented by dataclasses."""
 GAP = "  "
 RESERVED_NAME = re.compile(r"last|local-\d+|\d+(_\d+)?")
-"""Matches names that commands take for something other than the name of a run."""
+"""Matches names that cannot be names of runs because commands interpret them differently."""
 
 
 MIN_COLUMN = 12
-"""A wider column may be narrowed to this width to fit a table to a terminal."""
+"""Width to which a wider column may be narrowed to fit a table to a terminal."""
 
 
 def table(
@@ -37,21 +37,24 @@ def table(
 ) -> str:
     """Format rows as aligned columns, one line per row; the first row can be a heading.
 
-    Columns whose indices are in `right` are right-aligned. A cell longer than `max_width` characters
-    overflows instead of widening its column.
+    Columns with an index in `right` are right-aligned. A cell longer than `max_width` characters overflows
+    its column instead of widening it.
 
-    If the table would be wider than `fit` characters, the widest columns are narrowed and their cells
-    wrapped. With `cuts`, the cells are shortened instead, in the first `num_keys` columns in the middle. If
-    that is not enough, the last columns follow in a table below, which repeats the first `num_keys` columns.
+    If the table would be wider than `fit` characters, the widest columns are narrowed and their cells are
+    wrapped. With `cuts`, cells are truncated instead of wrapped; in the first `num_keys` columns, the middle
+    of the cell is removed. If the table is still too wide, its last columns follow in a second table, which
+    repeats the first `num_keys` columns.
 
-    The styles of cells are escape sequences, which `click.echo` removes where needed.
+    Styled cells contain escape sequences, which `click.echo` removes where needed.
     """
     widths = [max(text_width(plain(cell)) for cell in column) for column in zip(*rows, strict=True)]
     if fit is None:
         if max_width is not None:
             widths = [min(width, max_width) for width in widths[:-1]] + widths[-1:]
         return "\n".join(_line(row, widths, right) for row in rows)
-    first = 0 if cuts else num_keys  # the first column that may be narrowed, while there is another choice
+    first = (
+        0 if cuts else num_keys
+    )  # index of the first column that may be narrowed; key columns are narrowed only if nothing else helps
     least = [width if index < first else min(width, MIN_COLUMN) for index, width in enumerate(widths)]
     here = len(widths)
     while _width(least[:here]) > fit and here > num_keys + 1:
@@ -75,7 +78,7 @@ def table(
 
 
 def _fitted(cell: str, width: int, shorten: Callable[[str, int], str] | None) -> list[str]:
-    """Return the lines of a cell in a column, in the cell's style: all wrapped lines or one short line."""
+    """Return the lines of a cell at a given width, in the cell's style: wrapped, or one truncated line."""
     text = plain(cell)
     lines = wrapped(text, width) if shorten is None else [shorten(text, width)]
     return [Styled(line, cell.style) for line in lines] if isinstance(cell, Styled) else lines
@@ -103,9 +106,9 @@ KEY_FORMATS = (
 """Matches well-known formats of API keys, and JSON Web Tokens."""
 _TOKENIZER = ("eos", "bos", "pad", "unk", "sep", "cls", "mask", "image", "audio", "video")
 NO_TOKENIZER = "".join(rf"(?<!{name}[_-])" for name in _TOKENIZER)
-"""Precedes ``token`` in a pattern to exclude tokens of a tokenizer, such as ``eos_token``."""
+"""Prefix for ``token`` in a pattern, which excludes tokens of a tokenizer such as ``eos_token``."""
 _QUOTE = r"""(?:\\?["']|&#3[49];|&quot;)?"""
-"""Matches a quote, also one in JSON within JSON and in HTML."""
+"""Matches a quote, including a quote in nested JSON or in HTML."""
 _VALUE = r"""(?:(?<=["'])(?:(?!&#3|&quot;)[^"'\n<>\\])+|[^\s"'`<>;,|&\\]+)"""
 _NO_NUMBER = r"(?![\d.,]+(?![\w.,]))"
 _KEY = (
@@ -132,7 +135,7 @@ _BY_PROGRAM = (
     ("smbclient rpcclient", r"smbclient|rpcclient", r"-U\s*[^\s%]{1,100}%"),
     ("openssl", r"openssl", r"(?:-\w+\s+)?pass:"),
 )
-"""Programs with options that precede a password; for other programs these options mean something else."""
+"""Options that precede a password in some programs; in other programs, these options mean something else."""
 _SECRETS = (
     ("", KEY_FORMATS),
     (
@@ -140,7 +143,8 @@ _SECRETS = (
         r"(-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?-----)"
         r"(?:[\w+/=\\:,.()\s-]+?(?=-----END )|[\w+/=\\:,.()\s-]+)",
     ),
-    # The password of a URL, or a key in place of the user. The URL of Oracle has a slash before the password.
+    # The password in a URL, or a key in place of the user name. An Oracle URL has a slash before the
+    # password.
     ("@", r"(?i)(\b[a-z][a-z0-9+.-]{1,20}://[^\s/:@<>\"]{0,100}:)[^\s/<>\"]{1,200}(?=@)"),
     ("@", r"(\b[a-z][a-z0-9+.-]{1,20}://)(?=[\w-]*\d)[\w-]{20,}(?=@)"),
     ("jdbc:oracle", r"(?i)(\bjdbc:oracle:\w+:[^\s/@]{1,100}/)[^\s/@]{1,100}(?=@)"),
@@ -149,7 +153,7 @@ _SECRETS = (
         r"(hooks\.slack\.com/\w+/|discord(?:app)?\.com/api/webhooks/|api\.telegram\.org/bot"
         r"|\.webhook\.office\.com/\w+/)[\w/:@.-]+",
     ),
-    # Signed URLs, and keys in a query.
+    # Signed URLs, and keys in a query string.
     (
         "signature security-token credential",
         r"(?i)(\b(?:x-[a-z]{2,4}-(?:signature|security-token|credential)|sharedaccesssignature)=)" + _VALUE,
@@ -157,7 +161,7 @@ _SECRETS = (
     ("sig= signature= token= auth=", rf"(?i)({_IN_QUERY}(?:sig|signature|token|auth)=)(?!\$){_VALUE}"),
     ("key=", rf"(?i)({_IN_QUERY}key=)(?=[\w.-]{{16}}){_VALUE}"),
     ("sig", rf"(?i)(\b(?:sig|signature){_QUOTE}[:=]\s?{_QUOTE})(?=[\w%+/=-]{{20}}){_VALUE}"),
-    # Headers.
+    # HTTP headers.
     ("digest", rf"(?i)({_AUTHORIZATION}digest\s)[^\n<]+"),
     (
         "authorization",
@@ -166,7 +170,7 @@ _SECRETS = (
     ),
     ("cookie:", r"(?i)(\b(?:set-)?cookie:\s?)[^\n\"'<]+"),
     ("bearer", r"(?i)\b(bearer\s{1,3})[\w.~+/=-]{8,}"),
-    # NAME=VALUE, NAME: VALUE, also of connection strings.
+    # NAME=VALUE and NAME: VALUE, also in connection strings.
     (_KEY_WORDS, rf"(?i)\b((?:[\w-]{{1,30}}[_-])?(?:{_KEY})\b{_ASSIGNS})(?!\$){_VALUE}"),
     ("token", rf"(?i)\b((?:{_TOKEN})\b{_ASSIGNS})(?!\$){_NO_NUMBER}{_VALUE}"),
     ("token", rf"(?i)(\btoken{_ASSIGNS})(?=[\w.-]*\d)(?=[\w.-]*[a-z])[\w.-]{{16,}}"),
@@ -174,7 +178,7 @@ _SECRETS = (
     # A line of .netrc, also in a diff.
     ("password", r"(\b(?:machine\s+\S+|default)(?:[\s+]+(?:login|account)\s+\S+)+[\s+]+password\s+)\S+"),
     ("machine", r"(\bmachine\s+[\w-]+\.[\w.-]+[\s+]+password\s+)\S+"),
-    # Options.
+    # Command-line options.
     (
         f"{_KEY_WORDS} credential",
         rf"(?i)({_OPTION}(?:{_KEY}|credentials?)(?:\s{{1,3}}|=){_QUOTE})(?![-$]){_VALUE}",
@@ -190,33 +194,35 @@ _SECRETS = (
         )
         for words, program, option in _BY_PROGRAM
     ),
-    # A value that is neither a word, as in -pix_fmt and -partition, nor a number or a partition's name.
+    # After -p, a value is masked only if it is not a word (as in -pix_fmt and -partition), a number or a
+    # partition name.
     ("-p", rf"((?<![\w-])-p)(?![/.~])(?=[^\s\d]*\d)(?=[^\sA-Z]*[A-Z])(?=[^\sa-z]*[a-z])(?=\S{{8}}){_VALUE}"),
 )
-"""Pairs of lowercase words and a pattern. The pattern is searched for only if the text contains one of the
-words."""
+"""Each entry has lowercase words, separated by spaces, and the pattern of a secret. A text is searched for
+the pattern only if the text contains one of the words."""
 _PATTERNS_BY_WORD = {
     word: [index for index, (words, _) in enumerate(_SECRETS) if word in words.split(" ")]
     for word in sorted({word for words, _ in _SECRETS for word in words.split(" ")})
 }
-"""Positions in ``_SECRETS``, by word. Each text is searched only once for each word, so masking is fast."""
+"""Maps each word to the indices of its entries in ``_SECRETS``. A text is searched only once for each word,
+so that masking is fast."""
 
 
 def mask_secrets(text: str) -> str:
-    """Replace what looks like a key or a password in a text with `***`.
+    """Replace everything in a text that looks like a key or a password with `***`.
 
-    The result can be shown to others or stored in a file.
+    The masked text can be shown to others or stored in a file.
     """
     lowered = text.lower()
     found = {index for word, patterns in _PATTERNS_BY_WORD.items() if word in lowered for index in patterns}
     for index in sorted(found):
-        _, pattern = _SECRETS[index]  # compiled at the first use, because most processes mask nothing
+        _, pattern = _SECRETS[index]  # compiled on first use, because most processes mask nothing
         text = re.sub(pattern, rf"\1{MASK}", text)
     return text
 
 
 def masked_value(value: object, key: str) -> str:
-    """Return the value of a key as a user would type it, with `***` for what looks like a secret."""
+    """Return a key's value as a user would type it, with `***` in place of what looks like a secret."""
     before = f"{key}: "
     return mask_secrets(before + shown_value(value)).removeprefix(before)
 
@@ -227,7 +233,7 @@ def cell(value: object, spec: str = "") -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Format a duration in at most two units: ``42s``, ``3m10s``, ``5h02m``, ``2d03h``; ``-`` for None."""
+    """Format a duration with at most two units: ``42s``, ``3m10s``, ``5h02m``, ``2d03h``; ``-`` for None."""
     if seconds is None:
         return "-"
     whole = max(0, int(seconds))
@@ -241,7 +247,7 @@ def duration(seconds: float | None) -> str:
 
 
 def _time_of_workers(hours: float) -> tuple[str, str]:
-    """Return the time of all workers as an amount and its unit: hour, minute or second."""
+    """Return the total time of all workers as an amount and its unit: hour, minute or second."""
     for unit, amount in (("hour", hours), ("minute", 60 * hours)):
         if amount >= (0.1 if unit == "hour" else 1):
             return (number(round(amount, 2)) if unit == "hour" else f"{amount:.1f}"), unit
@@ -249,7 +255,7 @@ def _time_of_workers(hours: float) -> tuple[str, str]:
 
 
 def hours_text(hours: float | None) -> str:
-    """Format hours for a table column in hours: ``12.5``, but ``4.2 min`` or ``1.7 s`` below 0.1 hours."""
+    """Format hours for a column headed "hours": ``12.5``, but ``4.2 min`` or ``1.7 s`` below 0.1 hours."""
     if hours is None:
         return "-"
     amount, unit = _time_of_workers(hours)
@@ -257,29 +263,29 @@ def hours_text(hours: float | None) -> str:
 
 
 def worker_time(hours: float, worker: str) -> str:
-    """Format the time of all workers: ``12.5 GPU-hours``, ``4.2 GPU-minutes``, ``1.7 GPU-seconds``."""
+    """Format the total time of all workers: ``12.5 GPU-hours``, ``4.2 GPU-minutes``, ``1.7 GPU-seconds``."""
     amount, unit = _time_of_workers(hours)
     return f"{amount} {worker}-{unit}s"
 
 
 def plural(count: int | None, noun: str) -> str:
-    """Format a count with its noun: ``1 node``, ``2 nodes``, ``1,200 processes``."""
+    """Format a number with its noun: ``1 node``, ``2 nodes``, ``1,200 processes``."""
     ending = "" if count == 1 else "es" if noun.endswith("s") else "s"
     return f"{cell(count, ',')} {noun}{ending}"
 
 
 def shown(values: Mapping[str, object]) -> str:
-    """Format values as in ``optimizer.lr=0.1, seed=1``."""
+    """Format a mapping as in ``optimizer.lr=0.1, seed=1``."""
     return ", ".join(f"{key}={shown_value(value)}" for key, value in values.items())
 
 
 def shown_value(value: object) -> str:
-    """Format a value as a user would type it."""
+    """Return a value as a user would type it."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def short_keys(keys: Sequence[str]) -> list[str]:
-    """Return the last part of every key, or the full key if another key has the same last part."""
+    """Return the last part of each dotted key, or the full key if another key has the same last part."""
     last = [key.rpartition(".")[2] for key in keys]
     return [key if last.count(part) > 1 else part for key, part in zip(keys, last, strict=True)]
 
@@ -288,12 +294,12 @@ MAX_SPANS = 8
 
 
 def rank_list(ranks: Sequence[int]) -> str:
-    """Format ranks as compact text, such as ``rank 3`` or ``ranks 0-2,4``; see `spans`."""
+    """Format rank numbers compactly, such as ``rank 3`` or ``ranks 0-2,4``; see `spans`."""
     return f"rank{'' if len(ranks) == 1 else 's'} {spans(sorted(ranks))}"
 
 
 def spans(numbers: Sequence[int]) -> str:
-    """Format increasing numbers as compact text, such as ``0-2,4``.
+    """Format increasing numbers compactly, such as ``0-2,4``.
 
     After `MAX_SPANS` spans, the text ends with ``and 504 more``.
     """
@@ -320,9 +326,9 @@ def size(num_bytes: float) -> str:
 
 
 def number(value: float | None) -> str:
-    """Format a number with four significant digits; ``-`` for None and for a value that is not finite.
+    """Format a number with four significant digits; ``-`` for None and for values that are not finite.
 
-    A number from 10,000 up to 1e12 keeps all digits of its integer part.
+    Numbers from 10,000 up to 1e12 keep all digits of their integer part.
     """
     if value is None or not math.isfinite(value):
         return "-"
@@ -335,9 +341,9 @@ def result_text(value: float | None) -> str:
 
 
 def near(word: str, words: Iterable[str], similar: float = 0.6) -> str | None:
-    """Return the word closest to the given word; None if no word is similar enough.
+    """Return the candidate in `words` that is closest to `word`; None if none is similar enough.
 
-    `similar` is the required similarity, from 0 to 1 for equal words.
+    `similar` is the required similarity, between 0 and 1 (equal words).
     """
     from difflib import get_close_matches
 
@@ -345,13 +351,13 @@ def near(word: str, words: Iterable[str], similar: float = 0.6) -> str | None:
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:
-    """Return the start of a hint with the most similar word; an empty string if no word is similar."""
+    """Return the start of a hint that suggests the most similar word; empty if no word is similar."""
     match = near(word, words)
     return f"did you mean {match}? " if match else ""
 
 
 def there_are(numbers: Sequence[int]) -> str:
-    """Describe consecutive numbers for a hint: ``there is only 1``, or ``there are 1 to 4``."""
+    """Describe consecutive numbers for use in a hint: ``there is only 1``, or ``there are 1 to 4``."""
     return f"there is only {numbers[0]}" if len(numbers) == 1 else f"there are {numbers[0]} to {numbers[-1]}"
 
 
@@ -359,12 +365,12 @@ MIB = 2**20
 GIB = 2**30
 _DAY_S = 86_400
 MEMORY = r"^(\d+(?:\.\d+)?) *(?:([KMGTPkmgtp])(?:[iI]?[bB])?n?|([bB]|bytes))?$"
-"""Matches an amount of memory: the number, and a unit or bytes. sacct writes an amount per node as `28Gn`."""
+"""Matches an amount of memory: a number with an optional unit; sacct writes an amount per node as `28Gn`."""
 _SLURM_MEMORY = re.compile(r"\d+[KMGT]?", re.ASCII)
 
 
 def time_limit_s(text: str) -> int | None:
-    """Return a time limit in seconds; None for no limit, which Slurm writes as 0.
+    """Return a time limit in seconds, or None for no limit, which Slurm writes as 0.
 
     Accepts Slurm's formats: ``M``, ``M:S``, ``H:M:S``, ``D-H``, ``D-H:M`` and ``D-H:M:S``.
     """
@@ -380,7 +386,7 @@ def time_limit_s(text: str) -> int | None:
 
 
 def time_text(seconds: int) -> str:
-    """Format a time as ``HH:MM:SS`` or ``D-HH:MM:SS``."""
+    """Format a number of seconds as ``HH:MM:SS`` or ``D-HH:MM:SS``."""
     days, rest = divmod(seconds, _DAY_S)
     clock = f"{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}"
     return f"{days}-{clock}" if days else clock
@@ -389,8 +395,8 @@ def time_text(seconds: int) -> str:
 def memory_mib(text: str) -> int | None:
     """Convert an amount such as ``64G``, ``3.5 GiB`` or ``28gb`` to MiB, rounded up.
 
-    Return None for ``0``, which means all memory. Every unit is a power of 1024 as in Slurm, and a bare
-    number is MiB. Raises ValueError if the text is not an amount of memory.
+    Return None for ``0``, which means all memory of a node. As in Slurm, every unit is a power of 1024, and a
+    number without a unit is in MiB. Raises ValueError if the text is not an amount of memory.
     """
     match = re.fullmatch(MEMORY, text, re.ASCII)
     if match is None or ("." in match[1] and match[2] == match[3] is None):
@@ -400,15 +406,15 @@ def memory_mib(text: str) -> int | None:
 
 
 def slurm_memory(text: str) -> str:
-    """Convert an amount of memory to a form that sbatch accepts; raise ValueError if it is not an amount.
+    """Convert an amount of memory to a form that sbatch accepts; raise ValueError if `text` is not an amount.
 
-    An amount that sbatch accepts is returned unchanged.
+    Amounts that sbatch accepts are returned unchanged.
     """
     return text if _SLURM_MEMORY.fullmatch(text) else memory_text(memory_mib(text) or 0)
 
 
 def memory_text(mib: float) -> str:
-    """Format an amount of memory as a whole number of M, G or T, in the largest unit possible."""
+    """Format an amount of memory as a whole number with the largest possible unit out of M, G and T."""
     number = int(mib)
     for unit in ("M", "G"):
         if number % 1024 or not number:
@@ -418,5 +424,5 @@ def memory_text(mib: float) -> str:
 
 
 def version_text(version: tuple[int, ...]) -> str:
-    """Format a version of Slurm, for example ``22.05.8``."""
+    """Format a Slurm version, for example ``22.05.8``."""
     return ".".join(f"{part:02}" if place == 1 else str(part) for place, part in enumerate(version))

@@ -1,8 +1,8 @@
-"""Lock files between processes, on one host or on several hosts that share a file system.
+"""Provides lock files for processes on one host, or on several hosts that share a file system.
 
-The locks are flocks. The kernel releases a flock when the process and all its forks have closed the file, so
-a fork closes its copies of the locks here. The file names the process that holds the lock, so that waiting
-processes can report it.
+The locks use flock. The kernel releases a flock only when the process and all its forks have closed the file,
+so forks close their copies of the descriptors. The lock file contains the id of the process that holds the
+lock, so that waiting processes can report it.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from shlex import quote
 
 POLL_S = 0.05
 SLOW_POLL_S = 0.25
-"""Polling interval after the first second, because each try over NFS is a request to the server."""
+"""Polling interval after the first second; it is long because over NFS each try is a request to the
+server."""
 NOTICE_S = 5.0
-"""Seconds before a waiting process prints what it waits for."""
+"""Seconds after which a waiting process prints what it is waiting for."""
 STOP_S = 2.0
-"""A process keeps waiting this long after a stop signal, because most locks are held only for a moment."""
+"""Seconds that a process keeps waiting after a stop signal, because most locks are held only briefly."""
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT}
 MAX_HOLDER_BYTES = 4096
 HOLDER_START = b'{"host": '
 _held: set[int] = set()
-"""The descriptors of this process's locks, from their opening to `release_lock`."""
+"""Descriptors of this process's locks, from when they are opened until `release_lock`."""
 MOUNTS = Path("/proc/self/mounts")
 _OCTAL = re.compile(r"\\([0-7]{3})")
 _LOCAL_LOCKS = {
@@ -43,44 +44,45 @@ _LOCAL_LOCKS = {
     "nfs": ("nolock", "local_lock=flock", "local_lock=all"),
     "nfs4": ("nolock", "local_lock=flock", "local_lock=all"),
 }
-"""Maps a file system to the mount options that make a flock visible only on the same host."""
-NEEDS_FLOCK = "runs require flock, which Lustre supports with the mount option flock and NFS with lockd"
+"""Maps a file system to the mount options with which a flock is visible only on the same host."""
+NEEDS_FLOCK = "runs require flock: Lustre needs the mount option flock, and NFS needs lockd"
 
 
 class LockUnsupported(OSError):
-    """Raised if the filesystem does not support flock."""
+    """Raised if the file system does not support flock."""
 
     hint = NEEDS_FLOCK
 
 
 class NotALock(OSError):
-    """Raised if the path of a lock is a link or no regular file.
+    """Raised if the path of a lock is a link, or not a regular file.
 
-    Another user may have planted it.
+    Another user may have planted it there.
     """
 
     @property
     def hint(self) -> str:
         path = quote(str(self.filename))
-        return f"`ls -l {path}` shows its owner; remove it: the target of a link was not changed"
+        return f"`ls -l {path}` shows its owner; remove it (if it is a link, its target was not changed)"
 
 
 class LockBusy(BlockingIOError):
-    """Raised if another process still holds the lock; the message names the process."""
+    """Raised if another process still holds the lock; the message identifies that process."""
 
 
 class LockStopped(LockBusy):
-    """Raised if a stop signal ended the wait for a lock; the signal is still pending."""
+    """Raised if a stop signal ended the wait for a lock; the signal remains pending."""
 
 
 def acquire_lock(path: Path, timeout_s: float | None = None, mode: int = 0o600, owner: str = "") -> int:
-    """Lock a file with flock and return its descriptor for `release_lock`.
+    """Lock a file with flock, and return the descriptor to pass to `release_lock`.
 
-    `owner` is a text that `owner_of` returns. Waits indefinitely for another process, or raises LockBusy
-    after `timeout_s`; prints once to stderr what it waits for.
+    `owner` is a text that `owner_of` returns while the lock is held. Waits until other processes release the
+    lock, or raises LockBusy after `timeout_s`; prints once to stderr what it waits for.
 
     In a process that blocks SIGTERM or SIGINT, such a signal ends the wait: LockStopped is raised, and the
-    signal stays pending. Raises LockUnsupported, and OSError if the file cannot be created.
+    signal remains pending. Raises LockUnsupported if flock is not supported, and OSError if the file cannot
+    be created.
     """
     started_s = time.monotonic()
     give_up_s = float("inf") if timeout_s is None else started_s + timeout_s
@@ -90,7 +92,8 @@ def acquire_lock(path: Path, timeout_s: float | None = None, mode: int = 0o600, 
     try:
         while True:
             if not _is_current(descriptor, path):
-                # A person has removed the lock file of a host that is down. The new file is the lock now.
+                # Someone removed the lock file, for example because the host that held the lock is down. From
+                # now on, the new file is the lock.
                 replaced, descriptor = descriptor, _open(path, mode)
                 release_lock(replaced)
             if _try_lock(descriptor, path) and _is_current(descriptor, path):
@@ -106,7 +109,9 @@ def acquire_lock(path: Path, timeout_s: float | None = None, mode: int = 0o600, 
                 is_noticed = True
                 with contextlib.suppress(OSError):
                     print(
-                        f"waiting for {path}, which is {describe_holder(path)}", file=sys.stderr, flush=True
+                        f"waiting for the lock {path}, which is {describe_holder(path)}",
+                        file=sys.stderr,
+                        flush=True,
                     )
             time.sleep(POLL_S if now_s - started_s < 1.0 else SLOW_POLL_S)
     except BaseException:
@@ -115,16 +120,16 @@ def acquire_lock(path: Path, timeout_s: float | None = None, mode: int = 0o600, 
 
 
 def release_lock(descriptor: int) -> None:
-    """Release a lock of `acquire_lock`."""
+    """Release a lock that `acquire_lock` returned."""
     _held.discard(descriptor)
     os.close(descriptor)
 
 
 def _let_go_in_fork() -> None:
-    """Replace the descriptors of the parent's locks in a fork by /dev/null.
+    """In a forked process, replace the descriptors of the parent's locks with /dev/null.
 
-    Otherwise a fork that outlives its parent would hold the locks, while the files name the parent. The
-    descriptors stay valid, so that the fork can call `release_lock` when it leaves the block of a lock.
+    Otherwise, a fork that outlives its parent would hold the locks, although the lock files name the parent.
+    The descriptors stay valid, so that the fork can call `release_lock` when it leaves a `with` block.
     """
     if _held:
         nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
@@ -137,9 +142,9 @@ os.register_at_fork(after_in_child=_let_go_in_fork)
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a process holds the lock of a file. Raises OSError.
+    """Return whether any process holds the lock of a file. Raises OSError if the file cannot be opened.
 
-    Several processes can call this at the same time.
+    Several processes can call this at the same time without blocking each other.
     """
     try:
         with path.open("rb") as stream:
@@ -153,7 +158,7 @@ def is_locked(path: Path) -> bool:
 
 @contextmanager
 def file_lock(path: Path, timeout_s: float | None = None, mode: int = 0o600) -> Iterator[None]:
-    """Hold the lock of a file during the block; parameters and errors are as in `acquire_lock`."""
+    """Hold the lock of a file during the block; parameters and errors are those of `acquire_lock`."""
     descriptor = acquire_lock(path, timeout_s, mode)
     try:
         yield
@@ -162,7 +167,7 @@ def file_lock(path: Path, timeout_s: float | None = None, mode: int = 0o600) -> 
 
 
 def unsupported(folder: Path) -> str | None:
-    """Return why files in a folder cannot be locked; None if they can be, or if it is not writable."""
+    """Return the reason why files in a folder cannot be locked; None if they can or it is not writable."""
     try:
         descriptor, name = tempfile.mkstemp(prefix=".trainkit-", dir=folder)
     except OSError:
@@ -178,9 +183,9 @@ def unsupported(folder: Path) -> str | None:
 
 
 def local_locks(folder: Path, mounts: Path = MOUNTS) -> str | None:
-    """Return why locks in a folder would be local to each host; None if they are not.
+    """Return the reason why locks in a folder are visible only on this host; None if other hosts see them.
 
-    The folder may not exist yet. Return None too if the mounts cannot be read.
+    The folder does not have to exist. None is also returned if the list of mounts cannot be read.
     """
     try:
         lines = [line.split(" ") for line in mounts.read_text(errors="surrogateescape").splitlines()]
@@ -192,28 +197,29 @@ def local_locks(folder: Path, mounts: Path = MOUNTS) -> str | None:
         for number, (_, mount, kind, options, *_) in enumerate(lines)
         if place.is_relative_to(point := Path(_OCTAL.sub(lambda match: chr(int(match[1], 8)), mount)))
     ]
-    # If several file systems are mounted at one place, the last one is visible.
+    # If several file systems are mounted at the same place, only the last one is visible.
     _, _, point, name, options = max(around, default=(0, 0, Path(), "", []))
     option = next((option for option in _LOCAL_LOCKS.get(name, ()) if option in options), None)
     if option is None:
         return None
     return (
         f"{point} is mounted with {option} ({name}): locks in the run folder work only within one host, so "
-        "commands and jobs on different hosts can interfere; do not control this run from two "
-        "hosts at once, or choose another file system with --run-dir"
+        f"commands and jobs on different hosts can interfere; control this run from one host only, or "
+        f"choose another file system with --run-dir"
     )
 
 
 def _open(path: Path, mode: int) -> int:
-    """Open a lock file, but refuse a link or another kind of file.
+    """Open a lock file, but refuse links and anything that is not a regular file.
 
-    The holder will be written into the file, so it must not be a file of another purpose.
+    The id of the process that holds the lock is written to the file, so it must not be a file with another
+    purpose.
     """
     flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         descriptor = os.open(path, flags | os.O_RDWR | os.O_CREAT, mode)
     except PermissionError:
-        # Another user's file can be locked, but the holder cannot be written into it.
+        # A file of another user can be locked, but nothing can be written to it.
         descriptor = os.open(path, flags | os.O_RDONLY)
     except OSError as error:
         if error.errno == errno.ELOOP:
@@ -228,7 +234,9 @@ def _open(path: Path, mode: int) -> int:
 
 
 def _not_a_lock(path: Path) -> NotALock:
-    return NotALock(errno.EINVAL, "a lock must be a separate file, but this is a link or no file", str(path))
+    return NotALock(
+        errno.EINVAL, "a lock must be a separate file, but this is a link or another kind of file", str(path)
+    )
 
 
 def _is_current(descriptor: int, path: Path) -> bool:
@@ -257,15 +265,17 @@ def _write_holder(descriptor: int, owner: str) -> None:
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z"),
         **({"owner": owner} if owner else {}),
     }
-    with contextlib.suppress(OSError):  # on a full disk the lock works, but its holder is unknown
+    with contextlib.suppress(
+        OSError
+    ):  # on a full disk, the lock works but the process that holds it is not recorded
         if os.pread(descriptor, len(HOLDER_START), 0) not in (b"", HOLDER_START):
-            return  # the file has other content and is not a lock file
+            return  # a file with other content is not a lock file
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(holder).encode(), 0)
 
 
 def owner_of(path: Path) -> str:
-    """Return the `owner` that the holder of a lock has written into the file."""
+    """Return the `owner` text that the process holding a lock wrote into the lock file."""
     return str(_read_holder(path).get("owner") or "another process")
 
 
@@ -279,7 +289,7 @@ def _read_holder(path: Path) -> dict[str, object]:
 
 
 def describe_holder(path: Path) -> str:
-    """Describe the holder of a lock from the file's content: ``held by process 7 on node1 since …``."""
+    """Describe, from a lock file's content, who holds it: ``held by process 7 on node1 since …``."""
     holder = _read_holder(path)
     try:
         host, pid, job_id, since = (holder[key] for key in ("host", "pid", "job_id", "time"))

@@ -1,6 +1,6 @@
-"""Quote values for a batch script: as bash arguments, in #SBATCH lines and in comments.
+"""Quotes values for a batch script: as bash arguments, in #SBATCH lines and in comments.
 
-The quoting rules differ, because sbatch parses its directives itself.
+The rules for #SBATCH lines differ from those of bash, because sbatch parses these lines itself.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from trainkit.errors import UsageError
 
 _PLAIN_DIRECTIVE = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 _NO_DIRECTIVE = re.compile("[\n\r\udc80-\udcff]")
-"""Matches line breaks, and the surrogate escapes of bytes that are not UTF-8."""
+"""Matches line breaks, and the surrogate escapes for bytes that are not UTF-8."""
 _SHORT_ESCAPES = {"\\": "\\\\", "'": "\\'", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
 
 def quote(value: object) -> str:
     """Quote a value as one bash argument on one line.
 
-    Control characters, and bytes of file names that are not UTF-8, become escapes in ``$'…'``. A newline in
-    plain quotes would be correct too, but hard to read. Raises UsageError for NUL, which no argument can
+    Control characters, and file name bytes that are not UTF-8, become escapes in ``$'…'``. A newline inside
+    plain quotes would also be correct, but hard to read. Raises UsageError for NUL, which no argument can
     contain.
     """
     text = _text(value)
@@ -32,37 +32,37 @@ def quote(value: object) -> str:
 
 
 def words(values: Iterable[object]) -> str:
-    """Quote values, for example an argv, as bash arguments."""
+    """Quote values, for example an argv, as bash arguments separated by spaces."""
     return " ".join(map(quote, values))
 
 
 def directive(value: object) -> str:
     """Quote the value of a long option in an ``#SBATCH --option=VALUE`` line.
 
-    sbatch splits such a line itself: quotes group, a backslash escapes the next character even within single
-    quotes, ``#`` starts a comment, and nothing is expanded. Raises UsageError for characters that such a line
-    cannot contain.
+    sbatch splits such a line itself: quotes group words, a backslash escapes the next character even within
+    single quotes, ``#`` starts a comment, and nothing is expanded. Raises UsageError for characters that such
+    a line cannot contain.
     """
     text = _text(value)
     if (broken := _NO_DIRECTIVE.search(text)) is not None:
         what = "a line break" if broken[0] in "\n\r" else "bytes that are not UTF-8"
         message = f"{text!a} cannot be written in an #SBATCH line: it contains {what}"
-        raise UsageError(message, hint="choose a name or a folder without it")
+        raise UsageError(message, hint="choose a name or a folder that does not contain it")
     if _PLAIN_DIRECTIVE.fullmatch(text):
         return text
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def log_path(path: str) -> str:
-    """Escape a path for --output and similar options, so that Slurm expands no ``%j`` in it.
+    """Escape a path for --output and similar options, so that Slurm does not expand ``%j`` in it.
 
-    If the path has a backslash, Slurm expands nothing and removes one level of backslashes.
+    If a path contains a backslash, Slurm expands nothing and removes one level of backslashes.
     """
     return path.replace("\\", "\\\\") if "\\" in path else path.replace("%", "%%")
 
 
 def comment(value: object) -> str:
-    """Escape unprintable characters of a value for a comment after ``#``."""
+    """Escape the unprintable characters of a value for a comment after ``#``."""
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode() for char in str(value)
     )
@@ -70,9 +70,9 @@ def comment(value: object) -> str:
 
 def _text(value: object) -> str:
     if isinstance(value, bool) or not isinstance(value, (str, int, float, os.PathLike)):
-        # str() of an undefined template variable raises the error that names it.
+        # For an undefined template variable, str() raises an error that names the variable.
         message = f"{type(value).__name__} {str(value)!r} cannot be written in a script"
-        raise UsageError(message, hint="only text, numbers and paths can")
+        raise UsageError(message, hint="only text, numbers and paths can be written")
     text = os.fsdecode(value) if isinstance(value, os.PathLike) else str(value)
     if "\0" in text:
         message = f"{text!a} cannot be written in a script: it contains a NUL character"

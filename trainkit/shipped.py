@@ -1,4 +1,4 @@
-"""Describes the shipped capabilities without importing them, and finds capabilities of other packages."""
+"""Describes the shipped capabilities without importing them, and finds the capabilities of other packages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from trainkit.errors import TrainkitError, UsageError
 
-if TYPE_CHECKING:  # the contract too: a command that needs no capability does not load it
+if (
+    TYPE_CHECKING
+):  # imported only here, because a command that needs no capability does not load the interface either
     from importlib.metadata import EntryPoint
 
     from trainkit.capability import Capability, NodesChoice
@@ -29,74 +31,85 @@ if TYPE_CHECKING:  # the contract too: a command that needs no capability does n
 
 T = TypeVar("T")
 GROUP = "trainkit.capabilities"
-"""The entry-point group in which other packages declare capabilities: section name -> MODULE:CLASS."""
+"""Entry-point group in which other packages declare capabilities, as section name -> MODULE:CLASS."""
 OF_THE_RUN = ("config.yaml", "plan.json", "job.json", "end.json", "submit.sbatch")
 """Files of a run and its attempts that no capability may write."""
 
 
 class RestartCause(NamedTuple):
-    """A reason for which a capability restarts a run. Such ends do not count as ends without progress."""
+    """A reason for which a capability restarts a run.
+
+    Attempts that end for such a reason do not count as attempts without progress.
+    """
 
     words: str
-    """The reason as the list of restarts shows it."""
+    """The reason, as shown in the list of restarts."""
     in_place: bool = False
-    """Whether the run restarts inside its allocation if possible; otherwise the job is requeued."""
+    """Whether the run restarts inside its allocation if possible; if False, the job is requeued."""
 
 
 class Shipped(NamedTuple):
-    """Describes a folder of `trainkit/capabilities/` before it is imported."""
+    """Describes a capability (a folder of `trainkit/capabilities/`) before it is imported."""
 
     follows: str = ""
-    """The key of plan.json after which the part is written; a second key is for plans without the first."""
+    """Key of plan.json after which the part is written; a second key is used if the plan lacks the first."""
     keys: Mapping[str, tuple[str, Any]] = {}
-    """Key of plan.json -> `WHOLE`, or the part's field and the key's value without a part (or `LEFT_OUT`)."""
+    """Maps a key of plan.json to `WHOLE`, or to a field of the part and the key's value if there is no
+    part."""
     within: tuple[str, ...] = ()
-    """The fields of its part if they are stored at the end of the record `follows`, which every plan has."""
+    """Fields of the part that are stored at the end of the record `follows`, which every plan has."""
     commands: Mapping[str, str] = {}
-    """Command, or group and command -> MODULE:NAME of a click command in the folder."""
+    """Maps a command (or a group and a command) to the MODULE:NAME of a click command in the capability's
+    folder."""
     options: Mapping[str, str] = {}
-    """Command -> MODULE:NAME of a decorator in the folder.
+    """Maps a command to the MODULE:NAME of a decorator in the folder.
 
-    The decorator adds options to the command and their `Choice` to its `choices`. The help of the command
-    imports the module too.
+    The decorator adds options to the command, and passes the options' values to the command as a `Choice` in
+    `choices`. The decorator's module is also imported to print the help of the command.
     """
     in_ranks: bool = False
-    """Whether it acts in the ranks of every run, even if the plan does not have its part."""
+    """Whether the capability's code runs in the ranks of every run, even if the plan lacks the capability's
+    part."""
     attends: str = ""
-    """The field of its part that names the rank to which a person may connect; empty if there is none.
+    """Field of the part that names the rank to which a person may connect; empty if there is none.
 
-    While a rank waits for a person, the folder of the attempt contains NAME/rank-*.json. After a person has
-    connected, the file NAME/rank names the rank.
+    While a rank waits for a person, the attempt folder contains NAME/rank-*.json, where NAME is the
+    capability's name. Once a person has connected, the file NAME/rank contains the number of that rank.
     """
     launchers: Mapping[str, tuple[str, ...]] = {}
-    """Launcher of a command, which `Capability.argv` starts -> packages; one of them must be installed."""
+    """Maps a launcher, which `Capability.argv` starts, to packages of which one must be installed."""
     events: Mapping[str, bool] = {}
-    """Event that is shown to people -> whether the list of past warnings has it too; see `owner_of`."""
+    """Maps each event that is shown to people to True if the list of past warnings includes the event; see
+    `owner_of`."""
     shown: Mapping[str, Mapping[str, str]] = {}
-    """Output to which it adds keys (`status`, `rows` or `report`) -> added key -> the key before it."""
+    """Maps an output (`status`, `rows` or `report`) to the keys added to it, each with the key that precedes
+    it."""
     causes: Mapping[str, RestartCause] = {}
-    """Cause of its `PlannedStop` -> how the run restarts."""
+    """Maps the cause of a `PlannedStop` of the capability to how the run restarts."""
     group_file: str | None = None
-    """The file that marks a group of runs as made by this capability; None if it makes no groups."""
+    """Name of the file that marks a group of runs as created by this capability; None if it creates no
+    groups."""
     functions: Mapping[str, str] = {}
-    """Function that the core calls by this name -> MODULE:NAME in the folder."""
+    """Maps the name by which the core calls a function to the function's MODULE:NAME in the folder."""
     keeps_media: bool = False
-    """Whether it records the images, histograms and texts that a rank logs."""
+    """Whether the capability records the images, histograms and texts that a rank logs."""
     without_keys: bool = False
-    """Whether it has no config keys, so that a config is checked and planned without importing its class."""
+    """Whether the capability has no config keys, so its class is not imported to check and plan a config."""
     worker: str | None = None
-    """The module whose `run_worker` the ranks call if the plan has its part; None for the trainer's."""
+    """Module whose `run_worker` the ranks call instead of the trainer's if the plan has the capability's
+    part."""
 
     @property
     def has_class(self) -> bool:
-        """Return whether its module has a `CAPABILITY`; a capability that only has commands needs none."""
+        """Return whether the module has a `CAPABILITY`, which is not needed only to add commands."""
         return bool(self.follows or self.group_file or self.keeps_media)
 
 
 LEFT_OUT = object()
-"""Marks a key of plan.json that is not written if the plan does not have the part."""
+"""Marks a key of plan.json that is omitted if the plan lacks the part."""
 WHOLE = ("", LEFT_OUT)
-"""Describes a part that is the whole value of one key; without the part the key is not written."""
+"""Describes a part that is the whole value of one key of plan.json; the key is omitted if there is no
+part."""
 SHIPPED = {
     "debugger": Shipped(
         "after replay",
@@ -157,7 +170,9 @@ SHIPPED = {
         shown={"status": {"growth": "gpu_type"}, "rows": {"growth": "used"}},
     ),
     "notifications": Shipped("requeue", {"notify": WHOLE}, options={"check": "check_option:check_option"}),
-    "curves": Shipped("trackers", {"log_pattern": ("pattern", None)}),  # trackers get its end
+    "curves": Shipped(
+        "trackers", {"log_pattern": ("pattern", None)}
+    ),  # before trackers, which send the metrics that curves writes at its end
     "health": Shipped(
         "log_pattern", {"health_every_s": ("every_s", None)}, shown={"report": {"nodes": "slowdowns"}}
     ),
@@ -169,9 +184,10 @@ SHIPPED = {
         commands={"sync": "command:sync", "ui": "command:ui"},
     ),
 }
-"""The shipped capabilities by folder name. Companions end in this order."""
+"""The shipped capabilities by folder name. The companions of these capabilities are ended in the same
+order."""
 ATTENDING = tuple(name for name, shipped in SHIPPED.items() if shipped.attends)
-"""The capabilities with which a person can connect to a rank."""
+"""Names of the capabilities that let a person connect to a rank."""
 
 
 class ShippedTask(NamedTuple):
@@ -180,7 +196,7 @@ class ShippedTask(NamedTuple):
     place: str
     """The class of the task as MODULE:CLASS."""
     paths: Mapping[str, str | None]
-    """Key of `task_args` whose value is a path -> the one value that is a name instead."""
+    """Maps a key of `task_args` whose value is a path to the one value that is a name instead of a path."""
 
 
 TASKS = {
@@ -188,20 +204,20 @@ TASKS = {
         "trainkit.capabilities.multimodal.task:MultimodalLM", {"train": "demo", "val": "demo"}
     ),
 }
-"""The shipped tasks by their names in a config."""
+"""The shipped tasks, by the names that a config uses."""
 TASK_CHECK = "trainkit.capabilities.task_check.worker"
-"""The module that runs in a separate process to try a user's task or to read all of its samples."""
+"""Module that is run in a separate process to try a user's task or to read all of its samples."""
 TRANSFORMERS_TASK = "trainkit.capabilities.transformers.task:HFCausalLM"
-"""The task for a `model.hf` that only the transformers library can build; it has its own `check`."""
+"""Task for a `model.hf` that only the transformers library can build."""
 
 
 def load(name: str) -> Capability:
-    """Return this process's object of a capability; raises UsageError if the capability is not installed."""
+    """Return this process's instance of a capability; raise UsageError if the capability is not installed."""
     found = _loaded(name)
     if found is None:
         raise UsageError(
-            f"the run uses the capability {name}, which {sys.executable} does not have",
-            hint="install the package that has it, or remove its section from the config",
+            f"the run uses the capability {name}, which is not installed for {sys.executable}",
+            hint="install the package that provides it, or remove its section from the config",
         )
     return found
 
@@ -222,32 +238,32 @@ def _loaded(name: str) -> Capability | None:
     if not isinstance(own, Capability) or own.name != name:
         raise UsageError(
             f"the entry point {name} of {GROUP} is not a Capability of that name: {found!r}",
-            hint="it must name a subclass of trainkit.capability.Capability with this `name`",
+            hint="it must refer to a subclass of trainkit.capability.Capability whose `name` is this name",
         )
     return own
 
 
 @cache
 def entry_point(name: str) -> EntryPoint | None:
-    """Return the entry point of a capability of another package, or None if none is installed."""
-    # entry_points() reads the metadata of every package, so it is called only for a name that is not shipped.
+    """Return the entry point of another package's capability, or None if no such capability is installed."""
+    # entry_points() reads the metadata of every package, so call it only for a name that is not shipped.
     from importlib.metadata import entry_points
 
     return next(iter(entry_points(group=GROUP, name=name)), None)
 
 
 def installed_section(name: str) -> type[Section] | None:
-    """Return the config section that an installed package adds under this name, or None."""
+    """Return the config section that an installed package adds under a name, or None."""
     return None if entry_point(name) is None else load(name).Config
 
 
 def shipped_classes() -> list[str]:
-    """Return the shipped capabilities that have a class and config keys."""
+    """Return the names of the shipped capabilities that have a class and config keys."""
     return [name for name, shipped in SHIPPED.items() if shipped.has_class and not shipped.without_keys]
 
 
 def launchers() -> dict[str, tuple[str, ...]]:
-    """Return the launchers of commands, each with its packages, of which one must be installed."""
+    """Map each launcher of commands to its packages, of which one must be installed."""
     return {name: needs for shipped in SHIPPED.values() for name, needs in shipped.launchers.items()}
 
 
@@ -257,7 +273,7 @@ def with_launcher(name: str) -> Capability:
 
 
 def _function(name: str) -> object:
-    """Import and return the function of this name from the shipped capability that has it."""
+    """Import and return a function from the shipped capability that provides it."""
     folder, place = next(
         (folder, shipped.functions[name]) for folder, shipped in SHIPPED.items() if name in shipped.functions
     )
@@ -266,28 +282,29 @@ def _function(name: str) -> object:
 
 
 def node_chooser() -> NodeChooser:
-    """Return the function that chooses the number of nodes of a run for `--nodes auto`.
+    """Return the function that chooses a run's number of nodes for `--nodes auto`.
 
-    Its arguments are the config and the workload, and by name `code_dir` and `facts`. If the run resumes,
-    they also are `before` (the previous plan) and `left` (the share of the steps that remains). It returns
-    the config with all possible numbers of nodes, the plan for the chosen number, and the reason.
+    The returned function takes the config and the workload, and the keyword arguments `code_dir` and `facts`.
+    For a run that resumes, it also takes `before` (the previous plan) and `left` (the fraction of steps that
+    remains). The returned function's result is the config with all possible numbers of nodes, the plan for
+    the chosen number, and the reason.
     """
     return cast("NodeChooser", _function("choose_nodes"))
 
 
 def text_inspector() -> TextInspector:
-    """Return the function that finds problems of a config's texts and counts the tokens of each split.
+    """Return the function that finds problems with a config's texts and counts the tokens of each split.
 
-    Its arguments are the config and the tokenizer, or None if the tokenizer cannot be read. It returns None
-    for the numbers of tokens if they are unknown.
+    The returned function takes the config, and the tokenizer or None if the tokenizer cannot be read. If the
+    token counts are unknown, the returned function gives None in their place.
     """
     return cast("TextInspector", _function("inspect_texts"))
 
 
 def text_preparer() -> TextPreparer:
-    """Return the function that prepares a config's texts if necessary and returns their folder of shards.
+    """Return the function that prepares a config's texts if necessary and returns the folder of their shards.
 
-    Its arguments are the config, and whether to compare the sizes of existing shards.
+    The returned function takes the config, and whether to compare the sizes of existing shards.
     """
     return cast("TextPreparer", _function("prepare_texts"))
 
@@ -298,20 +315,20 @@ def of_media() -> Capability:
 
 
 def measured_speeds(group: Path) -> Mapping[int, float | None] | None:
-    """Return the speeds that a capability has measured for the runs of a group; None for any other group."""
+    """Return the speeds that a capability measured for the runs of a group; None for any other group."""
     files = ((name, shipped.group_file) for name, shipped in SHIPPED.items())
     owner = next((name for name, file in files if file is not None and (group / file).is_file()), None)
     return None if owner is None else load(owner).speeds(group)
 
 
 def worker_of(names: Iterable[str]) -> str | None:
-    """Return the module that ranks run instead of the trainer if the plan has these parts, or None."""
+    """Return the module that ranks run instead of the trainer if the plan has the parts `names`, or None."""
     modules = ((name, SHIPPED[name].worker) for name in names if name in SHIPPED)
     return next((f"trainkit.capabilities.{name}.{own}" for name, own in modules if own is not None), None)
 
 
 def shipped_command(name: str) -> str | None:
-    """Return MODULE:NAME of a command of a shipped capability, or None if there is no such command."""
+    """Return the MODULE:NAME of a shipped capability's command, or None if there is no such command."""
     for folder, shipped in SHIPPED.items():
         if name in shipped.commands:
             return f"trainkit.capabilities.{folder}.{shipped.commands[name]}"
@@ -319,13 +336,13 @@ def shipped_command(name: str) -> str | None:
 
 
 def in_ranks(parts: Iterable[str]) -> list[str]:
-    """Return the capabilities whose code runs in rank processes: shipped ones, and those in `parts`."""
+    """Return the capabilities with code that runs in rank processes: shipped ones, and others in `parts`."""
     shipped = (name for name, shipped in SHIPPED.items() if shipped.in_ranks)
     return [*shipped, *(name for name in parts if name not in SHIPPED)]
 
 
 def attended_in(parts: Collection[str]) -> str | None:
-    """Return the capability among `parts` with which a person can connect to a rank, or None."""
+    """Return the capability in `parts` that lets a person connect to a rank, or None if there is none."""
     return next((name for name in ATTENDING if name in parts), None)
 
 
@@ -336,13 +353,13 @@ def shipped_subcommands(group: str) -> list[str]:
 
 
 def shipped_options(command: str) -> list[str]:
-    """Return MODULE:NAME of each decorator with which a shipped capability adds options to a command."""
+    """Return the MODULE:NAME of each decorator of a shipped capability that adds options to a command."""
     found = ((folder, shipped.options.get(command)) for folder, shipped in SHIPPED.items())
     return [f"trainkit.capabilities.{folder}.{place}" for folder, place in found if place is not None]
 
 
 def installed_command(name: str) -> str | None:
-    """Return MODULE:NAME of a command of a capability of another package, or None if there is none."""
+    """Return the MODULE:NAME of an external capability's command, or None if there is no such command."""
     owner = name.partition("-")[0]
     return None if entry_point(owner) is None else load(owner).commands.get(name)
 
@@ -354,7 +371,7 @@ def restart_cause(name: str) -> RestartCause:
 
 
 def packages_of(names: Iterable[str]) -> dict[str, str]:
-    """Return the package and version that provides each name that is not shipped."""
+    """Map each capability name that is not shipped to the package, with its version, that provides it."""
     entries = ((name, entry_point(name)) for name in names if name not in SHIPPED)
     return {
         name: f"{entry.dist.name} {entry.dist.version}"
@@ -364,7 +381,7 @@ def packages_of(names: Iterable[str]) -> dict[str, str]:
 
 
 def take_parts(plan: Mapping[str, object]) -> dict[str, object]:
-    """Collect the parts in a plan.json by capability name from the keys where they are stored."""
+    """Collect the capabilities' parts from a plan.json, by capability name."""
     parts: dict[str, object] = {}
     for name, shipped in SHIPPED.items():
         record = plan.get(shipped.follows)
@@ -384,58 +401,59 @@ def take_parts(plan: Mapping[str, object]) -> dict[str, object]:
 
 
 def files_of(parts: Mapping[str, object]) -> dict[str, str]:
-    """Return the files of the parts of a plan: name in the run folder -> text.
+    """Return the files of a plan's parts, as a mapping from the name in the run folder to the text.
 
-    Raises ValueError for a file that would be outside of the run folder or replace a file of the run.
+    Raises ValueError for a file outside the run folder, or one that would replace a file of the run.
     """
     found: dict[str, str] = {}
     for owner, part in parts.items():
         files = part.get("files", {}) if isinstance(part, Mapping) else {}
         if not isinstance(files, Mapping):
-            raise ValueError(f"the files of {owner} are {str(files)[:100]!r}")
+            raise ValueError(f"the part of {owner} has invalid files: {str(files)[:100]!r}")
         for name, text in files.items():
             if not isinstance(text, str) or not name or PurePath(name).name != name or name in OF_THE_RUN:
-                raise ValueError(f"{name!r} is no file of {owner}")
+                raise ValueError(f"{name!r} is not an allowed file of {owner}")
             found[name] = text
     return found
 
 
 def keys_of(parts: Mapping[str, object]) -> set[str]:
-    """Return the config keys that the parts of a plan list; raises ValueError for a value that is no list."""
+    """Return the config keys listed by a plan's parts; raise ValueError if a part's `keys` is not a list."""
     found: set[str] = set()
     for owner, part in parts.items():
         keys = part.get("keys", ()) if isinstance(part, Mapping) else ()
         if not isinstance(keys, list | tuple) or not all(isinstance(key, str) for key in keys):
-            raise ValueError(f"the keys of {owner} are {str(keys)[:100]!r}")
+            raise ValueError(f"the part of {owner} has invalid keys: {str(keys)[:100]!r}")
         found.update(keys)
     return found
 
 
 OVER = "_over"
-"""The suffix of the name of an event that ends the effect of another event."""
+"""Suffix of the name of an event that ends the effect of another event."""
 _EVENTS = {event: name for name, shipped in SHIPPED.items() for event in shipped.events}
 _EVENTS |= {f"{event}{OVER}": name for event, name in _EVENTS.items()}
 
 
 def owner_of(event: str) -> str | None:
-    """Return the name of the capability that owns an event; None for an event of the core.
+    """Return the name of the capability that owns an event, or None for an event of the core.
 
-    An event is in effect until the event NAME_over of the same attempt, which has the same rank or none.
-    Events of other packages are named CAPABILITY.NAME and are always listed among the past warnings.
+    An event NAME is in effect until the same attempt has an event NAME_over that has the same rank, or no
+    rank. Events of external capabilities are named CAPABILITY.NAME and are always included in the list of
+    past warnings.
     """
     return _EVENTS.get(event) or event.rpartition(".")[0] or None
 
 
 def is_notable(event: str) -> bool:
-    """Return whether the list of past warnings shows an event of a capability."""
+    """Return whether the list of past warnings includes an event of a capability."""
     owner = None if event.endswith(OVER) else owner_of(event)
     return owner is not None and (owner not in SHIPPED or SHIPPED[owner].events[event])
 
 
 def shown_by(parts: Iterable[str]) -> list[str]:
-    """Return the capabilities that show something of a run whose plan has `parts`."""
-    # Shipped capabilities are always included: a run may have been sent to a tracker that its plan does not
-    # have.
+    """Return the capabilities that can display something about a run whose plan has `parts`."""
+    # Always include shipped capabilities, because a run may have been sent to a tracker that is not in its
+    # plan.
     shipped = (name for name, shipped in SHIPPED.items() if shipped.shown)
     return [*shipped, *(name for name in parts if name not in SHIPPED)]
 
@@ -443,9 +461,10 @@ def shown_by(parts: Iterable[str]) -> list[str]:
 def ask_each(
     parts: Iterable[str], ask: Callable[[Capability], T], failed: Callable[[str, str], T]
 ) -> dict[str, T]:
-    """Ask each capability that shows something of a run; returns the answers that are not empty, by name.
+    """Ask each capability that can display something about a run; return the non-empty answers by name.
 
-    If a capability fails, its answer is `failed(name, text)`, so that the answers of the others remain.
+    If a capability fails, its answer is `failed(name, text)`, so that the answers of other capabilities are
+    not lost.
     """
     found = ((name, ask_one(name, ask, failed)) for name in shown_by(parts))
     return {name: answer for name, answer in found if answer}
@@ -455,24 +474,24 @@ def ask_one(name: str, ask: Callable[[Capability], T], failed: Callable[[str, st
     """Return the answer of a capability, or `failed(name, text)` if the capability raises an error."""
     try:
         return ask(load(name))
-    except Exception as error:  # of code that may be of another package
+    except Exception as error:  # the code may belong to another package
         text = error.message if isinstance(error, TrainkitError) else repr(error)
         return failed(name, f"unknown: {text}")
 
 
 def placed(output: str, own: Mapping[str, T], added: Mapping[str, T]) -> dict[str, T]:
-    """Add the keys of capabilities to an output, each after the key that it follows, or at the end."""
+    """Insert the keys of capabilities into an output, each after the key that it follows, or at the end."""
     places = [shipped.shown.get(output, {}) for shipped in SHIPPED.values()]
     following = dict[str, dict[str, T]]()
     for key, before in ((key, before) for place in places for key, before in place.items()):
         if key in added:
             following.setdefault(before, {})[key] = added[key]
-    # A key of another package must not replace a key of the core that has the same name.
+    # A key of an external capability must not replace a key of the core that has the same name.
     return {**in_order(own, following), **{key: added[key] for key in added if key not in own}}
 
 
 def in_order(own: Mapping[str, T], following: Mapping[str, Mapping[str, T]]) -> dict[str, T]:
-    """Return the items of a mapping; after each item come the items that follow its key."""
+    """Return the items of `own`, inserting after each item those that `following` has under its key."""
     found: dict[str, T] = {}
 
     def add(key: str, value: T) -> None:
@@ -486,7 +505,7 @@ def in_order(own: Mapping[str, T], following: Mapping[str, Mapping[str, T]]) -> 
 
 
 def put_parts(plan: dict[str, object], parts: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
-    """Return the content of a plan.json with its parts, which `take_parts` reads."""
+    """Return the content of a plan.json that includes `parts`, which `take_parts` can read."""
     own: dict[str, dict[str, object]] = {}
     for name, shipped in SHIPPED.items():
         follows, _, other = shipped.follows.partition(" ")
@@ -506,23 +525,28 @@ def put_parts(plan: dict[str, object], parts: Mapping[str, Mapping[str, object]]
 
 
 class Guard:
-    """Calls the capabilities of a run. An error is reported once, and the run continues."""
+    """Calls the capabilities of a run, so that their errors do not end the run.
+
+    Each distinct error is reported once.
+    """
 
     def __init__(self, names: Iterable[str], report: Callable[[str], None]) -> None:
         self.capabilities = [load(name) for name in names]
         self._report, self._reported = report, set[str]()
 
     def each(self, what: Callable[[Capability], T | None]) -> list[tuple[str, T]]:
-        """Call a function with each capability of the plan; returns (name, result) where that is not None."""
+        """Call a function with each capability of the plan; return (name, result) where it is not None."""
         found = ((one.name, self.call(one.name, what, one)) for one in self.capabilities)
         return [(name, result) for name, result in found if result is not None]
 
     def call(self, name: str, what: Callable[..., T], *values: Any, **named: Any) -> T | None:
-        """Return the result of a call, or None after an error. The error is reported once."""
+        """Return the result of a call, or None if the call raises an error."""
         try:
             return what(*values, **named)
-        except Exception as error:  # the code may be another package's, which must not end the training
-            text = f"warning: the capability {name} has failed: {type(error).__name__}: {error}"
+        except (
+            Exception
+        ) as error:  # the code may belong to another package, whose errors must not end the training
+            text = f"warning: the capability {name} failed: {type(error).__name__}: {error}"
             if text not in self._reported:
                 self._reported.add(text)
                 self._report(text)

@@ -1,6 +1,6 @@
-"""Prepare a text for a terminal: its style, its width, and no characters that control the terminal.
+"""Prepares text for a terminal: its style, its width, and removal of characters that control the terminal.
 
-All functions are pure.
+All functions here are pure.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from itertools import accumulate
 
 COLOUR = r"\x1b\[[0-9;]*m"
 CONTROL = r"[\x00-\x07\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]"
-"""Matches C1 controls, bidirectional marks, and C0 controls except for those that move within a line."""
+"""Matches C1 control characters, bidirectional marks, and all C0 control characters except those that move
+the cursor within a line."""
 _SGR = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33"}
-"""Maps the word of a style to its code in an escape sequence."""
+"""Maps the name of a style to its code in an escape sequence."""
 
 
 class Styled(str):
-    """A text that a terminal shows in a style, such as ``bold red``; everywhere else it is plain text."""
+    """A text that a terminal displays in a style such as ``bold red``; everywhere else, it is plain text."""
 
     style: str
 
@@ -36,7 +37,7 @@ def plain(text: str) -> str:
 
 
 def painted(text: str) -> str:
-    """Add the escape sequences of its style to a `Styled` line; remove any other escape sequence."""
+    """Add the escape sequences of a `Styled` line's style; remove any other escape sequences."""
     codes = ";".join(_SGR[word] for word in text.style.split()) if isinstance(text, Styled) else ""
     return f"\x1b[{codes}m{plain(text)}\x1b[0m" if codes else plain(text)
 
@@ -47,13 +48,16 @@ def text_width(text: str) -> int:
 
 
 def _columns(char: str) -> int:
-    from unicodedata import category, east_asian_width  # imported here because most texts are ASCII
+    from unicodedata import (
+        category,
+        east_asian_width,
+    )  # imported here because most texts are ASCII and do not need it
 
     return 0 if category(char) in ("Mn", "Me", "Cf") else 2 if east_asian_width(char) in "WF" else 1
 
 
 def _beginning(text: str, room: int) -> str:
-    """Return the longest start of a text that fits `room` columns."""
+    """Return the longest prefix of a text that fits into `room` columns."""
     if text.isascii():
         return text[: max(0, room)]
     used = list(accumulate(map(_columns, text)))
@@ -61,14 +65,14 @@ def _beginning(text: str, room: int) -> str:
 
 
 def cut(text: str, room: int) -> str:
-    """Shorten a text to `room` columns, with ``…`` at its end if it does not fit."""
+    """Shorten a text to `room` columns, ending it with ``…`` if it does not fit."""
     return text if text_width(text) <= room else f"{_beginning(text, room - 1)}…"
 
 
 def cut_in_the_middle(text: str, room: int) -> str:
-    """Shorten a text to `room` columns with ``…`` in it, but keep the last part of a path whole.
+    """Shorten a text to `room` columns by removing its middle, but keep the last component of a path whole.
 
-    If the last part alone does not fit, it is shortened too.
+    If even the last component does not fit, it is shortened too.
     """
     if text_width(text) <= room:
         return text
@@ -82,7 +86,7 @@ def cut_in_the_middle(text: str, room: int) -> str:
 
 
 def wrapped(text: str, room: int) -> list[str]:
-    """Wrap a text into lines that fit `room` columns; break only words that are longer than a line."""
+    """Wrap a text to lines of at most `room` columns; break only words that are longer than a line."""
     if text.isascii():
         from textwrap import wrap
 
@@ -102,8 +106,8 @@ def wrapped(text: str, room: int) -> list[str]:
 
 GOOD, BAD, WATCH, DIM, TITLE = "green", "bold red", "yellow", "dim", "bold"
 STATE_STYLES = {"running": GOOD, "finished": GOOD, "failed": BAD, "died": BAD, "unknown": BAD}
-"""Maps the state of a run to its style; other states use `WATCH`. The name of the state is always shown
-too."""
+"""Maps the state of a run to its style; states not listed use `WATCH`. The style is only an addition, because
+the name of the state is always shown."""
 
 
 def state_style(state: str) -> str:

@@ -1,4 +1,4 @@
-"""Decide whose files and folders may be executed: files of this user, of root, or of the user's project."""
+"""Decides which files and folders may be executed: those of this user, of root, or of the user's project."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from trainkit.errors import UsageError
 from trainkit.folders import open_regular, shown_path
 
 TRUSTED_VARIABLE = "TRAINKIT_JOB_TRUSTED"
-"""The variable that passes the folders accepted by ``--trust`` to child processes; no job inherits it."""
+"""Environment variable that passes folders accepted with ``--trust`` to child processes; jobs do not inherit
+it."""
 
 
 def trust(folder: Path) -> None:
-    """Accept a folder and its whole content, whoever may have written it, here and in child processes."""
+    """Trust a folder and its whole content, whoever wrote it, in this process and its child processes."""
     os.environ[TRUSTED_VARIABLE] = json.dumps([*_trusted(), os.path.realpath(folder)])
 
 
@@ -30,8 +31,8 @@ def _trusted() -> list[str]:
 
 
 def is_trusted(path: Path) -> bool:
-    """Return whether `trust` has accepted a path or a folder above it."""
-    # A link in the folder belongs to the folder, wherever the link leads.
+    """Return whether a path, or a folder above it, was accepted with `trust`."""
+    # A link in a trusted folder is trusted, wherever it leads.
     places = (Path(os.path.realpath(path)), Path(os.path.realpath(path.parent), path.name))
     return any(place.is_relative_to(folder) for folder in _trusted() for place in places)
 
@@ -42,26 +43,26 @@ def is_own(found: os.stat_result) -> bool:
 
 
 def is_shared(found: os.stat_result) -> bool:
-    """Return whether a foreign group can write to a file or folder, and root does not own it.
+    """Return whether a foreign group can write to a file or folder that root does not own.
 
-    A group is foreign if this user does not belong to it. The members of a project trust each other, so its
-    folders may be writable to their group. A folder of root does not count as shared, because an
-    administrator has made it for a group.
+    A group is foreign if this user is not a member. Members of a project trust each other, so project folders
+    may be writable for their group. A folder owned by root does not count, because an administrator created
+    it for a group.
     """
     groups = (os.getegid(), *os.getgroups())
     return bool(found.st_mode & stat.S_IWGRP) and found.st_uid != 0 and found.st_gid not in groups
 
 
 def is_project(found: os.stat_result) -> bool:
-    """Return whether a group of this user can write to another user's folder."""
+    """Return whether one of this user's groups can write to a folder that another user owns."""
     return bool(found.st_mode & stat.S_IWGRP) and found.st_gid in (os.getegid(), *os.getgroups())
 
 
 @cache
 def unknown_owner() -> int | None:
-    """Return the uid that stands for all users that this namespace does not know; None if it knows all.
+    """Return the uid that stands for all users unknown to this user namespace; None if all users are known.
 
-    In a container without root privileges, ``/`` belongs to this uid too.
+    In a container without root privileges, even ``/`` belongs to this uid.
     """
     with suppress(OSError, ValueError):
         lines = Path("/proc/self/uid_map").read_text().splitlines()
@@ -71,10 +72,10 @@ def unknown_owner() -> int | None:
 
 
 def open_trusted(path: str | Path) -> BinaryIO:
-    """Open a file whose content decides what is executed.
+    """Open a file whose content determines what is executed.
 
-    The opened file is checked instead of its name, because another file could take that name later. Raises
-    UsageError if another user could have written the file, and OSError if it is not a regular file.
+    The check is made on the opened file instead of its name, because another file could take the name later.
+    Raises UsageError if another user could have written the file, and OSError if it is not a regular file.
     """
     accepted = is_trusted(Path(path))
     try:
@@ -94,7 +95,7 @@ def open_trusted(path: str | Path) -> BinaryIO:
 
 
 def read_trusted(path: str | Path) -> str:
-    """Return the text of a file; raise the errors of `open_trusted`."""
+    """Return the text of a file; raise the same errors as `open_trusted`."""
     with open_trusted(path) as stream:
         return stream.read().decode()
 
@@ -103,7 +104,7 @@ def require_own(path: str | Path, found: os.stat_result) -> None:
     """Raise UsageError if another user could have written a file or folder that decides what is executed."""
     who = "every user" if found.st_mode & stat.S_IWOTH else None
     who = who or (f"group {found.st_gid}, which is none of yours," if is_shared(found) else None)
-    # Only the owner of a link can change it, whatever its mode is.
+    # A link can only be changed by its owner, whatever its mode is.
     if is_own(found) and (who is None or stat.S_ISLNK(found.st_mode)):
         return
     shown = shown_path(path)
@@ -114,6 +115,6 @@ def require_own(path: str | Path, found: os.stat_result) -> None:
             hint=f"if you trust its content, replace it with a copy that you own: `cp -r {word} COPY`",
         )
     raise UsageError(
-        f"{who} can write to {shown}, and could change what the run executes",
-        hint=f"if you trust its content, `chmod go-w {word}`",
+        f"{who} can write to {shown} and could change what the run executes",
+        hint=f"if you trust its content, run `chmod go-w {word}`",
     )

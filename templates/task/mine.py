@@ -19,27 +19,27 @@ class Block(nn.Module):
 
 
 class Mine(Task):
-    # The keyword arguments come from `task_args` in the config, whose other sections are in `config`.
+    # The keyword arguments come from `task_args` in the config; `config` contains all sections of the config.
     def __init__(self, config, *, width=64, depth=4):
         super().__init__(config)
         self.width, self.depth = width, depth
 
     # Any nn.Module. Modules that repeat in an nn.ModuleList or nn.Sequential are sharded and recomputed one
-    # by one; define `layers` to choose others. Random numbers are seeded: do not seed them yourself.
+    # by one; define `layers` to choose other modules. trainkit seeds random numbers, so do not seed them.
     def build_model(self):
         blocks = nn.Sequential(*[Block(self.width) for _ in range(self.depth)])
         return nn.Sequential(nn.Linear(8, self.width), blocks, nn.Linear(self.width, 2))
 
-    # Anything with a length and items. trainkit shuffles it and divides it among the ranks.
+    # Any object with a length and items. trainkit shuffles the items and divides them among the ranks.
     def train_dataset(self):
         return self.points(4096, seed=1)
 
-    # Remove it to train without validation.
+    # Remove this method to train without validation.
     def val_dataset(self):
         return self.points(512, seed=2)
 
-    # A sum over the batch, and what it is divided by: trainkit adds up both over all ranks. Metrics are
-    # divided by the same count, or by their own: {"accuracy": (right, answered)}.
+    # Returns a sum over the batch and its divisor, which trainkit both adds up over all ranks. Metrics are
+    # divided by the same divisor or by their own, as in {"accuracy": (right, answered)}.
     def loss(self, model, batch):
         x, label = batch
         logits = model(x)
@@ -47,7 +47,7 @@ class Mine(Task):
         right = (logits.argmax(1) == label).sum()
         return Loss(total, len(label), {"accuracy": right})
 
-    # Replace it with your data: is a point inside a ring?
+    # Replace this example with your data. Its question: is a point inside a ring?
     def points(self, count, seed):
         x = torch.randn(count, 8, generator=torch.Generator().manual_seed(seed))
         radius = x.norm(dim=1)

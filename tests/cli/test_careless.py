@@ -214,22 +214,22 @@ def test_what_only_reads_writes_nothing(here: Path, line: str) -> None:
     [
         (
             "minutes.yaml",
-            "resources.time is 24:00, which Slurm reads as 24 minutes and 0 s; 24:00:00 is 24 hours",
+            "resources.time is 24:00, which Slurm reads as 24 minutes and 0 s; use 24:00:00 for 24 hours",
         ),
         (
             "slices.yaml",
-            "resources.slice is 04:00, which Slurm reads as 4 minutes and 0 s; 04:00:00 is 4 hours",
+            "resources.slice is 04:00, which Slurm reads as 4 minutes and 0 s; use 04:00:00 for 4 hours",
         ),
-        ("megabytes.yaml", "resources.mem is 64, which Slurm reads as 64 MB; 64G is 64 GB"),
+        ("megabytes.yaml", "resources.mem is 64, which Slurm reads as 64 MB; use 64G for 64 GB"),
         (
             "warm.yaml",
-            "schedule.warmup_steps is 500, but train.steps is 200: the learning rate ends at 40% of"
+            "schedule.warmup_steps is 500, but train.steps is 200: the learning rate only reaches 40% of"
             " optimizer.lr",
         ),
         (
             "floor.yaml",
-            "schedule.min_lr_ratio is 0: the learning rate of the last step is 0, which wastes that step;"
-            " a small ratio such as 0.001 does not",
+            "schedule.min_lr_ratio is 0: the learning rate of the last step is 0, so the last step is wasted;"
+            " a small ratio such as 0.001 avoids this",
         ),
         (
             "variable.yaml",
@@ -238,8 +238,8 @@ def test_what_only_reads_writes_nothing(here: Path, line: str) -> None:
         ("remark.yaml", "note contains ${oc.env:USER}, which trainkit does not evaluate"),
         (
             "never.yaml",
-            "checkpoint.every_steps and checkpoint.every_minutes are null: after a crash or a lost node the"
-            " run starts again from its first step",
+            "checkpoint.every_steps and checkpoint.every_minutes are null: after a crash or the loss of a"
+            " node, the run starts again from the first step",
         ),
     ],
 )

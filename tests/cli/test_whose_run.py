@@ -69,7 +69,7 @@ ATTACKS: dict[str, tuple[Callable[[RunDir], None], str]] = {
     "its record": (lambda run: give(run.job_file), "runs/train/job.json belongs to user 65534"),
     "an open record": (
         lambda run: run.job_file.chmod(0o666),
-        "every user can write to runs/train/job.json, and could change what the run executes",
+        "every user can write to runs/train/job.json and could change what the run executes",
     ),
     "its code": (plant_code, "runs/train/code belongs to user 65534, who could change what the run executes"),
 }

@@ -64,13 +64,13 @@ EIGHT_BIT = "optimizer.name=adamw_8bit"
 CONTRADICTIONS = """
 train.steps=null
     train.steps: is null, and so is train.epochs
-    hint: set one of them
+    hint: set either train.steps or train.epochs
 train.epochs=2 train.steps=10
     train.epochs: is 2 and train.steps is 10: only one of them can be set
     hint: set one of them to null; train.steps comes from --set train.steps=10
 schedule.decay_steps=5
     schedule.decay_steps: is 5, but schedule.name is cosine
-    hint: only wsd uses schedule.decay_steps
+    hint: only the wsd schedule uses schedule.decay_steps
 schedule.decay_steps=181 schedule.name=wsd
     schedule.decay_steps: is 181, which together with schedule.warmup_steps 20 exceeds train.steps 200
     hint: null uses a fifth of the run
@@ -82,10 +82,9 @@ precision.float8=gather parallel.offload=true
     hint: precision.float8: true gathers in bf16, as offload requires
 precision.tf32=true
     precision.tf32: is true, but precision.dtype is bf16
-    hint: remove it: TF32 is for fp32, and slower
+    hint: remove it: TF32 applies only to fp32, and is slower
 optimizer.state_dtype=bf16 optimizer.name=adamw_8bit
-    optimizer.state_dtype: is bf16, but optimizer.name is adamw_8bit, which keeps the running averages in 8
-    bits
+    optimizer.state_dtype: is bf16, but optimizer.name is adamw_8bit, whose state always has 8 bits
     hint: remove it, or set optimizer.name to adamw
 optimizer.name=adamw_8bit parallel.tp=3
     optimizer.name: is adamw_8bit, which does not support parallel.tp 3
@@ -97,13 +96,13 @@ checkpoint.best_metric=val_accuracy
     checkpoint.best_metric: is val_accuracy, but task is causal_lm, which has the metrics val_loss and loss
     hint: use one of these, or null
 checkpoint.best_metric=val_accuracy task=mine.py:Mine train.eval_every=null
-    checkpoint.best_metric: is val_accuracy, but train.eval_every is null: there is no validation
+    checkpoint.best_metric: is val_accuracy, but train.eval_every is null, so there is no validation
     hint: set train.eval_every
 notify.mail=me@x.org resources.mail_user=you@x.org
-    notify.mail: is set, and so is resources.mail_user
+    notify.mail: is set, but resources.mail_user is set too
     hint: remove one of them
 notify.mail=me@x.org resources.mail_type=ALL
-    notify.mail: is set, and so is resources.mail_type
+    notify.mail: is set, but resources.mail_type is set too
     hint: remove one of them
 notify.mail=me@x.org notify.on=[stalled,slow]
     notify.mail: is set, but notify.on contains no event that Slurm can email: finished, failed, requeued
@@ -138,7 +137,7 @@ def test_a_secret_must_not_be_written_down(tmp_path: Path, name: str) -> None:
             (name, "1", f"{name!r} is not a valid environment variable name")
             for name in ("1A", "A-B", "A B", "", "A=B", "A;touch X", "Ä", "A\nB", "A.B", "A\0")
         ),
-        *((name, "1", "is a variable that bash sets itself, in the job too") for name in OF_BASH),
+        *((name, "1", "is a variable that bash sets itself, also in the job") for name in OF_BASH),
         ("A", "\0", "has a NUL character, which an environment variable cannot contain"),
     ],
 )
@@ -206,8 +205,8 @@ def test_what_is_no_secret_in_a_line_of_setup(tmp_path: Path, line: str) -> None
 @pytest.mark.parametrize(
     ("pattern", "words"),
     [
-        ("step (", "is no regular expression: missing )"),
-        ("loss (?P<loss>.)", "which has no group step"),
+        ("step (", "is not a valid regular expression: missing )"),
+        ("loss (?P<loss>.)", "which has no group named step"),
         *(
             (f"(?P<step>.) (?P<{name}>.)", f"whose group {name} would replace the {name} of each record")
             for name in ("time", "attempt", "source")

@@ -100,18 +100,18 @@ def test_defaults_origins_and_named_flags() -> None:
 
 REFUSED = """
 optimizer.betas.2=0.5
-    optimizer.betas: has items 0 to 1, not 2; += appends an item
+    optimizer.betas: has items 0 to 1, so there is no item 2; += appends an item
 optimizer.betas.2=0.5
     optimizer.betas must be a list of 2, each a number of at least 0 and below 1
 launch.modules.0=x
-    launch.modules: is empty, not 0; += appends an item
+    launch.modules: is empty, so there is no item 0; += appends an item
 optimizer.lr+=1
-    optimizer.lr: is 0.0003: += appends to a list
+    optimizer.lr: is 0.0003, but += only appends to a list
     hint: optimizer.lr must be a number
 optimizer.lr.0=1
     optimizer.lr: is 0.0003, which has no item 0
 optimizer+=1
-    optimizer: is a section: += appends to a list
+    optimizer: is a section, but += only appends to a list
 optimizer.beta.0=1
     optimizer.beta: unknown key
     hint: did you mean optimizer.betas?
@@ -122,7 +122,7 @@ optimizer.betas.0=wide
 launch.env.NONE=null
     launch.env: has no entry NONE to remove: KEEP, DROP
 task_args.blocks.2.dim=1
-    task_args: has items 0 to 1, not 2
+    task_args: has items 0 to 1, so there is no item 2
 """
 
 

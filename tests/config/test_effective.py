@@ -92,5 +92,5 @@ def test_what_was_the_default_of_an_older_version_demands_nothing(
 def test_a_newer_run_folder(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("config_version: 9\nother: 1\n")
-    with pytest.raises(ConfigError, match="written for a newer trainkit: it has version 9"):
+    with pytest.raises(ConfigError, match="written for a newer trainkit version: it has config version 9"):
         read_effective(file)

@@ -133,7 +133,7 @@ def test_message(tmp_path: Path, override: str, message: str | None) -> None:
         ("notify.name=1", "notify has on, webhook, mail, min_interval_s, stalled_after_s"),
         (
             "train.batch_size=1",
-            "did you mean train.device_batch_size, the samples per process and pass, or"
+            "did you mean train.device_batch_size, the samples per process and accumulation step, or"
             " train.global_batch_size, the samples per optimizer step?",
         ),
         ("data.dataset=1", "did you mean data.source?"),

@@ -59,7 +59,7 @@ def test_value(text: str, value: object) -> None:
         ("!!int two", "the tag tag:yaml.org,2002:int is not supported"),
         ("{a: 1, a: 2}", "duplicate key, first on line 1"),
         ("{1: a}", "a key must be text"),
-        ("&a [*a]", "the value contains an alias of itself"),
+        ("&a [*a]", "the value contains an alias that refers to the value itself"),
     ],
 )
 def test_not_a_value(text: str, message: str) -> None:

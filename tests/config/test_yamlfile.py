@@ -62,7 +62,7 @@ def test_what_is_no_config_is_not_read(tmp_path: Path, kind: str) -> None:
     else:
         with file.open("wb") as stream:
             stream.truncate(10**12)
-    with pytest.raises(ConfigError, match="this is no config"):
+    with pytest.raises(ConfigError, match="this is not a config"):
         read_yaml_file(file, "a.yaml")
 
 

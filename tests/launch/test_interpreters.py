@@ -63,7 +63,7 @@ def test_an_older_python_is_not_given_what_it_does_not_know(tmp_path: Path) -> N
 @pytest.mark.parametrize("key", ["venv", "uv", "conda", "python"])
 def test_what_is_not_a_path_is_a_problem_of_its_key(tmp_path: Path, key: str) -> None:
     message = "${ENVS}/a is not a path: trainkit does not evaluate ${…}"
-    assert wrong(tmp_path, **{key: "${ENVS}/a"}) == [(f"launch.{key}", message, "write the path itself")]
+    assert wrong(tmp_path, **{key: "${ENVS}/a"}) == [(f"launch.{key}", message, "write out the path")]
 
 
 def test_virtual_environment_that_is_none(tmp_path: Path) -> None:

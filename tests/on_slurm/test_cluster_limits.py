@@ -143,7 +143,7 @@ def test_init(login: Login, cuda: dict[str, str]) -> None:
     first_run = (login.folder / "first-run.yaml").read_text()
     done = login.trainkit("init")
     assert done.returncode == 2
-    assert f"kept {profile}, which already exists\n" in done.stderr
+    assert f"kept the existing file {profile}\n" in done.stderr
     assert done.stderr.endswith("write elsewhere with --cluster NAME and --dir DIR\n")
     done = login.trainkit("init", "--dir", "other")
     assert done.returncode == 0

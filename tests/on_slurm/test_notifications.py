@@ -54,7 +54,7 @@ def test_runs_restart_without_a_slow_host_and_report_it(login: Login) -> None:
             assert log_of(run, attempt=2) == "attempt 2\n"
         wait_for(lambda: len(found.messages) == 2, "two reports")
     assert ends[0]["reason"] == (
-        f"restarts without {hosts[1]}: rank 1 slow since step 1200 (compute); resumes (restart 1)"
+        f"restarts without {hosts[1]}: rank 1 has been slow since step 1200 (compute); resumes (restart 1)"
     )
     assert [host for _, host in agents_of(spare, attempt=2)] == [hosts[0], hosts[2]]
     [(_, before)], [(_, after)] = agents_of(alone), agents_of(alone, attempt=2)

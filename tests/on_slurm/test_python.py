@@ -56,7 +56,7 @@ def test_a_function_is_preempted_and_continues(login: Login) -> None:
     printed, errors = script.communicate(timeout=240)
     assert script.returncode == 0, errors
     refused, _, printed = printed.partition("\n")
-    assert refused == "now is for a run on this machine, and this one is for Slurm"
+    assert refused == "now applies only to runs on this machine, but this run goes to Slurm"
     assert printed == f"{[(True, 0, '2'), (True, 1, '2')]}\n{[1, 2, 4, 8, 16, 32, 64, 128]}\n"
     assert survival.events_of(run, "requeue_decision")[0]["cause"] == "preempted"
 

@@ -75,6 +75,6 @@ def test_an_observer_that_fails_does_not_end_the_training(
         for step in range(1, 5):
             observers.add(step, (), 0.1)
     assert [event.step for event in read_events(attempt.run, "seen")] == steps
-    warning = "warning: the capability slow_ranks has failed: ValueError: the step is odd"
+    warning = "warning: the capability slow_ranks failed: ValueError: the step is odd"
     assert caplog.messages == ([warning] if steps else [])
     assert observers.values == ({"newest": 1.0} if steps else {})

@@ -1,4 +1,4 @@
-"""Recognises a config file that was written for another program, so that one error names the program."""
+"""Recognizes config files of other programs, so that one error names the program."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from trainkit.errors import Problem
 SWEEPS = "`trainkit submit CONFIG --sweep KEY=VALUE,VALUE` runs a config with several values"
 LIGHTNING = "`trainkit submit --launcher lightning -- main.py fit --config {file}` runs a LightningCLI"
 _ACCELERATE = (
-    "`trainkit submit --launcher accelerate -- train.py` writes this file for accelerate: trainkit's config"
-    " has resources.nodes, resources.gpus_per_node, precision.dtype and parallel.dp_shard"
+    "`trainkit submit --launcher accelerate -- train.py` runs a script with accelerate and writes this file "
+    "for it; the keys in trainkit's config are resources.nodes, resources.gpus_per_node, precision.dtype "
+    "and parallel.dp_shard"
 )
 _OF_SWEEP = ("program", "method", "metric", "early_terminate", "run_cap", "command")
 _OF_ACCELERATE = (
@@ -25,16 +26,16 @@ _OF_ACCELERATE = (
     "mixed_precision",
 )
 MAX_KEYS = 2
-"""The maximum number of keys that an error names as its reason."""
+"""Maximum number of keys that the error message lists as evidence."""
 _COMMANDS_OF_LIGHTNING = ("fit", "validate", "test", "predict")
-"""LightningCLI writes the config of each command in a section with the name of the command."""
+"""Subcommands of LightningCLI, which writes the config of each into a section named after the subcommand."""
 
 _OF_LIGHTNING = ("model", "data", "optimizer")
-"""The sections of trainkit that a config of LightningCLI has too."""
+"""Sections that exist both in trainkit configs and in LightningCLI configs."""
 
 
 def foreign_problem(file: Entry, shown: str) -> Problem | None:
-    """Return the problem of a file that is the config of another program, or None for any other file.
+    """Return a problem if the file is a config of another program, otherwise None.
 
     `shown` is the path of the file as the user typed it.
     """
@@ -50,7 +51,7 @@ def foreign_problem(file: Entry, shown: str) -> Problem | None:
 
 
 def _is_own(key: str) -> bool:
-    """Return whether only a config of trainkit has a mapping with this key."""
+    """Return whether only a trainkit config can have a mapping under this key."""
     is_section = key in sections() and key not in _OF_LIGHTNING
     return is_section or key == FREE_MAPPING or is_installed_section(key)
 
@@ -60,10 +61,10 @@ def _present(file: Entry, keys: tuple[str, ...]) -> list[str]:
 
 
 def _keys_of_lightning(file: Entry) -> list[str]:
-    """Return the keys that LightningCLI writes and trainkit does not know."""
+    """Return the keys in the file that show that LightningCLI wrote it."""
     commands = [key for key in _present(file, _COMMANDS_OF_LIGHTNING) if file.value[key].is_mapping]
     trainer = file.find(("trainer",))
-    # A section `trainer` with keys of `train` is a typing error in a config of trainkit.
+    # A `trainer` section that has only keys of `train` is a misspelt `train` section of a trainkit config.
     if trainer is not None and trainer.is_mapping and not set(trainer.value) <= set(sections()["train"]):
         commands.append("trainer")
     classes = [f"{key}.class_path" for key in file.value if file.find((key, "class_path")) is not None]
@@ -71,7 +72,7 @@ def _keys_of_lightning(file: Entry) -> list[str]:
 
 
 def _sweep_hint(file: Entry) -> str:
-    """Return the command that replaces a sweep file; it runs the ``program`` of the file if there is one."""
+    """Return the command to use instead of a sweep file; it runs the file's ``program`` if there is one."""
     program, parameters = file.find(("program",)), file.value["parameters"]
     if program is None or not parameters.is_mapping or not parameters.value:
         return SWEEPS
@@ -84,4 +85,4 @@ def _problem(file: Entry, kind: str, keys: list[str], hint: str) -> Problem:
     found = file.find(tuple(keys[0].split(".")))
     origin = file.origin if found is None else found.origin
     names = " and ".join(keys[:MAX_KEYS])
-    return Problem("", f"this is {kind}, not a config of trainkit: it contains {names}", origin, hint)
+    return Problem("", f"this is {kind}, not a trainkit config: it contains {names}", origin, hint)

@@ -1,4 +1,4 @@
-"""Finds the folder of a Hugging Face model, and reads the config values that its config.json sets."""
+"""Finds the folder of a Hugging Face model, and reads config values from the model's config.json."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIZES = {
 }
 """Maps keys of the `model` section to keys of config.json, for models that trainkit's decoder can run."""
 MISTRAL_WINDOW = 4096
-"""The default of `sliding_window` in transformers."""
+"""Default value of `sliding_window` for Mistral models in transformers."""
 ROPE_KEYS: tuple[str, ...] = get_args(RopeKey)
 
 
@@ -47,10 +47,9 @@ class HFModel(NamedTuple):
 
 
 def find_hf_model(name: str, cwd: Path) -> HFModel:
-    """Find a model by its folder, or by its hub name among the downloaded models.
+    """Find a model by its folder, or by its Hub name among the downloaded models; download nothing.
 
-    The function downloads nothing. Raises UsageError if the model is not found or its config.json cannot be
-    read.
+    Raises UsageError if the model is not found or its config.json cannot be read.
     """
     folder = _find_folder(name, cwd)
     file = folder / CONFIG_NAME
@@ -59,16 +58,16 @@ def find_hf_model(name: str, cwd: Path) -> HFModel:
     except FileNotFoundError:
         raise UsageError(
             f"is {name}, but {shown_path(folder)} has no {CONFIG_NAME}",
-            hint="name a folder that `save_pretrained` wrote, or `hf download` filled",
+            hint="specify a folder written by `save_pretrained` or `hf download`",
         ) from None
     except (OSError, ValueError) as error:
         message = f"is {name}, but {shown_path(file)} cannot be read: {error}"
         raise UsageError(message, hint="download it again") from None
     if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
         message = f"is {name}, but {shown_path(file)} does not name a model_type"
-        raise UsageError(message, hint="name a folder that `save_pretrained` wrote")
+        raise UsageError(message, hint="specify a folder written by `save_pretrained`")
     if content.get("quantization_config"):
-        hint = "train the model that it was made from"
+        hint = "use the original, unquantised model"
         raise UsageError(f"is {name}, whose weights are quantised: {shown_path(file)}", hint=hint)
     try:
         reason = _unlike_decoder(content)
@@ -91,7 +90,7 @@ def _find_folder(name: str, cwd: Path) -> Path:
             f"is {name}, which cannot be read: {error.strerror}", hint="check the path"
         ) from None
     if not HUB_NAME.fullmatch(name):
-        hint = "name a folder, or a model of the hub such as org/model that `hf download` has fetched"
+        hint = "specify a folder, or a model from the Hub such as org/model that `hf download` has fetched"
         raise UsageError(f"is {name}, but there is no such folder", hint=hint)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
@@ -101,12 +100,13 @@ def _find_folder(name: str, cwd: Path) -> Path:
     except (LocalEntryNotFoundError, HFValidationError):
         raise UsageError(
             f"is {name}, which is neither a folder nor a downloaded model",
-            hint=f"fetch it where there is internet: hf download {name}; compute nodes read the same HF_HOME",
+            hint=f"run `hf download {name}` on a host with internet access; compute nodes read the "
+            f"same HF_HOME",
         ) from None
 
 
 def _rope(content: JsonObject) -> tuple[float | None, JsonObject]:
-    """Return the base and the scaling of the rotary embedding, as written by transformers 4 and 5."""
+    """Return the base and the scaling of the rotary embedding in a config.json of transformers 4 or 5."""
     rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
     return rope.get("rope_theta", content.get("rope_theta", 10_000.0)), rope
 
@@ -142,7 +142,7 @@ def _unlike_decoder(content: JsonObject) -> str:
         if found != needed:
             return f"{key} is {found}"
     if not isinstance(theta, int | float):
-        return "it has several rotary embeddings"
+        return "the model has several rotary embeddings"
     if kind == "llama3":
         absent = [key for key in ROPE_KEYS if key not in rope]
         return f"rope_scaling has no {absent[0]}" if absent else ""

@@ -35,24 +35,25 @@ from trainkit.formats import did_you_mean, near
 
 
 def as_this_version(entry: Entry) -> Entry:
-    """Convert the content of a config file to the current version of the format.
+    """Convert the content of a config file to the current version of the config format.
 
-    Raises ConfigError if the file is newer. The error reports no other problems, because the file is probably
-    valid in the newer version.
+    Raises ConfigError if the file has a newer version. This error lists no other problems of the file,
+    because its content is probably valid in the newer version.
     """
     version, key = entry.value.get("config_version"), ("logging", "tensorboard")
     if version is None or type(version.value) is not int:
         return entry
     if version.value > schema.CONFIG_VERSION:
         message = (
-            f"the file is written for a newer trainkit: it has version {version.value}, "
-            f"but this trainkit supports version {schema.CONFIG_VERSION}"
+            f"the file was written for a newer trainkit version: it has config version {version.value}, "
+            f"but this trainkit version supports {schema.CONFIG_VERSION}"
         )
         raise ConfigError([Problem("config_version", message, version.origin, "update trainkit")])
     if version.value == 1:
         entry = merge(entry, entry_at(("config_version",), schema.CONFIG_VERSION, version.origin))
         if (found := entry.find(key)) is not None and found.value is True:
-            # In version 1, true was the default and did not require TensorBoard.
+            # In config version 1, `logging.tensorboard: true` was the default and did not require
+            # TensorBoard.
             entry = merge(entry, entry_at(key, "auto", found.origin))
     return entry
 
@@ -73,14 +74,15 @@ def _value_hint(path: tuple[str, ...]) -> str:
 
 
 class Edit(NamedTuple):
-    """A change that a flag makes to the value of a key."""
+    """A change that a command-line flag makes to the value of a key."""
 
     path: tuple[str, ...]
     value: Any
     origin: str
     appends: bool = False
     may_miss: bool = False
-    """Allows the removal of an entry that does not exist, as in a sweep over values and null."""
+    """Allows the edit to remove an entry that does not exist, which happens in a sweep over values and
+    null."""
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -88,7 +90,7 @@ class Edit(NamedTuple):
 
     @property
     def removes(self) -> bool:
-        """Return whether null removes an entry from a mapping whose values cannot be null."""
+        """Return whether the edit removes an entry: it is null, and the values of the mapping cannot be."""
         if self.value is not None or len(self.path) != len(self.key) + 1 or not schema.is_known(self.key):
             return False
         field = schema.field_schema(self.key)
@@ -98,17 +100,17 @@ class Edit(NamedTuple):
 
     @property
     def is_partial(self) -> bool:
-        """Return whether the edit changes the value from other layers instead of replacing it."""
+        """Return whether the edit modifies the value from lower layers instead of replacing it."""
         return self.appends or self.removes or any(map(str.isdecimal, self.path[len(self.key) :]))
 
     def apply(self, tree: Entry) -> Entry:
-        """Return the tree with the edited value; raise ConfigError if the key or item does not exist."""
+        """Return the tree with the edited value; raise ConfigError if the key or list item does not exist."""
         name = ".".join(self.key)
         if not schema.is_known(self.key):
             raise ConfigError([unknown_problem(self.key, Entry(None, self.origin))])
         try:
             if name not in schema.default_values():
-                raise ValueError("is a section: += appends to a list")
+                raise ValueError("is a section, but += only appends to a list")
             found = tree.find(self.key) or entry_at((), schema.default_values()[name], "default")
             value = self._changed(found.plain(), self.path[len(self.key) :])
         except ValueError as error:
@@ -122,12 +124,12 @@ class Edit(NamedTuple):
         return merge(without(tree, [self.key]), entry)
 
     def _changed(self, value: object, path: tuple[str, ...]) -> object:
-        """Return a copy of `value` with the change at `path`."""
+        """Return a copy of `value` in which the item at `path` is changed."""
         if not path and self.appends:
             if isinstance(value, dict) and isinstance(self.value, dict):
                 return {**value, **self.value}
             if not isinstance(value, list):
-                raise ValueError(f"is {schema.show_value(value)}: += appends to a list")
+                raise ValueError(f"is {schema.show_value(value)}, but += only appends to a list")
             return [*value, *(self.value if isinstance(self.value, list) else [self.value])]
         if not path:
             return self.value
@@ -143,13 +145,13 @@ class Edit(NamedTuple):
             raise ValueError(f"is {schema.show_value(value)}, which has no item {name}")
         if not name.isdecimal() or int(name) >= len(value):
             items = f"has items 0 to {len(value) - 1}" if value else "is empty"
-            raise ValueError(f"{items}, not {name}; += appends an item")
+            raise ValueError(f"{items}, so there is no item {name}; += appends an item")
         index = int(name)
         return [*value[:index], self._changed(value[index], rest), *value[index + 1 :]]
 
 
 def _with_origins(entry: Entry, before: Entry | None) -> Entry:
-    """Keep the earlier origin of every value that the entry does not change."""
+    """Return the entry, keeping the earlier origin of every value that did not change."""
     if before is None or not (entry.is_mapping and before.is_mapping):
         return before if before is not None and entry.value is before.value else entry
     return replace(
@@ -161,13 +163,13 @@ ENV_PREFIX = "TRAINKIT_"
 ENV_INTERNAL_PREFIX = "TRAINKIT_JOB_"
 EMPTY = Entry({}, "default")
 SCRIPTS = {".py": "python", ".sh": "bash"}
-"""Maps the suffix of a script to the program that runs the script."""
+"""Maps the suffix of a script to the program that runs it."""
 _SETTING = re.compile(r"\+{0,2}([a-z_]+(?:\.[a-z_]+)?)=(.*)")
 _NUMBER = re.compile(r"[-+]?[\d.]+(?:[eE][-+]?\d+)?")
 
 
 class Layers:
-    """Reads the layers of a config and collects their problems."""
+    """Reads the layers of a config and collects the problems found in them."""
 
     def __init__(self, cwd: Path, *, of_run: bool = False) -> None:
         self.cwd, self.of_run = cwd, of_run
@@ -176,7 +178,7 @@ class Layers:
     def config(self, name: str | Path) -> tuple[Entry, Path]:
         """Find a config by name and return its content and path.
 
-        A file takes precedence over a shipped config. The name ``-`` means standard input.
+        If both exist, a file takes precedence over a shipped config. The name ``-`` means standard input.
         """
         if Path(name) == STANDARD_INPUT:
             return self._file(STANDARD_INPUT, ()), STANDARD_INPUT
@@ -196,7 +198,7 @@ class Layers:
             hint = f"`trainkit submit -- {SCRIPTS[path.suffix]} {quote(name)}` runs your own script"
             return Problem("", "no such config", name, hint)
         if _NUMBER.fullmatch(name):
-            hint = f"a number is no CONFIG: write --set KEY={name}, or --sweep KEY=VALUE,{name}"
+            hint = f"a number cannot be a CONFIG; did you mean --set KEY={name}, or --sweep KEY=VALUE,{name}?"
             return Problem("", "no such file or shipped config", name, hint)
         if setting := _SETTING.fullmatch(name):
             keys = tuple(setting[1].split("."))
@@ -243,7 +245,7 @@ class Layers:
             chain = (*parents, path.resolve())
             if parent.resolve() in chain:
                 names = [self.shown(item) for item in chain[chain.index(parent.resolve()) :]]
-                message = f"{' extends '.join([*names, names[0]])}: this is circular"
+                message = f"{' extends '.join([*names, names[0]])}, which is circular"
                 self.problem("extends", message, origin, "remove `extends` from one of these files")
                 continue
             result = overlay(result, self._file(parent, chain))
@@ -278,7 +280,7 @@ class Layers:
     def profile(self, name: str, config: Path | None) -> Entry:
         """Read the profile with this name; `config` is the path of the run config, if the command has one.
 
-        A profile for this config alone is the file ``CONFIG.NAME.yaml`` next to it.
+        The file ``CONFIG.NAME.yaml`` next to a run config is a profile for that config only.
         """
         folders = [self.cwd / "profiles", self.cwd / "configs" / "profiles", shipped_configs() / "profiles"]
         if config is not None:
@@ -305,8 +307,8 @@ class Layers:
             if not name.startswith(ENV_PREFIX) or is_internal:
                 continue
             parts = name.removeprefix(ENV_PREFIX).split("__")
-            # Any parts after the section and the key refer to an entry of a mapping such as launch.env. They
-            # keep their case.
+            # In a variable's name, any parts after the section and the key refer to an entry of a mapping
+            # such as launch.env. The parts that name the entry keep their case.
             path = (*(part.lower() for part in parts[:2]), *parts[2:])
             try:
                 result = merge(result, entry_at(path, parse_value(text, path), name, text.strip()))
@@ -317,16 +319,17 @@ class Layers:
     def flags(
         self, overrides: Sequence[str], named: Mapping[str, tuple[str, object]]
     ) -> tuple[Entry, list[Edit]]:
-        """Return the layer that ``--set a.b=c`` and named options form, and their partial edits.
+        """Return the layer formed by ``--set a.b=c`` and named options, and the partial edits among them.
 
-        The last ``--set`` of a key wins. A named option that contradicts ``--set`` is a problem.
+        If ``--set`` is given several times for one key, the last one wins. A named option that contradicts a
+        ``--set`` is reported as a problem.
         """
         layer, edits = EMPTY, list[Edit]()
 
         def add(edit: Edit, typed: str = "") -> None:
             nonlocal layer
             if edit.is_partial or any(one.key == edit.path[: len(one.key)] for one in edits):
-                # A full value that follows partial edits of its key must be applied after these edits.
+                # A full value is also applied as an edit if partial edits of the same key come before it.
                 edits.append(edit)
             else:
                 layer = merge(layer, entry_at(edit.path, edit.value, edit.origin, typed))
@@ -353,12 +356,12 @@ class Layers:
             same = next((one for one in edits if one.path == path), None)
             other = layer.find(path) if same is None else entry_at((), same.value, same.origin)
             if other is not None and other.plain() != value and not edit.appends:
-                self.problem(key, f"conflicts with {other.origin}", origin, "use only one of them")
+                self.problem(key, f"conflicts with {other.origin}", origin, "use only one of the two options")
             add(edit)
         return layer, edits
 
     def shown(self, path: Path) -> str:
-        """Return a path as origins show it: relative if it is in the working folder."""
+        """Return a path as origins show it: relative if the path is in the working directory."""
         if path == STANDARD_INPUT:
             return "standard input"
         absolute = self.cwd / path

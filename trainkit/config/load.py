@@ -1,4 +1,4 @@
-"""Loads a config from all its layers with the origin of each value, and changes values for commands."""
+"""Loads a config from all its layers with the origin of each value, and applies changes by commands."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from trainkit.folders import FIRST_RUN, FIRST_RUN_NAME, config_folder, shipped_c
 from trainkit.shipped import TASKS, load
 
 DEFAULT_PRESET = ModelConfig.model_fields["preset"].default
-"""The preset has no effect if `model.hf` sets the sizes."""
+"""The default preset, which has no effect if `model.hf` sets the sizes."""
 PROJECT_FILE = "trainkit.yaml"
 PATHS = {
     ("data", "source"): "stdlib",
@@ -35,7 +35,7 @@ PATHS = {
     ("data", "cache_dir"): None,
     ("model", "init_from"): None,
 }
-"""Maps each key whose value is a path to the one value that is a name instead of a path."""
+"""Maps each key whose value is a path to the one value that is a name instead of a path, or to None."""
 
 
 def load_config(
@@ -51,19 +51,20 @@ def load_config(
 ) -> LoadedConfig:
     """Load a config file, or a shipped config by name, and merge it with all other layers.
 
-    `overrides` are the arguments of ``--set``. `flags` maps a key to the flag as typed and its value.
-    `defaults` are the lowest layers, such as the `defaults` of a cluster profile.
+    `overrides` are the arguments of ``--set``. `flags` maps a key to the command-line flag, as the user typed
+    it, and the flag's value. `defaults` are the layers with the lowest precedence, such as the `defaults` of
+    a cluster profile.
 
-    `layers` is False if `path` is the config of an existing run, which is executed again. The function then
-    ignores ./trainkit.yaml, the user's config and the environment, and raises UsageError if another user
-    could have written the file.
+    `layers` is False if `path` is the config of an existing run that is to be executed again. With `layers`
+    False, ./trainkit.yaml, the user's config and the environment are ignored, and UsageError is raised if
+    another user could have written the file.
 
-    Raises InvalidConfig with the problems of all layers and the valid part of the config. Raises a plain
-    ConfigError without a valid part if a layer cannot be read or two flags conflict.
+    Raises InvalidConfig, which contains the problems of all layers and the valid part of the config. Raises a
+    plain ConfigError, without a valid part, if a layer cannot be read or two flags conflict.
     """
     environ = os.environ if environ is None else environ
     reader = Layers(Path.cwd() if cwd is None else cwd, of_run=not layers)
-    # Layers with lower precedence come first.
+    # The list is ordered by precedence, lowest first.
     trees = [*defaults]
     if layers:
         around = (config_folder(environ) / "config.yaml", reader.cwd / PROJECT_FILE)
@@ -73,7 +74,7 @@ def load_config(
         tree, file = reader.config(path)
         written = tree.find(("name",)) if path == FIRST_RUN else None
         if written and written.value == FIRST_RUN_NAME and any(layer.find(("name",)) for layer in defaults):
-            # The defaults of a command already name its run; the name in the file is for the training run.
+            # The command's `defaults` already set a name; the name in the file belongs to the training run.
             tree = without(tree, [("name",)])
         trees.append(tree)
     if profile is not None:
@@ -87,10 +88,10 @@ def load_config(
 
 
 def _merged(reader: Layers, trees: Sequence[Entry], edits: Sequence[Edit]) -> LoadedConfig:
-    """Merge layers, the lowest first, and apply the edits of flags.
+    """Merge layers, given from lowest to highest precedence, and apply the edits from flags.
 
-    Raises InvalidConfig with a config without the unknown keys and invalid values. Raises ConfigError if a
-    layer cannot be read or two flags conflict.
+    If keys are unknown or values are invalid, raises InvalidConfig, which contains a config without them.
+    Raises ConfigError if a layer cannot be read or two flags conflict.
     """
     problems = list(reader.problems)
     merged, causes = EMPTY, set()
@@ -98,7 +99,7 @@ def _merged(reader: Layers, trees: Sequence[Entry], edits: Sequence[Edit]) -> Lo
         unknown = list(unknown_keys(tree))
         problems += [unknown_problem(key, entry) for key, entry in unknown]
         causes |= {match for key, _ in unknown if (match := meant(key)) is not None}
-        # A section may be empty, for example ``train:`` with every line below it commented out.
+        # A section is empty if, for example, every line below ``train:`` is commented out.
         empty = [(name,) for name in sections() if (own := tree.find((name,))) and own.value is None]
         merged = overlay(merged, without(tree, [*empty, *(key for key, _ in unknown)]))
     for edit in edits:
@@ -109,7 +110,7 @@ def _merged(reader: Layers, trees: Sequence[Entry], edits: Sequence[Edit]) -> Lo
             causes.add(".".join(edit.key))
     epochs = merged.find(("train", "epochs"))
     if epochs is not None and epochs.value is not None and merged.find(("train", "steps")) is None:
-        # null replaces the default, because epochs set the length.
+        # Set train.steps to null in place of its default, because train.epochs sets the length.
         merged = merge(merged, entry_at(("train", "steps"), None, DEFAULT))
     try:
         config = _validated(merged, reader.cwd)
@@ -156,9 +157,9 @@ def _length_note(tree: Entry) -> str:
 
 
 def _with_hf_model(tree: Entry, config: RunConfig, cwd: Path, shipped: str) -> tuple[Entry, list[Problem]]:
-    """Add the values from the config.json of `model.hf`, and return the problems found with that model.
+    """Merge in the values from the config.json of `model.hf`, and return any problems found with that model.
 
-    These values replace values of shipped configs, whose origins start with `shipped`.
+    Values from the config.json replace those of shipped configs, whose origins start with `shipped`.
     """
     name = config.model.hf
     assert name is not None
@@ -170,15 +171,15 @@ def _with_hf_model(tree: Entry, config: RunConfig, cwd: Path, shipped: str) -> t
         return tree, [Problem("model.hf", error.message, origin.origin, error.hint)]
     tree = merge(tree, entry_at(("model", "hf"), str(model.folder), origin.origin))
     if config.has_user_task:
-        return tree, []  # The task reads the model itself.
+        return tree, []  # The task reads the Hugging Face model itself.
     architecture, problems = tree.find(("model", "architecture")), []
     if architecture is not None and architecture.value == DECODER and model.reason:
-        message = f"is llama, which cannot be {shown_path(model.folder)}: {model.reason}"
+        message = f"is llama, but trainkit's decoder cannot run {shown_path(model.folder)}: {model.reason}"
         hint = "remove it, or set it to transformers"
         problems.append(Problem("model.architecture", message, architecture.origin, hint))
     if architecture is not None and architecture.value not in (DECODER, TRANSFORMERS):
         message = f"is {architecture.value}, but model.hf is {name}"
-        hint = "remove one of them: your own architecture cannot load weights of other models"
+        hint = "remove one of them: a custom architecture cannot load weights of other models"
         return tree, [Problem("model.architecture", message, architecture.origin, hint)]
     chosen = model.architecture if architecture is None else architecture.value
     if config.model.lora is not None and architecture is None:
@@ -195,7 +196,7 @@ def _with_hf_model(tree: Entry, config: RunConfig, cwd: Path, shipped: str) -> t
         derived["data", "tokenizer"] = str(model.tokenizer)
     elif (tokenizer is None or tokenizer.origin.startswith(shipped)) and not config.model.from_scratch:
         message = f"is not set, and {shown_path(model.folder)} has no tokenizer.json"
-        hint = "save it there with `AutoTokenizer…save_pretrained`, or set data.tokenizer"
+        hint = "save the tokenizer there with `AutoTokenizer…save_pretrained`, or set data.tokenizer"
         problems.append(Problem("data.tokenizer", message, "", hint))
     for path, value in derived.items():
         found = tree.find(path)
@@ -209,7 +210,7 @@ def _with_hf_model(tree: Entry, config: RunConfig, cwd: Path, shipped: str) -> t
 
 
 def _sizes_of_transformers(tree: Entry, model: HFModel, shipped: str) -> Iterator[Problem]:
-    """Yield a problem for each size in the config that differs from the size in the model's config.json."""
+    """Yield a problem for each model size in `tree` that differs from the size in the model's config.json."""
     for key in (*SIZES, "num_kv_heads", "rope_theta", "rope_scaling", "qkv_bias", "tie_embeddings"):
         found = tree.find(("model", key))
         if found is None or found.origin.startswith(shipped):
@@ -221,7 +222,7 @@ def _sizes_of_transformers(tree: Entry, model: HFModel, shipped: str) -> Iterato
 
 
 def _absolute_paths(tree: Entry, cwd: Path) -> Entry:
-    """Make the paths of data and weights absolute; raise ConfigError if a mapping names a path twice."""
+    """Make the paths of data and weights absolute; raise ConfigError if a mapping has the same path twice."""
     task = tree.find(("task",))
     own = TASKS.get(str(task.value)) if task is not None else None
     of_task = {} if own is None else {("task_args", key): name for key, name in own.paths.items()}
@@ -265,7 +266,7 @@ def _origins(config: RunConfig, tree: Entry) -> dict[str, str]:
 
 
 def dump_effective(config: RunConfig) -> str:
-    """Return the whole config as YAML, in schema order, for `read_effective`."""
+    """Return the whole config as YAML, in schema order; `read_effective` reads the result."""
     return yamlfile.dump(config.model_dump(mode="json", by_alias=True))
 
 
@@ -285,7 +286,7 @@ def read_effective(path: str | Path, *, executes: bool = True) -> RunConfig:
 
 @dataclass(frozen=True)
 class Change:
-    """A config value that a command replaces, with the reason."""
+    """A config value that a command replaced, and the reason for the change."""
 
     key: str
     value: Any
@@ -298,7 +299,7 @@ class Change:
 
 
 def _shown(value: Any) -> str:
-    """Return a value as it is written in YAML."""
+    """Return a value in YAML notation."""
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -312,9 +313,9 @@ def quiet_keys(config: RunConfig) -> dict[str, str]:
 
 
 def short_training(config: RunConfig, num_steps: int, what: str) -> Values:
-    """Return the values of a run of `num_steps` steps that logs every step.
+    """Return the values that make a training run stop after `num_steps` steps and log every step.
 
-    `what` names the run in the reasons.
+    `what` is the name for the run in the reasons for the changes.
     """
     schedule, length = config.schedule, f"train.steps sets the length of the {what}"
     values: Values = {
@@ -331,7 +332,7 @@ def short_training(config: RunConfig, num_steps: int, what: str) -> Values:
 
 
 def with_changes(loaded: LoadedConfig, values: Values, origin: str) -> tuple[LoadedConfig, list[Change]]:
-    """Return a copy of the config with `values`, and the list of changes.
+    """Return a copy of the config with `values` applied, and the list of changes.
 
     Raises ConfigError as `with_values` does.
     """
@@ -347,12 +348,12 @@ def with_changes(loaded: LoadedConfig, values: Values, origin: str) -> tuple[Loa
 
 
 def with_values(loaded: LoadedConfig, values: Mapping[str, object], origin: str) -> LoadedConfig:
-    """Return a copy of the config with `values`, which maps keys such as ``train.steps`` to values.
+    """Return a copy of the config with `values` applied, which maps keys such as ``train.steps`` to values.
 
     `origin` becomes the origin of the new values. Raises ConfigError with every value that is invalid or
     contradicts another value.
     """
-    # Dump and validate only the sections that change; the other sections stay the same objects.
+    # Dump and validate only the sections that change; all other sections stay the same objects.
     content: dict[str, object] = dict(loaded.config)
     changed = EMPTY
     for key, value in values.items():
@@ -362,7 +363,7 @@ def with_values(loaded: LoadedConfig, values: Mapping[str, object], origin: str)
             content[key] = value
             continue
         section: Any = content.setdefault(path[0], {})
-        if isinstance(section, Section):  # This section is not copied yet.
+        if isinstance(section, Section):  # The section object has not been converted to a dictionary yet.
             section = content[path[0]] = section.model_dump(mode="json", by_alias=True)
         elif section is loaded.config.task_args:
             section = content[path[0]] = dict(section)

@@ -1,4 +1,4 @@
-"""Defines a loaded config, which knows the origin of every value."""
+"""Defines a loaded config, which records the origin of every value."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ class LoadedConfig:
     origins: dict[str, str]
     """Maps a dotted key to its origin: ``file:line``, the flag, the variable's name, or ``default``."""
     adjustable: frozenset[str] = frozenset()
-    """Keys that a plan may change although a file sets them: the file was not written for this run."""
+    """Keys that a plan may change although a file sets them, because that file was not written for this
+    run."""
     length_note: str = ""
-    """Describes the value that sets the length of the run, if it replaces the value of the other length key.
+    """Says that the config key that set the run's length (train.steps or train.epochs) replaced the other of
+    the two.
     """
     typed: frozenset[str] = frozenset()
     """Keys that the user set with an option of trainkit, such as ``--set``, or an argument in Python."""
@@ -33,26 +35,26 @@ class LoadedConfig:
         return key not in self.adjustable and self.origins.get(key, DEFAULT) != DEFAULT
 
     def adjusting(self, *keys: str, origin: str) -> LoadedConfig:
-        """Return a copy in which each of `keys` that the file `origin` sets is adjustable."""
+        """Return a copy in which a plan may change each of `keys` that the file `origin` sets."""
         found = {key for key in keys if self.origins.get(key, "").startswith(f"{origin}:")}
         return replace(self, adjustable=self.adjustable | found)
 
     def problem(self, key: str, message: str, hint: str) -> Problem:
-        """Return a problem of a key, with the origin of its value unless the value is the default."""
+        """Return a problem with a key, including the origin of the key's value unless it is the default."""
         origin = self.origins.get(key, DEFAULT)
         return Problem(key, message, "" if origin == DEFAULT else origin, hint)
 
     def located(self, problems: Iterable[Problem]) -> list[Problem]:
-        """Return the problems, each with the origin of its key's value."""
+        """Return the problems, adding to each the origin of its key's value."""
         return [self.problem(item.key, item.message, item.hint) for item in problems]
 
     def require_decoder(
         self, task: tuple[str, str], architecture: tuple[str, str], *, or_own: bool = False
     ) -> None:
-        """Raise ConfigError unless the model is trainkit's decoder or, with `or_own`, a class of the user.
+        """Raise ConfigError unless the model is trainkit's decoder or, with `or_own`, a class of the user's.
 
-        `task` is the message and the hint if a task provides the model. `architecture` is the message and the
-        hint for other architectures.
+        `task` is the message and the hint for a task that provides its own model. `architecture` is the
+        message and the hint for any other architecture.
         """
         key, name = self.config.model_source
         if name != DECODER and (key == "task" or name == TRANSFORMERS or not or_own):
@@ -104,7 +106,7 @@ def _contains(prefix: str, key: str) -> bool:
 
 
 def _depends(key: str, cause: str) -> bool:
-    """Return whether the value of the key or section `cause` may explain a problem of `key`."""
+    """Return whether a wrong value of the key or section `cause` may have led to a problem with `key`."""
     return _contains(cause, key) or any(
         any(_contains(cause, item) or _contains(item, cause) for item in causes)
         and any(_contains(item, key) for item in dependents)
@@ -113,23 +115,23 @@ def _depends(key: str, cause: str) -> bool:
 
 
 class InvalidConfig(ConfigError):
-    """An error with the problems of a config and its valid part, which can still be checked."""
+    """An error with the problems of a config and the valid part of the config, which can still be checked."""
 
     def __init__(self, problems: Iterable[Problem], rest: LoadedConfig, causes: frozenset[str]) -> None:
         super().__init__(list(problems))
         self.rest = rest
         """The config, with the default for every key that is misspelt or has an invalid value."""
         self.causes = causes
-        """Keys and sections whose values in `rest` may differ from the values that the user meant."""
+        """Keys and sections whose values in `rest` may differ from the user's intention."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.problems, self.rest, self.causes)
 
     def with_problems_of_rest(self, problems: Iterable[Problem]) -> ConfigError:
-        """Return an error with more problems, except those that a wrong value in `causes` may explain."""
+        """Return an error that adds `problems`, except those that may come from a wrong value in `causes`."""
         return ConfigError([*self.problems, *independent_problems(problems, self.causes)])
 
 
 def independent_problems(problems: Iterable[Problem], causes: Iterable[str]) -> list[Problem]:
-    """Return the problems that do not depend on the values of the keys and sections in `causes`."""
+    """Return the problems that do not depend on the keys and sections in `causes`."""
     return [item for item in problems if not any(_depends(item.key, cause) for cause in causes)]

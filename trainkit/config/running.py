@@ -1,4 +1,4 @@
-"""Defines the config sections for how a run executes: layout, checkpoints, resources, launch, requeue."""
+"""Defines the config sections for how a run executes: layout, checkpoints, resources, launch and requeue."""
 
 from collections.abc import Sequence
 from typing import Annotated, Literal
@@ -20,7 +20,7 @@ OneLine = Annotated[
 def node_counts(nodes: int | str) -> Sequence[int]:
     """Return the node counts that a value of `resources.nodes` allows, the smallest first.
 
-    A reversed range such as 4-2 allows none.
+    A reversed range such as 4-2 allows no node count.
     """
     first, dash, last = str(nodes).partition("-")
     return range(int(first), int(last) + 1) if dash else sorted(set(map(int, first.split(","))))
@@ -28,7 +28,7 @@ def node_counts(nodes: int | str) -> Sequence[int]:
 
 def _several(nodes: str) -> str:
     if len(node_counts(nodes)) < 2:
-        # The message is not shown, because the problem describes the allowed values instead.
+        # Nobody sees this message, because the reported problem describes the allowed values instead.
         raise ValueError("no range")
     return nodes
 
@@ -36,12 +36,12 @@ def _several(nodes: str) -> str:
 NodeRange = Annotated[
     str, Field(pattern=r"^[1-9]\d{0,6}(-[1-9]\d{0,6}|(,[1-9]\d{0,6})+)$"), AfterValidator(_several)
 ]
-"""A range or a list of node counts, as Slurm writes it."""
+"""A range or a list of node counts, in Slurm's notation."""
 Names = Annotated[
     tuple[Annotated[str, Field(pattern=r"^[a-z0-9_.-]+$")], ...],
     BeforeValidator(lambda value: value.split(",") if isinstance(value, str) else value),
 ]
-"""Names in a YAML list, or separated by commas as in Slurm's options."""
+"""Names in a YAML list or, as in Slurm's options, separated by commas."""
 OptionName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 MetricName = Annotated[str, Field(min_length=1)]
@@ -64,13 +64,16 @@ class ParallelConfig(Section):
         1, "Number of model replicas; -1 derives it from the number of processes."
     )
     dp_shard: DataParallelDegree = key(
-        -1, "Processes to shard each replica over; -1 derives it from the number of processes."
+        -1,
+        "Number of processes that each replica is sharded over; -1 derives it from the number of processes.",
     )
     tp: AtLeastOne = key(1, "Tensor-parallel degree.")
     pp: AtLeastOne = key(1, "Pipeline stages.")
     cp: AtLeastOne = key(1, "Context-parallel degree.")
-    sequence_parallel: bool = key(True, "If tp > 1, shard norms and the residual stream along the sequence.")
-    loss_parallel: bool = key(True, "If tp > 1, shard the loss over the vocabulary.")
+    sequence_parallel: bool = key(
+        True, "Shard the norms and the residual stream along the sequence if tp > 1."
+    )
+    loss_parallel: bool = key(True, "Shard the loss over the vocabulary if tp > 1.")
     zero: Literal[2, 3] = key(
         3,
         "ZeRO stage of dp_shard: 3 reshards parameters after the forward pass; 2 keeps them"
@@ -78,24 +81,24 @@ class ParallelConfig(Section):
     )
     pp_schedule: PipelineSchedule = key("1f1b", "Pipeline schedule.")
     pp_microbatches: AtLeastOne = key(
-        4, "Microbatches per device batch if pp > 1; adapted to the batch size unless set."
+        4, "Microbatches per device batch if pp > 1; by default, adapted to the batch size."
     )
     activation_checkpointing: Literal["none", "selective", "full"] = key(
-        "none", "Activations to recompute in the backward pass instead of keeping them."
+        "none", "Which activations to recompute in the backward pass instead of storing them."
     )
     compile: bool | None = key(
         None, "Compile each decoder block and the loss with torch.compile; null compiles on GPUs."
     )
     offload: bool = key(False, "Keep parameters and optimizer state in CPU memory.")
     mesh_of_one: bool = key(
-        False, "Build process groups and shard over them even if there is only one process."
+        False, "Create process groups and wrap the model for sharding even if there is only one process."
     )
 
     @property
     def wraps_one(self) -> bool:
-        """Return whether a single process has a device mesh, on which `fully_shard` wraps the model.
+        """Return whether the model of a single-process run is wrapped with `fully_shard` on a device mesh.
 
-        `offload` needs the wrapper, because `fully_shard` moves the parameters to CPU memory.
+        `offload` needs the wrapper, because it is `fully_shard` that moves the parameters to CPU memory.
         """
         return self.mesh_of_one or self.offload
 
@@ -106,13 +109,13 @@ class CheckpointConfig(Section):
     every_steps: AtLeastOne | None = key(100, "Steps between checkpoints; null disables saving by steps.")
     every_minutes: Positive | None = key(None, "Minutes between checkpoints; null disables saving by time.")
     keep_last: AtLeastOne | None = key(
-        3, "Latest checkpoints to keep, besides the best one; null keeps all of them."
+        3, "Number of latest checkpoints to keep, in addition to the best one; null keeps all checkpoints."
     )
     best_metric: MetricName | None = key(
         "val_loss",
-        "Metric that selects the best checkpoint: val_loss, loss, or a metric of your own task. The "
-        "prefix val_ selects the metric's value in the validation; without it, the value of the "
-        "checkpoint's step counts. null keeps no best checkpoint.",
+        "Metric that selects the best checkpoint: val_loss, loss, or a metric of your own task. With the "
+        "prefix val_, the value from validation is used; without it, the value from the checkpoint's step. "
+        "If null, no best checkpoint is kept.",
         allowed="the name of a metric, or null",
     )
     best_mode: Literal["min", "max"] = key(
@@ -122,7 +125,7 @@ class CheckpointConfig(Section):
 
 
 class ResourcesConfig(Section):
-    """Resources that the run requests; keys for Slurm have no effect without Slurm."""
+    """Resources that the run requests; keys that concern only Slurm have no effect without Slurm."""
 
     nodes: AtLeastOne | NodeRange = key(
         1,
@@ -132,11 +135,12 @@ class ResourcesConfig(Section):
     )
     grow: bool = key(
         False,
-        "If nodes is a range, save and requeue for more nodes when Slurm has free nodes and the "
-        "change saves time.",
+        "If nodes is a range, save and requeue to get more nodes when Slurm has free nodes and the restart "
+        "saves time overall.",
     )
     gpus_per_node: AtLeastOne | Literal["auto"] = key(
-        "auto", "Training processes per node: one per GPU, or CPU workers on nodes without GPUs."
+        "auto",
+        "Training processes per node: one per GPU, or the number of CPU processes on nodes without GPUs.",
     )
     cpus_per_gpu: AtLeastOne | Literal["auto"] = key("auto", "CPU cores per training process.")
     mem: SlurmMemory | None = key(
@@ -145,16 +149,18 @@ class ResourcesConfig(Section):
     )
     time: SlurmTime | None = key("01:00:00", "Time limit of a job, in Slurm's format.")
     time_min: SlurmTime | None = key(
-        None, "Shortest time limit that the job accepts, if Slurm can then start it sooner."
+        None,
+        "Shortest acceptable time limit; Slurm may shorten the job down to this limit to start it sooner.",
     )
     slice: SlurmTime | None = key(
         None,
-        "Time limit of each job of the run. Each job saves and returns to the queue before the "
-        "limit; `time` limits all jobs together.",
+        "Time limit of each job, to split the run into several jobs (slices). Each job saves and requeues "
+        "before this limit; `time` is then the total for all jobs.",
     )
     partition: OneLine | None = key(None, "Slurm partition.")
     clusters: Names = key(
-        (), "Slurm clusters; with several, the job goes to the cluster where it would start first."
+        (),
+        "Slurm cluster, or several; of several, Slurm chooses the cluster where the job would start first.",
     )
     account: OneLine | None = key(None, "Slurm account.")
     qos: OneLine | None = key(None, "Slurm quality of service.")
@@ -163,18 +169,20 @@ class ResourcesConfig(Section):
     reservation: OneLine | None = key(None, "Slurm reservation.")
     gpu_type: str | None = key(
         None,
-        "GPU type, by its name in Slurm; with several such as h100,a100, the job gets the type that "
-        "is free first.",
+        "GPU type, by its name in Slurm; if several are given, such as h100,a100, the job gets the type "
+        "that is free first.",
         pattern=r"^[A-Za-z0-9_.-]+( *, *[A-Za-z0-9_.-]+)*$",
-        allowed="the name of a type, or several such as h100,a100",
+        allowed="the name of a GPU type, or several such as h100,a100",
     )
     comment: OneLine | None = key(None, "Comment that Slurm stores with the job.")
     mail_user: OneLine | None = key(None, "Recipient of Slurm's emails.")
-    mail_type: OneLine | None = key(None, "Job events that Slurm sends emails about.")
+    mail_type: OneLine | None = key(None, "Job events about which Slurm sends emails.")
     extra: dict[OptionName, OneLine | int | bool] = key(
-        {}, "Other sbatch options by their long names; true for an option without a value."
+        {}, "Other sbatch options, by their long names; the value true sets an option that takes no value."
     )
-    spare_nodes: NotNegative = key(0, "Additional nodes to allocate, as replacements for nodes that fail.")
+    spare_nodes: NotNegative = key(
+        0, "Number of additional nodes to allocate as replacements for nodes that fail."
+    )
 
     @property
     def gpu_types(self) -> tuple[str, ...]:
@@ -204,23 +212,25 @@ class LaunchConfig(Section):
     """Settings for how the processes are started."""
 
     backend: Literal["auto", "sbatch", "submitit", "local"] = key(
-        "auto", "Where the job starts; auto uses Slurm if it is available, else this machine."
+        "auto", "Where the job runs; auto uses Slurm if it is available, otherwise this machine."
     )
     cluster: OneLine | None = key(
-        None, "Name of the cluster profile; null selects the profile for this cluster."
+        None, "Name of the cluster profile; null detects the profile of this cluster."
     )
-    per: Literal["gpu", "node"] = key("gpu", "One Slurm task per GPU, or one per node.")
+    per: Literal["gpu", "node"] = key("gpu", "Whether Slurm starts one task per GPU or one per node.")
     env: dict[str, str] = key({}, "Environment variables for every process.")
     modules: tuple[OneLine, ...] = key((), "Environment modules to load.")
     python: OneLine | None = key(
-        None, "Python interpreter; null uses the interpreter of venv, conda, uv, container or trainkit."
+        None,
+        "Python interpreter; null uses the interpreter of the venv, conda, uv or container "
+        "setting, or the one that runs trainkit.",
     )
     venv: OneLine | None = key(None, "Virtual environment to activate.")
     conda: OneLine | None = key(None, "Conda environment to activate (experimental).")
-    uv: OneLine | None = key(None, "Folder of the uv project whose environment to use.")
+    uv: OneLine | None = key(None, "Folder of the uv project whose environment is used.")
     container: OneLine | None = key(None, "Container image to run in (experimental).")
     container_runtime: Literal["auto", "apptainer", "pyxis"] = key(
-        "auto", "Container runtime; auto uses the runtime that the cluster has."
+        "auto", "Container runtime; auto uses the runtime available on the cluster."
     )
     container_mounts: tuple[OneLine, ...] = key((), "Folders to mount in the container, as SRC:DST.")
     setup: tuple[str, ...] = key((), "Shell lines to run before the processes start.")
@@ -228,18 +238,19 @@ class LaunchConfig(Section):
         "auto", "Network preset (auto, ib, socket, debug), or the name of a network interface.", min_length=1
     )
     numa: Literal["auto", "none"] = key(
-        "auto", "CPU binding; auto runs each rank of the trainer on the allowed CPUs next to its GPU."
+        "auto",
+        "CPU binding; auto binds each rank of trainkit's trainer to the allowed CPUs closest to its GPU.",
     )
     srun_extra: dict[OptionName, OneLine | int | bool] = key(
-        {}, "Other srun options by their long names, as in resources.extra."
+        {}, "Other srun options, by their long names; the value true sets an option that takes no value."
     )
     secrets: tuple[VariableName, ...] = key(
         ("HF_TOKEN", "WANDB_API_KEY", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD"),
-        "Environment variables passed to the job but never written to the run folder.",
+        "Names of environment variables that are passed to the job but never written to the run folder.",
     )
     snapshot: bool = key(
         True,
-        "Train from a copy of the code in the run folder. Without Slurm, the code is copied only "
+        "Copy the code to the run folder and train from the copy. Without Slurm, the code is copied only "
         "for a COMMAND.",
     )
 
@@ -251,23 +262,28 @@ class RequeueConfig(Section):
         ("preempted", "timeout", "node_fail", "crash", "hang"), "Causes after which the run restarts."
     )
     max: NotNegative = key(
-        100, "Maximum number of restarts of a run; a restart after a slice does not count."
+        100,
+        "Maximum number of restarts of a run; restarts at the end of a slice (see "
+        "resources.slice) do not count.",
     )
-    max_crashes: NotNegative = key(3, "Maximum number of restarts after crashes without progress.")
+    max_crashes: NotNegative = key(
+        3, "Maximum number of consecutive restarts after crashes without progress in between."
+    )
     signal: Literal["auto", "USR2", "TERM"] = key(
         "auto",
-        "Signal sent before the job ends. auto sends USR2 to the trainer. It sends TERM or USR2 to "
-        "a COMMAND, whichever the COMMAND handles. USR1 is not allowed, because NCCL catches it.",
+        "Stop signal that the processes receive before the job ends. auto sends USR2 to trainkit's trainer, "
+        "and TERM or USR2 to a COMMAND, depending on which of the two the COMMAND handles. USR1 is not "
+        "allowed, because NCCL catches it.",
     )
-    grace_s: Positive = key(120.0, "Seconds between the signal and the end of the job.")
+    grace_s: Positive = key(120.0, "Seconds between the stop signal and the end of the job.")
     hang_factor: Positive | None = key(
         20.0, "A step hangs if it takes this many times the median step time; null disables this check."
     )
-    hang_min_s: Positive = key(300.0, "Minimum seconds that a step must take to count as hanging.")
+    hang_min_s: Positive = key(300.0, "Minimum duration in seconds before a step counts as hanging.")
     inspect_s: Positive | None = key(
         600.0,
-        "Seconds without output of any rank after which a COMMAND is inspected. The inspection "
-        "reports a COMMAND that has not printed anything yet or waits for a lock file. null "
+        "Seconds without output from any rank after which a COMMAND is inspected. The inspection reports "
+        "whether the COMMAND has printed nothing so far or is waiting for a lock file. null "
         "disables the inspection.",
     )
     silence_s: Positive | None = key(
@@ -275,25 +291,28 @@ class RequeueConfig(Section):
     )
     slow_hosts: Literal["ignore", "exclude", "restart"] = key(
         "ignore",
-        "Reaction to hosts of slow ranks, on Slurm. exclude continues without them after the next "
-        "interruption. restart also saves and restarts without such a host, on a spare node or on "
-        "fewer nodes of a range.",
+        "What to do about hosts with slow ranks (Slurm only). exclude leaves these hosts out from the next "
+        "restart on. restart saves and restarts right away without such a host, on a spare node or, if "
+        "resources.nodes is a range, on fewer nodes.",
     )
     slow_after_s: Positive = key(
-        300.0, "Seconds that a rank must stay slow before slow_hosts: restart restarts the run."
+        300.0,
+        "Seconds that a rank must stay slow before the run is restarted because of slow_hosts: restart.",
     )
     follow_ups: NotNegative = key(
-        0, "Number of chained jobs that continue the run, for nodes without scontrol and sbatch."
+        0,
+        "Number of follow-up jobs to submit in advance as a chain, for clusters whose nodes "
+        "lack scontrol and sbatch.",
     )
 
 
 WEBHOOK_VARIABLE = "TRAINKIT_WEBHOOK_URL"
-"""The default of `notify.webhook`; unlike other variables with this prefix, the variable sets no config key.
+"""The default of `notify.webhook`; although it has the prefix of config variables, it sets no config key.
 """
 
 
 MAIL_TYPES = {"finished": "END", "failed": "FAIL", "requeued": "REQUEUE"}
-"""Maps an event of `notify.on` to the name of the same event in Slurm."""
+"""Maps an event of `notify.on` to Slurm's name for the event."""
 
 
 class NotifyConfig(Section):
@@ -301,20 +320,21 @@ class NotifyConfig(Section):
 
     on: tuple[Literal["finished", "failed", "requeued", "stalled", "slow"], ...] = key(
         ("finished", "failed", "requeued", "stalled"),
-        "Events to report. failed: the run ended without finishing; requeued: the run restarts; "
-        "stalled: no progress, no output, or no checkpoints; slow: a rank slows down the others.",
+        "Events to report. finished: the run has finished; failed: the run ended without "
+        "finishing; requeued: the run restarts; stalled: there is no progress, no output or no new "
+        "checkpoint; slow: one rank slows down the run.",
     )
     webhook: str | None = key(
         WEBHOOK_VARIABLE,
         "Name of the environment variable that contains the URL of the webhook. The URL is a "
-        "secret. Without the variable, or with null, there is no webhook.",
+        "secret. If the variable is not set, or the key is null, no webhook is used.",
         allowed="the name of an environment variable, or null",
     )
     mail: OneLine | None = key(
-        None, "Recipient of Slurm's emails about these events, except stalled and slow."
+        None, "Recipient of emails from Slurm about the events in notify.on, except stalled and slow."
     )
     min_interval_s: NotNegative = key(
-        600, "Seconds between two reports of the same event; finished and failed are always reported."
+        600, "Minimum seconds between two reports of the same event; finished and failed are always reported."
     )
     stalled_after_s: Positive = key(
         1800.0, "Seconds without progress after which a run is reported as stalled."
@@ -326,27 +346,33 @@ class MlflowConfig(Section):
 
     tracking_uri: OneLine | None = key(
         None,
-        "URL of a server or database, or a folder for a SQLite store, relative to the working "
-        "folder of the command. null uses MLFLOW_TRACKING_URI, else mlflow/ next to the run folder.",
+        "URL of a server or database, or a folder for a SQLite store, relative to the working directory of "
+        "the command. null uses MLFLOW_TRACKING_URI if it is set, otherwise mlflow/ next to the run folder.",
     )
     experiment: OneLine | None = key(
-        None, "Name of the experiment; null uses MLFLOW_EXPERIMENT_NAME, else the name of the run."
+        None,
+        "Name of the experiment; null uses MLFLOW_EXPERIMENT_NAME if it is set, otherwise "
+        "the name of the run.",
     )
 
 
 class WandbConfig(Section):
     """Settings for metrics in Weights & Biases."""
 
-    project: OneLine | None = key(None, "Name of the project; null uses WANDB_PROJECT, else trainkit.")
-    entity: OneLine | None = key(None, "User or team; null uses WANDB_ENTITY, else your default.")
+    project: OneLine | None = key(
+        None, "Name of the project; null uses WANDB_PROJECT if it is set, otherwise trainkit."
+    )
+    entity: OneLine | None = key(
+        None, "User or team; null uses WANDB_ENTITY if it is set, otherwise your default entity."
+    )
     mode: Literal["online", "offline"] = key(
         "online",
-        "online uploads the metrics; offline writes them to wandb/ of the run folder, for `wandb sync`.",
+        "online uploads the metrics; offline writes them to wandb/ in the run folder, for `wandb sync`.",
     )
 
 
 class LoggingConfig(Section):
-    """Destinations of metrics, in addition to metrics.jsonl."""
+    """Where metrics are written in addition to metrics.jsonl."""
 
     tensorboard: bool | Literal["auto"] = key(
         "auto",
@@ -354,13 +380,14 @@ class LoggingConfig(Section):
     )
     health_every_s: Positive | None = key(
         10.0,
-        "Seconds between samples of the processors, memory, network, disks and GPUs of each node, "
-        "which are written to health/ of the run folder; null takes no samples.",
+        "Seconds between measurements of the processors, memory, network, disks and GPUs of each node, "
+        "which are written to health/ in the run folder; null disables the measurements.",
     )
     pattern: str | None = key(
         "auto",
-        "Source of a COMMAND's metrics in the log of rank 0: auto, null to read none, or a regular "
-        "expression with the group step and others such as loss, lr and val_loss.",
+        "How to read a COMMAND's metrics from the log of rank 0: auto recognizes common formats, null reads "
+        "none, and a regular expression must have a group named step and may have others such as loss, lr "
+        "and val_loss.",
     )
     mlflow: MlflowConfig | bool | None = key(
         None,
@@ -377,9 +404,9 @@ class LoggingConfig(Section):
 
     @property
     def trackers(self) -> dict[str, MlflowConfig | WandbConfig]:
-        """Return the settings of each enabled tracker by the tracker's name.
+        """Map the name of each enabled tracker to its settings.
 
-        The module and the extra of a tracker have the same name.
+        A tracker's name is also the name of its module and its extra.
         """
         found: dict[str, MlflowConfig | WandbConfig] = {}
         if self.mlflow:
@@ -390,9 +417,11 @@ class LoggingConfig(Section):
 
 
 class ProfilerConfig(Section):
-    """Steps to record with the PyTorch profiler."""
+    """Which steps to record with the PyTorch profiler."""
 
     start_step: AtLeastOne | None = key(None, "First step to profile; null disables the profiler.")
     num_steps: AtLeastOne = key(5, "Number of steps to profile.")
-    memory: bool = key(False, "Also record every allocation of GPU memory with its stack, for memory_viz.")
+    memory: bool = key(
+        False, "Also record every GPU memory allocation with its stack trace, for PyTorch's memory_viz."
+    )
     ranks: tuple[Annotated[int, Field(ge=0)], ...] = key((0,), "Ranks to profile.")

@@ -1,6 +1,6 @@
 """Defines the config of a run, and the names and allowed values of its keys.
 
-The keys of the sections are in `training.py` and `running.py`.
+The keys of the sections are defined in `training.py` and `running.py`.
 """
 
 import inspect
@@ -21,8 +21,8 @@ from trainkit.shipped import TASKS, installed_section, shipped_classes
 CONFIG_VERSION: Literal[2] = 2
 TASK_NAMES = ", ".join(TASKS)
 EXTENDS_SCHEMA = {
-    "description": "Files merged before this one, in order. Each is a path relative to this file or the name "
-    "of a shipped config.",
+    "description": "Config files that this one is based on, merged in order before it. Each is a path "
+    "relative to this file or the name of a shipped config.",
     "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
 }
 
@@ -38,7 +38,7 @@ class RunConfig(Section):
 
     config_version: Annotated[Literal[1, 2], AfterValidator(lambda _: CONFIG_VERSION)] = key(
         CONFIG_VERSION,
-        "Version of the format. In files of version 1, `logging.tensorboard: true` means auto.",
+        "Version of the config format. In files of version 1, `logging.tensorboard: true` means auto.",
     )
     name: str = key(
         "run",
@@ -47,10 +47,10 @@ class RunConfig(Section):
         allowed="a name of at most 100 letters, digits, dots, dashes and underscores",
     )
     note: str | None = key(None, "A remark about the run.")
-    tags: tuple[str, ...] = key((), "Tags by which `status --tag` finds the run.")
+    tags: tuple[str, ...] = key((), "Tags that `status --tag` can filter runs by.")
     seed: NotNegative = key(0, "Random seed for weights, data order and dropout.", lt=2**63)
     device: Literal["auto", "cpu", "cuda"] = key(
-        "auto", "Device to train on; auto: CUDA if there is a GPU, else the CPU."
+        "auto", "Device to train on; auto uses CUDA if there is a GPU, otherwise the CPU."
     )
     task: str = key(
         "causal_lm",
@@ -58,7 +58,7 @@ class RunConfig(Section):
         pattern=rf"^(causal_lm|{'|'.join(TASKS)}|[^:]+\.py:[A-Za-z_]\w*|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$",
         allowed=f"causal_lm, {TASK_NAMES}, FILE.py:CLASS or MODULE:CLASS",
     )
-    task_args: JsonObject = key({}, f"Keyword arguments of {TASK_NAMES} or of your own task.")
+    task_args: JsonObject = key({}, f"Keyword arguments for {TASK_NAMES} or your own task.")
     model: training.ModelConfig = section("The model.")
     data: training.DataConfig = section("Training and validation data.")
     train: training.TrainConfig = section("Length of the run and batch sizes.")
@@ -69,19 +69,19 @@ class RunConfig(Section):
     checkpoint: running.CheckpointConfig = section("When checkpoints are saved.")
     resources: running.ResourcesConfig = section("Resources that the run requests.")
     launch: running.LaunchConfig = section("How processes are started.")
-    requeue: running.RequeueConfig = section("When the run restarts automatically.")
+    requeue: running.RequeueConfig = section("When an interrupted run restarts automatically.")
     logging: running.LoggingConfig = section("Where metrics are logged.")
-    notify: running.NotifyConfig = section("Messages about the run, to a webhook and by email.")
+    notify: running.NotifyConfig = section("Events that are reported to a webhook and by email.")
     profiler: running.ProfilerConfig = section("Steps to profile.")
 
     @property
     def has_user_task(self) -> bool:
-        """Return whether a `trainkit.task.Task`, shipped or not, provides the model and the data."""
+        """Return whether a shipped or user-defined `trainkit.task.Task` provides the model and the data."""
         return self.task != "causal_lm"
 
     @property
     def model_source(self) -> tuple[str, str]:
-        """Return the key that selects the code of the model, and its value."""
+        """Return the key that selects the model's code, and the value of that key."""
         return ("task", self.task) if self.has_user_task else ("model.architecture", self.model.architecture)
 
     @property
@@ -91,28 +91,28 @@ class RunConfig(Section):
 
     @property
     def secrets(self) -> tuple[str, ...]:
-        """Return the environment variables whose values must not be written anywhere."""
+        """Return the names of environment variables whose values must not be written anywhere."""
         webhook = self.notify.webhook
         return self.launch.secrets if webhook is None else (*self.launch.secrets, webhook)
 
     @property
     def uses_transformers(self) -> bool:
-        """Return whether the transformers library provides the code of the model."""
+        """Return whether the transformers library provides the model's code."""
         return self.model_source == ("model.architecture", training.TRANSFORMERS)
 
 
 FREE_MAPPING = "task_args"
-"""The key that is not a section but a mapping with any keys."""
+"""The one top-level mapping that is not a section and may contain any keys."""
 
 
 _named: dict[str, type[Section]] = {}
-"""Sections of capabilities from other packages that a config or a command line has named."""
+"""Config sections of capabilities from other packages, by name, that a config or a command line has used."""
 
 
 def is_installed_section(name: str) -> bool:
-    """Return whether an installed package has a capability with a section of this name.
+    """Return whether a capability from an installed package has a section of this name.
 
-    The keys of the section become known with the first call.
+    The first call for a section also makes its keys known to this module.
     """
     if name in RunConfig.model_fields:
         return False
@@ -124,7 +124,7 @@ def is_installed_section(name: str) -> bool:
 
 
 def config_class(names: Iterable[str]) -> type[RunConfig]:
-    """Return the config class with the sections in `names`; names of other keys are ignored."""
+    """Return the config class with the sections in `names`; names that are not sections are ignored."""
     return _with_sections(tuple(sorted(name for name in names if is_installed_section(name))))
 
 
@@ -137,7 +137,7 @@ def _with_sections(names: tuple[str, ...]) -> type[RunConfig]:
 
 
 def capabilities_of(config: RunConfig) -> tuple[str, ...]:
-    """Return the capabilities that a config may use.
+    """Return the names of the capabilities that a config may use.
 
     The result contains all shipped capabilities, and the capabilities of other packages that the config
     names.
@@ -148,7 +148,7 @@ def capabilities_of(config: RunConfig) -> tuple[str, ...]:
 
 @cache
 def sections() -> dict[str, tuple[str, ...]]:
-    """Return the keys of every section."""
+    """Map each section to its keys."""
     found: dict[str, tuple[str, ...]] = {}
     for name, field in _with_sections(tuple(sorted(_named))).model_fields.items():
         kind = field.annotation
@@ -159,7 +159,7 @@ def sections() -> dict[str, tuple[str, ...]]:
 
 @cache
 def default_values() -> JsonObject:
-    """Return every dotted key with its default, in schema order."""
+    """Map every dotted key to its default, in schema order."""
     return dict(flatten(_with_sections(tuple(sorted(_named)))().model_dump(mode="json", by_alias=True)))
 
 
@@ -190,12 +190,13 @@ def is_known(path: tuple[str, ...]) -> bool:
 
 OTHER_NAMES = Path(__file__).with_name("other_names.yaml")
 SIMILAR = 0.75
-"""Minimum similarity of a suggested key; `model_name` and `model.norm_eps` have a similarity of only 0.67."""
+"""Minimum similarity for suggesting a key; unrelated keys such as `model_name` and `model.norm_eps` reach
+0.67."""
 
 
 @cache
 def other_names() -> dict[str, str]:
-    """Map the names that other trainers and Slurm use to the keys of a config."""
+    """Map the names that other trainers and Slurm use to trainkit's config keys."""
     from trainkit.config.yamlfile import read_yaml_file  # The module is imported only to explain an error.
 
     named = read_yaml_file(OTHER_NAMES, OTHER_NAMES.name).plain()
@@ -224,7 +225,9 @@ def meant(path: tuple[str, ...]) -> str | None:
     words |= {key.replace(".", "_"): key for key in all_keys()} | {key: key for key in all_keys()}
     words |= {name: name for name in RunConfig.model_fields}
     if len(path) > 1:
-        del words["name"]  # `name` is the name of the run; inside a section it would name something else.
+        del words[
+            "name"
+        ]  # At the top level, `name` is the name of the run; inside a section, it would mean something else.
     found = near(leaf, RunConfig.model_fields, SIMILAR) if len(path) == 1 and leaf not in words else None
     found = found or near(leaf, words, SIMILAR)
     # Do not suggest `checkpoint` for `checkpoint.dir`.
@@ -257,7 +260,7 @@ def _schema() -> JsonObject:
 
 
 def show_value(value: Any) -> str:
-    """Return a value as messages show it, truncated to `MAX_SHOWN` characters."""
+    """Return a value as shown in messages, truncated to `MAX_SHOWN` characters."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"
 

@@ -1,4 +1,4 @@
-"""Defines the base class of all config sections, and the types and fields that they share."""
+"""Defines the base class of all config sections, and types and fields that they share."""
 
 import os
 from typing import Annotated, Any, TypeVar, cast
@@ -23,7 +23,8 @@ class Section(BaseModel):
         strict=True,
         allow_inf_nan=False,
         protected_namespaces=(),
-        # Build on first use, because RunConfig builds its sections anyway and a second build slows `submit`.
+        # Build each model on first use, because RunConfig builds its sections anyway and building twice slows
+        # down `submit`.
         defer_build=True,
     )
 
@@ -31,9 +32,9 @@ class Section(BaseModel):
     def model_rebuild(cls, **options: Any) -> bool | None:
         """Build the model without pydantic plugins.
 
-        To find plugins, pydantic reads the metadata of every installed package, which takes a tenth of the
-        time of a dry run. Only an environment variable turns this search off. The job must not inherit the
-        variable, so it is set only while the model is built.
+        To find plugins, pydantic reads the metadata of every installed package, which takes a tenth of a dry
+        run's time. The search for plugins can only be turned off with an environment variable. The job must
+        not inherit this environment variable, so the variable is set only while the model is built.
         """
         before = os.environ.get(DISABLE_PLUGINS)
         os.environ[DISABLE_PLUGINS] = "__all__"
@@ -49,16 +50,16 @@ class Section(BaseModel):
 def section(description: str) -> Any:
     """Return a field for a section whose keys all have defaults.
 
-    The default is an empty mapping, which pydantic validates. An instance as the default would build the
-    section's model on import and slow the start of every command.
+    The field's default is an empty mapping, which pydantic validates. An instance as the default would build
+    the section's model on import and slow down the start of every command.
     """
     return Field(default={}, validate_default=True, description=description)
 
 
 def key(default: T, description: str, *, allowed: str | None = None, **constraints: Any) -> T:
-    """Return a field with its default and its description in the docs.
+    """Return a field with a default and the description that the docs show.
 
-    `allowed` describes the accepted values in words. A tuple is written as a YAML list.
+    `allowed` describes the accepted values in words. A tuple as the default is written as a YAML list.
     """
     if allowed is not None:
         constraints["json_schema_extra"] = {"allowed": allowed}

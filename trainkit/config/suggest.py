@@ -49,13 +49,13 @@ _DURATION = re.compile(
     r"(?:(?P<m>\d+)\s*m(?:in(?:ute)?s?)?)?\s*(?:(?P<s>\d+)\s*s(?:ec(?:ond)?s?)?)?"
 )
 _CLOCK = re.compile(r"(?:(?:(\d+)[-:])?(\d+):)?(\d+):(\d+)")
-"""Matches days, hours, minutes and seconds. Slurm accepts at most 59 minutes and seconds, and a dash after
-the days."""
+"""Matches days, hours, minutes and seconds. Slurm accepts at most 59 minutes and 59 seconds, and requires a
+dash after the days."""
 _TIMES = re.compile(r"(.*\d.*?)\s*(?:-|\.\.|\bto\b|\N{EN DASH})\s*(.*\d.*)")
-"""Matches a range of times."""
+"""Matches a range of time limits, such as 1h-2h."""
 _THOUSAND = re.compile(r"(\d+(?:\.\d+)?)\s*([km])")
 _SETTINGS = re.compile(r"[,;]\s*(?=[a-z_]+(?:\.[a-z_]+)*=)")
-"""Matches the separator between two settings that were typed as one."""
+"""Matches the separator between two settings that were typed in one argument."""
 _FACTORS = {"k": 1000, "m": 10**6}
 MAX_WHOLE = 10**18
 _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
@@ -66,20 +66,21 @@ TIMES = (TIME, ("resources", "slice"), ("resources", "time_min"))
 OPTIMIZER = ("optimizer", "name")
 _MEMORY = re.compile(r"(\d+)(?:[.,](\d+))?\s*([kmgtp])(?:[a-z]*ytes?|ig[as]?|b)?")
 GRES = re.compile(r"(?:gpus?:)?(?!gpus?\b)([A-Za-z][\w.-]*?)(?::(\d+))?", re.ASCII)
-"""Matches GPUs in the form of sbatch's --gres and --gpus-per-node: the type and the number."""
+"""Matches GPUs in the syntax of sbatch's --gres and --gpus-per-node: the type and the number."""
 _MEMORY_PER_CPU = re.compile(r"(\d+[KMGT])c")
 
 
 _BATCH = (
-    "did you mean train.device_batch_size, the samples per process and pass, or "
+    "did you mean train.device_batch_size, the samples per process and accumulation step, or "
     "train.global_batch_size, the samples per optimizer step?"
 )
 _ACCUMULATES = (
-    "set train.global_batch_size: a step accumulates gradients until it has processed this number of samples"
+    "set train.global_batch_size: each optimizer step accumulates gradients until it has processed this "
+    "number of samples"
 )
 _SHARDS = "the default, parallel.dp_shard: -1, shards over all processes as FSDP does"
 _OPTIMIZER = "other optimizers need your own training loop; see docs/own-script.md and trainkit.loop"
-_LAUNCHES = "trainkit sets this value; `--launcher accelerate` passes accelerate a config"
+_LAUNCHES = "trainkit sets this value; `--launcher accelerate` writes a config for accelerate"
 _FOLDER = "`--run-dir DIR` sets the run folder, which contains all output of the run"
 _HYDRA = "`python app.py -m hydra/launcher=trainkit KEY=VALUE,VALUE` submits a Hydra application"
 _TRAINER = (
@@ -100,10 +101,10 @@ OTHER_KEYS_SAY = {
     **dict.fromkeys(("hydra", "_target_", "_partial_", "_recursive_", "_self_"), _HYDRA),
     **dict.fromkeys(("momentum", "nesterov"), _OPTIMIZER),
     **dict.fromkeys(("gradient_accumulation_steps", "grad_accum", "accumulate_grad_batches"), _ACCUMULATES),
-    "defaults": "extends: [FILE, …] lists the configs that this one changes",
+    "defaults": "extends: [FILE, …] lists the configs that this one is based on",
     "gres": "did you mean resources.gpus_per_node? resources.extra takes other options of sbatch",
 }
-"""Maps a key of another program that no single key replaces to a hint."""
+"""Maps keys of other programs that have no single counterpart in trainkit to hints."""
 
 
 def unknown_keys(entry: Entry) -> Iterator[tuple[tuple[str, ...], Entry]]:
@@ -118,13 +119,13 @@ def unknown_keys(entry: Entry) -> Iterator[tuple[tuple[str, ...], Entry]]:
 
 
 def other_key_says(key: str) -> str | None:
-    """Return a hint for a key of another program that no single key replaces; None for any other key."""
+    """Return a hint for a key of another program that has no single counterpart; None for any other key."""
     of_capabilities = (load(name).other_keys.get(key) for name in shipped_classes())
     return OTHER_KEYS_SAY.get(key) or next(filter(None, of_capabilities), None)
 
 
 def unknown_problem(path: tuple[str, ...], entry: Entry) -> Problem:
-    """Return the problem of an unknown key, with the closest key as its hint."""
+    """Return the problem of an unknown key, with the closest known key as the hint."""
     if (other := other_key_says(path[-1])) is not None:
         return Problem(".".join(path), "unknown key", entry.origin, other)
     match = meant(path)
@@ -161,18 +162,20 @@ def validation_problems(error: ValidationError, entry: Entry) -> list[Problem]:
 
 
 def _origin(found: Entry, rest: tuple[str, ...]) -> str:
-    """Return the origin of the invalid item at `rest` in a value.
+    """Return the origin of the invalid item at position `rest` of a value.
 
     If the item has several origins, a flag takes precedence over a file.
     """
     for part in rest:
-        found = found.find((part,)) or found  # pydantic also puts the types of a union into the location.
+        found = (
+            found.find((part,)) or found
+        )  # pydantic's location also contains the types of a union, which are not part of the path.
     origins = [leaf.origin for _, leaf in found.leaves()] or [found.origin]
     return next((one for one in origins if one.startswith("--")), origins[0])
 
 
 def readings(text: str, words: Iterable[str] = ()) -> Iterator[str]:
-    """Yield the possible meanings of a typed text, the closest first; `words` are the allowed values."""
+    """Yield possible meanings of the typed `text`, the closest first; `words` are the allowed values."""
     bare = text.strip().strip(_QUOTES).strip()
     small = bare.lower()
     yield from (bare, small)
@@ -196,7 +199,7 @@ def readings(text: str, words: Iterable[str] = ()) -> Iterator[str]:
 
 
 def times(text: str) -> Iterator[str]:
-    """Yield the possible meanings of a typed text as times in Slurm's format."""
+    """Yield the possible meanings of a text that the user typed, as times in Slurm's format."""
     bare = text.strip().strip(_QUOTES).strip().lower()
     yield bare
     if (duration := _DURATION.fullmatch(bare)) is not None:
@@ -210,7 +213,7 @@ def times(text: str) -> Iterator[str]:
 
 
 def _time_range(text: str) -> tuple[str, str] | None:
-    """Return the ends of a range of times, in order, or None if the text is no range of times."""
+    """Return both ends of a range of times, in order; None if the text is not such a range."""
     found = _TIMES.fullmatch(text.strip().strip(_QUOTES).lower())
     if found is None:
         return None
@@ -227,14 +230,14 @@ def _time_range(text: str) -> tuple[str, str] | None:
 def value_hint(path: tuple[str, ...], found: Entry, origin: str) -> str:
     """Return a hint on how to write the value of a key whose value was rejected."""
     value = found.plain()
-    # A mapping such as launch.env may contain ${…} as text.
+    # A mapping such as launch.env may contain a literal ${…}.
     is_text_allowed = isinstance(value, dict) and path != WHOLE
     if not is_text_allowed and has_interpolation(value if isinstance(value, str) else show_value(value)):
         return not_evaluated(path, origin)
     if path == WHOLE and isinstance(value, dict):
         return "give each source a weight, such as {web: 0.7, code: 0.3}; their sum does not matter"
     if len(path) == 1 and isinstance(value, list) and value and all(isinstance(one, dict) for one in value):
-        return "write its keys without the dashes in front of them"
+        return "write the keys without leading dashes"
     if isinstance(value, list | dict):
         return _default_hint(path)
     typed = value if isinstance(value, str) else found.typed or show_value(value)
@@ -244,13 +247,19 @@ def value_hint(path: tuple[str, ...], found: Entry, origin: str) -> str:
         return 'a time of "0" sets no limit'
     if path == TIME and (ends := _time_range(typed)) is not None:
         if origin.startswith("--time "):
-            return f"did you mean --time-min {ends[0]} --time {ends[1]}? Slurm then chooses a time between"
-        return f"did you mean time: {ends[1]} with time_min: {ends[0]}? Slurm then chooses a time between"
+            return (
+                f"did you mean --time-min {ends[0]} --time {ends[1]}? Slurm then chooses a time limit "
+                f"in between"
+            )
+        return (
+            f"did you mean time: {ends[1]} with time_min: {ends[0]}? Slurm then chooses a time "
+            f"limit in between"
+        )
     if path == GPU_TYPE and (gres := GRES.fullmatch(typed)):
-        count = f" The number of GPUs, {gres[2]}, is resources.gpus_per_node" if gres[2] else ""
+        count = f" Set the number of GPUs, {gres[2]}, with resources.gpus_per_node" if gres[2] else ""
         return f"did you mean {_written(path, gres[1], origin)}?{count}"
     if typed == "???":
-        return "??? is a missing value of Hydra: write one, or leave the key out for its default"
+        return "??? marks a missing value in Hydra: write a value, or omit the key to use its default"
     if path[0] in sections() and len(path) == 1:
         return _section_hint(path[0], typed, origin)
     if path == ("name",):
@@ -260,13 +269,13 @@ def value_hint(path: tuple[str, ...], found: Entry, origin: str) -> str:
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", plain).strip("-._")[:100]
         if name.isdigit():
             return f"job ids are reserved; add a letter, such as run-{name}"
-        if not accepts(path, name):  # Without quotes, YAML reads the name as a number or as true.
+        if not accepts(path, name):  # Without quotes, YAML reads such a name as a number or as true.
             name = name and f'"{name}"'
         begins = "" if letters[:1].isalnum() else " A name begins with a letter or a digit"
         return f"did you mean {_written(path, name, origin)}?{begins}" if name else _default_hint(path)
     meant = nearest(path, typed)
     if meant is not None:
-        unit = " Without a unit, Slurm reads MB" if path == MEMORY and typed.isdigit() else ""
+        unit = " Without a unit, Slurm reads the number as MB" if path == MEMORY and typed.isdigit() else ""
         return f"did you mean {_written(path, meant, origin)}?{unit}"
     if isinstance(value, int | float) and accepts(path, quoted := f'"{typed}"'):
         more = ""
@@ -274,19 +283,19 @@ def value_hint(path: tuple[str, ...], found: Entry, origin: str) -> str:
             more = f', {plural(value, "minute")}; "{typed}:00:00" is {plural(value, "hour")}'
         return f"put it in quotes: {_written(path, quoted, origin)}{more}"
     if origin.startswith("--set ") and len(settings := _SETTINGS.split(f"{'.'.join(path)}={typed}")) > 1:
-        return f"one --set for each key: {' '.join(f'--set {quote(one)}' for one in settings)}"
+        return f"use a separate --set for each key: {' '.join(f'--set {quote(one)}' for one in settings)}"
     if origin.startswith("--set ") and "," in typed and all(accepts(path, it) for it in typed.split(",")):
-        return f"one run for each value: `trainkit submit --sweep {'.'.join(path)}={typed}`"
+        return f"to start one run for each value: `trainkit submit --sweep {'.'.join(path)}={typed}`"
     return _default_hint(path)
 
 
 def has_interpolation(text: str) -> bool:
-    """Return whether a text contains an interpolation of Hydra, such as ``${oc.env:USER}``."""
+    """Return whether a text contains a Hydra interpolation, such as ``${oc.env:USER}``."""
     return INTERPOLATION.search(text) is not None
 
 
 def not_evaluated(path: tuple[str, ...], origin: str = "") -> str:
-    """Return the hint for a value that contains an interpolation of Hydra."""
+    """Return a hint for a value that contains a Hydra interpolation."""
     if len(path) == 1 and path[0] in sections():
         return f"{NOT_EVALUATED}: write the keys of the section"
     other = "" if origin.startswith("--") else f", or set the environment variable {variable_of(path)}"
@@ -294,28 +303,27 @@ def not_evaluated(path: tuple[str, ...], origin: str = "") -> str:
 
 
 def variable_of(path: tuple[str, ...]) -> str:
-    """Return the environment variable that sets a key."""
+    """Return the name of the environment variable that sets a key."""
     return f"TRAINKIT_{'__'.join(path).upper()}"
 
 
 def nearest(path: tuple[str, ...], typed: str) -> str | None:
-    """Return the probable meaning of a typed text as a valid value of the key; None if nothing is close."""
+    """Return the valid value of the key that the typed text probably means; None if none is close."""
     found = times(typed) if path in TIMES else readings(typed, _words(path))
     if path == MEMORY and re.fullmatch(r"\d+(\.\d+)?", typed):
-        # Few users of Slurm mean MB by a number below 1000.
+        # A Slurm user who writes a number below 1000 seldom means MB.
         found = iter((f"{typed}{'G' if float(typed) < 1000 else 'M'}",) if float(typed) else ())
     return next((text for text in found if accepts(path, text)), None)
 
 
 def _section_hint(section: str, typed: str, origin: str) -> str:
-    """Return a hint for text in place of a section.
+    """Return a hint for a text that was given where a section is expected.
 
-    The text is a value such as ``7b`` in ``model: 7b``, or a key and its value without the space after the
-    colon.
+    The text is a value such as ``7b`` in ``model: 7b``, or a key and its value with no space after the colon.
     """
     key, sign, rest = re.match(r"([^:=\s]*)\s*([:=]?)\s*(.*)", typed, re.DOTALL).groups()  # type: ignore[union-attr]
     if rest and key in sections()[section]:
-        return f"write a {'space after the colon' if sign == ':' else 'colon'}: {key}: {rest}"
+        return f"write it with a {'space after the colon' if sign == ':' else 'colon'}: {key}: {rest}"
     for key in sections()[section]:
         path = (section, key)
         if (meant := nearest(path, typed)) is not None:
@@ -326,14 +334,14 @@ def _section_hint(section: str, typed: str, origin: str) -> str:
 
 
 def _words(path: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the words that the key accepts."""
+    """Return the words that are valid values of the key."""
     field = field_schema(path)
     options = field.get("anyOf", [field])
     return tuple(str(word) for option in options for word in option.get("enum", ()))
 
 
 def accepts(path: tuple[str, ...], text: str) -> bool:
-    """Return whether a key accepts a value that is written like `text`."""
+    """Return whether `text`, parsed as YAML, is a valid value of a key."""
     try:
         content = parse_value(text, path)
         for name in reversed(path):
@@ -345,7 +353,7 @@ def accepts(path: tuple[str, ...], text: str) -> bool:
 
 
 def _written(path: tuple[str, ...], text: str, origin: str) -> str:
-    """Return a value as the user must type it in place of the rejected value."""
+    """Return a corrected value in the form in which the user must type it."""
     if origin.startswith("--set "):
         return "--set " + quote(f"{'.'.join(path)}={text}")
     return f"{origin.split(' ')[0]} {quote(text)}" if origin.startswith("--") else text
@@ -358,7 +366,7 @@ def _default_hint(path: tuple[str, ...]) -> str:
     if path == OPTIMIZER:
         return _OPTIMIZER
     if path == MEMORY:
-        return "for example 64G, 3.5G or 512M; 0 is all memory of a node"
+        return "for example 64G, 3.5G or 512M; 0 means all memory of a node"
     default = default_values().get(".".join(path))
     if default in ({}, []):
         return f"write it as {'{NAME: VALUE}' if default == {} else '[VALUE, VALUE]'}"

@@ -8,24 +8,24 @@ from trainkit.config.section import AtLeastOne, BelowOne, Fraction, NotNegative,
 from trainkit.formats import JsonObject
 
 DECODER, TRANSFORMERS = "llama", "transformers"
-"""The architecture that trainkit can plan without running its code, and any model of the transformers
-library."""
+"""Architecture values: trainkit's own decoder, which can be planned without running its code, and any model
+of the transformers library."""
 RopeKey = Literal["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
 Preset = Literal["nano", "tiny", "mini", "60m", "125m", "350m", "1b", "3b", "7b", "8b", "13b", "70b"]
 
 
 class ModelConfig(Section):
-    """The model: a preset and changes to it."""
+    """The model: a preset, and changes to the preset's values."""
 
     architecture: str = key(
         DECODER,
         "llama, FILE.py:CLASS for your own subclass of trainkit.trainer.models.model.Model, or "
-        "transformers. If hf is set and architecture is not, the value is llama if trainkit's "
-        "decoder can run the model, else transformers.",
+        "transformers. If hf is set and architecture is not, the default is llama for models that "
+        "trainkit's decoder can run, and transformers for all others.",
         pattern=r"^(llama|transformers|.+\.py:[A-Za-z_][A-Za-z0-9_]*)$",
         allowed="llama, transformers or FILE.py:CLASS",
     )
-    preset: Preset = key("tiny", "Named model size; it sets every size that is null.")
+    preset: Preset = key("tiny", "Preset model size, which provides every size that is null.")
     vocab_size: AtLeastOne | None = key(
         None,
         "Vocabulary size; null uses the larger of the preset's size and the tokenizer's size "
@@ -39,27 +39,31 @@ class ModelConfig(Section):
     norm_eps: Positive | None = key(None, "Epsilon of every RMSNorm.")
     rope_theta: Positive | None = key(None, "Base of the rotary position embedding.")
     rope_scaling: dict[RopeKey, Positive] | None = key(
-        None, "Factors with which Llama 3.1 stretches the rotary position embedding to longer contexts."
+        None, "Factors of the Llama 3.1 method that extends the rotary position embedding to longer contexts."
     )
-    qkv_bias: bool = key(False, "Biases of queries, keys and values, as in Qwen2.")
+    qkv_bias: bool = key(False, "Add biases to the query, key and value projections, as in Qwen2.")
     dropout: BelowOne = key(0.0, "Dropout probability at the output of each residual branch.")
     tie_embeddings: bool = key(False, "Share the weights of the embedding and the output projection.")
     hf: str | None = key(
         None,
-        "Hugging Face model to train instead of a preset: its folder, or the hub name of a downloaded model.",
+        "Hugging Face model to train instead of a preset: its folder, or the Hub name of a downloaded model.",
     )
-    from_scratch: bool = key(False, "Use only the architecture of hf, and initialise the weights randomly.")
+    from_scratch: bool = key(
+        False, "Use only the architecture of the hf model, and initialise the weights randomly."
+    )
     lora: JsonObject | None = key(
         None,
-        "Train low-rank adapters of hf, or of the modules that your task adapts. The values are "
-        "arguments of peft's LoraConfig, such as r.",
+        "Train low-rank adapters for the hf model, or for the modules that your task adapts. The entries "
+        "are arguments of peft's LoraConfig, such as r.",
     )
     quantize: Literal["nf4"] | None = key(
-        None, "Keep the frozen linear layers in 4 bits, as QLoRA does; requires lora (experimental)."
+        None, "Quantise the frozen linear layers to 4 bits, as QLoRA does; requires lora (experimental)."
     )
-    init_from: str | None = key(None, "Run folder or checkpoint whose weights a new run starts with.")
+    init_from: str | None = key(
+        None, "Run folder or checkpoint from which a new run loads its initial weights."
+    )
     init_include: tuple[str, ...] = key(
-        (), "Patterns of the parameters to load from init_from, such as encoder.*; [] loads all."
+        (), "Patterns of the parameters to load from init_from, such as encoder.*; [] loads all parameters."
     )
 
 
@@ -69,25 +73,29 @@ class DataConfig(Section):
     source: str | list[str] | Annotated[dict[str, Positive], Field(min_length=1)] = key(
         "stdlib",
         "Files or folders of .txt, .jsonl or .parquet, saved Hugging Face datasets, or prepared "
-        "shards; stdlib reads Python's standard library. A mapping mixes sources by weight: {web: "
-        "0.7, code: 0.3}.",
+        "shards; stdlib reads Python's standard library. A mapping such as {web: 0.7, code: 0.3} mixes "
+        "sources by weight.",
         allowed="a path, a list of paths, or a mapping of paths to weights above 0",
     )
     val_source: str | list[str] | None = key(
-        None, "Validation files; null holds out val_fraction of the source."
+        None, "Validation data; null holds out the fraction val_fraction of the source."
     )
     tokenizer: str = key("bytes", "bytes, or the path of a Hugging Face tokenizer.json.")
     text_key: str = key(
         "text",
-        "Key of the text in each line of a .jsonl file, or column of the text in a table.",
+        "Name of the key (.jsonl) or column (tables) that contains the text.",
         min_length=1,
     )
     seq_len: AtLeastOne = key(256, "Tokens per sample.")
-    num_workers: NotNegative = key(2, "Loader threads per rank; loader processes if `task` is not causal_lm.")
+    num_workers: NotNegative = key(
+        2, "Number of data loading threads per rank, or of worker processes if `task` is not causal_lm."
+    )
     val_fraction: BelowOne = key(0.01, "Fraction of the source held out for validation.")
-    document_mask: bool = key(False, "Let tokens attend only to tokens of their own document.")
+    document_mask: bool = key(False, "Let tokens attend only to tokens of the same document.")
     shuffle: bool = key(True, "Shuffle the samples of each epoch.")
-    cache_dir: str | None = key(None, "Folder for tokenized data; null uses your cache folder.")
+    cache_dir: str | None = key(
+        None, "Folder for tokenized data; null uses trainkit/data in your cache folder (by default ~/.cache)."
+    )
 
 
 class TrainConfig(Section):
@@ -96,23 +104,23 @@ class TrainConfig(Section):
     steps: AtLeastOne | None = key(200, "Number of optimizer steps; null if epochs is set.")
     epochs: Positive | None = key(None, "Passes over the training data, instead of steps; can be a fraction.")
     stop_at_step: AtLeastOne | None = key(
-        None, "Save after this step and exit with code 75; `trainkit resume` continues."
+        None, "Save after this step and exit with exit code 75; `trainkit resume` continues the run."
     )
     device_batch_size: AtLeastOne = key(
-        8, "Samples per process and accumulation step; reduced to fit the global batch unless set."
+        8, "Samples per process and accumulation step; by default, reduced if needed to fit the global batch."
     )
     global_batch_size: AtLeastOne | None = key(
         32,
-        "Samples per optimizer step over all processes, adapted to the layout unless set;"
-        " null disables gradient accumulation.",
+        "Samples per optimizer step over all processes; by default, adapted to the layout. null disables "
+        "gradient accumulation.",
     )
     grad_clip: Positive | None = key(1.0, "Maximum global gradient norm; null disables clipping.")
-    eval_every: AtLeastOne | None = key(50, "Steps between validations; null never validates.")
+    eval_every: AtLeastOne | None = key(50, "Steps between validations; null disables validation.")
     eval_batches: AtLeastOne | None = key(
         None, "Maximum number of batches of global_batch_size per validation; null reads all batches."
     )
     eval_at_start: bool = key(True, "Validate once before the first step.")
-    log_every: AtLeastOne = key(10, "Steps between log lines.")
+    log_every: AtLeastOne = key(10, "Number of steps between log lines.")
     max_nonfinite_steps: AtLeastOne = key(
         5, "Consecutive steps with a non-finite loss or gradient after which the run stops."
     )
@@ -120,23 +128,24 @@ class TrainConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """The optimizer and its learning rate."""
+    """The optimizer and its hyperparameters."""
 
     name: Literal["adamw", "adamw_8bit"] = key(
-        "adamw", "Optimizer; adamw_8bit is AdamW with running averages in 8 bits."
+        "adamw", "Name of the optimizer; adamw_8bit is AdamW with 8-bit optimizer state."
     )
     lr: Positive = key(3.0e-4, "Peak learning rate, before scaling by lr_scale.")
     lr_scale: Literal["none", "linear", "sqrt"] = key(
-        "none", "Scaling of the learning rate with the data-parallel size."
+        "none", "How the learning rate is scaled with the data-parallel size."
     )
-    lr_scale_base: AtLeastOne = key(1, "Data-parallel size that lr was tuned for.")
-    weight_decay: float = key(0.1, "Decoupled weight decay, for matrices only.", ge=0)
+    lr_scale_base: AtLeastOne = key(1, "Data-parallel size for which lr was tuned.")
+    weight_decay: float = key(0.1, "Decoupled weight decay, applied only to matrices.", ge=0)
     betas: tuple[BelowOne, BelowOne] = key(
-        (0.9, 0.95), "Coefficients of the running averages of the gradient and its square."
+        (0.9, 0.95),
+        "Coefficients of the running averages of the gradient and its square, as in torch.optim.AdamW.",
     )
     eps: Positive = key(1.0e-8, "Term added to the denominator for numerical stability.")
     state_dtype: Literal["fp32", "bf16"] = key(
-        "fp32", "Data type in which both running averages are kept; bf16 saves 4 bytes per parameter."
+        "fp32", "Data type of the optimizer state (both running averages); bf16 saves 4 bytes per parameter."
     )
 
 
@@ -144,31 +153,31 @@ class ScheduleConfig(Section):
     """The learning rate schedule."""
 
     name: Literal["cosine", "linear", "wsd", "constant"] = key(
-        "cosine", "Shape after warmup; wsd is constant with a decay at the end."
+        "cosine", "Shape of the schedule after warmup; wsd is constant with a decay at the end."
     )
-    warmup_steps: NotNegative = key(20, "Steps of linear warmup from 0.")
+    warmup_steps: NotNegative = key(20, "Number of steps over which the learning rate rises linearly from 0.")
     min_lr_ratio: Fraction = key(
         0.1, "Final learning rate as a fraction of the peak; with 0, the last step changes no weights."
     )
     decay_steps: AtLeastOne | None = key(
-        None, "Steps of the final decay (wsd only); null uses a fifth of the run."
+        None, "Number of steps of the final decay (wsd only); null decays over the last fifth of the run."
     )
 
 
 class PrecisionConfig(Section):
-    """The numeric precision."""
+    """The numeric precision of training."""
 
     dtype: Literal["fp32", "bf16", "fp16"] = key(
         "bf16", "Data type of activations and gradients; master weights are fp32."
     )
     init_loss_scale: Positive = key(65536.0, "Initial loss scale (fp16 only).")
     loss_scale_growth_interval: AtLeastOne = key(
-        2000, "Consecutive steps without overflow before the loss scale doubles (fp16 only)."
+        2000, "Number of consecutive steps without overflow after which the loss scale doubles (fp16 only)."
     )
-    tf32: bool = key(False, "Multiply matrices in TF32 on a GPU, faster and less exact (fp32 only).")
+    tf32: bool = key(False, "Multiply matrices in TF32 on a GPU, which is faster but less exact (fp32 only).")
     float8: bool | Literal["gather", "rowwise"] = key(
         False,
         "Run the linear layers of decoder blocks in float8; needs torchao and a supported GPU. "
-        "`gather` also gathers their sharded weights in float8, with the same losses as `true`. "
-        "`rowwise` has a scale for each row instead of one for a matrix: more exact, less fast.",
+        "`gather` also gathers the sharded weights in float8, with the same losses as `true`. `rowwise` "
+        "uses one scale per row instead of one per matrix, which is more exact but slower.",
     )

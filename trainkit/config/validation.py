@@ -1,4 +1,4 @@
-"""Checks the values of a config against each other."""
+"""Checks the values of a config for contradictions with each other."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ LOOKS_SECRET = re.compile(
 
 _ASSIGNMENT = re.compile(r"""(?<![\w.-])(?P<name>[A-Z][A-Z0-9_]*)=(?P<value>"[^"]*"|'[^']*'|\S+)""")
 MIN_SECRET_CHARS = 8
-"""Shorter values, such as ``1``, ``yes`` or ``offline``, are not secrets."""
+"""Minimum length of a secret; shorter values, such as ``1``, ``yes`` or ``offline``, are not secrets."""
 
 
 def written_secrets(text: str, names: Collection[str]) -> list[str]:
-    """Return the variables to which `text` assigns a literal secret.
+    """Return the names of variables to which `text` assigns a literal secret.
 
-    A variable counts if it is in `names` or its name looks like the name of a secret. References such as
+    A variable counts if its name is in `names` or looks like the name of a secret. References such as
     ``$NAME`` and values shorter than `MIN_SECRET_CHARS` are not reported.
     """
     return [
@@ -41,12 +41,12 @@ def written_secrets(text: str, names: Collection[str]) -> list[str]:
 
 
 MAY_BE_SECRET = ("launch.env.", "launch.setup")
-"""Keys whose values no error shows, because the values may be secrets and errors end up in logs. The origin
-of a flag contains its value as typed."""
+"""Prefixes of keys whose values are omitted from errors, because the values may be secrets and errors end up
+in logs. Origins are omitted too, because the origin of a flag contains the value as typed."""
 
 
 def contradictions(loaded: LoadedConfig) -> Iterator[Problem]:
-    """Yield every contradiction between values of a config."""
+    """Yield a problem for every contradiction between values of a config."""
     config = loaded.config
     used = [load(name) for name in capabilities_of(config)]
     found = itertools.chain(
@@ -77,7 +77,9 @@ def contradictions(loaded: LoadedConfig) -> Iterator[Problem]:
 def _name(config: RunConfig) -> Iterator[KeyProblem]:
     name = config.name
     if RESERVED_NAME.fullmatch(name):
-        message = f"is {name}, which commands take for {'the newest run' if name == 'last' else 'a job id'}"
+        message = (
+            f"is {name}, which commands interpret as {'the newest run' if name == 'last' else 'a job id'}"
+        )
         yield "name", message, f"choose another, such as run-{name}"
 
 
@@ -85,7 +87,7 @@ def _nodes(config: RunConfig) -> Iterator[KeyProblem]:
     resources = config.resources
     if resources.spare_nodes and not isinstance(resources.nodes, int):
         message = f"is {resources.spare_nodes}, but resources.nodes is {resources.nodes}"
-        hint = "remove it: with a range, the nodes above the minimum are the spare nodes"
+        hint = "remove it: if resources.nodes is a range, the nodes above the minimum serve as spare nodes"
         yield "resources.spare_nodes", message, hint
 
 
@@ -99,13 +101,13 @@ def _times(config: RunConfig) -> Iterator[KeyProblem]:
         key = "resources.slice"
         if total_s is None:
             message = f"is {resources.slice}, but resources.time sets no limit"
-            yield key, message, "set it to the time of all slices together"
+            yield key, message, "set resources.time to the total time of all slices"
         elif slice_s is None or slice_s > total_s:
             message = f"is {resources.slice}, which is more than the {resources.time} of resources.time"
             yield (
                 key,
                 message,
-                "resources.time limits all slices together; --set resources.slice=null disables slices",
+                "resources.time limits the total of all slices; --set resources.slice=null disables slices",
             )
         if "timeout" not in config.requeue.on:
             message = f"is {resources.slice}, but requeue.on does not include timeout"
@@ -150,18 +152,20 @@ def _hf(config: RunConfig) -> Iterator[KeyProblem]:
     if not config.uses_transformers:
         return
     if config.parallel.tp > 1 and model.lora is not None:
-        message = f"is {config.parallel.tp}, but model.lora is set, whose adapters cannot be split"
+        message = (
+            f"is {config.parallel.tp}, but model.lora is set, and adapters do not support tensor parallelism"
+        )
         yield "parallel.tp", message, "remove parallel.tp; use dp_shard"
     if isinstance(config.data.source, dict):
-        hint = "mixtures require trainkit's own decoder; write the texts to one dataset"
+        hint = "mixtures require trainkit's own decoder; combine the texts in one dataset"
         yield "data.source", "is a mixture, but model.architecture is transformers", hint
     if model.dropout:
-        message = f"is {model.dropout:g}, which models of transformers do not use"
+        message = f"is {model.dropout:g}, which transformers models ignore"
         yield "model.dropout", message, f"set the dropout in config.json of {model.hf}"
 
 
 def doubts(loaded: LoadedConfig, trains: bool) -> Iterator[str]:
-    """Yield warnings about values that are allowed but seldom meant.
+    """Yield warnings about values that are allowed but probably not intended.
 
     `trains` is False for a COMMAND, which has its own schedule.
     """
@@ -175,10 +179,10 @@ def doubts(loaded: LoadedConfig, trains: bool) -> Iterator[str]:
         read = f"{plural(int(minutes), 'minute')} and {int(seconds)} s"
         yield (
             f"resources.{key} is {time}, which Slurm reads as {read};"
-            f" {time}:00 is {plural(int(minutes), 'hour')}"
+            f" use {time}:00 for {plural(int(minutes), 'hour')}"
         )
     if re.fullmatch(r"[1-9]\d{0,2}", mem := config.resources.mem or ""):
-        yield f"resources.mem is {mem}, which Slurm reads as {mem} MB; {mem}G is {mem} GB"
+        yield f"resources.mem is {mem}, which Slurm reads as {mem} MB; use {mem}G for {mem} GB"
     texts = {"note": config.note, **{f"launch.env.{name}": text for name, text in config.launch.env.items()}}
     texts |= {f"resources.{name}": value for name, value in config.resources if isinstance(value, str)}
     for key, text in texts.items():
@@ -188,23 +192,23 @@ def doubts(loaded: LoadedConfig, trains: bool) -> Iterator[str]:
         return
     if steps is not None and warmup > steps and loaded.set_by_user("schedule.warmup_steps"):
         yield (
-            f"schedule.warmup_steps is {warmup}, but train.steps is {steps}: the learning rate ends at"
+            f"schedule.warmup_steps is {warmup}, but train.steps is {steps}: the learning rate only reaches"
             f" {steps / warmup:.0%} of optimizer.lr"
         )
     schedule = config.schedule
     decays = schedule.name != "constant" and (steps is None or steps > warmup)
     if decays and schedule.min_lr_ratio == 0:
         yield (
-            "schedule.min_lr_ratio is 0: the learning rate of the last step is 0, which wastes that step;"
-            " a small ratio such as 0.001 does not"
+            "schedule.min_lr_ratio is 0: the learning rate of the last step is 0, so the last step is "
+            "wasted; a small ratio such as 0.001 avoids this"
         )
     stop = config.train.stop_at_step
     if steps is not None and stop is not None and stop >= steps:
         yield f"train.stop_at_step is {stop}, and train.steps is {steps}: the run ends before that step"
     if config.checkpoint.every_steps is None and config.checkpoint.every_minutes is None:
         yield (
-            "checkpoint.every_steps and checkpoint.every_minutes are null: after a crash or a lost node the"
-            " run starts again from its first step"
+            "checkpoint.every_steps and checkpoint.every_minutes are null: after a crash or the loss of a "
+            "node, the run starts again from the first step"
         )
 
 
@@ -221,13 +225,13 @@ def _best_metric(config: RunConfig) -> Iterator[KeyProblem]:
     elif metric.startswith("val_") and config.train.eval_every is None:
         yield (
             key,
-            f"is {metric}, but train.eval_every is null: there is no validation",
+            f"is {metric}, but train.eval_every is null, so there is no validation",
             "set train.eval_every",
         )
 
 
 _NOT_GROUPS = ("time", "attempt", "source")
-"""Keys of a record in metrics.jsonl that the pattern must not replace."""
+"""Keys of a record in metrics.jsonl that groups of the pattern must not overwrite."""
 
 
 def _pattern(config: RunConfig) -> Iterator[KeyProblem]:
@@ -238,10 +242,10 @@ def _pattern(config: RunConfig) -> Iterator[KeyProblem]:
     try:
         groups = re.compile(pattern).groupindex
     except re.error as error:
-        yield key, f"is no regular expression: {error}", hint
+        yield key, f"is not a valid regular expression: {error}", hint
         return
     if "step" not in groups:
-        yield key, f"is {pattern!r}, which has no group step", hint
+        yield key, f"is {pattern!r}, which has no group named step", hint
     for name in _NOT_GROUPS:
         if name in groups:
             message = f"is {pattern!r}, whose group {name} would replace the {name} of each record"
@@ -254,7 +258,7 @@ def _precision(config: RunConfig) -> Iterator[KeyProblem]:
         yield (
             "precision.tf32",
             f"is true, but precision.dtype is {dtype}",
-            "remove it: TF32 is for fp32, and slower",
+            "remove it: TF32 applies only to fp32, and is slower",
         )
     if not config.precision.float8:
         return
@@ -275,8 +279,8 @@ def _precision(config: RunConfig) -> Iterator[KeyProblem]:
 
 
 def _stages(config: RunConfig) -> Iterator[KeyProblem]:
-    """Yield a problem for each parallel degree that only a `Model` of trainkit supports."""
-    does = {"pp": "be cut into stages", "cp": "split a sequence over ranks"}
+    """Yield a problem for each parallel degree that is set although only a trainkit `Model` supports it."""
+    does = {"pp": "be split into pipeline stages", "cp": "split a sequence over ranks"}
     for key, what in {} if config.has_decoder else does.items():
         degree = getattr(config.parallel, key)
         if degree > 1:
@@ -290,7 +294,7 @@ def _document_mask(config: RunConfig) -> Iterator[KeyProblem]:
         return
     reasons = {
         "cp": "context parallelism splits a sample over ranks; use parallel.dp_shard or parallel.tp",
-        "pp": "only the first stage of a pipeline gets the tokens; use parallel.dp_shard or parallel.tp",
+        "pp": "only the first stage of a pipeline receives the tokens; use parallel.dp_shard or parallel.tp",
     }
     for degree, reason in reasons.items():
         value = getattr(config.parallel, degree)
@@ -303,22 +307,24 @@ def _document_mask(config: RunConfig) -> Iterator[KeyProblem]:
 
 
 MAX_BF16_BETA = 0.99
-"""bf16 rounds to 1 part in 256, so a longer running average would lose most of its updates."""
+"""Maximum beta for bf16 state: bf16 rounds to 1 part in 256, so a longer running average would lose most of
+its updates."""
 ROW_PARTS = 8
-"""adamw_8bit divides each row of a matrix into 8 chunks and each chunk into blocks, so that tensor
-parallelism over 2, 4 or 8 ranks cuts no block."""
+"""Number of chunks into which adamw_8bit divides each row of a matrix."""
 
 
 def _optimizer(config: RunConfig) -> Iterator[KeyProblem]:
     optimizer, tp = config.optimizer, config.parallel.tp
     if optimizer.state_dtype == "bf16" and max(optimizer.betas) > MAX_BF16_BETA:
-        message = f"is {list(optimizer.betas)}, whose small updates optimizer.state_dtype bf16 rounds away"
+        message = (
+            f"is {list(optimizer.betas)}, whose small updates are rounded away by optimizer.state_dtype: bf16"
+        )
         hint = f"use at most {MAX_BF16_BETA}, or set optimizer.state_dtype to fp32"
         yield "optimizer.betas", message, hint
     if optimizer.name != "adamw_8bit":
         return
     if optimizer.state_dtype == "bf16":
-        message = "is bf16, but optimizer.name is adamw_8bit, which keeps the running averages in 8 bits"
+        message = "is bf16, but optimizer.name is adamw_8bit, whose state always has 8 bits"
         yield "optimizer.state_dtype", message, "remove it, or set optimizer.name to adamw"
     if ROW_PARTS % tp:
         message = f"is adamw_8bit, which does not support parallel.tp {tp}"
@@ -352,7 +358,8 @@ OF_BASH = (
     "UID",
     "_",
 )
-"""Variables that bash sets itself. An assignment to them in the batch script fails or has no effect."""
+"""Variables that bash sets itself. Assigning a value to such a variable in the batch script fails or has no
+effect."""
 
 
 def _variables(config: RunConfig) -> Iterator[KeyProblem]:
@@ -360,9 +367,9 @@ def _variables(config: RunConfig) -> Iterator[KeyProblem]:
         key = f"launch.env.{name}"
         if not _VARIABLE.fullmatch(name):
             message = f"{name!r} is not a valid environment variable name"
-            yield key, message, "use letters, digits and _, and no digit first"
+            yield key, message, "use letters, digits and _, with no digit at the start"
         elif name in OF_BASH:
-            yield key, "is a variable that bash sets itself, in the job too", "choose another name"
+            yield key, "is a variable that bash sets itself, also in the job", "choose another name"
         elif "\0" in value:
             yield key, "has a NUL character, which an environment variable cannot contain", "remove it"
 
@@ -382,7 +389,7 @@ def _secrets(config: RunConfig) -> Iterator[KeyProblem]:
 def _length(config: RunConfig, origins: Mapping[str, str]) -> Iterator[KeyProblem]:
     train = config.train
     if train.steps is None and train.epochs is None:
-        yield "train.steps", "is null, and so is train.epochs", "set one of them"
+        yield "train.steps", "is null, and so is train.epochs", "set either train.steps or train.epochs"
     if train.steps is not None and train.epochs is not None:
         message = f"is {train.epochs:g} and train.steps is {train.steps}: only one of them can be set"
         hint = f"set one of them to null; train.steps comes from {origins['train.steps']}"
@@ -395,7 +402,7 @@ def _decay(config: RunConfig) -> Iterator[KeyProblem]:
         return
     if schedule.name != "wsd":
         message = f"is {schedule.decay_steps}, but schedule.name is {schedule.name}"
-        yield key, message, "only wsd uses schedule.decay_steps"
+        yield key, message, "only the wsd schedule uses schedule.decay_steps"
     elif steps is not None and schedule.warmup_steps + schedule.decay_steps > steps:
         message = (
             f"is {schedule.decay_steps}, which together with schedule.warmup_steps {schedule.warmup_steps} "

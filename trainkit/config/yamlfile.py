@@ -21,7 +21,8 @@ MAX_FILE_BYTES = 10_000_000
 STANDARD_INPUT = Path("-")
 MAX_DEPTH = 100
 MAX_VALUES = 100_000
-"""Limits the values of a config, because nested aliases expand a few hundred bytes to any number of values.
+"""Maximum number of values in a config; nested aliases can expand a few hundred bytes to any number of
+values.
 """
 _PATTERNS = {
     "null": r"^(?:~|null|Null|NULL|)$",
@@ -35,16 +36,16 @@ _PATTERNS = {
 
 
 VARIABLES = ("launch", "env")
-"""The mapping of environment variables; its numbers and booleans stay text, exactly as written."""
+"""Path of the mapping of environment variables, whose numbers and booleans stay text, exactly as written."""
 _AS_WRITTEN = frozenset(TAG + kind for kind in ("bool", "int", "float"))
 
 
 class Loader(getattr(yaml, "CBaseLoader", yaml.BaseLoader)):  # type: ignore[misc]
-    """Composes YAML nodes, with the C parser if PyYAML has it."""
+    """Composes YAML nodes, using the C parser if PyYAML was built with it."""
 
 
 class Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
-    """Quotes strings that YAML 1.1 or 1.2 would parse as another type."""
+    """Writes YAML, quoting strings that YAML 1.1 or 1.2 would parse as another type."""
 
 
 for _name, _pattern in _PATTERNS.items():
@@ -55,7 +56,7 @@ for _name, _pattern in _PATTERNS.items():
 def parse_scalar(node: yaml.ScalarNode) -> Any:
     """Return the value of a scalar node.
 
-    Raises ValueError for a tag outside YAML's core schema.
+    Raises ValueError if the scalar has a tag outside YAML's core schema.
     """
     text: str = node.value
     kind = node.tag.removeprefix(TAG)
@@ -88,14 +89,14 @@ class Entry:
     typed: str = ""
     """The text of a scalar as it was typed, such as 007 for the number 7."""
     is_replaced: bool = False
-    """True if `overlay` put this entry in place of an earlier value."""
+    """True if `overlay` replaced an earlier value with this entry."""
 
     @property
     def is_mapping(self) -> bool:
         return isinstance(self.value, dict)
 
     def plain(self) -> Any:
-        """Return the value without origins."""
+        """Return the value without the origins of its parts."""
         if isinstance(self.value, dict):
             return {key: entry.plain() for key, entry in self.value.items()}
         return self.value
@@ -109,7 +110,7 @@ class Entry:
             yield from entry.leaves((*prefix, key))
 
     def find(self, path: tuple[str, ...]) -> Entry | None:
-        """Return the entry at a path, or None."""
+        """Return the entry at a path, or None if there is none."""
         entry = self
         for key in path:
             if not isinstance(entry.value, dict) or key not in entry.value:
@@ -119,7 +120,7 @@ class Entry:
 
 
 WHOLE = ("data", "source")
-"""The mapping that counts as one value, a mixture of sources; layers replace it instead of merging it."""
+"""Path of a mapping (a mixture of data sources) that layers replace as a whole instead of merging."""
 
 
 def merge(low: Entry, high: Entry, path: tuple[str, ...] = ()) -> Entry:
@@ -149,11 +150,11 @@ def without(entry: Entry, paths: list[tuple[str, ...]]) -> Entry:
 
 
 LENGTHS = (("train", "steps"), ("train", "epochs"))
-"""The two keys for the length of a run; only one of them is set."""
+"""The two keys that set the length of a run; only one of them can be set."""
 
 
 def overlay(low: Entry, high: Entry) -> Entry:
-    """Merge two mappings; a length in `high` also replaces a length that `low` sets with the other key."""
+    """Merge two mappings; a run length in `high` replaces one in `low`, whichever of the two keys sets it."""
     for own, other in (LENGTHS, LENGTHS[::-1]):
         found, before = high.find(own), low.find(other)
         replaces = found is not None and found.value is not None and high.find(other) is None
@@ -164,7 +165,7 @@ def overlay(low: Entry, high: Entry) -> Entry:
 
 
 def entry_at(path: tuple[str, ...], value: Any, origin: str, typed: str = "") -> Entry:
-    """Return a tree with a single value, such as the value of a flag; `typed` is its text as typed."""
+    """Return a tree with a single value, for example for a flag; `typed` is the text that the user typed."""
     entry = replace(_entries(value, origin), typed=typed)
     for key in reversed(path):
         entry = Entry({key: entry}, origin)
@@ -178,10 +179,10 @@ def _entries(value: Any, origin: str) -> Entry:
 
 
 def read_yaml_file(path: Path, shown: str, *, executes: bool = False) -> Entry:
-    """Read the mapping in a file; `shown` is the file's name in origins.
+    """Read a YAML file that contains a mapping; `shown` is the file's name in origins.
 
-    Raises ConfigError with every syntax problem. If a run `executes` the file, raises UsageError as
-    `open_trusted` does.
+    Raises ConfigError with all syntax problems. If `executes` is True, raises UsageError as `open_trusted`
+    does, because a run will execute the file.
     """
     text = _read_text(path, shown, executes)
     try:
@@ -196,7 +197,7 @@ def read_yaml_file(path: Path, shown: str, *, executes: bool = False) -> Entry:
         raise ConfigError([Problem("", f"invalid YAML: {_reason(error)}", shown, hint)]) from None
     except RecursionError:
         raise ConfigError(
-            [Problem("", "the values are nested too deeply", shown, "a config has four levels")]
+            [Problem("", "the values are nested too deeply", shown, "a config has at most four levels")]
         ) from None
     if node is None:
         raise ConfigError([Problem("", "the file is empty", shown, "a config needs at least one key")])
@@ -210,9 +211,9 @@ def read_yaml_file(path: Path, shown: str, *, executes: bool = False) -> Entry:
 
 
 def parse_value(text: str, path: tuple[str, ...] = ()) -> Any:
-    """Parse a YAML scalar, list or mapping on one line, as in ``--set a.b=[1, 2]``.
+    """Parse a YAML scalar, or a list or mapping on one line, as in ``--set a.b=[1, 2]``.
 
-    `path` is the key of the value. Raises ValueError with a message for the user.
+    `path` is the key of the value. Raises ValueError with a user-facing message.
     """
     try:
         node = yaml.compose(text, Loader=Loader)
@@ -234,7 +235,7 @@ def parse_value(text: str, path: tuple[str, ...] = ()) -> Any:
 
 
 def _syntax_hint(text: str, error: yaml.MarkedYAMLError, number: int | None) -> str:
-    """Return a hint for a syntax error in a file; `number` is the line of the error, counted from 0."""
+    """Return a hint for a syntax error in a file; `number` is the 0-based line number of the error."""
     lines = text.splitlines()
     if re.search(r"^\s*\t", text, re.MULTILINE):
         return "indent with spaces: YAML does not allow tabs"
@@ -247,12 +248,12 @@ def _syntax_hint(text: str, error: yaml.MarkedYAMLError, number: int | None) -> 
         own = _indent(line)
         if before and indents[-1] < own and re.match(r"\s*[\w.]+:\s+[^|>&\s#]", lines[before[-1]]):
             above = before[-1] + 1
-            return f"line {number + 1} is indented deeper than line {above}, which has a value already"
+            return f"line {number + 1} is indented deeper than line {above}, which already has a value"
         if before and indents[-1] < own and re.fullmatch(r"\s*[\w.]+\s*", lines[before[-1]]):
             return f"write a colon at the end of line {before[-1] + 1}: {lines[before[-1]].strip()}:"
         if before and own < indents[-1] and own not in indents:
             known = " or ".join(map(str, sorted(set(indents))))
-            return f"line {number + 1} is indented by {own}, and the lines above it by {known}"
+            return f"line {number + 1} is indented by {own}, but the lines above it are indented by {known}"
         if (setting := re.match(r"\s*([\w.]+)\s*=\s*(.+)", line)) is not None:
             return f"write {setting[1]}: {setting[2]}"
         if (value := re.match(r"\s*[\w.]+:\s+([*@`%&!])", line)) is not None:
@@ -284,7 +285,10 @@ def _read_text(path: Path, shown: str, executes: bool) -> str:
             raise IsADirectoryError
         if stat.S_ISREG(found.st_mode) and found.st_size <= MAX_FILE_BYTES:
             return path.read_bytes().decode("utf-8-sig")
-        message, problem_hint = "this is no config", f"a config is a file of at most {MAX_FILE_BYTES:,} bytes"
+        message, problem_hint = (
+            "this is not a config",
+            f"a config must be a file of at most {MAX_FILE_BYTES:,} bytes",
+        )
     except FileNotFoundError:
         message, problem_hint = "file not found", "check the path"
     except IsADirectoryError:
@@ -302,12 +306,12 @@ def _read_text(path: Path, shown: str, executes: bool) -> str:
 
 @cache
 def _standard_input() -> bytes:
-    """Read standard input once, because a command loads its config several times."""
+    """Read standard input, and keep the content because a command loads its config several times."""
     return sys.stdin.buffer.read(MAX_FILE_BYTES)
 
 
 class _Builder:
-    """Turns nodes into entries and collects their problems."""
+    """Converts YAML nodes to entries and collects the problems found in them."""
 
     def __init__(self, shown: str) -> None:
         self.shown = shown
@@ -321,16 +325,19 @@ class _Builder:
         if self.count > MAX_VALUES:
             message, hint = (
                 f"the config has more than {MAX_VALUES:,} values",
-                "an alias repeats the values that it names; use fewer aliases",
+                "each alias repeats all values of its anchor; use fewer aliases",
             )
             raise ConfigError([Problem("", message, origin, hint)])
         if id(node) in self.open_nodes:
             self.problem(
-                node, path, "the value contains an alias of itself", "write the value in place of it"
+                node,
+                path,
+                "the value contains an alias that refers to the value itself",
+                "replace the alias with the value",
             )
             return Entry(None, origin)
         if len(self.open_nodes) > MAX_DEPTH:
-            message, hint = "the values are nested too deeply", "a config has four levels"
+            message, hint = "the values are nested too deeply", "a config has at most four levels"
             raise ConfigError([Problem("", message, origin, hint)])
         self.open_nodes.add(id(node))
         try:
@@ -356,7 +363,7 @@ class _Builder:
                 self.problem(key_node, (*path, key), message, "remove one of them")
                 continue
             value = self.entry(value_node, (*path, key))
-            # The origin is the line of the key, because the value of "train:" begins on the next line.
+            # Use the line of the key as the origin, because the value of "train:" begins on the next line.
             entries[key] = replace(value, origin=self.origin(key_node))
         return entries
 

@@ -148,7 +148,7 @@ def test_a_job_without_a_terminal(desk, terminal):
     assert "breakpoint() for `trainkit debug`" in desk.status(run)["reason"]
     refused = desk.types("debug", str(run.path), "--rank", "2")
     assert refused.returncode == 2
-    assert "rank 2 is not at a breakpoint()\n\nhint: ranks 0-1 of this run may wait at one" in refused.stderr
+    assert "rank 2 is not at a breakpoint()\n\nhint: ranks 0-1 of this run may wait at" in refused.stderr
     terminal.type([*TRAINKIT, "debug", str(run.path), "--rank", "1"])
     terminal.wait_for(r"\(Pdb\)$")
     terminal.close_window()
@@ -158,7 +158,7 @@ def test_a_job_without_a_terminal(desk, terminal):
         second.type([*TRAINKIT, "debug", "last", "--rank", "1"])
         second.wait_for(r"\(Pdb\)$")
         second.keys("C-c")
-        second.wait_for("`c` continues the run, `q` stops it")
+        second.wait_for("type `c` to continue the run or `q` to stop it")
         for step in (1, 2):
             typed(second, f"p 'step', step + {10 * step}", rf"^\('step', {11 * step - 1}\)")
             typed(second, "c", rf"^\('step', {11 * step - 1}\)\n\(Pdb\) c\n> .*\n-> .*\n\(Pdb\)$")
@@ -202,7 +202,7 @@ def test_forked_processes_take_turns_and_whoever_leaves_keeps_the_terminal(desk,
     terminal.keys("n", "Enter")
     wait_for(lambda: "sleeps" in attempt.rank_log(0).read_text())
     terminal.keys("C-c")
-    terminal.wait_for(r"left rank 0, which continues and waits at its next breakpoint\(\)\n\$$")
+    terminal.wait_for(r"left rank 0, which continues until its next breakpoint\(\)\n\$$")
     wait_for(lambda: attempt.rank_log(0).read_text().count("rank 0 waits for") == 4)
     typed(terminal, "echo sa''ne", r"^sane\n\$$")
     terminal.type([*TRAINKIT, "debug", "last"])
@@ -274,7 +274,7 @@ def test_debugpy(desk, tmp_path):
     run = RunDir(desk.folder / "runs" / "loop")
     port = LaunchPlan.read(run.plan_file).part(DebugPlan).port
     assert (
-        f"rank 1 waits for an editor at 127.0.0.1:{port}; from another computer: ssh -L {port}:"
+        f"rank 1 waits for an editor at 127.0.0.1:{port}; from another computer, use ssh -L {port}:"
         in done.stderr
     )
     log = run.attempt(1).rank_log(1).read_text()
@@ -285,16 +285,19 @@ def test_debugpy(desk, tmp_path):
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
-        (["--debug", "x.yaml"], "--debug x.yaml: neither a rank nor debugpy\n\nhint: for example --debug 1"),
-        (["--debug=debugpy", "--post-mortem"], "--debug debugpy: neither a rank nor debugpy"),
+        (
+            ["--debug", "x.yaml"],
+            "--debug x.yaml: the value is neither a rank nor debugpy\n\nhint: for example",
+        ),
+        (["--debug=debugpy", "--post-mortem"], "--debug debugpy: the value is neither a rank nor debugpy"),
         (["--debug", "2", "--", "python", "x.py"], "the run has no rank 2\n\nhint: there are 0 to 1"),
-        (["--post-mortem", "--", "bash", "x.sh"], "--post-mortem is for Python, and the COMMAND is bash"),
+        (["--post-mortem", "--", "bash", "x.sh"], "--post-mortem requires Python, but the COMMAND is bash"),
         (
             ["--debug=debugpy", "--", sys.executable, "x.py"],
             "debugpy listens on a port of this host without a password: ann can connect to it\n\n"
-            "hint: `--debug` gives a rank this terminal; `--yes` opens the port anyway",
+            "hint: use `--debug` to debug a rank in this terminal; `--yes` opens the port anyway",
         ),
-        (["--debug=debugpy", "--yes", "--", sys.executable, "x.py"], "-m pip install debugpy` installs it"),
+        (["--debug=debugpy", "--yes", "--", sys.executable, "x.py"], "install it with `"),
     ],
 )
 def test_what_is_refused(args, expected, tmp_path, monkeypatch, capsys):

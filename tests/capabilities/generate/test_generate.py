@@ -159,5 +159,5 @@ def test_models_of_transformers_continue_a_prompt(tmp_path: Path, capsys: pytest
 def test_only_language_models_continue_a_prompt(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("task: ring.py:Ring\n")
-    with pytest.raises(UsageError, match=r"task is ring\.py:Ring: only language models"):
+    with pytest.raises(UsageError, match=r"task is ring\.py:Ring, but only language models"):
         generate({**VALUES, "run": str(tmp_path), "config_file": str(file)})

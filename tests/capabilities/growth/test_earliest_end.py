@@ -130,17 +130,21 @@ def offer(
         (offer(HOUR, 1), [], 2, 1, ""),
         (offer(HOUR, 2.5), [], 5.5 + 2 * RESTART_H, 3, ""),  # three jobs wait, each for 2.5 hours
         (offer(0, 3), [], 3 + 3 * RESTART_H, 4, ""),  # the restarts reduce the training time of the jobs
-        (offer(0, 2.5), ["requeue.on=[crash]"], None, 1, "takes 2h30m, and requeue.on has no timeout"),
+        (
+            offer(0, 2.5),
+            ["requeue.on=[crash]"],
+            *(None, 1, "takes 2h30m, but requeue.on does not include timeout"),
+        ),
         (
             offer(0, 1, limit_h=RESTART_H),
             [],
-            *(None, 1, "takes 1h00m, and a restart takes about 5m00s of each job"),
+            *(None, 1, "takes 1h00m, but each job loses about 5m00s for a restart"),
         ),
         (offer(0, 1.5), ["resources.time=3:0:0", "resources.slice=1:0:0"], 1.5 + RESTART_H, 2, ""),
         (
             offer(0, 4),
             ["resources.time=3:0:0", "resources.slice=1:0:0"],
-            *(None, 1, "takes 4h00m, and resources.time is 3:0:0"),
+            *(None, 1, "takes 4h00m, but resources.time is 3:0:0"),
         ),
         (
             offer(0, 3),  # an offer of just enough time is too short because of the restarts
@@ -391,10 +395,10 @@ def test_the_speed_is_that_of_earlier_runs(
 @pytest.mark.parametrize(
     ("facts", "sbatch", "reason"),
     [
-        (replace(FACTS, target=LOCAL), "", "only Slurm knows when more or fewer nodes are free"),
+        (replace(FACTS, target=LOCAL), "", "only with Slurm can trainkit find out when more or"),
         (FACTS, "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1", "connect failure"),
         (FACTS, "/bin/sleep 60", "did not answer within"),
-        (FACTS, REFUSES, "no request is known to finish"),
+        (FACTS, REFUSES, "the run is not known to finish with any request"),
         (
             replace(FACTS, target=Target("sbatch", "", Cluster("west", error="sinfo did not answer"))),
             "",
@@ -456,7 +460,9 @@ def test_the_one_cluster_of_the_config_is_asked(fake: FakeSlurm, monkeypatch: py
     assert choose(monkeypatch, "resources.clusters=east")[2].taken is not None
     asked = [call[1] for call in fake.calls if call[0] != "scontrol"]
     assert set(asked) == {"--clusters=east"}
-    with pytest.raises(UsageError, match="cannot compare the starts on east or west"):
+    with pytest.raises(
+        UsageError, match="cannot compare start times, because Slurm chooses among the clusters east and west"
+    ):
         choose(monkeypatch, "resources.clusters=east,west")
 
 

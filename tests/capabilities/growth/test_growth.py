@@ -37,7 +37,7 @@ HOUR = 3600.0
 @pytest.mark.parametrize(
     ("left_s", "restart_s", "waits", "num_nodes", "reason"),
     [
-        (10 * HOUR, 600, {4: 0}, 4, "4 nodes are free: 5h00m instead of 10h00m to go, and 10m00s for"),
+        (10 * HOUR, 600, {4: 0}, 4, "4 nodes are free: 5h00m remaining instead of 10h00m, plus 10m00s for"),
         (10 * HOUR, 600, {4: -5}, 4, ""),  # Slurm's clock is behind
         (10 * HOUR, 600, {8: HOUR, 4: 0}, 4, ""),  # eight nodes are not free now
         (10 * HOUR, 600, {8: 30, 4: 0}, 8, ""),
@@ -125,7 +125,9 @@ def test_slurm_is_asked_every_half_hour_about_the_nodes_that_the_run_lacks(playe
     assert played.after(ASK_EVERY_S - 3) is None
     played.waits = {6: SlurmRefused("busy"), 2: 0.0}
     # 10 hours remain, and the start-up took 62 s.
-    grows = "grows to 4 nodes: 4 nodes are free: 5h00m instead of 10h00m to go, and 3m02s for the restart"
+    grows = (
+        "grows to 4 nodes: 4 nodes are free: 5h00m remaining instead of 10h00m, plus 3m02s for the restart"
+    )
     assert played.after(4) == PlannedStop("grow", grows)
     assert len(played.asked) == 4
     (size, reason), last = played.decisions()
@@ -184,7 +186,7 @@ def test_the_part_is_a_key_of_the_plan_that_is_left_out_without_it(
     keys = list(grows.to_dict())
     assert keys[keys.index("grow") - 1] == follows
     assert (grows.to_dict()["grow"], "grow" in stays.to_dict()) == (True, False)
-    without_range = "resources.grow has no effect: resources.nodes is 2"
+    without_range = "resources.grow has no effect because resources.nodes is 2"
     assert (without_range in grows.warnings) == (nodes == "2")
     assert grows.at(2).part(GrowthPlan) == GrowthPlan()
     assert stays.part(GrowthPlan) is None

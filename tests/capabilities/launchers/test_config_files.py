@@ -116,7 +116,7 @@ def test_a_batch_that_does_not_divide_is_refused(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("parallel: {tp: 2}", "parallel.tp: is 2, which --launcher deepspeed does not pass on"),
-        ("name: mine", "{ds_config} needs a batch size: DeepSpeed has no default"),
+        ("name: mine", "{ds_config} needs a batch size, for which DeepSpeed has no default"),
         ("parallel: {dp_shard: 4, dp_replicate: 2}", "is 4, but ZeRO shards over all 8 processes"),
         ("optimizer: {name: adamw_8bit}", "optimizer.name: is adamw_8bit, which DeepSpeed does not have"),
     ],
@@ -235,7 +235,7 @@ def test_megatron_sequence_parallel_is_not_switched_on_by_a_default(tmp_path: Pa
 def test_megatron_refuses_a_flag_that_the_command_has(tmp_path: Path) -> None:
     job = Job(loaded(tmp_path, "train: {steps: 5}"), 8, 2, 4, "cuda")
     for words in (("--train-iters", "9"), ("--train-iters=9",)):
-        with pytest.raises(ConfigError, match="--train-iters is in the command, and a key of the config"):
+        with pytest.raises(ConfigError, match="--train-iters is in the command, but a config key"):
             launcher_input(job, ("pretrain_gpt.py", *words), "megatron")
     said(refusal(tmp_path, "megatron", "parallel: {offload: true}"))
 

@@ -175,16 +175,16 @@ def test_a_curve_is_sampled_at_equal_times() -> None:
 def test_a_row_without_its_image(tmp_path: Path) -> None:
     row = {"image": "1.png", "question": "q", "answer": "x"}
     file = write(tmp_path / "train.jsonl", [row])
-    with pytest.raises(UsageError, match=r"train\.jsonl:1: image .*1\.png does not exist"):
+    with pytest.raises(UsageError, match=r"train\.jsonl:1: the image .*1\.png does not exist"):
         MediumSamples(file, MediumFormat("image", 8, 4), "bytes", 50)
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ("medium: curve, size: 10, patch: 4", "task_args.patch is 4, which does not divide"),
+        ("medium: curve, size: 10, patch: 4", "task_args.patch is 4, which is not a divisor"),
         ("medium: sound", "task_args.medium is sound"),
-        ("medium: curve, size: 16, patch: 4, width: 30", "task_args.heads is 4, which does not divide"),
+        ("medium: curve, size: 16, patch: 4, width: 30", "task_args.heads is 4, which is not a divisor"),
         ("medium: curve, size: 16, patch: 4, layers: 0", "task_args.layers is 0"),
         ("size: 0", "task_args.size is 0"),
         ("patch: '4'", "task_args.patch is 4"),
@@ -225,22 +225,25 @@ def test_the_example_files(tmp_path: Path) -> None:
 
 
 GOOD = {"curve": [1, 2.5, 3], "question": "up?", "answer": "yes"}
-BAD_CURVE = "its curve is not a list of at least two finite numbers or pairs of finite numbers"
+BAD_CURVE = "the row's curve is not a list of at least two finite numbers or pairs of finite numbers"
 BAD: list[tuple[Any, str]] = [
-    ("{", "it is not JSON in UTF-8: Expecting property name"),
-    (b'{"answer": "\xff"}', "it is not JSON in UTF-8: 'utf-8' codec can't decode byte 0xff in position 12"),
-    ([1], "it is not an object"),
-    ({"question": "a", "answer": "b"}, "it has no key 'curve'"),
-    ({**GOOD, "question": " "}, "its question is empty"),
-    ({**GOOD, "answer": ""}, "its answer is empty"),
-    ({**GOOD, "answer": None}, "its answer is empty"),
-    ({**GOOD, "answer": "\ud800"}, "its answer contains an unpaired surrogate"),
+    ("{", "the line is not JSON in UTF-8: Expecting property name"),
+    (
+        b'{"answer": "\xff"}',
+        "the line is not JSON in UTF-8: 'utf-8' codec can't decode byte 0xff in position 12",
+    ),
+    ([1], "the line is not a JSON object"),
+    ({"question": "a", "answer": "b"}, "the row has no key 'curve'"),
+    ({**GOOD, "question": " "}, "the row's question is empty"),
+    ({**GOOD, "answer": ""}, "the row's answer is empty"),
+    ({**GOOD, "answer": None}, "the row's answer is empty"),
+    ({**GOOD, "answer": "\ud800"}, "the row's answer contains an unpaired surrogate"),
     ({**GOOD, "curve": [1, float("nan")]}, BAD_CURVE),
     ({**GOOD, "curve": [1]}, BAD_CURVE),
     ({**GOOD, "curve": [[0, 1], [1]]}, BAD_CURVE),
     ({**GOOD, "curve": [[0, 1, 2], [1, 2, 3]]}, BAD_CURVE),
     ({**GOOD, "curve": "1, 2"}, BAD_CURVE),
-    ({**GOOD, "question": "long " * 20}, "it has 105 tokens, more than 60"),
+    ({**GOOD, "question": "long " * 20}, "the row has 105 tokens, more than 60"),
 ]
 
 
@@ -271,7 +274,7 @@ def test_the_rows_and_images_of_a_config(tmp_path: Path, capsys: pytest.CaptureF
     lines, file = shown.out.splitlines(), tmp_path / "train.jsonl"
     assert len(lines) == 21
     assert lines[0].startswith(f"task is multimodal_lm, but {file}:2: it is not JSON")
-    assert lines[13] == f"{file}:15: it has 105 tokens, more than 60"
+    assert lines[13] == f"{file}:15: the row has 105 tokens, more than 60"
     assert lines[20] == f"and {3 * len(BAD) - 20} more"
     assert "1 problem\n" in shown.err
     image = pytest.importorskip("PIL.Image")
@@ -283,7 +286,7 @@ def test_the_rows_and_images_of_a_config(tmp_path: Path, capsys: pytest.CaptureF
     ]
     assert main(["data", "validate", config(tmp_path, rows, "medium: image"), "--json"]) == EXIT_FAILED
     [found] = json.loads(capsys.readouterr().out)["problems"]
-    assert f"sample 1: ValueError: image {tmp_path / 'cut.png'} cannot be opened: " in found
+    assert f"sample 1: ValueError: the image {tmp_path / 'cut.png'} cannot be opened: " in found
 
 
 def test_configs_without_files_to_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

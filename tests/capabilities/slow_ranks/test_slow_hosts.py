@@ -72,5 +72,5 @@ def test_a_run_that_may_not_restart_again_is_left_alone(
     spare.event("slow_rank", 5, "b")
     spare.after(1)
     assert [spare.after(301), spare.after(301)] == [None, None]
-    said = "not restarting without b (rank 5 slow since step 1200 (compute)): requeue.max is 0"
+    said = "not restarting without b (rank 5 has been slow since step 1200 (compute)): requeue.max is 0"
     assert capfd.readouterr().out.count(said) == 1

@@ -107,7 +107,7 @@ IN_A_SMOKE_TEST = {
         "define read_weight()",
     ),
     "frozen model": (MODEL, MODEL + ".requires_grad_(False)", "no parameter of its model requires", ""),
-    "seeded model": (MODEL, "        torch.seed()\n" + MODEL, "builds another model when it is called", ""),
+    "seeded model": (MODEL, "        torch.seed()\n" + MODEL, "builds a different model when it is", ""),
     "no length": (
         DATASET,
         "        return iter([1])",
@@ -125,7 +125,7 @@ IN_A_SMOKE_TEST = {
     "empty": (DATASET, "        return []", "train_dataset() has no samples", "paths"),
     "unreadable": (DATASET, "        return Broken()", "KeyError: 'column'", ""),
     "changing": (DATASET, "        return Changing()", "item 0 differs when it is read twice", "do not seed"),
-    "ragged": (DATASET, "        return [torch.ones(i % 3 + 1) for i in range(9)]", "cannot be joined", ""),
+    "ragged": (DATASET, "        return [torch.ones(i % 3 + 1) for i in range(9)]", "cannot be combined", ""),
     "unpicklable": (
         LOSS,
         LOSS + "\n\n    def collate(self, items):\n        return lambda: items",
@@ -133,7 +133,7 @@ IN_A_SMOKE_TEST = {
         "tensors",
     ),
     "a tensor": (LOSS, "        return error.sum()", "returned a Tensor", "trainkit.task.Loss"),
-    "mean": ("error.sum()", "error.mean()", "that is a mean", 'reduction="sum"'),
+    "mean": ("error.sum()", "error.mean()", "so it is a mean", 'reduction="sum"'),
     "batches": ("error.numel()", "1", "count 1 instead of 2", "number of samples"),
     "vector": ("error.sum()", "error", "the total of its loss has shape [2, 1]", "total.sum()"),
     "detached": ("error.sum()", "error.sum().detach()", "has no gradient", "detach"),

@@ -1,4 +1,4 @@
-"""The debugger of ranks: `breakpoint()` in every run, `trainkit run --debug` and `trainkit debug`."""
+"""Debugs ranks: `breakpoint()` in every run, `trainkit run --debug` and `trainkit debug`."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DebugPlan(Part):
-    """The plan of a run with ``--debug``."""
+    """The part of the plan for a run with ``--debug``."""
 
     CAPABILITY = "debugger"
     rank: int
-    """The rank that is debugged. The other ranks continue."""
+    """The rank that is debugged. All other ranks continue."""
     mode: str
     """One of ``pdb``, ``post-mortem`` and ``debugpy``."""
     port: int | None = None
-    """The port at which debugpy listens."""
+    """Port on which debugpy listens."""
 
     @property
     def words(self) -> str:
-        """Return the plan as the value of an environment variable: `RANK MODE [PORT]`."""
+        """Return the plan in the form of an environment variable: `RANK MODE [PORT]`."""
         return " ".join(str(value) for value in (self.rank, self.mode, self.port) if value is not None)
 
 
 class Debugger(Capability):
-    """The capability of the debugger. A run with ``--debug`` has a `DebugPlan`."""
+    """The debugger capability. Only runs with ``--debug`` have its part, a `DebugPlan`."""
 
     name = "debugger"
     at_start = f"{Path(__file__).parent}/rank_start.py"

@@ -1,4 +1,4 @@
-"""``trainkit debug``: lends this terminal to a rank that waits at breakpoint()."""
+"""Implements ``trainkit debug``, which lends this terminal to a rank that waits at breakpoint()."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from trainkit.run.rundir import AttemptDir
 
 @as_command("trainkit debug last", "trainkit debug last --rank 5")
 @run_argument
-@option("--rank R", "Rank to debug; default: 0.", type=INDEX, default=0)
+@option("--rank R", "Number of the rank to debug; default: 0.", type=INDEX, default=0)
 def command(run_name: str, rank: int) -> None:
     """Debug a rank of RUN that waits at breakpoint(), with Python's debugger in this terminal.
 
-    The other ranks continue and ignore breakpoint(). In the debugger, `c` continues the run until the next
-    breakpoint(), and `q` stops the run. While the run continues, Ctrl-C ends only the debugger.
-    `trainkit run --debug` starts a run with a terminal.
+    All other ranks continue and ignore breakpoint(). In the debugger, `c` continues the run until the next
+    breakpoint(), and `q` stops the run. While the run continues, Ctrl-C ends only the debugger, not the run.
+    To start a run with a terminal for one of its ranks, use `trainkit run --debug`.
     """
     attach(running_attempt(find_run(run_name, acts=True)), rank)
 
@@ -35,8 +35,8 @@ def command(run_name: str, rank: int) -> None:
 def attach(attempt: AttemptDir, rank: int) -> None:
     """Lend this terminal to a rank that waits at breakpoint(), until the rank or the user ends the session.
 
-    If the rank is on another host, the command runs again on that host. Raises UsageError if the rank does
-    not wait.
+    If the rank is on another host, run the command again on that host. Raises UsageError if the rank does not
+    wait at breakpoint().
     """
     from trainkit.capabilities.shell.shell import require_terminal, run_next_to, running_job
 
@@ -45,12 +45,12 @@ def attach(attempt: AttemptDir, rank: int) -> None:
     own = [record for number, record in records if number == rank]
     record = next((record for record in own if record.get("socket")), {})
     if not record:
-        problem = "is in another debugger" if own else "is not at a breakpoint()"
-        hint = f"`trainkit stacks {run.word} --rank {rank}` shows where it is"
+        problem = "is already in another debugger" if own else "is not at a breakpoint()"
+        hint = f"`trainkit stacks {run.word} --rank {rank}` shows what the rank is doing"
         if others := sorted({number for number, _ in records} - {rank}):
-            hint = f"{rank_list(others)} of this run may wait at one"
+            hint = f"{rank_list(others)} of this run may wait at a breakpoint()"
         raise UsageError(f"rank {rank} {problem}", hint=hint)
-    require_terminal(f"the rank prints into {attempt.rank_log(rank)} meanwhile")
+    require_terminal(f"the rank prints to {attempt.rank_log(rank)} in the meantime")
     print_note(f"{run.shown}: rank {rank} of attempt {attempt.number}")
     with socket.socket(socket.AF_UNIX) as client:
         try:
@@ -59,7 +59,7 @@ def attach(attempt: AttemptDir, rank: int) -> None:
             if own_host() == record["node"]:
                 message = f"rank {rank} cannot be reached: {error}"
                 raise UsageError(
-                    message, hint=f"`trainkit status {run.word}` shows whether it runs"
+                    message, hint=f"`trainkit status {run.word}` shows whether the run is still active"
                 ) from None
             entry, job = running_job(run)
             again = (sys.executable, "-m", "trainkit", "debug", str(run.path), "--rank", str(rank))
@@ -77,6 +77,6 @@ def attach(attempt: AttemptDir, rank: int) -> None:
                 state = client.recv(1)
             except KeyboardInterrupt:
                 if state == RUNNING:
-                    print(f"\nleft rank {rank}, which continues and waits at its next breakpoint()")
+                    print(f"\nleft rank {rank}, which continues until its next breakpoint()")
                     return
-                print("\n`c` continues the run, `q` stops it", flush=True)
+                print("\ntype `c` to continue the run or `q` to stop it", flush=True)

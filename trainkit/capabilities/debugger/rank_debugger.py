@@ -1,9 +1,9 @@
-"""Implements the debugger in a rank: `breakpoint()`, `trainkit run --debug` and `trainkit debug`.
+"""Implements the debugger inside a rank, for `breakpoint()`, `trainkit run --debug` and `trainkit debug`.
 
-Ranks have no terminal. The rank of `--debug` gets the terminal of `trainkit run`. Any other rank waits at
-`breakpoint()` until `trainkit debug` passes it a terminal through a socket. `rank_start.py` loads this file,
-also in a Python without trainkit, so this file imports only the standard library, and a debugger only when a
-rank stops.
+Ranks normally have no terminal. The rank selected by `--debug` gets the terminal of `trainkit run`. Any other
+rank waits at `breakpoint()` until `trainkit debug` passes it a terminal through a socket. `rank_start.py`
+loads this file even in a Python without trainkit, so it imports only the standard library, and a debugger
+only when a rank stops.
 """
 
 from __future__ import annotations
@@ -27,27 +27,28 @@ from types import FrameType, TracebackType
 from typing import Any
 
 DEBUG_VARIABLE = "TRAINKIT_JOB_DEBUG"
-"""The variable with the `DebugPlan`: the rank, then ``pdb``, ``post-mortem`` or ``debugpy``, then the port of
-debugpy."""
+"""Environment variable with the `DebugPlan`: the rank, then ``pdb``, ``post-mortem`` or ``debugpy``, then
+debugpy's port."""
 FOLDER_VARIABLE = "TRAINKIT_JOB_DEBUGGER_FOLDER"
-"""The variable with the folder in which waiting and debugged processes record themselves as
+"""Environment variable with the folder in which each waiting or debugged process records itself as
 ``rank-0005-PID.json``."""
 TERMINAL_VARIABLE = "TRAINKIT_JOB_TERMINAL"
-"""The variable with the terminal of `trainkit run`; `trainkit.job.rank_env` defines the same name."""
+"""Environment variable with the terminal of `trainkit run`; `trainkit.job.rank_env` defines the same name."""
 CHOSEN_FILE = "rank"
-"""The file in that folder with the rank that a user debugs. From then on, no other rank waits."""
+"""File in the folder of `FOLDER_VARIABLE` that contains the rank that a user debugs. Once the file exists, no
+other rank waits at a breakpoint."""
 AT_PROMPT, RUNNING = b"p", b"r"
-"""The messages of a rank to `trainkit debug`: the debugger reads from the terminal, or the program runs."""
+"""Messages from a rank to `trainkit debug`: the debugger reads from the terminal, or the program runs."""
 POLL_S = 1.0
 LONGEST_FOLDER = 70
-"""The maximum length of the folder of a socket. Linux limits the path of a socket to 107 characters."""
+"""Maximum length of the path of a socket's folder. Linux limits the path of a socket to 107 characters."""
 TORCH_CONSTANTS = "torch.distributed.constants"
 
 
 def mode_of_rank() -> str | None:
     """Return the debug mode of this rank, or ``off`` if ``--debug`` selects another rank.
 
-    Returns None in a run without ``--debug``.
+    Return None in a run without ``--debug``.
     """
     words = os.environ.get(DEBUG_VARIABLE, "").split()
     if not words:
@@ -56,14 +57,14 @@ def mode_of_rank() -> str | None:
 
 
 def install(*, is_rank: bool, after_import: Callable[[str, Callable[[Any], None]], None]) -> None:
-    """Prepare a rank of a run with ``--debug``, or a process that it starts, before any other code runs."""
+    """Prepare a rank of a run with ``--debug``, or one of its child processes, before any other code runs."""
     mode, (rank, _, *port) = mode_of_rank(), os.environ[DEBUG_VARIABLE].split()
     after_import(TORCH_CONSTANTS, _lengthen_timeouts)
     if mode == "off":
         sys.breakpointhook = lambda *args, **kwargs: None
     elif mode == "debugpy":
         if not is_rank:
-            return  # debugpy attaches to the processes that a rank starts
+            return  # debugpy attaches to child processes of a rank by itself
         import debugpy
 
         debugpy.listen(("127.0.0.1", int(port[0])))
@@ -80,9 +81,9 @@ def install(*, is_rank: bool, after_import: Callable[[str, Callable[[Any], None]
 
 
 def _lengthen_timeouts(constants: Any) -> None:
-    """Set the default timeout of torch's process groups to a week.
+    """Set the default timeout of torch's process groups to one week.
 
-    A timeout in the script takes precedence.
+    A timeout that the script sets takes precedence.
     """
     constants.default_pg_timeout = constants.default_pg_nccl_timeout = timedelta(days=7)
 
@@ -90,7 +91,7 @@ def _lengthen_timeouts(constants: Any) -> None:
 def _uncaught(
     log: int, stops: bool, kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Print the exception that ends a rank to its terminal and to its log, which the agent reads."""
+    """Print the exception that ends a rank to its terminal and to its log file, which the agent reads."""
     import bdb
     import traceback
 
@@ -111,9 +112,9 @@ def stop_at(
 ) -> None:
     """Start the debugger at a frame, or at the place where an exception was raised.
 
-    The debugger reads from the path `terminal` if it is given. The rank of `--debug` reads from standard
-    input, and any other rank from the terminal of `trainkit debug`. `around` is entered while the debugger
-    reads.
+    If `terminal` (a path) is given, the debugger reads from it. Otherwise, the rank selected by `--debug`
+    reads from standard input, and any other rank from the terminal of `trainkit debug`. The context manager
+    `around` is entered while the debugger reads.
     """
     import pdb
 
@@ -121,7 +122,7 @@ def stop_at(
     where = "an exception" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
     own: Any = None
     if terminal is None and DEBUG_VARIABLE in os.environ:
-        # a worker process of a DataLoader has no terminal as its standard input
+        # in a worker process of a DataLoader, standard input is not a terminal
         if sys.stdin is None or not sys.stdin.isatty():
             terminal = os.environ[TERMINAL_VARIABLE]
     elif terminal is None:
@@ -150,7 +151,10 @@ def stop_at(
 
 
 class Terminal:
-    """Reads from and writes to a terminal. A closed terminal reads as its end and ignores writes."""
+    """Reads from and writes to a terminal.
+
+    If the terminal is closed, reading returns the end of file, and writes are ignored.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self._stream: Any = os.fdopen(descriptor, errors="replace")
@@ -175,14 +179,14 @@ class Terminal:
             os.write(self._stream.fileno(), text.encode(errors="replace"))
 
     def flush(self) -> None:
-        """Do nothing, because `write` does not buffer."""
+        """Do nothing, because `write` is unbuffered."""
 
 
 @contextmanager
 def _stop_requests() -> Iterator[list[int]]:
-    """Collect the stop signals that arrive in the block.
+    """Collect the stop signals that arrive during the block.
 
-    The signal handlers of the program are still called.
+    The program's own signal handlers are still called.
     """
     received: list[int] = []
     own = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)}
@@ -195,7 +199,7 @@ def _stop_requests() -> Iterator[list[int]]:
 
     handled = [number for number, handler in own.items() if callable(handler)]
     if threading.current_thread() is not threading.main_thread():
-        handled = []  # Python lets only the main thread set handlers
+        handled = []  # Python allows only the main thread to set handlers
     for number in handled:
         signal.signal(number, note)
     try:
@@ -206,9 +210,9 @@ def _stop_requests() -> Iterator[list[int]]:
 
 
 class Attached(Terminal):
-    """The terminal that `trainkit debug` lends to this process.
+    """A terminal that `trainkit debug` lends to this process.
 
-    After that command ends, the next one lends another.
+    When one `trainkit debug` ends, the next one can lend its terminal.
     """
 
     def __init__(self) -> None:
@@ -218,7 +222,7 @@ class Attached(Terminal):
         os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:
-        """Leave the terminal to the parent process after a fork."""
+        """After a fork, leave the terminal to the parent process."""
         self._stream = self._connection = None
 
     def is_connected(self) -> bool:
@@ -232,7 +236,8 @@ class Attached(Terminal):
     def readline(self) -> str:
         """Return the next line that the user types.
 
-        If the terminal is gone, wait for another one and return ``w``, which shows the place there.
+        If the terminal is gone, wait for another one and return ``w``, so that the debugger prints the
+        current position there.
         """
         if self.is_connected():
             either = poll()
@@ -279,7 +284,7 @@ class Attached(Terminal):
                 if is_first:
                     self._record(where, server.getsockname())
                     command = f"trainkit debug {quote(run)} --rank {rank}"
-                    print(f"breakpoint() in {where}: rank {rank} waits for `{command}`", flush=True)
+                    print(f"breakpoint() in {where}: rank {rank} waits until you run `{command}`", flush=True)
                 is_first = False
                 with suppress(TimeoutError):
                     connection = server.accept()[0]
@@ -295,7 +300,7 @@ class Attached(Terminal):
     @staticmethod
     def _listen(folder: str) -> socket.socket:
         server = socket.socket(socket.AF_UNIX)
-        server.bind(f"{folder}/socket")  # the folder is private to the user
+        server.bind(f"{folder}/socket")  # only this user can access the folder
         Path(folder, "socket").chmod(0o600)
         server.listen(1)
         server.settimeout(POLL_S)

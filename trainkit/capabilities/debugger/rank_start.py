@@ -20,7 +20,7 @@ FOLDER = __file__.rpartition("/")[0]
 
 
 def prepare(load: Callable[..., ModuleType], *, is_rank: bool) -> None:
-    """Let `breakpoint()` in a rank, or in a process that it starts, wait for a terminal."""
+    """Make `breakpoint()` wait for a terminal in a rank and in its child processes."""
     if "TRAINKIT_JOB_DEBUG" in os.environ:
         debugger = load("rank_debugger", FOLDER)
         debugger.install(is_rank=is_rank, after_import=load("spare_children").after_import)
@@ -35,7 +35,7 @@ def prepare(load: Callable[..., ModuleType], *, is_rank: bool) -> None:
 
 
 def has_input() -> bool:
-    """Return whether the standard input can be read, because it is a pipe or a terminal and not /dev/null."""
+    """Return whether standard input can be read because it is a pipe or a terminal, not /dev/null."""
     try:
         own, null = os.fstat(0), os.stat(os.devnull)  # noqa: PTH116
     except OSError:

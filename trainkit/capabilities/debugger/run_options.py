@@ -1,4 +1,4 @@
-"""``trainkit run --debug`` and ``--post-mortem``: debug one rank in the terminal or in an editor."""
+"""Implements ``trainkit run --debug`` and ``--post-mortem``: debug one rank in the terminal or an editor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainkit.errors import UsageError
 from trainkit.folders import user_name
 from trainkit.formats import there_are
 
-if TYPE_CHECKING:  # `trainkit run --help` imports this module, so slow imports are avoided
+if TYPE_CHECKING:  # `trainkit run --help` imports this module, so it avoids slow imports
     from trainkit.plan.launch import LaunchPlan
     from trainkit.plan.workload import Workload
 
@@ -31,7 +31,7 @@ EXAMPLES = "--debug 1, --debug=debugpy or --debug=debugpy:1"
 
 
 def run_options(function: Callable[..., int]) -> Callable[..., int]:
-    """Add the options of the debugger to a command."""
+    """Add the debugger's options to a command."""
 
     @functools.wraps(function)
     def command(
@@ -46,18 +46,21 @@ def run_options(function: Callable[..., int]) -> Callable[..., int]:
         is_flag=False,
         flag_value="0",
         metavar="[RANK|debugpy]",
-        help="Give this rank the terminal for breakpoint(); default: 0. debugpy waits for an editor.",
+        help="Let this rank (default: 0) use the terminal at breakpoint(). With debugpy, it waits "
+        "for an editor.",
     )
-    post_mortem_option = option("--post-mortem", "Debug that rank at the exception that ends it.")
+    post_mortem_option = option(
+        "--post-mortem", "Open the debugger if the rank of --debug (default: 0) fails with an exception."
+    )
     typed: Callable[..., int] = debug_option(post_mortem_option(command))
     return typed
 
 
 class Debugging(Choice):
-    """A run in which one rank is debugged."""
+    """The choice to debug one rank of a run."""
 
     plan: DebugPlan
-    """The plan that `check` makes of the typed options."""
+    """The plan that `check` derives from the options."""
 
     def __init__(self, text: str, post_mortem: bool) -> None:
         self.text, self.post_mortem = text, post_mortem
@@ -67,8 +70,8 @@ class Debugging(Choice):
         self.has_terminal = self.plan.port is None
         if not is_alone:
             raise UsageError(
-                "--debug is for a run on this machine alone",
-                hint="in other runs, breakpoint() waits for `trainkit debug RUN --rank N`",
+                "--debug supports only runs on a single machine",
+                hint="in other runs, a rank at breakpoint() waits for `trainkit debug RUN --rank N`",
             )
 
     def _plan(self, workload: Workload) -> DebugPlan:
@@ -76,19 +79,19 @@ class Debugging(Choice):
         mode, _, rank = text.rpartition(":") if ":" in text or text.isdecimal() else (text, "", "0")
         if mode not in ("", "debugpy") or not rank.isdecimal() or (mode and post_mortem):
             raise UsageError(
-                f"--debug {text}: neither a rank nor debugpy",
+                f"--debug {text}: the value is neither a rank nor debugpy",
                 hint=f"for example {EXAMPLES}; CONFIG comes before --debug",
             )
         if not mode and not sys.stdin.isatty():
-            raise UsageError("--debug needs a terminal", hint="--debug=debugpy waits for an editor")
+            raise UsageError("--debug needs a terminal", hint="use --debug=debugpy to debug in an editor")
         is_python = workload.launcher != "python" or not words or PurePath(words[0]).name.startswith("python")
         if post_mortem and not is_python and not any(word.endswith(".py") for word in words):
             raise UsageError(
-                f"--post-mortem is for Python, and the COMMAND is {words[0]}", hint="-- python SCRIPT.py …"
+                f"--post-mortem requires Python, but the COMMAND is {words[0]}", hint="-- python SCRIPT.py …"
             )
         if not mode:
             return DebugPlan(int(rank), "post-mortem" if post_mortem else "pdb")
-        refuse_shared_host("debugpy", "`--debug` gives a rank this terminal")
+        refuse_shared_host("debugpy", "use `--debug` to debug a rank in this terminal")
         with socket.create_server(("127.0.0.1", 0)) as free:
             return DebugPlan(int(rank), mode, free.getsockname()[1])
 
@@ -101,22 +104,23 @@ class Debugging(Choice):
         return replace(plan, reasons={**plan.reasons, "debug": reason})
 
     def _reason(self, plan: LaunchPlan) -> str:
-        """Return where the debugger of the rank is; raises UsageError if debugpy is missing."""
+        """Describe where the rank's debugger can be used; raise UsageError if debugpy is missing."""
         from trainkit.launch.packages import NoAnswer, find_packages
 
         debug = self.plan
         if debug.port is None:
-            return f"rank {debug.rank} has the terminal; nothing counts as a hang"
+            return f"rank {debug.rank} has the terminal; hangs are not detected"
         work, environment = plan.workload, plan.environment
         named = shutil.which(work.argv[0]) if work.is_command and work.launcher == "python" else None
         python = (named,) if named else environment.python or (sys.executable,)
         with contextlib.suppress(NoAnswer):
             if "debugpy" not in find_packages(python, ("debugpy",), environment.variables, Path.cwd()).files:
                 raise UsageError(
-                    f"{python[0]} has no debugpy", hint=f"`{python[0]} -m pip install debugpy` installs it"
+                    f"{python[0]} has no debugpy",
+                    hint=f"install it with `{python[0]} -m pip install debugpy`",
                 )
         return (
-            f"rank {debug.rank} waits for an editor at 127.0.0.1:{debug.port}; from another computer: "
-            f"ssh -L {debug.port}:127.0.0.1:{debug.port} {user_name()}@{os.uname().nodename}; "
-            "debugpy lets every user of this machine connect"
+            f"rank {debug.rank} waits for an editor at 127.0.0.1:{debug.port}; from another "
+            f"computer, use ssh -L {debug.port}:127.0.0.1:{debug.port} {user_name()}@{os.uname().nodename}; "
+            "note that debugpy lets any user of this machine connect"
         )

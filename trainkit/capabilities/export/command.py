@@ -1,4 +1,4 @@
-"""`trainkit ckpt export`: write the model of a checkpoint for other programs."""
+"""Implements `trainkit ckpt export`, which writes the model of a checkpoint for other programs."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ from trainkit.run.rundir import RunDir
 )
 @run_argument
 @option("--out", "Folder to create.", name="out_name", type=PATH, required=True)
-@option("--step N", "The checkpoint of this step.", type=INDEX)
+@option("--step N", "Export the checkpoint of this step.", type=INDEX)
 @option(
     "--format",
-    "Output format: hf writes files that transformers loads; your own task decides which files it writes.",
+    "Output format: hf writes files that transformers can load. If you use your own "
+    "task, the task decides which files are written.",
     name="format_name",
     type=click.Choice(["hf"]),
     default="hf",
@@ -44,26 +45,27 @@ from trainkit.run.rundir import RunDir
     default="fp32",
     show_default=True,
 )
-@option("--merge", "Add the adapters of model.lora to the model.")
+@option("--merge", "Merge the adapters of model.lora into the weights of the model.")
 @trust_option
 @json_option
 def command(
     run_name: str, out_name: Path, step: int | None, format_name: str, dtype: str, merge: bool, as_json: bool
 ) -> int:
-    """Write the model of a checkpoint of RUN for other programs: the best checkpoint, else the newest.
+    """Write the model of a checkpoint of RUN for other programs: the best checkpoint, or else the newest.
 
-    With model.lora, the command writes only the adapters, as peft does; --merge adds them to the model.
+    For a run with model.lora, only the adapters are written, as peft does; --merge merges the adapters into
+    the model's weights.
     """
     run = find_run(run_name)
     refuse_untrusted(run.path)
     checkpoint = chosen_checkpoint(run, step)
     if out_name.exists() and not (out_name.is_dir() and not any(out_name.iterdir())):
-        raise UsageError(f"--out {out_name} exists already", hint="name a new or an empty folder")
+        raise UsageError(f"--out {out_name} exists already", hint="specify a new or an empty folder")
     partial = out_name.absolute().with_name(f".{out_name.name}.partial-{os.getpid()}")
     request = {**places_of(run, checkpoint), "out": str(partial), "dtype": dtype, "merge": merge}
     try:
         partial.mkdir(parents=True)
-        # Export in another process, because only the trainer may import torch.
+        # Export in another process, because commands must not import torch.
         argv = module_argv("trainkit.capabilities.export.worker")
         code = subprocess.run(argv, input=json.dumps(request), text=True, env=own_environ()).returncode
         if code:
@@ -71,7 +73,7 @@ def command(
         partial.rename(out_name)
     except OSError as error:
         message = f"--out {out_name} cannot be written: {error.strerror}"
-        raise UsageError(message, hint="name a new folder where you can write") from None
+        raise UsageError(message, hint="specify a new folder in a place where you can write") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     files = sorted(item.name for item in out_name.iterdir())
@@ -81,7 +83,7 @@ def command(
 
 
 def chosen_checkpoint(run: RunDir, step: int | None) -> manifest.Checkpoint:
-    """Return the checkpoint of a step, or else the best checkpoint, or else the newest intact one."""
+    """Return the checkpoint of `step` or, if it is None, the best or else the newest intact checkpoint."""
     there = checkpoints_of(run, step)
     best = [item for item in there if item.step == manifest.best_step(run.checkpoints_dir)]
     chosen = manifest.newest_intact(best) or manifest.newest_intact(there)
@@ -91,13 +93,13 @@ def chosen_checkpoint(run: RunDir, step: int | None) -> manifest.Checkpoint:
             f"{newest} is damaged: {manifest.find_damage(there[-1])}", hint="name another --step"
         )
     if chosen.manifest().model is None:
-        hint = "export the model in your own code"
+        hint = "export the model with your own code"
         raise UsageError(f"{shown_path(chosen.path)} was saved by a training loop of your own", hint=hint)
     return chosen
 
 
 def places_of(run: RunDir, checkpoint: manifest.Checkpoint) -> dict[str, str]:
-    """Return the paths with which another process finds a checkpoint and its config."""
+    """Return the paths that another process needs to load a checkpoint and its config."""
     number = run.latest_number()
     config_file = run.config_file if number is None else run.attempt(number).config_file
     files = {"run": run.path, "config_file": config_file, "checkpoint": checkpoint.path}

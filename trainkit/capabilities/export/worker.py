@@ -1,4 +1,4 @@
-"""Export the model in a checkpoint for other programs: `trainkit ckpt export`.
+"""Exports the model in a checkpoint for other programs: `trainkit ckpt export`.
 
 ``python -m trainkit.capabilities.export.worker`` reads an `ExportRequest` as JSON from stdin.
 """
@@ -38,7 +38,7 @@ from trainkit.trainer.precision import DTYPES
 from trainkit.trainer.user_task import UserTask
 
 MAX_FILE_BYTES = 5_000_000_000
-"""Maximum size of a file, the same as for other models; a hub may refuse larger files."""
+"""Maximum size of a weight file, the size usual for other models; a hub may reject larger files."""
 GENERATION_NAME = "generation_config.json"
 TOKENIZER_FILES = (
     TOKENIZER_NAME,
@@ -54,7 +54,7 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """The checkpoint to export, with the format and the folder of the files."""
+    """The checkpoint to export, and the format and folder of the output."""
 
     run: str
     config_file: str
@@ -72,24 +72,25 @@ def export(request: ExportRequest) -> list[str]:
         return _export_task(config, RunDir(Path(request.run)), reader, out, request)
     if config.model.architecture != DECODER:
         raise UsageError(
-            f"model.architecture is {config.model.architecture}, which has no Hugging Face format",
+            f"model.architecture is {config.model.architecture}, which cannot be exported to the "
+            f"Hugging Face format",
             hint="read the checkpoint with torch.distributed.checkpoint",
         )
     if request.merge:
-        raise UsageError("--merge is for runs with model.lora", hint="remove --merge")
+        raise UsageError("--merge applies only to runs with model.lora", hint="remove --merge")
     _export_decoder(config, reader, out, DTYPES[request.dtype])
     return _export_tokenizer(config, out)
 
 
 def saved_tensors(reader: SafeReader, prefix: str) -> dict[str, TensorStorageMetadata]:
-    """Return the tensors of a checkpoint whose names start with a prefix; the prefix is removed."""
+    """Return the tensors of a checkpoint whose names start with a prefix, keyed by the names without it."""
     items = reader.read_metadata().state_dict_metadata.items()
     found = {name.removeprefix(prefix): item for name, item in items if name.startswith(prefix)}
     return {name: item for name, item in found.items() if isinstance(item, TensorStorageMetadata)}
 
 
 def load_tensors(reader: SafeReader, tensors: dict[str, Tensor]) -> None:
-    """Read tensors of a checkpoint, by their names, in place; convert them to their dtypes."""
+    """Read a checkpoint's values into the given tensors, by name, converting them to the tensors' dtypes."""
     state_dict_loader.load(tensors, storage_reader=reader, no_dist=True)
 
 
@@ -122,7 +123,7 @@ def _num_bytes(sizes: Iterable[torch.Size], dtype: torch.dtype) -> int:
 
 
 def _values(sizes: Mapping[str, torch.Size], reader: SafeReader) -> Iterator[Tensor]:
-    """Yield the decoder's parameters; read a gigabyte at a time, because each read makes a new plan."""
+    """Yield the decoder's parameters, reading a gigabyte at a time because every read makes a new plan."""
     group: dict[str, Tensor] = {}
     for index, (name, size) in enumerate(sizes.items(), 1):
         group[f"model.{name}"] = torch.empty(size)
@@ -133,7 +134,7 @@ def _values(sizes: Mapping[str, torch.Size], reader: SafeReader) -> Iterator[Ten
 
 
 def decoder_settings(shape: ModelShape, config: RunConfig, dtype: torch.dtype) -> dict[str, object]:
-    """Return the config.json of trainkit's decoder as a model of transformers."""
+    """Return the config.json that describes trainkit's decoder as a transformers model."""
     kind, name = ("qwen2", "Qwen2ForCausalLM") if shape.qkv_bias else ("llama", "LlamaForCausalLM")
     scaling = shape.rope_scaling
     settings: dict[str, object] = {
@@ -155,7 +156,7 @@ def decoder_settings(shape: ModelShape, config: RunConfig, dtype: torch.dtype) -
         "bos_token_id": None,
     }
     if config.model.hf is not None:
-        # The other settings of the original model, such as the ids of special tokens, still apply.
+        # The original model's other settings, such as the ids of special tokens, remain valid.
         original = json.loads((Path(config.model.hf) / CONFIG_NAME).read_text(encoding="utf-8"))
         original.pop("dtype", None)
         return {**original, "torch_dtype": settings["torch_dtype"]}
@@ -165,7 +166,7 @@ def decoder_settings(shape: ModelShape, config: RunConfig, dtype: torch.dtype) -
     try:
         settings["eos_token_id"] = identify(config.data.tokenizer).eos_id
     except UsageError:
-        settings["eos_token_id"] = None  # the tokenizer no longer exists, see `_export_tokenizer`
+        settings["eos_token_id"] = None  # the tokenizer no longer exists; see `_export_tokenizer`
     return settings
 
 
@@ -175,22 +176,22 @@ def _llama3(scaling: RopeScaling) -> dict[str, object]:
 
 
 def _export_tokenizer(config: RunConfig, out: Path) -> list[str]:
-    """Write the tokenizer's files, if there are any, and the generation settings of the original model.
+    """Write the tokenizer's files, if they exist, and the generation settings of the original model.
 
     Returns a remark if there is no tokenizer.
     """
-    generation = Path(config.model.hf or "") / GENERATION_NAME  # names all tokens that end the generation
+    generation = Path(config.model.hf or "") / GENERATION_NAME  # contains all tokens that end generation
     if config.model.hf is not None and generation.is_file():
         shutil.copyfile(generation, out / GENERATION_NAME)
     name = config.data.tokenizer
     if name == BYTES:
         if config.model.hf is not None or prepared_folder(config.data) is not None:
-            return [f"{out} has no tokenizer: add the tokenizer of the prepared data"]
+            return [f"{out} has no tokenizer: add the one with which the data was prepared"]
         _write_byte_tokenizer(out)
         return []
     source = Path(name)
     if not source.is_file():
-        return [f"{out} has no tokenizer: {source} is gone"]
+        return [f"{out} has no tokenizer, because {source} no longer exists"]
     for item in TOKENIZER_FILES:
         file = source.with_name(item)
         if file.is_file():
@@ -208,10 +209,10 @@ def _write_tokenizer_config(out: Path, eos_token: str) -> None:
 
 
 def _write_byte_tokenizer(out: Path) -> None:
-    """Write the tokenizer `bytes` as a tokenizer.json: byte-level BPE without merges."""
+    """Write the tokenizer named `bytes` as a tokenizer.json: byte-level BPE without merges."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    # Byte-level BPE shows a byte that is no printable Latin-1 character as a character from 256 on.
+    # Byte-level BPE represents bytes that are not printable Latin-1 characters as characters from 256 on.
     shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     hidden = [byte for byte in range(256) if byte not in shown]
     characters = {byte: chr(byte) for byte in shown} | {
@@ -238,7 +239,7 @@ def _export_task(
         return _export_tokenizer(config, out)
     if request.merge:
         if config.model.lora is None:
-            raise UsageError("--merge is for runs with model.lora", hint="remove --merge")
+            raise UsageError("--merge applies only to runs with model.lora", hint="remove --merge")
         merge_adapters(model)
     task.export(model.to(DTYPES[request.dtype]), out)
     return []
@@ -247,10 +248,10 @@ def _export_task(
 def load_task_model(
     config: RunConfig, run: RunDir, reader: SafeReader, *, adapters_only: bool = False
 ) -> tuple[UserTask, nn.Module]:
-    """Return a task and its model with the weights of a checkpoint, on the CPU.
+    """Return a task, and its model on the CPU with the weights of a checkpoint.
 
-    With `adapters_only`, only the tensors that peft saves have memory. Raises UsageError if the checkpoint
-    belongs to another model, or if the files of the base model have changed.
+    With `adapters_only`, memory is allocated only for the tensors that peft saves. Raises UsageError if the
+    checkpoint belongs to a different model, or if the files of the base model have changed.
     """
     task = UserTask(config, run, opens_data=False)
     before = Checkpoint(Path(reader.path), 0).manifest().data.get(BASE_FINGERPRINT)
@@ -277,7 +278,7 @@ def load_task_model(
 
 
 def show_error(error: OSError | TrainkitError, *, as_json: bool = False) -> int:
-    """Print an error; return the exit code of the process."""
+    """Print an error, and return the exit code for the process."""
     if isinstance(error, OSError):
         error = TrainkitError(f"{error.filename or 'a file'}: {error.strerror or error}")
     if as_json:
@@ -289,7 +290,7 @@ def show_error(error: OSError | TrainkitError, *, as_json: bool = False) -> int:
 
 
 def main() -> int:
-    """Export the model that the request on stdin names; return the exit code."""
+    """Export the model that the JSON request on stdin describes; return the exit code."""
     try:
         remarks = export(ExportRequest(**json.load(sys.stdin)))
     except (OSError, TrainkitError) as error:

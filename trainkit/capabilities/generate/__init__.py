@@ -1,1 +1,1 @@
-"""`trainkit generate`: continues a prompt with the model of a run."""
+"""Implements `trainkit generate`, which continues a prompt with the model of a run."""

@@ -1,4 +1,4 @@
-"""`trainkit generate`: starts the process that continues a prompt with the model of a run."""
+"""Implements the command `trainkit generate`, which starts a process that continues a prompt."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from trainkit.errors import EXIT_FAILED
 @option("--max-tokens N", "Maximum number of new tokens.", type=click.IntRange(1), default=200)
 @option(
     "--temperature T",
-    "Randomness of the text; 0 always chooses the most likely token.",
+    "Randomness of the text (temperature); 0 always chooses the most likely token.",
     type=click.FloatRange(min=0.0),
     default=0.8,
 )
-@option("--top-k K", "Choose among the K most likely tokens.", type=click.IntRange(min=1))
+@option("--top-k K", "Choose only among the K most likely tokens.", type=click.IntRange(min=1))
 @option(
     "--top-p P",
-    "Choose among the most likely tokens with a total probability of P.",
+    "Choose only among the most likely tokens with a total probability of P.",
     type=click.FloatRange(min=0.0, max=1.0, min_open=True),
 )
-@option("--seed", "The same seed gives the same text.", type=int, default=0)
-@option("--tokenizer FILE", "The tokenizer.json with which the data was prepared.")
+@option("--seed", "Random seed; the same seed gives the same text.", type=int, default=0)
+@option("--tokenizer FILE", "Path of the tokenizer.json with which the data was prepared.")
 @option(
     "--device", "Device on which the model runs.", type=click.Choice(["auto", "cpu", "cuda"]), default="auto"
 )
@@ -53,11 +53,11 @@ def command(
     as_json: bool,
     **options: object,
 ) -> int:
-    """Continue PROMPT with the best checkpoint of RUN, else the newest, in one process.
+    """Continue PROMPT with the best checkpoint of RUN, or else the newest, in one process.
 
-    The text appears while it is generated. PROMPT is read from stdin if it is -. PROMPT is encoded like the
-    training data, without special tokens. Weights are fp32 on a CPU; on a GPU they have the type of
-    precision.dtype.
+    The text is printed while it is generated. If PROMPT is -, the prompt is read from stdin. PROMPT is
+    encoded like the training data, without special tokens. On a CPU, weights are fp32; on a GPU, they have
+    the data type of precision.dtype.
     """
     from trainkit.job.processes import module_argv
     from trainkit.run.own_folders import own_environ
@@ -73,7 +73,7 @@ def command(
         "as_json": as_json,
         **options,
     }
-    # The model runs in another process, because commands must not import torch.
+    # Run the model in another process, because commands must not import torch.
     argv = module_argv("trainkit.capabilities.generate.worker")
     code = subprocess.run(argv, input=json.dumps(request), text=True, env=own_environ()).returncode
     return code if code >= 0 else EXIT_FAILED

@@ -38,31 +38,31 @@ from trainkit.trainer.models.model import Model
 from trainkit.trainer.precision import DTYPES
 
 UNFINISHED = "\ufffd"
-"""The character to which a tokenizer decodes an incomplete character."""
+"""Character that a tokenizer returns for an incomplete UTF-8 character."""
 
 
 @torch.inference_mode()
 def generate(request: JsonObject) -> None:
-    """Print the prompt and its continuation, or one JSON object.
+    """Print the prompt and its continuation, or a JSON object.
 
-    Raises UsageError if the run has no language model, if its tokenizer is unknown, or if the prompt is too
-    long.
+    Raises UsageError if the run has no language model, if the run's tokenizer is unknown, or if the prompt is
+    too long.
     """
     config = read_effective(request["config_file"])
     if config.has_user_task:
         raise UsageError(
-            f"task is {config.task}: only language models of the task causal_lm continue a prompt",
-            hint="`trainkit ckpt export` writes the model for your own code",
+            f"task is {config.task}, but only language models of the task causal_lm can continue a prompt",
+            hint="use `trainkit ckpt export` to write the model for your own code",
         )
     tokenizer = Tokenizer(_tokenizer_name(config, request["tokenizer"]))
     tokens = [int(token) for token in tokenizer.encode([request["prompt"].encode()])[0]]
-    # in training, a document follows the end token of the document before
+    # in training, a document follows the end token of the previous document
     tokens = tokens or [tokenizer.identity.eos_id]
     start, limit = len(tokens), config.data.seq_len
     if start >= limit:
         raise UsageError(
-            f"the prompt has {start:,} tokens, but the model was trained with {limit:,} (data.seq_len)",
-            hint=f"shorten it to at most {limit - 1:,} tokens",
+            f"the prompt has {start:,} tokens, but the model was trained on {limit:,} (data.seq_len)",
+            hint=f"shorten the prompt to at most {limit - 1:,} tokens",
         )
     wanted, has_gpu = request["device"], torch.cuda.is_available()
     if wanted == "cuda" and not has_gpu:
@@ -103,7 +103,7 @@ def generate(request: JsonObject) -> None:
 
 
 def _show(piece: str) -> None:
-    """Write a piece of text. On a terminal, control characters are replaced."""
+    """Write a piece of the generated text. On a terminal, control characters in it are replaced."""
     if sys.stdout.isatty():
         piece = "".join(char if char.isprintable() or char in "\n\t" else UNFINISHED for char in piece)
     sys.stdout.write(piece)
@@ -111,7 +111,7 @@ def _show(piece: str) -> None:
 
 
 def _tokenizer_name(config: RunConfig, given: str | None) -> str:
-    """Return `bytes` or the path of the tokenizer.json with which the run was trained."""
+    """Return the tokenizer with which the run was trained: `bytes`, or the path of a tokenizer.json."""
     name = given or config.data.tokenizer
     folder = prepared_folder(config.data)
     if folder is None:
@@ -120,7 +120,7 @@ def _tokenizer_name(config: RunConfig, given: str | None) -> str:
     if used.kind != BYTES and (name == BYTES or identify(name).sha256 != used.sha256):
         raise UsageError(
             f"{folder} was prepared with the tokenizer {used.name}, not with {name}",
-            hint="name that file with --tokenizer",
+            hint="specify that file with --tokenizer",
         )
     return BYTES if used.kind == BYTES else name
 
@@ -135,7 +135,7 @@ def _end_tokens(config: RunConfig) -> list[int]:
 
 
 def _load(config: RunConfig, request: JsonObject, device: torch.device, vocab_size: int) -> nn.Module:
-    """Return the model with the weights of a checkpoint."""
+    """Return the model, loaded with the weights of a checkpoint."""
     run, reader = RunDir(Path(request["run"])), SafeReader(request["checkpoint"])
     dtype = DTYPES[request["dtype"] or (config.precision.dtype if device.type == "cuda" else "fp32")]
     if config.uses_transformers:
@@ -148,7 +148,7 @@ def _load(config: RunConfig, request: JsonObject, device: torch.device, vocab_si
         kind = load_architecture(config.model.architecture, run)
         model = kind(resolve_model_shape(settings, 1), config.data.seq_len)
     for param in model.parameters():
-        # buffers keep their type: the angles of rotary embeddings need float32
+        # buffers keep their dtype, because the angles of rotary embeddings need float32
         param.data = param.data.to(dtype)
     model.to_empty(device=device)
     model.rebuild_buffers()
@@ -159,15 +159,15 @@ def _load(config: RunConfig, request: JsonObject, device: torch.device, vocab_si
 def logits_of(model: nn.Module, device: torch.device) -> Callable[[list[int]], Tensor]:
     """Return a function that maps all tokens so far to the logits of the next token.
 
-    The function must be called once per token, because it caches keys and values. The logits are float32
-    [vocab] on the CPU.
+    The function must be called once for every token, because it caches keys and values. The logits are
+    float32 [vocab] on the CPU.
     """
     cache: object = None
 
     def next_logits(tokens: list[int]) -> Tensor:
         nonlocal cache
         new = torch.tensor([tokens if cache is None else tokens[-1:]], device=device)
-        if isinstance(model, Model):  # only dropout reads the keys of samples
+        if isinstance(model, Model):  # only dropout uses the sample keys
             found = model(new, torch.zeros(1, dtype=torch.int32, device=device))
         else:
             out = model(input_ids=new, past_key_values=cache, use_cache=True)
@@ -186,10 +186,10 @@ def choose_token(
     top_p: float | None = None,
     generator: torch.Generator | None = None,
 ) -> int:
-    """Choose a token by its logits, float32 [vocab]: the most likely token for temperature 0, else a sample.
+    """Choose a token from its logits, float32 [vocab]: the most likely one at temperature 0, else a sample.
 
-    Samples are drawn from the `top_k` most likely tokens, and from the fewest of them whose probabilities add
-    up to at least `top_p` (nucleus sampling, arXiv 1904.09751).
+    A sample is drawn from the `top_k` most likely tokens and, of those, the fewest whose probabilities add up
+    to at least `top_p` (nucleus sampling, arXiv 1904.09751).
     """
     if temperature == 0.0:
         return int(logits.argmax())
@@ -202,7 +202,7 @@ def choose_token(
 
 
 def main() -> int:
-    """Continue the prompt of the request on stdin, and return the exit code."""
+    """Continue the prompt in the JSON request on stdin, and return the exit code."""
     replace_unencodable()
     request = json.load(sys.stdin)
     try:

@@ -1,6 +1,6 @@
-"""Chooses the node count with which a run is expected to finish first, and lets a run grow.
+"""Chooses the node count with which a run is expected to finish first, and lets a run grow to more nodes.
 
-A growing run that has fewer nodes than it may have returns to the queue when Slurm would start more.
+A run with `resources.grow` that has fewer nodes than it may use requeues when Slurm would give it more.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GrowthPlan(Part):
-    """The part of the plan for a run that grows."""
+    """The part of the plan of a run with `resources.grow`."""
 
     CAPABILITY = "growth"
     grow: bool = True
 
 
 class Growth(Capability):
-    """The growth capability, which imports the code that asks Slurm only in a job."""
+    """The growth capability; the code that queries Slurm is imported only in a job."""
 
     name = "growth"
 
@@ -38,7 +38,7 @@ class Growth(Capability):
         if not resources.grow:
             return Planned()
         has_range = resources.fewest_nodes < resources.most_nodes
-        note = f"resources.grow has no effect: resources.nodes is {resources.nodes}"
+        note = f"resources.grow has no effect because resources.nodes is {resources.nodes}"
         part = None if draft.slurm is None else GrowthPlan()
         return Planned(part, warnings=() if has_range else (note,))
 

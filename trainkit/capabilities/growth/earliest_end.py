@@ -1,8 +1,8 @@
-"""Implements ``--nodes auto``: chooses the request with which a run is expected to finish first.
+"""Implements ``--nodes auto``: chooses the resource request with which a run is expected to finish first.
 
-A request has a number of nodes, a partition and a time limit. This module asks Slurm when each request would
-start, estimates how long the work takes, and decides. Both estimates are uncertain, because other jobs arrive
-and end at any time.
+A request consists of a number of nodes, a partition and a time limit. This module asks Slurm when each
+possible request would start, estimates the duration of the work, and decides. The start times and durations
+are uncertain, because other jobs may arrive or end at any time.
 """
 
 from __future__ import annotations
@@ -42,73 +42,75 @@ from trainkit.run.registry import iter_known_runs
 from trainkit.run.rundir import RunDir
 
 ENOUGH_S = 5.0
-"""Seconds for all questions to Slurm together; later answers do not count."""
+"""Seconds for all queries to Slurm together; answers after that are ignored."""
 MOST_ASKED = 24
-"""Maximum number of requests that Slurm is asked about."""
+"""Maximum number of requests for which Slurm is asked about the start time."""
 SLICES_S = (3600.0, 4 * 3600.0)
-"""Shorter time limits to ask about, if the run may be cut into slices; a restart is short compared with each.
+"""Shorter time limits to try if the run can be split into slices; a restart is short compared with either
+limit.
 """
 LEAST_SIZES = 4
-"""Minimum number of node counts in each partition; slices are asked about only if questions remain."""
+"""Minimum number of node counts to try in each partition; slices are tried only if queries are left over."""
 MOST_RUNS = 100
-"""Maximum number of earlier runs whose speed is looked up, the newest first."""
+"""Maximum number of earlier runs from which speeds are read, starting with the newest."""
 SPEED_SECTIONS = {"task", "model", "precision", "parallel", "data"}
-"""Sections that must be equal in two configs, so that their steps take the same time."""
+"""Config sections that must be equal in two runs, so that their steps take the same time."""
 DEGREES = {"parallel": {"dp_replicate", "dp_shard", "tp", "pp", "cp", "pp_microbatches"}}
-"""Keys that are not compared in the configs, because the plans contain their derived values."""
+"""Config keys that are not compared, because the plans contain the values derived from them."""
 
 SizeAndGpu = tuple[int, str]
-"""The key of an estimate: a number of nodes and their GPU type, which is empty if unknown."""
+"""The key of an estimate: a number of nodes and their GPU type (empty if unknown)."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """The duration of the steps of a run on given nodes."""
+    """How long a run's steps take on a given number and type of nodes."""
 
     seconds: float
     source: str
-    """The source of the estimate."""
+    """Where the estimate comes from, as text for the table."""
 
 
 @dataclass(frozen=True)
 class Offer:
-    """A possible request, and the expected start and end of a run with it."""
+    """A possible request, with the expected start and end of a run that uses it."""
 
     num_nodes: int
     partition: str
     limit_s: float = field(metadata=UNLIMITED)
-    """The time limit of a job."""
+    """Time limit of one job, in seconds."""
     work: Work
     start_time: datetime | None = None
-    """The expected start; None if Slurm gives no time."""
+    """Expected start; None if Slurm gives no time."""
     is_slice: bool = False
-    """True if the config does not set this limit as a slice, but its time allows several such jobs."""
+    """True if this time limit is a slice that is not in the config, whose time limit covers several such
+    jobs."""
     end_time: datetime | None = None
-    """The expected end; None if the run would not finish."""
+    """Expected end; None if the run would not finish."""
     num_jobs: int = 1
-    """Number of jobs until the end."""
+    """Number of jobs that the run needs to finish."""
     remark: str = ""
-    """The reason why the run would not finish."""
+    """Reason why the run would not finish."""
 
 
 @dataclass(frozen=True)
 class Choice(NodesChoice):
-    """The offers, and the offer that is taken."""
+    """All offers, and the offer that was chosen."""
 
     offers: Sequence[Offer]
     taken: Offer | None
-    """The offer that is taken; None if the request is unchanged."""
+    """The chosen offer; None if the request stays unchanged."""
     reason: str = ""
-    """The reason why no offer is taken, in one sentence."""
+    """Reason why no offer was chosen, in one sentence."""
     priority: str = field(default="", metadata=LEFT_OUT)
-    """Slurm's report about this user's priority."""
+    """Slurm's report on this user's job priority."""
 
     def to_dict(self) -> dict[str, object]:
-        """Return this choice as a dictionary for JSON, without the priority of the jobs."""
+        """Return this choice as a JSON-serializable dictionary, without Slurm's priority report."""
         return {**to_json(self), "reason": self.reason or None}
 
     def lines(self, plan: LaunchPlan, fit: int | None = None) -> Iterator[str]:
-        """Yield a table of the offers, with a star at the offer that is taken, and notes about it."""
+        """Yield a table of the offers, in which a star marks the chosen offer, and notes about the choice."""
         now, workers = datetime.now(timezone.utc), plan.workers_per_node
         if self.offers:
             unit = "GPU-hours" if plan.device == "cuda" else "worker-hours"
@@ -125,7 +127,10 @@ class Choice(NodesChoice):
                     (f"{offer.num_nodes}{star}", offer.partition, limit, start, end, f"{hours:.2f}", source)
                 )
             yield from table(rows, right={5}, fit=fit, num_keys=2).splitlines()
-            yield "`sbatch --test-only` estimates the starts; other jobs that arrive or end can change them."
+            yield (
+                "start times are estimates from `sbatch --test-only`; they can change when other "
+                "jobs arrive or end."
+            )
         if self.priority:
             yield f"your priority (sprio --weights, sshare):\n{self.priority}"
         if self.taken is None:
@@ -141,14 +146,14 @@ def choose_nodes(
     before: LaunchPlan | None = None,
     left: float = 1.0,
 ) -> tuple[LoadedConfig, LaunchPlan, Choice]:
-    """Return the config with all node counts, the plan with the earliest expected end, and the choice.
+    """Return the config with all possible node counts, the plan expected to end first, and the choice.
 
-    For a run that resumes, `before` has the same meaning as in `plan_nodes`, and `left` is the remaining
-    share of its steps. Raises the errors of `plan_run`. Without an answer from Slurm, the plan follows the
-    config.
+    For a run that resumes, `before` has the same meaning as in `plan_nodes`, and `left` is the fraction of
+    its steps that remains. Raises the same errors as `plan_run`. If Slurm does not answer, the plan is the
+    one that the config requests.
     """
     if len(clusters := loaded.config.resources.clusters) > 1:
-        message = f"cannot compare the starts on {listed(clusters, 'or')}, among which Slurm chooses"
+        message = f"cannot compare start times, because Slurm chooses among the clusters {listed(clusters)}"
         raise UsageError(
             f"--nodes auto {message}", hint="give a number of nodes or a range, such as --nodes 2-8"
         )
@@ -165,12 +170,14 @@ def choose_nodes(
     own = plan_run(base, facts, workload, code_dir=code_dir, before=before)
 
     def unchanged(choice: Choice) -> tuple[LoadedConfig, LaunchPlan, Choice]:
-        # If a run fits into no partition without slices, it is refused, as without --nodes auto.
+        # A run that fits no partition without slices is rejected, as it is without --nodes auto.
         plan = own if base is loaded else plan_run(loaded, facts, workload, code_dir=code_dir, before=before)
         return loaded, plan, choice
 
     if cluster is None or own.slurm is None:
-        return unchanged(Choice((), None, "only Slurm knows when more or fewer nodes are free"))
+        return unchanged(
+            Choice((), None, "only with Slurm can trainkit find out when more or fewer nodes are free")
+        )
     given = loaded.config.resources
     request = request_of(own, loaded.config, cluster)
     if not request.partitions:
@@ -190,14 +197,15 @@ def choose_nodes(
         return unchanged(Choice((), None, error.message.splitlines()[0]))
     best = earliest(offers)
     if best is None:
-        return unchanged(Choice(offers, None, "no request is known to finish", priority))
+        return unchanged(Choice(offers, None, "the run is not known to finish with any request", priority))
     why_longer = ""
     if best.is_slice:
         more: dict[str, object] = {}
-        # Partitions that accept only slices are planned for too now, and may have fewer GPUs per node.
+        # The plan now also includes partitions that accept only slices, whose nodes may have fewer GPUs.
         if len(request.partitions) > 1:
             more["resources.gpus_per_node"] = plan.workers_per_node
-        # An uncut job would return to the queue after its time limit, but slices end after the total time.
+        # A job without slices would requeue after its time limit, but a run with slices ends after
+        # resources.time.
         total_s = 60 * math.ceil((best.work.seconds + best.num_jobs * RESTART_S) / 60)
         if total_s > (time_limit_s(str(given.time)) or 0):
             more["resources.time"] = time_text(total_s)
@@ -208,7 +216,7 @@ def choose_nodes(
 
 
 def _may_be_cut(config: RunConfig, workload: Workload) -> bool:
-    """Return whether a run can continue after a slice although its config sets no slice."""
+    """Return whether a run can be split into slices although its config sets no slice."""
     asked = config.resources
     is_limited = asked.time is not None and time_limit_s(asked.time) is not None
     is_free = asked.slice is None and asked.time_min is None
@@ -219,11 +227,11 @@ def _sliced(loaded: LoadedConfig, slice_s: float, **others: object) -> LoadedCon
     return with_values(loaded, {"resources.slice": time_text(int(slice_s)), **others}, "--nodes auto")
 
 
-# Decisions, which do not ask Slurm.
+# The following functions decide, without querying Slurm.
 
 
 def sizes_around(own: int, most: int) -> list[int]:
-    """Return a number of nodes, its halves, and its doubles up to `most`, in ascending order."""
+    """Return a number of nodes, its whole halves, and its doubles up to `most`, in ascending order."""
     sizes = [own]
     while sizes[0] % 2 == 0:
         sizes.insert(0, sizes[0] // 2)
@@ -235,7 +243,7 @@ def sizes_around(own: int, most: int) -> list[int]:
 def expected_work(
     base: Mapping[SizeAndGpu, Work], measured: Mapping[SizeAndGpu, Work]
 ) -> dict[SizeAndGpu, Work]:
-    """Return the work in each place of `base`, measured there or scaled from the nearest measurement."""
+    """Return the work for each key of `base`: as measured, or else scaled from the nearest measurement."""
     found = dict(base)
     for place, work in base.items():
         if place in measured:
@@ -255,9 +263,9 @@ def expected_work(
 def with_end(offer: Offer, config: RunConfig, now: datetime, whole: datetime | None = None) -> Offer:
     """Return the offer with its expected end, or with the reason why the run would not finish.
 
-    The estimate assumes that a run that returns to the queue after a job waits as long as now, and restarts
-    in RESTART_S. Backfill helps only the first job, so the second job is assumed to start no earlier than an
-    uncut job would, at `whole`.
+    The estimate assumes that after each job, the run waits in the queue as long as now and then takes
+    RESTART_S to restart. Backfill helps only the first job, so the second job is assumed to start no earlier
+    than `whole`, the start of a job that is not split.
     """
     start, resources = offer.start_time, config.resources
     if start is None:
@@ -267,17 +275,17 @@ def with_end(offer: Offer, config: RunConfig, now: datetime, whole: datetime | N
     more = 0
     if work_s > limit_s:
         if "timeout" not in config.requeue.on:
-            return replace(offer, remark=f"{needs}, and requeue.on has no timeout")
+            return replace(offer, remark=f"{needs}, but requeue.on does not include timeout")
         if limit_s <= RESTART_S:
             return replace(
-                offer, remark=f"{needs}, and a restart takes about {duration(RESTART_S)} of each job"
+                offer, remark=f"{needs}, but each job loses about {duration(RESTART_S)} for a restart"
             )
         more = math.ceil((work_s - limit_s) / (limit_s - RESTART_S))
     busy_s = work_s + more * RESTART_S
     is_typed = resources.slice is not None and not offer.is_slice
     total_s = time_limit_s(str(resources.time)) if is_typed else None
     if total_s is not None and work_s > total_s:
-        return replace(offer, remark=f"{needs}, and resources.time is {resources.time}")
+        return replace(offer, remark=f"{needs}, but resources.time is {resources.time}")
     wait_s = max(0.0, (start - now).total_seconds())
     later_s = (whole - now).total_seconds() - wait_s - limit_s if more and whole is not None else 0.0
     end_s = wait_s + busy_s + max(more * wait_s, later_s)
@@ -285,7 +293,7 @@ def with_end(offer: Offer, config: RunConfig, now: datetime, whole: datetime | N
 
 
 def earliest(offers: Sequence[Offer]) -> Offer | None:
-    """Return the offer that ends first, or None; ties go to the fewest jobs, then the fewest nodes."""
+    """Return the offer that ends first, or None; ties go to the fewest jobs, then to the fewest nodes."""
     ending = [
         (offer.end_time, offer.num_jobs, offer.num_nodes, index)
         for index, offer in enumerate(offers)
@@ -294,17 +302,17 @@ def earliest(offers: Sequence[Offer]) -> Offer | None:
     return offers[min(ending)[-1]] if ending else None
 
 
-# Questions to Slurm and to earlier runs.
+# The following functions query Slurm and read earlier runs.
 
 
 def _gather(
     plan: LaunchPlan, config: RunConfig, facts: Facts, request: ResourceRequest, left: float, cut: bool
 ) -> tuple[list[Offer], str]:
-    """Return the offers of all sizes, partitions and time limits of a plan, and the priority report."""
+    """Return the offers for all sizes, partitions and time limits of a plan, and the priority report."""
     cluster, resources = facts.target.cluster, config.resources
     assert cluster is not None
     sizes = sorted([plan.num_nodes, *map(int, plan.sizes)], reverse=True)
-    # With too many questions, slices are omitted first, then sizes.
+    # If there would be too many queries, slices are omitted first, then sizes.
     least = min(len(sizes), LEAST_SIZES) * len(request.partitions)
     slices = SLICES_S[: max(0, MOST_ASKED // least - 1)] if cut else None
     limits = {item.name: _limits(request, cluster, item, slices) for item in request.partitions}
@@ -315,7 +323,7 @@ def _gather(
         gpus = dict.fromkeys(gpus, "")
     asked = [
         (size, item, limit_s, is_slice)
-        for is_slice in (False, True)  # Slices come last, and are not asked about if the time runs out.
+        for is_slice in (False, True)  # Slices come last, so that they are the ones omitted if time runs out.
         for size in plans
         for item in request.partitions
         for limit_s in limits[item.name]
@@ -357,9 +365,9 @@ def _gather(
 def _limits(
     request: ResourceRequest, cluster: Cluster, partition: Partition, slices: Sequence[float] | None
 ) -> list[float]:
-    """Return the time limits that a job may get.
+    """Return the time limits that a job in a partition may request.
 
-    `slices` are shorter limits to add; None for a run that is not cut.
+    `slices` are shorter limits to add; None if the run cannot be split.
     """
     longest = request.time_s or partition.job_time_s or math.inf
     if slices is not None:
@@ -383,7 +391,7 @@ def _base(
     gpus: set[str],
     request: ResourceRequest,
 ) -> dict[SizeAndGpu, Work]:
-    """Return the work in each place as `trainkit plan` estimates it, else from the time limit."""
+    """Return the work on each number and type of nodes, as `trainkit plan` or the time limit says."""
     steps, data = config.train.steps, facts.data
     known = {name: gpu for name in gpus if (gpu := find_gpu(name)) is not None}
     if data is not None and steps is not None and config.model.architecture == DECODER and gpus == {*known}:
@@ -400,18 +408,18 @@ def _base(
     total_s = time_limit_s(resources.time) if resources.time is not None else None
     total_s = total_s or max((item.job_time_s or 0 for item in request.partitions), default=0)
     if not total_s:
-        message = "the duration of the run is unknown: resources.time and train.steps are null"
-        raise TrainkitError(message, hint="set one of them, or name a number of nodes")
-    source = f"assumed: resources.time is for {plural(request.nodes, 'node')}"
+        message = "the duration of the run is unknown because resources.time and train.steps are null"
+        raise TrainkitError(message, hint="set one of them, or specify a number of nodes")
+    source = f"assumed: resources.time is meant for {plural(request.nodes, 'node')}"
     return {(size, name): Work(total_s * request.nodes / size, source) for size in plans for name in gpus}
 
 
 def _measured(
     plans: Mapping[int, LaunchPlan], config: RunConfig, gpus: Mapping[str, str]
 ) -> dict[SizeAndGpu, Work]:
-    """Return the work at the speed of earlier runs, including bench runs, that had the same steps.
+    """Return the work, computed from the speed of earlier runs (including bench runs) with equivalent steps.
 
-    Newer runs take precedence.
+    Newer runs take precedence over older ones.
     """
     found: dict[SizeAndGpu, Work] = {}
     steps = config.train.steps
@@ -429,7 +437,7 @@ def _measured(
             gpu = gpus.get(started.text("partition") or "") if started is not None else None
             measured = numbers([record for record in records if record.attempt == number], "step_s")
             if gpu is None or (plan.num_nodes, gpu) in found or not measured or not _is_alike(run, config):
-                continue  # An attempt without a partition of this cluster used other nodes.
+                continue  # An attempt without a partition of this cluster used different nodes.
             source = f"measured in {run.shown}"
             found[plan.num_nodes, gpu] = Work(steps * statistics.median(measured), source)
     return found
@@ -439,7 +447,7 @@ def _is_alike(run: RunDir, config: RunConfig) -> bool:
     try:
         before = read_effective(run.config_file)
     except (OSError, ConfigError):
-        return False  # The config is from another version of trainkit.
+        return False  # The config was written by a different trainkit version.
     first, second = (one.model_dump(include=SPEED_SECTIONS, exclude=DEGREES) for one in (before, config))
     return first == second
 
@@ -449,11 +457,11 @@ def _earlier_runs() -> Iterator[RunDir]:
         yield from map(known.run, known.trials) if isinstance(known, RunGroup) else (known,)
 
 
-# The plan of the offer that is taken.
+# The following function changes the plan to the chosen offer.
 
 
 def taken(plan: LaunchPlan, offer: Offer, why_longer: str = "") -> LaunchPlan:
-    """Return the plan of a job that requests the offer; smaller sizes remain for lost nodes."""
+    """Return the plan of a job that requests the offer; smaller sizes remain possible if nodes are lost."""
     own = plan.at(offer.num_nodes)
     assert own.slurm is not None
     sizes = {size: change for size, change in own.sizes.items() if int(size) < offer.num_nodes}

@@ -1,4 +1,4 @@
-"""Decides when a run on fewer nodes than it may use returns to the queue, to restart on more nodes.
+"""Decides when to requeue a run that has fewer nodes than it may use, so that it restarts on more nodes.
 
 The watch regularly asks Slurm whether the missing nodes are free.
 """
@@ -26,26 +26,26 @@ from trainkit.slurm.submit import ask_starts
 
 ASK_EVERY_S = 1800.0
 ENOUGH_S = 5.0
-"""Seconds for all questions to Slurm together, during which no signal is handled."""
+"""Seconds for all queries to Slurm together, during which signals are not handled."""
 MOST_ASKED = 4
-"""Maximum number of node counts that Slurm is asked about."""
+"""Maximum number of node counts for which Slurm is asked about the start time."""
 SOON_S = 60.0
-"""Maximum seconds until its start for which a job counts as startable now."""
+"""A job counts as startable now if it would start within this number of seconds."""
 REQUEUE_S = 120.0
-"""Seconds for a save and a requeue, without the start of the ranks."""
+"""Seconds for saving and requeueing, excluding the start of the ranks."""
 MIN_SHARE = 0.1
-"""Minimum share of the remaining time that a growth must save, after the time of the restart is subtracted.
+"""Minimum fraction of the remaining time that a growth must save, net of the time for the restart.
 """
 MAX_VAIN = 2
-"""Maximum number of growths after which the run had no more nodes than before."""
+"""Maximum number of growths that did not get the run more nodes; the run then no longer grows."""
 
 
 @dataclass(frozen=True)
 class Growth:
-    """The decision whether a run returns to the queue to restart on more nodes."""
+    """The decision whether a run requeues to restart on more nodes."""
 
     num_nodes: int | None
-    """The number of nodes to restart on; None if the run does not grow."""
+    """Number of nodes on which to restart; None if the run does not grow."""
     reason: str
 
     @property
@@ -58,10 +58,10 @@ class Growth:
 def decide_growth(
     left_s: float, restart_s: float, num_nodes: int, waits: Mapping[int, float | None]
 ) -> Growth:
-    """Decide whether a run with `left_s` remaining on `num_nodes` restarts on more nodes.
+    """Decide whether a run with `left_s` remaining on `num_nodes` should restart on more nodes.
 
-    The speed is assumed to be proportional to the number of nodes. `waits` maps each number of nodes that the
-    run may have to the seconds until the missing nodes are free; None if Slurm names no time.
+    Speed is assumed to be proportional to the number of nodes. `waits` maps each possible number of nodes to
+    the seconds until the missing nodes are free, or to None if Slurm gives no time.
     """
     known = {size: wait_s for size, wait_s in waits.items() if wait_s is not None}
     if not known:
@@ -73,15 +73,15 @@ def decide_growth(
     best = max(free)
     then_s = left_s * num_nodes / best
     reason = (
-        f"{plural(best, 'node')} are free: {duration(then_s)} instead of {duration(left_s)} to go,"
-        f" and {duration(restart_s)} for the restart"
+        f"{plural(best, 'node')} are free: {duration(then_s)} remaining instead of "
+        f"{duration(left_s)}, plus {duration(restart_s)} for the restart"
     )
     is_worth_it = left_s - then_s - restart_s >= MIN_SHARE * left_s
     return Growth(best if is_worth_it else None, reason)
 
 
 def vain_growths(attempts: Sequence[Attempt]) -> int:
-    """Return the number of growths after which the run had no more nodes than before."""
+    """Return the number of growths that did not get the run more nodes."""
     return sum(
         one.cause == "grow" and (following.num_nodes or 0) <= (one.num_nodes or 0)
         for one, following in pairwise(attempts)
@@ -89,7 +89,7 @@ def vain_growths(attempts: Sequence[Attempt]) -> int:
 
 
 class GrowthWatch(Watch):
-    """A watch that asks during an attempt, at most every `ASK_EVERY_S`, whether the run should grow."""
+    """During an attempt, checks at most every `ASK_EVERY_S` whether the run should grow."""
 
     while_stopping = False
 
@@ -100,7 +100,7 @@ class GrowthWatch(Watch):
         self._asked_s = time.monotonic()
 
     def poll(self) -> PlannedStop | None:
-        """Return the planned stop if the run decides to grow, else None; may raise OSError."""
+        """Return a planned stop if the run should grow, else None; may raise OSError."""
         now_s = time.monotonic()
         if not self._larger or now_s < self._asked_s + ASK_EVERY_S:
             return None
@@ -123,7 +123,7 @@ class GrowthWatch(Watch):
             return Growth(None, "the remaining time is unknown")
         limit = restarts_limit(list(previous_ends(self._attempt).values()), self._plan.requeue)
         if limit is None and (vain := vain_growths([attempts[one] for one in sorted(attempts)])) >= MAX_VAIN:
-            limit = f"it restarted {plural(vain, 'time')} without getting more nodes"
+            limit = f"the run was restarted {plural(vain, 'time')} without getting more nodes"
         if limit is not None:
             return Growth(None, limit)
         own = attempts[number]
@@ -133,7 +133,8 @@ class GrowthWatch(Watch):
     def _waits(self) -> dict[int, float | None]:
         """Map each larger number of nodes to the seconds until the missing nodes are free."""
         assert self._plan.slurm is not None
-        # The run's nodes may have room for another job, but not for another node of this run.
+        # Exclude the run's own nodes, which may have room for another job but not for another node of this
+        # run.
         others = with_excluded(self._plan.slurm, self._hosts).sbatch
         partition = os.environ.get("SLURM_JOB_PARTITION") or others.get("partition", False)
         others = {**others, "partition": partition, "comment": False, "dependency": False}
@@ -142,7 +143,7 @@ class GrowthWatch(Watch):
         try:
             starts = [answer.start_time for answer in ask_starts(asked, ENOUGH_S)]
         except TrainkitError as error:
-            log_line(f"cannot ask when more nodes are free: {error.message}")
+            log_line(f"cannot find out when more nodes are free: {error.message}")
             return {}
         now = datetime.now(timezone.utc)
         waits = (None if start is None else (start - now).total_seconds() for start in starts)

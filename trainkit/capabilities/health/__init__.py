@@ -1,4 +1,4 @@
-"""Samples the health of hosts and GPUs while their ranks run."""
+"""Measures the health of hosts and GPUs while their ranks run."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HealthPlan(Part):
-    """The sampling interval of the nodes of a run."""
+    """The interval at which the nodes of a run are sampled."""
 
     CAPABILITY = "health"
     every_s: float
 
 
 class Health(Capability):
-    """The capability that lets one agent per node append samples to a file."""
+    """The health capability, which lets one agent per node append samples to a file."""
 
     name = "health"
 
@@ -40,7 +40,7 @@ class Health(Capability):
 
     def companion(self, attempt: AttemptDir, plan: LaunchPlan, node: Rendezvous) -> Companion | None:
         part = plan.part(HealthPlan)
-        # With one task per GPU, each GPU has an agent, but only one agent per node samples.
+        # With one task per GPU, each GPU has its own agent, but only one agent per node takes samples.
         if part is None or 0 not in node.local_ranks:
             return None
         from trainkit.capabilities.health.sampler import HealthSampler

@@ -1,7 +1,8 @@
-"""Samples the health of a node while its ranks run: processors, memory, network, disks and GPUs.
+"""Measures the health of a node while its ranks run: processors, memory, network, disks and GPUs.
 
-One agent of each node appends to ``health/HOST.jsonl`` in the run folder. It samples in a separate thread,
-because a driver or a filesystem that does not respond must not block the agent. The ranks do not sample.
+One agent on each node appends samples to ``health/HOST.jsonl`` in the run folder. The agent takes samples in
+a separate thread, so that a driver or a file system that does not respond cannot block it. The ranks
+themselves take no samples.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ from trainkit.run.files import append_jsonl, utc_now, write_atomic
 from trainkit.run.rundir import AttemptDir
 
 MAX_BYTES = 4 * 2**20
-"""The largest size of a file; a larger file loses every second sample of its older half."""
+"""Maximum size of a file of samples; in a larger file, every second sample of the older half is deleted."""
 BLOCK_DEVICES = Path("/sys/block")
 NOT_DISKS = ("loop", "ram", "zram", "dm-", "md", "sr")
-"""Prefixes of devices that are not disks, or whose transfers other devices count too."""
+"""Prefixes of devices that are not disks, or whose transfers are also counted for other devices."""
 SECTOR_BYTES = 512
 MIB, GIB = 2**20, 2**30
 THROTTLES = {
@@ -49,11 +50,11 @@ THROTTLES = {
     "HwThermalSlowdown": "heat",
     "HwPowerBrakeSlowdown": "power supply",
 }
-"""Maps the suffix of an NVML throttle reason to its short name."""
+"""Maps the suffix of an NVML throttle reason to a short name."""
 
 
 class HealthSampler(Companion):
-    """Samples a node until `end` is called."""
+    """Takes samples of a node until `end` is called."""
 
     def __init__(
         self, attempt: AttemptDir, host: str, interval_s: float, environ: Mapping[str, str] = os.environ
@@ -70,7 +71,7 @@ class HealthSampler(Companion):
         self._thread.start()
 
     def end(self, *, is_finished: bool) -> None:
-        """Stop sampling without waiting, because the thread may be in a call that never returns."""
+        """Stop sampling without waiting for the thread, which may be in a call that never returns."""
         self._ends.set()
 
     def _run(self) -> None:
@@ -88,7 +89,7 @@ class HealthSampler(Companion):
             is_over = self._ends.wait(self._interval_s)
 
     def append(self) -> None:
-        """Take a sample and append it to the file."""
+        """Take one sample and append it to the file."""
         gpus, problem = self._gpus.sample()
         if problem:
             self._report(f"cannot query the GPUs: {problem}")
@@ -103,19 +104,19 @@ class HealthSampler(Companion):
 
 
 def thin_out(file: Path) -> None:
-    """Drop every second line of the older half of a file."""
+    """Delete every second line of the older half of a file."""
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     half = len(lines) // 2
     write_atomic(file, "".join(lines[:half:2] + lines[half:]))
 
 
 class _Counters:
-    """Measures the utilisation of the host, with rates since the previous sample; None for unknown values."""
+    """Measures the host's utilisation, with rates since the previous sample; unknown values are None."""
 
     def __init__(self) -> None:
         self._read_s, self._before = time.monotonic(), _counters()
         self._parent = os.getppid()
-        """The parent of all agents on this host: the supervisor, a Slurm step, or a launcher."""
+        """Parent process of all agents on this host: the supervisor, a Slurm step, or a launcher."""
 
     def sample(self) -> dict[str, float | str | None]:
         now_s, now = time.monotonic(), _counters()
@@ -137,7 +138,7 @@ class _Counters:
         }
 
     def _job_memory(self) -> dict[str, float | str | None]:
-        """Return the memory of the job and its source."""
+        """Return the memory that the job uses, and how it was measured."""
         if (used_gib := job_memory_gib()) is not None:
             return {"job_mem_gib": used_gib, "job_mem_by": BY_CGROUP}
         trees = (descendants(pid, tree_of(pid)) for pid in (self._parent, os.getpid()))
@@ -146,7 +147,7 @@ class _Counters:
 
 
 def _counters() -> dict[str, int]:
-    """Read the kernel's counters of CPU jiffies and transferred bytes; unknown counters are missing."""
+    """Read the kernel's counters of CPU jiffies and transferred bytes; unknown counters are omitted."""
     found = {}
     for name, *values in kernel_lines(PROC / "stat"):
         if name == "cpu":
@@ -156,7 +157,7 @@ def _counters() -> dict[str, int]:
     if interfaces:
         others = [words for words in interfaces if words[0] != "lo:"]
         found["net_rx"], found["net_tx"] = (sum(int(words[at]) for words in others) for at in (1, 9))
-    with contextlib.suppress(OSError):  # the counters do not include network filesystems
+    with contextlib.suppress(OSError):  # the counters do not include network file systems
         disks = {path.name for path in BLOCK_DEVICES.iterdir() if not path.name.startswith(NOT_DISKS)}
         lines = [words for words in kernel_lines(PROC / "diskstats") if words[2] in disks]
         read, written = (SECTOR_BYTES * sum(int(words[at]) for words in lines) for at in (5, 9))
@@ -165,7 +166,7 @@ def _counters() -> dict[str, int]:
 
 
 class _Gpus:
-    """The GPUs that the ranks of this node can use, as NVML reports them."""
+    """The GPUs that the ranks of this node can use, as reported by NVML."""
 
     def __init__(self, listed: str | None) -> None:
         self._listed, self._stays_open = visible_gpus(listed), ExitStack()
@@ -173,7 +174,7 @@ class _Gpus:
         self._handles: list[tuple[int, Any, str]] = []
 
     def open(self) -> None:
-        """Find the GPUs; without a driver, the node has none."""
+        """Find the GPUs; without a driver, there are none."""
         with contextlib.suppress(NoDriver):
             self._nvml = driver = self._stays_open.enter_context(nvml())
             with contextlib.suppress(driver.NVMLError):  # a MIG slice, for example, reports nothing
@@ -183,7 +184,7 @@ class _Gpus:
                     self._handles.append((int(driver.nvmlDeviceGetIndex(handle)), handle, model))
 
     def sample(self) -> tuple[list[dict[str, object]], str]:
-        """Return the state of each GPU and a problem or ""; a value that a GPU does not report is None."""
+        """Return the state of each GPU, and a problem or ""; values that a GPU does not report are None."""
         problem, found = "", []
         for index, handle, name in self._handles:
             sample: dict[str, object] = {"index": index, "name": name}
@@ -216,7 +217,7 @@ class _Gpus:
 
 
 def throttle_reasons(nvml: Any, mask: int) -> list[str]:
-    """Return why the clocks of a GPU are reduced, from the bit mask of NVML; idle is not a reason."""
+    """Return the reasons why a GPU's clocks are reduced, from NVML's bit mask; idle is not a reason."""
     prefix = "nvmlClocksThrottleReason"
     found = (why for name, why in THROTTLES.items() if mask & getattr(nvml, prefix + name, 0))
     return list(dict.fromkeys(found))

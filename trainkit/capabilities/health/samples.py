@@ -1,4 +1,4 @@
-"""Reads the samples in ``health/HOST.jsonl`` of a run."""
+"""Reads the health samples in ``health/HOST.jsonl`` of a run."""
 
 from __future__ import annotations
 
@@ -12,38 +12,39 @@ from trainkit.run.files import Record, read_jsonl_reversed
 from trainkit.run.rundir import RunDir
 
 BY_CGROUP, BY_PROCESSES = "cgroup", "processes"
-"""Sources of ``job_mem_gib``: the control group of the job, or the sum of the PSS of its processes."""
+"""How ``job_mem_gib`` was measured: as the memory of the job's control group, or the sum of its processes'
+PSS."""
 
 
 def health_dir(run: RunDir) -> Path:
-    """Return the folder with a file of samples for each host."""
+    """Return the folder that contains one file of samples per host."""
     return run.path / "health"
 
 
 def health_file(run: RunDir, host: str) -> Path:
-    """Return the file with the samples of a host: processors, memory, network, disks and GPUs."""
+    """Return the file that contains the samples of a host: processors, memory, network, disks and GPUs."""
     return health_dir(run) / f"{host}.jsonl"
 
 
 class HealthSample(Entry):
-    """A measurement of a node at one time."""
+    """Measurements of a node at one point in time."""
 
     __slots__ = ()
 
     @property
     def gpus(self) -> list[Record]:
-        """Return the GPUs of the node, each with ``index``, ``util_percent`` and further values."""
+        """Return the GPUs of the node, each with ``index``, ``util_percent`` and other values."""
         return self.records("gpus")
 
 
 class HealthFiles(Reader):
-    """Finds the newest sample of each node, and reads only the end of files that have changed."""
+    """Finds the newest sample of each node, reading only the end of files that have changed."""
 
     def __init__(self, run: RunDir) -> None:
         super().__init__(run)
         self._seen: dict[str, tuple[int, int]] = {}
         self.newest: dict[str, HealthSample] = {}
-        """Maps a host to its newest sample."""
+        """Maps each host to its newest sample."""
 
     def update(self) -> None:
         """Read the samples that were written since the last call."""
@@ -71,5 +72,5 @@ def newest_sample(file: Path) -> HealthSample | None:
 
 
 def samples_reversed(file: Path) -> Iterator[HealthSample]:
-    """Yield the samples in a file, the newest first."""
+    """Yield the samples in a file, starting with the newest."""
     return map(HealthSample, read_jsonl_reversed(file))

@@ -1,4 +1,4 @@
-"""Summarises health samples for `watch`, for the report and for the advice about a full memory."""
+"""Summarises health samples for `watch`, for the report and for the advice about exhausted memory."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from trainkit.run.files import Record, mean, numbers, read_jsonl, seconds_betwee
 from trainkit.run.rundir import AttemptDir, RunDir
 
 SILENT_SAMPLES = 3
-"""A node is silent when this many of its samples are missing."""
+"""A node counts as silent if this many of its samples are missing."""
 HOTTEST_C, FULL = 90, 0.95
 IDLE_SHARE = 0.5
-"""The utilisation below which the GPUs of a node are unusual, as a share of the median of all nodes."""
+"""GPUs of a node are unusually idle if their utilisation is below this fraction of the median of all
+nodes."""
 SILENT, BROKEN, LIMITED, UNUSUAL = 5, 4, 2, 1
-"""The severities of problems of a node."""
+"""Severities of a node's problems."""
 HEALTH_BYTES = 16 * 1024 * 1024
-"""The largest number of bytes of samples that are parsed for all nodes together."""
+"""Maximum number of bytes of samples that are parsed for all nodes together."""
 MAX_SAMPLES = 1000
-"""The number of newest samples of a host that are searched for an attempt."""
+"""Maximum number of a host's newest samples that are searched for samples of an attempt."""
 
 
 def hosts_of(samples: Mapping[str, HealthSample], reading: Reading, now: datetime) -> dict[str, HostView]:
-    """Describe the nodes of the newest attempt, or of earlier attempts if it has no samples."""
+    """Describe the nodes of the newest attempt, or of earlier attempts if it has no samples yet."""
     own = {host: sample for host, sample in samples.items() if sample.attempt == reading.attempt} or samples
     busy = [share for share in (mean(sample.gpus, "util_percent") for sample in own.values()) if share]
     usual = statistics.median(busy) if len(busy) > 2 else None
@@ -84,7 +85,7 @@ def _problems(sample: HealthSample, gpus: Sequence[Record]) -> Iterator[tuple[in
 def _gpu_problems(gpu: Record) -> Iterator[tuple[int, str]]:
     if gpu.values.get("ecc_errors"):
         yield BROKEN, "ECC errors"
-    # A busy GPU normally reaches its power limit.
+    # It is normal that a busy GPU reaches its power limit.
     limits = [reason for reason in gpu.texts("throttle") if reason != "power"]
     if limits:
         yield LIMITED, f"throttled ({', '.join(limits)})"
@@ -106,7 +107,7 @@ class NodeUse:
     cpu_mean_percent: float | None
     job_mem_peak_gib: float | None
     job_mem_by: str | None
-    """The source of `job_mem_peak_gib`: ``cgroup`` or ``processes``."""
+    """How `job_mem_peak_gib` was measured: ``cgroup`` or ``processes``."""
     mem_total_gib: float | None
     gpu_mean_percent: float | None
     gpu_mem_peak_gib: float | None
@@ -116,7 +117,7 @@ class NodeUse:
 def read_nodes(run: RunDir) -> list[NodeUse]:
     """Compute the utilisation of each node from its samples.
 
-    If the samples exceed `HEALTH_BYTES`, the same share of the samples of each node is skipped.
+    If the samples exceed `HEALTH_BYTES`, the same fraction of each node's samples is skipped.
     """
     files = sorted(health_dir(run).glob("*.jsonl"))
     every = max(1, sum(file.stat().st_size for file in files) // HEALTH_BYTES)
@@ -141,7 +142,7 @@ def read_nodes(run: RunDir) -> list[NodeUse]:
 
 
 def memory_in_use(attempt: AttemptDir, host: str) -> str:
-    """Return the memory in the last sample of an attempt, such as ``61.2 of 64.0 GiB``, or ""."""
+    """Return the memory use in the last sample of an attempt, such as ``61.2 of 64.0 GiB``, or ""."""
     try:
         samples = islice(samples_reversed(health_file(attempt.run, host)), MAX_SAMPLES)
         sample = next((one for one in samples if one.attempt == attempt.number), HealthSample({}))

@@ -29,18 +29,21 @@ PROFILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
     "trainkit init --cluster big --dir experiments",
     "trainkit init --json",
 )
-@option("--cluster NAME", "Name of the profile; default: the cluster's name.", name="name")
-@option("--dir DIR", "Folder of the run config; default: the current folder.", name="folder", default=".")
-@option("--task NAME", "Write NAME.py, a task of your own, its config and its test.")
+@option("--cluster NAME", "Name of the cluster profile; default: the name of this cluster.", name="name")
+@option(
+    "--dir DIR", "Folder to write the run config to; default: the current folder.", name="folder", default="."
+)
+@option("--task NAME", "Write the template of a custom task to NAME.py, with a config and a test for it.")
 @json_option
 def command(name: str | None, folder: str, task: str | None, as_json: bool) -> None:
-    """Write the profile of this cluster and a first run config; existing files are kept.
+    """Write a profile of this cluster and a first run config, without overwriting existing files.
 
-    With --task, write a task template instead: a model, data and a loss, which train without changes.
+    With --task, write a template of a custom task instead: a model, data and a loss, which can be trained
+    without changes.
 
-    The profile goes to your config folder, where every command finds it. The run config, first-run.yaml, is
-    the default CONFIG of commands in its folder and the only file written without Slurm. Prints the written
-    files.
+    The profile is written to your config folder, where every command finds it. The run config,
+    first-run.yaml, is the default CONFIG of commands in its folder; without Slurm, it is the only file
+    written. The command prints the paths of the written files.
     """
     from trainkit.capabilities.init.init_files import (
         describe_cluster,
@@ -53,7 +56,9 @@ def command(name: str | None, folder: str, task: str | None, as_json: bool) -> N
 
     if task is not None:
         if name is not None:
-            raise UsageError("--task conflicts with --cluster", hint="run `trainkit init` once for each")
+            raise UsageError(
+                "--task conflicts with --cluster", hint="run `trainkit init` separately for each of them"
+            )
         _write_task(task, Path(folder), as_json)
         return
     cluster = discover_cluster()
@@ -61,7 +66,7 @@ def command(name: str | None, folder: str, task: str | None, as_json: bool) -> N
     if cluster is not None:
         name = name or cluster.name
         if not PROFILE_NAME.fullmatch(name):
-            hint = "--cluster NAME: letters, digits, dots, dashes and underscores, at most 100"
+            hint = "--cluster NAME accepts at most 100 letters, digits, dots, dashes and underscores"
             raise UsageError(f"{name!r} is not a valid profile name", hint=hint)
         texts[user_folder() / f"{name}.yaml"] = profile_text(cluster, date.today())
     elif name is not None:
@@ -71,15 +76,17 @@ def command(name: str | None, folder: str, task: str | None, as_json: bool) -> N
         )
     run_config = Path(folder) / FIRST_RUN
     texts[run_config] = first_run_text(cluster)
-    click.echo("no Slurm on this machine" if cluster is None else describe_cluster(cluster), err=True)
+    click.echo(
+        "Slurm is not available on this machine" if cluster is None else describe_cluster(cluster), err=True
+    )
     written = [path for path, text in texts.items() if write_new(path, text)]
     kept = [path for path in texts if path not in written]
     for path in kept:
-        click.echo(f"kept {path}, which already exists", err=True)
+        click.echo(f"kept the existing file {path}", err=True)
     if not written:
         raise UsageError(
             "nothing to write: every file already exists",
-            hint="delete one of them, or write elsewhere with --cluster NAME and --dir DIR",
+            hint="delete one of the files, or choose other paths with --cluster NAME and --dir DIR",
         )
     paths = {"written": list(map(str, written)), "kept": list(map(str, kept))}
     value = {"cluster": None if cluster is None else asdict(cluster), **paths}
@@ -88,7 +95,7 @@ def command(name: str | None, folder: str, task: str | None, as_json: bool) -> N
 
 
 def _is_installed(name: str, folder: Path) -> bool:
-    """Return whether a package of this name is found outside the folder."""
+    """Return whether Python finds a package of this name outside the folder."""
     spec = find_spec(name)
     return (
         spec is not None
@@ -98,24 +105,24 @@ def _is_installed(name: str, folder: Path) -> bool:
 
 
 def _write_task(name: str, folder: Path, as_json: bool) -> None:
-    """Write the files of a new task, all of them or none."""
+    """Write the files of a new task: either all of them or none."""
     from trainkit.capabilities.init.init_files import task_texts, write_new
 
     if not TASK_NAME.fullmatch(name) or keyword.iskeyword(name):
         meant = re.sub(r"\W+", "_", name.lower().removesuffix(".py")).lstrip("0123456789_")
         is_usable = TASK_NAME.fullmatch(meant) and not keyword.iskeyword(meant)
         hint = f"did you mean --task {meant}? " if is_usable else ""
-        hint += f"{name} is a keyword of Python; " if keyword.iskeyword(name) else ""
+        hint += f"{name} is a Python keyword; " if keyword.iskeyword(name) else ""
         hint += "use lower-case letters, digits and underscores: the name becomes NAME.py"
-        raise UsageError(f"--task {name}: not a valid name of a Python module", hint=hint)
+        raise UsageError(f"--task {name} is not a valid name for a Python module", hint=hint)
     if name in sys.stdlib_module_names or _is_installed(name, folder):
-        message = f"--task {name}: Python has a module of that name, which {name}.py would hide"
+        message = f"--task {name}: Python already has a module of that name, which {name}.py would hide"
         raise UsageError(message, hint=f"for example --task my_{name}")
     texts = {folder / file: text for file, text in task_texts(name).items()}
     existing = [str(path) for path in texts if path.exists()]
     if existing:
         raise UsageError(
-            f"{existing[0]} already exists", hint="choose another name, or another folder with --dir"
+            f"{existing[0]} already exists", hint="choose another name, or use --dir to choose another folder"
         )
     for path, text in texts.items():
         write_new(path, text)

@@ -1,4 +1,4 @@
-"""Writes the files of `trainkit init`: the profile of a cluster and a first run config for it."""
+"""Writes the files of `trainkit init`: a profile of the cluster and a first run config for it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SHIPPED_TASK = "mine"
 
 
 def task_texts(name: str) -> dict[str, str]:
-    """Return the files of a new task by name: the task, its config and its test."""
+    """Map the names of a new task's files (the task, its config and its test) to their texts."""
     class_name = "".join(part.capitalize() for part in name.split("_"))
     shipped = {file: shipped_templates() / "task" / file.format(SHIPPED_TASK) for file in TASK_FILES}
     texts = {file.format(name): path.read_text(encoding="utf-8") for file, path in shipped.items()}
@@ -45,7 +45,7 @@ def task_texts(name: str) -> dict[str, str]:
 def write_new(path: Path, text: str) -> bool:
     """Write a new file; return False if the path already exists.
 
-    Raises UsageError if it cannot be written.
+    Raises UsageError if the file cannot be written.
     """
     try:
         ensure_folder(path.parent, parents=True)
@@ -54,16 +54,19 @@ def write_new(path: Path, text: str) -> bool:
                 file.write(text)
                 file.flush()
             except BaseException:
-                path.unlink()  # A partial file would block the next try.
+                path.unlink()  # A partly written file would block the next attempt.
                 raise
     except FileExistsError:
         if path.parent.is_dir():
             return False
-        raise UsageError(f"{path.parent} is a file", hint="choose another folder with --dir") from None
+        raise UsageError(
+            f"{path.parent} is a file, not a folder", hint="choose another folder with --dir"
+        ) from None
     except OSError as error:
         raise UsageError(
             f"cannot write {path}: {error.strerror or error}",
-            hint="--dir DIR sets the folder of the run config, XDG_CONFIG_HOME the folder of the profile",
+            hint="set the folder of the run config with --dir DIR, and the folder of the profile with "
+            "XDG_CONFIG_HOME",
         ) from error
     return True
 
@@ -71,12 +74,12 @@ def write_new(path: Path, text: str) -> bool:
 COMMENT_COLUMN = 32
 UNBOUNDED = 10**6
 PARTITION_COMMENTS = {
-    "hidden": "Slurm lists it only with --all",
-    "default_time": "for a job with resources.time: null",
+    "hidden": "Slurm lists this partition only with --all",
+    "default_time": "default for jobs with resources.time: null",
     "min_nodes": "of one job",
     "max_nodes": "of one job",
-    "max_cpus_per_node": "limit for its jobs",
-    "needs_reservation": "its jobs must set resources.reservation",
+    "max_cpus_per_node": "limit for the partition's jobs",
+    "needs_reservation": "jobs in this partition must set resources.reservation",
 }
 _TEXTS: dict[str, Callable[[int], str]] = {
     "max_time_s": time_text,
@@ -91,11 +94,12 @@ _SECTIONS: dict[type, tuple[type[Section], str | None]] = {
     Partition: (PartitionProfile, "max_time_s"),
     NodeKind: (NodesProfile, "count"),
 }
-"""Maps a type to its section of the file, and to the key that is written even at its default."""
+"""Maps a type to its section in the profile, and to the one key that is written even if it has its
+default."""
 
 
 def profile_text(cluster: Cluster, today: date) -> str:
-    """Return the profile of a cluster as YAML, for `trainkit.cluster.profile`."""
+    """Return the profile of a cluster as YAML, in the format that `trainkit.cluster.profile` reads."""
     known = {"apptainer" if name == "singularity" else name for name in cluster.containers}
     default = cluster.partition(None)
     return _rendered(
@@ -115,7 +119,7 @@ def _rendered(template: str, **values: object) -> str:
     environment = Environment(
         loader=FileSystemLoader(shipped_templates()),
         undefined=StrictUndefined,
-        autoescape=False,  # The output is YAML, not HTML, and each value goes through `flow`.
+        autoescape=False,  # The output is YAML, not HTML, and every value is quoted by `flow`.
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
@@ -126,7 +130,7 @@ def _rendered(template: str, **values: object) -> str:
 
 
 def _flow(value: object) -> str:
-    """Return a value as one line of YAML."""
+    """Return a value as a single line of YAML."""
     text: str = yaml.dump(
         [value], Dumper=Dumper, default_flow_style=True, sort_keys=False, allow_unicode=True, width=UNBOUNDED
     )
@@ -154,7 +158,7 @@ MIN_FIRST_RUN_TIME_S = 300
 
 
 def first_run_text(cluster: Cluster | None) -> str:
-    """Return a run config that runs unchanged; `cluster` is None on a machine without Slurm."""
+    """Return a run config that can run without changes; `cluster` is None on a machine without Slurm."""
     partition = None if cluster is None else first_partition(cluster)
     partitions, accounts = (cluster.partitions, cluster.accounts or ()) if cluster else ((), ())
     limit_s = None if partition is None else partition.max_time_s
@@ -174,7 +178,7 @@ def first_run_text(cluster: Cluster | None) -> str:
 
 
 def first_partition(cluster: Cluster) -> Partition | None:
-    """Return the partition for the first run: one with GPUs if possible, preferably the default."""
+    """Return the partition for the first run: one with GPUs if possible, preferably the default partition."""
     request = ResourceRequest(nodes=1, names={}, account=_first_account(cluster))
     usable = [
         item
@@ -189,7 +193,7 @@ def first_partition(cluster: Cluster) -> Partition | None:
 
 
 def _first_account(cluster: Cluster) -> str | None:
-    """Return the account to charge if there is no default account, else None."""
+    """Return the account to charge if there is no default account, otherwise None."""
     accounts = cluster.accounts or ()
     if not accounts or any(item.is_default for item in accounts):
         return None

@@ -1,4 +1,4 @@
-"""Passes config values to the tool of a launcher, which starts the ranks of a command."""
+"""Passes config values to the launcher's tool, which starts the ranks of a command."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ class Launchers(Capability):
             reasons["launcher"] = description
             kept = [key for key in sorted(loaded.origins) if key.startswith(("model.", "schedule."))]
             if own := [key for key in kept if loaded.set_by_user(key) and key not in loaded.typed]:
-                warnings.append(f"{workload.launcher} does not get {', '.join(own)}: the script sets them")
+                warnings.append(
+                    f"{workload.launcher} does not receive the values of {', '.join(own)}, which the "
+                    f"script sets itself"
+                )
         part = LauncherPlan(given.files, given.values, job.typed)
         return Planned(
             None if part == LauncherPlan() else part, reasons, tuple(warnings), given.env, job.asked

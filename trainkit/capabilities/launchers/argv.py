@@ -39,7 +39,7 @@ _LAUNCHERS = {
         "--main_process_ip={master_addr}",
         "--main_process_port={master_port}",
     ),
-    # The `deepspeed` program starts this module on every node, by ssh and from a hostfile. The module sets
+    # The `deepspeed` program starts this module on every node, using ssh and a hostfile. The module sets
     # CUDA_VISIBLE_DEVICES to the GPUs of its node.
     "deepspeed": (
         "deepspeed.launcher.launch",
@@ -49,7 +49,7 @@ _LAUNCHERS = {
         "--master_port={master_port}",
     ),
 }
-"""Maps a launcher to its module and its options for the ranks of one node, with fields of `RankEnv`."""
+"""Maps a launcher to its module and the module's options for one node, with fields of `RankEnv`."""
 
 
 def launcher_argv(plan: LaunchPlan, rank_env: RankEnv, run: RunDir) -> tuple[str, ...]:
@@ -63,7 +63,7 @@ def launcher_argv(plan: LaunchPlan, rank_env: RankEnv, run: RunDir) -> tuple[str
     info = base64.urlsafe_b64encode(json.dumps(nodes).encode()).decode()
     module = [word.format(**vars(rank_env), world_info=info) for word in _LAUNCHERS[launcher]]
     if ACCELERATE_CONFIG in part.files:
-        # The file sets the kind of processes; with --multi_gpu, accelerate would not read the file.
+        # The config file sets the kind of parallelism; with --multi_gpu, accelerate would not read the file.
         module.append(f"--config_file={run.path / ACCELERATE_CONFIG}")
     elif launcher == "accelerate" and rank_env.world_size > 1:
         module.append("--multi_gpu")
@@ -72,7 +72,7 @@ def launcher_argv(plan: LaunchPlan, rank_env: RankEnv, run: RunDir) -> tuple[str
 
 
 def _filled_in(command: tuple[str, ...], part: LauncherPlan, run: RunDir) -> tuple[str, ...]:
-    """Return a command with its placeholders filled in; any other text in braces stays."""
+    """Return a command with its placeholders filled in; other text in braces is kept."""
     values = dict(part.values)
     if DS_CONFIG in part.files:
         values["ds_config"] = str(run.path / DS_CONFIG)
@@ -82,7 +82,7 @@ def _filled_in(command: tuple[str, ...], part: LauncherPlan, run: RunDir) -> tup
 
 
 def script_of(command: Sequence[str]) -> tuple[str, ...]:
-    """Return a command without a leading Python interpreter, because launchers use their own."""
+    """Return a command without its leading Python interpreter, because launchers use their own."""
     first = PurePath(command[0]).name
     if first.startswith("python") and len(command) > 1:
         return tuple(command[1:])
@@ -90,7 +90,7 @@ def script_of(command: Sequence[str]) -> tuple[str, ...]:
 
 
 def _own_gpus(plan: LaunchPlan, rank_env: RankEnv) -> list[int | str]:
-    """Return the GPUs of a node by number or UUID; on Slurm, the GPUs of its ranks, counted from 0."""
+    """Return the GPUs of a node by number or UUID; on Slurm, the GPUs of its ranks, numbered from 0."""
     visible = os.environ.get(VISIBLE) if plan.is_here and plan.device == "cuda" else None
     if visible is None:
         return list(range(rank_env.local_world_size))

@@ -1,7 +1,7 @@
-"""Makes the input of a launcher's tool from the config: its config file, flags, or command values.
+"""Translates config values into input for a launcher's tool: a config file, flags or placeholder values.
 
-Only keys that the user set are passed on, so that the tool's defaults apply to all other values. The script
-itself sets the model and the learning rate schedule.
+Only keys that the user set are passed on, so that the tool's defaults apply to all others. The model and the
+learning rate schedule are set by the script itself.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from trainkit.plan.launch import Batch, Layout
 from trainkit.plan.layout_rules import make_layout
 
 SECTIONS = ("seed", "data", "train", "optimizer", "precision", "parallel")
-"""Keys and sections that can reach a launcher."""
+"""Keys and sections that can be passed on to a launcher."""
 ACCUMULATION_VARIABLE = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 RECOMPUTE = "parallel.activation_checkpointing"
 
 
 @dataclass(frozen=True)
 class Job:
-    """The properties of a job on which a generated file depends, besides the keys that were set."""
+    """Properties of a job on which generated files depend, in addition to the keys that the user set."""
 
     loaded: LoadedConfig
     world_size: int
@@ -34,35 +34,35 @@ class Job:
     workers_per_node: int
     device: str
     asked: set[str] = field(default_factory=set)
-    """Keys that were set and that the files depend on; each call of `has` adds keys."""
+    """Keys that the user set and that the files depend on; each call of `has` adds to it."""
 
     @cached_property
     def typed(self) -> tuple[str, ...]:
-        """Return the keys that may reach a launcher and that the user set, sorted."""
+        """Return the keys that the user set and that can be passed on to a launcher, sorted."""
         known = sorted(self.loaded.origins)
         return tuple(
             key for key in known if key.partition(".")[0] in SECTIONS and self.loaded.set_by_user(key)
         )
 
     def has(self, *keys: str) -> bool:
-        """Return whether the user set one of these keys or a key of these sections."""
+        """Return whether the user set any of these keys, or any key of these sections."""
         found = {key for key in self.typed for name in keys if key == name or key.startswith(f"{name}.")}
         self.asked.update(found)
         return bool(found)
 
     def layout(self) -> Layout:
-        """Return the layout of the processes."""
+        """Return the parallel layout of the processes."""
         self.has(*(f"parallel.{key}" for key in ("dp_replicate", "dp_shard", "tp", "pp", "cp")))
         return make_layout(self.loaded.config.parallel, self.world_size)[0]
 
     def batch(self, layout: Layout) -> Batch | None:
-        """Return the batch of one step; None unless the user set one of its sizes."""
+        """Return the batch of one step, or None if the user set none of its sizes."""
         if not self.has(DEVICE, GLOBAL):
             return None
         return make_batch(BatchRequest.of(self.loaded), layout, self.loaded.config.data.seq_len)
 
     def lr(self, layout: Layout) -> float:
-        """Return the peak learning rate, scaled as the config says."""
+        """Return the peak learning rate, scaled by lr_scale as in the config."""
         optimizer = self.loaded.config.optimizer
         self.has("optimizer.lr_scale", "optimizer.lr_scale_base")
         return scaled_lr(optimizer.lr, optimizer.lr_scale, layout.dp, optimizer.lr_scale_base)[0]
@@ -73,23 +73,23 @@ class Job:
         return self.has("parallel.dp_shard") and self.loaded.config.parallel.dp_shard != 1
 
     def only_set(self, *entries: tuple[str, str, object]) -> dict[str, object]:
-        """Return the values by name, without None and without values whose key or section was not set."""
+        """Map names to values, omitting None and values whose key or section the user did not set."""
         return {name: value for key, name, value in entries if value is not None and self.has(key)}
 
 
 @dataclass(frozen=True)
 class LauncherInput:
-    """The input of a launcher's tool."""
+    """The input for a launcher's tool."""
 
     files: dict[str, str] = field(default_factory=dict)
-    """Maps the name of a file in the run folder to its text."""
+    """Maps the name of a file in the run folder to the file's text."""
     env: dict[str, str] = field(default_factory=dict)
     values: dict[str, str] = field(default_factory=dict)
-    """Maps a placeholder in the command to its value."""
+    """Maps a placeholder in the command to the value that replaces it."""
 
 
 def launcher_input(job: Job, command: Sequence[str], launcher: str) -> LauncherInput:
-    """Return the input of a launcher's tool for a command.
+    """Return the input for a launcher's tool that starts a command.
 
     Raises ConfigError for values that the tool does not support.
     """
@@ -103,7 +103,7 @@ def launcher_input(job: Job, command: Sequence[str], launcher: str) -> LauncherI
 
 
 def describe_input(given: LauncherInput, launcher: str) -> str | None:
-    """Describe the input of a tool in one line; None if it is empty."""
+    """Describe the input for a tool in one line; None if there is no input."""
     parts = [f"{name} in the run folder" for name in given.files]
     parts += [f"{name}={value}" for name, value in given.env.items()]
     parts += [f"{{{name}}} is {value}" for name, value in given.values.items() if value]
@@ -111,25 +111,25 @@ def describe_input(given: LauncherInput, launcher: str) -> str | None:
 
 
 def _refuse(job: Job, tool: str, problems: Iterable[tuple[str, str]], degrees: Sequence[str] = ()) -> None:
-    """Raise ConfigError with the given problems, and with a problem for each of `degrees` above 1.
+    """Raise ConfigError with the given problems, and with one problem for each of `degrees` above 1.
 
-    A problem is a key and the reason why the tool cannot have its value.
+    A problem consists of a key and the reason why the tool cannot use the key's value.
     """
     found = [*problems]
     for key in degrees:
         degree = getattr(job.loaded.config.parallel, key)
         if degree > 1 and job.has(f"parallel.{key}"):
             found.append((f"parallel.{key}", f"is {degree}, which --launcher {tool} does not pass on"))
-    hint = f"change or remove it; the command can have {tool}'s own options"
+    hint = f"change or remove it; you can add {tool}'s own options to the command"
     if found:
         raise ConfigError([Problem(key, message, hint=hint) for key, message in found])
 
 
-# accelerate
+# Input for accelerate.
 
 
 def _accelerate(job: Job, command: Sequence[str]) -> LauncherInput:
-    """Return the file for ``accelerate launch --config_file``; see ClusterConfig in config_args.py."""
+    """Return the file for ``accelerate launch --config_file``; see accelerate's config_args.py."""
     _refuse(job, "accelerate", _accelerate_problems(job), ("tp", "pp", "cp"))
     parallel, dtype = job.loaded.config.parallel, job.loaded.config.precision.dtype
     layout = job.layout() if job.shards else Layout(dp_shard=job.world_size)
@@ -140,7 +140,7 @@ def _accelerate(job: Job, command: Sequence[str]) -> LauncherInput:
         # but `Accelerator` reads this variable.
         env[ACCUMULATION_VARIABLE] = str(batch.accumulation_steps)
     if not (job.shards or job.has("precision.dtype")):
-        # accelerate then reads the user's own default file, if there is one.
+        # Without this config file, accelerate reads the user's own default config file, if there is one.
         return LauncherInput(env=env)
     several = "MULTI_GPU" if job.world_size > 1 else "'NO'"
     lines = ["compute_environment: LOCAL_MACHINE", f"distributed_type: {'FSDP' if job.shards else several}"]
@@ -173,14 +173,14 @@ def _accelerate_problems(job: Job) -> Iterator[tuple[str, str]]:
     if job.shards and job.device == "cpu":
         yield "parallel.dp_shard", f"is {parallel.dp_shard}, but accelerate shards models on GPUs only"
     if not job.shards and parallel.offload and job.has("parallel.offload"):
-        yield "parallel.offload", "is true, but accelerate offloads sharded parameters only"
+        yield "parallel.offload", "is true, but accelerate can offload only sharded parameters"
 
 
-# DeepSpeed
+# Input for DeepSpeed.
 
 
 def _deepspeed(job: Job, command: Sequence[str]) -> LauncherInput:
-    """Return the file for ``{ds_config}`` in a command, with the keys of DeepSpeed's configuration JSON."""
+    """Return the file that replaces ``{ds_config}`` in a command: a configuration JSON for DeepSpeed."""
     if not any("{ds_config}" in word for word in command):
         return LauncherInput()
     _refuse(job, "deepspeed", _deepspeed_problems(job), ("tp", "pp", "cp"))
@@ -202,7 +202,9 @@ def _deepspeed(job: Job, command: Sequence[str]) -> LauncherInput:
         "weight_decay": optimizer.weight_decay,
     }
     if job.device == "cpu" and not parallel.offload:
-        params["torch_adam"] = True  # DeepSpeed's kernel for parameters on the device requires a GPU.
+        params["torch_adam"] = (
+            True  # DeepSpeed's own Adam kernel, for parameters on the device, requires a GPU.
+        )
     value = job.only_set(
         (DEVICE, "train_micro_batch_size_per_gpu", batch.device_batch_size),
         (GLOBAL, "train_batch_size", batch.global_batch_size if is_global else None),
@@ -219,28 +221,29 @@ def _deepspeed_problems(job: Job) -> Iterator[tuple[str, str]]:
     config = job.loaded.config
     parallel, optimizer = config.parallel, config.optimizer.name
     if not job.has(DEVICE) and (not job.has(GLOBAL) or config.train.global_batch_size is None):
-        yield DEVICE, "is not set, and {ds_config} needs a batch size: DeepSpeed has no default"
+        yield DEVICE, "is not set, but {ds_config} needs a batch size, for which DeepSpeed has no default"
     copies, shards = parallel.dp_replicate, parallel.dp_shard
     if shards not in (-1, 1, job.world_size) or (copies > 1 and shards != 1):
         message = (
-            f"is {shards}, but ZeRO shards over all {job.world_size} processes; use -1, or 1 to not shard"
+            f"is {shards}, but ZeRO shards over all {job.world_size} processes; use -1, or 1 to "
+            f"disable sharding"
         )
         yield "parallel.dp_shard", message
     if parallel.offload and parallel.dp_shard == 1:
-        yield "parallel.offload", "is true, but DeepSpeed offloads only what it shards"
+        yield "parallel.offload", "is true, but DeepSpeed can offload only sharded state"
     if optimizer != "adamw" and job.has("optimizer"):
         yield "optimizer.name", f"is {optimizer}, which DeepSpeed does not have"
 
 
-# Lightning
+# Input for Lightning.
 
 LIGHTNING_PRECISION = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 
 def _lightning(job: Job, command: Sequence[str]) -> LauncherInput:
-    """Return values for placeholders, named like the arguments of ``lightning.Trainer``.
+    """Return values for placeholders that are named like the arguments of ``lightning.Trainer``.
 
-    A command requests each value by name, so it also gets the config's defaults.
+    A command requests each value by name, so the values include defaults of the config.
     """
     config, layout = job.loaded.config, Layout(dp_shard=job.world_size)
     train = config.train
@@ -263,7 +266,7 @@ def _lightning(job: Job, command: Sequence[str]) -> LauncherInput:
         ),
         "lr": (lambda: f"{job.lr(layout):g}", ["optimizer.lr"]),
     }
-    """Maps a placeholder to its value, and to the keys on which the value depends."""
+    """Maps a placeholder to its value, and to the config keys on which the value depends."""
     asked = [name for name in values if any(f"{{{name}}}" in word for word in command)]
     problems = []
     if "strategy" in asked and job.shards and job.device == "cpu":
@@ -274,29 +277,29 @@ def _lightning(job: Job, command: Sequence[str]) -> LauncherInput:
     return LauncherInput(values={name: str(values[name][0]()) for name in asked})
 
 
-# Megatron
+# Input for Megatron.
 
 
 def _megatron(job: Job, command: Sequence[str]) -> LauncherInput:
-    """Return the flags to append to a command, as in Megatron-LM's megatron/training/arguments.py."""
+    """Return the flags to append to a command, as defined in Megatron-LM's megatron/training/arguments.py."""
     _refuse(job, "megatron", _megatron_problems(job))
     flags = _megatron_flags(job, job.layout())
     typed = {word.partition("=")[0] for word in command}
     twice = [flag for flag in flags if flag in typed]
     if twice:
-        message = f"{twice[0]} is in the command, and a key of the config sets it too"
+        message = f"{twice[0]} is in the command, but a config key sets it too"
         raise ConfigError([Problem("", message, hint="remove one of the two")])
     text = "".join(f"{flag} {value}".rstrip() + "\n" for flag, value in flags.items())
     return LauncherInput(files={MEGATRON_ARGS: text} if text else {})
 
 
 def _megatron_flags(job: Job, layout: Layout) -> dict[str, object]:
-    """Return the flags with their values; the value of a switch is empty."""
+    """Return the flags with their values; a flag without a value has an empty text."""
     config = job.loaded.config
     train, optimizer, dtype, batch = config.train, config.optimizer, config.precision.dtype, job.batch(layout)
     recompute = config.parallel.activation_checkpointing
     sequence = config.parallel.sequence_parallel and layout.tp > 1
-    # trainkit divides a device batch into the microbatches of a pipeline.
+    # With a pipeline, trainkit divides a device batch into microbatches.
     micro = batch and batch.device_batch_size // (batch.pp_microbatches or 1)
     whole = batch and batch.global_batch_size if train.global_batch_size is not None else None
     return job.only_set(

@@ -1,4 +1,4 @@
-"""Defines the part of the plan for the tool of a launcher."""
+"""Defines the part of the plan that contains the input for a launcher's tool."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ MEGATRON_ARGS = "megatron_args.txt"
 
 @dataclass(frozen=True)
 class LauncherPlan(Part):
-    """The input of a launcher's tool."""
+    """The input for a launcher's tool."""
 
     CAPABILITY = "launchers"
     files: dict[str, str] = field(default_factory=dict)
-    """Maps the name of a file for the tool, in the run folder, to its text."""
+    """Maps the name of a file for the tool, in the run folder, to the file's text."""
     values: dict[str, str] = field(default_factory=dict)
-    """Maps placeholders in the command, without their braces, to their values."""
+    """Maps placeholders in the command, without their braces, to the values that replace them."""
     keys: tuple[str, ...] = ()
-    """Keys that the user set and that may reach a launcher."""
+    """Keys that the user set and that can be passed on to a launcher."""

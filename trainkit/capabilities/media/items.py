@@ -1,4 +1,4 @@
-"""Reads media.jsonl, which lists the images, histograms and texts of a run, one per name and step."""
+"""Reads media.jsonl, which lists the images, histograms and texts of a run."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from trainkit.run.rundir import RunDir
 
 KINDS = ("image", "histogram", "text")
 MAX_FILE_BYTES = 2**26
-"""The largest image file that is read."""
+"""Size of the largest image file that is read."""
 
 
 def media_dir(run: RunDir) -> Path:
-    """Return the folder with the images of a run."""
+    """Return the folder that contains the images of a run."""
     return run.path / "media"
 
 
 def index_file(run: RunDir) -> Path:
-    """Return the file with a line for each image, histogram and text."""
+    """Return the index file, which has one line for each image, histogram and text."""
     return run.path / "media.jsonl"
 
 
 class Item(StepRecord):
-    """An image, histogram or text in the index."""
+    """An image, histogram or text that the index file lists."""
 
     __slots__ = ()
 
@@ -38,12 +38,12 @@ class Item(StepRecord):
 
     @property
     def kind(self) -> str:
-        """Return the kind of the item, one of `KINDS`."""
+        """Return the kind of this item, which is one of `KINDS`."""
         return str(self.values["kind"])
 
     @property
     def counts(self) -> list[float]:
-        """Return the counts of a histogram; values that are not numbers become 0."""
+        """Return the bin counts of a histogram; entries that are not numbers become 0."""
         found = self.values.get("counts")
         counts = (
             [Record({"count": count}).number("count") for count in found] if isinstance(found, list) else []
@@ -52,10 +52,10 @@ class Item(StepRecord):
 
 
 def read_items(run: RunDir) -> list[Item]:
-    """Read the items of a run in order of their steps, and skip damaged lines.
+    """Read the items of a run in the order of their steps, skipping damaged lines.
 
-    An attempt that resumed from an earlier step replaces items of earlier attempts. Per name, the replacement
-    begins at the first item that the newer attempt logged.
+    If a newer attempt resumed from an earlier step, items of the newer attempt replace those of older
+    attempts. For each name, the replacement begins at the first item that the newer attempt logged.
     """
     found: dict[str, dict[int, Item]] = {}
     attempts: dict[str, int | None] = {}
@@ -69,14 +69,14 @@ def read_items(run: RunDir) -> list[Item]:
 
 
 def items_of(records: Iterable[dict[str, object]]) -> Iterable[Item]:
-    """Yield the records that are valid items."""
+    """Yield those records that are valid items."""
     for step in steps_of(records):
         if isinstance(step.values.get("name"), str) and step.values.get("kind") in KINDS:
             yield Item(step.values)
 
 
 def read_image(run: RunDir, item: Item) -> bytes | None:
-    """Read the PNG of an image; return None unless it is a regular PNG file in the media folder."""
+    """Read the PNG file of an image; return None unless it is a regular PNG file in the media folder."""
     file = image_file(run, item)
     if file is None:
         return None
@@ -91,7 +91,7 @@ def read_image(run: RunDir, item: Item) -> bytes | None:
 def image_file(run: RunDir, item: Item) -> Path | None:
     """Return the file of an image, or None if it is missing or outside the media folder.
 
-    The index may come from another user, who could name any file in it.
+    The index file may come from another user, who could list any file in it.
     """
     name = item.text("file") or ""
     file = media_dir(run) / name
@@ -100,7 +100,7 @@ def image_file(run: RunDir, item: Item) -> Path | None:
 
 
 def by_name(items: Sequence[Item]) -> dict[str, list[Item]]:
-    """Group items by name, oldest first."""
+    """Group items by name, each group sorted from oldest to newest."""
     found: dict[str, list[Item]] = {}
     for item in items:
         found.setdefault(item.name, []).append(item)
@@ -108,7 +108,7 @@ def by_name(items: Sequence[Item]) -> dict[str, list[Item]]:
 
 
 def summary(items: Sequence[Item]) -> list[dict[str, object]]:
-    """Return for each name its kind, its steps, and the file or values of its newest item."""
+    """Return, for each name, the kind, the steps, and the file or values of the newest item."""
     return [
         {
             "name": name,

@@ -25,19 +25,19 @@ from trainkit.trainer.progress import Progress
 log = getLogger(__name__)
 
 MAX_ITEMS, MAX_BYTES = 10_000, 2**30
-"""The largest number of items of a run, and of bytes in its images and texts."""
+"""Maximum number of items of a run, and maximum total bytes of its images and texts."""
 MAX_NAME, MAX_CAPTION, MAX_TEXT = 128, 1_000, 65_536
-"""The largest lengths in characters; longer captions and texts are truncated."""
+"""Maximum lengths in characters; longer captions and texts are truncated."""
 MAX_PENDING = 32
-"""The largest number of items that wait to be written; logging another item blocks."""
+"""Maximum number of items that wait to be written; logging another item then blocks."""
 _NOT_IN_A_FILE_NAME = re.compile(r"[^\w.-]+", re.ASCII)
 
 
 class MediaRecorder(Recorder):
-    """Writes items in a thread, each file before its line in the index.
+    """Writes items in a background thread; the file of an item is written before its line in the index file.
 
-    Each step keeps the first item of a name, so later microbatches add nothing. During the validation of the
-    trainer, names get the prefix ``val_``, as metrics do.
+    If a name is logged several times in a step, only the first item is kept, so later microbatches add
+    nothing. During validation in the trainer, names get the prefix ``val_``, like metrics.
     """
 
     def __init__(self, attempt: AttemptDir, progress: Progress, board: TensorBoardLog | None) -> None:
@@ -47,18 +47,19 @@ class MediaRecorder(Recorder):
         self._places = BoundedSemaphore(MAX_PENDING)
         self._step, self._names = -1, set[str]()
         self._num_items: int | None = None
-        """The number of items of the run; None until the first item is logged."""
+        """Number of items of the run; None until the first item is logged."""
         self._num_bytes = 0
         self._is_full = self._has_failed = False
         self._newest: Future[None] | None = None
-        """The newest item that was submitted; the pool has one thread, so all earlier items end before it."""
+        """The most recently submitted item; the pool has one thread, so all earlier items finish before
+        it."""
 
     def image(self, name: str, image: object, step: int | None = None, caption: str | None = None) -> None:
         place = self._place(name, step)
         if place is None:
             return
         if caption is not None and not isinstance(caption, str):
-            message = f"the caption of image {name!r} is a {type(caption).__name__}"
+            message = f"the caption of image {name!r} must be a str, not a {type(caption).__name__}"
             raise UsageError(message, hint="pass a str as caption")
         staged = stage_image(f"image {name!r}", image)
         self._submit(lambda: self._write_image(*place, staged, caption))
@@ -75,7 +76,9 @@ class MediaRecorder(Recorder):
         if place is None:
             return
         if not isinstance(text, str):
-            raise UsageError(f"text {name!r} is a {type(text).__name__}", hint="pass a str: str(…)")
+            raise UsageError(
+                f"text {name!r} must be a str, not a {type(text).__name__}", hint="convert it with str(…)"
+            )
         self._submit(lambda: self._write_text(*place, _cut(text, MAX_TEXT)))
 
     def written(self) -> Callable[[], None]:
@@ -91,16 +94,18 @@ class MediaRecorder(Recorder):
         self._pool.shutdown()
 
     def _place(self, name: str, step: int | None) -> tuple[str, int] | None:
-        """Return the name and step of an item, or None to drop it; raises UsageError for invalid values."""
+        """Return the name and step of an item, or None to drop it; raise UsageError for invalid values."""
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
             raise UsageError(
-                f"an image, histogram or text is called {str(name)[:MAX_NAME]!r}",
-                hint=f"a name is one line of 1 to {MAX_NAME} characters",
+                f"the name of an image, histogram or text is {str(name)[:MAX_NAME]!r}",
+                hint=f"a name must be one line of 1 to {MAX_NAME} characters",
             )
         current = self._progress.current
         step = (current.step or 0) if step is None else step
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise UsageError(f"{name!r} is logged for step {step!r}", hint="steps are 0, 1, 2 and so on")
+            raise UsageError(
+                f"{name!r} is logged for step {step!r}", hint="steps must be whole numbers from 0"
+            )
         if current.phase == "evaluate":
             name = f"val_{name}"
         if step != self._step:
@@ -111,7 +116,7 @@ class MediaRecorder(Recorder):
         return name, step
 
     def _has_room(self, step: int) -> bool:
-        """Count another item and return True, or return False if the run has reached a limit."""
+        """Count one more item and return True, or return False if the run has reached a limit."""
         if self._num_items is None:
             before = [Record(record) for record in read_jsonl(index_file(self._attempt.run))]
             self._num_items = len(before)
@@ -121,7 +126,7 @@ class MediaRecorder(Recorder):
         if self._num_items >= MAX_ITEMS or self._num_bytes >= MAX_BYTES:
             self._is_full = True
             problem = (
-                f"the run has {self._num_items:,} images, histograms and texts with "
+                f"the run has {self._num_items:,} images, histograms and texts with a total of "
                 f"{self._num_bytes / 2**20:,.0f} MiB, so further ones are dropped; log them less often"
             )
             log.warning(problem)
@@ -137,7 +142,7 @@ class MediaRecorder(Recorder):
     def _run(self, write: Callable[[], None]) -> None:
         try:
             write()
-        except Exception as error:  # no caller reads the result, and training must continue
+        except Exception as error:  # nobody reads the result of the future, and training must continue
             if not self._has_failed:
                 self._has_failed = True
                 log.error(f"cannot write images, histograms and texts ({error})")
@@ -150,7 +155,7 @@ class MediaRecorder(Recorder):
         data = encode_png(pixels.numpy().tobytes(), width, height, channels)
         run, number = self._attempt.run, self._attempt.number
         ensure_folder(media_dir(run), 0o700)
-        # The digest separates names that differ only in replaced characters.
+        # The digest distinguishes names that differ only in replaced characters.
         slug, digest = _NOT_IN_A_FILE_NAME.sub("_", name)[:40], hashlib.sha256(name.encode()).hexdigest()[:8]
         file = f"step-{step:08d}-{slug}-{digest}-{number:03d}.png"
         write_atomic(media_dir(run) / file, data)

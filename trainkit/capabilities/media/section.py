@@ -11,10 +11,10 @@ from trainkit.formats import number
 from trainkit.run.rundir import RunDir
 
 NUM_LAST = 4
-"""The number of newest items that are shown for each name."""
+"""Number of newest items shown for each name."""
 MAX_NAMES = 32
 MAX_INLINE_BYTES = 2**24
-"""The largest total size of embedded images; further images appear as file names."""
+"""Maximum total size of embedded images; further images are listed by file name."""
 MAX_STEPS = 40
 WIDTH, HEIGHT, SMALL = 256, 96, 128
 _BLOCK = "display:inline-block;vertical-align:top;margin:0 16px 16px 0;max-width:100%"
@@ -38,7 +38,7 @@ def render(run: RunDir, items: Sequence[Item]) -> str:
 
 
 def _item(run: RunDir, item: Item, budget: int) -> tuple[str, int]:
-    """Return the HTML of an item and the number of embedded bytes; `budget` is the remaining limit."""
+    """Return the HTML of an item and the number of bytes embedded in it, at most `budget`."""
     if item.kind == "text":
         return f'<pre style="white-space:pre-wrap;margin:0">{escape(item.text("text") or "")}</pre>', 0
     if item.kind == "histogram":
@@ -51,7 +51,7 @@ def _item(run: RunDir, item: Item, budget: int) -> tuple[str, int]:
     source = b64encode(data).decode()
     longer = max(item.count("width") or 1, item.count("height") or 1)
     size = "max-width:min(320px,100%)"
-    if longer < SMALL:  # enlarge a small image with sharp pixels
+    if longer < SMALL:  # enlarge a small image, keeping pixels sharp
         size = f"width:{WIDTH * (item.count('width') or 1) / longer:.0f}px;image-rendering:pixelated"
     return f'<img alt="{escape(item.name)}" src="data:image/png;base64,{source}" style="{size}">', len(data)
 

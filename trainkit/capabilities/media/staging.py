@@ -12,26 +12,26 @@ from trainkit.capabilities.media.png import COLOR_TYPES
 from trainkit.errors import UsageError
 
 MAX_SIDE = 4096
-"""The largest width or height of an image in pixels."""
+"""Maximum width or height of an image in pixels."""
 NUM_BINS = 64
 
 
 @dataclass(frozen=True)
 class Staged:
-    """A tensor whose copy to the host may still be in progress."""
+    """A tensor that may still be being copied to the host."""
 
     host: Tensor
     copied: torch.cuda.Event | None = None
 
     def wait(self) -> Tensor:
-        """Wait for the copy and return the tensor on the host."""
+        """Wait for the copy to finish and return the tensor on the host."""
         if self.copied is not None:
             self.copied.synchronize()
         return self.host
 
 
 def _stage(tensor: Tensor) -> Staged:
-    """Start copying a tensor to the host; nothing else may change the tensor."""
+    """Start copying a tensor to the host; the tensor must not be changed by anything else."""
     if tensor.device.type != "cuda":
         return Staged(tensor.cpu())
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -43,18 +43,20 @@ def _stage(tensor: Tensor) -> Staged:
 
 @torch.no_grad()
 def stage_image(what: str, image: object) -> Staged:
-    """Convert an image to uint8 [height, width, channels] and start its copy to the host.
+    """Convert an image to uint8 [height, width, channels] and start copying it to the host.
 
-    image: a tensor [height, width] or [channels, height, width], a NumPy array [height, width] or
-    [height, width, channels], or a PIL image. Floats range from 0 to 1, integers from 0 to 255; other values
-    are clipped. `what` names the image in errors. Raises UsageError for other objects.
+    `image` is a tensor [height, width] or [channels, height, width], a NumPy array [height, width] or
+    [height, width, channels], or a PIL image. Floats must be in the range 0 to 1 and integers in 0 to 255;
+    values outside are clipped. `what` is the name of the image for errors. Raises UsageError for any other
+    object.
     """
     pixels = _pixels(what, image)
     height, width, _ = pixels.shape
     if not (0 < height <= MAX_SIDE and 0 < width <= MAX_SIDE):
         raise UsageError(
             f"{what} has {width:,} x {height:,} pixels; each side must have 1 to {MAX_SIDE:,} pixels",
-            hint="log a smaller image, for example with torch.nn.functional.interpolate, or a crop",
+            hint="log a smaller image, for example made with torch.nn.functional.interpolate, or a "
+            "part of the image",
         )
     if pixels.is_floating_point():
         pixels = (pixels.float().nan_to_num(0.0).clamp(0, 1) * 255).round()
@@ -62,7 +64,6 @@ def stage_image(what: str, image: object) -> Staged:
         pixels = pixels * 255
     elif pixels.dtype != torch.uint8:
         pixels = pixels.to(torch.int64).clamp(0, 255)  # torch has no clamp for uint16 and uint32
-    # The next step may change the original, so copy it.
     return _stage(pixels.to(torch.uint8).clone(memory_format=torch.contiguous_format))
 
 
@@ -88,23 +89,24 @@ def _pixels(what: str, image: object) -> Tensor:
     if found.dim() != 3 or found.shape[2] not in COLOR_TYPES or found.is_complex():
         raise UsageError(
             f"{what} has shape {list(image.shape)} and type {image.dtype}",
-            hint=f"it must be {order}, with 1, 3 or 4 channels; torchvision.utils.make_grid joins several",
+            hint=f"an image must be {order}, with 1, 3 or 4 channels; torchvision.utils.make_grid "
+            f"joins several images",
         )
     return found
 
 
 def _tensor(what: str, values: object) -> Tensor:
-    """Copy numbers into a tensor; raises UsageError for other values."""
+    """Copy numbers into a tensor; raise UsageError for other values."""
     try:
-        return torch.from_numpy(np.array(values))  # from_numpy rejects reversed arrays, so copy first
+        return torch.from_numpy(np.array(values))  # from_numpy rejects reversed arrays, so make a copy
     except (TypeError, ValueError) as error:
         raise UsageError(
-            f"{what} has no numbers: {error}", hint="log a tensor or a list of numbers"
+            f"{what} does not contain numbers: {error}", hint="log a tensor or a list of numbers"
         ) from None
 
 
 def _local(what: str, values: Tensor) -> Tensor:
-    # Operations on a DTensor are collectives, which the other ranks would not join.
+    # Operations on a DTensor are collectives in which the other ranks would not take part.
     if hasattr(values, "to_local"):
         raise UsageError(
             f"{what} is a DTensor, and this rank has only its shard",
@@ -117,11 +119,11 @@ def _local(what: str, values: Tensor) -> Tensor:
 
 @torch.no_grad()
 def stage_histogram(what: str, values: object) -> Staged:
-    """Compute the histogram of some numbers, float64 [5 + NUM_BINS], and start its copy to the host.
+    """Compute a histogram, float64 [5 + NUM_BINS], and start copying it to the host.
 
-    The result contains the minimum, the maximum, the sum, the sum of squares, the number of values that are
-    not finite, and the counts of bins of equal width. `what` names the histogram in errors. Raises UsageError
-    unless there is at least one real number.
+    The result consists of the minimum, the maximum, the sum, the sum of squares, the number of non-finite
+    values, and the counts of bins of equal width. `what` is the name of the histogram for errors. Raises
+    UsageError if there is no real number in `values`.
     """
     found = _local(what, values) if isinstance(values, Tensor) else _tensor(what, values)
     if found.numel() == 0 or found.is_complex():

@@ -1,6 +1,6 @@
-"""Reads and generates the rows of the task ``multimodal_lm``.
+"""Reads and generates rows for the task ``multimodal_lm``.
 
-A row has an image or a curve, a question and its answer.
+A row consists of an image or a curve, a question, and the answer to it.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ Medium = Literal["image", "curve"]
 
 
 def read_row(line: bytes, medium: Medium, folder: Path) -> dict[str, object]:
-    """Parse a line; raises ValueError, without file and line, unless the task can train on it.
+    """Parse a line; raise ValueError, without naming the file and line, unless the task can train on it.
 
-    An image must exist in `folder`, but is not opened.
+    An image must exist in `folder`, but the file is not opened.
     """
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"it is not JSON in UTF-8: {error}") from None
+        raise ValueError(f"the line is not JSON in UTF-8: {error}") from None
     if not isinstance(row, dict):
-        raise ValueError("it is not an object")
+        raise ValueError("the line is not a JSON object")
     for key in (medium, "question", "answer"):
         if key not in row:
-            raise ValueError(f"it has no key {key!r}")
+            raise ValueError(f"the row has no key {key!r}")
     for key in ("question", "answer"):
         if row[key] is None or not str(row[key]).strip():
-            raise ValueError(f"its {key} is empty")
+            raise ValueError(f"the row's {key} is empty")
         try:
             str(row[key]).encode()
         except UnicodeEncodeError:
-            raise ValueError(f"its {key} contains an unpaired surrogate") from None
+            raise ValueError(f"the row's {key} contains an unpaired surrogate") from None
     if medium == "image":
         if not (folder / str(row["image"])).is_file():
-            raise ValueError(f"image {folder / str(row['image'])} does not exist")
+            raise ValueError(f"the image {folder / str(row['image'])} does not exist")
     else:
         _check_curve(row["curve"])
     return row
@@ -55,16 +55,18 @@ def _check_curve(points: object) -> None:
         found = np.empty(0)
     is_curve = found.ndim == 1 or (found.ndim == 2 and found.shape[1] == 2)
     if not is_curve or len(found) < 2 or not np.isfinite(found).all():
-        raise ValueError("its curve is not a list of at least two finite numbers or pairs of finite numbers")
+        raise ValueError(
+            "the row's curve is not a list of at least two finite numbers or pairs of finite numbers"
+        )
 
 
 def row_texts(row: Mapping[str, object]) -> list[bytes]:
-    """Return the question and the answer as bytes for the tokenizer."""
+    """Return the question and the answer as bytes, ready for the tokenizer."""
     return [f"{row['question']}\n".encode(), str(row["answer"]).encode()]
 
 
 DEMO = "demo"
-"""The name that replaces a file in a config to select the built-in rows."""
+"""Name that selects the built-in rows when a config gives it in place of a file."""
 NUM_ROWS = {"train": 2000, "val": 200}
 COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 80, 220), "yellow": (230, 210, 40)}
 SHAPES = ("circle", "square", "triangle")
@@ -75,10 +77,10 @@ Split = Literal["train", "val"]
 
 
 def demo_rows(medium: Medium, split: Split, count: int | None = None) -> list[dict[str, object]]:
-    """Generate `count` rows, always the same; the default is 2,000 for training and 200 for validation.
+    """Generate `count` rows, which are always the same; by default, 2,000 for training or 200 for validation.
 
     A row has a ``question``, an ``answer``, and either an ``image``, uint8 [32, 32, 3], or a ``curve`` of 64
-    pairs of time and value.
+    (time, value) pairs.
     """
     rng = random.Random(f"{medium}/{split}")
     make = _image_row if medium == "image" else _curve_row
@@ -96,7 +98,7 @@ def _draw(shape: str, colour: str, rng: random.Random) -> npt.NDArray[np.uint8]:
     size = rng.randint(12, 20)
     left, top = rng.randint(0, PIXELS - size), rng.randint(0, PIXELS - size)
     y, x = np.mgrid[:PIXELS, :PIXELS]
-    right, down = (x - left) / size, (y - top) / size  # 0 to 1 inside
+    right, down = (x - left) / size, (y - top) / size  # from 0 to 1 inside the shape's bounding box
     inside = (right >= 0) & (right <= 1) & (down >= 0) & (down <= 1)
     if shape == "circle":
         inside = (right - 0.5) ** 2 + (down - 0.5) ** 2 <= 0.25
@@ -108,7 +110,7 @@ def _draw(shape: str, colour: str, rng: random.Random) -> npt.NDArray[np.uint8]:
 
 
 def _curve_row(rng: random.Random) -> dict[str, object]:
-    """Generate a curve with noise at random times."""
+    """Generate a noisy curve, sampled at random times."""
     trend = rng.choice(TRENDS)
     slope, phase = rng.uniform(0.8, 1.5), rng.uniform(0, 2 * math.pi)
     curve = []

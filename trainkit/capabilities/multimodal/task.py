@@ -1,10 +1,11 @@
-"""The task ``multimodal_lm``: a language model answers questions about an image or a curve.
+"""Implements the task ``multimodal_lm``: a language model answers questions about an image or a curve.
 
-An encoder turns the image or the curve into vectors. An aligner turns the vectors into a few embeddings in
-front of the embeddings of the question. The loss counts only the tokens of the answer. The module uses only
-the API of `trainkit.task`, so it is also an example of a user's task.
+An encoder turns the image or the curve into vectors. An aligner turns these vectors into a few embeddings,
+which are placed before the embeddings of the question. Only the tokens of the answer count for the loss. The
+module uses only the API of `trainkit.task`, so it also serves as an example of a user's task.
 
-Shapes: B samples, N patches, M embeddings of the medium, T text tokens, D width of the language model.
+Letters in shapes: B samples, N patches, M embeddings of the image or curve, T text tokens, D width of the
+language model.
 """
 
 from __future__ import annotations
@@ -39,21 +40,21 @@ from trainkit.trainer.models.model import StageSpec
 
 log = getLogger(__name__)
 FREQUENCIES = 4
-"""The number of pairs of Fourier features per time of a curve; each frequency doubles the previous one."""
+"""Number of pairs of Fourier features for each time of a curve; each frequency is twice the previous one."""
 MAX_LISTED = 20
 IGNORE = -100
-"""The label of tokens outside the answer, which is the default `ignore_index` of `cross_entropy`."""
+"""Label of the tokens outside the answer, which is the default `ignore_index` of `cross_entropy`."""
 
 
 @dataclass(frozen=True)
 class MediumFormat:
-    """The format in which images or curves are cut into patches."""
+    """How images or curves are cut into patches."""
 
     kind: Medium
     size: int
-    """Width and height in pixels to which images are scaled, or the number of points of a curve."""
+    """Width and height in pixels to which images are scaled, or number of points of a curve."""
     patch: int
-    """Width and height of a patch in pixels, or its number of points."""
+    """Width and height of a patch in pixels, or number of points of a patch."""
 
     @property
     def num_patches(self) -> int:
@@ -68,21 +69,23 @@ class MediumFormat:
         return (1 + 2 * FREQUENCIES) * self.patch
 
     def read_image(self, file: Path) -> Tensor:
-        """Read the patches of an image, float32 [N, features] from -1 to 1.
+        """Read an image file as patches, float32 [N, features] with values from -1 to 1.
 
-        Raises ValueError for a damaged file.
+        Raises ValueError if the file is damaged.
         """
         from PIL import Image
 
         try:
             with Image.open(file) as image:
                 pixels = np.asarray(image.convert("RGB").resize((self.size, self.size)), dtype=np.uint8)
-        except Exception as error:  # decoders raise many types, some without the name of the file
-            raise ValueError(f"image {file} cannot be opened: {type(error).__name__}: {error}") from error
+        except (
+            Exception
+        ) as error:  # image decoders raise many types of errors, some without the name of the file
+            raise ValueError(f"the image {file} cannot be opened: {type(error).__name__}: {error}") from error
         return self.cut(pixels)
 
     def cut(self, pixels: npt.NDArray[np.uint8]) -> Tensor:
-        """Scale pixels, uint8 [height, width, 3], to `size` and cut them into patches."""
+        """Scale pixels, uint8 [height, width, 3], to `size`, and cut the result into patches."""
         values = torch.from_numpy(pixels.astype(np.float32) / 127.5 - 1.0)
         if len(values) != self.size:
             scaled = F.interpolate(values.permute(2, 0, 1)[None], (self.size, self.size), mode="bilinear")
@@ -92,10 +95,10 @@ class MediumFormat:
         return blocks.transpose(1, 2).reshape(self.num_patches, self.num_features)
 
     def read_curve(self, points: Sequence[Any]) -> Tensor:
-        """Cut a curve into patches of its values and Fourier features of their times, float32 [N, features].
+        """Cut a curve into patches of values and Fourier features of their times, float32 [N, features].
 
-        points: numbers at equal distances, or pairs of a time and a number. The curve is interpolated to
-        `size` points.
+        `points` are numbers at equal distances in time, or pairs of a time and a number. The curve is
+        interpolated to `size` points.
         """
         values = np.asarray(points, dtype=np.float64)
         times = np.linspace(0.0, 1.0, len(values)) if values.ndim == 1 else values[:, 0]
@@ -110,7 +113,7 @@ class MediumFormat:
 
 
 class MediumSamples:
-    """The rows of a JSON Lines file or the built-in rows, each with a medium, a question and its answer."""
+    """Rows of a JSON Lines file or built-in rows, each with an image or curve, a question and an answer."""
 
     def __init__(
         self, file: Path, medium: MediumFormat, tokenizer: str, max_tokens: int, split: Split = "train"
@@ -135,7 +138,7 @@ class MediumSamples:
             question, answer = texts.encode(row_texts(row))
             tokens = [*question.tolist(), *answer.tolist(), texts.identity.eos_id]
             if len(tokens) > max_tokens:
-                problems.append(f"{file}:{number}: it has {len(tokens)} tokens, more than {max_tokens}")
+                problems.append(f"{file}:{number}: the row has {len(tokens)} tokens, more than {max_tokens}")
                 continue
             labels = torch.tensor(tokens)
             labels[: len(question)] = IGNORE
@@ -145,7 +148,7 @@ class MediumSamples:
             raise UsageError(
                 "\n".join(problems[:MAX_LISTED]) + more,
                 hint=f'{{"{medium.kind}": …, "question": "…", "answer": "…"}}, at most data.seq_len tokens; '
-                "`trainkit data validate CONFIG` opens the images too",
+                "`trainkit data validate CONFIG` also opens the images",
             )
 
     def __len__(self) -> int:
@@ -161,7 +164,7 @@ class MediumSamples:
 
 
 def _read(file: Path, kind: Medium, split: Split) -> tuple[bytes, Sequence[bytes | dict[str, object]]]:
-    """Return bytes that identify the rows of a file, and its lines; built-in rows are parsed already."""
+    """Return bytes that identify a file's content, and the file's lines; built-in rows are already parsed."""
     if str(file) == DEMO:
         return f"{DEMO} {split}".encode(), demo_rows(kind, split)
     try:
@@ -173,7 +176,7 @@ def _read(file: Path, kind: Medium, split: Split) -> tuple[bytes, Sequence[bytes
 
 
 class Layer(nn.Module):
-    """A pre-norm transformer layer without a mask."""
+    """A pre-norm transformer layer without an attention mask."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -210,7 +213,8 @@ class Encoder(nn.Module):
 class Aligner(nn.Module):
     """Maps vectors [B, N, width] to embeddings [B, M, D] of the language model.
 
-    With queries, M is their number, and each query attends to all vectors. Without queries, M is N.
+    If `queries` is set, M is the number of queries, and each query attends to all vectors. Without queries, M
+    is equal to N.
     """
 
     def __init__(self, width: int, dim: int, queries: int, heads: int) -> None:
@@ -228,7 +232,7 @@ class Aligner(nn.Module):
 
 
 class OwnLM(nn.Module):
-    """The decoder of trainkit, which maps embeddings [B, T, D] to logits [B, T, vocab]."""
+    """trainkit's decoder, which maps embeddings [B, T, D] to logits [B, T, vocab]."""
 
     def __init__(self, config: RunConfig, vocab_size: int, seq_len: int) -> None:
         super().__init__()
@@ -236,7 +240,7 @@ class OwnLM(nn.Module):
         if shape.tie_embeddings or shape.dropout:
             key = "tie_embeddings" if shape.tie_embeddings else "dropout"
             raise FatalError(
-                f"model.{key} is set, which multimodal_lm does not support",
+                f"model.{key} is set, but multimodal_lm does not support it",
                 hint=f"remove model.{key}",
             )
         self.dim = shape.dim
@@ -255,10 +259,10 @@ class OwnLM(nn.Module):
 
 
 class HFLM(nn.Module):
-    """A model of transformers, which maps embeddings [B, T, D] to logits [B, T, vocab].
+    """A model of the transformers library, which maps embeddings [B, T, D] to logits [B, T, vocab].
 
-    `stored` maps the parameters on the meta device to their names in the files. Each rank reads the values of
-    its shard.
+    `stored` maps each parameter on the meta device to its name in the weight files. Each rank reads only the
+    values of its own shard.
     """
 
     def __init__(self, config: RunConfig, weights: StoredWeights | None) -> None:
@@ -278,7 +282,7 @@ class HFLM(nn.Module):
             elif not why and config.model.init_from and any(matching(names, item) for item in patterns):
                 why = "model.init_from replaces the weights"
             if why:
-                log.warning(f"each process reads all of {folder}: {why}")
+                log.warning(f"each process reads all weights in {folder}, because {why}")
                 self.model, self.stored = read_whole(folder), {}
         self.dim: int = self.model.get_input_embeddings().weight.shape[1]
 
@@ -303,7 +307,7 @@ class MultimodalModel(nn.Module):
     def forward(self, patches: Tensor, tokens: Tensor) -> Tensor:
         medium = self.aligner(self.encoder(patches))
         embeddings = torch.cat((medium, self.lm.embedding(tokens).to(medium.dtype)), dim=1)
-        # The logits at a position predict the next token.
+        # The logits at each position predict the next token.
         logits: Tensor = self.lm(embeddings[:, :-1])[:, medium.shape[1] - 1 :]
         return logits
 
@@ -337,8 +341,10 @@ class MultimodalLM(Task):
                 raise UsageError(f"task_args.{name} is {value}", hint=hint)
         for name, whole in (("patch", "size"), ("heads", "width")):
             if numbers[whole] % numbers[name]:
-                divides = f"which does not divide task_args.{whole} {numbers[whole]}"
-                raise UsageError(f"task_args.{name} is {numbers[name]}, {divides}", hint="change one of them")
+                divides = f"which is not a divisor of task_args.{whole} ({numbers[whole]})"
+                raise UsageError(
+                    f"task_args.{name} is {numbers[name]}, {divides}", hint="change one of the two values"
+                )
         if medium == "image" and {train, val} - {DEMO, None}:
             require("PIL", "task_args.medium: image", "vision")
         self._files = {"train": train, "val": val}
@@ -352,7 +358,7 @@ class MultimodalLM(Task):
             if not config.model.from_scratch:
                 self._weights = StoredWeights(Path(config.model.hf))
         self._names: dict[str, str] = {}
-        """Maps a parameter to its name in the files."""
+        """Maps the name of each parameter to its name in the weight files."""
         taken = queries or self._medium.num_patches
         self._max_tokens = config.data.seq_len - taken
         if self._max_tokens < 2:
@@ -410,7 +416,7 @@ class MultimodalLM(Task):
         pad = nn.utils.rnn.pad_sequence
         return {
             "patches": torch.stack(patches),
-            # Padding follows the answer, so causal attention never sees it.
+            # Padding comes after the answer, so causal attention never attends to it.
             "tokens": pad(list(tokens), batch_first=True),
             "labels": pad(list(labels), batch_first=True, padding_value=IGNORE),
         }

@@ -12,7 +12,7 @@ from trainkit.capabilities.notifications.policy import NotifyPolicy, policy_of
 from trainkit.capability import Capability, Planned, Watch
 from trainkit.errors import KeyProblem
 
-if TYPE_CHECKING:  # `trainkit status` imports this module, and the config modules are slow to import
+if TYPE_CHECKING:  # `trainkit status` imports this module, but the config modules are slow to import
     from trainkit.capabilities.notifications.notifier import Notifier
     from trainkit.capability import Hosts
     from trainkit.config.loaded import LoadedConfig
@@ -24,11 +24,11 @@ if TYPE_CHECKING:  # `trainkit status` imports this module, and the config modul
 
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-"""The name of an environment variable."""
+"""Matches the name of an environment variable."""
 
 
 class Notifications(Capability):
-    """The capability of notifications; its part is in every plan."""
+    """The notifications capability; its part is in every plan."""
 
     name = "notifications"
     quiet = dict.fromkeys(("notify.webhook", "notify.mail"), "the {what} reports nothing")
@@ -39,14 +39,14 @@ class Notifications(Capability):
 
         notify, key = config.notify, "notify.mail"
         if notify.webhook is not None and not VARIABLE.fullmatch(notify.webhook):
-            # The value is probably the URL, which is a secret, so the message does not quote it.
+            # The value is probably the URL itself, which is a secret, so the message does not quote it.
             hint = f"export {WEBHOOK_VARIABLE}=URL in the shell that submits, and remove notify.webhook"
             yield "notify.webhook", "is not the name of an environment variable", hint
         if notify.mail is None:
             return
         for other in ("mail_user", "mail_type"):
             if getattr(config.resources, other) is not None:
-                yield key, f"is set, and so is resources.{other}", "remove one of them"
+                yield key, f"is set, but resources.{other} is set too", "remove one of them"
         if not any(event in MAIL_TYPES for event in notify.on):
             known = ", ".join(MAIL_TYPES)
             message = f"is set, but notify.on contains no event that Slurm can email: {known}"
@@ -60,7 +60,7 @@ class Notifications(Capability):
         from trainkit.capabilities.notifications.notifier import url_problem
 
         if (what := url_problem(url)) is not None:
-            hint = f"copy the URL from the chat program: export {webhook}=https://…"
+            hint = f"copy the URL from the chat program, and set it with `export {webhook}=https://…`"
             yield "notify.webhook", f"is {webhook}, whose value {what}", hint
 
     def plan(self, loaded: LoadedConfig, facts: Facts, draft: LaunchPlan) -> Planned:
@@ -68,22 +68,26 @@ class Notifications(Capability):
 
         notify, found, warnings = loaded.config.notify, list[str](), list[str]()
         if notify.on and os.environ.get(notify.webhook or ""):
-            found.append(f"{', '.join(notify.on)} to the URL in {notify.webhook}")
+            found.append(f"{', '.join(notify.on)} to the URL in the environment variable {notify.webhook}")
         elif notify.on and notify.webhook not in (None, WEBHOOK_VARIABLE):
-            warnings.append(f"notify.webhook is {notify.webhook}, which is not set in this shell")
+            warnings.append(
+                f"notify.webhook is {notify.webhook}, but this environment variable is not set in this shell"
+            )
         if notify.mail is not None and draft.slurm is None:
             warnings.append("notify.mail has no effect, because the run does not use Slurm")
         elif notify.mail is not None:
             by_mail = [event for event in notify.on if event in MAIL_TYPES]
             unknown = [event for event in notify.on if event not in MAIL_TYPES]
-            without = f"; Slurm sends no email for {', '.join(unknown)}" if unknown else ""
+            without = f"; Slurm sends no email for the events {', '.join(unknown)}" if unknown else ""
             found.append(f"{', '.join(by_mail)} by email to {notify.mail}{without}")
         part = NotifyPolicy(notify.on, notify.webhook, notify.min_interval_s, notify.stalled_after_s)
         return Planned(part, {"notify": "; ".join(found)} if found else {}, tuple(warnings))
 
     @cached_property
     def _notifier(self) -> Notifier:
-        from trainkit.capabilities.notifications.notifier import Notifier  # most runs have no webhook
+        from trainkit.capabilities.notifications.notifier import (
+            Notifier,
+        )  # imported late because most runs have no webhook
 
         return Notifier()
 

@@ -1,4 +1,4 @@
-"""The option ``trainkit check --test-notification``, which sends a test message to the webhook."""
+"""Implements the option ``trainkit check --test-notification``, which sends a test message to the webhook."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainkit.capability import Choice
 from trainkit.cli.help import AddedOption, option
 from trainkit.errors import UsageError
 
-if TYPE_CHECKING:  # keep `trainkit check --help` fast
+if TYPE_CHECKING:  # imported only for type checkers, to keep `trainkit check --help` fast
     from trainkit.config.schema import RunConfig
 
 
@@ -22,7 +22,7 @@ def check_option(function: Callable[..., None]) -> Callable[..., None]:
     def command(test_notification: bool, choices: Sequence[Choice] = (), **others: object) -> None:
         function(choices=(*choices, SendTest()) if test_notification else choices, **others)
 
-    text = "Send a test message to the webhook of notify."
+    text = "Send a test message to the webhook that notify.webhook configures."
     typed: Callable[..., None] = option("--test-notification", text, cls=AddedOption, is_flag=True)(command)
     return typed
 
@@ -36,9 +36,13 @@ class SendTest(Choice):
         name = config.notify.webhook
         url = os.environ.get(name or "")
         if not url:
-            message = "notify.webhook is null" if name is None else f"{name} is not set in this shell"
+            message = (
+                "notify.webhook is null"
+                if name is None
+                else f"the environment variable {name} is not set in this shell"
+            )
             raise UsageError(
                 f"--test-notification requires a webhook, but {message}",
-                hint=f"export {name or 'NAME'}=URL, and set notify.webhook to the name of the variable",
+                hint=f"run `export {name or 'NAME'}=URL`, and set notify.webhook to the name of the variable",
             )
         return f"the URL in {name} has accepted a test message (HTTP {send_test(url, config.name)})"

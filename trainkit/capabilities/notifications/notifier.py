@@ -1,8 +1,8 @@
 """Sends notifications about a run to a webhook, from background threads.
 
-The URL is a secret. It is in an environment variable, and no file, log or message contains it.
-``notifications.json`` in the run folder contains the times of the last notifications, so that
-`notify.min_interval_s` also limits a run that restarts repeatedly.
+The URL of the webhook is a secret. The URL is read from an environment variable, and never written to a file,
+log or message. ``notifications.json`` in the run folder records when the last notifications were sent, so
+that `notify.min_interval_s` also limits a run that restarts repeatedly.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from trainkit.shipped import restart_cause
 
 STATE_NAME = "notifications.json"
 SEND_TIMEOUT_S = 5.0
-"""Seconds that the endpoint may take to respond."""
+"""Seconds within which the endpoint must respond."""
 END_TIMEOUT_S = 6.0
-"""Seconds that the exit of the job waits for notifications that are being sent."""
+"""Seconds for which the job's exit waits for notifications that are still being sent."""
 LAST_EVENTS = ("finished", "failed")
-"""Events that ignore the rate limit, because no other event follows them."""
+"""Events that are exempt from the rate limit, because no other event follows them."""
 
 
 class DeliveryError(TrainkitError):
-    """The endpoint did not accept a notification. The message does not contain the URL."""
+    """Raised if the endpoint did not accept a notification. The error message does not contain the URL."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, hint="check the URL, and whether this machine can reach its server")
@@ -51,16 +51,16 @@ class DeliveryError(TrainkitError):
 
 @dataclass(frozen=True)
 class Notification:
-    """A message about an event of a run."""
+    """A message about one event of a run."""
 
     event: str
-    """The name of the event in `notify.on`."""
+    """Name of the event in `notify.on`."""
     text: str
     """A sentence about the event, without the name of the run."""
     command: str
-    """The command of trainkit that shows details, such as ``diagnose``."""
+    """The trainkit command that shows details, such as ``diagnose``."""
     reason: str | None = None
-    """The cause of the event; None stands for `text`."""
+    """The cause of the event; if None, `text` is used."""
     state: str | None = "running"
     step: int | None = None
     rank: int | None = None
@@ -68,9 +68,9 @@ class Notification:
 
 
 def end_notification(end: AttemptEnd, diverged: int | None = None) -> Notification | None:
-    """Return the notification of an ended attempt, or None if the user or the config stopped it.
+    """Return the notification about an ended attempt, or None if the user or the config ended it.
 
-    `diverged` is the first step of a divergence.
+    `diverged` is the first step at which the run diverged.
     """
     state, failure = end.state, end.verdict or RankFailure()
     reason = str(with_divergence(end.reason, diverged))
@@ -82,7 +82,7 @@ def end_notification(end: AttemptEnd, diverged: int | None = None) -> Notificati
     if end.resumes:
         text = f"restarts: {reason}" if end.action == "restart" else f"is requeued: {reason}"
         if end.cause is not None and restart_cause(end.cause).in_place:
-            text = reason  # such as "restarts without HOST: …"
+            text = reason  # for example "restarts without HOST: …"
         return Notification("requeued", f"{text}{first}", "status", *fields)
     if state == "failed" or (state == "stopped" and end.cause is not None):
         return Notification("failed", f"{state}: {reason}{first}", "diagnose", *fields)
@@ -90,18 +90,18 @@ def end_notification(end: AttemptEnd, diverged: int | None = None) -> Notificati
 
 
 def event_notification(event: Event) -> Notification:
-    """Return the notification of an event ``slow_rank``, or ``silent`` for a COMMAND without output."""
+    """Return the notification about a ``slow_rank`` event, or about a ``silent`` event of a COMMAND."""
     rank, host, step = event.rank, event.host, event.step
     if event.name == "silent":
         return Notification("stalled", str(event.reason), "diagnose", step=step, rank=rank, host=host)
-    times = f"{event.number('ratio') or 0.0:.1f} times as long as the others"
-    since = f"is slow since step {event.count('since_step')} ({event.text('phase')})"
+    times = f"{event.number('ratio') or 0.0:.1f} times as long as other ranks"
+    since = f"has been slow since step {event.count('since_step')} ({event.text('phase')})"
     text = f"rank {rank} on {host} {since}, {times}"
     return Notification("slow", text, "status", step=step, rank=rank, host=host)
 
 
 class Notifier:
-    """Sends the notifications of one process, and logs those that cannot be sent."""
+    """Sends the notifications of one process, and logs those that could not be sent."""
 
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
@@ -109,7 +109,7 @@ class Notifier:
         self._problem = ""
 
     def send_end(self, attempt: AttemptDir, end: AttemptEnd) -> None:
-        """Send the notification of an ended attempt, if it has one, in the background."""
+        """Send the notification about an ended attempt, if there is one, in the background."""
         since = None
         with contextlib.suppress(OSError):  # report the end even if the metrics cannot be read
             since = diverged_since(attempt.run, attempt.number)
@@ -117,13 +117,13 @@ class Notifier:
             self.send(attempt, notification)
 
     def send(self, attempt: AttemptDir, notification: Notification) -> None:
-        """Send a notification in the background, unless the config or the rate limit excludes it."""
+        """Send a notification in the background, unless the config or the rate limit rules it out."""
         thread = threading.Thread(target=self._send, args=(attempt, notification), name="notify", daemon=True)
         self._threads.append(thread)
         thread.start()
 
     def wait(self, timeout_s: float = END_TIMEOUT_S) -> None:
-        """Wait until all notifications are sent, for at most `timeout_s`."""
+        """Wait until all notifications have been sent, for at most `timeout_s` seconds."""
         deadline_s = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
@@ -137,13 +137,13 @@ class Notifier:
                 if policy_of(plan).sends(notification.event):
                     _send_limited(attempt, plan, notification)
             except (OSError, ValueError, TrainkitError) as error:
-                if (problem := str(error)) != self._problem:  # do not repeat the warning
+                if (problem := str(error)) != self._problem:  # do not repeat the same warning
                     self._problem = problem
                     log_line(f"warning: a notification was not sent: {problem}")
 
 
 def _send_limited(attempt: AttemptDir, plan: LaunchPlan, notification: Notification) -> None:
-    """Send a notification unless its event was reported within `min_interval_s`."""
+    """Send a notification unless the same event was reported within the last `min_interval_s` seconds."""
     policy = policy_of(plan)
     file, event = attempt.run.path / STATE_NAME, notification.event
     sent = Record(read_object(file)).record("sent")
@@ -153,31 +153,31 @@ def _send_limited(attempt: AttemptDir, plan: LaunchPlan, notification: Notificat
 
 
 def is_due(last: str | None, event: str, now: datetime, min_interval_s: float) -> bool:
-    """Return whether an event may be reported at the time `now`; `last` is the time of its last report."""
+    """Return whether an event may be reported at the time `now`; `last` is when it was last reported."""
     then = parse_time(last)
     if event in LAST_EVENTS or then is None:
         return True
     since_s = (now - then).total_seconds()
-    return not 0.0 <= since_s < min_interval_s  # ignore a time in the future, which another clock wrote
+    return not 0.0 <= since_s < min_interval_s  # ignore a time in the future, which a different clock wrote
 
 
 _MENTION = re.compile(r"<(?=[!@#])|@(?=(?:everyone|channel|here)\b)")
-"""Mentions that make a chat program notify a whole channel, for example within an exception."""
+"""Matches mentions that make a chat program notify a whole channel, which could be part of an exception."""
 
 
 def _outside(text: str) -> str:
-    """Remove secrets and mentions from a text that leaves the machine."""
+    """Remove secrets and mentions from a text that is sent to another machine."""
     return _MENTION.sub(r"\g<0> ", mask_secrets(text))
 
 
 def message(attempt: AttemptDir, plan: LaunchPlan, notification: Notification) -> str:
-    """Return the JSON object for the endpoint; chat programs show its ``text``."""
-    # This import is slow, and most processes send nothing.
+    """Return the JSON object for the endpoint; chat programs display its ``text``."""
+    # Import this module here because its import is slow, and most processes send nothing.
     from trainkit.config import read_effective
 
     run, job, total_steps = attempt.run, read_job(attempt.run), None
     entry, step = job.of_attempt(attempt.number), notification.step
-    if not plan.workload.is_command:  # a COMMAND ignores train.steps
+    if not plan.workload.is_command:  # a COMMAND does not use train.steps
         total_steps = read_effective(attempt.config_file).train.steps
     where = f"job {entry.job_id or None}, attempt {attempt.number}"
     at = "" if step is None else f", step {step}" + ("" if total_steps is None else f"/{total_steps}")
@@ -202,13 +202,13 @@ def message(attempt: AttemptDir, plan: LaunchPlan, notification: Notification) -
 
 
 def send_test(url: str, name: str) -> int:
-    """Send a test message for a run, and return the HTTP status. Raises DeliveryError."""
-    text = f"{name}: this is a test message of trainkit; the run will report here"
+    """Send a test message for a run, and return the HTTP status; may raise DeliveryError."""
+    text = f"{name}: this is a test message from trainkit; events of the run will be reported here"
     return post(url, json.dumps({"text": text, "event": "test", "run": name, "time": utc_now()}))
 
 
 def url_problem(url: str) -> str | None:
-    """Return why a value is not the URL of a webhook, without quoting it; None if it is valid."""
+    """Return the reason why a value is not the URL of a webhook, without quoting it; None if it is valid."""
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port
@@ -219,7 +219,7 @@ def url_problem(url: str) -> str | None:
     if not host or any(character.isspace() or not character.isprintable() for character in url):
         return "has no host, or contains white space"
     if parts.username is not None:
-        return "has a user or password, which a webhook does not have"
+        return "contains a user name or password, which the URL of a webhook does not have"
     return None
 
 
@@ -231,13 +231,13 @@ def post(url: str, text: str, timeout_s: float = SEND_TIMEOUT_S) -> int:
     problem = url_problem(url)
     if problem is not None:
         raise DeliveryError(f"the URL {problem}")
-    # These imports are slow, and most processes of a job send nothing.
+    # Import these modules here because they are slow to import, and most processes of a job send nothing.
     from http.client import HTTPException
     from urllib.error import HTTPError, URLError
     from urllib.request import HTTPRedirectHandler, Request, build_opener
 
     class NoRedirect(HTTPRedirectHandler):
-        """Rejects redirects, because another server must not get the notification."""
+        """Rejects redirects, so that no other server gets the notification."""
 
         def redirect_request(self, *arguments: Any) -> None:
             return None
@@ -252,7 +252,7 @@ def post(url: str, text: str, timeout_s: float = SEND_TIMEOUT_S) -> int:
     except (OSError, ValueError, HTTPException) as error:
         reason = error.reason if isinstance(error, URLError) else error
         if isinstance(reason, TimeoutError):
-            raise DeliveryError(f"the server has not answered within {timeout_s:g} s") from None
-        # Other messages may quote the URL.
+            raise DeliveryError(f"the server did not answer within {timeout_s:g} s") from None
+        # Any other error message may contain the URL.
         text = (isinstance(reason, OSError) and reason.strerror) or type(reason).__name__
         raise DeliveryError(f"the server cannot be reached: {text}") from None

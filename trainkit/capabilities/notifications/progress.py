@@ -1,4 +1,4 @@
-"""Reports to the webhook when an attempt is stalled, is slow, or cannot save."""
+"""Reports to the webhook when an attempt stalls, slows down or cannot save."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from trainkit.run.history import Attempt
 from trainkit.run.rundir import AttemptDir
 
 STALL_INTERVALS = 3.0
-"""A run is stalled only after this multiple of its longest interval between two records."""
+"""A run is stalled only if it is silent for this multiple of the longest interval between two of its
+records."""
 WATCHED_EVENTS = ("slow_rank", "silent", *SAVE_EVENTS)
 
 
@@ -25,7 +26,7 @@ class ProgressWatch(Watch):
         self._attempt = attempt
         self._notifier = notifier
         self._limit_s = limit_s
-        # The logs of the trainer may grow without progress. A command may write nothing but logs.
+        # The trainer's log files may grow without progress. A command may write nothing but its log files.
         self._output = OutputWatch(attempt, self._limit_s, with_logs=plan.workload.is_command)
         self._events = Tail(attempt.run.events_file)
         self._events.position = self._events.size()
@@ -34,7 +35,7 @@ class ProgressWatch(Watch):
         self._is_stalled = False
 
     def poll(self) -> None:
-        """Report new stalls and events. Raises OSError."""
+        """Report new stalls and events. Raises OSError if the files cannot be read."""
         silent_s = self._output.poll()
         if silent_s is None:
             return
@@ -60,6 +61,6 @@ class ProgressWatch(Watch):
             self._seen.add(event)
             failed = self._seen.failed_saves
             if len(failed) == FAILED_SAVES:
-                since = f"{len(failed)} saves in a row failed since step {failed[0].step}"
+                since = f"{len(failed)} saves in a row have failed since step {failed[0].step}"
                 text = f"cannot save checkpoints: {since}: {event.text('error')}"
                 self._notifier.send(self._attempt, Notification("stalled", text, "status", step=event.step))

@@ -17,9 +17,11 @@ from trainkit.run.rundir import RUNS_FOLDER
 
 @as_command("trainkit attach last", "trainkit attach last --node 1")
 @options.run_argument
-@option("--node N", "Node of the job, counted from 0; default: 0.", type=options.INDEX, default=0)
+@option(
+    "--node N", "Index of the node in the job, counted from 0; default: 0.", type=options.INDEX, default=0
+)
 def attach(run_name: str, node: int) -> NoReturn:
-    """Open a shell on a node of RUN's job, next to its processes."""
+    """Open a shell on a node of RUN's job, next to the job's processes."""
     from trainkit.capabilities.shell import shell
 
     shell.attach(find_run(run_name, acts=True), node)
@@ -34,11 +36,11 @@ def attach(run_name: str, node: int) -> NoReturn:
 @options.set_option
 @options.slurm_options
 @options.shape_options
-@option("--dry-run", "Print the command and the shell's startup file; run nothing.")
+@option("--dry-run", "Print the command and the shell's startup file without running anything.")
 def shell(
     config: str | None, profile: str | None, overrides: tuple[str, ...], dry_run: bool, **typed: Any
 ) -> None:
-    """Allocate nodes and open a shell on the first one, with the environment of a job.
+    """Allocate nodes and open a shell on the first one, with the environment that a job would have.
 
     In that shell, `srun trainkit run CONFIG` trains on all allocated nodes.
     """
@@ -47,7 +49,7 @@ def shell(
     flags = options.config_flags(typed)
     loaded = ConfigRequest(config or "shell", profile, overrides, flags).load()
     if loaded.config.launch.container is not None:
-        click.echo("note: the shell runs outside launch.container", err=True)
+        click.echo("note: the shell runs outside the container of launch.container", err=True)
     if not dry_run:
         open_shell(loaded, Path(RUNS_FOLDER))
     start_file = shell_start_file(loaded.config, Path.cwd())

@@ -34,29 +34,29 @@ BATCH_ONLY_OPTIONS = ("signal", "requeue", "no-requeue", "no-kill", "ntasks-per-
 
 
 def shell_argv(loaded: LoadedConfig, start_file: str) -> list[str]:
-    """Return the salloc command that requests the resources of a config and starts a shell.
+    """Return a salloc command that requests the resources of a config and starts a shell.
 
-    The shell runs on the first node. Raises ConfigError with every problem.
+    The shell runs on the first node of the allocation. Raises ConfigError with all problems.
     """
     plan = make_plan(loaded, Facts(NOWHERE, make_target(loaded, "sbatch")), Workload(("bash",)))
     assert plan.slurm is not None
     options = {name: value for name, value in plan.slurm.sbatch.items() if name not in BATCH_ONLY_OPTIONS}
-    # One task per GPU, even with launch.per: node, so that `srun trainkit run` needs no flags.
+    # Request one task per GPU, even with launch.per: node, so that `srun trainkit run` needs no flags.
     options |= {"nodes": plan.num_nodes, "ntasks-per-node": plan.workers_per_node}
     if plan.threads_per_worker is not None:
         options["cpus-per-task"] = plan.threads_per_worker
     if plan.clusters:
         options["clusters"] = ",".join(plan.clusters)
     shell = ["bash", "--rcfile", start_file, "-i"]
-    # `srun --interactive` takes no resources of the allocation, so steps started from the shell can use all
-    # of them.
+    # `srun --interactive` does not consume the allocation's resources, so steps started from the shell can
+    # use all of them.
     return ["salloc", *option_argv(options), "srun", "--interactive", "--preserve-env", "--pty", *shell]
 
 
 def shell_start_file(config: RunConfig, cwd: Path) -> str:
-    """Return the start file of the shell: the user's own start file, then the environment of a job.
+    """Return the shell's startup file: the user's own startup file, then the environment of a job.
 
-    The shell runs outside of any container, like salloc and srun.
+    The shell runs outside of any container, just like salloc and srun.
     """
     interpreter, problems = find_interpreter(config.launch, cwd)
     if problems:
@@ -68,12 +68,12 @@ def shell_start_file(config: RunConfig, cwd: Path) -> str:
 
 
 def open_shell(loaded: LoadedConfig, folder: Path) -> NoReturn:
-    """Replace this process with a shell on a new allocation; write its start file to `folder`.
+    """Replace this process with a shell in a new allocation; write the shell's startup file to `folder`.
 
-    Raises UsageError without a terminal or Slurm, and ConfigError with every problem.
+    Raises UsageError if there is no terminal or no Slurm, and ConfigError with all problems.
     """
     start_file = shell_start_file(loaded.config, Path.cwd())
-    require_terminal("`trainkit submit` runs without one")
+    require_terminal("`trainkit submit` works without a terminal")
     ensure_folder(folder)
     with tempfile.NamedTemporaryFile("w", dir=folder, prefix=".shell-", suffix=".sh", delete=False) as file:
         file.write(start_file)
@@ -83,26 +83,26 @@ def open_shell(loaded: LoadedConfig, folder: Path) -> NoReturn:
         os.execvpe(argv[0], argv, scrubbed(os.environ))
     except FileNotFoundError:
         path.unlink()
-        message = "`salloc` is not on PATH: Slurm is not available here"
+        message = "`salloc` is not on PATH, so Slurm is not available on this machine"
         raise UsageError(message, hint="run the command on a login node of a cluster") from None
 
 
 def attach(run: RunDir, node: int) -> NoReturn:
-    """Replace this process with a shell on a node of a run's job; raise UsageError if it does not run."""
+    """Replace this process with a shell on a node of a run's job; raise UsageError if no job is running."""
     entry, job = running_job(run)
     hosts = job.hosts
     if node >= len(hosts):
-        raise UsageError(f"the job has no node {node}", hint=f"its nodes are 0 to {len(hosts) - 1}")
-    require_terminal("`trainkit logs` shows the output of the run")
+        raise UsageError(f"the job has no node {node}", hint=f"the job's nodes are 0 to {len(hosts) - 1}")
+    require_terminal("to see the output of the run, use `trainkit logs`")
     print_note(f"{run.shown}: a shell on {hosts[node]}")
     run_next_to(job, entry.elsewhere, hosts[node], ("bash", "-i"))
 
 
 def running_job(run: RunDir) -> tuple[AttemptRecord, JobInfo]:
-    """Return the newest attempt of a run and its job; raise UsageError unless Slurm runs the job."""
+    """Return the newest attempt of a run and its job; raise UsageError unless the job is running on Slurm."""
     entry = read_job(run).newest or AttemptRecord()
     if entry.backend is None:
-        hint = "use a shell on the machine that runs it"
+        hint = "use a shell on the machine where the run is running"
         raise UsageError(f"{run.shown} is a local run, not a Slurm job", hint=hint)
     job = backend_of(entry).job(entry)
     if job is None or job.state is not JobState.RUNNING:
@@ -112,7 +112,7 @@ def running_job(run: RunDir) -> tuple[AttemptRecord, JobInfo]:
 
 
 def run_next_to(job: JobInfo, cluster: str | None, host: str, argv: Sequence[str]) -> NoReturn:
-    """Replace this process with a program on a host of a job, on this terminal."""
+    """Replace this process with a program on one of the job's hosts, attached to this terminal."""
     argv = [
         "srun",
         *([f"--clusters={cluster}"] if cluster else []),
@@ -130,6 +130,6 @@ def run_next_to(job: JobInfo, cluster: str | None, host: str, argv: Sequence[str
 
 
 def require_terminal(hint: str) -> None:
-    """Raise UsageError with this hint unless a person types into this process."""
+    """Raise UsageError with a hint unless this process has a terminal for a person to type in."""
     if not sys.stdin.isatty():
         raise UsageError("a shell needs a terminal", hint=hint)

@@ -1,4 +1,4 @@
-"""Simulates a step of one rank in a job of any size, for `trainkit check --simulate-world`."""
+"""Simulates one step of one rank in a job of any size, for `trainkit check --simulate-world`."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Simulation:
-    """The memory and collectives of one rank in the second simulated step."""
+    """Memory and collectives of one rank in the second simulated step."""
 
     rank: int
     world_size: int
     peak_bytes: dict[str, int]
-    """Maps a kind of memory, or ``total``, to its peak."""
+    """Maps a kind of memory, or ``total``, to its peak in bytes."""
     collectives: dict[str, int]
-    """Maps a kind of collective to the number of calls."""
+    """Maps a kind of collective to the number of calls in the step."""
     num_params: int
-    """The number of parameters on the simulated rank."""
+    """Number of parameters on the simulated rank."""
     seconds: float
-    """The duration of the simulation in seconds."""
+    """Duration of the simulation in seconds."""

@@ -1,4 +1,4 @@
-"""The options of `trainkit check --simulate-world`."""
+"""Implements the options for `trainkit check --simulate-world`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainkit.launch.config_request import ConfigRequest
 
 
 def simulation_options(function: Callable[..., object]) -> Callable[..., object]:
-    """Add the options of a simulation to `trainkit check`; a simulation replaces the usual check."""
+    """Add the simulation options to `trainkit check`; a simulation replaces the usual check."""
 
     @functools.wraps(function)
     def with_simulation(
@@ -33,9 +33,9 @@ def simulation_options(function: Callable[..., object]) -> Callable[..., object]
             added = (param.opts[0] for param in params if isinstance(param, AddedOption))
             raise UsageError(
                 f"--simulate-world conflicts with {listed(['--estimate', '--show-origin', *added])}",
-                hint="run `trainkit check` without --simulate-world for these options",
+                hint="to use these options, run `trainkit check` without --simulate-world",
             )
-        # Import this module late to keep `trainkit check --help` fast.
+        # Import this module here to keep `trainkit check --help` fast.
         from trainkit.capabilities.simulation.simulated_job import simulate, simulated_plan, simulation_lines
 
         loaded = request.load()
@@ -50,10 +50,10 @@ def simulation_options(function: Callable[..., object]) -> Callable[..., object]
 
     world_option = option(
         "--simulate-world N",
-        "Check for N GPUs instead, and simulate a step of one of the N ranks without allocating memory.",
+        "Check the config as if the run had N GPUs, and simulate one rank's step without allocating memory.",
         name="world_size",
         type=COUNT,
     )
-    rank_option = option("--rank N", "Rank to simulate; default: 0.", type=INDEX)
+    rank_option = option("--rank N", "Number of the rank to simulate; default: 0.", type=INDEX)
     typed: Callable[..., object] = world_option(rank_option(with_simulation))
     return typed

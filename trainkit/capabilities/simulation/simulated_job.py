@@ -1,4 +1,4 @@
-"""Plans a job of any size, and simulates a step of one of its ranks in another process."""
+"""Plans a job of any size, and simulates a step of one of its ranks in a separate process."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from trainkit.plan.make_plan import make_plan
 from trainkit.run.files import write_atomic
 
 GPUS_PER_NODE = 8
-"""The number of GPUs per node in a simulated job if the config does not set it."""
+"""Number of GPUs per node in a simulated job if the config does not set it."""
 
 
 def simulated_plan(loaded: LoadedConfig, world_size: int) -> LaunchPlan:
-    """Plan a run on `world_size` GPUs; raises ConfigError with all problems."""
+    """Plan a run on `world_size` GPUs; raise ConfigError with all problems."""
     loaded.require_decoder(
-        ("which cannot be simulated", "--simulate-world needs the task causal_lm"),
-        ("whose models cannot be simulated", "--simulate-world needs trainkit's own decoder"),
+        ("which cannot be simulated", "--simulate-world requires the task causal_lm"),
+        ("whose models cannot be simulated", "--simulate-world requires trainkit's own decoder"),
         or_own=True,
     )
     requested = loaded.config.resources.gpus_per_node
@@ -44,7 +44,7 @@ def simulated_plan(loaded: LoadedConfig, world_size: int) -> LaunchPlan:
 def simulate(loaded: LoadedConfig, plan: LaunchPlan, rank: int) -> Simulation:
     """Simulate a step of one rank.
 
-    Raises UsageError for a rank that does not exist, and TrainkitError if the simulation fails.
+    Raises UsageError if the rank does not exist, and TrainkitError if the simulation fails.
     """
     if rank >= plan.world_size:
         raise UsageError(
@@ -54,7 +54,8 @@ def simulate(loaded: LoadedConfig, plan: LaunchPlan, rank: int) -> Simulation:
     config = loaded.config
     with tempfile.TemporaryDirectory(prefix="trainkit-simulate-") as name:
         folder = Path(name)
-        # Compilation and float8 need a GPU or real values. Without them, the peak memory is not smaller.
+        # Disable compilation and float8, which need a GPU or real values. Without compilation and float8, the
+        # peak memory is not smaller.
         parallel = config.parallel.model_copy(update={"compile": False})
         precision = config.precision.model_copy(update={"float8": False})
         simulated = config.model_copy(update={"parallel": parallel, "precision": precision})

@@ -1,8 +1,7 @@
-"""Simulates one rank of a job of any size, without its memory and without the other ranks.
+"""Simulates one rank of a job of any size, without allocating its memory and without the other ranks.
 
-``python -m trainkit.capabilities.simulation.worker CONFIG PLAN RANK`` prints the peak memory of the rank and
-the number of collectives per step as JSON. Tensors have shapes but no values, and collectives return
-immediately.
+``python -m trainkit.capabilities.simulation.worker CONFIG PLAN RANK`` prints the rank's peak memory and its
+number of collectives per step as JSON. Tensors have shapes but no values, and collectives return immediately.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from trainkit.trainer.torch_private import (
 
 
 class _CountCollectives(DispatchMode):  # type: ignore[no-untyped-call]
-    """Counts collectives by kind."""
+    """Counts the calls of each kind of collective."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -62,7 +61,7 @@ class _CountCollectives(DispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def simulated_world(plan: LaunchPlan, rank: int, *, mesh_of_one: bool = False) -> Iterator[World]:
-    """Create the world of one rank on the fake backend, which has no other ranks."""
+    """Create the `World` of one rank on torch's fake backend, which needs no other ranks."""
     join_fake_world(rank, plan.world_size)
     try:
         device = torch.device("cpu")
@@ -74,7 +73,7 @@ def simulated_world(plan: LaunchPlan, rank: int, *, mesh_of_one: bool = False) -
 
 
 def simulate(config: RunConfig, plan: LaunchPlan, rank: int) -> Simulation:
-    """Simulate two steps of a rank, and measure the second step."""
+    """Simulate two steps of a rank, and measure the second one."""
     began_s = time.monotonic()
     task = build_task(config)
     assert isinstance(task, CausalLM)
@@ -109,7 +108,7 @@ def simulate(config: RunConfig, plan: LaunchPlan, rank: int) -> Simulation:
 def _step(
     config: RunConfig, plan: LaunchPlan, built: BuiltModel, optimizer: ShardedAdamW
 ) -> Callable[[], None]:
-    """Return a function that runs a training step without the operations that need values."""
+    """Return a function that runs a training step without the operations that need tensor values."""
     batch = plan.batch
     shape = (batch.device_batch_size, config.data.seq_len)
     micro = Microbatch(
@@ -141,7 +140,7 @@ def _step(
 
 
 def main() -> int:
-    """Simulate the rank given as an argument, and print the result as JSON."""
+    """Simulate the rank given as a command-line argument, and print the result as JSON."""
     config_file, plan_file, rank = sys.argv[1:4]
     config = read_effective(Path(config_file), executes=False)
     plan = LaunchPlan.read(Path(plan_file), executes=False)

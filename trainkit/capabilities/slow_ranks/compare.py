@@ -1,6 +1,6 @@
-"""Finds slow ranks by the time that each rank computes before its first collective of a step.
+"""Finds slow ranks by comparing how long each rank computes before the first collective of a step.
 
-Rank 0 compares the times of all ranks at the end of a window of steps; see `trainkit.trainer.step_clock`.
+Rank 0 compares the times of all ranks at the end of each window of steps; see `trainkit.trainer.step_clock`.
 """
 
 from __future__ import annotations
@@ -18,20 +18,22 @@ from trainkit.capability import NewEvent, RankObserver, TimedRanks
 log = getLogger(__name__)
 Phase = Literal["data", "compute"]
 WINDOWS = 2
-"""The number of consecutive windows after which a rank counts as slow, or no longer as slow."""
+"""Number of consecutive windows after which a rank counts as slow, or as no longer slow."""
 RATIO = 1.4
-"""A rank is slow if its time is more than this multiple of the time of the other ranks."""
+"""A rank is slow if it takes more than this multiple of the time that other ranks take."""
 MIN_EXCESS_S = 2e-3
 MIN_EXCESS_SHARE = 0.02
-"""The smallest difference that counts, in seconds and as a share of the step.
+"""The smallest time difference that counts, in seconds and as a fraction of the step.
 
-The share applies only where the time includes the forward pass. Sharded ranks measure little more than their
-update, which shows the speed of a rank but is a small share of the step.
+The fraction of the step applies only if the measured time includes the forward pass. With sharded ranks,
+little more than the optimizer update is measured, which shows the speed of a rank but is a small fraction of
+the step.
 """
 MIN_SLOW_S = 3.0
-"""Seconds that a rank must be slow, because short steps on busy hosts vary."""
+"""Seconds for which a rank must be slow, because short steps vary in duration on busy hosts."""
 FEW = 4
-"""The group size below which a rank is compared with only the others, as it would affect the median."""
+"""In a group with fewer ranks than this, a rank is compared with the rest, because it would affect the
+median."""
 
 
 def _median_times(times: Iterable[tuple[float, float]]) -> tuple[float, float]:
@@ -41,20 +43,20 @@ def _median_times(times: Iterable[tuple[float, float]]) -> tuple[float, float]:
 
 @dataclass
 class Slowdown:
-    """A rank that may be slow; `SlowRanks.compare` returns certain slowdowns and their ends."""
+    """A rank that may be slow; `SlowRanks.compare` returns slowdowns that are certain, and when they end."""
 
     rank: int
     host: str
     since_step: int
     phase: Phase = "compute"
-    """The phase with most of the difference."""
+    """The phase that accounts for most of the time difference."""
     own_s: float = 0.0
-    """Seconds of a step on this rank before its first collective."""
+    """Seconds of a step on this rank before the first collective."""
     usual_s: float = 0.0
-    """Seconds of a step on the other ranks before their first collective."""
+    """Seconds of a step on other ranks before the first collective."""
     is_over: bool = False
     level: int = 0
-    """Rises with each slow window, up to `WINDOWS`, and falls with each other window."""
+    """Rises by one with each slow window, up to `WINDOWS`, and falls by one with each other window."""
     slow_s: float = 0.0
     is_certain: bool = False
 
@@ -63,7 +65,7 @@ class Slowdown:
         return self.own_s / self.usual_s if self.usual_s else math.inf
 
     def changes(self, *, is_slow: bool, window_s: float) -> bool:
-        """Count a window; return whether the slowdown became certain, or ended after it was certain."""
+        """Count one window; return whether the slowdown has just become certain, or has ended after that."""
         self.is_over = not is_slow
         if self.is_over:
             self.level -= 1
@@ -77,13 +79,13 @@ class Slowdown:
 
 
 class SlowRanks(RankObserver):
-    """Compares the times of all ranks on rank 0."""
+    """Compares the step times of all ranks; runs on rank 0."""
 
     def __init__(self, ranks: TimedRanks) -> None:
         self._hosts, self._window, layout = ranks.hosts, ranks.window, ranks.layout
         self._has_local_forward = layout.has_local_forward
         self._groups: dict[int, list[int]] = defaultdict(list)
-        """Maps a pipeline stage to its ranks, which do the same work."""
+        """Maps a pipeline stage to its ranks, which all do the same work."""
         # On CPUs, other processes on the host affect the update time more than a slow CPU does.
         if ranks.on_gpu or self._has_local_forward:
             for rank in range(layout.world_size):
@@ -92,7 +94,8 @@ class SlowRanks(RankObserver):
         self._slow: dict[int, Slowdown] = {}
         self._has_started = False
         self.values: dict[str, float | str] = {}
-        """The rank with the longest time in the newest window, whether it is slow or not."""
+        """Metrics that name the rank with the longest time in the newest window, whether that rank is slow or
+        not."""
 
     def add(self, step: int, times: Sequence[float], step_s: float) -> Iterator[NewEvent]:
         """Add a step; log and yield an event for each rank that has become slow or has recovered."""
@@ -102,8 +105,8 @@ class SlowRanks(RankObserver):
                 log.info(f"{shown} is no longer slow")
             else:
                 log.warning(
-                    f"{shown} is slow since step {found.since_step} ({found.phase}):"
-                    f" {1e3 * found.own_s:.1f} ms a step, the other ranks {1e3 * found.usual_s:.1f} ms"
+                    f"{shown} has been slow since step {found.since_step} ({found.phase}):"
+                    f" {1e3 * found.own_s:.1f} ms per step, other ranks {1e3 * found.usual_s:.1f} ms"
                 )
             at = {"rank": found.rank, "host": found.host, "step": step, "since_step": found.since_step}
             times_s = {"own_s": round(found.own_s, 6), "usual_s": round(found.usual_s, 6)}
@@ -111,7 +114,7 @@ class SlowRanks(RankObserver):
             yield "slow_rank_over" if found.is_over else "slow_rank", values
 
     def compare(self, step: int, times: Sequence[float], step_s: float) -> list[Slowdown]:
-        """Add a step; at the end of a window, return the slowdowns that began or ended."""
+        """Add a step; at the end of a window, return the slowdowns that became certain or ended."""
         self._steps_s.append(step_s)
         if not times:
             return []
@@ -119,7 +122,8 @@ class SlowRanks(RankObserver):
         own, steps_s = list(zip(times[::2], times[1::2], strict=True)), self._steps_s
         self._steps_s = []
         if not self._has_started:
-            # Skip the first whole window, which includes compilation and first accesses to files and memory.
+            # Skip the first complete window, which includes compilation and the first accesses to files and
+            # memory.
             self._has_started = len(steps_s) >= self._window
             return []
         changed, first = [], step - len(steps_s) + 1

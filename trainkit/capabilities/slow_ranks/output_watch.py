@@ -1,4 +1,4 @@
-"""Measures how long a running attempt has shown no progress, by the files that it writes."""
+"""Measures how long a running attempt has made no progress, judging by the files that it writes."""
 
 from __future__ import annotations
 
@@ -14,32 +14,36 @@ SILENCE_POLL_S = 10.0
 
 
 class OutputWatch:
-    """Watches the files that a run changes while it makes progress."""
+    """Watches the files that change while a run makes progress."""
 
     def __init__(self, attempt: AttemptDir, limit_s: float, *, with_logs: bool) -> None:
-        """Watch the logs of the ranks if `with_logs`, else the events of the trainer.
+        """Watch the log files of the ranks if `with_logs`, otherwise the events of the trainer.
 
-        `limit_s` is the silence that the caller waits for; it determines the polling interval.
+        `limit_s` is the length of silence in which the caller is interested; the polling interval depends on
+        it.
         """
         self._attempt = attempt
         self._with_logs = with_logs
         self._pause_s = min(SILENCE_POLL_S, limit_s / 4)
-        # Measure time on this host, because file times come from the clocks of other hosts.
+        # Measure time with this host's clock, because file times come from the clocks of other hosts.
         self._changed_s = self._polled_s = time.monotonic()
         self._seen: dict[str, tuple[int, int]] = {}
         self._at_start: dict[str, tuple[int, int]] | None = None
 
     @property
     def has_output(self) -> bool:
-        """Return whether a rank has printed anything or has written metrics or a heartbeat."""
+        """Return whether any rank has printed something or has written metrics or a heartbeat."""
         run, before = self._attempt.run, self._at_start or {}
         signs = (str(run.metrics_file), str(run.heartbeat_file))
-        # Ignore the logs of nodes, because an agent writes into them before its ranks start.
+        # Ignore the log files of nodes, because an agent writes to them before its ranks start.
         logs = (size for name, (size, _) in self._seen.items() if Path(name).name.startswith("rank-"))
         return any(logs) or any(self._seen.get(name) != before.get(name) for name in signs)
 
     def poll(self) -> float | None:
-        """Return the seconds since the last change, or None if the next poll is not due. Raises OSError."""
+        """Return the seconds since the last change, or None if the next poll is not due.
+
+        Raises OSError if the files cannot be read.
+        """
         now_s = time.monotonic()
         if now_s < self._polled_s + self._pause_s:
             return None
@@ -51,11 +55,11 @@ class OutputWatch:
         return now_s - self._changed_s
 
     def reset(self) -> None:
-        """Restart the measurement of silence now."""
+        """Measure the silence from now on."""
         self._changed_s = time.monotonic()
 
     def _files(self) -> dict[str, tuple[int, int]]:
-        """Return the size and time of each watched file."""
+        """Return the size and modification time of each watched file."""
         run, logs = self._attempt.run, self._attempt.logs_dir
         files = [run.metrics_file, run.heartbeat_file]
         if self._with_logs:

@@ -1,4 +1,4 @@
-"""Defines the part of the plan with the limits for slow and silent ranks."""
+"""Defines the part of the plan that contains the limits for slow ranks and silent commands."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SlowRanksPlan(Part):
-    """The config keys of `requeue` for slow and silent ranks."""
+    """The values of the `requeue` config keys that concern slow ranks and silent commands."""
 
     CAPABILITY = "slow_ranks"
     inspect_s: float | None = 600.0
@@ -23,16 +23,16 @@ class SlowRanksPlan(Part):
 
     @property
     def inspect_after_s(self) -> float | None:
-        """Return the seconds without output before a command is inspected, at most half of `silence_s`."""
+        """Return after how many seconds without output to inspect a command: at most half of `silence_s`."""
         limits = (self.inspect_s, None if self.silence_s is None else self.silence_s / 2)
         return min((limit for limit in limits if limit is not None), default=None)
 
     @property
     def silence(self) -> str:
-        """Describe the treatment of a command that prints nothing."""
+        """Describe, for the dry run, what happens to a command that prints nothing."""
         if self.inspect_after_s is None:
             return "not watched: requeue.inspect_s and requeue.silence_s are null"
-        case = "if nothing was printed yet or a rank waits for a lock file"
+        case = "if nothing has been printed yet or a rank waits for a lock file"
         reported = f"reported after {self.inspect_after_s:g} s {case}"
         if self.silence_s is None:
             return f"{reported}; never ended, because requeue.silence_s is null"
@@ -40,5 +40,5 @@ class SlowRanksPlan(Part):
 
 
 def slow_ranks_plan(plan: LaunchPlan) -> SlowRanksPlan:
-    """Return the part of a plan, or the default values."""
+    """Return the part of a plan, or default values if the plan lacks this part."""
     return plan.part(SlowRanksPlan) or SlowRanksPlan()

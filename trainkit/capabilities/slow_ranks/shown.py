@@ -1,4 +1,4 @@
-"""Describes slow ranks, slow runs and silent commands for status, watch, report and advice."""
+"""Describes slow ranks, slow runs and silent commands for status, watch, report and diagnose."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from trainkit.run.files import numbers, read_record
 from trainkit.run.rundir import RunDir
 
 SLOW_EVENTS = ("slow_rank", "slow_run")
-"""Events that a rank or the whole run has become slow."""
+"""Names of the events which say that a rank or the whole run has become slow."""
 SLOWDOWN_EVENTS = (*SLOW_EVENTS, "slow_rank_over", "slow_run_over")
 SLOW = 3
-"""The severity of a slow rank as a problem of its host."""
+"""Severity of a slow rank as a problem of its host."""
 
 
 @dataclass(frozen=True)
 class Slowdown:
-    """A period in which a rank was slow, or the whole run if `rank` is None."""
+    """A period during which a rank was slow, or the whole run if `rank` is None."""
 
     attempt: int | None = None
     rank: int | None = None
     host: str | None = None
     phase: str | None = None
-    """The phase with most of the difference: ``data``, ``compute`` or ``network``."""
+    """The phase that accounts for most of the delay: ``data``, ``compute`` or ``network``."""
     noticed: str | None = None
     since_step: int | None = None
     until_step: int | None = None
-    """The step at which the speed was normal again; None if the attempt ended first or still runs."""
+    """Step at which the speed was normal again; None if the attempt ended before that or is still running."""
     own_s: float | None = None
-    """Seconds of a step of the run, or of the rank before its first collective."""
+    """Seconds per step of the run or, for a rank, seconds before its first collective."""
     usual_s: float | None = None
-    """Seconds of a step of the other ranks, or of the run before the slowdown."""
+    """Like `own_s`, but of other ranks or, for a slowdown of the whole run, before the slowdown."""
 
 
 def find_slowdowns(events: Iterable[Event]) -> list[Slowdown]:
-    """Return the slowdowns in the `SLOWDOWN_EVENTS` of a run, in the order of their detection."""
+    """Return the slowdowns recorded in the `SLOWDOWN_EVENTS` of a run, in the order of detection."""
     found: list[Slowdown] = []
     for event in events:
         if event.name in SLOW_EVENTS:
@@ -51,23 +51,23 @@ def find_slowdowns(events: Iterable[Event]) -> list[Slowdown]:
     return found
 
 
-def sentence(event: Event, since: str = "is slow since") -> str:
-    """Describe one of the `SLOW_EVENTS` in a sentence."""
+def sentence(event: Event, since: str = "has been slow since") -> str:
+    """Describe one of the `SLOW_EVENTS` in a sentence; `since` is its verb."""
     is_rank = event.rank is not None
     who = f"rank {event.rank} on {event.host}" if is_rank else "the run"
     own, usual = (f"{1e3 * (event.number(key) or 0.0):,.0f} ms" for key in ("own_s", "usual_s"))
-    than = f"the other ranks {usual}" if is_rank else f"{usual} before"
+    than = f"other ranks {usual}" if is_rank else f"{usual} before"
     step, phase = event.count("since_step"), event.text("phase")
-    return f"{who} {since} step {step} ({phase}): {own} a step, {than}"
+    return f"{who} {since} step {step} ({phase}): {own} per step, {than}"
 
 
 def slow_of(events: Iterable[Event]) -> list[Event]:
-    """Return only the `SLOW_EVENTS`."""
+    """Return only those events whose names are in `SLOW_EVENTS`."""
     return [event for event in events if event.name in SLOW_EVENTS]
 
 
 def silence_of(events: Sequence[Event]) -> Event | None:
-    """Return the newest event ``silent``, which reports a COMMAND without output, or None."""
+    """Return the newest ``silent`` event, which reports a COMMAND without output, or None."""
     return next((event for event in reversed(events) if event.name == "silent"), None)
 
 
@@ -80,7 +80,7 @@ def notices_of(run: RunDir, lasting: Sequence[Event]) -> Iterator[Notice]:
 
 
 def hosts_of(lasting: Iterable[Event]) -> dict[str, HostView]:
-    """Return the hosts of slow ranks, each with its slowest rank."""
+    """Return the hosts that have slow ranks, each with its slowest rank."""
     slow: dict[str, list[Event]] = {}
     for event in sorted(slow_of(lasting), key=_ratio, reverse=True):
         if event.rank is not None:
@@ -99,7 +99,7 @@ def _ratio(event: Event) -> float:
 
 
 def advice_values(lasting: Sequence[Event]) -> Mapping[str, str]:
-    """Return the placeholders of advice: the first slowdown and the silence."""
+    """Return values for placeholders in advice: the first slowdown and the silence."""
     values, slow, silence = {}, slow_of(lasting)[:1], silence_of(lasting)
     if len(numbers(slow, "own_s") + numbers(slow, "usual_s")) == 2:
         values["slowdown"] = sentence(slow[0], "was slow since")

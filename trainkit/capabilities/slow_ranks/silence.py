@@ -1,7 +1,7 @@
-"""Inspects a COMMAND that prints nothing, which may wait for a lock file of a killed process.
+"""Inspects a COMMAND that prints nothing; it may be waiting for a lock file of a killed process.
 
-Silence is not a failure, because a script may write into other files. It is only reported, and ends the
-attempt only if `requeue.silence_s` is set.
+Silence is not necessarily a failure, because a script may write to other files. Silence is therefore only
+reported, unless `requeue.silence_s` is set, which ends the attempt.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from trainkit.run.files import utc_now, write_json
 from trainkit.run.rundir import AttemptDir
 
 STACKS_TIMEOUT_S = 30.0
-"""Seconds that the agents may take to collect stacks, since py-spy takes up to 20 s for a process."""
+"""Seconds that the agents may take to collect stacks; py-spy alone takes up to 20 s per process."""
 
 
 class SilenceWatch:
-    """Inspects a command when its ranks write no output, no metrics and no heartbeat.
+    """Inspects a command whose ranks write no output, no metrics and no heartbeat.
 
-    After `SlowRanksPlan.inspect_after_s`, the watch collects the stacks of the ranks. It logs an event
-    ``silent`` if no rank has printed anything yet, or if a rank may wait for a lock file. The event
-    ``silent_over`` follows with the next output. After `requeue.silence_s`, the watch writes the hang reports
-    that ranks of the built-in trainer write themselves.
+    After `SlowRanksPlan.inspect_after_s`, the watch collects the Python stacks of the ranks. The watch logs a
+    ``silent`` event if no rank has printed anything yet, or if a rank seems to wait for a lock file. The
+    watch logs a ``silent_over`` event at the next output. After `requeue.silence_s`, the watch writes hang
+    reports like those that ranks of the built-in trainer write themselves.
     """
 
     def __init__(self, attempt: AttemptDir, plan: LaunchPlan) -> None:
-        """Watch an attempt; `SlowRanksPlan.inspect_after_s` of the plan must not be None."""
+        """Watch an attempt whose plan sets `SlowRanksPlan.inspect_after_s`."""
         policy = slow_ranks_plan(plan)
         assert policy.inspect_after_s is not None
         self._attempt = attempt
@@ -48,11 +48,14 @@ class SilenceWatch:
         self._request_until_s = 0.0
         self._silence: Silence | None = None
         self._stacks: dict[int, tuple[str, ...]] = {}
-        """Maps each rank that counts as running to its stack frames."""
+        """Maps each rank that is considered running to its stack frames."""
         self._is_reported = False
 
     def poll(self) -> None:
-        """Inspect the ranks after the first limit, and report a hang after the second. Raises OSError."""
+        """Inspect the ranks after the first limit, and report a hang after the second limit.
+
+        Raises OSError if files cannot be read or written.
+        """
         silent_s = self._output.poll()
         if silent_s is not None:
             if silent_s < self._silent_s:
@@ -79,9 +82,9 @@ class SilenceWatch:
             self._output.reset()
 
     def _explain(self, replies: Sequence[Reply]) -> Silence:
-        """Explain the silence by the replies of the ranks, and keep their stacks.
+        """Explain the silence from the stacks that ranks sent in reply, and keep these stacks.
 
-        If at most half of the ranks reply, all ranks count as running, with empty stacks.
+        If at most half of the ranks reply, all ranks are considered running, with empty stacks.
         """
         replied = {reply.rank: reply.main_stack for reply in replies if not reply.is_stopped}
         self._stacks = replied
@@ -98,7 +101,7 @@ class SilenceWatch:
 
     def _log(self, silence: Silence) -> None:
         if self._output.has_output and silence.lock is None:
-            return  # many scripts print rarely
+            return  # many scripts print only rarely
         before = "" if self._output.has_output else ", and none before"
         reason = f"no output for {self._silent_s:.0f} s{before}; {silence.text}"
         log_line(f"attempt {self._attempt.number}: {reason}")

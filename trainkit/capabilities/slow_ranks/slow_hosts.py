@@ -1,4 +1,4 @@
-"""Finds hosts of slow ranks to exclude, while an attempt runs or after its end."""
+"""Finds hosts with slow ranks during an attempt or after it, so that these hosts can be excluded."""
 
 from __future__ import annotations
 
@@ -22,26 +22,29 @@ def slow_hosts(attempt: AttemptDir, hosts: Sequence[str]) -> set[str]:
     found, seen = set(), OwnedEvents(read_events(attempt.run, *SLOWDOWN_EVENTS, attempt=attempt.number))
     for event in seen.lasting(attempt.number):
         if event.host is not None and event.host in hosts:
-            log_line(f"excluding {event.host}: rank {event.rank} is {event.number('ratio')} times slower")
+            log_line(f"excluding {event.host}: rank {event.rank} was {event.number('ratio')} times slower")
             found.add(event.host)
     return found
 
 
 class SlowHostWatch:
-    """Watches the events of an attempt for ranks that stay slow."""
+    """Watches an attempt's events for ranks that stay slow."""
 
     def __init__(self, attempt: AttemptDir, plan: LaunchPlan, hosts: Sequence[str]) -> None:
-        """Watch an attempt; `hosts` are the good hosts of the allocation, as Slurm names them."""
+        """Watch an attempt; `hosts` are the good hosts of the allocation, by their names in Slurm."""
         self._attempt, self._policy, self._hosts = attempt, plan.requeue, hosts
         self._after_s = slow_ranks_plan(plan).slow_after_s
         self._events = Tail(attempt.run.events_file)
         self._events.position = self._events.size()
         self._seen = OwnedEvents()
         self._since_s: dict[int, float] = {}
-        """Maps a slow rank to the time at which this watch first saw it."""
+        """Maps a slow rank to the time when this watch first saw it."""
 
     def poll(self) -> PlannedStop | None:
-        """Return the planned stop to restart without a slow host, or None. Raises OSError."""
+        """Return a planned stop, after which the run restarts without the slow host, or None.
+
+        Raises OSError if the events cannot be read.
+        """
         for event in events_of(self._events.records(SLOWDOWN_EVENTS)):
             self._seen.add(event)
         slow = [event for event in self._seen.lasting(self._attempt.number) if event.host in self._hosts]
@@ -50,7 +53,10 @@ class SlowHostWatch:
         for event in slow:
             if now_s - self._since_s[event.rank or 0] < self._after_s:
                 continue
-            why = f"rank {event.rank} slow since step {event.count('since_step')} ({event.text('phase')})"
+            why = (
+                f"rank {event.rank} has been slow since step {event.count('since_step')} "
+                f"({event.text('phase')})"
+            )
             limit = restarts_limit(list(previous_ends(self._attempt).values()), self._policy)
             if limit is None:
                 return PlannedStop("slow_host", f"restarts without {event.host}: {why}", event.host)

@@ -1,4 +1,4 @@
-"""Watches slow and silent ranks in the supervisor."""
+"""Watches for slow ranks and silent commands in the supervisor."""
 
 from __future__ import annotations
 
@@ -13,19 +13,22 @@ from trainkit.run.rundir import AttemptDir
 
 
 class RanksWatch(Watch):
-    """Combines the watch of slow hosts and the watch of a silent command."""
+    """Combines the watch for slow hosts and the watch for a silent command."""
 
     while_stopping = False
 
     def __init__(
         self, attempt: AttemptDir, plan: LaunchPlan, hosts: Sequence[str] | None, *, is_inspected: bool
     ) -> None:
-        """Watch an attempt; a slow host among `hosts` is excluded, and None excludes no host."""
+        """Watch an attempt; slow hosts among `hosts` are excluded, or no hosts if it is None."""
         self._silence = SilenceWatch(attempt, plan) if is_inspected else None
         self._slow_hosts = None if hosts is None else SlowHostWatch(attempt, plan, hosts)
 
     def poll(self) -> PlannedStop | None:
-        """Inspect a silent command, and return a planned stop for a slow host, or None. Raises OSError."""
+        """Inspect a silent command; return a planned stop if a slow host is to be excluded, or None.
+
+        Raises OSError if the attempt's files cannot be read or written.
+        """
         planned_stop = None if self._slow_hosts is None else self._slow_hosts.poll()
         if planned_stop is None and self._silence is not None:
             self._silence.poll()

@@ -1,4 +1,4 @@
-"""``trainkit stacks``: prints the Python stacks of every rank of a running job."""
+"""Implements ``trainkit stacks``, which prints the Python stacks of every rank of a running job."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from trainkit.run.rundir import AttemptDir, RunDir
 
 WAIT_S = 20.0
 """Seconds to wait for replies. Agents poll every two seconds, ranks have three seconds to reply, and network
-filesystems add latency."""
+file systems add latency."""
 
 
 @as_command("trainkit stacks last", "trainkit stacks last --rank 1", "trainkit stacks last --json")
 @run_argument
-@option("--rank R", "Print all threads of this rank.", type=INDEX)
+@option("--rank R", "Print the stacks of all threads of this rank.", type=INDEX)
 @json_option
 def command(run_name: str, rank: int | None, as_json: bool) -> None:
     """Print the Python stacks of RUN's ranks, grouping ranks with identical stacks.
 
-    Training continues. Ranks that do not respond, and the ranks of a COMMAND, are inspected with py-spy if it
-    is installed.
+    Training continues meanwhile. Ranks that do not respond, and ranks of a COMMAND, are inspected with py-spy
+    if it is installed.
     """
     run = find_run(run_name, acts=True)
     attempt, replies, silent = _ask_stacks(run, rank)
@@ -60,12 +60,12 @@ def command(run_name: str, rank: int | None, as_json: bool) -> None:
         click.echo(waits.text)
     if silent:
         click.echo(
-            f"no response from {rank_list(silent)}: the process has ended, or the host does not respond"
+            f"no response from {rank_list(silent)}: their processes have ended, or their hosts do not respond"
         )
 
 
 def _ask_stacks(run: RunDir, rank: int | None) -> tuple[AttemptDir, list[Reply], list[int]]:
-    """Ask the ranks of the running attempt, or one rank, for their stacks.
+    """Request the stacks of all ranks of the running attempt, or of a single rank.
 
     Returns the attempt, the replies, and the ranks that did not reply. Raises UsageError if the run or the
     rank is not running, and TrainkitError if no rank replied.
@@ -84,24 +84,24 @@ def _ask_stacks(run: RunDir, rank: int | None) -> tuple[AttemptDir, list[Reply],
     if not replies:
         raise TrainkitError(
             f"no rank of {run.shown} responded within {WAIT_S:.0f} s",
-            hint=f"`trainkit status {run.word}` shows whether it is still running",
+            hint=f"`trainkit status {run.word}` shows whether the run is still active",
         )
     asked = range(world_size) if rank is None else (rank,)
     return attempt, replies, sorted(set(asked) - {reply.rank for reply in replies})
 
 
 def running_attempt(run: RunDir) -> AttemptDir:
-    """Return the attempt whose ranks are running; raises UsageError if no rank is running."""
+    """Return the attempt whose ranks are running; raise UsageError if no rank is running."""
     entry = live_entry(run, read_job(run), "stacks")
     if entry is None:
         raise UsageError(
-            f"{run.shown} is not running", hint=f"`trainkit status {run.word}` shows how it ended"
+            f"{run.shown} is not running", hint=f"`trainkit status {run.word}` shows how the run ended"
         )
     attempt = run.attempt(entry.attempt)
     if not any(attempt.logs_dir.glob("rank-*.log")):
         raise UsageError(
             f"no rank of attempt {attempt.number} of {run.shown} has been started yet",
-            hint=f"`trainkit status {run.word}` shows what it waits for",
+            hint=f"`trainkit status {run.word}` shows what the run is waiting for",
         )
     return attempt
 
@@ -111,8 +111,7 @@ def _group_text(group: Sequence[Reply], all_threads: bool) -> str:
     lines = [f"{rank_list([reply.rank for reply in group])} on {hosts}{_position(group)}"]
     for name, frames in group[0].threads.items():
         lines += [f"  thread {name}"] if all_threads else []
-        # The path of the site-packages folder is removed from a frame, because it is long and the same
-        # everywhere.
+        # Remove the path of the site-packages folder from each frame, because it is long and always the same.
         short = [re.sub(r"\(\S*/(?:site|dist)-packages/", "(", frame) for frame in frames]
         lines += [f"    {frame}" for frame in short if "(<frozen importlib" not in frame]
         if not all_threads:

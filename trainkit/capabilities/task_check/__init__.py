@@ -1,1 +1,1 @@
-"""Tries a user's task on this machine, for `check --task-smoke` and `data validate CONFIG`."""
+"""Tries out a user's task on this machine, for `check --task-smoke` and `data validate CONFIG`."""

@@ -1,4 +1,4 @@
-"""Tries a task on two ranks of this machine, to find problems that one rank cannot show."""
+"""Tries out a task on two ranks on this machine, to find problems that do not occur on a single rank."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from trainkit.trainer.user_task import UserTask
 
 SIZE = 2
 TIMEOUT = timedelta(minutes=5)
-"""The time limit of a collective."""
+"""Timeout of a collective operation."""
 DEVICE_BATCH = 2
 
 
 class TwoRanks:
-    """Two processes that compute the gradient of one step together when `problems` is called.
+    """Two processes that together compute the gradient of one step when `problems` is called.
 
-    Create this object before the process computes anything, because PyTorch may refuse a backward pass in a
-    fork of a process that has run one.
+    Create this object before the process computes anything, because PyTorch may refuse to run a backward pass
+    in a fork of a process that has already run one.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -59,7 +59,7 @@ class TwoRanks:
             self._answers.append(here)
 
     def problems(self) -> list[Problem]:
-        """Return the first problem of a rank, or an empty list if both ranks have computed the step."""
+        """Return the first problem of either rank, or an empty list if both ranks have computed the step."""
         for answer in self._answers:
             answer.send(True)
         waiting = list(self._answers)
@@ -72,7 +72,7 @@ class TwoRanks:
                 except EOFError:
                     rank = self._answers.index(ready)
                     message = f"rank {rank} of {SIZE} ended without a result"
-                    found = refusal(self._config, message, "the code of the task ends the process").problem
+                    found = refusal(self._config, message, "the task's code may end the process").problem
                 if found is not None:
                     return [found]
         return []
@@ -90,9 +90,9 @@ class TwoRanks:
 
 
 def _run(rank: int, config: RunConfig, folder: Path, answer: Connection, of_others: list[Connection]) -> None:
-    """Run one of the ranks, after the parent process has requested it."""
+    """Run as one of the two ranks, once the parent process asks for it."""
     for other in of_others:
-        other.close()  # otherwise this rank would not end with its parent
+        other.close()  # otherwise this rank would not end when its parent ends
     try:
         answer.recv()
     except EOFError:
@@ -101,7 +101,7 @@ def _run(rank: int, config: RunConfig, folder: Path, answer: Connection, of_othe
         _compute_gradient(rank, config, folder)
     except TrainkitError as error:
         answer.send(problem_of(config, error))
-    except Exception as error:  # the user's code may raise any type
+    except Exception as error:  # the user's code may raise any exception
         answer.send(
             refusal(config, f"rank {rank} of {SIZE} failed: {describe(error)}", TRACEBACK_HINT).problem
         )
@@ -110,11 +110,11 @@ def _run(rank: int, config: RunConfig, folder: Path, answer: Connection, of_othe
 
 
 def _compute_gradient(rank: int, config: RunConfig, folder: Path) -> None:
-    """Compute the gradient of the first step as a rank of the trainer does."""
+    """Compute the gradient of the first step, as a rank of the trainer does."""
     here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": SIZE, "LOCAL_WORLD_SIZE": SIZE}
     os.environ |= {name: str(value) for name, value in here.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "GLOO_SOCKET_IFNAME": "lo"}
-    torch.set_num_threads(1)  # a fork does not inherit the thread pool of its parent
+    torch.set_num_threads(1)  # a fork does not inherit its parent's thread pool
     task = UserTask(config, None)
     store = dist.FileStore(str(folder / "store"), SIZE)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=TIMEOUT)

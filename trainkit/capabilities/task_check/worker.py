@@ -1,7 +1,7 @@
 """Trains a user's task on a few samples on the CPU, or reads all of its samples.
 
 ``python -m trainkit.capabilities.task_check.worker --smoke`` or ``--samples`` reads a config as JSON from
-standard input, and prints the problems in the format of `trainkit.trainer.task_check`.
+standard input, and prints problems in the format of `trainkit.trainer.task_check`.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from trainkit.trainer.user_code import errors_of_user, line_of, listed, problem_
 from trainkit.trainer.user_task import UserTask, digest_of_item
 
 HALF = 2
-"""The number of samples in each of two batches, which are also tried as one batch."""
+"""Number of samples in each of two batches, which are also combined into a single batch."""
 RELATIVE_TOLERANCE = 1e-3
-UNSEEDED = "draw random numbers from random, numpy.random or torch, and do not seed them"
+UNSEEDED = "use random, numpy.random or torch for random numbers, and do not seed them"
 
 
 def unreadable_samples(config: RunConfig) -> Iterator[Problem]:
-    """Read every sample of a task's datasets, and yield a problem for each that cannot be read."""
+    """Read every sample of a task's datasets, and yield a problem for each sample that cannot be read."""
     try:
         task = UserTask(config, None, opens_data=False).task
         for name in ("train_dataset", "val_dataset"):
@@ -55,7 +55,7 @@ def unreadable_samples(config: RunConfig) -> Iterator[Problem]:
                 samples: Any = getattr(task, name)()
                 count = 0 if samples is None or is_stream(samples) else len(samples)
             if samples is not None and is_stream(samples):
-                yield Problem(f"{name}()", "returned a stream, which was not read because it may have no end")
+                yield Problem(f"{name}()", "returned a stream, which was not read because it may be endless")
             digest = partial(digest_of_item, samples, config.seed)
             for index, (_, problem) in enumerate(read_in_worker(digest, range(count), config)):
                 if problem:
@@ -65,14 +65,14 @@ def unreadable_samples(config: RunConfig) -> Iterator[Problem]:
 
 
 class Smoke:
-    """Runs a forward and backward pass of a task on a few samples, and collects problems."""
+    """Runs a forward and backward pass of a task on a few samples, and collects the problems found."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
         self._found: list[Problem] = []
 
     def problems(self) -> list[Problem]:
-        """Return the problems of a task, up to the first problem that prevents further checks."""
+        """Return the problems of a task, up to the first one that prevents further checks."""
         try:
             self._try()
         except TrainkitError as error:
@@ -85,9 +85,9 @@ class Smoke:
         halves = [self._batches(method, found) for method, found in data if found is not None]
         model = self._user.build_whole_model()
         if digest_of(model) != digest_of(self._user.build_whole_model()):
-            self._add("build_model", "builds another model when it is called twice", UNSEEDED)
+            self._add("build_model", "builds a different model when it is called a second time", UNSEEDED)
         self._check_structure(model)
-        # Replace fp16, which few CPU operations support.
+        # Replace fp16 with another dtype, because few CPU operations support it.
         precision = self._config.precision
         if precision.dtype == "fp16":
             precision = precision.model_copy(update={"dtype": "fp32"})
@@ -99,7 +99,7 @@ class Smoke:
         module.task.step = 1
         turns = ("",) if optimizers is None else optimizers.turns()
         for batches in reversed(halves):
-            # Training and validation may have different metrics, so each gets its own object.
+            # Training and validation may report different metrics, so each uses its own object.
             passes = TaskForwardBackward(lambda enabled: None, Progress(), module, config, alone)
             validates = batches is not halves[0]
             for turn in ("",) if validates else turns:
@@ -112,7 +112,7 @@ class Smoke:
             self._check_update(module, weights, optimizers, config, alone)
 
     def _batches(self, method: str, data: Any) -> list[TaskBatch]:
-        """Return two batches and a batch with the samples of both."""
+        """Return two batches, and a third one with the samples of both."""
         if isinstance(data, StreamData):
             size, items = HALF, self._stream_items(data)
         else:
@@ -120,11 +120,11 @@ class Smoke:
             items = self._items(method, data, min(2 * size, data.num_samples))
         batches = []
         for chunk in (items[:size], items[size:] or items[:size], items):
-            with self._errors("collate", f"{len(chunk)} items cannot be joined to a batch"):
+            with self._errors("collate", f"{len(chunk)} items cannot be combined into a batch"):
                 batches.append(TaskBatch(self._user.task.collate(list(chunk)), self._config.seed))
         try:
             pickle.dumps(batches[0])
-        except Exception as error:  # objects of the user may raise any type
+        except Exception as error:  # the user's objects may raise any exception
             message = f"returns a batch that cannot be sent to another process: {error}"
             hint = "return tensors, numbers, strings, and lists or dictionaries of them"
             self._add("collate", message, hint)
@@ -142,7 +142,7 @@ class Smoke:
         return items
 
     def _stream_items(self, data: StreamData) -> list[object]:
-        """Return the first items of a stream, and check that a new stream object can resume in between."""
+        """Return the first items of a stream, and check that a new stream object can resume in the middle."""
         with self._errors("train_dataset", "a sample cannot be read"):
             cursor = Cursor(data)
             items = [cursor.next(position) for position in range(HALF)]
@@ -160,7 +160,9 @@ class Smoke:
         overlap = any(layer in set(other.modules()) for layer, other in permutations(layers, 2))
         if overlap or not set(layers) <= set(model.modules()):
             message = "returns modules that overlap or are not in the model"
-            self._add("layers", message, "return each layer once, and no layer inside another layer")
+            self._add(
+                "layers", message, "return each layer only once, and no layer that is inside another one"
+            )
         if type(self._user.task).tensor_plan is not Task.tensor_plan:
             find_styles(self._user.task, self._config, model, self._config.parallel.tp)
         for name, param in model.named_parameters():
@@ -174,7 +176,7 @@ class Smoke:
     def _check_losses(
         self, module: nn.Module, passes: TaskForwardBackward, batches: list[TaskBatch], *, validates: bool
     ) -> None:
-        """Check that the losses of two batches add up to the loss of their samples as one batch."""
+        """Check that the losses of two batches add up to the loss of all their samples as a single batch."""
         module.eval()
         found, method = [], _loss_of(batches[0])
         for batch in batches:
@@ -193,23 +195,23 @@ class Smoke:
         mean = (first * of_first + second * of_second) / max(of_both, 1e-9)
         if is_sum and not adds_up:
             message = (
-                f"has count {of_both:g} instead of {of_first + of_second:g} for the samples of two batches"
+                f"has count {of_both:g} instead of {of_first + of_second:g} for the samples of both batches"
             )
             self._add(
                 method,
                 message,
-                "return the number of samples or tokens in the total, not the number of batches",
+                "return as count the number of samples or tokens in the total, not the number of batches",
             )
         elif adds_up and not is_sum and is_near(mean, both):
             message = (
-                f"has total {both:g} for two batches with totals {first:g} and {second:g}: that is a mean"
+                f"has total {both:g} for two batches with totals {first:g} and {second:g}, so it is a mean"
             )
-            self._add(method, message, 'return the sum, for example with reduction="sum"')
+            self._add(method, message, 'return as total the sum, for example with reduction="sum"')
 
     def _check_gradients(
         self, module: LossModule, passes: TaskForwardBackward, batches: list[TaskBatch], updated: set[str]
     ) -> None:
-        """Check that each parameter in `updated` gets a gradient."""
+        """Check that every parameter in `updated` receives a gradient."""
         module.train()
         for batch in batches:
             with self._errors(_loss_of(batch), "failed in the backward pass"):
@@ -220,7 +222,7 @@ class Smoke:
             if name in updated and param.requires_grad and param.grad is None
         ]
         if without:
-            hint = "use them, or freeze them in build_model: parameter.requires_grad_(False)"
+            hint = "use these parameters, or freeze them in build_model with parameter.requires_grad_(False)"
             self._add("loss", f"gives no gradient to {listed(without)}", hint)
 
     def _check_update(
@@ -231,11 +233,11 @@ class Smoke:
         config: RunConfig,
         alone: World,
     ) -> None:
-        """Update the parameters with the task's own optimizers, and save and load its own state."""
+        """Update the parameters with the task's own optimizers, then save and load the optimizers' state."""
         if optimizers is not None:
             optimizers.begin_step(config.optimizer.lr)
             optimizers.collect_gradients()
-            with self._errors("optimizers", "failed in their update"):
+            with self._errors("optimizers", "failed during the update"):
                 optimizers.step(config.optimizer.lr, torch.ones(()), torch.zeros(()))
         if type(module.task).after_step is not Task.after_step:
             with self._errors("after_step", "failed"):
@@ -246,11 +248,11 @@ class Smoke:
             state.load(Manifest(state=values), tensors)
 
     def _errors(self, method: str, failed: str) -> AbstractContextManager[None]:
-        """Turn any exception of a task's method into a TaskError with file and line."""
+        """Convert any exception from a task's method to a TaskError with file and line."""
         return errors_of_user(self._config, f"{self._shown(method)} {failed}")
 
     def _add(self, method: str, message: str, hint: str, of: object = None) -> None:
-        """Add a problem of a method, with the line that defines the method or the items of `of`."""
+        """Add a problem with a method, citing the line that defines the method or the items of `of`."""
         self._found.append(refusal(self._config, f"{self._shown(method, of)} {message}", hint).problem)
 
     def _shown(self, method: str, of: object = None) -> str:
@@ -261,18 +263,18 @@ class Smoke:
 
 
 def _loss_of(batch: TaskBatch) -> str:
-    """Return the name of the method that computes the loss of a batch."""
+    """Return the name of the task's method that computes the loss of a batch."""
     return "loss_for" if batch.optimizer else "loss"
 
 
 def smoke(config: RunConfig) -> list[Problem]:
-    """Return the problems of a task on one rank, or on two ranks if one rank has none."""
+    """Return the problems of a task on one rank or, if there are none, on two ranks."""
     with TwoRanks(config) as two:
         return Smoke(config).problems() or two.problems()
 
 
 def main() -> None:
-    """Print the problems of the config on standard input."""
+    """Print the problems found with the config that is read from standard input."""
     values = json.load(sys.stdin)
     config = config_class(values).model_validate(values)
     print_problems(smoke(config) if "--smoke" in sys.argv else unreadable_samples(config))

@@ -1,1 +1,1 @@
-"""Train models of the transformers library (config key `model.hf`) as a task."""
+"""Trains models of the transformers library (config key `model.hf`) as a task."""

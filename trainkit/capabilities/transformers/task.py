@@ -1,4 +1,4 @@
-"""Train any causal language model of the transformers library, or low-rank adapters for one: `model.hf`."""
+"""Trains any causal language model of transformers, or low-rank adapters for it (config key `model.hf`)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def import_transformers() -> Any:
 
 
 class HFCausalLM(Task):
-    """Next-token prediction with a model of transformers."""
+    """Next-token prediction with a transformers model."""
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
@@ -54,7 +54,7 @@ class HFCausalLM(Task):
         self._folder = Path(config.model.hf)
         self._weights = None if config.model.from_scratch else StoredWeights(self._folder)
         self._names: dict[str, str] = {}
-        """Maps the names of parameters to the names in the files."""
+        """Maps the names of parameters to their names in the weight files."""
         self._flops: float | None = None
 
     @property
@@ -69,7 +69,7 @@ class HFCausalLM(Task):
 
     @property
     def rereads_frozen(self) -> bool:
-        """Return whether frozen weights are read from the files at every start, and not from checkpoints."""
+        """Return whether frozen weights are read from weight files at each start, not from a checkpoint."""
         lora = self.config.model.lora
         return lora is not None and keeps_base(lora)
 
@@ -88,19 +88,19 @@ class HFCausalLM(Task):
         if adapted is not None and not why:
             return self._quantized(self._counted(adapted))
         self._refuse_quantized(why)
-        log.warning(f"each process reads all of {self._folder}: {why}")
+        log.warning(f"each process reads all weights in {self._folder}, because {why}")
         model, lora = read_whole(self._folder), self.config.model.lora
         return self._counted(model if lora is None else self._adapted(model, lora))
 
     def _on_meta(self, weights: StoredWeights) -> tuple[nn.Module | None, str]:
-        """Return the model with adapters and without weights, and why a process must read all its files."""
+        """Return the model with adapters but no weights, and why each process must read all weight files."""
         lora = self.config.model.lora
         with parameters_on_meta():
             model = create_model(self._folder)
         found, why = find_stored(model, weights)
         if lora is not None and not is_independent(lora):
             check_targets(model, lora_config(lora, task_type="CAUSAL_LM"), str(self._folder))
-            why = why or "the initial values of model.lora depend on it"
+            why = why or "the initial values of model.lora depend on the weights"
         if why:
             return None, why
         adapted: nn.Module = model if lora is None else self._adapted(model, lora)
@@ -113,7 +113,7 @@ class HFCausalLM(Task):
     def build_adapters(self) -> nn.Module:
         """Return the model with `model.lora` for an export; only the tensors that peft saves have memory.
 
-        Trained parameters have no values yet.
+        Trained parameters are not loaded yet.
         """
         import peft
 
@@ -136,7 +136,7 @@ class HFCausalLM(Task):
         if config.model.lora is not None:
             lora_config(config.model.lora)
         if self._weights is not None:
-            with errors_of_user(config, "its model cannot be built", but=OSError):
+            with errors_of_user(config, "the model in model.hf cannot be built", but=OSError):
                 self._refuse_quantized(self._on_meta(self._weights)[1])
         if config.parallel.tp > 1:
             with torch.device("meta"):
@@ -144,37 +144,38 @@ class HFCausalLM(Task):
             find_styles(self, config, model, config.parallel.tp)
 
     def _check_positions(self, settings: Any) -> None:
-        """Raise FatalError if samples are longer than the model's table of positions."""
+        """Raise FatalError if samples are longer than the model's position table."""
         limit, seq_len = getattr(settings, "max_position_embeddings", None), self.config.data.seq_len
         is_rotary = getattr(settings, "rope_parameters", None) or getattr(settings, "rope_theta", None)
         if not isinstance(limit, int) or seq_len <= limit:
             return
         if not is_rotary:
             raise FatalError(
-                f"data.seq_len is {seq_len}, but {self._folder} has {limit} positions",
+                f"data.seq_len is {seq_len}, but the model {self._folder} has only {limit} positions",
                 hint=f"set data.seq_len to at most {limit}",
             )
         log.warning(
-            f"data.seq_len is {seq_len}, longer than the {limit} tokens that {self._folder} was made for"
+            f"data.seq_len is {seq_len}, which is longer than the {limit} tokens that "
+            f"{self._folder} was made for"
         )
 
     def _adapted(self, model: nn.Module, lora: JsonObject) -> nn.Module:
         return apply_lora(model, lora_config(lora, task_type="CAUSAL_LM"), str(self._folder), wraps=True)
 
     def _quantized(self, model: nn.Module) -> nn.Module:
-        """Quantize the frozen linear layers except the head if `model.quantize` is set; return the model."""
+        """Quantise the frozen linear layers except the head if `model.quantize` is set; return the model."""
         if self.config.model.quantize is None:
             return model
         before = sum(param.numel() for param in model.parameters())
         heads = model.get_output_embeddings()  # type: ignore[operator]
         if not quantize_linears(model, set(heads.modules())):
-            self._refuse_quantized("it has no frozen nn.Linear")
+            self._refuse_quantized("the model has no frozen nn.Linear")
         left = sum(param.numel() for param in model.parameters())
         log.info(f"{before - left:,} of {before:,} parameters have 4 bits")
         return model
 
     def _refuse_quantized(self, why: str) -> None:
-        """Raise FatalError if `model.quantize` is set but each process needs the whole model."""
+        """Raise FatalError if `model.quantize` is set although each process needs the whole model."""
         name = self.config.model.quantize
         if why and name is not None:
             raise FatalError(
@@ -183,7 +184,7 @@ class HFCausalLM(Task):
             )
 
     def _counted(self, model: nn.Module) -> nn.Module:
-        """Compute the FLOPs of a sample, and return the model."""
+        """Compute the FLOPs per sample, and return the model."""
         embeddings = {id(item.weight) for item in model.modules() if isinstance(item, nn.Embedding)}
         settings: Any = model.config
         heads = model.get_output_embeddings()  # type: ignore[operator]
@@ -191,7 +192,7 @@ class HFCausalLM(Task):
         is_sparse = any("expert" in name for name, _ in model.named_modules())
         sizes: Any = [getattr(settings, name, None) for name in ("num_hidden_layers", "hidden_size")]
         if not is_sparse and all(isinstance(size, int) for size in sizes):
-            # Frozen weights have no weight gradient, which is a third of the work.
+            # Frozen weights need no weight gradient, which is a third of the work.
             per_token = sum((6 if p.requires_grad else 4) * p.numel() for p in counted)
             seq_len = self.config.data.seq_len
             self._flops = float(seq_len * (per_token + 12 * math.prod(sizes) * seq_len))
@@ -202,12 +203,14 @@ class HFCausalLM(Task):
         return self._weights.read(self._names[name], (rows,))
 
     def tensor_plan(self, model: nn.Module) -> Mapping[str, str]:
-        """Return the plan of transformers for its own model; raise TaskError if no plan fits."""
+        """Return transformers' own plan for tensor parallelism; raise TaskError if no plan fits."""
         tp, settings, own = self.config.parallel.tp, cast(Any, model.config), cast(Any, model)
         for key in ("num_attention_heads", "num_key_value_heads"):
             heads = getattr(settings, key, None)
             if isinstance(heads, int) and heads % tp:
-                raise _no_split(tp, f"does not divide {key} {heads} of {self._folder}", "use a divisor of it")
+                raise _no_split(
+                    tp, f"does not divide {key} {heads} of {self._folder}", "use a divisor of this number"
+                )
         names = {module: name for name, module in model.named_modules()}
         embedding, head = own.get_input_embeddings(), own.get_output_embeddings()
         plan = {
@@ -239,7 +242,7 @@ class HFCausalLM(Task):
 
 
 def create_model(folder: Path) -> Any:
-    """Return the model of a config.json, with random weights in float32."""
+    """Return the model that a config.json describes, with random weights in float32."""
     transformers = import_transformers()
     settings = transformers.AutoConfig.from_pretrained(folder, **LOCAL)
     settings.use_cache = False
@@ -248,7 +251,7 @@ def create_model(folder: Path) -> Any:
 
 
 def read_whole(folder: Path) -> Any:
-    """Return the model as transformers reads it; raise FatalError if the files lack weights."""
+    """Return the model as transformers loads it; raise FatalError if the files lack weights."""
     model, found = import_transformers().AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **LOCAL
     )
@@ -263,7 +266,7 @@ def read_whole(folder: Path) -> Any:
 
 
 def find_stored(model: Any, weights: StoredWeights) -> tuple[dict[nn.Parameter, str], str]:
-    """Return each parameter's name in the files, and why the files cannot be used; fill the buffers."""
+    """Map each parameter to its name in the weight files, and load the model's buffers from these files."""
     found = {}
     saved, prefix = model.state_dict(), f"{model.base_model_prefix}."
     buffers = [(name, item) for name, item in model.named_buffers() if name in saved]
@@ -271,10 +274,10 @@ def find_stored(model: Any, weights: StoredWeights) -> tuple[dict[nn.Parameter, 
         names = (name, name.removeprefix(prefix))
         stored = next((item for item in names if item in weights), None)
         if stored is None:
-            return {}, f"it has no {name}"
+            return {}, f"the files have no {name}"
         if weights.shape(stored) != tuple(tensor.shape):
             shapes = f"{list(weights.shape(stored))}, not {list(tensor.shape)}"
-            raise FatalError(f"{stored} in {weights.folder} has shape {shapes} as in its config.json")
+            raise FatalError(f"{stored} in {weights.folder} has shape {shapes}, the shape in its config.json")
         if isinstance(tensor, nn.Parameter):
             found[tensor] = stored
         else:
@@ -287,12 +290,12 @@ def _no_split(tp: int, message: str, hint: str) -> TaskError:
 
 
 def save_pretrained(model: Any, folder: Path, dtype: torch.dtype, *, merge: bool) -> None:
-    """Write a model as transformers does, or its adapters as peft does; `merge` adds them to the model."""
+    """Write a model as transformers does, or adapters as peft does; `merge` merges them into the weights."""
     is_adapted = hasattr(model, "merge_and_unload")
     if merge and not is_adapted:
-        raise UsageError("--merge is for runs with model.lora", hint="remove --merge")
+        raise UsageError("--merge applies only to runs with model.lora", hint="remove --merge")
     if merge:
-        # Merge into the weights with which the adapters were trained.
+        # Merge the adapters into the same weights with which they were trained.
         restore_linears(model)
         try:
             model = model.merge_and_unload()
