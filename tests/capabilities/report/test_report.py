@@ -300,7 +300,7 @@ def test_gpus_that_wait_are_no_reason_to_ask_for_more(run, percents, used, follo
     assert (found.resource, found.used, found.next_time) == ("GPUs", used, following)
 
 
-NOT_ASKED = "nothing: only a Slurm job requests it"
+NOT_ASKED = "nothing: only Slurm jobs request it"
 MEASURED = "25 % above the peak sampled"
 
 
