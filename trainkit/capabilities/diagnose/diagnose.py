@@ -502,7 +502,7 @@ class _Case:
         return [text for one in templates if (text := fill(one, values | self.events.values()))]
 
     def _tail(self, text: Text) -> list[Evidence]:
-        """Return a log's last lines, but no lines after the first failure's exception if the log contains it."""
+        """Return a log's last lines, but no lines after the exception of the first failure."""
         end, first = len(text.lines), None if self.first is None else self.first.text
         if first is not None and first.file == text.file and first.first_line and text.first_line:
             index = first.first_line - text.first_line
