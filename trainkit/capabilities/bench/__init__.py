@@ -1,4 +1,4 @@
-"""Benches, which run a config on several layouts or with several settings and measure the runs."""
+"""Benches: each runs a config with several layouts or settings, and measures the runs."""
 
 from __future__ import annotations
 
