@@ -153,7 +153,7 @@ def test_run_folder_that_is_not_shared_is_found(login: Login, tmp_path: Path) ->
         found = failures(checks(login, "--quick", "--nodes", "2", "--run-dir", str(runs), code=1))
     two = login.cluster.hosts[1]
     assert set(found) == {(two, "shared")}
-    assert found[two, "shared"].startswith(f"{runs} is not shared: a file of ")
+    assert found[two, "shared"].startswith(f"{runs} is not shared: a file created on ")
     assert found[two, "shared"].endswith(f" is not visible on {two}")
     assert list(runs.iterdir()) == []
 

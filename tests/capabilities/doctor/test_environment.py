@@ -65,4 +65,4 @@ def test_other_trainkit_of_an_interpreter_fails(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(environment, "__version__", "99.0")
     check = environment.check_python(Request(tmp_path))
     assert check.state == "failure"
-    assert check.value.endswith(f" has trainkit {__version__}, and this is trainkit 99.0")
+    assert check.value.endswith(f" has trainkit {__version__}, but this is trainkit 99.0")
