@@ -136,7 +136,7 @@ def choose(base: StepWork, hardware: Hardware, global_batch_size: int | None) ->
 
 
 def layouts(base: StepWork, hardware: Hardware) -> Iterator[Layout]:
-    """Yield layouts for all GPUs whose tp divides the number of heads with at most one pp stage per layer."""
+    """Yield layouts of all GPUs in which tp divides the number of heads and each pp stage has a layer."""
     shape, splits_sequence = base.shape, base.layout.cp > 1 or base.seq_len >= LONG_SEQUENCE
     for layout in enumerate_layouts(hardware.num_gpus, hardware.node_size, splits_sequence):
         fits = shape.num_kv_heads % layout.tp == 0 and layout.pp <= shape.num_layers

@@ -85,7 +85,7 @@ class EffectiveTime:
         yield (
             f"effective time: {self.share:.1%} with a checkpoint every {duration(self.interval_s)}; at most"
             f" {self.best_share:.1%}, with one every {duration(self.best_interval_s)} ({best}), because"
-            f" a node fails every  {duration(self.failure_every_s)}"
+            f" a node fails every {duration(self.failure_every_s)}"
         )
         given = self.assumed
         rate = f"{given.failures_per_node_day:g} failures per node and day (--failures-per-node-day)"
