@@ -153,7 +153,7 @@ def test_all_keys_are_listed(folder: Path) -> None:
     async def use(pilot: Pilot[Any], app: WatchApp) -> None:
         await wait_for(pilot, lambda: view_of(app), "no view")
         await pilot.press("question_mark")
-        await shows(pilot, "Next metric")
+        await shows(pilot, "Show the next metric")
         shown = [line.split()[0] for line in screen_text(app).splitlines()[1:] if line.strip()]
         assert shown[:-1] == [*"ldnwcrmMq", "escape", "?"]
         await pilot.press("escape")

@@ -8,7 +8,7 @@ from trainkit.capability import Capability
 
 
 class BenchCapability(Capability):
-    """The capability of `trainkit bench`. It adds nothing to the plan of a run."""
+    """The capability of `trainkit bench`. The capability adds nothing to the plan of a run."""
 
     name = "bench"
 

@@ -137,8 +137,8 @@ def layouts(request: ConfigRequest | None, layouts: tuple[str, ...], **typed: An
     """Run CONFIG with several layouts for a few steps each; write summary.csv and plots.
 
     Without --layout, the bench measures all layouts that are possible for the number of processes, the model
-    and the batch size, simplest first. It varies parallel.cp only if the config sets this key or sequences
-    are longer than 16,000 tokens. train.global_batch_size is the same for all layouts;
+    and the batch size, simplest first. The bench varies parallel.cp only if the config sets this key or
+    sequences are longer than 16,000 tokens. train.global_batch_size is the same for all layouts;
     train.device_batch_size and parallel.pp_microbatches are adapted to the layout where necessary.
 
     On this machine, the layouts run one after another, and Ctrl-C ends the bench. On Slurm, the layouts run

@@ -72,7 +72,7 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 def keep_needed(value: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a trace object that `trace_exposed_comm_s` needs.
 
-    This function is used as ``object_hook`` of the JSON parser, to save memory.
+    The JSON parser calls this function as ``object_hook``, which saves memory.
     """
     if "ph" not in value:
         return value

@@ -37,8 +37,8 @@ from trainkit.plan.step_work import work_of
 ORIGIN = "trainkit bench"
 OPTION = "--out"
 MAX_LAYOUTS = 16
-"""Maximum number of layouts that are run if --layout is not given. The maximum limits the duration of a
-bench."""
+"""Maximum number of layouts that are run if --layout is not given. This limit keeps a bench from taking too
+long."""
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ BARE: Values = {
 def bench_values(config: RunConfig, kind: Kind, length: BenchLength, keep_name: bool) -> Values:
     """Return config values that a bench sets for all of its runs, each with a reason.
 
-    None of these values concerns the model, the data or the optimizer.
+    None of the values that a bench sets concerns the model, the data or the optimizer.
     """
     name = f"{config.name}-{kind}"[:100], "the runs of a bench have a name of their own"
     return {**({} if keep_name else {"name": name}), **short_training(config, length.steps, "bench"), **BARE}

@@ -186,8 +186,8 @@ ENDED = {FINISHED, "failed", "stopped", "cancelled", "died"}
 def look_at_runs(bench: Bench, warn: Callable[[str], None]) -> list[TrialStatus]:
     """Return the status of each run of a bench, in which the reason of a failed run is the root cause.
 
-    If Slurm has not acknowledged the job array, this function looks it up. It also removes checkpoints of
-    runs that have ended, because a bench is never resumed.
+    If Slurm has not acknowledged the job array, this function looks it up. The function also removes
+    checkpoints of runs that have ended, because a bench is never resumed.
     """
     recover_parts(bench.group)
     files = GroupFiles(bench.group)

@@ -68,7 +68,7 @@ class LogCurve(Companion):
     def _begin(self) -> None:
         """Read the part of the curve that earlier attempts found.
 
-        If this raises OSError, the next poll tries again.
+        If reading raises OSError, the next poll tries again.
         """
         previous = None
         made = (
@@ -247,7 +247,7 @@ class _TooSlow(Exception):
 def _time_limit(seconds: float) -> Iterator[None]:
     """Raise _TooSlow in a block that takes more than some seconds, even during a regular expression match.
 
-    This works only in the main thread.
+    The time limit works only in the main thread.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:

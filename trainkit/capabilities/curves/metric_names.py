@@ -13,7 +13,8 @@ from functools import lru_cache
 from itertools import dropwhile
 
 MAX_NAME = 64
-"""Maximum number of characters in a metric name. Longer text before a number is not a metric name."""
+"""Maximum number of characters in a metric name. If the text before a number is longer, it is not a metric
+name."""
 MAX_WORDS = 3
 """Maximum number of words in a metric name. If more words precede a number, they are prose."""
 OF_VALIDATION = frozenset({"val", "valid", "validation", "eval", "evaluation", "dev"})
@@ -107,7 +108,7 @@ class Label:
 def read_label(text: str) -> Label:
     """Parse the lower-case text that precedes a number.
 
-    The result is cached, because a training loop repeats its labels.
+    The parsed label is cached, because a training loop repeats its labels.
     """
     words, own = _words(text), _words(_SENTENCE.split(text)[-1])
     own = list(dropwhile(_PROSE.__contains__, own))
@@ -143,8 +144,8 @@ def _words(text: str) -> list[str]:
 def metric_of(label: Label, number: re.Match[str], *, is_assigned: bool) -> tuple[str, float] | None:
     """Return the metric name and the value of a labelled number; None if the number is not a metric.
 
-    `is_assigned` is True if the label and the number are separated by ``:`` or ``=``. Otherwise, the number
-    is a metric only if a separator, another metric or the end of the line follows.
+    `is_assigned` is True if the label and the number are separated by ``:`` or ``=``. A number without ``:``
+    or ``=`` is a metric only if a separator, another metric or the end of the line follows.
     """
     name, unit, end = label.name, number["unit"].lower(), number.end()
     if name is None or unit not in _UNITS or _OTHER.match(number.string, end):

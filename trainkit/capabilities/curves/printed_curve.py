@@ -303,9 +303,9 @@ class PrintedCurve:
     def __init__(self, *, is_shared: bool = False, previous: Found | None = None) -> None:
         """Begin without a curve.
 
-        `is_shared` is True if several ranks print to the same log. In this case, the values of the rank that
-        prints a step first are used. `previous` describes the curve of an earlier attempt, whose count of
-        epochs is continued.
+        `is_shared` is True if several ranks print to the same log. In a shared log, the values of the rank
+        that prints a step first are used. `previous` describes the curve of an earlier attempt, whose count
+        of epochs is continued.
         """
         self.records: dict[int, dict[str, float]] = {}
         """Maps a step to its values. Whoever writes the records to a file also removes them from this

@@ -153,7 +153,7 @@ def hang_values(
 ) -> tuple[dict[str, str], list[Evidence]]:
     """Return the ranks that wait for the blocking rank, and the lines of their hang reports as evidence.
 
-    Both are empty unless the failure is a hang.
+    The returned values and lines are empty unless the failure is a hang.
     """
     waiting, lines = [], []
     if match.signature.name != "hang":

@@ -104,7 +104,8 @@ class AttemptFiles:
     def of_slurm(self) -> Iterator[Text]:
         """Yield messages of srun and slurmstepd, then the job's state in Slurm.
 
-        The messages come first because they contain the reason, which Slurm's job state may lack.
+        The messages of srun and slurmstepd come first because they contain the reason, which Slurm's job
+        state may lack.
         """
         yield from slurm_messages(self.attempt, self.job, is_recorded=self.has_ended and not self.end.guessed)
         yield from self._job_state()
@@ -213,7 +214,8 @@ def _end_of_the_job(line: str) -> datetime | None:
 MAX_EVENTS = 400
 MAX_SHOWN = 8
 END_EVENTS = frozenset({"rank_failed", "hang", "requeue_decision", "finished", "stopped"})
-"""Events that the supervisor writes after an attempt has ended. They repeat the content of end.json."""
+"""Events that the supervisor writes after an attempt has ended. These events repeat the content of
+end.json."""
 
 
 class AttemptEvents:

@@ -37,7 +37,7 @@ class Layout:
         return sum(self.num_ranks)
 
     def points(self) -> list[tuple[str, int]]:
-        """Return each end point of the links as its name and one of its ranks.
+        """Return the name of each end point of a link, and one rank of the end point.
 
         The end points are the hosts, or the GPUs if there is only one host.
         """
@@ -48,7 +48,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """The result of one host: the measurements if it has rank 0, else nothing; or the error of a rank."""
+    """The result of one host: measurements if the host has rank 0, else nothing; or the error of a rank."""
 
     error: str = ""
     backend: str = ""

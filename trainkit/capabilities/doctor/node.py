@@ -102,7 +102,7 @@ def measure(request: Request, layout: Layout) -> Bandwidth:
 def main() -> int:
     """Check this node as requested on the command line, and print a report that `received` can read.
 
-    Then, for each `Layout` received on standard input, measure and print the bandwidth.
+    After that, measure and print the bandwidth for each `Layout` received on standard input.
     """
     request = from_json(Request, sys.argv[1])
     hosts = os.environ.get("SLURM_STEP_NODELIST")

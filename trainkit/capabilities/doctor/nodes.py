@@ -41,7 +41,7 @@ STOP_S = 10.0
 """Seconds that srun may take to end its job step."""
 NEEDED_TO_MEASURE = {"name", "interface", "port", "Python", "torch", "GPU"}
 """Checks that must pass before the bandwidth is measured, because ranks could otherwise not start or find
-each other. In the name of a GPU check, a number follows."""
+each other. The names of GPU checks also contain a number."""
 NOT_FOR_SRUN = (
     "signal",
     "requeue",
@@ -179,7 +179,7 @@ def _lines_of(file: str) -> list[str]:
 def check_nodes(loaded: LoadedConfig, request: Request, timeout_s: float) -> Iterator[Finding]:
     """Run a Slurm step on the nodes of a config, and yield the findings.
 
-    These are the checks of each node, the differences between nodes, and the bandwidth. Waits at most
+    The findings are the checks of each node, the differences between nodes, and the bandwidth. Waits at most
     `timeout_s` for nodes to become available. Raises SlurmError if Slurm does not respond.
     """
     require_controller()

@@ -184,7 +184,7 @@ class RunWatch:
     def _is_in_queue(self) -> bool:
         """Return whether the run's job is pending.
 
-        This queries Slurm, so call it only after `patience_s` seconds without progress.
+        The function queries Slurm, so call it only after `patience_s` seconds without progress.
         """
         entry, self._progress_s = newest(self.run), time.monotonic()
         try:

@@ -100,7 +100,7 @@ def effective_time(
 ) -> EffectiveTime | None:
     """Return the effective time of a run; None if the run saves no checkpoints.
 
-    Also returns None for a run that is short or uses one node, unless a value differs from its default.
+    The result is also None for a run that is short or uses one node, unless a value differs from its default.
     """
     saves, steps = config.checkpoint, config.train.steps
     rate = num_nodes * assumed.failures_per_node_day / DAY_S

@@ -77,9 +77,9 @@ def command(
     """Recompute steps of RUN from the checkpoint before them, and compare the results with RUN's records.
 
     If loss and gradient norm are equal to the last digit, a spike in the loss is due to the data or the
-    optimisation. In this case, the command lists the samples of the steps with source file and position,
-    those with the highest loss first. If the values differ, the hardware or a library is the cause. In this
-    case, the command prints the rank and the host that caused the difference, if the records show them.
+    optimisation. The command then lists the samples of the steps with source file and position, those with
+    the highest loss first. If the values differ, the hardware or a library is the cause. The command then
+    prints the rank and the host that caused the difference, if the records show them.
 
     The steps are computed on this machine or, with --submit, in a job that has its own run folder; --follow
     or --collect then compares the results. RUN itself is not changed. The exit code is 1 if any step differs.
@@ -115,7 +115,7 @@ def command(
 
 
 def _refuse_misfits(submit: bool, keep: bool, follow: bool, run_dir: str | None, flags: Flags) -> None:
-    """Raise UsageError for options that have no effect together with the others."""
+    """Raise UsageError if an option has no effect in combination with the others."""
     of_job = [origin for key, (origin, _) in flags.items() if key not in SHAPE_KEYS]
     of_job += ["--follow"] * follow + ["--run-dir"] * (run_dir is not None)
     if of_job and not submit:
@@ -233,7 +233,7 @@ def _verdict_lines(found: Comparison) -> Iterator[str]:
         yield f"unknown: different since step {bad.step}, possibly due to accumulated rounding errors"
         yield f"`--layout same` on the same hardware compares to the last digit; here it cannot: {why}"
     else:
-        more = "" if bad.is_exact else f" by more than {found.tolerance:g}, at once"
+        more = "" if bad.is_exact else f" by more than {found.tolerance:g} within a single step"
         yield f"different since step {bad.step}{more}: the cause is the hardware or a library, not the data"
         if not bad.is_exact:
             yield f"the values were not compared to the last digit: {why}"

@@ -1,8 +1,8 @@
 """Draws the charts of a report as inline SVG, and prepares the chart data for the script in the page.
 
 Chart labels are HTML elements, so that they stay readable when the SVG is stretched. The script
-`templates/charts.js` zooms the charts and shows values. It redraws charts by the rules of this module, so
-change a rule in both places.
+`templates/charts.js` zooms the charts and shows values. The script redraws charts by the rules of this
+module, so change a rule in both places.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ PALETTE = [
         COLORS, ("#4BA3DC", "#FF8A45", "#2FC79B", "#E9A3CB", "#F2B632", "#9AD7F7", "#E4E8EE"), strict=True
     )
 ]
-"""Colours for values that are not numbers. They can be distinguished with any kind of colour vision."""
+"""Colours for values that are not numbers. Readers with any kind of colour vision can distinguish these
+colours."""
 BEST, OTHER, MEDIAN = PALETTE[1], PALETTE[0], Color("#9AA3AF", "#6B7686")
 VIRIDIS = (
     "440154", "482475", "414487", "355F8D", "2A788E", "21918C", "22A884", "44BF70", "7AD151",
@@ -393,7 +394,10 @@ def _within(value: float, y: Scale) -> float:
 
 
 def _drawn(places: Sequence[Point]) -> str:
-    """Return an SVG path through positions from 0 to 1. It uses relative coordinates, which are shorter."""
+    """Return an SVG path through positions from 0 to 1.
+
+    The path uses relative coordinates, which are shorter.
+    """
     found = [(round(x * WIDTH), round((1 - y) * HEIGHT)) for x, y in places]
     (left, top), *_ = found
     steps = [

@@ -30,8 +30,8 @@ def command(run_name: str, metric: str | None, out: Path | None, overwrite: bool
     utilisation, requested and used resources, and how to repeat the run. The page can be viewed without
     network access.
 
-    For a group of runs or a bench, the page compares all of its runs. This page has a table with failed runs
-    first, the results for each swept key, and charts that show the curves of all runs together.
+    For a group of runs or a bench, the page compares all of its runs. The page of a group has a table with
+    failed runs first, the results for each swept key, and charts that show the curves of all runs together.
     """
     from trainkit.capabilities.report.curves import writable_file
     from trainkit.capabilities.report.page import REPORT_FILE

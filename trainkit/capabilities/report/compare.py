@@ -420,7 +420,7 @@ def _result(measured: Measured, report: Report) -> str:
 def _differences(keys: Sequence[str], runs: Sequence[tuple[str, dict[str, object]]]) -> str:
     """Return a table of the keys in which the runs differ.
 
-    It has one row per key or, if there are many runs, one row per run.
+    The table has one row per key or, if there are many runs, one row per run.
     """
     if len(runs) < 2:
         return "the configs of the runs cannot be compared"

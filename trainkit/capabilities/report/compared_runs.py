@@ -101,8 +101,8 @@ def compared_value(key: str, value: object) -> object:
 def differing_keys(values: Iterable[Mapping[str, object]]) -> list[str]:
     """Return, in alphabetical order, the keys whose values differ between the runs.
 
-    Some runs may lack a key; for example, a run of a COMMAND has no keys of the trainer. Such a key is
-    omitted if all runs that have it use its default.
+    Some runs may lack a key; for example, a run of a COMMAND has no keys of the trainer. A key that some runs
+    lack is omitted if all runs that have the key use its default.
     """
     texts = [
         {key: shown_value(compared_value(key, one)) for key, one in own.items()} for own in values if own

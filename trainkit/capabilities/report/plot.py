@@ -37,11 +37,11 @@ LARGEST = 1e300
 MAX_LABEL = 44
 """Maximum number of characters of a legend entry."""
 MAX_CROSSES = 20
-"""Maximum number of crosses per line; more of them would merge into a bar."""
+"""Maximum number of crosses per line; a larger number of crosses would merge into a bar."""
 MIN_TYPICAL = 5
 """Outliers are only looked for if there are at least this many values."""
 FAR, FAR_DECADES = 1000, 10
-"""A value is an outlier if it lies more than this many times as far from the median as the quartiles.
+"""A value is an outlier if its distance from the median exceeds that of the quartiles by this factor.
 
 `FAR` applies to linear distances, and `FAR_DECADES` to distances in powers of ten.
 """

@@ -57,7 +57,7 @@ class Report:
     allocated_s: float
     queued_s: float | None
     spent: dict[str, float]
-    """Maps a category of time to seconds. The values add up to `allocated_s`."""
+    """Maps a category of time to seconds. The seconds of all categories add up to `allocated_s`."""
     percent: dict[str, float]
     """Maps a category of time to its percentage of `allocated_s`. The mapping is empty if no time was
     allocated."""

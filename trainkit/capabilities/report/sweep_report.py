@@ -75,14 +75,15 @@ TEMPLATE = "sweep_report.html.j2"
 MAX_LINES = 40
 """Maximum number of lines in a chart; more would cover each other."""
 MAX_DRAWN = 400
-"""Maximum number of runs whose curves are read. It exceeds `MAX_LINES`, because a line can be the mean of
-several runs."""
+"""Maximum number of runs whose curves are read. This maximum exceeds `MAX_LINES`, because a line can be the
+mean of several runs."""
 NUM_BUCKETS = 6000
 """Total number of buckets for all curves of a metric, which limits the size of a page with many runs."""
 MIN_BUCKETS = 64
 """Minimum number of buckets of a curve."""
 CURVE_BYTES = 2**29
-"""Bytes read for all curves together; reading them takes a few seconds. Larger files are read in chunks."""
+"""Bytes read for all curves together; reading them takes a few seconds. Files that would exceed this total
+are read in chunks."""
 OPEN_ROWS = 100
 """Number of runs that the page lists without a click."""
 MAX_ROWS = 2000

@@ -26,7 +26,7 @@ from trainkit.run.rundir import RunDir
 MAX_BUCKETS = 512
 """Maximum number of buckets of a curve. If a curve would need more, the bucket width is doubled."""
 MAX_METRICS = 128
-"""Maximum number of metrics per run. Of more metrics, the ones logged first are kept."""
+"""Maximum number of metrics per run. If a run logs more metrics, those logged first are kept."""
 POSITIONS = NOT_METRICS | {"epoch", "samples_seen"}
 """Numeric keys that locate a record within the training and are therefore not metrics."""
 NUMBERS = frozenset({int, float})
@@ -46,7 +46,7 @@ class Bucket:
     high: Point
     total: float
     count: int
-    """Number of finite values in the bucket. If it is 0, `low` and `high` have no meaning."""
+    """Number of finite values in the bucket. If the number is 0, `low` and `high` have no meaning."""
     last: int
     """The last step in the bucket."""
     broken: Point | None
@@ -80,8 +80,8 @@ class Thinned:
     def __init__(self, most: int = MAX_BUCKETS) -> None:
         self.most = most
         self.width = 1
-        """Number of steps per bucket. It is a power of two, so that the buckets of several runs can be
-        aligned."""
+        """Number of steps per bucket. The number is a power of two, so that the buckets of several runs can
+        be aligned."""
         self.buckets: dict[str, dict[int, Bucket]] = {}
         """Maps a metric to its buckets, which are numbered by ``step // width``."""
 

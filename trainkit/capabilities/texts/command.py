@@ -123,7 +123,7 @@ def validate(sources: tuple[str, ...], tokenizer: str, text_key: str, as_json: b
     a source as for `trainkit data prepare`, or a folder written by that command; the shards in such a folder
     are checked against their recorded hashes. Exits with 1 if there are problems.
 
-    SRC can also be the .yaml config of a task other than causal_lm. In this case, every sample of the task's
+    SRC can also be the .yaml config of a task other than causal_lm. With a config, every sample of the task's
     datasets is read, and the first 20 problems are listed.
     """
     if sources[0].endswith((".yaml", ".yml")):

@@ -273,7 +273,7 @@ class WandbRun:
         self.place = url if self._whole is None else f"wandb sync {self._whole}"
 
     def newest_step(self, place: str, step: int) -> int:
-        # In wandb, `step` is the next step of the run. The value is 0 for a new run and for an offline run.
+        # In wandb, `step` is the next step of the run. For a new run and for an offline run, `step` is 0.
         return int(self._run.step) - 1
 
     def send(self, batch: Sequence[Sample]) -> None:

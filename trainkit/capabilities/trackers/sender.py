@@ -28,7 +28,7 @@ def sender_log(attempt: AttemptDir) -> Path:
 class TrackerSender(Companion):
     """Controls the process that sends the metrics of one attempt.
 
-    If the process is killed, the next attempt's process sends the rest.
+    If the process is killed, the process of the next attempt sends the remaining steps.
     """
 
     def __init__(self, attempt: AttemptDir, plan: LaunchPlan) -> None:

@@ -5,8 +5,8 @@ because a later attempt may recompute other steps. The newest step that was sent
 `trackers/NAME.json` in the run folder.
 
 During training, the agent on the node of rank 0 runs ``python -m trainkit.capabilities.trackers.sync
-RUN_DIR``. This process ends when its standard input is closed. If it reads the line ``finished`` from
-standard input, it sends the remaining steps first.
+RUN_DIR``. The process of the agent ends when its standard input is closed. If this process reads the line
+``finished`` from standard input, it sends the remaining steps before it ends.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def state_of(run: RunDir) -> str:
 def settled_step(run: RunDir, is_finished: bool) -> float:
     """Return the newest step that no later attempt can recompute.
 
-    This is the step of the newest checkpoint, or infinity for a finished run.
+    For an unfinished run, this is the step of the newest checkpoint; for a finished run, it is infinity.
     """
     if is_finished:
         return math.inf

@@ -1,4 +1,4 @@
-"""The screens of ``trainkit watch``. This is the only module that imports textual."""
+"""The screens of ``trainkit watch``. No other module imports textual."""
 
 from __future__ import annotations
 

@@ -332,8 +332,8 @@ def _charts(view: RunView, names: Sequence[str], size: Size, space: int) -> list
 def _chart(view: RunView, name: str, size: Size) -> list[Text]:
     """Return a heading, followed by the rows of a curve labelled with its lowest and highest value.
 
-    Each column shows the mean over a range of steps. If there is no step in this range, the column repeats
-    the value of the previous column.
+    Each column shows the mean over a range of steps. A column without any step repeats the value of the
+    previous column.
     """
     points, height = view.curves[name], size.height or 1
     ends = (number(pick(value for _, value in points)) for pick in (min, max))
