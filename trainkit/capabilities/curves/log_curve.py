@@ -197,7 +197,7 @@ class LogCurve(Companion):
         unknown = "the step of the loss is unknown"
         if losses:
             unknown = f"it is unknown which of {', '.join(losses)} is the loss"
-        unknown += "; set logging.pattern with the groups step and loss"
+        unknown += "; set logging.pattern to an expression with the groups step and loss"
         if found is not None:
             has_loss = "loss" in found.names or not losses
             said = found.kind, found.total_steps, found.length is not None, has_loss

@@ -179,7 +179,7 @@ def with_interpreter(
     if lacks := [*([] if is_known else chosen), *before]:
         names = " and ".join(f"launch.{name}" for name in lacks)
         hint = "run `trainkit doctor` in that environment, or read the first lines of a job's log"
-        text = f"checked {argv[0]} without {names}, which the job runs before"
+        text = f"checked {argv[0]} without {names}, which the job runs before its ranks"
         if not is_known:
             text = f"checked the environment of this command; the job uses the environment of {names}"
         checks.append(Finding("environment", "warning", text, hint))

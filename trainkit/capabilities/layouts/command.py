@@ -191,7 +191,7 @@ class _Planned:
         )
         click.echo("\n".join(table_lines(listed, self.own, self.best, terminal_width())))
         for problem in self.own_problems:
-            click.echo(f"the layout of the config is not possible:\n{problem.render()}", err=True)
+            click.echo(f"the config's layout is not possible:\n{problem.render()}", err=True)
         if self.own is not None:
             fit = {"fits": "fits", "tight": "fits barely", "no": "does not fit"}[self.own.fit]
             click.echo(f"* the config's layout {fit}: peak {size(self.own.memory.peak)}", err=True)

@@ -213,7 +213,7 @@ def _refuse_changes(run: RunDir, at: RunStep, start_step: int) -> None:
                 f"step {at.step} would be computed from {origin}, but attempt {before.attempt.number} "
                 f"computed step {step} with other values than attempt {at.attempt.number}: "
                 f"{'; '.join(found)}",
-                hint="choose a step with no such change since the checkpoint before it",
+                hint="choose a step for which nothing of this has changed since the previous checkpoint",
             )
 
 

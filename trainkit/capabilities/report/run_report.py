@@ -255,14 +255,14 @@ def _advice(
         by = {BY.get(node.text("job_mem_by") or "", "") for node in nodes}
         used = f"{size(max(peaks) * GIB)} (peak sampled{', '.join(sorted(by))})"
         ask_for = max(1, math.ceil(max(peaks) * MEMORY_MARGIN))
-        following = f"--set resources.mem={ask_for}G (25 % above the peak sampled)"
+        following = f"--set resources.mem={ask_for}G (25 % above the sampled peak)"
     found.append(Advice("Memory a node", *((asked, used, following) if asks else (NOTHING, used, NOT_ASKED))))
     if status.place.device == "cuda":
         used, following = unknown
         if busy := numbers(nodes, "gpu_mean_percent"):
             share = sum(busy) / len(busy)
             used = f"{share:.0f} % busy on average"
-            following = "find out why the GPUs wait before you request more of them"
+            following = "before you request more GPUs, find out why these GPUs are idle"
             if share >= 70:
                 following = "the same number, because the GPUs were busy"
         found.append(Advice("GPUs", f"{config.get('resources.gpus_per_node')} a node", used, following))
