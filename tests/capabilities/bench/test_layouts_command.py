@@ -77,7 +77,10 @@ def test_what_is_not_run_is_said(desk: Desk) -> None:
     ("args", "message"),
     [
         (["--layout", "tp=zwei"], "--layout tp=zwei: parallel.tp: must be a whole number"),
-        (["--layout", "tp=2", "--layout", "tp=2,dp_shard=1"], "--layout is given twice with the same value: tp=2"),
+        (
+            ["--layout", "tp=2", "--layout", "tp=2,dp_shard=1"],
+            "--layout is given twice with the same value: tp=2",
+        ),
         (["--steps", "5"], "--steps 5: 5 warm-up steps (--warmup) and 3 profiled steps leave no"),
         (["--set", "data.source=nowhere.txt"], "nowhere.txt"),
         (["--backend", "submitit"], "does not submit arrays through submitit"),

@@ -197,7 +197,10 @@ def test_a_trainer_that_writes_no_steps_is_judged_by_its_end(place: Place) -> No
     assert done.returncode == 0, done.stdout + done.stderr
     rows = done.stdout.splitlines()
     assert rows[1].split()[-2:] == ["unknown", "passed"]
-    assert "signal: only the end of the run was checked, because the COMMAND writes no steps to metrics.jsonl" in rows
+    assert (
+        "signal: only the end of the run was checked, because the COMMAND writes no steps to metrics.jsonl"
+        in rows
+    )
 
 
 @pytest.mark.slow

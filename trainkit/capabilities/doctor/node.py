@@ -231,7 +231,10 @@ def check_name(request: Request) -> Finding:
             )
             return Finding("name", "warning", f"{name} cannot be resolved", hint)
         if all(address.startswith("127.") for address in found):
-            hint = f"/etc/hosts on that node maps {name} to {found[0]}, which other hosts cannot reach: use its address"
+            hint = (
+                f"/etc/hosts on that node maps {name} to {found[0]}, which other hosts cannot reach: "
+                "map the name to the node's address"
+            )
             return Finding("name", "failure", f"{name} is {', '.join(found)}", hint)
     own = socket.gethostname()
     if not _addresses_of(own):
