@@ -142,7 +142,7 @@ class NodesStep:
     def _received(self, count: int, timeout_s: float, wait_s: float) -> Iterator[str]:
         """Yield the next `count` messages.
 
-        Yields fewer if the step ends, after `timeout_s`, or `wait_s` after the first message.
+        Yields fewer messages if the step ends, after `timeout_s`, or `wait_s` after the first message.
         """
         deadline_s, last = time.monotonic() + timeout_s, self._num_received + count
         while self._num_received < last:

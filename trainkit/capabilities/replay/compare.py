@@ -22,8 +22,8 @@ TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 5e-2}
 """Maps `precision.dtype` to the relative difference in loss and gradient norm that rounding alone may
 cause."""
 JUMP = 30.0
-"""Rounding errors grow slowly. A difference that exceeds the largest earlier difference by this factor has
-another cause."""
+"""Rounding errors grow slowly. A difference that exceeds the largest earlier difference by this factor is not
+caused by rounding."""
 MAX_UNSEEN = 10
 """Number of steps during which accumulated rounding errors stay below the tolerance."""
 VALUES = ("loss", "grad_norm")

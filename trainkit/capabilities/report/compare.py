@@ -284,7 +284,7 @@ class Repetition:
     """The table indices of the runs."""
     num_results: int
     mean: float | None
-    """The mean of the results; None if there are none."""
+    """The mean of the results; None without results."""
     sd: float | None
     """The sample standard deviation, with n - 1 in the denominator; None for fewer than two results."""
 
