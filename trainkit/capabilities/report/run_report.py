@@ -255,7 +255,7 @@ def _advice(
         by = {BY.get(node.text("job_mem_by") or "", "") for node in nodes}
         used = f"{size(max(peaks) * GIB)} (peak sampled{', '.join(sorted(by))})"
         ask_for = max(1, math.ceil(max(peaks) * MEMORY_MARGIN))
-        following = f"--set resources.mem={ask_for}G (25 % above the sampled peak)"
+        following = f"--set resources.mem={ask_for}G (25 % above the peak sampled)"
     found.append(Advice("Memory a node", *((asked, used, following) if asks else (NOTHING, used, NOT_ASKED))))
     if status.place.device == "cuda":
         used, following = unknown
