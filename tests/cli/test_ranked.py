@@ -158,7 +158,11 @@ def test_compare_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
         ("status sweep --tag x --metric acc", "--where, --tag and --here choose among all runs", "leave one"),
         ("compare sweep --metric ac", "no run has logged ac", "did you mean acc? "),
         ("compare sweep --sort stat", "--sort stat: no column and no metric", "did you mean state? "),
-        ("compare sweep --metric acc --curves loss", "--metric is for a table of runs", "--curves names"),
+        (
+            "compare sweep --metric acc --curves loss",
+            "--metric applies only to the table of runs",
+            "use --curves to choose",
+        ),
     ],
 )
 def test_what_is_refused(capsys: pytest.CaptureFixture[str], typed: str, error: str, hint: str) -> None:

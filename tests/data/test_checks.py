@@ -27,7 +27,7 @@ def test_the_default_is_fine(data_config):
     ("name", "content", "key", "message"),
     [
         ("a.txt", None, "data.source", "a.txt does not exist"),
-        ("a.csv", "1,2", "data.source", "of an unsupported kind"),
+        ("a.csv", "1,2", "data.source", "an unsupported file type"),
         ("a.txt", "", "data.source", "contains no text to train on"),
         ("a.jsonl", "\n\n", "data.source", "contains no text to train on"),
         ("a.txt", "tiny", "data.seq_len", "16 is too long for the data: at most 5 tokens"),

@@ -77,8 +77,11 @@ def test_what_is_not_run_is_said(desk: Desk) -> None:
     ("args", "message"),
     [
         (["--layout", "tp=zwei"], "--layout tp=zwei: parallel.tp: must be a whole number"),
-        (["--layout", "tp=2", "--layout", "tp=2,dp_shard=1"], "two --layout are the same: tp=2"),
-        (["--steps", "5"], "--steps 5: 5 warm-up steps (--warmup) and 3 profiled steps leave none"),
+        (
+            ["--layout", "tp=2", "--layout", "tp=2,dp_shard=1"],
+            "--layout is given twice with the same value: tp=2",
+        ),
+        (["--steps", "5"], "--steps 5: 5 warm-up steps (--warmup) and 3 profiled steps leave no"),
         (["--set", "data.source=nowhere.txt"], "nowhere.txt"),
         (["--backend", "submitit"], "does not submit arrays through submitit"),
         (["--out", " "], "--out is empty"),
@@ -97,10 +100,10 @@ def test_what_was_typed_wrong(desk: Desk, args: list[str], message: str) -> None
     [
         (
             ["--collect", "nowhere"],
-            "nowhere is not the folder of a bench",
+            "nowhere is not a bench folder",
             "`trainkit bench layouts` and `trainkit bench settings` create",
         ),
-        (["--collect", ""], "--collect is empty", "name the folder of a bench"),
+        (["--collect", ""], "--collect is empty", "specify the folder of a bench"),
         (["small.yaml", "--collect", "x", "--steps", "9"], "CONFIG, --steps would have no effect", "remove"),
     ],
 )

@@ -141,7 +141,9 @@ def test_it_says_why_there_is_no_curve(attempt, line, which):
     follower.poll()
     assert reasons(attempt.run) == []
     follower.end(is_finished=True)
-    reason = f"no curve in the log: {which}; set logging.pattern with the groups step and loss"
+    reason = (
+        f"no curve in the log: {which}; set logging.pattern to an expression with the groups step and loss"
+    )
     assert reasons(attempt.run) == [reason]
 
 

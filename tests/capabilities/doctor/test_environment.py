@@ -49,7 +49,7 @@ def test_environment_that_only_the_job_knows_is_a_warning(
     text = "checked the environment of this command; the job uses the environment of launch.container"
     assert found["environment"] == ("warning", text)
     found = report(capsys, "--set", "launch.modules=[cuda]", code=0)
-    text = f"checked {sys.executable} without launch.modules, which the job runs first"
+    text = f"checked {sys.executable} without launch.modules, which the job runs before its ranks"
     assert found["environment"] == ("warning", text)
 
 

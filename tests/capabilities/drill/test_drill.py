@@ -197,7 +197,10 @@ def test_a_trainer_that_writes_no_steps_is_judged_by_its_end(place: Place) -> No
     assert done.returncode == 0, done.stdout + done.stderr
     rows = done.stdout.splitlines()
     assert rows[1].split()[-2:] == ["unknown", "passed"]
-    assert "signal: only its end was checked: the COMMAND writes no steps to metrics.jsonl" in rows
+    assert (
+        "signal: only the end of the run was checked, because the COMMAND writes no steps to metrics.jsonl"
+        in rows
+    )
 
 
 @pytest.mark.slow
@@ -214,7 +217,7 @@ def test_a_run_that_fails_by_itself_ends_the_drill(place: Place) -> None:
     (place.folder / "train.py").write_text("raise ValueError('no such column')\n")
     done = place.drill("--gpus-per-node", "1", "--", "python", "train.py")
     assert done.returncode == 1
-    assert "error: the uninterrupted run does not finish: " in done.stderr
+    assert "error: the uninterrupted run did not finish: " in done.stderr
     assert "hint: `trainkit logs " in done.stderr
 
 
@@ -225,7 +228,7 @@ def test_a_trainer_that_hangs_when_it_comes_back_does_not_hold_the_drill_up(plac
     ways = ("--only", "rank", "--set", "requeue.hang_min_s=1")
     done = place.drill("--gpus-per-node", "1", *ways, "--", "python", "train.py")
     assert done.returncode == 1
-    assert "rank: it made no progress for " in done.stdout
+    assert "rank: the run made no progress for " in done.stdout
     assert all(RunProcesses.of(run) == NOTHING for run in place.runs())
 
 
@@ -259,7 +262,7 @@ def test_the_list_starts_nothing(place: Place) -> None:
     [
         (
             ("--only", "requeue"),
-            "error: none of these scenarios can be tried here: requeue: this run would start on this",
+            "error: none of the selected scenarios can be tried here: requeue: the run would start on this",
         ),
         (("--steps", "30", "--", "true"), "error: --steps 30 applies to the built-in trainer"),
         (("--launcher", "torchrun"), "error: --launcher torchrun needs a COMMAND"),

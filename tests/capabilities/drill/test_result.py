@@ -72,9 +72,9 @@ def rejected(first: int, resumed: int, step: int) -> RunOutcome:
 
 
 NOT_BACK, AGAIN = record(no_restart="no nodes"), "steps were recomputed; the maximum is"
-ALONE = "it did not restart automatically: no nodes"
+ALONE = "the run did not restart automatically: no nodes"
 FAILED_END, NO_END = AttemptEnd("failed", reason="exit code 3"), AttemptEnd()
-ONLY_END = "passed: only its end was checked: the COMMAND writes no steps to metrics.jsonl"
+ONLY_END = "passed: only the end of the run was checked, because the COMMAND writes no steps to metrics.jsonl"
 UNNOTICED = "failed: the damage to the checkpoint of step 10 was not detected"
 
 
@@ -90,7 +90,7 @@ UNNOTICED = "failed: the damage to the checkpoint of step 10 was not detected"
         ("mid-save", record(), run_of(12, 5), {}, f"failed: 7 {AGAIN} 5"),
         ("mid-save", record(), with_event(run_of(12, 5), "checkpoint_begin", 1, 10), {}, "passed: "),
         ("signal", record(), run_of(12, 12, end=FAILED_END), {}, "failed: the run failed: exit code 3"),
-        ("signal", record(), run_of(12, 12, end=NO_END), {}, "failed: the run died: it recorded no reason"),
+        ("signal", record(), run_of(12, 12, end=NO_END), {}, "failed: the run died: no reason was recorded"),
         ("rank", record(stuck="no progress"), run_of(12, 12, end=NO_END), {}, "failed: no progress"),
         # A missing restart is a failure only if the config requests a restart.
         ("rank", NOT_BACK, run_of(12, 10), {}, f"failed: {ALONE}"),

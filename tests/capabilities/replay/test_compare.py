@@ -117,7 +117,7 @@ def test_each_turn_of_a_step_is_compared(folders: tuple[RunDir, RunDir]) -> None
     culprit = replayed(folders).culprit
     assert (culprit.ranks, culprit.hosts) == ((2,), ("n1",))
     assert "before the reduction" in culprit.what
-    assert "turn 1 of 2 (optimizer d)" in culprit.what
+    assert "turn 1 of 2 (d)" in culprit.what
     record_rank(folders[1].attempt(1), 3, 4, turn=3, optimizer="d")
     assert replayed(folders).culprit.ranks == ()
 

@@ -127,7 +127,7 @@ def test_runs_that_cannot_be_replayed(run: RunDir) -> None:
     plan = run.attempt(1).plan_file
     plan.write_text(replace(SMALL, workload=Workload(("python", "my train.py"))).to_text())
     with pytest.raises(
-        UsageError, match=r"runs a command, .*my train.py.*, whose steps trainkit does not know"
+        UsageError, match=r"runs a command, .*my train.py.*, whose steps are unknown to trainkit"
     ):
         planned(run, 9)
     plan.write_text(replace(SMALL, device="cuda").to_text())

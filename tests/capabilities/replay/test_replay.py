@@ -82,7 +82,7 @@ def test_a_replay_begins_with_a_checkpoint_that_is_intact(
 
     monkeypatch.setattr(replay, "_run_ranks", remove_and_run)
     assert main(["replay", str(run), "--step", "5"]) == 1
-    assert "no checkpoint before the steps is intact any more" in capsys.readouterr().err
+    assert "no checkpoint before the steps is intact any longer" in capsys.readouterr().err
 
 
 def write_corpus(folder: Path) -> Path:
@@ -118,7 +118,7 @@ def test_a_bad_document_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert text.startswith(
         "equal to the last digit: the cause is the data or the optimisation, not the hardware\n"
     )
-    first = text.partition("the worst loss first:\n")[2]
+    first = text.partition("highest loss first:\n")[2]
     assert f"corpus.jsonl line {BAD_LINE}" in "\n".join(first.splitlines()[:4])
 
 

@@ -96,9 +96,9 @@ def test_the_same_config_and_a_single_run(place: Path, capsys: pytest.CaptureFix
     assert main(["compare", "mine/0", "other/0"]) == 0
     out = capsys.readouterr().out
     assert "mine/0" in out
-    assert out.endswith("their configs are the same\n")
+    assert out.endswith("the configs of the runs are the same\n")
     assert main(["compare", "mine/0", "mine/0"]) == 2
-    assert "one run cannot be compared" in capsys.readouterr().err
+    assert "a single run cannot be compared" in capsys.readouterr().err
 
 
 def made(folder: Path, config: dict[str, object], command: list[str] | None = None, **values: object) -> None:
@@ -220,11 +220,11 @@ def test_a_config_that_cannot_be_read(place: Path, capsys: pytest.CaptureFixture
     assert main(["compare", "mine/0", "mine/1", "mine/2"]) == 0
     shown = capsys.readouterr()
     figures, differences, _ = shown.out.split("\n\n")
-    assert shown.err == "warning: 0: its config cannot be read\n"
+    assert shown.err == "warning: 0: the config of this run cannot be read\n"
     assert [line.split()[0] for line in figures.splitlines()] == ["RUN", "0", "1", "2"]
     assert [line.split() for line in differences.splitlines()] == [["1", "2"], ["seed", "1", "2"]]
     assert main(["compare", "mine/0", "mine/1"]) == 0
-    assert capsys.readouterr().out.endswith("\n\ntheir configs cannot be compared\n")
+    assert capsys.readouterr().out.endswith("\n\nthe configs of the runs cannot be compared\n")
 
 
 def test_curves_go_into_a_table_and_a_figure(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -310,15 +310,15 @@ def test_curves_are_shown_in_the_terminal(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("argv", "error"),
     [
-        (["--csv", "none/a.csv"], "--csv none/a.csv: there is no folder none"),
-        (["--csv", "old.csv"], "--csv old.csv exists already"),
-        (["--plot", "old.csv"], "--plot old.csv exists already"),
+        (["--csv", "none/a.csv"], "--csv none/a.csv: no such folder: none"),
+        (["--csv", "old.csv"], "--csv old.csv already exists"),
+        (["--plot", "old.csv"], "--plot old.csv already exists"),
         (["--plot", "losses"], "losses: a figure cannot be without a suffix"),
         (["--plot", "losses.docx"], "losses.docx: a figure cannot be .docx"),
-        (["--smooth", "0.9"], "--smooth is for a figure"),
+        (["--smooth", "0.9"], "--smooth applies only to a figure"),
         (["--curves", "perplexity"], "no run has logged perplexity"),
         (["--plot", "a.pdf", "--by", "model"], "the runs do not differ in model"),
-        (["--plot", "a.pdf", "--csv", "none/a.csv"], "--csv none/a.csv: there is no folder none"),
+        (["--plot", "a.pdf", "--csv", "none/a.csv"], "--csv none/a.csv: no such folder: none"),
     ],
 )
 def test_curves_that_cannot_be_written(

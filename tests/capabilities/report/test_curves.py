@@ -259,8 +259,8 @@ def test_the_same_data_are_the_same_file(sweep: RunGroup, tmp_path: Path, suffix
     ("options", "message"),
     [
         ({"x": "epoch"}, "unknown axis epoch"),
-        ({"smooth": 1.0}, "smooth must be from 0 to below 1: 1.0"),
-        ({"by": "seed"}, "runs that differ in their seeds are one line"),
+        ({"smooth": 1.0}, "smooth must be at least 0 and less than 1: 1.0"),
+        ({"by": "seed"}, "runs that differ only in their seeds are drawn as one line"),
         ({"by": "model"}, "the runs do not differ in model"),
         ({"x": "tokens"}, "no run has values of loss over tokens"),
     ],
@@ -278,7 +278,7 @@ def test_keys_are_columns_as_asked_and_lines_by_all_that_differ(sweep: RunGroup)
     assert list(table)[:3] == ["run", "seed", "step"]
     (axes,) = table.plot().axes
     assert len(axes.lines) == 2
-    assert axes.get_title() == "mean and standard deviation of 3 runs"
+    assert axes.get_title() == "mean and standard deviation over 3 runs"
 
 
 def test_a_seed_that_is_behind_cuts_no_line(sweep: RunGroup) -> None:

@@ -289,7 +289,7 @@ def report_of_run_without(run, prefix):
     [
         ((), "unknown", "unknown: not measured"),
         ((60, 80), "70 % busy on average", "the same number, because the GPUs were busy"),
-        ((60, 79), "70 % busy on average", "find out why the GPUs wait before you request more of them"),
+        ((60, 79), "70 % busy on average", "before you request more GPUs, find out why these GPUs are idle"),
     ],
 )
 def test_gpus_that_wait_are_no_reason_to_ask_for_more(run, percents, used, following):
@@ -300,7 +300,7 @@ def test_gpus_that_wait_are_no_reason_to_ask_for_more(run, percents, used, follo
     assert (found.resource, found.used, found.next_time) == ("GPUs", used, following)
 
 
-NOT_ASKED = "nothing: only a Slurm job requests it"
+NOT_ASKED = "nothing: only Slurm jobs request it"
 MEASURED = "25 % above the peak sampled"
 
 

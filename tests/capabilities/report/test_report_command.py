@@ -28,13 +28,13 @@ def test_a_page_that_cannot_be_written(place: Path, capsys: pytest.CaptureFixtur
     assert main(["report", "mine"]) == 2
     assert capsys.readouterr().err == (
         f"error: {page} cannot be written: Is a directory\n\n"
-        "hint: `trainkit report mine --out FILE` writes another file\n"
+        "hint: `trainkit report mine --out FILE` writes to another file\n"
     )
     assert main(["report", "mine", "--out", "page.html"]) == 0
     assert "3 runs, 1 failed, 2 finished" in Path("page.html").read_text()
     assert capsys.readouterr().out == f"{Path.cwd() / 'page.html'}\n"
     assert main(["report", "mine", "--out", "page.html"]) == 2
-    assert capsys.readouterr().err.startswith("error: --out page.html exists already")
+    assert capsys.readouterr().err.startswith("error: --out page.html already exists")
     Path("page.html").write_text("old")
     assert main(["report", "mine", "--out", "page.html", "--overwrite"]) == 0
     assert "3 runs" in Path("page.html").read_text()

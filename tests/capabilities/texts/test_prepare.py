@@ -136,8 +136,8 @@ def test_same_inputs_again_do_nothing(tmp_path):
     ("changes", "text", "message"),
     [
         ({"val_fraction": 0.5}, "hello\n", "val_fraction 0.0 instead of 0.5"),
-        ({}, "hello, longer\n", "made from other files"),
-        ({}, "HELLO\n", "made from files that have changed since"),
+        ({}, "hello, longer\n", "prepared from other files"),
+        ({}, "HELLO\n", "prepared from files that have changed since then"),
     ],
 )
 def test_folder_with_another_dataset_is_left_alone(tmp_path, changes, text, message):
@@ -166,7 +166,7 @@ def test_begun_with_other_options(tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         made(tmp_path, tmp_path / "a.txt")
     monkeypatch.undo()
-    with pytest.raises(UsageError, match="begun with other options"):
+    with pytest.raises(UsageError, match="started with other options"):
         made(tmp_path, tmp_path / "a.txt", val_fraction=0.5)
     assert documents_of(made(tmp_path, tmp_path / "a.txt"))["train"] == [b"hello\n"]
 
@@ -299,7 +299,7 @@ def test_file_system_without_locks(tmp_path, monkeypatch):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.raises(TrainkitError, match="has no file locks"), exclusive(tmp_path / "lock"):
+    with pytest.raises(TrainkitError, match="does not support file locks"), exclusive(tmp_path / "lock"):
         pass
 
 

@@ -45,7 +45,7 @@ def test_some_validation_even_of_a_reduced_stdlib(tmp_path, monkeypatch):
 
 def test_stdlib_without_sources(tmp_path, monkeypatch):
     fake_stdlib(tmp_path, monkeypatch)
-    with pytest.raises(UsageError, match="has no sources"):
+    with pytest.raises(UsageError, match="has no source files"):
         find_inputs(DatasetSpec(("stdlib",)))
 
 
@@ -66,7 +66,7 @@ def test_files_and_folders_in_order(tmp_path):
 def test_wrong_kind_and_empty_folder(tmp_path):
     for name in ("a.csv", "a.parquet.gz", "a.arrow"):
         (tmp_path / name).write_text("x")
-        with pytest.raises(UsageError, match="of an unsupported kind"):
+        with pytest.raises(UsageError, match="an unsupported file type"):
             find_inputs(DatasetSpec((str(tmp_path / name),)))
     with pytest.raises(UsageError, match=r"contains no \.txt"):
         find_inputs(DatasetSpec((str(tmp_path),)))

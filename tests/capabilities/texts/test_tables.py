@@ -110,7 +110,7 @@ def test_changed_content_is_noticed(tmp_path, write):
     size = source.stat().st_size
     write("parquet", ["ab", "cd"])
     assert source.stat().st_size == size
-    with pytest.raises(UsageError, match="made from files that have changed since"):
+    with pytest.raises(UsageError, match="prepared from files that have changed since then"):
         prepared(tmp_path, source)
 
 
@@ -130,7 +130,7 @@ def test_dataset_dict_is_refused(tmp_path, pa):
     for split in ("train", "validation"):
         save_to_disk(pa, tmp_path / "saved" / split, [pa.table({"text": ["x"]})], 1)
     (tmp_path / "saved" / "dataset_dict.json").write_text('{"splits": ["train", "validation"]}')
-    with pytest.raises(UsageError, match="contains the splits of a Hugging Face DatasetDict"):
+    with pytest.raises(UsageError, match="contains several splits of a Hugging Face DatasetDict"):
         find_inputs(DatasetSpec((str(tmp_path / "saved"),)))
     assert len(find_inputs(DatasetSpec((str(tmp_path / "saved" / "train"),)))) == 1
 
@@ -274,7 +274,7 @@ def test_validate_names_a_missing_column_and_a_damaged_file(tmp_path, write):
 def test_pyarrow_is_missing(data_config, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    expected = f"{tmp_path}/a.parquet can only be read with pyarrow, which cannot be imported"
+    expected = f"{tmp_path}/a.parquet cannot be read without pyarrow, which cannot be imported"
     with pytest.raises(UsageError) as caught:
         prepared(tmp_path, tmp_path / "a.parquet")
     assert caught.value.message.startswith(expected)

@@ -279,7 +279,11 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("logging.mlflow={tracking_uri: 'http://host:5000'}", "mlflow", "is on the server http://host:5000"),
         ("logging.mlflow=null", "mlflow", "is not in MLflow: logging.mlflow is null"),
-        ("logging.tensorboard=false", "tensorboard", "has no tensorboard/: logging.tensorboard is false"),
+        (
+            "logging.tensorboard=false",
+            "tensorboard",
+            "has no folder tensorboard/: logging.tensorboard is false",
+        ),
         ("logging.tensorboard=auto", "tensorboard", "if the package tensorboard is installed"),
     ],
 )

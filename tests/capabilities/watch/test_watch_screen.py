@@ -153,7 +153,7 @@ def test_all_keys_are_listed(folder: Path) -> None:
     async def use(pilot: Pilot[Any], app: WatchApp) -> None:
         await wait_for(pilot, lambda: view_of(app), "no view")
         await pilot.press("question_mark")
-        await shows(pilot, "Next metric")
+        await shows(pilot, "Show the next metric")
         shown = [line.split()[0] for line in screen_text(app).splitlines()[1:] if line.strip()]
         assert shown[:-1] == [*"ldnwcrmMq", "escape", "?"]
         await pilot.press("escape")
@@ -179,7 +179,7 @@ def test_nothing_is_done_without_a_yes(folder: Path, monkeypatch: pytest.MonkeyP
         await wait_for(pilot, lambda: view_of(app), "no view")
         for answer in ("n", "escape"):
             await pilot.press("c")
-            await shows(pilot, "Cancel running? It saves and ends.")
+            await shows(pilot, "Cancel running? The run saves and ends.")
             await pilot.press(answer)
             await wait_for(pilot, lambda: view_of(app), "not back")
         assert cancelled == []
@@ -248,7 +248,7 @@ def test_a_folder_that_is_deleted(folder: Path) -> None:
         # renamed at once, because the app could read half of a folder during its deletion
         run.path.rename(folder / "deleted")
         # The message wraps at a column that depends on the length of the path.
-        message = "cannot be read: No such file or directory; shown is what was read at"
+        message = "cannot be read: No such file or directory; the screen shows the state at"
         await wait_for(pilot, lambda: message in " ".join(screen_text(app).split()), "no message")
         await shows(pilot, "step 600 of 600")
 
@@ -324,7 +324,7 @@ def test_a_run_that_is_not_in_a_list_leads_to_the_list(folder: Path) -> None:
 
 def test_no_run_yet(folder: Path) -> None:
     async def use(pilot: Pilot[Any], app: WatchApp) -> None:
-        await shows(pilot, "no runs yet: `trainkit submit` starts one")
+        await shows(pilot, "no runs yet: `trainkit submit` starts a run")
         await pilot.press("enter")
 
     drive(None, use)

@@ -1,4 +1,4 @@
-"""Benches, which run a config on several layouts or with several settings and measure the runs."""
+"""Benches: each runs a config with several layouts or settings, and measures the runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from trainkit.capability import Capability
 
 
 class BenchCapability(Capability):
-    """The capability of `trainkit bench`. It adds nothing to the plan of a run."""
+    """The capability of `trainkit bench`. The capability adds nothing to the plan of a run."""
 
     name = "bench"
 

@@ -48,7 +48,10 @@ WIDTH = 100
 
 
 class BenchGroup(Group):
-    """The two kinds of benches. Without a kind, the option `--sweep` decides which one is meant."""
+    """The two kinds of benches, of layouts and of settings.
+
+    If no kind is given, the option `--sweep` decides which one is run.
+    """
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -67,14 +70,14 @@ class BenchGroup(Group):
     cls=BenchGroup,
 )
 def command() -> None:
-    """Measure variants of a config for a few steps each.
+    """Measure the speed of several variants of a config, with a few steps each.
 
     `trainkit bench CONFIG` measures settings if --sweep is given, and layouts otherwise.
     """
 
 
 def _columns(own: Mapping[str, str]) -> str:
-    """Return the help text about the columns of summary.csv."""
+    """Return the part of a help text that describes the columns of summary.csv."""
     columns = {**own, **COLUMNS}
     width = max(map(len, columns)) + 4
     lines = []
@@ -85,27 +88,27 @@ def _columns(own: Mapping[str, str]) -> str:
 
 
 def _bench_options(what: str, folder: str) -> Callable[[options.Function], options.Function]:
-    """Return the options that every bench has.
+    """Return the options that both kinds of benches have.
 
-    `what` is the name of the trials in help texts, and `folder` is the default folder.
+    `what` is the word for the trials in help texts, and `folder` is the default folder of the bench.
     """
     count = click.IntRange(min=1)
-    repeats = f"Run all {what} N times, one round after another, to measure how much the results vary."
-    at_once = "Maximum number of parallel runs; default: 1, so that no run slows another one down."
-    collect = "Write the summary of the bench in DIR; start nothing."
+    repeats = f"Run all {what} N times, in rounds, to measure how much the results vary."
+    at_once = "Maximum number of runs at the same time; default: 1, so that no run slows down another."
+    collect = "Write the summary of the existing bench in DIR, without starting runs."
     return options.combined(
-        option("--steps N", f"Steps per run; default: {STEPS}.", type=count, default=STEPS),
+        option("--steps N", f"Number of steps per run; default: {STEPS}.", type=count, default=STEPS),
         option(
             "--warmup K",
-            f"Warm-up steps, not measured; default: {WARMUP}.",
+            f"Number of warm-up steps, which are not measured; default: {WARMUP}.",
             type=click.IntRange(min=0),
             default=WARMUP,
         ),
         option("--repeats N", repeats, type=count, default=1),
-        option("--out DIR", f"Folder of the bench, new or empty; default: {folder}."),
+        option("--out DIR", f"Folder for the bench, which must be new or empty; default: {folder}."),
         option("--at-once N", at_once, type=count, default=1),
-        option("--follow", "On Slurm: wait for the runs and write the summary."),
-        option("--dry-run", f"Print the {what} that would run; start nothing."),
+        option("--follow", "On Slurm, wait for the runs and write the summary."),
+        option("--dry-run", f"Print the {what} that would run, without starting them."),
         option("--collect DIR", collect),
         options.json_option,
     )
@@ -125,21 +128,22 @@ def _bench_options(what: str, folder: str) -> Callable[[options.Function], optio
 @options.config_options(unless="collect")
 @option(
     "--layout KEY=N,KEY=N,…",
-    "Layout, as keys of the section parallel; repeatable. Default: all possible layouts.",
+    "Layout to measure, as keys of the config section parallel; repeatable. Default: all possible layouts.",
     name="layouts",
     multiple=True,
 )
 @_bench_options("layouts", "runs/NAME-layouts")
 def layouts(request: ConfigRequest | None, layouts: tuple[str, ...], **typed: Any) -> int:
-    """Run CONFIG on several layouts for a few steps each; write summary.csv and plots.
+    """Run CONFIG with several layouts for a few steps each; write summary.csv and plots.
 
-    Without --layout, the bench runs all layouts that the number of processes, the model and the batch allow,
-    simplest first. It uses parallel.cp only if the config sets it or sequences are longer than 16,000
-    tokens. train.global_batch_size is the same for all layouts; train.device_batch_size and
-    parallel.pp_microbatches are adapted to the layout where necessary.
+    Without --layout, the bench measures all layouts that are possible for the number of processes, the model
+    and the batch size, simplest first. The bench varies parallel.cp only if the config sets this key or
+    sequences are longer than 16,000 tokens. train.global_batch_size is the same for all layouts;
+    train.device_batch_size and parallel.pp_microbatches are adapted to the layout where necessary.
 
-    On this machine the layouts run one after another, and Ctrl-C ends the bench. On Slurm the layouts are one
-    array; --follow, or --collect DIR later, writes the summary. The exit code is 1 if nothing was measured.
+    On this machine, the layouts run one after another, and Ctrl-C ends the bench. On Slurm, the layouts run
+    as one job array; the summary is written if --follow is given, or later with --collect DIR. The exit code
+    is 1 if nothing was measured.
     """
 
     def plan(planned: PlannedBench, config: ConfigRequest) -> None:
@@ -149,7 +153,7 @@ def layouts(request: ConfigRequest | None, layouts: tuple[str, ...], **typed: An
 
 
 @command.command(
-    epilog=_columns({"KEY": "value of a swept key, one column each"})
+    epilog=_columns({"KEY": "value of the swept key; one column per key"})
     + "\n\n"
     + examples(
         "trainkit bench settings quickstart --sweep train.device_batch_size=2,4,8 --dry-run",
@@ -159,7 +163,7 @@ def layouts(request: ConfigRequest | None, layouts: tuple[str, ...], **typed: An
     )
 )
 @options.config_options(unless="collect")
-@sweep_option("Values to measure; repeatable: a bench measures every combination.")
+@sweep_option("Values of a config key to measure; repeatable, in which case every combination is measured.")
 @_bench_options("trials", "runs/NAME-settings")
 def settings(request: ConfigRequest | None, sweeps: tuple[str, ...], **typed: Any) -> int:
     """Run CONFIG with every value of --sweep for a few steps each; write summary.csv and plots.
@@ -167,8 +171,9 @@ def settings(request: ConfigRequest | None, sweeps: tuple[str, ...], **typed: An
     Any config key can be swept, except the keys that a bench sets itself, such as train.steps. Trials that
     cannot run are listed with the reason; all other trials run.
 
-    On this machine the trials run one after another, and Ctrl-C ends the bench. On Slurm the trials are one
-    array; --follow, or --collect DIR later, writes the summary. The exit code is 1 if nothing was measured.
+    On this machine the trials run one after another, and Ctrl-C ends the bench. On Slurm, the trials run as
+    one job array; the summary is written if --follow is given, or later with --collect DIR. The exit code is
+    1 if nothing was measured.
     """
 
     def plan(planned: PlannedBench, config: ConfigRequest) -> None:
@@ -197,7 +202,7 @@ def _bench(
     if collect is not None:
         options.refuse_other_options("collect")
         if not collect.strip():
-            raise UsageError("--collect is empty", hint="name the folder of a bench")
+            raise UsageError("--collect is empty", hint="specify the folder of a bench")
         return summarize(read_bench(Path(collect)), as_json)
     assert config is not None
     folder = options.named_folder(out, OPTION)
@@ -228,13 +233,13 @@ def _describe(planned: PlannedBench) -> None:
     facts += [("adapted", f"{item.name}: {note}") for item in planned.trials for note in item.notes]
     facts += [("not possible", f"{name}: {reason}") for name, reason in planned.impossible.items()]
     if planned.left_out:
-        facts.append(("left out", f"{len(planned.left_out)} more possible layouts; --layout runs them"))
+        facts.append(("left out", f"{len(planned.left_out)} more possible layouts; use --layout to run them"))
     for label, text in facts:
         click.echo(f"  {label:<12}  {text}", err=True)
 
 
 def _list(planned: PlannedBench, as_json: bool) -> None:
-    """Print the trials that would run."""
+    """Print a list of the trials that would run."""
     if as_json:
         echo_json(planned.to_dict())
         return
@@ -249,7 +254,10 @@ def _list(planned: PlannedBench, as_json: bool) -> None:
 
 
 def _run(planned: PlannedBench, submission: Submission, out: Path | None, follow: bool, as_json: bool) -> int:
-    """Start the runs as one group. On this machine, or with --follow, wait and write the summary."""
+    """Start all runs as one group.
+
+    On this machine, or with --follow, wait for the runs and write the summary.
+    """
     created = create_submission(submission, ["trainkit", *sys.argv[1:]], out, OPTION)
     print_created(created)
     group, is_here = RunGroup(created.run.path), planned.plan.is_here
@@ -266,7 +274,7 @@ def _run(planned: PlannedBench, submission: Submission, out: Path | None, follow
         click.echo(f"{shown_path(bench.folder)}: job {job_id}; `trainkit cancel {shown}` ends it", err=True)
         wait_for_runs(bench, lambda text: click.echo(text, err=True), end_line)
     except BaseException as error:
-        if is_here and group.exists():  # this removes runs that could not be started
+        if is_here and group.exists():  # remove runs that could not be started
             cancel_group(group, now=True, wait=False)
         if not isinstance(error, KeyboardInterrupt):
             raise
@@ -306,6 +314,6 @@ def summarize(bench: Bench, as_json: bool) -> int:
     if fastest is not None:
         click.echo(f"fastest: {fastest}", err=True)
     if num_open:
-        warn(f"{num_open} of {len(bench.runs)} runs have not ended: collect again later")
+        warn(f"{num_open} of {len(bench.runs)} runs have not ended: run the command again later")
     click.echo(f"summary: {bench.summary_file}", err=True)
     return EXIT_OK if any(row["steps"] for row in rows) else EXIT_FAILED

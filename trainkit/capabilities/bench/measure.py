@@ -1,4 +1,4 @@
-"""Measures the runs of a bench: computes one row per run from the files of the run."""
+"""Measures the runs of a bench: computes one row per run from the files in its run folder."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ COMMUNICATING_OPS = ("c10d::", "_c10d_functional::wait_tensor")
 
 
 def trace_exposed_comm_s(trace: JsonObject, device: str, since_s: float = 0.0) -> float | None:
-    """Return the seconds of exposed communication in a trace of torch's profiler.
+    """Return the exposed communication in a trace of torch's profiler, in seconds.
 
-    `since_s` is the Unix time from which the trace counts, and `device` is ``cpu`` or ``cuda``. Returns None
-    if the trace contains no computation, as on a GPU whose counters may not be read.
+    `since_s` is the Unix time from which on the trace is evaluated, and `device` is ``cpu`` or ``cuda``.
+    Returns None if the trace contains no computation, as on a GPU whose counters the user may not read.
     """
     begin_us = since_s * 1e6 - float(trace.get("baseTimeNanoseconds") or 0) / 1e3
     sent: list[tuple[float, float]] = []
@@ -49,17 +49,19 @@ def trace_exposed_comm_s(trace: JsonObject, device: str, since_s: float = 0.0) -
         elif name.startswith(WORK_OF_GLOO):
             sent.append(span)
         elif event.get("cat") == "cpu_op" and event.get("tid") == event.get("pid"):
-            # The first thread of the process trains. The other threads with operations belong to gloo.
+            # Training runs in the first thread of the process. Other threads that run operations belong to
+            # gloo.
             (inside if name.startswith(COMMUNICATING_OPS) else computed).append(span)
     if not computed:
         return None
-    # An operation on a split tensor is recorded together with its communication, which is exposed.
+    # An operation on a sharded tensor is recorded together with its communication, which is therefore
+    # exposed.
     exposed_us = covered([*sent, *inside, *computed]) - covered([*inside, *computed]) + covered(inside)
     return exposed_us / 1e6
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the time that is covered by at least one span, given as pairs of start and end."""
+    """Return the total time covered by at least one span; a span is a pair of start and end."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))
@@ -70,7 +72,7 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 def keep_needed(value: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a trace object that `trace_exposed_comm_s` needs.
 
-    This function is an ``object_hook`` for the JSON parser that saves memory.
+    The JSON parser calls this function as ``object_hook``, which saves memory.
     """
     if "ph" not in value:
         return value
@@ -79,7 +81,7 @@ def keep_needed(value: dict[str, Any]) -> dict[str, Any]:
 
 
 Row = dict[str, Any]
-"""A row of summary.csv: a value for every column, or None if the value is unknown."""
+"""A row of summary.csv, which maps each column to a value, or None if the value is unknown."""
 MEDIANS = ("tokens_per_s", "tokens_per_s_per_gpu", "mfu", "step_s", "data_wait_s")
 MEASURED = (
     "samples_per_s",
@@ -90,11 +92,11 @@ MEASURED = (
     "exposed_comm_s",
     "loss",
 )
-"""The columns for which the row of a trial has the median over its repeats."""
+"""Columns whose value in a trial's row is the median over the trial's repeats."""
 
 
 def row_of(bench: Bench, item: BenchRun, status: str, failure: str) -> tuple[Row, str]:
-    """Return the row of a run and the reason why its exposed communication is unknown.
+    """Return the row of a run, and the reason why its exposed communication is unknown.
 
     The reason is empty if the exposed communication is known.
     """
@@ -116,9 +118,9 @@ def row_of(bench: Bench, item: BenchRun, status: str, failure: str) -> tuple[Row
 
 
 def trial_row(rows: Sequence[Row]) -> Row:
-    """Return the row of a trial, with the medians and the range over the rows of its runs.
+    """Return the row of a trial: the medians of its runs' rows, and the range of their speeds.
 
-    If a run did not finish, the trial has the state of that run.
+    If a run did not finish, the row has the state of that run.
     """
     known = [row for row in rows if row["step_s"] is not None]
     unfinished = [row for row in rows if row["status"] != FINISHED]
@@ -155,14 +157,14 @@ def measured(records: Sequence[StepRecord], steps: range) -> Row:
 
 def _samples_per_s(records: Sequence[StepRecord], steps: range) -> Iterator[float]:
     for before, record in pairwise([StepRecord({"step": 0, "samples_seen": 0}), *records]):
-        # The samples of a step are the difference from the step before, which must have been logged.
+        # The number of samples in a step is the difference from the previous step, which must also be logged.
         if record.step in steps and record.step == before.step + 1:
             seen, earlier = record.count("samples_seen") or 0, before.count("samples_seen") or 0
             yield (seen - earlier) / (record.number("step_s") or math.inf)
 
 
 def _median(values: Iterable[float | None]) -> float | None:
-    """Return the median, or None if any value is unknown."""
+    """Return the median, or None if any of the values is unknown."""
     given = list(values)
     return None if None in given else _median_of_known(given)
 
@@ -173,12 +175,12 @@ def _median_of_known(values: Iterable[float | None]) -> float | None:
 
 
 def exposed_comm_s(bench: Bench, item: BenchRun, records: Sequence[StepRecord]) -> tuple[float | None, str]:
-    """Return the exposed communication in seconds per step, or the reason why it is unknown.
+    """Return the exposed communication in seconds per step; if it is unknown, return None and the reason.
 
     The value is the mean over the profiled ranks.
     """
     ends = {record.step: parse_time(record.time) for record in records}
-    # The first profiled step begins on all ranks after the last rank has started its profiler.
+    # On all ranks, the first profiled step begins after the last rank has started its profiler.
     begin = ends.get(bench.length.first_profiled)
     if begin is None or bench.length.steps not in ends:
         return None, "the run did not reach its last step"
@@ -194,7 +196,9 @@ def exposed_comm_s(bench: Bench, item: BenchRun, records: Sequence[StepRecord]) 
             return None, f"{file} cannot be read ({error})"
         if seconds is None:
             missing = (
-                "kernels: the counters of this GPU may not be read" if bench.device == "cuda" else "steps"
+                "kernels: you have no permission to read the counters of this GPU"
+                if bench.device == "cuda"
+                else "steps"
             )
             return None, f"{file} has no {missing}"
         found.append(seconds / COUNTED_PROFILED_STEPS)
@@ -202,15 +206,16 @@ def exposed_comm_s(bench: Bench, item: BenchRun, records: Sequence[StepRecord]) 
 
 
 def speed(row: Row) -> float | None:
-    """Return tokens per second, or samples per second of a task that counts no tokens."""
+    """Return the tokens per second, or the samples per second if the task does not count tokens."""
     value: float | None = row["samples_per_s"] if row["tokens_per_s"] is None else row["tokens_per_s"]
     return value
 
 
 def by_speed(trials: Iterable[Sequence[Row]]) -> list[tuple[Row, Sequence[Row]]]:
-    """Sort trials by speed: finished trials first, the fastest on top.
+    """Sort trials by speed: finished trials come first, beginning with the fastest.
 
-    A trial is given as the rows of its runs. Returns the row of each trial with the rows of its runs.
+    Each trial is given as a list of the rows of its runs. Returns each trial's own row, together with the
+    rows of its runs.
     """
     made = [(trial_row(rows), rows) for rows in trials]
     return sorted(made, key=lambda item: (item[0]["status"] != FINISHED, -(speed(item[0]) or 0.0)))

@@ -1,4 +1,4 @@
-"""Plans a bench, which is a sweep over layouts or config keys whose trials run for a few steps each."""
+"""Plans a bench: a sweep over layouts or config keys in which each trial runs for a few steps."""
 
 from __future__ import annotations
 
@@ -37,17 +37,21 @@ from trainkit.plan.step_work import work_of
 ORIGIN = "trainkit bench"
 OPTION = "--out"
 MAX_LAYOUTS = 16
-"""The maximum number of layouts that run without --layout. It limits the duration of a bench."""
+"""Maximum number of layouts that are run if --layout is not given. This limit keeps a bench from taking too
+long."""
 
 
 @dataclass(frozen=True)
 class BenchTrial(PlannedTrial):
-    """A trial of a bench before its first run. Its values are the layout or the values of the swept keys."""
+    """A trial of a bench that has not started.
+
+    The values of the trial are its layout, or its values of the swept keys.
+    """
 
     settings: Mapping[str, object]
-    """The config values that define the trial, by dotted key."""
+    """Config values that define the trial, keyed by dotted name."""
     notes: tuple[str, ...]
-    """A sentence for each value that was adapted to the layout."""
+    """A sentence about each config value that was adapted to the layout."""
 
     @property
     def name(self) -> str:
@@ -62,23 +66,23 @@ class BenchTrial(PlannedTrial):
 
 @dataclass
 class PlannedBench:
-    """A bench before its first run: the trials that can run, and the reasons why others cannot."""
+    """A bench that has not started: the trials that can run, and the reasons why others cannot."""
 
     kind: Kind
     config: str
-    """The file or the name of the config as the user typed it."""
+    """The config's file or name as the user typed it."""
     length: BenchLength
     repeats: int
     keep_name: bool
-    """True if the runs keep the name of the config."""
+    """True if the runs keep the config's own `name`."""
     gatherer: Gatherer = field(default_factory=Gatherer)
     trials: list[BenchTrial] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
-    """The changes to the config that all runs have in common."""
+    """Config changes that are the same for all runs."""
     errors: dict[str, ConfigError] = field(default_factory=dict)
-    """Maps the name of a trial that cannot run to its error."""
+    """Maps the name of each trial that cannot run to its error."""
     left_out: list[str] = field(default_factory=list)
-    """The names of possible layouts that exceed `MAX_LAYOUTS`."""
+    """Names of possible layouts that are omitted because of `MAX_LAYOUTS`."""
 
     @property
     def impossible(self) -> dict[str, str]:
@@ -93,13 +97,15 @@ class PlannedBench:
         shape: ModelShape,
         typed: Mapping[str, object],
     ) -> None:
-        """Plan a layout with the values of ``--layout``; raises ConfigError if the layout is impossible.
+        """Plan a layout with the values `typed` for ``--layout``; raise ConfigError if it is impossible.
 
-        Without ``--layout``, layouts after the first `MAX_LAYOUTS` are not run.
+        Without ``--layout``, only the first `MAX_LAYOUTS` layouts are run.
         """
         name = layout_name(layout, {key: item for key, item in typed.items() if key not in DEGREES})
         if name in (trial.name for trial in self.trials):
-            raise UsageError(f"two --layout are the same: {name}", hint="remove one of them")
+            raise UsageError(
+                f"--layout is given twice with the same value: {name}", hint="remove one of the two"
+            )
         settings, notes = layout_settings(loaded.config, layout, ranks, shape, typed)
         if not typed and len(self.trials) == MAX_LAYOUTS:
             self.left_out.append(name)
@@ -113,7 +119,7 @@ class PlannedBench:
         loaded: LoadedConfig,
         notes: tuple[str, ...] = (),
     ) -> None:
-        """Plan a trial; raises ConfigError if the trial cannot run."""
+        """Plan a trial; raise ConfigError if it cannot run."""
         config, plan, changes = self._shortened(loaded, values)
         self.trials.append(BenchTrial(len(self.trials), values, config, plan, settings, notes))
         self.changes = self.changes or changes
@@ -121,13 +127,13 @@ class PlannedBench:
     def _shortened(
         self, loaded: LoadedConfig, values: Mapping[str, object]
     ) -> tuple[RunConfig, LaunchPlan, list[Change]]:
-        """Return the config and the plan of a trial, and the changes that a bench makes to its config."""
+        """Return the config and the plan of a trial, and the changes that the bench makes to its config."""
         own = bench_values(loaded.config, self.kind, self.length, self.keep_name)
         if self.kind == "settings":
             _refuse_set_by_bench(values, {**own, **profiler_values(self.length, 1)})
         resources = loaded.config.resources
         if resources.fewest_nodes < resources.most_nodes:
-            message = f"{loaded.origins['resources.nodes']}: a bench measures one number of nodes"
+            message = f"{loaded.origins['resources.nodes']}: a bench needs a fixed number of nodes"
             raise UsageError(message, hint=f"for example --nodes {resources.most_nodes}")
         facts = self.gatherer.facts(loaded)
         target = facts.target
@@ -148,11 +154,11 @@ class PlannedBench:
         return self.trials[0].plan
 
     def submission(self, at_once: int) -> Submission:
-        """Return the runs as one array.
+        """Return a submission of all runs as one job array.
 
-        The array contains all trials once, then all of them again for each further repeat. A short
-        disturbance of the machine thus affects several trials and not only one. Raises UsageError if the runs
-        need different jobs, and the ConfigError of the first trial if no trial can run.
+        The array contains all trials once, and then all of them again for each further repeat. A short
+        disturbance of the machine thus affects several trials instead of one trial alone. Raises UsageError
+        if the runs need different jobs; if no trial can run, raises the ConfigError of the first one.
         """
         if not self.trials:
             raise next(iter(self.errors.values()))
@@ -164,11 +170,11 @@ class PlannedBench:
 
     @property
     def order(self) -> list[tuple[int, BenchTrial]]:
-        """Return the repeat and the trial of every run, in the order of the runs."""
+        """Return the number of the repeat and the trial of every run, in the order of the runs."""
         return list(product(range(1, self.repeats + 1), self.trials))
 
     def to_dict(self) -> dict[str, object]:
-        """Return the trials that would run, and the trials that cannot run, as a JSON object."""
+        """Return the trials that would run and the trials that cannot run as a JSON object."""
         trials = [
             {
                 **({LAYOUT: item.name} if self.kind == "layouts" else {}),
@@ -185,7 +191,7 @@ class PlannedBench:
         }
 
     def create(self, folder: Path) -> Bench:
-        """Write bench.json to the folder of the group of runs."""
+        """Create the folder of the group of runs, and write bench.json into it."""
         bench = Bench(
             folder=folder.absolute(),
             kind=self.kind,
@@ -205,29 +211,29 @@ class PlannedBench:
 
 
 BARE: Values = {
-    "checkpoint.every_steps": (None, "a bench saves nothing"),
-    "checkpoint.every_minutes": (None, "a bench saves nothing"),
-    "checkpoint.best_metric": (None, "a bench saves nothing"),
-    "checkpoint.async": (False, "a bench needs no memory for saves"),
-    "resources.slice": (None, "a bench has one job"),
+    "checkpoint.every_steps": (None, "a bench saves no checkpoints"),
+    "checkpoint.every_minutes": (None, "a bench saves no checkpoints"),
+    "checkpoint.best_metric": (None, "a bench saves no checkpoints"),
+    "checkpoint.async": (False, "a bench needs no memory for checkpoints"),
+    "resources.slice": (None, "a bench runs in a single job"),
     "requeue.on": ([], "a failed run is not restarted"),
     "requeue.follow_ups": (0, "a failed run is not restarted"),
     "logging.tensorboard": (False, "the result is summary.csv"),
 }
-"""The config values with which runs save nothing, log less and are not restarted."""
+"""Config values that make runs save nothing, log less and never restart, each with a reason."""
 
 
 def bench_values(config: RunConfig, kind: Kind, length: BenchLength, keep_name: bool) -> Values:
-    """Return the values that a bench sets in the config of all runs.
+    """Return config values that a bench sets for all of its runs, each with a reason.
 
-    None of them is a value of the model, the data or the optimizer.
+    None of the values that a bench sets concerns the model, the data or the optimizer.
     """
-    name = f"{config.name}-{kind}"[:100], "runs of a bench have their own name"
+    name = f"{config.name}-{kind}"[:100], "the runs of a bench have a name of their own"
     return {**({} if keep_name else {"name": name}), **short_training(config, length.steps, "bench"), **BARE}
 
 
 def profiler_values(length: BenchLength, world_size: int) -> Values:
-    """Return the values that a bench sets in the section `profiler`."""
+    """Return the values that a bench sets in the config section `profiler`."""
     values = {
         "start_step": length.first_profiled,
         "num_steps": PROFILED_STEPS,
@@ -237,9 +243,10 @@ def profiler_values(length: BenchLength, world_size: int) -> Values:
 
 
 def plan_settings(planned: PlannedBench, trials: Iterable[LoadedTrial]) -> None:
-    """Plan the run of every trial of a sweep.
+    """Plan the runs of all trials of a sweep.
 
-    A trial that cannot run is recorded with its error. Raises UsageError for a key that a bench sets itself.
+    For a trial that cannot run, the error is recorded. Raises UsageError if the sweep contains a key that a
+    bench sets itself.
     """
     for trial in trials:
         try:
@@ -251,11 +258,11 @@ def plan_settings(planned: PlannedBench, trials: Iterable[LoadedTrial]) -> None:
 
 
 def plan_layouts(planned: PlannedBench, loaded: LoadedConfig, layouts: Sequence[str]) -> None:
-    """Plan the run of the typed layouts, or without any, of the first possible layouts.
+    """Plan runs of the given layouts or, if none are given, of the first possible layouts.
 
-    Raises ConfigError or UsageError if a typed layout is impossible.
+    Raises ConfigError or UsageError if a given layout is impossible.
     """
-    needs, takes = "`trainkit bench layouts` needs", "`trainkit bench settings` takes any"
+    needs, takes = "`trainkit bench layouts` needs", "`trainkit bench settings` accepts any"
     loaded.require_decoder(
         ("whose possible layouts are unknown", f"{needs} the task causal_lm; {takes} task"),
         ("whose memory is unknown", f"{needs} trainkit's own decoder; {takes} model"),
@@ -284,7 +291,7 @@ def plan_layouts(planned: PlannedBench, loaded: LoadedConfig, layouts: Sequence[
 
 
 def _ranks(loaded: LoadedConfig, facts: Facts) -> LaunchPlan:
-    """Return a plan that has the number of processes, but no model, layout and batch."""
+    """Return a plan that contains the number of processes, but no model, layout or batch."""
     neutral = {f"parallel.{name}": -1 if name == "dp_shard" else 1 for name in DEGREES}
     sizes = {"train.device_batch_size": 1, "train.global_batch_size": None}
     without_data = replace(facts, data=None, missing=())
@@ -292,7 +299,7 @@ def _ranks(loaded: LoadedConfig, facts: Facts) -> LaunchPlan:
 
 
 def _complexity(layout: Layout) -> tuple[int, ...]:
-    """Return a sort key: layouts with fewer kinds of parallelism first, then more common kinds first."""
+    """Return a sort key: layouts with fewer kinds of parallelism first, then those with more common kinds."""
     degrees = (layout.dp_shard, layout.dp_replicate, layout.tp, layout.pp, layout.cp)
     return (sum(degree > 1 for degree in degrees), *(-degree for degree in degrees))
 
@@ -300,10 +307,10 @@ def _complexity(layout: Layout) -> tuple[int, ...]:
 def layout_settings(
     config: RunConfig, layout: Layout, ranks: LaunchPlan, shape: ModelShape, typed: Mapping[str, object]
 ) -> tuple[dict[str, object], tuple[str, ...]]:
-    """Return the config values of a layout, and a sentence for each value that was adapted to the layout.
+    """Return the config values of a layout, and a sentence about each value that was adapted to the layout.
 
-    The global batch is the same for all layouts. `typed` are the values of ``--layout``. Raises ConfigError
-    if the layout is impossible.
+    The global batch size is the same for all layouts. `typed` contains the values given with ``--layout``.
+    Raises ConfigError if the layout is impossible.
     """
     train, parallel = config.train, config.parallel
     total = train.global_batch_size or train.device_batch_size * ranks.world_size
@@ -326,7 +333,8 @@ def _refuse_set_by_bench(values: Mapping[str, object], own: Values) -> None:
     for key in values:
         if key in ("launch", "launch.backend", "launch.cluster"):
             raise UsageError(
-                f"--sweep {key}: all trials of a bench run in one place", hint="run one bench for each"
+                f"--sweep {key}: all trials of a bench run on the same machine or cluster",
+                hint="run a separate bench for each value",
             )
         for name, (_, why) in own.items():
             if name == key or name.startswith(f"{key}."):

@@ -1,4 +1,4 @@
-"""A bench: its description in bench.json and its runs, which are a group."""
+"""Defines a bench: its description in bench.json, and its runs, which form a group."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ from trainkit.run.manifest import remove_all
 from trainkit.run.rundir import RunDir
 
 PROFILED_STEPS = 3
-"""The number of profiled steps at the end of a run. They are not measured, because the profiler slows them
-down."""
+"""Number of steps at the end of each run that are profiled. Profiled steps are not measured, because the
+profiler slows them down."""
 COUNTED_PROFILED_STEPS = PROFILED_STEPS - 1
-"""The number of profiled steps that count. In the first one, ranks wait until all profilers have started."""
+"""Number of profiled steps whose profile is evaluated. The first profiled step is excluded, because ranks
+wait in it until all profilers have started."""
 PROFILED_RANKS = 4
-"""The maximum number of profiled ranks. The profiles of all ranks of a large job take long to write and
-read."""
+"""Maximum number of ranks that are profiled. Profiles of all ranks of a large job would take long to write
+and read."""
 
 
 @dataclass(frozen=True)
 class BenchLength:
-    """The steps of every run of a bench: warm-up steps, then measured steps, then profiled steps."""
+    """The number of steps in each run of a bench: warm-up steps, then measured steps, then profiled steps."""
 
     steps: int
     warmup: int
@@ -42,7 +43,7 @@ class BenchLength:
         if self.warmup + PROFILED_STEPS >= self.steps:
             raise UsageError(
                 f"--steps {self.steps}: {self.warmup} warm-up steps (--warmup) and {PROFILED_STEPS} profiled "
-                "steps leave none to measure",
+                "steps leave no steps to measure",
                 hint=f"at least --steps {self.warmup + PROFILED_STEPS + 1}",
             )
 
@@ -56,7 +57,7 @@ class BenchLength:
 
     @property
     def text(self) -> str:
-        """Return the number of steps of each kind, for messages."""
+        """Return the numbers of steps of each kind as text for messages."""
         return (
             f"{self.steps} per run: {self.warmup} warm-up, {len(self.measured)} measured, "
             f"{PROFILED_STEPS} profiled"
@@ -64,29 +65,29 @@ class BenchLength:
 
 
 def profiled_ranks(world_size: int) -> tuple[int, ...]:
-    """Return the profiled ranks: all ranks of a small job, or evenly spaced ranks of a larger job."""
+    """Return the ranks to profile: all ranks of a small job, or evenly spaced ranks of a larger one."""
     count = min(world_size, PROFILED_RANKS)
     return tuple(index * (world_size - 1) // max(1, count - 1) for index in range(count))
 
 
 Kind = Literal["layouts", "settings"]
 BENCH_FILE = "bench.json"
-"""The file that describes a bench, in the folder of its group of runs."""
+"""File in the folder of a bench that describes the bench."""
 BENCH_VERSION = 2
 SUMMARY_FILE = "summary.csv"
 PLOTS_FOLDER = "plots"
 LAYOUT = "layout"
-"""The key in which the trials of a bench of layouts differ."""
+"""The name of the value in which the trials of a layout bench differ."""
 
 
 @dataclass(frozen=True)
 class BenchRun:
-    """One run of a bench, which measures a trial once."""
+    """A run of a bench: a single measurement of a trial."""
 
     run: str
     """The folder of the run, relative to the folder of the bench."""
     values: dict[str, object]
-    """The values of the trial: the layout, or the values of the swept keys."""
+    """The values of the trial: its layout, or its values of the swept keys."""
     repeat: int
     """The number of the repeat, counted from 1."""
     degrees: dict[str, int]
@@ -100,26 +101,26 @@ class BenchRun:
 
 
 def trial_name(values: Mapping[str, object]) -> str:
-    """Return the name of a trial, which is its layout or its values."""
+    """Return the name of a trial, which consists of its layout or its values."""
     return str(values[LAYOUT]) if values.keys() == {LAYOUT} else shown(values)
 
 
 @dataclass(frozen=True)
 class Bench:
-    """A bench as bench.json describes it. Its folder is a group of runs."""
+    """A bench as described in bench.json. The folder of the bench is also the folder of its group of runs."""
 
     kind: Kind
     config: str
-    """The file or the name of the config as the user typed it."""
+    """The config's file or name as the user typed it."""
     backend: str
     device: str
     length: BenchLength
     repeats: int
     keys: list[str]
-    """The keys of the values of every run."""
+    """The names of the values that define a trial."""
     changes: list[dict[str, object]]
     runs: list[BenchRun]
-    """The runs: all trials once, then all of them again for each further repeat."""
+    """The runs: all trials once, and then all of them again for each further repeat."""
     impossible: dict[str, str]
     left_out: list[str]
     folder: Path = field(default=Path(), metadata=LEFT_OUT)
@@ -149,44 +150,44 @@ class Bench:
 
 
 def read_bench(folder: Path) -> Bench:
-    """Read the bench in a folder.
+    """Read the description of the bench in a folder.
 
-    Raises UsageError if the folder contains no bench, if bench.json cannot be read, or if it was written by a
-    trainkit with another format.
+    Raises UsageError if the folder contains no bench, or if its bench.json cannot be read or was written by a
+    trainkit version with another format.
     """
     file = folder / BENCH_FILE
-    hint = f"`trainkit status {quote(str(folder))}/RUN` still shows each of its runs"
+    hint = f"`trainkit status {quote(str(folder))}/RUN` still shows each run of the bench"
     try:
         record = read_json(file)
         if (version := record["version"]) != BENCH_VERSION:
-            raise ValueError(f"it has version {version}; this trainkit supports {BENCH_VERSION}")
+            raise ValueError(
+                f"its format has version {version}; this trainkit version supports {BENCH_VERSION}"
+            )
         bench = replace(read_record(Bench, record, strict=True), folder=folder.absolute())
         group = bench.group
         folders = [group.folder(index) for index in group.trials]
         if [str(bench.folder / item.run) for item in bench.runs] != folders:
-            raise ValueError("its runs differ from the runs in sweep.json")
+            raise ValueError("its runs differ from those in sweep.json")
         if bench.repeats < 1 or any(item.values.keys() != set(bench.keys) for item in bench.runs):
             raise ValueError("the values of its runs do not match its keys")
         return bench
     except FileNotFoundError:
         hint = "`trainkit bench layouts` and `trainkit bench settings` create one and print its folder"
-        raise UsageError(
-            f"{folder} is not the folder of a bench: it has no {BENCH_FILE}", hint=hint
-        ) from None
+        raise UsageError(f"{folder} is not a bench folder: it contains no {BENCH_FILE}", hint=hint) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{file} cannot be read: {error}", hint=hint) from error
 
 
 FINISHED = "finished"
 ENDED = {FINISHED, "failed", "stopped", "cancelled", "died"}
-"""The states in which a run of a bench has ended, because these runs are never restarted."""
+"""States in which a run of a bench has ended for good, because such runs are never restarted."""
 
 
 def look_at_runs(bench: Bench, warn: Callable[[str], None]) -> list[TrialStatus]:
-    """Return the status of the runs of a bench; the reason of a failed run is its root cause.
+    """Return the status of each run of a bench, in which the reason of a failed run is the root cause.
 
-    Looks up an array that Slurm has not acknowledged. Removes the checkpoints of runs that have ended,
-    because a bench is never resumed.
+    If Slurm has not acknowledged the job array, this function looks it up. The function also removes
+    checkpoints of runs that have ended, because a bench is never resumed.
     """
     recover_parts(bench.group)
     files = GroupFiles(bench.group)
@@ -206,7 +207,7 @@ def wait_for_runs(
 ) -> None:
     """Wait until all runs of a bench have ended.
 
-    Logs an `end_line` for each run that ends, and the counts of states whenever they change.
+    Each time a run ends, logs its `end_line`; each time the counts of states change, logs the counts.
     """
     logged, known = "", set[int]()
     while True:
@@ -220,8 +221,8 @@ def wait_for_runs(
         text = state_counts(states)
         if text != logged:
             log_line(text)
-        # A run may look dead for a moment, because Slurm removes a job before this host sees the end of the
-        # run.
+        # A run may briefly look dead, because Slurm removes a job before this host sees that the run has
+        # ended.
         is_sure = text == logged or "died" not in states
         logged = text
         if is_sure and ENDED.issuperset(states):

@@ -1,4 +1,4 @@
-"""The summary of a bench: summary.csv, a table for the terminal, plots, and the fastest trial."""
+"""Makes the summary of a bench: summary.csv, a table for the terminal, plots, and the fastest trial."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from trainkit.run.files import write_atomic
 
 @dataclass(frozen=True)
 class Fastest:
-    """The fastest of several trials that finished, compared with the second fastest."""
+    """The fastest of the trials that finished, compared with the second fastest."""
 
     name: str
     speed: float
@@ -36,18 +36,18 @@ class Fastest:
     second: str
     second_speed: float
     is_clear: bool | None
-    """True if every repeat was faster than every repeat of the second trial; None if each trial ran once."""
+    """True if every repeat was faster than every repeat of the second fastest trial; None without repeats."""
 
     def __str__(self) -> str:
         gain = self.speed / self.second_speed - 1
         text = f"{self.name}: {self.speed:,.0f} {self.unit}, {gain:.1%} more than {self.second}"
         if self.is_clear is None:
-            return f"{text}; each ran once: --repeats measures how much that varies"
+            return f"{text}; each trial ran once: use --repeats to measure how much the results vary"
         return text if self.is_clear else f"{text}, which is within the spread of the repeats"
 
 
 def end_line(bench: Bench, trial: TrialStatus) -> str:
-    """Return a line about a run that has ended."""
+    """Return a line that says how a run ended."""
     item = bench.runs[trial.index]
     row = measured(training_curve(bench.run_dir(item)), bench.length.measured)
     which = f"{item.name} (repeat {item.repeat})" if bench.repeats > 1 else item.name
@@ -59,7 +59,7 @@ def end_line(bench: Bench, trial: TrialStatus) -> str:
 
 
 def write_summary(bench: Bench, warn: Callable[[str], None]) -> tuple[list[Row], Fastest | None, int]:
-    """Write summary.csv from the measurements so far.
+    """Write summary.csv from all measurements so far.
 
     Returns the rows, the fastest trial, and the number of runs that have not ended. The fastest trial is None
     if fewer than two trials have finished.
@@ -77,7 +77,7 @@ def write_summary(bench: Bench, warn: Callable[[str], None]) -> tuple[list[Row],
 
 
 def measured_speeds(bench: Bench) -> dict[int, float | None]:
-    """Return the tokens per second of each run, by its index in the group, for `trainkit report`."""
+    """Return the tokens per second of each run for `trainkit report`, keyed by the index in the group."""
     return {
         index: measured(training_curve(bench.run_dir(item)), bench.length.measured)["tokens_per_s"]
         for index, item in enumerate(bench.runs)
@@ -85,7 +85,7 @@ def measured_speeds(bench: Bench) -> dict[int, float | None]:
 
 
 def find_fastest(bench: Bench, trials: Sequence[tuple[Row, Sequence[Row]]]) -> Fastest | None:
-    """Return the first of the sorted trials, compared with the second."""
+    """Return the first of the sorted trials with a comparison to the second."""
     finished = [(row, runs) for row, runs in trials if row["status"] == FINISHED and speed(row)]
     if len(finished) < 2:
         return None
@@ -99,11 +99,11 @@ def find_fastest(bench: Bench, trials: Sequence[tuple[Row, Sequence[Row]]]) -> F
 
 
 def row_name(keys: Sequence[str], row: Row) -> str:
-    """Return the name of the trial of a row."""
+    """Return the name of the trial that a row belongs to."""
     return trial_name({key: row[key] for key in keys})
 
 
-LAYOUT_COLUMN = {LAYOUT: "layout in the form of --layout: degrees above 1 and other requested keys"}
+LAYOUT_COLUMN = {LAYOUT: "layout as written for --layout: degrees above 1 and other requested keys"}
 COLUMNS = {
     "dp_replicate": "degree",
     "dp_shard": "degree",
@@ -113,19 +113,19 @@ COLUMNS = {
     "device_batch_size": "samples per process and accumulation step",
     "pp_microbatches": "microbatches per device batch; empty without a pipeline",
     "repeats": "number of runs with measured steps",
-    "steps": "number of measured steps of all repeats, without warm-up and profiled steps",
-    "samples_per_s": "samples per second of all processes; like the next columns, the median over the "
-    "measured steps of a run, and over the repeats",
-    "tokens_per_s": "tokens per second of all processes",
+    "steps": "number of measured steps in all repeats, excluding warm-up and profiled steps",
+    "samples_per_s": "samples per second of all processes together; as in the next columns, the median "
+    "over the measured steps of a run, and over the repeats",
+    "tokens_per_s": "tokens per second of all processes together",
     "tokens_per_s_min": "tokens per second of the slowest repeat; empty with one repeat",
     "tokens_per_s_max": "tokens per second of the fastest repeat; empty with one repeat",
     "tokens_per_s_per_gpu": "tokens per second per GPU, or per process on a machine without GPUs",
-    "mfu": "model FLOPs utilization, 0 to 1; empty where the peak of the device is unknown, as for CPUs",
+    "mfu": "model FLOPs utilization, 0 to 1; empty if the device's peak FLOPS are unknown, as for CPUs",
     "step_s": "seconds per optimizer step",
-    "step_s_p10": "a tenth of the measured steps took less",
-    "step_s_p90": "a tenth of the measured steps took more",
+    "step_s_p10": "seconds per step: 10 % of the measured steps took less",
+    "step_s_p90": "seconds per step: 10 % of the measured steps took more",
     "data_wait_s": "seconds per step spent waiting for data, mean over all ranks",
-    "mem_gib_peak": "peak memory in GiB on rank 0: of its GPU, else resident memory of the process",
+    "mem_gib_peak": "peak memory of rank 0 in GiB: GPU memory or, without a GPU, resident memory",
     "exposed_comm_s": "seconds per step spent waiting for communication without computing: the mean over up "
     "to 4 ranks in the last two steps, which the profiler slows; empty without a profile",
     "loss": "loss of the last step",
@@ -135,7 +135,7 @@ COLUMNS = {
 }
 
 
-# The fields of an entry are the column, its heading and the format of its values.
+# Each entry is a column, its heading and the format of its values.
 _SHOWN = (
     ("device_batch_size", "BATCH", ""),
     ("samples_per_s", "SAMPLES/S", ",.1f"),
@@ -153,11 +153,11 @@ _SHOWN = (
     ("status", "STATUS", ""),
 )
 _OPTIONAL = ("tokens_per_s_min", "tokens_per_s_max", "mfu")
-"""The columns that the table omits if no row has a value."""
+"""Columns that the table omits if no row has a value for them."""
 
 
 def csv_text(keys: Sequence[str], rows: Sequence[Row]) -> str:
-    """Return the text of summary.csv. Numbers have six digits, and the cell of an unknown value is empty."""
+    """Return the content of summary.csv. Numbers have six digits; the cells of unknown values are empty."""
     names = [*keys, *COLUMNS]
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
@@ -175,7 +175,7 @@ def _cell(value: object) -> str:
 
 
 def summary_table(keys: Sequence[str], rows: Sequence[Row], fit: int | None = None) -> str:
-    """Return a line per trial, followed by the failures."""
+    """Return a table with a line per trial, followed by the failures."""
     swept = [key.rpartition(".")[2] for key in keys]
     columns = [
         item
@@ -201,7 +201,7 @@ PLOTS = {
     "data_wait_s": "wait for data, seconds per step",
     "exposed_comm_s": "exposed communication, seconds per step",
 }
-"""Maps the plotted columns to the labels of their axes."""
+"""Maps the columns that are plotted to axis labels."""
 INSTALL_HINT = install_line("plot")
 
 
@@ -211,16 +211,16 @@ def can_plot() -> bool:
 
 
 def write_plots(keys: Sequence[str], rows: Sequence[Row], folder: Path) -> tuple[list[Path], list[str]]:
-    """Plot every column that has values.
+    """Plot each column that has values.
 
-    Returns the written files and the columns without values. Raises OSError if the folder cannot be written.
+    Returns the files written, and the columns without values. Raises OSError if the files cannot be written.
     """
     ensure_folder(folder)
     written, empty = [], []
     for column, label in PLOTS.items():
         file = folder / f"{column}.png"
         if all(row[column] is None for row in rows):
-            file.unlink(missing_ok=True)  # an earlier summary may have left this plot
+            file.unlink(missing_ok=True)  # delete a plot that an earlier summary left
             empty.append(column)
             continue
         _draw(keys, rows, column, label, file)
@@ -233,7 +233,7 @@ def _draw(keys: Sequence[str], rows: Sequence[Row], column: str, label: str, fil
 
     figure = Figure(figsize=(8.0, 1.2 + 0.35 * len(rows)), layout="constrained")
     axes = figure.subplots()
-    bars = list(reversed(rows))  # bars are drawn from the bottom, so that the first row is on top
+    bars = list(reversed(rows))  # bars are drawn from the bottom, so the first row must come last
     drawn = axes.barh([row_name(keys, row) for row in bars], [row[column] or 0.0 for row in bars])
     axes.bar_label(drawn, [_mark(row, column) for row in bars], padding=4)
     axes.margins(x=0.15)

@@ -1,4 +1,4 @@
-"""Finds the curve of a COMMAND: the agent of rank 0 reads steps and metrics from the output of that rank."""
+"""Finds the curve of a COMMAND: the agent of rank 0 reads the steps and metrics that rank 0 prints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CurvesPlan(Part):
-    """The part of a plan that says how the curve of a COMMAND is found."""
+    """The part of a launch plan that says how to find the curve of a COMMAND."""
 
     CAPABILITY = "curves"
     pattern: str

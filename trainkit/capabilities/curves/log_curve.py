@@ -1,4 +1,4 @@
-"""Writes the metrics that rank 0 of a COMMAND prints to metrics.jsonl, the file of `trainkit.loop`."""
+"""Writes the metrics that rank 0 of a COMMAND prints to metrics.jsonl, as `trainkit.loop` does."""
 
 from __future__ import annotations
 
@@ -28,30 +28,31 @@ from trainkit.run.files import append_jsonl, read_jsonl_reversed, utc_now
 from trainkit.run.rundir import AttemptDir
 
 SOURCE = "log"
-"""The ``source`` of records in metrics.jsonl that were found in a log."""
+"""Value of ``source`` in those metrics.jsonl records that were found in a log."""
 READ_BYTES = 2**17
-"""The maximum number of bytes that a poll reads. If a log has grown by more, only its end is read."""
+"""Maximum number of bytes read per poll. If the log has grown by more than this, only its end is read."""
 MAX_RECORDS = 100
-"""The number of records that a poll writes. Of more steps, it writes evenly spaced ones.
+"""Number of records written per poll. If a poll found more steps, evenly spaced ones are written.
 
-Steps with a rare metric are written in addition.
+Steps with a rare metric are written in addition to these.
 """
 RARE = 10
-"""A metric is rare if at most this number of the steps of a poll have it."""
+"""A metric is rare if at most this number of the steps in a poll have it."""
 FEW_LOSSES = 20
-"""The number of lines with a loss but without a step after which an event says that there is no curve."""
+"""After this number of lines with a loss but without a step, an event says that no curve was found."""
 MATCH_S = 1.0
-"""Seconds that the pattern of a user may take for the lines of one poll."""
+"""Seconds that a user's pattern may take to match the lines of one poll."""
 
 
 class LogCurve(Companion):
-    """Follows the log of rank 0, and writes its curve to metrics.jsonl.
+    """Follows the log of rank 0, and writes the curve in it to metrics.jsonl.
 
-    Each `poll` reads a bounded number of bytes. The curve ends as soon as the script writes metrics.jsonl.
+    Each `poll` reads a limited number of bytes. Reading stops as soon as the script itself writes
+    metrics.jsonl.
     """
 
     def __init__(self, attempt: AttemptDir, plan: LaunchPlan, pattern: str) -> None:
-        """Follow the log of `attempt`; `pattern` is ``auto`` or a regular expression."""
+        """Prepare to follow the log of `attempt`; `pattern` is ``auto`` or a regular expression."""
         self._attempt, self._file = attempt, attempt.run.metrics_file
         self._log, self._position, self._rest = attempt.rank_log(0), 0, b""
         self._pattern = None if pattern == "auto" else re.compile(pattern)
@@ -60,12 +61,15 @@ class LogCurve(Companion):
         self._names: tuple[str, ...] = ()
         self._announced: tuple[object, ...] | None = None
         self._step: int | None = None
-        """The newest step that the pattern of a user has found."""
+        """The newest step found by a user's pattern."""
         self._has_warned = False
         self._is_off, self._size = False, 0
 
     def _begin(self) -> None:
-        """Read the curve that earlier attempts found. After an OSError, the next poll tries again."""
+        """Read the part of the curve that earlier attempts found.
+
+        If reading raises OSError, the next poll tries again.
+        """
         previous = None
         made = (
             Entry(event).record("made_of")
@@ -81,11 +85,14 @@ class LogCurve(Companion):
         self._has_begun = True
 
     def poll(self) -> None:
-        """Read the output since the last call. Raises OSError."""
+        """Read the output written since the last call. Raises OSError if a file cannot be read or written."""
         self._read(is_over=False)
 
     def end(self, *, is_finished: bool) -> None:
-        """Read the remaining output of an attempt that has ended. Raises OSError."""
+        """Read the remaining output of an attempt that has ended.
+
+        Raises OSError if a file cannot be read or written.
+        """
         self._read(is_over=True)
 
     def _read(self, *, is_over: bool) -> None:
@@ -133,7 +140,7 @@ class LogCurve(Companion):
             log_event(self._attempt.run, self._attempt.number, "curve", reason=problem)
 
     def _add_match(self, groups: Mapping[str, str | None]) -> None:
-        """Add the groups that the pattern of a user has matched and that are numbers."""
+        """Add the numbers in the groups that a user's pattern has matched."""
         values = {name: _number(text) for name, text in groups.items() if text is not None}
         step, val_loss = values.pop("step", None), values.pop("val_loss", None)
         known = {name: value for name, value in values.items() if value is not None}
@@ -151,7 +158,7 @@ class LogCurve(Companion):
 
     def _write(self) -> None:
         if self._metrics_size() != self._size:
-            self._is_off = True  # the script writes metrics.jsonl itself
+            self._is_off = True  # the script itself writes metrics.jsonl
             return
         run, number, now = self._attempt.run, self._attempt.number, utc_now()
         found = list(self._curve.records.items())
@@ -170,7 +177,7 @@ class LogCurve(Companion):
             }
             for step, values in found
         ]
-        self._curve.records = dict(found)  # so that records do not pile up while the disk is full
+        self._curve.records = dict(found)  # otherwise, records would accumulate while the disk is full
         if records:
             append_jsonl(self._file, *records)
             self._size = self._metrics_size()
@@ -181,7 +188,7 @@ class LogCurve(Companion):
         self._curve.evaluations.clear()
 
     def _announce(self, is_over: bool) -> None:
-        """Record the source of the curve as an event, or why there is no curve; repeat only changes."""
+        """Record an event with the source of the curve, or why there is none; skip repetitions."""
         found, values = self._curve.found, dict[str, object]()
         said: tuple[object, ...]
         if self._is_off:
@@ -190,7 +197,7 @@ class LogCurve(Companion):
         unknown = "the step of the loss is unknown"
         if losses:
             unknown = f"it is unknown which of {', '.join(losses)} is the loss"
-        unknown += "; set logging.pattern with the groups step and loss"
+        unknown += "; set logging.pattern to an expression with the groups step and loss"
         if found is not None:
             has_loss = "loss" in found.names or not losses
             said = found.kind, found.total_steps, found.length is not None, has_loss
@@ -210,13 +217,13 @@ class LogCurve(Companion):
             log_event(self._attempt.run, self._attempt.number, "curve", **values, reason=reason)
 
     def _warn_of_names(self) -> None:
-        """Warn once that the script prints more metrics than a curve can have."""
+        """Warn, only once, that the script prints more metrics than a curve can contain."""
         name = self._curve.left_out
         if name is None or self._has_warned:
             return
         self._has_warned = True
-        problem = f"the log has more than {MAX_NAMES} metrics: {name} and others are left out; "
-        problem += "logging.pattern can choose metrics"
+        problem = f"the log has more than {MAX_NAMES} metrics: {name} and others are omitted; "
+        problem += "use logging.pattern to choose metrics"
         log_line(f"warning: {problem}")
         log_event(self._attempt.run, self._attempt.number, "curve", reason=problem)
 
@@ -229,16 +236,19 @@ def _number(text: str) -> float | None:
     try:
         return float(text.rstrip("%").replace(",", ""))
     except ValueError:
-        return None  # the group of a pattern can match any text
+        return None  # the group of a user's pattern can match any text
 
 
 class _TooSlow(Exception):
-    """Raised in a block whose pattern takes too long."""
+    """Raised if matching a user's pattern takes too long."""
 
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise _TooSlow in the block after some seconds, even during a match. Works only in the main thread."""
+    """Raise _TooSlow in a block that takes more than some seconds, even during a regular expression match.
+
+    The time limit works only in the main thread.
+    """
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise _TooSlow

@@ -1,7 +1,7 @@
-"""Decides which numbers of a progress line are metrics, and derives their names from the printed text.
+"""Decides which numbers on a progress line are metrics, and derives metric names from the printed text.
 
-A name is in lower case, and ``_`` joins its words. The characters ``/``, ``.``, ``-`` and ``@`` stay. Times,
-dates, sizes of memory, versions, counts and positions are not metrics.
+Names are lower case, and their words are joined with ``_``. The characters ``/``, ``.``, ``-`` and ``@`` are
+kept. Times, dates, memory sizes, versions, counts and positions are not metrics.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from functools import lru_cache
 from itertools import dropwhile
 
 MAX_NAME = 64
-"""The maximum number of characters of a name. Longer text before a number is not a name."""
+"""Maximum number of characters in a metric name. If the text before a number is longer, it is not a metric
+name."""
 MAX_WORDS = 3
-"""The maximum number of words of a name. More words before a number are prose."""
+"""Maximum number of words in a metric name. If more words precede a number, they are prose."""
 OF_VALIDATION = frozenset({"val", "valid", "validation", "eval", "evaluation", "dev"})
-"""Words that say that a metric belongs to a validation."""
+"""Words that mark a metric as a validation metric."""
 
 
 def _set(words: str) -> frozenset[str]:
@@ -30,18 +31,18 @@ TELLING = _set(
     ppl precision psnr recall return returns reward rewards rmse rouge score ssim wer
     """
 )
-"""Words that hardly occur outside the output of a training. A line with such a word can begin a curve."""
+"""Words that rarely occur outside training output. A line that contains such a word can begin a curve."""
 NO_LOSS = frozenset(
     {"stop", "packet", "frame", "weight", "scale", "scaler", "best", "min", "lowest", "no", "test", "fn"}
 )
-"""Words next to ``loss`` that show that the number is not the loss of a training step."""
+"""Words next to ``loss`` which indicate that the number is not the loss of a training step."""
 _NEVER = _set(
     """
     time times timestamp ts eta elapsed remaining runtime duration date wall walltime memory mem ram vram
     version port pid seed best lowest highest packet frame stop py cpp cu cc
     """
 )
-"""Words that no name of a metric contains."""
+"""Words that never occur in the name of a metric."""
 _SELDOM = _set(
     """
     day days hour hours minute minutes min sec secs second seconds ms us dt mib gib mb gb
@@ -54,26 +55,28 @@ _SELDOM = _set(
     in on to for by with from after at of and or than about over under until within since this that the a an
     """
 )
-"""Words of counts and prose. A name of a metric contains one only together with a word in `TELLING`."""
+"""Words that usually belong to counts or to prose. The name of a metric contains such a word only together
+with a word in `TELLING`."""
 _PROSE = frozenset({"and", "then", "with", "the", "a", "an", "of", "for", "to", "in", "on", "at", "this"})
-"""Words with which no name begins."""
+"""Words with which no metric name begins."""
 _UNITS = frozenset({"", "%", "k", "m", "x", "db", "nat", "nats", "bit", "bits"})
-"""Texts that can follow a metric without a space. Units of time and memory are not among them."""
+"""Texts that may follow a metric's number without a space. Units of time and memory are excluded."""
 _FACTORS = {"k": 1_000, "m": 1_000_000}
 _OTHER = re.compile(
     r"[:/.-]\d|\|[^A-Za-z]|\s(?:[kmgt]i?b|ms|us|s|secs?|seconds?|mins?|minutes?|h|hours?|it/s|days?)\b(?!\s?[:=])",
     re.I,
 )
-"""Matches the text after a number that is not a metric.
+"""Matches text that follows a number only if the number is not a metric.
 
-Such a number begins a date, a time of day or a version, is the percentage of a progress bar, or has a unit.
+The number begins a date, a time of day or a version, is the percentage of a progress bar, or has a unit.
 """
 _OF_A_PART = OF_VALIDATION | {"test", "testing", "train", "training"}
 _IN_A_ROW = re.compile(
     r"\s*(?:$|[|,;)\]}])|\s+[(|-]|\s+[A-Za-z][\w./@-]*(?:\s[A-Za-z][\w./@-]*)?\s?[:=]?\s?[-+]?(?:\.?\d|nan\b|inf\b)",
     re.I,
 )
-"""Matches the text after a number in a row of metrics without ``:`` or ``=``, as in ``loss 0.5 acc 0.91``."""
+"""Matches the text after a number in a row of metrics without ``:`` or ``=``, such as ``loss 0.5 acc
+0.91``."""
 _FILLERS = frozenset({"is", "was", "of", "at", "now", "value", "idx", "index", "no", "tensor"})
 _WORD = re.compile(r"[^\W\d_][\w./@-]*")
 _PART = re.compile(r"[a-z]+")
@@ -82,27 +85,31 @@ _SENTENCE = re.compile(r"[.!?]\s+|[:=]")
 
 @dataclass(frozen=True)
 class Label:
-    """The text before a number."""
+    """The text that precedes a number."""
 
     words: tuple[str, ...]
-    """The words of the text, without fillers such as ``is`` at its end."""
+    """The words of the text, without trailing fillers such as ``is``."""
     parts: tuple[str, ...]
-    """The runs of letters in the last three words."""
+    """The letter sequences in the last three words."""
     own: tuple[str, ...]
-    """The runs of letters in the last word."""
+    """The letter sequences in the last word."""
     name: str | None
-    """The name of a metric with this label; None if the label does not belong to a metric."""
+    """The metric name derived from the label; None if the label does not belong to a metric."""
     is_telling: bool
-    """True if the name shows that the line is about a training."""
+    """True if the name shows that the line is training output."""
     is_tensor: bool
-    """True if the number is in the text of a tensor, such as ``tensor(0.5)``."""
+    """True if the number is part of a printed tensor, such as ``tensor(0.5)``."""
     has_colon: bool
-    """True if the text contains ``:``, so that another ``:`` before the number makes it a line of code."""
+    """True if the text contains ``:``; another ``:`` right before the number then indicates a line of
+    code."""
 
 
 @lru_cache(4096)
 def read_label(text: str) -> Label:
-    """Read the text before a number, in lower case. Results are cached, because a loop repeats its labels."""
+    """Parse the lower-case text that precedes a number.
+
+    The parsed label is cached, because a training loop repeats its labels.
+    """
     words, own = _words(text), _words(_SENTENCE.split(text)[-1])
     own = list(dropwhile(_PROSE.__contains__, own))
     parts = [_PART.findall(word) for word in words[-3:]]
@@ -113,7 +120,7 @@ def read_label(text: str) -> Label:
         1 <= len(own) <= MAX_WORDS
         and _NEVER.isdisjoint(of_name)
         and (is_telling or _SELDOM.isdisjoint(of_name))
-        and not (of_name and _OF_A_PART.issuperset(of_name))  # as in "Train: 0 [50/1251]"
+        and not (of_name and _OF_A_PART.issuperset(of_name))  # such as "Train: 0 [50/1251]"
     )
     name = "_".join(own).strip("./-")
     return Label(
@@ -135,10 +142,10 @@ def _words(text: str) -> list[str]:
 
 
 def metric_of(label: Label, number: re.Match[str], *, is_assigned: bool) -> tuple[str, float] | None:
-    """Return the name and the value of a number with a label; None if the number is not a metric.
+    """Return the metric name and the value of a labelled number; None if the number is not a metric.
 
-    `is_assigned` is True if ``:`` or ``=`` is between the label and the number. Any other number is a metric
-    only before a separator, before another metric, or at the end of the line.
+    `is_assigned` is True if the label and the number are separated by ``:`` or ``=``. A number without ``:``
+    or ``=`` is a metric only if a separator, another metric or the end of the line follows.
     """
     name, unit, end = label.name, number["unit"].lower(), number.end()
     if name is None or unit not in _UNITS or _OTHER.match(number.string, end):
@@ -151,7 +158,10 @@ def metric_of(label: Label, number: re.Match[str], *, is_assigned: bool) -> tupl
 
 
 def _value(name: str, number: re.Match[str], unit: str, *, is_telling: bool) -> float | None:
-    """Return the value of a number as printed. An MFU becomes a share, and ``9845/10000`` becomes 0.9845."""
+    """Return the value of a printed number.
+
+    An MFU is converted to a fraction, and ``9845/10000`` to 0.9845.
+    """
     value = float(number["value"].replace(",", ""))
     if number["total"] is not None:
         total = float(number["total"])
@@ -162,7 +172,7 @@ def _value(name: str, number: re.Match[str], unit: str, *, is_telling: bool) -> 
 
 
 def of_part(metrics: Mapping[str, float], part: str) -> dict[str, float]:
-    """Return the metrics of a line about a validation or a test, with ``val_`` or ``test_`` as prefix."""
+    """Return the metrics of a validation or test line, with the prefix ``val_`` or ``test_``."""
     return {name if is_of_part(name) else f"{part}_{name}": value for name, value in metrics.items()}
 
 

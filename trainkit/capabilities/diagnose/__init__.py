@@ -1,1 +1,1 @@
-"""`trainkit diagnose`: names the first failed rank, the root cause with evidence, and what to do."""
+"""`trainkit diagnose`: names the first failed rank, the root cause with evidence, and what to do about it."""

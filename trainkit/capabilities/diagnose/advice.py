@@ -1,8 +1,8 @@
-"""Computes the values of the placeholders in the sentences of a signature.
+"""Computes the values of the placeholders in a signature's sentences.
 
-The values come from the config, the plan and the disk of a run. The logs tell for which ranks the other ranks
-waited: in a hang, at the rendezvous, or in a collective that timed out. `suspect_rank` is the rank to
-inspect.
+The values come from the config, the plan and the files of a run. The logs show which ranks the other ranks
+waited for: in a hang, at the rendezvous, or in a collective that timed out. The placeholder `suspect_rank`
+stands for the rank to inspect.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ _MEM = re.compile(r"(\d+)([KMGT]?)")
 
 
 def run_values(files: AttemptFiles) -> dict[str, str]:
-    """Return the values of an attempt by placeholder. An unknown value is empty or missing."""
+    """Return the values for an attempt, keyed by placeholder.
+
+    Values that are unknown are empty or missing.
+    """
     run, attempt = files.run, files.attempt
     plan = files.plan if files.plan.values else read_plan(run)
     command, is_by_hand = " ".join(map(quote, plan.command or ())), run.was_started_by_hand
@@ -95,10 +98,10 @@ def _config_values(config: RunConfig, plan: PlanRecord, file: str) -> dict[str, 
 
 
 def _time_values(resources: ResourcesConfig) -> dict[str, str]:
-    """Return the shortest time limit that can be doubled, and its double.
+    """Return the shortest of the job's time limits that can be doubled, and its double.
 
-    The job may have had the time limit ``time_min``, ``slice`` or ``time``. Doubling a limit must not exceed
-    the next longer one.
+    The job may have had the time limit ``time_min``, ``slice`` or ``time``, all in the section `resources`. A
+    doubled limit must not exceed the next longer one.
     """
     limits = {key: getattr(resources, key) for key in ("time_min", "slice", "time")}
     given = [(key, text, time_limit_s(text)) for key, text in limits.items() if text is not None]
@@ -123,10 +126,10 @@ def _disk_values(run: RunDir, *, is_command: bool) -> dict[str, str]:
     if checkpoints:
         values = {"newest_step": str(checkpoints[-1].step)}
     else:
-        none = "no checkpoint of trainkit" if is_command else "no checkpoint"
-        own = "its command continues from its own saves" if is_command else f"there is {none}"
+        none = "no trainkit checkpoint" if is_command else "no checkpoint"
+        own = "the command continues from its own checkpoints" if is_command else f"there is {none}"
         values = {"no_checkpoint": none, "starts_again": own}
-    # The folder may be on a disk that fails. The advice then omits these values.
+    # The folder may be on a failing disk. The advice then omits these values.
     with suppress(OSError):
         folder = run.path.resolve()
         free = shutil.disk_usage(folder).free
@@ -142,15 +145,15 @@ def _disk_values(run: RunDir, *, is_command: bool) -> dict[str, str]:
 WATCHDOG = re.compile(
     r"\[Rank (?P<rank>\d+)\] Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(?P<sequence>\d+)"
 )
-"""Matches the line of a rank whose collective timed out, with the number of that collective."""
+"""Matches the message of a rank whose collective timed out, with the collective's sequence number."""
 
 
 def hang_values(
     files: AttemptFiles, match: Match, blocking: int | None
 ) -> tuple[dict[str, str], list[Evidence]]:
-    """Return the ranks that wait for the blocking rank, and the lines of their hang reports.
+    """Return the ranks that wait for the blocking rank, and the lines of their hang reports as evidence.
 
-    Returns nothing for a failure that is not a hang.
+    The returned values and lines are empty unless the failure is a hang.
     """
     waiting, lines = [], []
     if match.signature.name != "hang":
@@ -159,10 +162,10 @@ def hang_values(
         report = Record(read_object(path))
         rank, stack = report.count("rank"), report.texts("stack")
         if rank is None:
-            continue  # a crash cut off the file
+            continue  # the file was truncated by a crash
         if rank != blocking:
             waiting.append(rank)
-        if stack:  # a COMMAND has no stack
+        if stack:  # a COMMAND reports no stack
             text = clean(f"rank {rank} on {report.text('host')}, in {report.text('phase')}: {stack[0]}")
             lines.append(Evidence(files.shown(path), json_line(path, "stack"), text))
     # The records of the collectives, if there are any, already name the waiting ranks.
@@ -175,9 +178,9 @@ _QUOTED = re.compile(r"'([^']+)'")
 
 
 def missing_path_values(files: AttemptFiles, match: Match) -> dict[str, str]:
-    """Return the folder in which a command did not find a file, and the folder that contains the file.
+    """Return the folder in which a command looked for a missing file, and the folder that contains the file.
 
-    Returns nothing for a failure that is not a missing file.
+    Returns nothing unless the failure is a missing file.
     """
     if match.signature.name != "missing-file" or not files.plan.is_command:
         return {}
@@ -207,7 +210,7 @@ def missing_rank_values(files: AttemptFiles, match: Match) -> dict[str, str]:
 
 
 def _ranks_not_joined(files: AttemptFiles, num_joined: int) -> list[int]:
-    """Return the ranks that did not connect to the store of rank 0, or no ranks if they are unknown."""
+    """Return the ranks that did not connect to rank 0's store; empty if unknown."""
     others = list(range(1, files.world_size))
     if num_joined == 1:
         return others
@@ -232,7 +235,7 @@ def collective_values(files: AttemptFiles, match: Match, logs: Iterable[Text]) -
     waited |= timed_out.keys()
     silent = [rank for rank in range(files.world_size) if rank not in waited]
     if 0 < len(silent) <= len(waited):
-        why = f"{rank_list(silent)} reported no time-out: the other ranks waited there"
+        why = f"{rank_list(silent)} reported no timeout: the other ranks were waiting"
         return {"suspect": why, "suspect_rank": str(silent[0])}
     behind = [rank for rank, number in timed_out.items() if number == min(timed_out.values())]
     if len(behind) < len(timed_out):

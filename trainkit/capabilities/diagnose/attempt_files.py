@@ -1,4 +1,4 @@
-"""Reads the texts that a diagnosis of an attempt searches: files, messages of Slurm, and events."""
+"""Reads the texts that the diagnosis of an attempt searches: files, Slurm messages and events."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from trainkit.scheduler import JobInfo, JobState
 from trainkit.shipped import ask_each, owner_of
 
 MAX_LOGS = 256
-"""The maximum number of logs that are searched if no record says which rank failed first."""
+"""Maximum number of log files that are searched if no record says which rank failed first."""
 EXPLAINED = (JobState.NODE_FAIL, JobState.OUT_OF_MEMORY, JobState.CANCELLED, JobState.TIMEOUT)
 RANK_FILE = re.compile(r"(?:rank|node)-(\d+)")
 
 
 class AttemptFiles:
-    """Reads the files of an attempt. A file that is missing or damaged reads as empty."""
+    """Reads the files of an attempt. A missing or damaged file is treated as empty."""
 
     def __init__(self, attempt: AttemptDir, job: JobRecord, slurm_job: JobInfo | None) -> None:
         self.attempt, self.run, self.job, self.slurm_job = attempt, attempt.run, job, slurm_job
@@ -67,7 +67,7 @@ class AttemptFiles:
 
     @cached_property
     def _failed_start(self) -> FailedStart | None:
-        """Return the last start of the newest attempt if it failed for a reason that Slurm does not know."""
+        """Return the newest attempt's last start if that start failed for a reason unknown to Slurm."""
         job = self.slurm_job
         is_explained = job is not None and (job.log_not_opened or job.state in EXPLAINED)
         entry = None if is_explained else self.job.newest
@@ -84,7 +84,7 @@ class AttemptFiles:
             yield Text(shown, "start", [f"{start.host}: {start.how}"], host=start.host)
 
     def batch_log(self) -> Text | None:
-        """Return the output of the batch script in the last failed start."""
+        """Return the output that the batch script wrote in the last failed start."""
         if (start := self._failed_start) is None:
             return None
         return read_log(batch_log(self.run, self.job, start.job_id), self.run.path, "srun")
@@ -102,20 +102,21 @@ class AttemptFiles:
                 yield text
 
     def of_slurm(self) -> Iterator[Text]:
-        """Yield the messages of srun and slurmstepd, then the job's state.
+        """Yield messages of srun and slurmstepd, then the job's state in Slurm.
 
-        The messages come first because they contain the reason, which the state may lack.
+        The messages of srun and slurmstepd come first because they contain the reason, which Slurm's job
+        state may lack.
         """
         yield from slurm_messages(self.attempt, self.job, is_recorded=self.has_ended and not self.end.guessed)
         yield from self._job_state()
 
     def outside(self) -> Iterator[Text]:
-        """Yield the texts of Slurm, the supervisor and the agents, which no user program can write."""
+        """Yield texts of Slurm, the supervisor and the agents, which no user program can write."""
         yield from self.of_slurm()
         yield from self.logs("agent", sorted(self.attempt.logs_dir.glob("node-*.log"))[:MAX_LOGS])
 
     def advice(self, host: str | None, lasting: Sequence[Event]) -> dict[str, str]:
-        """Return the values that capabilities add to the advice, by placeholder; `host` failed first."""
+        """Return values that capabilities add to the advice; the first failed rank was on `host`."""
         found = ask_each(
             self.plan.parts,
             lambda one: one.advice(self.attempt, host, lasting),
@@ -125,7 +126,7 @@ class AttemptFiles:
 
     @cached_property
     def diverged_since(self) -> int | None:
-        """Return the step since which the attempt has diverged, or None if it has not diverged."""
+        """Return the step from which on the attempt has diverged, or None if it has not."""
         with contextlib.suppress(OSError):
             return diverged_since(self.run, self.attempt.number)
         return None
@@ -139,17 +140,17 @@ class AttemptFiles:
         return self.nodes[-1].stop if self.nodes else 0
 
     def ranks_next_to(self, rank: int | None) -> range:
-        """Return the ranks on the node of a rank, or an empty range if they are unknown."""
+        """Return the ranks on the same node as a rank; empty if unknown."""
         return next((ranks for ranks in self.nodes if rank in ranks), range(0))
 
     @cached_property
     def nodes(self) -> list[range]:
-        """Return the ranks of each node, or an empty list if they are unknown."""
+        """Return the ranks of each node; empty if unknown."""
         return ranks_of_nodes(self.plan)
 
     @cached_property
     def hosts(self) -> list[str]:
-        """Return the hosts by node rank, or an empty list if they are unknown."""
+        """Return the host names, indexed by node rank; empty if unknown."""
         return read_rendezvous(self.attempt).hosts
 
     def host_of(self, rank: int | None) -> str | None:
@@ -162,15 +163,15 @@ class AttemptFiles:
 
 _END_OF_THE_JOB = re.compile(r"slurmstepd\S*: error: \*\*\* JOB \S+ ON \S+ CANCELLED AT (\S+)")
 _RESOLUTION = timedelta(seconds=1)
-"""Slurm omits the fraction of a second."""
+"""Precision of times in Slurm's messages, which omit fractions of a second."""
 
 
 def slurm_messages(attempt: AttemptDir, job: JobRecord, *, is_recorded: bool) -> Iterator[Text]:
-    """Yield the messages that srun and slurmstepd wrote about an attempt.
+    """Yield messages that srun and slurmstepd wrote about an attempt.
 
-    `is_recorded` says that the attempt has recorded its own end. slurmstepd writes about the end of a job
-    into the log with which the job began. After a restart inside the allocation or a requeue, that is the log
-    of an earlier attempt.
+    `is_recorded` is True if the attempt has recorded its own end. At the end of a job, slurmstepd writes to
+    the log file with which the job began. After a requeue or a restart inside the allocation, this file is
+    the log of an earlier attempt.
     """
     entries, entry = job.attempts, job.of_attempt(attempt.number)
     start = parse_time(entry.started_at)
@@ -187,7 +188,7 @@ def slurm_messages(attempt: AttemptDir, job: JobRecord, *, is_recorded: bool) ->
         kept = list(takewhile(lambda line: not is_of_a_later_one(line), lines))
         yield own.part(0, len(kept), "srun")
     if start is None or is_recorded:
-        return  # the recorded end already contains the reason of Slurm
+        return  # the recorded end already includes Slurm's reason
     earlier = [
         other.attempt for other in entries if other.attempt < attempt.number and other.job_id == entry.job_id
     ]
@@ -203,7 +204,7 @@ def _log(attempt: AttemptDir) -> Text | None:
 
 
 def _end_of_the_job(line: str) -> datetime | None:
-    """Return the time at which slurmstepd ended the job, or None for any other line."""
+    """Return the time at which slurmstepd ended the job; None if the line does not report this."""
     found = _END_OF_THE_JOB.search(line)
     time = None if found is None else parse_time(found[1])
     # Slurm writes the local time of the host without a time zone.
@@ -213,22 +214,23 @@ def _end_of_the_job(line: str) -> datetime | None:
 MAX_EVENTS = 400
 MAX_SHOWN = 8
 END_EVENTS = frozenset({"rank_failed", "hang", "requeue_decision", "finished", "stopped"})
-"""The events that the supervisor writes after an attempt. They repeat end.json."""
+"""Events that the supervisor writes after an attempt has ended. These events repeat the content of
+end.json."""
 
 
 class AttemptEvents:
-    """The last events of an attempt before its first failure."""
+    """The last events of an attempt before the first failure."""
 
     def __init__(self, attempt: AttemptDir, failed_at: str | None) -> None:
         """Read the events.
 
-        `failed_at` is the time of the first failure: events after it cannot be its cause.
+        `failed_at` is the time of the first failure; later events cannot be its cause.
         """
         self._attempt, self._failed_at = attempt, failed_at
         self._numbered: deque[tuple[int | None, Event]] = deque(maxlen=MAX_EVENTS)
-        """The last events with the numbers of their lines, which are None in a large file."""
+        """The last events with their line numbers, which are None if the file is large."""
         self._seen, self._owned = Attempt(attempt.number), OwnedEvents()
-        # The file may be missing or on a disk that fails.
+        # The file may be missing or on a failing disk.
         with contextlib.suppress(OSError), open_file(self._attempt.run.events_file) as stream:
             size = os.fstat(stream.fileno()).st_size
             numbers_of_lines: Iterator[int | None] = count(1) if size <= WHOLE_BYTES else repeat(None)
@@ -245,13 +247,13 @@ class AttemptEvents:
 
     @property
     def lasting(self) -> list[Event]:
-        """Return the events of capabilities that still hold at the end."""
+        """Return capability events that are still in effect when the attempt ends."""
         return self._owned.lasting(self._attempt.number)
 
     def texts(self, *, only_lasting: bool = False) -> Iterator[Text]:
         """Yield each event as one line, newest first.
 
-        An event of a capability is included only if it still holds at the end.
+        Events of capabilities are included only if they are still in effect when the attempt ends.
         """
         lasting = list(map(id, self.lasting))
         for number, event in reversed(self._numbered):
@@ -267,7 +269,10 @@ class AttemptEvents:
             )
 
     def shown(self) -> list[Evidence]:
-        """Return the last events with their times of day. A completed save is shown as one event."""
+        """Return the last events with the time of day of each.
+
+        The events of a completed save are combined into one.
+        """
         file, found = self._attempt.run.events_file.name, []
         saved: set[int | None] = set()
         for number, event in reversed(self._numbered):
@@ -280,9 +285,9 @@ class AttemptEvents:
         return found[:MAX_SHOWN][::-1]
 
     def values(self) -> dict[str, str]:
-        """Return the values for advice by placeholder, which describe an incomplete save."""
+        """Return values for the advice that describe an incomplete save, keyed by placeholder."""
         save = self._seen.open_save
-        # The event of a commit is written shortly after the checkpoint is published.
+        # The event of a commit is written shortly after the checkpoint has become visible.
         if save and save.step is not None and not self._attempt.run.checkpoint_dir(save.step).is_dir():
             return {"unsaved_step": str(save.step), "save_began": f"{save.clock} UTC"}
         return {}

@@ -1,4 +1,4 @@
-"""``trainkit diagnose``: prints the first failed rank of a run, the root cause, and what to do."""
+"""``trainkit diagnose``: prints the first failed rank of a run, the root cause, and what to do about it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 COLUMNS = 80
 MAX_EVIDENCE_LINES = 4
 _UNBROKEN = "\0"
-"""Replaces a space at which a line must not be broken."""
+"""Stands for a space at which a line must not be wrapped."""
 
 
 @as_command(
@@ -34,13 +34,13 @@ _UNBROKEN = "\0"
     "trainkit diagnose last --json",
 )
 @run_argument
-@option("--attempt A", "Attempt to diagnose; default: the newest.", name="number", type=COUNT)
+@option("--attempt A", "Number of the attempt to diagnose; default: the newest.", name="number", type=COUNT)
 @json_option
 def command(run_name: str, number: int | None, as_json: bool) -> None:
-    """Name the first failing rank of RUN, the cause with its evidence, and what to do.
+    """Show which rank of RUN failed first, the cause with its evidence, and what to do about it.
 
     For an exception in your own code, `diagnose` names the file and the line. If no known cause explains the
-    failure, it prints `unknown` and the last lines of the failed rank.
+    failure, the command prints `unknown` and the last lines of the failed rank's output.
     """
     from trainkit.capabilities.diagnose.diagnose import diagnose
 
@@ -55,7 +55,7 @@ def command(run_name: str, number: int | None, as_json: bool) -> None:
 
 
 def diagnosis_lines(found: Diagnosis) -> list[str]:
-    """Return a diagnosis as styled lines for a terminal."""
+    """Return a diagnosis as styled lines for the terminal."""
     if found.state == "nothing failed":
         lines = _wrapped(f"nothing failed in attempt {found.attempt}: {found.cause}")
     else:
@@ -74,15 +74,15 @@ def diagnosis_lines(found: Diagnosis) -> list[str]:
         shown = [f"{item.line}: {item.text}" for item in found.events]
         lines += _section(f"last events, in {found.events[0].file}", shown)
     if found.tail:
-        whose = "last lines" if found.rank is None else "last lines of that rank"
+        whose = "last lines" if found.rank is None else "last lines of the failed rank"
         tail = [item.text if item.line is None else f"{item.line}: {item.text}" for item in found.tail]
         lines += _section(f"{whose}, in {found.tail[0].file}", tail)
-    lines += _section("earlier failures, which --attempt explains", found.earlier)
+    lines += _section("earlier failures (use --attempt to diagnose them)", found.earlier)
     return lines
 
 
 def _place(found: Diagnosis) -> str:
-    """Return the first failed rank, its host and its step, as far as they are known."""
+    """Return the first failed rank with its host and step, as far as these are known."""
     rank = "" if found.rank is None else f"rank {found.rank}"
     parts = [" on ".join(filter(None, (rank, found.host)))]
     parts += [] if found.step is None else [f"at step {found.step}"]
@@ -94,14 +94,14 @@ def _section(title: str, lines: Sequence[str]) -> list[str]:
 
 
 def _evidence(item: Evidence) -> list[str]:
-    """Return the file and line of an evidence, which an editor can open, and the first lines of its text."""
+    """Return the location of a piece of evidence, in a form that editors can open, and its first lines."""
     lines = _wrapped(item.text, "  ", "  ")
     more = [*lines[: MAX_EVIDENCE_LINES - 1], "  …"] if len(lines) > MAX_EVIDENCE_LINES else lines
     return [item.place, *more]
 
 
 def _wrapped(text: str, first: str = "", rest: str = "") -> list[str]:
-    """Wrap a sentence. A command in backquotes is not broken, so that it can be copied."""
+    """Wrap a sentence. Commands in backquotes are kept on one line, so that they can be copied."""
     whole = re.sub(r"`[^`]*`", lambda match: match[0].replace(" ", _UNBROKEN), text)
     lines = wrap(
         whole,

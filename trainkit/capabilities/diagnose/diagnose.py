@@ -1,8 +1,8 @@
 """Diagnoses an attempt: finds the first failed rank, the root cause with evidence, and what to do.
 
-A diagnosis only reads the run folder. The root cause in end.json and the records of ranks count most. Logs
-are searched only if these leave the cause open, because a rank was killed or only reports the end of another
-rank. The events before the failure come last.
+A diagnosis reads the run folder but never changes it. The root cause in end.json and the records of the ranks
+take precedence. If these leave the cause open, because a rank was killed or only reports the failure of
+another rank, the logs are searched. Events before the failure are considered last.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ from trainkit.scheduler import JobInfo, JobState
 
 MAX_EVIDENCE = 6
 MAX_START = 200
-"""The number of characters by which the line of an exception is found in a log."""
+"""Number of characters of an exception's first line that are compared to find the line in a log file."""
 TAIL_LINES = 20
 STARTS_AGAIN = ("trainkit resume {resumable}", "{by_hand}")
-"""The commands that start a run again. A run that trainkit has not started needs its own command."""
+"""Commands that start a run again. A run that was not started by trainkit needs its own command."""
 OWN_SIGNALS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
-"""The signals that a process raises itself, so that its output may contain the reason. Other signals come
-from outside."""
+"""Signals that a process raises itself, so that its output may contain the reason. All other signals come
+from outside the process."""
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The root cause of the end of one attempt. A value is None if it does not exist or is unknown."""
+    """Why one attempt ended. Values that do not exist or are unknown are None."""
 
     run_dir: str
     attempt: int
     state: str
-    """``failed`` or ``stopped``; ``running`` or ``finished`` for an attempt with a problem; ``nothing
-    failed``; or ``unknown`` if this host cannot tell."""
+    """``failed`` or ``stopped``; ``running`` or ``finished`` if the attempt has a problem nevertheless;
+    ``nothing failed``; or ``unknown`` if this host cannot tell."""
     name: str | None = None
-    """The name of the signature, or ``exception`` for an error in the user's code; None without a known
-    cause."""
+    """The name of the signature, or ``exception`` for an error in the user's code; None if no known cause
+    matches."""
     title: str = "unknown"
     cause: str = ""
     confidence: Literal["certain", "likely", "unknown"] = "unknown"
@@ -70,38 +70,38 @@ class Diagnosis:
     evidence: list[Evidence] = field(default_factory=list)
     advice: list[str] = field(default_factory=list)
     tail: list[Evidence] = field(default_factory=list)
-    """The last lines of the first failed rank, for an unknown cause or an error in the user's code. For a
-    failed start, the last lines of the batch script."""
+    """The last lines of output of the first failed rank, if the cause is unknown or an error in the user's
+    code. For a failed start, these are the last lines of the batch script."""
     events: list[Evidence] = field(default_factory=list)
-    """The last events before the failure, if the cause is unknown or an event names it."""
+    """The last events before the failure, if the cause is unknown or shown by an event."""
     earlier: list[str] = field(default_factory=list)
-    """A line for the failure of each earlier attempt."""
+    """One line about each earlier attempt that failed."""
 
 
 def diagnose(
     attempt: AttemptDir, job: JobRecord, alive: bool | None = False, slurm_job: JobInfo | None = None
 ) -> Diagnosis:
-    """Diagnose an attempt of a run with this job record.
+    """Diagnose an attempt; `job` is the run's job record.
 
-    `alive` says whether the job is alive, and `slurm_job` is its state in Slurm.
+    `alive` says whether the job is still running, and `slurm_job` is the job's state in Slurm.
     """
     return _Case(attempt, job, alive, slurm_job).diagnosis()
 
 
 @dataclass
 class _First:
-    """The first failure, which is the record of a rank or the root cause in end.json."""
+    """The first failure, taken from the record of a rank or from the root cause in end.json."""
 
     failure: RankFailure
     text: Text
     log_rank: int | None = None
-    """The rank whose log contains the output. A launcher such as torchrun writes one log for all ranks of a
-    node."""
+    """The rank whose log file contains the output of the failed rank. A launcher such as torchrun writes one
+    log file for all ranks of a node."""
     recorded: RankFailure = field(default_factory=RankFailure)
-    """The record as it is in the file."""
+    """The failure as recorded in the file."""
     reported: str = ""
-    """The time of the failure as the launcher reports it. The record of a launcher has the later time at
-    which the launcher itself ended. The value is empty unless the launchers of all nodes report a time."""
+    """The time of the failure as reported by the launcher. The record of a launcher itself has a later time,
+    at which the launcher ended. The value is empty unless the launchers of all nodes report a time."""
 
     @property
     def rank(self) -> int | None:
@@ -112,21 +112,21 @@ class _First:
         return self.text.host
 
     def is_of(self, verdict: RankFailure) -> bool:
-        """Return whether the root cause in end.json was copied from this record."""
+        """Return whether the root cause in end.json, `verdict`, was copied from this record."""
         own = self.recorded
         same = (own.rank, own.time, own.type) == (verdict.rank, verdict.time, verdict.type)
         return same and own.time is not None
 
     @property
     def is_exception(self) -> bool:
-        """Return whether the record contains more than the way in which the process ended."""
+        """Return whether the record contains more than the exit code or signal of the process."""
         return self.failure.type not in ("exit", "RankKilled", None)
 
     @property
     def died_silently(self) -> bool:
         """Return whether the process was killed from outside.
 
-        The output of such a process does not contain the reason.
+        The output of a process that was killed in this way does not contain the reason.
         """
         number = (self.failure.exit_code or 0) - SIGNALLED
         return number in signal.Signals.__members__.values() and number not in OWN_SIGNALS
@@ -152,7 +152,7 @@ class _Case:
         if self.end.state == "finished":
             return self._diverged("finished") or self._nothing("the run finished")
         job = self.slurm_job
-        # A job that waits for its next start has an attempt that was interrupted.
+        # If the job waits for its next start, the attempt was interrupted.
         is_over = job is not None and (job.state.is_terminal or job.state is JobState.REQUEUED)
         if not (self.has_ended or self.records or is_over or self.alive is False):
             silence = self._best(self.events.texts(only_lasting=True)) if self.alive else None
@@ -161,7 +161,7 @@ class _Case:
             if self.alive:
                 return self._diverged("running") or self._nothing("the attempt is still running or pending")
             return self._make(state="unknown", cause="this host cannot tell whether the run is alive")
-        # A rank that fails after a requested stop is not the cause of the stop.
+        # A rank that fails after a stop was requested is not the cause of the stop.
         match = self._best(self.files.start_text()) or self._best([self.files.end_text()], ("cause",))
         match = match or self._explain()
         if match is not None:
@@ -170,17 +170,17 @@ class _Case:
             return self._nothing(f"the run stopped: {self.end.reason}")
         return self._unknown()
 
-    # The following methods collect the texts that are searched.
+    # The following methods collect the texts to search.
 
     def _records(self) -> list[_First]:
-        """Return the records of ranks in the order of their times.
+        """Return the records of the ranks, earliest first.
 
-        If all records are of launchers, the times that the launchers report decide.
+        If all records come from launchers, they are sorted by the times that the launchers report.
         """
         found = list[_First]()
         for path, recorded in rank_failures(self.attempt, self.files.job):
             failure, log = recorded, RANK_FILE.fullmatch(path.stem)
-            # an earlier version wrote no code, and an exception may have no traceback
+            # An earlier version did not record the line of code, and an exception may have no traceback.
             if failure.code is None:
                 lines = str(failure.more.get("traceback") or "").splitlines()
                 if not lines and failure.type not in ("exit", "RankKilled", None):
@@ -194,17 +194,16 @@ class _Case:
         return sorted(found, key=lambda one: one.reported)
 
     def _of_launcher(self, first: _First) -> _First:
-        """Add the first failed rank that a launcher prints to the record of the launcher.
+        """Complete a launcher's record with the first failed rank that the launcher printed.
 
-        Current agents record this themselves.
+        Current agents already record this rank.
         """
         failure, kind, message, code = first.failure, first.failure.type, first.failure.message, None
         if first.log_rank is None or not self.files.plan.is_command:
             return first
         text = next(self.files.logs("log", [self.attempt.rank_log(first.log_rank)]), None)
         root = None if text is None else first_exit(text.lines)
-        # If the launcher prints the time of no rank and names this rank, the record already has the same
-        # content.
+        # If the launcher prints no times and names this rank, the record already has the same content.
         if text is None or root is None or (not root.time and root.rank == first.log_rank):
             return first
         if kind == "RankKilled" and failure.was_signalled:
@@ -227,32 +226,32 @@ class _Case:
         return replace(first, failure=failure, text=line, reported=root.time)
 
     def _in_tree(self, code: CodeLine | None) -> CodeLine | None:
-        """Return a line of a traceback if it is in the folder of the run's code, else None."""
+        """Return a line of a traceback if it is in the folder with the run's code, else None."""
         code = None if code is None else code.in_tree(self.files.job)
         return None if code is None or Path(code.file).is_absolute() else code
 
     def _first(self) -> _First | None:
-        """Return the record from which the root cause was copied, else the root cause itself.
+        """Return the record from which the root cause was copied, or else the root cause itself.
 
-        Without a root cause, return the record with the earliest time. If launchers report the times of
-        failures, the earliest reported time decides.
+        If there is no root cause, return the earliest record. If launchers report the times of failures, the
+        earliest reported time counts.
         """
         verdict = self.end.verdict
         if verdict is not None and verdict.type == "exit" and verdict.rank is verdict.node_rank is None:
-            verdict = replace(verdict, host=None)  # this is the host of the supervisor, which did not fail
+            verdict = replace(verdict, host=None)  # this is the supervisor's host, which did not fail
         own = None if verdict is None else next((one for one in self.records if one.is_of(verdict)), None)
         if verdict is None or (own is not None and own.reported):
             times = [(one, one.reported or one.failure.time) for one in self.records]
             found = first_of([(one, replace(one.failure, time=time)) for one, time in times])
-            # A rank that ended because of a requested stop has not failed, even if its agent learned of the
-            # stop too late.
+            # A rank that ended after a stop was requested has not failed, even if its agent learned of the
+            # request too late.
             is_stop = verdict is None and self.end.state in ("stopped", "cancelled")
             return None if found is None or (is_stop and found[1].died_of_notice) else found[0]
         text = record_text(self.attempt.end_file, self.run.path, verdict)
         return own or self._of_launcher(_First(verdict, text, text.rank))
 
     def _rank_logs(self) -> Iterator[Text]:
-        """Yield the output of all ranks, beginning with the first failed rank."""
+        """Yield the output of all ranks, starting with the first failed rank."""
         paths = sorted(self.attempt.logs_dir.glob("rank-*.log"))
         if self.first is not None and self.first.log_rank is not None:
             own = self.attempt.rank_log(self.first.log_rank)
@@ -275,7 +274,7 @@ class _Case:
             if own is not None and own.signature.role in ("cause", "fallback"):
                 return own
             if own is None and self.first.is_exception:
-                # The exception is known, and no signature explains it.
+                # The exception is known, but no signature explains it.
                 return self._in_users_code() or self._best(self.files.curve_text())
         found = self._best(self.files.outside(), ("cause",))
         if found is None and (self.first is None or not self.first.died_silently):
@@ -285,7 +284,7 @@ class _Case:
         return found or own or self._best(self.files.outside(), ("symptom", "cascade"))
 
     def _rest_of_the_message(self, first: _First) -> Iterator[Text]:
-        """Yield the lines of an exception's message.
+        """Yield the remaining lines of an exception's message.
 
         The record of a COMMAND contains only the first line.
         """
@@ -298,12 +297,12 @@ class _Case:
                 yield text.part(found[-1], num_lines_of_message(text.lines[found[-1] :]), "record")
 
     def _before_the_cascade(self) -> Match | None:
-        """Make the earliest record that is no cascade the first failure, and return its explanation."""
+        """Treat the earliest record that is no cascade as the first failure, and return its explanation."""
         for first in self.records:
             match = self._best([first.text])
             is_exit = match is not None and match.signature.role == "symptom"
-            # A launcher that reports a killed rank has outlived the rank, so the rank was not killed together
-            # with the step.
+            # If a launcher reports a killed rank, the launcher outlived the rank, so the rank was not killed
+            # with the whole job step.
             counts = not first.died_silently or first.failure.type == "RankKilled"
             if match is None or match.signature.role == "cause" or (is_exit and counts):
                 self.first = first
@@ -313,7 +312,7 @@ class _Case:
     def _in_users_code(self) -> Match | None:
         """Return the exception of the first failure as an error in the user's code.
 
-        Returns None if the exception was not raised there.
+        Returns None if the exception was not raised in the user's code.
         """
         first = self.first
         if first is None or not first.is_exception:
@@ -322,9 +321,9 @@ class _Case:
         return self._best([first.text], ("fallback",)) if is_of_user else None
 
     def _from_logs(self, own: Match | None) -> Match | None:
-        """Return a cause from the output of the first failed rank.
+        """Return a cause found in the output of the first failed rank.
 
-        If that rank is in doubt, the output of all ranks is searched.
+        If it is uncertain which rank failed first, the output of all ranks is searched.
         """
         if self.first is None or own is None or own.signature.role == "cascade":
             texts = list(islice(self._rank_logs(), MAX_LOGS))
@@ -334,14 +333,14 @@ class _Case:
             texts = [text for index, text in enumerate(logs) if index == 0 or text.rank in alike]
         found = self._best(texts, ("cause",))
         if found is None and (own is None or own.signature.role == "symptom"):
-            # The output of a rank before it aborted explains more than the abort.
+            # The output that a rank wrote before it aborted explains more than the abort itself.
             found = self._best(texts, ("symptom", "cascade") if own is None else ("cascade",))
         return found
 
     def _best(
         self, texts: Iterable[Text], roles: Sequence[Role] = ("cause", "symptom", "cascade")
     ) -> Match | None:
-        """Return the first match: sorted by role, then by text, then by signature."""
+        """Return the best match: matches are ranked by role, then by text, then by signature."""
         texts = list(texts)
         for role in roles:
             for text in texts:
@@ -384,7 +383,8 @@ class _Case:
         values |= collective_values(self.files, match, self._rank_logs())
         if "suspect_rank" in values:
             rank = int(values["suspect_rank"])
-            host = self.files.host_of(rank) if hosts else host  # all ranks are on one host
+            # If `hosts` is empty, all ranks are on one host.
+            host = self.files.host_of(rank) if hosts else host
         values |= missing_path_values(self.files, match)
         templates = signature.advice_for(is_command=self.files.plan.is_command)
         advice = [text for text in (fill(template, values) for template in templates) if text]
@@ -421,12 +421,12 @@ class _Case:
         )
 
     def _diverged(self, state: str) -> Diagnosis | None:
-        """Return the diagnosis of a diverged loss in an attempt without a failure, or None."""
+        """Return a diagnosis of a diverged loss in an attempt without a failure, or None."""
         match = self._best(self.files.curve_text())
         return None if match is None else replace(self._found(match), state=state)
 
     def _place(self, match: Match) -> tuple[int | None, str | None, int | None]:
-        """Return the rank, the host and the step that a match names, else those of the first failure."""
+        """Return the rank, the host and the step given by a match, or else those of the first failure."""
         first = RankFailure() if self.first is None else self.first.failure
         step = first.step
         if "rank" in match.groups and match.groups["rank"].isdigit():
@@ -443,9 +443,9 @@ class _Case:
         return own, host or match.text.host, step
 
     def _silent_rank_values(self, match: Match) -> dict[str, str]:
-        """Return the ranks of a hand-written loop that left no record although other ranks did.
+        """Return ranks of a hand-written training loop that left no record although other ranks did.
 
-        No agent watches the ranks of a hand-written loop.
+        The ranks of such a loop are not watched by agents.
         """
         if match.signature.name != "network" or not self.run.was_started_by_hand:
             return {}
@@ -454,7 +454,7 @@ class _Case:
         return {"silent_ranks": rank_list(silent), "suspect_rank": str(silent[0])} if silent else {}
 
     def _host_values(self, match: Match) -> dict[str, str]:
-        """Return the hosts whose ranks reported this cause, if other hosts of the run did not."""
+        """Return the hosts whose ranks reported this cause, unless all hosts of the run did."""
         hosts = {first.text.host for first in self.records if first.text.find(match.signature)}
         if hosts and None not in hosts and hosts < set(self.files.hosts):
             return {"some_hosts": ", ".join(sorted(map(str, hosts)))}
@@ -488,7 +488,7 @@ class _Case:
         )
 
     def _own_log(self) -> Text | None:
-        """Return the output of the first failed rank, or None if there is only output of other ranks."""
+        """Return the output of the first failed rank; None if only other ranks have output."""
         log = next(self._rank_logs(), None)
         return None if log and self.first and log.rank != self.first.log_rank else log
 
@@ -502,7 +502,7 @@ class _Case:
         return [text for one in templates if (text := fill(one, values | self.events.values()))]
 
     def _tail(self, text: Text) -> list[Evidence]:
-        """Return the last lines of a log, up to the exception of the first failure if the log contains it."""
+        """Return a log's last lines, but no lines after the exception of the first failure."""
         end, first = len(text.lines), None if self.first is None else self.first.text
         if first is not None and first.file == text.file and first.first_line and text.first_line:
             index = first.first_line - text.first_line
@@ -525,7 +525,7 @@ class _Case:
 
 
 def earlier_failures(run: RunDir, before: int) -> list[str]:
-    """Return a line for the failure of each attempt before the given one, oldest first."""
+    """Return a line about the failure of each attempt before the given one, oldest first."""
     found = []
     for number in run.attempt_numbers():
         end = read_end(run.attempt(number)) if number < before else None

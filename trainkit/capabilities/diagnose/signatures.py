@@ -1,4 +1,4 @@
-"""Loads the signatures in ``signatures.yaml``, by which `trainkit diagnose` recognises causes."""
+"""Loads the signatures in ``signatures.yaml``, which describe how `trainkit diagnose` recognises causes."""
 
 from __future__ import annotations
 
@@ -16,38 +16,39 @@ from trainkit.formats import JsonObject
 FILE = Path(__file__).with_name("signatures.yaml")
 
 Role = Literal["cause", "symptom", "cascade", "fallback"]
-"""The role of a signature. A `cause` explains a failure. A `symptom`, such as `killed by SIGKILL`, says how a
-rank ended and needs an explanation. A `cascade` is an error that ranks report because another rank has
-failed. A `fallback` is an exception of the user's code that no other signature explains."""
+"""The role of a signature in a diagnosis. A `cause` explains a failure. A `symptom`, such as `killed by
+SIGKILL`, says how a rank ended and needs an explanation. A `cascade` is an error that ranks report because
+another rank failed. A `fallback` is an exception in the user's code that no other signature explains."""
 Where = Literal["record", "log", "agent", "srun", "slurm", "start", "end", "event"]
-"""The kinds of text that a signature searches: `record` is a record of a rank or the root cause, `log` the
+"""The kind of text that a signature searches: `record` is the record of a rank or the root cause, `log` the
 output of a rank, `agent` the log of an agent, `srun` the output of srun, `slurm` the job's state in Slurm,
-`start` a start that ended before the supervisor began, `end` the cause in end.json, and `event` an event
+`start` a start that failed before the supervisor began, `end` the cause in end.json, and `event` an event
 before the failure."""
 Confidence = Literal["certain", "likely"]
 
 
 @dataclass(frozen=True)
 class Signature:
-    """Describes how one cause shows in the files of a run, and what to do about it."""
+    """Describes how a cause shows in the files of a run, and what to do about it."""
 
     name: str
     title: str
     patterns: tuple[re.Pattern[str], ...]
-    """The patterns, each of which is matched against single lines."""
+    """Regular expressions, each of which is matched against single lines."""
     causes: tuple[str, ...]
-    """Sentences about the cause. The first sentence is used whose placeholders all have a value.
+    """Sentences that describe the cause. The diagnosis uses the first sentence for which all placeholders
+    have values.
 
-    A placeholder is a named group of the pattern or a value of `advice.py`.
+    A placeholder is a named group of the pattern or a value from `advice.py`.
     """
     advice: tuple[Mapping[str, str], ...]
-    """Sentences for the ``trainer`` and for a ``command``. A sentence with a placeholder without a value is
-    omitted."""
+    """Sentences of advice; the keys are ``trainer`` and ``command``. A sentence is omitted if one of its
+    placeholders has no value."""
     role: Role
     where: tuple[Where, ...]
     confidence: Confidence
     doc: str
-    """A paragraph for the documentation."""
+    """A paragraph about the cause for the documentation."""
 
     def advice_for(self, *, is_command: bool) -> tuple[str, ...]:
         """Return the advice for a COMMAND or for the built-in trainer."""
@@ -56,7 +57,7 @@ class Signature:
 
     @property
     def is_of_a_rank(self) -> bool:
-        """Return whether the signature describes the failure of a rank, and not of the job as a whole."""
+        """Return whether the signature describes the failure of a rank rather than of the whole job."""
         names = {name for cause in self.causes for name in placeholders(cause)}
         return not names.isdisjoint({"subject", "rank"})
 

@@ -1,4 +1,4 @@
-"""The texts that a diagnosis searches, which are the last lines of logs and records as single lines."""
+"""The texts that a diagnosis searches: the last lines of log files, and records as single lines."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from trainkit.run.end import RankFailure
 from trainkit.run.files import forward_lines, open_file
 
 MAX_LINES_AFTER = 20
-"""An error that is followed by more than this number of lines of ordinary output was handled by the
-program."""
+"""If more lines of ordinary output than this follow an error, the program has handled the error."""
 _REST_OF_AN_ERROR = re.compile(
     r"^(?:\s|$|Traceback|\[rank\d+\]|\[[EWIF]\d|\[[EWF] |[EWIF]\d{4} |frame #|terminate called|srun:"
     r"|slurmstepd:|Exception raised|During handling|The above exception|=+$|-+$|\*+$"
@@ -29,8 +28,7 @@ _RANK_PREFIX = re.compile(r"\[rank\d+\]: ?")
 _NEXT_MESSAGE = re.compile(
     r"Traceback|\[[EWIF]\d|\[[EWF] |[EWIF]\d{4} |srun:|slurmstepd:|terminate called|=+$|-+$"
 )
-"""Matches the first line of another message, such as a message of a launcher, a message of Slurm, or a
-traceback."""
+"""Matches the first line of another message, such as one from a launcher or from Slurm, or a traceback."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +38,7 @@ class Evidence:
     file: str
     """The path relative to the run folder."""
     line: int | None
-    """The number of the line, counted from 1; None if the file is too large to count its lines, or if there
-    is no file."""
+    """The line number, counted from 1; None if there is no file, or it is too large to count its lines."""
     text: str
 
     @property
@@ -51,7 +48,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Text:
-    """Lines of one file, with the rank or host that wrote them if it is known."""
+    """Consecutive lines of a file, with the rank or host that wrote them if known."""
 
     file: str
     kind: Where
@@ -59,7 +56,7 @@ class Text:
     rank: int | None = None
     host: str | None = None
     first_line: int | None = 1
-    """The number of the first line; None if it is unknown."""
+    """The line number of the first line; None if unknown."""
 
     @cached_property
     def _joined(self) -> tuple[str, list[int]]:
@@ -70,10 +67,10 @@ class Text:
         return "\n".join(self.lines), starts
 
     def find(self, signature: Signature) -> Match | None:
-        """Return the last line that matches a signature and is an error, or None.
+        """Return the last line that matches a signature and reports an error, or None.
 
-        A match in a quoted text or in an error that the program survived does not count. Lines that name a
-        rank or a host take precedence.
+        Matches in quoted text and in errors that the program survived do not count. Lines that contain a rank
+        or a host take precedence.
         """
         text, starts = self._joined
         found: tuple[tuple[bool, int], dict[str, str]] | None = None
@@ -93,18 +90,18 @@ class Text:
 
     @cached_property
     def _num_survived(self) -> int:
-        """Return the number of lines whose errors were handled, as the ordinary output after them shows."""
+        """Return how many lines precede the point at which ordinary output shows that errors were handled."""
         if self.kind != "log":
             return 0
         ordinary = [index for index, line in enumerate(self.lines) if not _REST_OF_AN_ERROR.match(line)]
         return ordinary[-1 - MAX_LINES_AFTER] if len(ordinary) > MAX_LINES_AFTER else 0
 
     def _is_quoted(self, text: str, start: int, end: int) -> bool:
-        """Return whether the program prints the match as data, such as a training sample or a JSON string."""
+        """Return whether the match is part of data that the program printed, such as a training sample."""
         return self.kind == "log" and text.count('"', start, end) % 2 == 1
 
     def part(self, start: int, count: int, kind: Where) -> Text:
-        """Return some of the lines as another kind of text."""
+        """Return a range of the lines as a text of another kind."""
         number = None if self.first_line is None else self.first_line + start
         return replace(self, kind=kind, lines=self.lines[start : start + count], first_line=number)
 
@@ -125,7 +122,7 @@ class Match:
 
 
 def num_lines_of_message(lines: Sequence[str]) -> int:
-    """Return how many of the lines, from the first on, belong to the exception in the first line."""
+    """Return how many lines belong to the exception that begins in the first line."""
     prefix = _RANK_PREFIX.match(lines[0])
     for index, line in enumerate(lines[1:MAX_LINES_AFTER], 1):
         own = _RANK_PREFIX.match(line)
@@ -137,15 +134,15 @@ def num_lines_of_message(lines: Sequence[str]) -> int:
 def read_log(
     path: Path, root: Path, kind: Where, rank: int | None = None, host: str | None = None
 ) -> Text | None:
-    """Return the last lines of a log, or None if the log is empty, missing or unreadable."""
+    """Return the last lines of a log file; None if the file is empty, missing or unreadable."""
     lines, first = last_lines(path)
     return Text(str(path.relative_to(root)), kind, lines, rank, host, first) if lines else None
 
 
 def record_text(path: Path, root: Path, failure: RankFailure) -> Text:
-    """Return a failure as the line ``Type: message``, with the line number of its message in a JSON file."""
+    """Return a failure as a line ``Type: message``, with the message's line number in the JSON file."""
     message = f"{failure.type}: {failure.message}"
-    # The message of an exception may have several lines, which are joined to one.
+    # The message of an exception may have several lines; join them.
     line = clean(" ".join(message.split()))
     return Text(
         str(path.relative_to(root)), "record", [line], failure.rank, failure.host, json_line(path, "message")
@@ -153,7 +150,7 @@ def record_text(path: Path, root: Path, failure: RankFailure) -> Text:
 
 
 def json_line(path: Path, key: str) -> int | None:
-    """Return the number of the first line of an indented JSON file with a key, or None if no line has it."""
+    """Return the number of the first line of an indented JSON file that has a key; None if no line has it."""
     try:
         with open_file(path) as stream:
             marker = f"{json.dumps(key)}:".encode()

@@ -1,4 +1,4 @@
-"""Measures the bandwidth between ranks, by an all-reduce and along a ring, and compares it with the links."""
+"""Measures the bandwidth between ranks with an all-reduce and in a ring, and compares it with the links."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ NET, INFINIBAND = Path("/sys/class/net"), Path("/sys/class/infiniband")
 
 @dataclass(frozen=True)
 class Layout:
-    """The ranks of a measurement. The ranks of a host have consecutive numbers."""
+    """The hosts and ranks of a measurement. The ranks on one host have consecutive numbers."""
 
     hosts: tuple[str, ...]
     num_ranks: tuple[int, ...]
-    """The number of ranks of each host."""
+    """Number of ranks on each host."""
     addr: str
     port: int
-    """The port at which rank 0 listens."""
+    """The port on which rank 0 listens."""
 
     @property
     def world_size(self) -> int:
         return sum(self.num_ranks)
 
     def points(self) -> list[tuple[str, int]]:
-        """Return the name and a rank of each end point of a link.
+        """Return the name of each end point of a link, and one rank of the end point.
 
         The end points are the hosts, or the GPUs if there is only one host.
         """
@@ -48,7 +48,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """The result of a host: the measurements of rank 0, nothing on other hosts, or the error of a rank."""
+    """The result of one host: measurements if the host has rank 0, else nothing; or the error of a rank."""
 
     error: str = ""
     backend: str = ""
@@ -59,17 +59,20 @@ class Bandwidth:
 
 
 def ring_rounds(num_points: int) -> Iterator[list[tuple[int, int]]]:
-    """Yield the links (from, to) of a ring in rounds. In each round, no end point has two links."""
+    """Yield the links (from, to) of a ring, divided into rounds.
+
+    Within a round, no end point has more than one link.
+    """
     links = [(index, (index + 1) % num_points) for index in range(num_points)]
     last = [links.pop()] if num_points % 2 else []
     yield from (items for items in (links[0::2], links[1::2], last) if items)
 
 
 def link_gbit_s(interface: str | None) -> dict[str, float]:
-    """Return the nominal speed of this host's links in Gbit/s.
+    """Return the nominal speeds of this host's network links in Gbit/s.
 
-    ``ethernet`` is the speed of the interface, and ``infiniband`` the sum over all active ports. A link that
-    does not report its speed is omitted.
+    ``ethernet`` is the speed of the network interface, and ``infiniband`` the total speed of all active
+    ports. Links that do not report their speed are omitted.
     """
     found = {}
     # the kernel refuses to read the speed while a link is down
@@ -88,7 +91,7 @@ def link_gbit_s(interface: str | None) -> dict[str, float]:
 
 
 def run_ranks(layout: Layout, host: str, environ: Mapping[str, str], python: Sequence[str]) -> Bandwidth:
-    """Run the ranks of one host with an interpreter, and wait for them."""
+    """Run the ranks of one host with the given Python interpreter, and wait for them."""
     variables = {**environ, "OMP_NUM_THREADS": "1"}
     try:
         return Bandwidth(**ask(python, RANKS, (host, to_json(layout)), variables, timeout_s=TIMEOUT_S))
@@ -97,30 +100,29 @@ def run_ranks(layout: Layout, host: str, environ: Mapping[str, str], python: Seq
 
 
 SLOW_SHARE = 0.25
-"""A bandwidth below this share of the link's nominal speed is a warning."""
+"""A measured bandwidth below this fraction of the link's nominal speed causes a warning."""
 ODD_SHARE = 0.5
-"""A link below this share of the median of all links is a warning."""
+"""A link whose bandwidth is below this fraction of the median of all links causes a warning."""
 GLOO_GBIT_S = 10.0
-"""The maximum speed that is expected of gloo, which copies and adds on CPUs."""
+"""Maximum speed that can be expected of gloo, which copies and adds data on CPUs."""
 
 
 def bandwidth_checks(
     layout: Layout, found: Bandwidth, links: Sequence[Mapping[str, float]]
 ) -> Iterator[Finding]:
-    """Yield the findings about the results of `run_ranks`.
+    """Yield findings about the results of `run_ranks`.
 
-    `links` has the result of `link_gbit_s` on each host. The slowest host sets the expectation.
+    `links` contains the result of `link_gbit_s` for each host. The bandwidth is compared with the links of
+    the slowest host.
     """
     if found.error:
-        hint = "`trainkit diagnose` explains such an error of a run; NCCL_DEBUG=INFO shows what NCCL does"
+        hint = "`trainkit diagnose` explains such an error in a run; NCCL_DEBUG=INFO shows what NCCL does"
         yield Finding("bandwidth", "failure", f"not measured: {found.error}", hint)
         return
     expected, name = _expected(found.backend, links) if len(layout.hosts) > 1 else (None, "")
     where = f"{layout.world_size} ranks ({found.backend}, {found.size_mib} MiB)"
     value = f"{found.all_reduce_gbit_s:,.1f} Gbit/s bus bandwidth over {where}"
-    hint = (
-        f"this is below {SLOW_SHARE:.0%} of the speed of {name}: check launch.network, cables and other jobs"
-    )
+    hint = f"less than {SLOW_SHARE:.0%} of the speed of {name}: check launch.network, cables and other jobs"
     is_slow = expected is not None and found.all_reduce_gbit_s < SLOW_SHARE * expected
     yield warn_if(is_slow, "all-reduce", value, hint)
     speeds = sorted((speed, source, target) for source, target, speed in found.links)
@@ -141,7 +143,7 @@ def bandwidth_checks(
 
 
 def _expected(backend: str, links: Sequence[Mapping[str, float]]) -> tuple[float | None, str]:
-    """Return the nominal speed of the slowest host's link in Gbit/s, and the name of the link."""
+    """Return the nominal speed of the slowest host's link in Gbit/s, and the name of that link."""
     kind = "infiniband" if backend == "nccl" and all("infiniband" in link for link in links) else "ethernet"
     speeds = [link[kind] for link in links if kind in link]
     if len(speeds) < len(links) or not speeds:
@@ -156,7 +158,7 @@ NUM_WARMUPS, NUM_REPEATS = 1, 5
 
 
 def main() -> None:
-    """Start the ranks of a host. The arguments are the arguments of `run_ranks`."""
+    """Start the ranks of one host. The command-line arguments are those of `run_ranks`."""
     from torch.multiprocessing.spawn import ProcessException, spawn
 
     mark, host, text = sys.argv[1:]
@@ -172,7 +174,10 @@ def main() -> None:
 
 
 def measure(local_rank: int, first: int, layout: Layout, mark: str) -> None:
-    """Measure as one rank of a host, whose first rank is `first`. Rank 0 prints the result as JSON."""
+    """Measure the bandwidth as one rank of a host; `first` is the host's first rank.
+
+    Rank 0 prints the result as JSON.
+    """
     import torch
     import torch.distributed as dist
 
@@ -210,8 +215,8 @@ def measure(local_rank: int, first: int, layout: Layout, mark: str) -> None:
         dist.recv(tensor[:1], peer)
         dist.send(tensor, peer)
 
-    # In the best algorithm, a rank sends and receives this share of every byte; nccl-tests calls the result
-    # "bus bandwidth".
+    # With the best algorithm, a rank sends and receives this fraction of every byte; nccl-tests calls the
+    # result "bus bandwidth".
     share = 2 * (layout.world_size - 1) / layout.world_size
     reduced = share * num_bits / median_s(lambda: dist.all_reduce(tensor)) / 1e9
     points = layout.points()
@@ -221,8 +226,8 @@ def measure(local_rank: int, first: int, layout: Layout, mark: str) -> None:
         for source, target in links:
             (_, sender), (_, receiver) = points[source], points[target]
             if rank == sender:
-                # The receiver requests each transfer, so that it does not measure the time before the sender
-                # is ready.
+                # The receiver requests each transfer, so that the time before the sender is ready is not
+                # measured.
                 median_s(partial(answer, receiver))
             elif rank == receiver:
                 speeds[source] = num_bits / median_s(partial(ask, sender)) / 1e9

@@ -1,4 +1,4 @@
-"""``trainkit doctor``: checks whether this machine or the nodes of a cluster can run a job."""
+"""``trainkit doctor``: checks whether this machine, or the nodes of a cluster, can run a job."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ MARKS = {"ok": "ok     ", "warning": "warning", "failure": "FAILURE"}
     "trainkit doctor --json",
 )
 @options.config_argument
-@option("--quick", "Skip the checks that take seconds: torch, and most of the write test.")
+@option("--quick", "Skip checks that take several seconds: torch, and most of the write test.")
 @options.set_option
 @options.slurm_options
 @options.shape_options
 @option(
     "--run-dir",
-    "Folder in which runs will be created.",
+    "Folder in which runs will be created; doctor checks its disk.",
     type=click.Path(path_type=Path, file_okay=False),
     default=Path("runs"),
     show_default=True,
@@ -55,12 +55,13 @@ def command(
     as_json: bool,
     **slurm: object,
 ) -> int:
-    """Check this machine, or with --nodes the nodes of a cluster: can a job run here?
+    """Check whether this machine, or with --nodes the nodes of a cluster, can run a job.
 
     The checks concern Python, torch, GPUs, host names, the network, ports, the disk, the clock, the bandwidth
-    and the settings of Slurm. With --nodes, or inside an allocation, the checks run on all nodes at once, in
-    a Slurm step that waits up to 10 minutes for the nodes. Each line says what was found and what to do. The
-    exit code is 1 if there is a failure; warnings do not count.
+    and the settings of Slurm. With --nodes or inside an allocation, the checks run on all nodes at the same
+    time, in a Slurm step that waits up to 10 minutes for nodes to become available. Each line of the output
+    says what was found, and what to do if there is a problem. The exit code is 1 if there is a failure;
+    warnings do not count.
     """
     from trainkit.job.signals import exit_on_stop
 
@@ -124,7 +125,7 @@ def _line(check: Finding) -> str:
 
 
 def _echo_nodes(checks: Sequence[Finding]) -> None:
-    """Print each passed check once for all nodes, and each problem once for all nodes that share it."""
+    """Print each passed check once for all nodes, and each problem once for all nodes that have it."""
     num_nodes = len({check.host for check in checks})
     for name in dict.fromkeys(check.name for check in checks):
         same = [check for check in checks if check.name == name]

@@ -1,4 +1,4 @@
-"""Checks the Python environment of the ranks: its interpreter, packages and torch."""
+"""Checks the Python environment of the ranks: the interpreter, the packages and torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainkit.launch.packages import NoAnswer, Packages, ask, find_packages, tra
 from trainkit.plan.torch_build import TorchBuild, release_problem
 
 PYTHONS = ((3, 10), (3, 13))
-"""The oldest and the newest Python with which trainkit is tested."""
+"""The oldest and the newest Python version with which trainkit is tested."""
 TIMEOUT_S = 120.0
 COMPARED = (
     "trainkit",
@@ -36,9 +36,9 @@ COMPARED = (
     "submitit",
     "pydantic",
 )
-"""The packages whose versions must be the same on all nodes."""
+"""Packages whose versions must be the same on all nodes."""
 IMPORT_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LD_PRELOAD")
-"""The variables of `launch.env` that decide what an interpreter imports."""
+"""Variables of `launch.env` that determine what an interpreter imports."""
 _TORCH = """
 import json, sys, torch
 nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else None
@@ -48,12 +48,13 @@ print(sys.argv[1], json.dumps({
     "distributed": torch.distributed.is_available(),
 }))
 """
-"""Runs in a separate process, because torch takes seconds to import and a broken torch may crash."""
+"""This code runs in a separate process, because importing torch takes seconds and a broken torch may
+crash."""
 
 
 @lru_cache
 def _packages(request: Request) -> Packages | NoAnswer:
-    """Return the packages of the ranks. The result is cached."""
+    """Return the packages of the ranks' environment. The result is cached."""
     try:
         return find_packages(request.python, COMPARED, dict(request.env), timeout_s=TIMEOUT_S)
     except NoAnswer as error:
@@ -62,7 +63,7 @@ def _packages(request: Request) -> Packages | NoAnswer:
 
 @dataclass(frozen=True)
 class Torch:
-    """The properties of an installed torch. `cuda` and `nccl` are ``none`` for a torch without them."""
+    """Properties of an installed torch. `cuda` and `nccl` are ``none`` if torch was built without them."""
 
     version: str
     cuda: str
@@ -73,7 +74,10 @@ class Torch:
 
 @lru_cache
 def _torch(request: Request) -> Torch | NoAnswer:
-    """Return the torch of the ranks. The first call takes seconds, and the result is cached."""
+    """Return the properties of the torch that the ranks use.
+
+    The first call takes several seconds; the result is cached.
+    """
     try:
         return Torch(**ask(request.python, _TORCH, (), dict(request.env), timeout_s=TIMEOUT_S))
     except NoAnswer as error:
@@ -81,19 +85,19 @@ def _torch(request: Request) -> Torch | NoAnswer:
 
 
 def num_gpus(request: Request) -> int:
-    """Return the number of GPUs that the torch of the ranks can use.
+    """Return the number of GPUs that the ranks' torch can use.
 
-    A quick check does not start torch and returns 0.
+    A quick check does not start torch, so the function returns 0.
     """
     found = None if request.quick else _torch(request)
     return found.gpus if isinstance(found, Torch) else 0
 
 
 def check_python(request: Request) -> Finding:
-    """Check the interpreter of the ranks, and whether trainkit is tested with its version."""
+    """Check whether the interpreter of the ranks runs, and whether trainkit is tested with its version."""
     found = _packages(request)
     if isinstance(found, NoAnswer):
-        hint = "the environment must be on a filesystem that all nodes mount; launch.venv or python sets it"
+        hint = "the environment, which launch.venv or launch.python selects, must be on a shared filesystem"
         return Finding("Python", "failure", str(found), hint)
     version = tuple(map(int, found.python.split(".")[:2]))
     value = f"{found.python} ({found.program})"
@@ -104,16 +108,16 @@ def check_python(request: Request) -> Finding:
     if problem is not None:
         return Finding("Python", "failure", f"{value} {problem[0]}", problem[1])
     is_new = version > PYTHONS[1]
-    return warn_if(is_new, "Python", value, f"not tested; tested are {oldest} to {newest}")
+    return warn_if(is_new, "Python", value, f"not tested; the tested versions are {oldest} to {newest}")
 
 
 def check_torch(request: Request) -> Finding:
-    """Check the release of torch, and whether it can use the GPUs."""
+    """Check the version of torch, and whether torch can use the GPUs."""
     found = _torch(request)
     if isinstance(found, NoAnswer):
-        hint = f"`{request.python[0]} -c 'import torch'` shows the whole error"
+        hint = f"`{request.python[0]} -c 'import torch'` shows the complete error"
         if found.is_slow:
-            hint = "the filesystem of the environment is slow: copy it to a local disk, or use a container"
+            hint = "the environment's filesystem is slow: copy it to a local disk, or use a container"
         return Finding("torch", "failure", str(found), hint)
     value = f"{found.version}, CUDA {found.cuda}, NCCL {found.nccl}"
     build = TorchBuild(request.python[0], found.version, None if found.cuda == "none" else found.cuda)
@@ -126,7 +130,7 @@ def check_torch(request: Request) -> Finding:
     if has_driver and (unusable := build.problem(driver=detect_machine().driver_cuda)):
         return Finding("torch", "failure", f"{value}: {unusable[0]}", unusable[1])
     if has_driver and not found.gpus:
-        hint = "install a torch for the CUDA version in the line `driver`, or update the driver"
+        hint = "install a torch built for the CUDA version in the line `driver`, or update the driver"
         if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
             hint = "CUDA_VISIBLE_DEVICES is empty, which hides the GPUs: unset it"
         return Finding("torch", "failure", f"{value}: sees no GPU", hint)
@@ -134,10 +138,10 @@ def check_torch(request: Request) -> Finding:
 
 
 def versions(request: Request) -> dict[str, str]:
-    """Return the versions of Python and packages, which must be the same on all nodes.
+    """Return the versions of Python and of packages, which must be the same on all nodes.
 
-    The versions of an interpreter or a torch that does not run are omitted; `check_python` and `check_torch`
-    report it.
+    If the interpreter or torch does not run, its versions are omitted, and `check_python` or `check_torch`
+    reports the problem.
     """
     values = {}
     found = _packages(request)
@@ -151,9 +155,9 @@ def versions(request: Request) -> dict[str, str]:
 def with_interpreter(
     request: Request, loaded: LoadedConfig, cwd: Path, *, on_slurm: bool
 ) -> tuple[Request, list[Finding]]:
-    """Add the interpreter of a job to a request, and check the settings that choose it.
+    """Add a job's interpreter to a request, and check the settings that select the interpreter.
 
-    Without a batch script, a run uses no container, conda, modules and setup lines.
+    A run without a batch script ignores the settings for containers, conda, modules and setup lines.
     """
     launch = loaded.config.launch
     if not on_slurm:
@@ -168,7 +172,7 @@ def with_interpreter(
     if lacks := [*([] if is_known else chosen), *before]:
         names = " and ".join(f"launch.{name}" for name in lacks)
         hint = "run `trainkit doctor` in that environment, or read the first lines of a job's log"
-        text = f"checked {argv[0]} without {names}, which the job runs first"
+        text = f"checked {argv[0]} without {names}, which the job runs before its ranks"
         if not is_known:
             text = f"checked the environment of this command; the job uses the environment of {names}"
         checks.append(Finding("environment", "warning", text, hint))

@@ -1,7 +1,7 @@
-"""Checks one node: its cores, GPUs, names, network interface, ports and folders.
+"""Checks one node: its CPU cores, GPUs, host names, network interface, ports and folders.
 
 ``python -m trainkit.capabilities.doctor.node REQUEST`` prints a `NodeReport`, and then measures the bandwidth
-if stdin requests it.
+for each request on standard input.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ T = TypeVar("T")
 
 
 def node_findings(request: Request) -> Iterator[Finding]:
-    """Yield the findings on this host, the fast checks first."""
+    """Yield the findings about this host, those of fast checks first."""
     yield check_python(request)
     yield check_cpus()
     yield from check_gpus()
@@ -72,7 +72,7 @@ def node_findings(request: Request) -> Iterator[Finding]:
 
 
 def node_report(request: Request, findings: Iterable[Finding] = ()) -> NodeReport:
-    """Return the report of this host with these findings."""
+    """Return the report of this host with the given findings."""
     interface = None if request.peer is None else interface_to(request.peer)
     step = f"{os.environ.get('SLURM_JOB_ID', '')}.{os.environ.get('SLURM_STEP_ID', '')}"
     port = 0
@@ -91,7 +91,7 @@ def node_report(request: Request, findings: Iterable[Finding] = ()) -> NodeRepor
 
 
 def measure(request: Request, layout: Layout) -> Bandwidth:
-    """Measure the bandwidth with the ranks of this host."""
+    """Measure the bandwidth with ranks on this host."""
     try:
         environ, _ = network_environ(request.network, request.peer)
     except TrainkitError as error:
@@ -100,9 +100,9 @@ def measure(request: Request, layout: Layout) -> Bandwidth:
 
 
 def main() -> int:
-    """Check this node as the JSON on the command line requests, and print the report for `received`.
+    """Check this node as requested on the command line, and print a report that `received` can read.
 
-    Then measure and print the bandwidth for each `Layout` that arrives on stdin.
+    After that, measure and print the bandwidth for each `Layout` received on standard input.
     """
     request = from_json(Request, sys.argv[1])
     hosts = os.environ.get("SLURM_STEP_NODELIST")
@@ -113,21 +113,24 @@ def main() -> int:
     send(to_json(report))
     for line in sys.stdin:
         layout = from_json(Layout, line)
-        # Each node resolves the name of the first host itself, because name services may differ.
+        # Each node resolves the name of the first host itself, because the result may differ between nodes.
         addr = (resolved(layout.hosts[0]) or [layout.addr])[0] if request.peers else layout.addr
         send(to_json(measure(request, replace(layout, addr=addr))))
     return 0
 
 
 def send(text: str) -> None:
-    """Print a message in short lines. srun may mix the output of tasks after each 1,024 bytes."""
+    """Print a message in short lines.
+
+    After every 1,024 bytes, srun may interleave the output of tasks.
+    """
     chunks = [text[start : start + CHUNK_CHARS] for start in range(0, len(text), CHUNK_CHARS)]
     for index, chunk in enumerate(chunks, 1):
         print(f"{PREFIX} {own_host()} {index}/{len(chunks)} {chunk}", flush=True)
 
 
 def received(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the messages of all hosts from the lines that `send` printed.
+    """Yield the messages of all hosts, reassembled from the lines that `send` printed.
 
     Other lines and an incomplete last line are skipped.
     """
@@ -143,7 +146,7 @@ def received(lines: Iterable[str]) -> Iterator[str]:
 
 
 def check_cpus() -> Finding:
-    """Check the cores of this process, and the load and the memory of the host."""
+    """Check the CPU cores available to this process, and the load and memory of the host."""
     count = len(os.sched_getaffinity(0))
     load = os.getloadavg()[0]
     value = f"{count} CPU cores for this process, load {load:.1f}"
@@ -155,13 +158,13 @@ def check_cpus() -> Finding:
 
 HOT_C = 85
 BUSY_SHARE = 0.05
-"""The share of a GPU's memory that other processes may use."""
+"""Fraction of a GPU's memory that other processes may use without a warning."""
 
 
 def check_gpus() -> Iterator[Finding]:
-    """Check the driver and every GPU that a process on this host would use."""
+    """Check the driver, and each GPU that a process on this host would use."""
     if not NVIDIA_DRIVER.exists():
-        yield Finding("GPU", "ok", "none: there is no NVIDIA driver, runs use CPUs")
+        yield Finding("GPU", "ok", "none: there is no NVIDIA driver, so runs use CPUs")
         return
     try:
         with nvml() as driver:
@@ -169,18 +172,18 @@ def check_gpus() -> Iterator[Finding]:
             supported = "unknown" if cuda is None else f"{cuda[0]}.{cuda[1]}"
             yield Finding("driver", "ok", f"{driver_version()}, CUDA {supported}")
             listed = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
-            # a MIG slice reports no health, so the whole GPUs are checked
+            # A MIG slice does not report its health, so check whole GPUs.
             if listed is None or any(not name.isdigit() for name in listed):
                 listed = [str(index) for index in range(_known(driver, driver.nvmlDeviceGetCount) or 0)]
             for name in listed:
                 yield gpu_finding(driver, name)
     except NoDriver as error:
-        hint = "check `nvidia-smi` and the kernel log; a driver update needs a reboot"
+        hint = "check `nvidia-smi` and the kernel log; after a driver update, reboot the host"
         yield Finding("GPU", "failure", str(error), hint)
 
 
 def gpu_finding(nvml: Any, gpu: str) -> Finding:
-    """Check one GPU for errors, its temperature, its free memory and other processes."""
+    """Check a GPU: its errors, its temperature, its free memory and other processes that use it."""
     checked = check_gpu(nvml, gpu)
     if checked.state == "failure":
         return checked
@@ -206,7 +209,7 @@ def gpu_finding(nvml: Any, gpu: str) -> Finding:
 
 
 def _known(nvml: Any, query: Callable[[], T]) -> T | None:
-    """Return the answer of NVML, or None if it has none, as for a MIG slice or without permission."""
+    """Return NVML's answer; None if there is none, for example for a MIG slice or without permission."""
     try:
         return query()
     except nvml.NVMLError:
@@ -214,10 +217,10 @@ def _known(nvml: Any, query: Callable[[], T]) -> T | None:
 
 
 def check_name(request: Request) -> Finding:
-    """Check whether the names of this host and of the other hosts can be resolved."""
+    """Check whether this host's name and the names of the other hosts can be resolved."""
     for name in request.peers:
         found = resolved(name)
-        hint = f"add {name} to DNS or /etc/hosts there: the ranks connect to each other by name"
+        hint = f"add {name} to DNS or /etc/hosts on that node: the ranks connect to each other by name"
         if not found:
             return Finding(
                 "name", "failure", f"{name} cannot be resolved, and neither can its NodeAddr", hint
@@ -229,12 +232,13 @@ def check_name(request: Request) -> Finding:
             return Finding("name", "warning", f"{name} cannot be resolved", hint)
         if all(address.startswith("127.") for address in found):
             hint = (
-                f"/etc/hosts there maps {name} to {found[0]}, which other hosts cannot reach: use its address"
+                f"/etc/hosts on that node maps {name} to {found[0]}, which other hosts cannot reach: "
+                "map the name to the node's address"
             )
             return Finding("name", "failure", f"{name} is {', '.join(found)}", hint)
     own = socket.gethostname()
     if not _addresses_of(own):
-        hint = f"add {own} to DNS or /etc/hosts: programs that listen at their host's name fail"
+        hint = f"add {own} to DNS or /etc/hosts: programs that listen on their host's name fail"
         return Finding("name", "warning", f"this host's own name {own} cannot be resolved", hint)
     if request.peers:
         return Finding("name", "ok", f"{plural(len(request.peers), 'other host')} can be resolved")
@@ -242,9 +246,9 @@ def check_name(request: Request) -> Finding:
 
 
 def resolved(name: str) -> list[str]:
-    """Return the IPv4 addresses of a host of the step.
+    """Return the IPv4 addresses of a host in the Slurm step.
 
-    A host without a resolvable name has the addresses of its NodeAddr in Slurm.
+    If the name of the host cannot be resolved, these are the addresses of its NodeAddr in Slurm.
     """
     found = _addresses_of(name)
     if not found:
@@ -261,7 +265,7 @@ def _addresses_of(name: str) -> list[str]:
 
 
 def check_interface(request: Request) -> Finding:
-    """Check the network interface between the nodes."""
+    """Check the network interface that connects the nodes."""
     try:
         environ, reason = network_environ(request.network, request.peer)
     except TrainkitError as error:
@@ -270,7 +274,7 @@ def check_interface(request: Request) -> Finding:
     if chosen not in (None, "lo") and chosen not in usable:
         state = "has no address" if chosen not in addresses().values() else "is down"
         others = f"; usable are {', '.join(usable)}" if usable else ""
-        hint = f"`ip link set {chosen} up` as root, or another launch.network{others}"
+        hint = f"`ip link set {chosen} up` as root, or choose another launch.network{others}"
         return Finding("interface", "failure", f"{chosen} {state}", hint)
     if request.peers and chosen is None:
         hint = "check `ip route`, and set launch.network to the interface between the nodes"
@@ -279,35 +283,36 @@ def check_interface(request: Request) -> Finding:
 
 
 def check_ports() -> Finding:
-    """Check whether rank 0 can listen at a port."""
+    """Check whether rank 0 can listen on a port."""
     candidates = candidate_ports()
     num_free = sum(map(is_free, candidates))
-    value = f"{num_free} of {len(candidates)} tried ports are free"
+    value = f"{num_free} of {len(candidates)} ports that were tried are free"
     if candidates and not num_free:
         return Finding("port", "failure", value, "`ss -ltn` shows what listens on this host")
     return Finding("port", "ok", value)
 
 
 MIN_FREE_GIB, FEW_GIB = 0.25, 10.0
-"""The free space in GiB below which a disk is a failure, and below which it is a warning."""
+"""Free disk space in GiB below which a check fails, and below which it warns."""
 PROBE_MIB = 32
 SLOW_MIB_S = 50.0
 VISIBLE_TIMEOUT_S, VISIBLE_POLL_S = 5.0, 0.2
-"""Seconds within which a file of another host must be visible, and between two checks. An NFS client may have
-cached the folder."""
+"""Seconds within which a file created on another host must be visible, and seconds between two checks. An NFS
+client may have cached the old content of the folder."""
 FOLDER_PREFIX = ".doctor-"
 
 
 def nearest_folder(folder: Path) -> Path:
-    """Return the folder if it exists, else its nearest existing parent, which may not be a folder."""
+    """Return the folder if it exists, or else its nearest existing parent, which may be a file."""
     return next(item for item in (folder, *folder.parents) if os.path.lexists(item))
 
 
 def check_folder(request: Request) -> Iterator[Finding]:
-    """Check whether checkpoints can be written, how fast, and whether all hosts see the same files."""
+    """Check whether checkpoints can be written and how fast, and whether all hosts see the same files."""
     existing = nearest_folder(request.folder)
     try:
-        # The name begins with the name of the shared file, whose host removes the files of a killed task.
+        # Begin the name like that of the shared file, so that the host that created it can remove files of
+        # killed tasks.
         prefix = FOLDER_PREFIX if request.shared is None else f"{Path(request.shared[0]).name}-"
         with tempfile.TemporaryDirectory(prefix=prefix, dir=existing) as name:
             yield _free_space(existing)
@@ -321,9 +326,9 @@ def check_folder(request: Request) -> Iterator[Finding]:
 
 
 def _unwritable(folder: Path, error: OSError) -> Finding:
-    if error.errno == errno.ENOENT:  # the folder is below /proc, or a link to a missing folder
+    if error.errno == errno.ENOENT:  # the folder is below /proc, or is a link to a missing folder
         return Finding("disk", "failure", f"no files can be created in {folder}", "choose another --run-dir")
-    hint = "choose another --run-dir, or check its mount options and `ls -ld`"
+    hint = "choose another --run-dir, or check the folder's mount options and permissions (`ls -ld`)"
     if error.errno in NO_SPACE:
         hint = "delete old runs or checkpoints (`trainkit ckpt prune`), or check `quota`"
     return Finding("disk", "failure", f"{folder} cannot be written: {error.strerror or error}", hint)
@@ -331,9 +336,9 @@ def _unwritable(folder: Path, error: OSError) -> Finding:
 
 @contextlib.contextmanager
 def shared_file(folder: Path) -> Iterator[tuple[str, str] | Finding]:
-    """Create a file below the run folder for `Request.shared`, or return why it cannot be created.
+    """Create the file for `Request.shared` below the run folder, or yield a finding that says why it failed.
 
-    At the end, the file and the files of killed tasks are removed.
+    At the end, remove the file and any files that killed tasks left.
     """
     existing = nearest_folder(folder)
     try:
@@ -351,17 +356,17 @@ def shared_file(folder: Path) -> Iterator[tuple[str, str] | Finding]:
 
 
 def _is_shared(name: str, host: str) -> Finding:
-    """Check whether a file that another host has created is visible here."""
+    """Check whether a file that another host created is visible on this host."""
     path = Path(name)
     deadline_s = time.monotonic() + VISIBLE_TIMEOUT_S
     while not path.exists():
         if time.monotonic() > deadline_s:
-            value = f"{path.parent} is not shared: a file of {host} is not visible on {own_host()}"
-            hint = "choose a --run-dir on a filesystem that all nodes mount, and check its mount there"
+            value = f"{path.parent} is not shared: a file created on {host} is not visible on {own_host()}"
+            hint = "choose a --run-dir on a filesystem that all nodes mount, and check its mount on this host"
             return Finding("shared", "failure", value, hint)
         refresh_listing(path.parent)
         time.sleep(VISIBLE_POLL_S)
-    return Finding("shared", "ok", f"a file of {host} is visible")
+    return Finding("shared", "ok", f"a file created on {host} is visible")
 
 
 def _free_space(folder: Path) -> Finding:
@@ -375,7 +380,7 @@ def _free_space(folder: Path) -> Finding:
 
 def _write_speed(folder: Path, quick: bool) -> Finding:
     size_mib = PROBE_MIB // 4 if quick else PROBE_MIB
-    block = os.urandom(2**20)  # random data, which no filesystem can compress
+    block = os.urandom(2**20)  # random data cannot be compressed by the filesystem
     started_s = time.monotonic()
     with (folder / "probe").open("wb") as file:
         for _ in range(size_mib):
@@ -385,7 +390,7 @@ def _write_speed(folder: Path, quick: bool) -> Finding:
         written_s = time.monotonic() - started_s
     speed = size_mib / max(written_s, 1e-6)
     value = f"{speed:,.0f} MiB/s for {size_mib} MiB with fsync"
-    hint = "checkpoints will take long: save less often, or use a faster filesystem with --run-dir"
+    hint = "saving will take long: save less often, or choose a faster filesystem with --run-dir"
     return warn_if(speed < SLOW_MIB_S, "write speed", value, hint)
 
 
@@ -394,9 +399,9 @@ def _renames(folder: Path) -> Finding:
     (folder / "partial" / "file").write_text("x")
     (folder / "partial").rename(folder / "published")
     if not (folder / "published" / "file").is_file():
-        hint = "checkpoints are published by renaming a folder: use another filesystem"
-        return Finding("rename", "failure", f"a renamed folder is not complete in {folder.parent}", hint)
-    return Finding("rename", "ok", "a folder can be published by renaming it")
+        hint = "saving a checkpoint requires an atomic rename of its folder: use another filesystem"
+        return Finding("rename", "failure", f"a renamed folder is incomplete in {folder.parent}", hint)
+    return Finding("rename", "ok", "renaming a folder works, so checkpoints can be saved atomically")
 
 
 if __name__ == "__main__":

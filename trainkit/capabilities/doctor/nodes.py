@@ -35,13 +35,13 @@ from trainkit.slurm.environment import scrubbed
 
 LOGIN_NODE = Machine(0, 0, (), "this is a login node")
 WAIT_S, QUICK_WAIT_S = 150, 15
-"""Seconds that other nodes may take after the first node has reported, or after its task has ended."""
+"""Seconds to wait for the other nodes after the first node has reported, or after its task has ended."""
 POLL_S = 0.1
 STOP_S = 10.0
-"""Seconds that srun may take to end its step."""
+"""Seconds that srun may take to end its job step."""
 NEEDED_TO_MEASURE = {"name", "interface", "port", "Python", "torch", "GPU"}
-"""The checks that must not fail before a measurement, because ranks could not start or find each other. The
-name of a GPU check also has a number."""
+"""Checks that must pass before the bandwidth is measured, because ranks could otherwise not start or find
+each other. The names of GPU checks also contain a number."""
 NOT_FOR_SRUN = (
     "signal",
     "requeue",
@@ -56,14 +56,14 @@ NOT_FOR_SRUN = (
 
 
 def step_argv(loaded: LoadedConfig, request: Request, timeout_s: float) -> list[str]:
-    """Return the srun command that checks the nodes of a config with one task per node.
+    """Return the srun command that checks the nodes requested by a config, with one task per node.
 
-    Inside an allocation, the command uses the nodes of the allocation. Raises ConfigError with every problem
+    Inside an allocation, the command uses the allocated nodes. Raises ConfigError with every problem
     of the config.
     """
     worker = module_argv("trainkit.capabilities.doctor.node", to_json(request))
     num_nodes = loaded.config.resources.most_nodes
-    # `--wait` keeps a node that cannot start its task from delaying the others.
+    # With `--wait`, a node that cannot start its task does not delay the others.
     wait_s = QUICK_WAIT_S if request.quick else WAIT_S
     shape = [f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1"]
     common = ["srun", "--mpi=none", "--kill-on-bad-exit=0", f"--wait={wait_s}", *shape]
@@ -79,13 +79,13 @@ def step_argv(loaded: LoadedConfig, request: Request, timeout_s: float) -> list[
 
 
 class NodesStep:
-    """The Slurm step of `step_argv` while it runs."""
+    """The running Slurm step of the command from `step_argv`."""
 
     def __init__(self, argv: Sequence[str]) -> None:
-        # The output goes to files and not to pipes, because a step whose pipe is full would block.
+        # Write the output to files, because a step whose output pipe is full would block.
         self._out, self._errors = (tempfile.NamedTemporaryFile() for _ in range(2))  # noqa: SIM115
-        # The step has its own session, so that Ctrl-C ends it through `__exit__`. srun alone would ask for a
-        # second Ctrl-C.
+        # Start the step in a session of its own, so that Ctrl-C ends it through `__exit__`; srun itself would
+        # ask for a second Ctrl-C.
         self._proc = subprocess.Popen(
             argv,
             stdin=subprocess.PIPE,
@@ -108,7 +108,7 @@ class NodesStep:
         self._proc.terminate()
         try:
             self._proc.wait(STOP_S)
-        except subprocess.TimeoutExpired:  # a node does not answer Slurm
+        except subprocess.TimeoutExpired:  # a node does not respond to Slurm
             if self._step:
                 with contextlib.suppress(TrainkitError):  # srun is killed in any case
                     run_slurm(["scancel", self._step], STOP_S)
@@ -118,7 +118,7 @@ class NodesStep:
         self._errors.close()
 
     def reports(self, count: int, timeout_s: float, wait_s: float) -> list[NodeReport]:
-        """Return the reports of `count` nodes, sorted by host, or fewer as `_received` describes."""
+        """Return the reports of `count` nodes, sorted by host; `_received` says when there are fewer."""
         found = []
         for text in self._received(count, timeout_s, wait_s):
             found.append(from_json(NodeReport, text))
@@ -142,7 +142,7 @@ class NodesStep:
     def _received(self, count: int, timeout_s: float, wait_s: float) -> Iterator[str]:
         """Yield the next `count` messages.
 
-        Yields fewer if the step ends, after `timeout_s`, or `wait_s` after the first message.
+        Yields fewer messages if the step ends, after `timeout_s`, or `wait_s` after the first message.
         """
         deadline_s, last = time.monotonic() + timeout_s, self._num_received + count
         while self._num_received < last:
@@ -157,14 +157,14 @@ class NodesStep:
             time.sleep(0.0 if new else POLL_S)
 
     def problem(self, hosts: Sequence[str], waited_s: float) -> str:
-        """Return srun's reason why these hosts have not reported, or why no host has if `hosts` is empty."""
+        """Return srun's reason why the given hosts, or all hosts if `hosts` is empty, have not reported."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._proc.wait(1.0)
         said = [line.strip() for line in _lines_of(self._errors.name) if line.strip()]
         of_hosts = [line for line in said if set(hosts) & set(re.split(r"[\s:,]+", line))]
         if of_hosts:
-            # The line "node2: task 1: Exited with exit code 2" follows the line with the reason, which may
-            # not name the host.
+            # The line "node2: task 1: Exited with exit code 2" follows another line with the reason, which
+            # may not contain the host.
             reasons = [line for line in (*of_hosts, *said) if ": task " not in line]
             return (reasons or of_hosts)[0]
         if self._proc.returncode is None:
@@ -180,7 +180,7 @@ def check_nodes(loaded: LoadedConfig, request: Request, timeout_s: float) -> Ite
     """Run a Slurm step on the nodes of a config, and yield the findings.
 
     The findings are the checks of each node, the differences between nodes, and the bandwidth. Waits at most
-    `timeout_s` for the nodes to become free. Raises SlurmError if Slurm does not answer.
+    `timeout_s` for nodes to become available. Raises SlurmError if Slurm does not respond.
     """
     require_controller()
     num_nodes = loaded.config.resources.most_nodes
@@ -207,7 +207,7 @@ def _reported(reports: Sequence[NodeReport], num_nodes: int, step: NodesStep, wa
         return Finding("nodes", "ok", f"{num_nodes} of {num_nodes} nodes reported: {','.join(names)}")
     if not reports:
         value = f"{num_nodes} of {num_nodes} nodes did not report: {step.problem((), waited_s)}"
-        hint = "`sinfo` shows whether nodes are free; --partition and --account choose others"
+        hint = "`sinfo` shows whether nodes are free; choose other nodes with --partition and --account"
         return Finding("nodes", "failure", value, hint)
     missing = sorted({*reports[0].peers, reports[0].host} - set(names))
     value = f"{num_nodes - len(reports)} of {num_nodes} nodes did not report ({','.join(missing)})"
@@ -216,20 +216,20 @@ def _reported(reports: Sequence[NodeReport], num_nodes: int, step: NodesStep, wa
 
 
 def can_measure(findings: Iterable[Finding]) -> bool:
-    """Return whether all checks passed that ranks need to start and to find each other."""
+    """Return whether all checks passed without which ranks cannot start or find each other."""
     failed = {item.name.split()[0] for item in findings if item.state == "failure"}
     return not failed & NEEDED_TO_MEASURE
 
 
 def local_bandwidth(request: Request) -> Iterator[Finding]:
-    """Yield the findings about the bandwidth between the GPUs of this host; none with fewer than two GPUs."""
+    """Yield findings about the bandwidth between this host's GPUs; none if it has fewer than two GPUs."""
     yield from _bandwidth([node_report(request)], lambda layout: [measure(request, layout)])
 
 
 def _bandwidth(
     reports: Sequence[NodeReport], measured: Callable[[Layout], Sequence[Bandwidth]]
 ) -> Iterator[Finding]:
-    """Measure with one rank per GPU, or one rank per host without GPUs."""
+    """Measure the bandwidth with one rank per GPU, or one rank per host if there are no GPUs."""
     hosts, num_ranks = tuple(item.host for item in reports), tuple(max(1, item.num_gpus) for item in reports)
     layout = Layout(hosts, num_ranks, LOCAL_ADDR, reports[0].port)
     if layout.world_size < 2:
@@ -242,8 +242,8 @@ def _bandwidth(
 
 
 def compare_versions(reports: Sequence[NodeReport]) -> Iterator[Finding]:
-    """Compare the versions of packages on all nodes, and name each node that differs from the majority."""
-    hint = "use one environment on a shared filesystem, or install the same versions there"
+    """Compare package versions on all nodes; each finding lists the nodes that differ from the majority."""
+    hint = "use one environment on a shared filesystem, or install the same versions on all nodes"
     is_same = True
     for name in sorted({name for report in reports for name in report.versions}):
         values = {item.host: item.versions.get(name, "missing") for item in reports}
@@ -264,7 +264,7 @@ def compare_versions(reports: Sequence[NodeReport]) -> Iterator[Finding]:
 
 
 def _names(values: Mapping[str, object], value: object) -> str:
-    """Return the first hosts with a value as text."""
+    """Return the names of the first hosts that have a value, as text."""
     hosts = sorted(host for host, found in values.items() if found == value)
     more = f" and {len(hosts) - 3} more" if len(hosts) > 3 else ""
     return f"{', '.join(hosts[:3])}{more}"
@@ -276,7 +276,7 @@ MIN_JOB_AGE_S = 120
 
 
 def slurm_checks() -> Iterator[Finding]:
-    """Check the version of Slurm and the settings that decide whether a run survives."""
+    """Check the version of Slurm, and the settings that decide whether a run survives interruptions."""
     try:
         config = show_config()
         partitions = query(["scontrol", "show", "partition", "--oneliner"])
@@ -287,24 +287,24 @@ def slurm_checks() -> Iterator[Finding]:
 
 
 def settings_checks(config: Mapping[str, str], partitions: str) -> Iterator[Finding]:
-    """Check the settings of `scontrol show config` and `scontrol show partition --oneliner`."""
+    """Check the settings shown by `scontrol show config` and `scontrol show partition --oneliner`."""
     version = parse_version(config.get("SLURM_VERSION", ""))
     text = f"{version[0]}.{version[1]:02d}.{version[2]}, cluster {config.get('ClusterName', 'unknown')}"
     hint = "not tested; the oldest tested version is 22.05"
     yield warn_if(version[:2] < OLDEST_SLURM, "Slurm", text, hint)
     yield from _preemption(config, partitions)
     off = config.get("JobRequeue") == "0"
-    hint = "trainkit passes --requeue, and submits a new job where the site forbids it"
+    hint = "trainkit passes --requeue; if the site forbids requeueing, it submits a new job instead"
     yield warn_if(off, "requeue", "JobRequeue is 0" if off else "jobs can be requeued", hint)
     kill_wait = config.get("KillWait", "unknown")
-    hint = "SIGKILL follows the time limit after this time; requeue.grace_s requests an earlier stop signal"
+    hint = "time between the time limit and SIGKILL; requeue.grace_s requests an earlier stop signal"
     yield warn_if(_seconds(kill_wait, MIN_GRACE_S) < MIN_GRACE_S, "KillWait", kill_wait, hint)
     if "slurmdbd" in config.get("AccountingStorageType", ""):
-        yield Finding("accounting", "ok", "sacct knows how old jobs ended")
+        yield Finding("accounting", "ok", "sacct reports how old jobs ended")
     else:
         age = config.get("MinJobAge", "soon")
         value = f"none: Slurm forgets a job {age} after its end"
-        hint = "trainkit then learns only from the run folder how a job ended"
+        hint = "after that, trainkit learns only from the run folder how a job ended"
         yield warn_if(_seconds(age, MIN_JOB_AGE_S) < MIN_JOB_AGE_S, "accounting", value, hint)
 
 
@@ -335,6 +335,6 @@ def _preemption(config: Mapping[str, str], partitions: str) -> Iterator[Finding]
 
 
 def _seconds(text: str, unknown: int) -> int:
-    """Return the number in a text such as `30 sec`."""
+    """Return the number of seconds in a text such as `30 sec`."""
     first = text.partition(" ")[0]
     return int(first) if first.isdigit() else unknown

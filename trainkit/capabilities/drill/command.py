@@ -1,4 +1,4 @@
-"""``trainkit drill``: starts an uninterrupted run and then one run per scenario, one after another."""
+"""``trainkit drill``: starts an uninterrupted run, and then one run per scenario, one after another."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ from trainkit.run.rundir import RunDir
 
 DEFAULT_STEPS = 30
 MIN_STEPS = 12
-"""The minimum number of steps. With fewer steps, two checkpoints do not fit before the last third, in which a
-drill interrupts nothing."""
+"""Minimum number of steps in each run. With fewer steps, there is no room for two checkpoints before the last
+third, which a drill does not interrupt."""
 NUM_SAVES = 6
 REFERENCE, NOT_DETERMINISTIC = "uninterrupted", "not-deterministic"
 
@@ -68,10 +68,14 @@ REFERENCE, NOT_DETERMINISTIC = "uninterrupted", "not-deterministic"
 )
 @options.config_options()
 @options.launcher_option
-@option("--steps N", f"Steps of each run; default: {DEFAULT_STEPS}.", type=click.IntRange(min=MIN_STEPS))
-@option("--seed N", "Seed of the random times and targets.", type=int, default=0)
+@option(
+    "--steps N", f"Number of steps in each run; default: {DEFAULT_STEPS}.", type=click.IntRange(min=MIN_STEPS)
+)
+@option("--seed N", "Seed for choosing the times and targets of interruptions.", type=int, default=0)
 @option("--only NAME", "Run only this scenario; repeatable.", type=click.Choice(NAMES), multiple=True)
-@option("--list", "List the scenarios and whether each is possible here; run nothing.", name="only_list")
+@option(
+    "--list", "List the scenarios and whether each is possible here, without starting runs.", name="only_list"
+)
 @options.json_option
 def command(
     request: ConfigRequest,
@@ -82,27 +86,28 @@ def command(
     only_list: bool,
     as_json: bool,
 ) -> int:
-    """Interrupt short runs of CONFIG in every way possible here, and compare their losses with those of an
-    uninterrupted run.
+    """Interrupt short runs of CONFIG in every way that is possible here, and compare their losses.
 
-    All files are written to a new folder, runs/drill-TIME. The exit code is 0 only if every tried scenario
-    passed. A drill shortens only runs of the built-in trainer, so limit the steps of a COMMAND yourself.
-    Ctrl-C cancels the current run.
+    The losses are compared with those of an uninterrupted run.
+
+    All files are written to a new folder, runs/drill-TIME. The exit code is 0 only if all scenarios that were
+    tried have passed. Only runs of the built-in trainer are shortened automatically, so limit the number of
+    steps of a COMMAND yourself. Ctrl-C cancels the current run.
     """
     workload = options.trailing_workload(launcher)
     if workload.is_command and steps is not None:
         raise UsageError(
             f"--steps {steps} applies to the built-in trainer, not to a COMMAND",
-            hint="pass it to the COMMAND, as in: -- python train.py --steps 200",
+            hint="limit the steps in the COMMAND, for example: -- python train.py --steps 200",
         )
     if workload.reads_input:
         raise UsageError(
             f"drill starts the COMMAND several times, and {workload.argv[0]} reads standard input",
-            hint="write the input to a file, and name the file in the COMMAND",
+            hint="write the input to a file, and pass the file to the COMMAND",
         )
     loaded = request.load_to_plan(workload)
     if loaded.config.logging.pattern == "auto":
-        # A script may print rounded losses or the losses of another rank, which cannot be compared exactly.
+        # A script may print rounded losses, or the losses of another rank, which cannot be compared exactly.
         loaded = with_values(loaded, {"logging.pattern": None}, "trainkit drill")
     facts = gather(loaded, workload)
     plan = plan_run(loaded, facts, workload)
@@ -116,7 +121,7 @@ def command(
         return _list(scenarios, reasons, as_json)
     if all(reasons.values()):
         raise UsageError(
-            "none of these scenarios can be tried here: "
+            "none of the selected scenarios can be tried here: "
             + "; ".join(f"{name}: {reason}" for name, reason in reasons.items()),
             hint="`--list` shows all scenarios",
         )
@@ -158,7 +163,7 @@ def _drill(
                 results.append(result)
                 log_line(f"{result.scenario}: {sentence(result)}")
     finally:
-        log_line(f"the runs are in {folder}; `trainkit status {folder}/NAME` shows one")
+        log_line(f"the runs are in {folder}; `trainkit status {folder}/NAME` shows one of them")
     value: dict[str, object] = {
         "folder": str(folder),
         "seed": seed,
@@ -174,18 +179,18 @@ def _drill(
 
 @dataclass
 class Drill:
-    """A drill of one config in a separate folder."""
+    """A drill of one config, in a folder of its own."""
 
     folder: Path
     config: RunConfig
     plan: LaunchPlan
     seed: int
     interval: int | None
-    """Steps between two saves; None for a COMMAND, whose saves are unknown."""
+    """Number of steps between two saves; None for a COMMAND, whose saves are unknown."""
     log_line: Callable[[str], None]
     reference: list[StepRecord] = field(default_factory=list)
     usual_s: float = 0.0
-    """The duration of the uninterrupted run in seconds."""
+    """Duration of the uninterrupted run in seconds."""
     difference: float | None = None
     """The `largest_difference` between the uninterrupted run and a run without deterministic kernels; None on
     CPUs, whose kernels are always deterministic."""
@@ -194,8 +199,8 @@ class Drill:
     def run(self, scenarios: Sequence[Scenario]) -> Iterator[Result]:
         """Yield the result of each scenario as soon as it is known.
 
-        When the generator ends, no run is left. Raises TrainkitError if the uninterrupted run does not
-        finish.
+        When the generator ends, no run is left running. Raises TrainkitError if the uninterrupted run does
+        not finish.
         """
         try:
             self.reference, self.usual_s = self._run_uninterrupted(REFERENCE, self.config)
@@ -208,12 +213,12 @@ class Drill:
             self._kill_running()
 
     def _compare_kernels(self) -> None:
-        """Measure how much the losses differ if the uninterrupted run uses no deterministic kernels."""
+        """Measure how much the losses differ if the run uses kernels that are not deterministic."""
         train = self.config.train.model_copy(update={"deterministic": False})
         config = self.config.model_copy(update={"train": train})
         try:
             steps, _ = self._run_uninterrupted(NOT_DETERMINISTIC, config)
-        except TrainkitError as error:  # a failure of this extra run says nothing about interruptions
+        except TrainkitError as error:  # a failure of this additional run says nothing about interruptions
             self.log_line(f"{NOT_DETERMINISTIC}: {error}")
             return
         self.difference = largest_difference(self.reference, steps)
@@ -223,7 +228,7 @@ class Drill:
         self.log_line(f"{NOT_DETERMINISTIC}: losses {how}")
 
     def _run_uninterrupted(self, name: str, config: RunConfig) -> tuple[list[StepRecord], float]:
-        """Start a run, wait for its end, and return its steps and its duration in seconds."""
+        """Start a run and wait until it ends; return its steps, and its duration in seconds."""
         run, watch = self._start(name, config, float("inf"))
         watch.until(lambda: False)
         end = watch.end()
@@ -231,21 +236,21 @@ class Drill:
             reason = end.reason or "its supervisor died"
             failure = f"; {end.verdict.line}" if end.verdict else ""
             raise TrainkitError(
-                f"the uninterrupted run does not finish: {reason}{failure}",
-                hint=f"`trainkit logs {run.word}` shows what it printed",
+                f"the uninterrupted run did not finish: {reason}{failure}",
+                hint=f"`trainkit logs {run.word}` shows the output of the run",
             )
         if run.attempt_numbers() != [1]:
             first = read_end(run.attempt(1)) or AttemptEnd()
             raise TrainkitError(
                 f"the uninterrupted run was interrupted: {first.reason}",
-                hint="start the drill again: the other runs are compared with this one",
+                hint="start the drill again, because all other runs are compared with this run",
             )
         self.running = None
         steps = computed_steps(run)
         if again := num_recomputed(steps):
             raise TrainkitError(
                 f"{run.metrics_file} records {plural(again, 'step')} twice without any interruption",
-                hint="let the COMMAND record each step once",
+                hint="change the COMMAND so that it records each step once",
             )
         started = next(read_events(run, "started"))
         duration_s = seconds_between(started.time, parse_time(end.time)) or 0.0
@@ -255,10 +260,10 @@ class Drill:
         return steps, duration_s
 
     def _run_scenario(self, scenario: Scenario) -> Result:
-        # The watchdog of the run ends hanging ranks sooner than this.
+        # The run's own watchdog ends hanging ranks before this time.
         patience_s = 2 * self.config.requeue.hang_min_s + 3 * self.usual_s
         run, watch = self._start(scenario.name, self.config, patience_s)
-        plan = self.plan.at(self.plan.fewest_nodes)  # every choice of nodes has at least these ranks
+        plan = self.plan.at(self.plan.fewest_nodes)  # every possible number of nodes has at least these ranks
         num_steps = self.reference[-1].step if self.reference else None
         target = choose_target(scenario, self.seed, num_steps, self.interval, plan.world_size, plan.num_nodes)
         where = "" if target.step is None else f", from step {target.step} on"
@@ -300,19 +305,21 @@ class Drill:
 
 
 def computed_steps(run: RunDir) -> list[StepRecord]:
-    """Return the steps of a run that have a loss, in order of computation."""
+    """Return the steps of a run that have a loss, in the order in which they were computed."""
     return [record for record in read_steps(run) if "loss" in record.values]
 
 
 def drill_config(loaded: LoadedConfig, num_steps: int, device: str) -> tuple[LoadedConfig, list[Change]]:
-    """Return the config of a drill with `num_steps` steps. The model, the data and the layout are unchanged.
+    """Return the config for a drill whose runs have `num_steps` steps.
 
-    `device` is the device of the plan, ``cpu`` or ``cuda``.
+    The model, the data and the layout remain unchanged.
+
+    `device` is the device of the launch plan, ``cpu`` or ``cuda``.
     """
     values: Values = {
         **short_training(loaded.config, num_steps, "drill"),
         "checkpoint.every_steps": (num_steps // NUM_SAVES, "a drill is short"),
-        "checkpoint.every_minutes": (None, "a drill saves at known steps"),
+        "checkpoint.every_minutes": (None, "a drill needs to know when checkpoints are saved"),
     }
     if device != "cpu":
         values["train.deterministic"] = True, "makes two runs on GPUs bit-identical"

@@ -1,4 +1,4 @@
-"""Injects faults into a run: kills, signals, requeues and damaged checkpoints, locally and on Slurm."""
+"""Injects faults into a run: kills, signals, requeues and damaged checkpoints, both locally and on Slurm."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ GONE_WITHIN_S = 120.0
 POLL_S = 1.0
 FLIPPED_BYTES = 8
 
-# This script kills every process whose environment contains all given assignments, and ignores processes that
-# have ended.
+# This script kills every process whose environment contains all given assignments; processes that have
+# already ended are ignored.
 _KILL_BY_ENVIRONMENT = """
 files=$(ls -d /proc/[0-9]*/environ)
 for word; do files=$(grep -lzsFx -e "$word" $files); [ -n "$files" ] || exit 0; done
@@ -52,7 +52,10 @@ class FaultInjector:
 
     @property
     def _supervisor(self) -> int:
-        """Return the process id of the supervisor, or -1 if it has ended. No process has the parent -1."""
+        """Return the process id of the supervisor, or -1 if it has ended.
+
+        No process has the parent process id -1.
+        """
         entry = newest(self.run)
         return entry.pid if entry.pid is not None and entry.alive() else -1
 
@@ -64,14 +67,16 @@ def _kill(pids: list[int]) -> bool:
 
 @dataclass
 class SlurmFaultInjector(FaultInjector):
-    """Kills processes of a run's job with a Slurm step. Slurm permits this only for the user's own jobs."""
+    """Kills processes of a run's job by means of a Slurm step.
+
+    Slurm permits this only for the user's own jobs.
+    """
 
     def kill_rank(self, rank: int) -> bool:
         return self._kill_where(f"RANK={rank}")
 
     def kill_node(self, node_rank: int) -> bool:
-        # The check for a step id excludes the shell of the batch script, which has a SLURM_NODEID without
-        # meaning.
+        # Checking for a step id excludes the shell of the batch script, whose SLURM_NODEID has no meaning.
         step_id = step_of(self.run, newest(self.run))
         words = f"SLURM_STEP_ID={step_id}", f"SLURM_NODEID={node_rank}"
         return step_id is not None and self._kill_where(*words)
@@ -101,14 +106,14 @@ def newest(run: RunDir) -> AttemptRecord:
 
 
 def kill_job(run: RunDir) -> bool:
-    """Kill a run as `trainkit cancel --now` does, and wait until its processes are gone.
+    """Kill a run like `trainkit cancel --now`, and wait until its processes are gone.
 
     Returns False if the run had already ended.
     """
     entry = newest(run)
     if cancel_run(run, now=True, wait=False, warn=print_note).state == "ended":
         return False
-    # The end is recorded at once, but Slurm needs some time to clean up the nodes.
+    # The end of the run is recorded at once, but Slurm needs some time to clean up the nodes.
     deadline_s = time.monotonic() + GONE_WITHIN_S
     while backend_of(entry).alive(run, entry) and time.monotonic() < deadline_s:
         time.sleep(POLL_S)
@@ -116,7 +121,7 @@ def kill_job(run: RunDir) -> bool:
 
 
 def flip_bytes(run: RunDir, rng: random.Random) -> Checkpoint:
-    """Flip a few bytes in the largest file of a run's newest checkpoint, and return that checkpoint."""
+    """Flip some bytes in the largest file of a run's newest checkpoint, and return that checkpoint."""
     checkpoint = published(run.checkpoints_dir)[-1]
     files = checkpoint.manifest().files
     name = max(files, key=lambda name: files[name]["bytes"])

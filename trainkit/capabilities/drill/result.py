@@ -1,4 +1,4 @@
-"""The results of a drill: compares the losses of each run, checks how the run ended, and formats a table."""
+"""Handles the results of a drill: compares the losses of runs, checks how runs ended, and formats a table."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ from trainkit.run.events import Event, StepRecord
 
 
 def num_recomputed(steps: Sequence[StepRecord]) -> int:
-    """Return the number of steps that were computed again."""
+    """Return how many of the steps were recomputed."""
     return len(steps) - len({one.step for one in steps})
 
 
 SIZES_TOLERANCE = 1e-5
-"""The relative tolerance for losses that were computed by different numbers of ranks, which round sums
-differently."""
+"""Relative tolerance for losses computed by different numbers of ranks, which round sums differently."""
 
 
 def compare(reference: Sequence[StepRecord], steps: Sequence[StepRecord], tolerance: float = 0.0) -> str:
-    """Return the first difference of a step from the uninterrupted run, or an empty text if all are equal."""
+    """Return the first difference from the uninterrupted run as text, or an empty text if there is none."""
     expected = {one.step: one for one in reference}
     for one in steps:
         known = expected.get(one.step)
         if known is None:
             return f"step {one.step} is not in the uninterrupted run"
-        # JSON has all digits of a loss
+        # JSON contains all digits of a loss.
         loss, usual = (json.dumps(record.values["loss"]) for record in (one, known))
         losses = (json.loads(text) or math.nan for text in (loss, usual))
         if loss != usual and not math.isclose(*losses, rel_tol=tolerance):
@@ -43,7 +42,7 @@ def compare(reference: Sequence[StepRecord], steps: Sequence[StepRecord], tolera
 
 
 def largest_difference(reference: Sequence[StepRecord], steps: Sequence[StepRecord]) -> float | None:
-    """Return the largest relative difference between the losses of the same step in two runs.
+    """Return the largest relative difference between losses of the same step in two runs.
 
     Returns None if a step has a loss in only one of the runs.
     """
@@ -55,9 +54,10 @@ def largest_difference(reference: Sequence[StepRecord], steps: Sequence[StepReco
 
 
 def steps_while_saving(steps: Sequence[StepRecord], events: Sequence[Event]) -> int:
-    """Return the number of steps that were computed during saves which an interruption cut off.
+    """Return the number of steps that were computed during saves that an interruption aborted.
 
-    Training continues during an asynchronous save, so these steps are lost in addition to one save interval.
+    Because training continues during an asynchronous save, these steps are lost in addition to one save
+    interval.
     """
     total = 0
     for start in events:
@@ -73,7 +73,7 @@ def steps_while_saving(steps: Sequence[StepRecord], events: Sequence[Event]) -> 
 
 
 def sentence(result: Result) -> str:
-    """Return a result as a line for the log of the drill."""
+    """Return a result as one line for the log of the drill."""
     if result.state != "passed":
         return f"{result.state}: {result.message}"
     restart = ""
@@ -85,15 +85,15 @@ def sentence(result: Result) -> str:
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """The end of a run as recorded in its folder."""
+    """How a run ended, according to the files in its folder."""
 
     end: AttemptEnd
-    """The content of end.json of the newest attempt; empty if the file does not exist."""
+    """The content of end.json of the newest attempt; empty if there is no such file."""
     steps: Sequence[StepRecord]
-    """The computed steps with their losses."""
+    """The computed steps with their losses, including repeated steps."""
     events: Sequence[Event]
     damages: Sequence[str]
-    """The damage of each published checkpoint that is not intact."""
+    """A description of the damage for each complete checkpoint that is not intact."""
     run_dir: str
 
 
@@ -106,9 +106,9 @@ def evaluate(
     requeue_on: Sequence[str],
     tolerance: float = 0.0,
 ) -> Result:
-    """Check one interrupted run and return its completed result.
+    """Check one interrupted run, and return its completed result.
 
-    `reference` contains the steps of the uninterrupted run and is empty if the trainer records none.
+    `reference` contains the steps of the uninterrupted run; it is empty if no steps are recorded.
     `interval` is the number of steps between two saves, or None if it is unknown. `requeue_on` is the value
     of `requeue.on`, and `tolerance` is passed to `compare`.
     """
@@ -122,7 +122,7 @@ def evaluate(
         problems += [difference] if difference else []
         problems += _too_many_recomputed(scenario, again, outcome, interval)
     else:
-        remark = "only its end was checked: the COMMAND writes no steps to metrics.jsonl"
+        remark = "only the end of the run was checked, because the COMMAND writes no steps to metrics.jsonl"
         result = replace(result, curve="unknown", message=remark)
     if problems:
         return replace(result, state="failed", message="; ".join(problems))
@@ -140,11 +140,11 @@ def _problems(
         return [result.stuck]
     problems = []
     if outcome.end.state != "finished":
-        reason = outcome.end.reason or "it recorded no reason"
+        reason = outcome.end.reason or "no reason was recorded"
         problems.append(f"the run {outcome.end.state or 'died'}: {reason}")
     should_restart = scenario.cause is None or scenario.cause in requeue_on
     if result.no_restart and should_restart:
-        problems.append(f"it did not restart automatically: {result.no_restart}")
+        problems.append(f"the run did not restart automatically: {result.no_restart}")
     problems += outcome.damages
     rejected = {event.step for event in outcome.events if event.name == "checkpoint_rejected"}
     if result.damaged_step is not None and result.damaged_step not in rejected:
@@ -155,9 +155,9 @@ def _problems(
 def _too_many_recomputed(
     scenario: Scenario, again: int, outcome: RunOutcome, interval: int | None
 ) -> list[str]:
-    """Return a problem if too many steps were recomputed.
+    """Return a problem if too many steps were recomputed, else nothing.
 
-    After a graceful stop no step may be recomputed; after a kill, the steps since the last save may be.
+    After a graceful stop, no step may be recomputed; after a kill, only steps since the last save.
     """
     if scenario.graceful:
         return [f"{recomputed(again)} after a graceful stop"] if again else []
@@ -170,7 +170,7 @@ def _too_many_recomputed(
 
 
 def recomputed(num_steps: int) -> str:
-    """Return how many steps were recomputed, as the beginning of a message."""
+    """Return how many steps were recomputed, as the first words of a message."""
     return f"{plural(num_steps, 'step')} {'was' if num_steps == 1 else 'were'} recomputed"
 
 
@@ -178,7 +178,7 @@ HEADING = ["SCENARIO", "ACTION", "AT STEP", "RESUMED AFTER", "RECOMPUTED", "LOSS
 
 
 def result_table(results: Sequence[Result], fit: int | None = None) -> str:
-    """Return a table with one row per scenario, including skipped ones, followed by the messages."""
+    """Return a table with one row per scenario, including skipped ones, followed by their messages."""
     lines = [table([HEADING, *map(_row, results)], fit=fit)]
     lines += [f"{result.scenario}: {result.message}" for result in results if result.message]
     return "\n".join(lines)
@@ -199,7 +199,7 @@ def _row(result: Result) -> list[str]:
 
 
 def summary(results: Sequence[Result]) -> str:
-    """Return the summary of the drill in one line."""
+    """Return a one-line summary of the drill."""
     tried = [result for result in results if result.state != "skipped"]
     passed = [result for result in tried if result.state == "passed"]
     num_skipped = len(results) - len(tried)
@@ -208,5 +208,5 @@ def summary(results: Sequence[Result]) -> str:
 
 
 def all_passed(results: Sequence[Result]) -> bool:
-    """Return whether at least one scenario was tried and all tried scenarios passed."""
+    """Return whether at least one scenario was tried and all scenarios that were tried passed."""
     return {result.state for result in results} - {"skipped"} == {"passed"}

@@ -1,4 +1,4 @@
-"""The scenarios of a drill: decides which are possible, chooses their targets and interrupts the runs."""
+"""Defines the scenarios of a drill: which are possible, what they hit, and how they interrupt a run."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from trainkit.slurm.control import requeue
 
 @dataclass(frozen=True)
 class Scenario:
-    """One way to interrupt a run."""
+    """A way to interrupt a run."""
 
     name: str
     description: str
     graceful: bool = False
-    """True if the run gets a stop signal early enough to save, so that no step may be computed twice."""
+    """True if the run receives a stop signal early enough to save, so that no step may be computed twice."""
     cause: str | None = None
-    """The entry of `requeue.on` that permits the restart; None if the run restarts with any config."""
+    """The value in `requeue.on` that permits the restart; None if the run restarts with any config."""
     by_hand: bool = False
-    """True if the drill itself resumes the run, because the scenario ends the whole job."""
+    """True if the drill itself must resume the run, because the scenario ends the whole job."""
     needs_slurm: bool = False
     needs_checkpoints: bool = False
-    """True if the drill must know where and when the trainer saves."""
+    """True if the scenario requires knowledge of when and where the trainer saves."""
 
 
 SCENARIOS = (
@@ -49,7 +49,7 @@ SCENARIOS = (
     Scenario("mid-save", "SIGKILL of all ranks during a save", cause="crash", needs_checkpoints=True),
     Scenario(
         "damaged-checkpoint",
-        "SIGKILL of the whole job, then flipped bytes in its newest checkpoint",
+        "SIGKILL of the whole job, then bit flips in its newest checkpoint",
         by_hand=True,
         needs_checkpoints=True,
     ),
@@ -59,9 +59,9 @@ NAMES = tuple(scenario.name for scenario in SCENARIOS)
 
 
 def skip_reason(scenario: Scenario, config: RunConfig, plan: LaunchPlan) -> str:
-    """Return why a scenario cannot be tried here with this config, or an empty text if it can be tried."""
+    """Return why a scenario cannot be tried here with this config, or an empty text if it can."""
     if scenario.needs_slurm and plan.is_here:
-        return "this run would start on this machine, without Slurm"
+        return "the run would start on this machine, without Slurm"
     if scenario.needs_checkpoints and plan.workload.is_command:
         return "a drill does not know where and how a COMMAND saves"
     if scenario.name == "damaged-checkpoint" and config.checkpoint.keep_last == 1:
@@ -71,16 +71,16 @@ def skip_reason(scenario: Scenario, config: RunConfig, plan: LaunchPlan) -> str:
 
 @dataclass(frozen=True)
 class Target:
-    """When a scenario interrupts the run, and which rank or node it hits."""
+    """The time at which a scenario interrupts the run, and the rank or node that it hits."""
 
     step: int | None
-    """The run is interrupted after this step; None if the trainer does not record its steps."""
+    """The run is interrupted after this step; None if no steps are recorded."""
     share: float
-    """If `step` is None, the run is interrupted after this share of the duration of the uninterrupted run."""
+    """If `step` is None, the run is interrupted after this fraction of the uninterrupted run's duration."""
     rank: int
     node_rank: int
     rng: random.Random
-    """The generator for further random choices."""
+    """Random number generator for further choices."""
 
 
 def choose_target(
@@ -91,11 +91,10 @@ def choose_target(
     world_size: int,
     num_nodes: int,
 ) -> Target:
-    """Choose the target of one scenario at random.
+    """Choose the target of a scenario at random.
 
-    The target is not in the first steps, before anything is saved, and not in the last third, because an
-    interruption takes time to arrive. `interval` is the number of steps between two saves, or None if it is
-    unknown.
+    The first steps are excluded because no checkpoint exists yet, and the last third because an interruption
+    takes time to arrive. `interval` is the number of steps between two saves, or None if it is unknown.
     """
     rng = random.Random(f"{seed} {scenario.name}")
     step = None
@@ -123,39 +122,39 @@ class RunWatch:
 
     run: RunDir
     poll_s: float
-    """Seconds between two readings of the files. The interval is shorter than a step, so that an interruption
-    hits its target."""
+    """Seconds between two reads of the run's files. The interval is shorter than a step, so that an
+    interruption hits its target."""
     patience_s: float
-    """Seconds without progress after which the run counts as stuck. Time in the queue does not count."""
+    """Seconds without progress after which the run is considered stuck. Time in the queue does not count."""
     log_line: Callable[[str], None] = lambda text: None
     is_stuck: bool = False
     step: int = 0
-    """The newest recorded step."""
+    """The newest step that was recorded."""
     started_s: dict[int, float] = field(default_factory=dict)
-    """Maps an attempt to the monotonic time at which its start was seen."""
+    """Maps an attempt to the monotonic time at which its start was noticed."""
     first_step_s: dict[int, float] = field(default_factory=dict)
-    """Maps an attempt to the monotonic time at which its first step was seen."""
+    """Maps an attempt to the monotonic time at which its first step was noticed."""
 
     def __post_init__(self) -> None:
         self._metrics, self._events = Tail(self.run.metrics_file), Tail(self.run.events_file)
         self.expect_life()
 
     def expect_life(self) -> None:
-        """Reset the liveness probe. Call this after the run was started again as a new job."""
+        """Reset the liveness probe. Call this after the run has been started again as a new job."""
         self._is_alive = liveness_probe(self.run, self.log_line)
         self._checked_s, self._is_over = float("-inf"), False
         self._progress_s = time.monotonic()
 
     @property
     def attempt(self) -> int:
-        """Return the newest started attempt, or 0 before the first."""
+        """Return the number of the newest attempt that has started, or 0 if there is none."""
         return max(self.started_s, default=0)
 
     def until(self, reached: Callable[[], bool]) -> bool:
-        """Wait for a condition; return False if the run ends before or is stuck."""
+        """Wait until a condition holds; return False if the run ends first or is stuck."""
         while True:
             over = self.over()
-            # The files are read after the check, so that no record written before the end is missed.
+            # Read the files after this check, so that records written just before the end are not missed.
             self.read()
             if reached():
                 return True
@@ -168,14 +167,13 @@ class RunWatch:
 
     def read(self) -> None:
         """Read new metrics and events."""
-        # Metrics are read first: steps recorded before the start of an attempt belong to the previous
-        # attempt.
+        # Read metrics first: steps recorded before an attempt started belong to the previous attempt.
         for record in steps_of(self._metrics.records()):
             if "loss" not in record.values:
                 continue
             self._progress_s = time.monotonic()
             self.step = record.step
-            # A COMMAND need not record the number of the attempt.
+            # A COMMAND may omit the number of the attempt.
             attempt = self.attempt if record.attempt is None else record.attempt
             self.first_step_s.setdefault(attempt, time.monotonic())
         for event in events_of(self._events.records()):
@@ -184,16 +182,16 @@ class RunWatch:
                 self.started_s[event.attempt or 0] = time.monotonic()
 
     def _is_in_queue(self) -> bool:
-        """Return whether the job of the run is pending.
+        """Return whether the run's job is pending.
 
-        This asks Slurm, so it is called only after `patience_s` without progress.
+        The function queries Slurm, so call it only after `patience_s` seconds without progress.
         """
         entry, self._progress_s = newest(self.run), time.monotonic()
         try:
             job = backend_of(entry).job(entry)
         except SlurmUnreachable as error:
             self.log_line(f"it is unknown whether {self.run.name} is in the queue: {error.message}")
-            return True  # the next query follows after another `patience_s`
+            return True  # the next query follows after another `patience_s` seconds
         return job is not None and job.state.is_waiting
 
     def over(self) -> bool:
@@ -208,50 +206,52 @@ class RunWatch:
         return read_newest_end(self.run.path) or AttemptEnd()
 
 
-OVER = "the run ended before it could be interrupted: give it more steps"
-NOTHING_LEFT = "no steps remained after the restart: give the run more steps"
+OVER = "the run ended before it could be interrupted: increase the number of steps"
+NOTHING_LEFT = "no steps remained after the restart: increase the number of steps"
 MAX_TRIES = 3
-"""A small model may finish its save before the kill arrives. The drill then tries the next save."""
+"""Maximum number of saves that the drill tries to interrupt. A small model may finish its save before the
+kill arrives, so the drill then tries the next save."""
 
 
 State = Literal["passed", "failed", "missed", "skipped"]
-"""`missed` means that the run ended before it could be interrupted, `skipped` that the scenario cannot be
+"""`missed` means that the run ended before it could be interrupted, and `skipped` that the scenario cannot be
 tried here."""
 
 
 @dataclass
 class Result:
-    """The result of one scenario, which is a row of the table of the drill."""
+    """The result of one scenario, which is a row in the table of results."""
 
     scenario: str
     state: State = "passed"
     message: str = ""
-    """The problem of a failed scenario, the reason of a skipped one, or a remark about a passed one."""
+    """The problem of a failed scenario, the reason for skipping one, or a note about one that passed."""
     action: str = ""
-    """The interruption, such as ``SIGKILL of rank 1``."""
+    """The interruption as text, such as ``SIGKILL of rank 1``."""
     step: int | None = None
-    """The newest step that was seen before the interruption."""
+    """The newest step seen before the interruption."""
     restart_s: float | None = None
-    """Seconds from the interruption to the next step, or to the next start if the run records no steps."""
+    """Seconds from the interruption to the next step, or to the next start if no steps are recorded."""
     restarted_by: str = ""
-    """The action that restarted the run, such as ``requeue``, or ``resume`` if the drill resumed it."""
+    """How the run was restarted, such as ``requeue``, or ``resume`` if the drill resumed it."""
     num_recomputed: int | None = None
-    """The number of steps that were computed again; None if the trainer does not record its steps."""
+    """Number of steps that were recomputed; None if no steps are recorded."""
     curve: Literal["equal", "differs", "unknown", ""] = ""
     run_dir: str = ""
     no_restart: str = ""
-    """The reason why the run did not restart automatically; empty if it did."""
+    """Why the run did not restart automatically; empty if it did."""
     missed: str = ""
-    """The reason why the run could not be interrupted as planned."""
+    """Why the run could not be interrupted as planned; empty if it could."""
     stuck: str = ""
-    """A sentence about the time without progress after which the run was killed."""
+    """A sentence that says how long the run made no progress before it was killed; empty if it was not
+    stuck."""
     refused: str = ""
-    """The reason why this cluster refuses the interruption."""
+    """Why the cluster refuses this interruption; empty if it does not."""
     damaged_step: int | None = None
-    """The step of the checkpoint that the drill damaged."""
+    """The step of the checkpoint that the drill damaged; None if it damaged none."""
 
     def to_dict(self) -> dict[str, object]:
-        """Return the result as JSON, without the fields that are already part of the message."""
+        """Return the result as a JSON object, without fields whose content is already part of the message."""
         said = ("no_restart", "missed", "stuck", "refused", "damaged_step")
         return {name: value for name, value in vars(self).items() if name not in said}
 
@@ -266,7 +266,7 @@ class ScenarioRunner:
     injector: FaultInjector
     watch: RunWatch
     usual_s: float
-    """The duration of the uninterrupted run in seconds."""
+    """Duration of the uninterrupted run in seconds."""
 
     def run(self) -> Result:
         """Interrupt the run at its target, follow it to its end, and return the result."""
@@ -280,18 +280,18 @@ class ScenarioRunner:
             if self.scenario.name != "mid-save" or self._save_was_cut_off():
                 break
             if number == MAX_TRIES:
-                self.result.missed = f"{MAX_TRIES} times, the save was complete before the ranks were dead"
+                self.result.missed = f"{MAX_TRIES} times, the save was complete before the ranks were killed"
         if not self.result.refused:
             self.watch.until(lambda: False)
         if self.watch.is_stuck:
-            self.result.stuck = f"it made no progress for {self.watch.patience_s:.0f} s"
+            self.result.stuck = f"the run made no progress for {self.watch.patience_s:.0f} s"
             kill_job(self.run_dir)
         return self.result
 
     def _await_target(self, number: int) -> bool:
-        """Wait until the run reaches its target; return False if it does not.
+        """Wait until the run reaches its target; return False if it never does.
 
-        The target of mid-save is the next save.
+        The target of the scenario mid-save is the next save.
         """
         watch, target = self.watch, self.target
         if self.scenario.name == "mid-save":
@@ -309,7 +309,7 @@ class ScenarioRunner:
         return watch.until(lambda: time.monotonic() - watch.started_s.get(1, float("inf")) > wait_s)
 
     def _interrupt_and_await(self) -> bool:
-        """Interrupt the run and wait for its restart; return False if one of them did not happen."""
+        """Interrupt the run and wait for its restart; return False if either did not happen."""
         watch, before, began_s = self.watch, self.watch.attempt, time.monotonic()
         self.result.step = watch.step or None
         try:
@@ -353,7 +353,7 @@ class ScenarioRunner:
             "signal": ("SIGUSR2", self._notify),
             "rank": (f"SIGKILL of rank {target.rank}", lambda: injector.kill_rank(target.rank)),
             "node": (f"SIGKILL of node {target.node_rank}", lambda: injector.kill_node(target.node_rank)),
-            "mid-save": ("SIGKILL of all ranks in a save", injector.kill_ranks),
+            "mid-save": ("SIGKILL of all ranks during a save", injector.kill_ranks),
             "damaged-checkpoint": ("job killed, checkpoint damaged", self._kill_and_damage),
             "requeue": ("scontrol requeue", self._requeue),
         }
@@ -375,7 +375,7 @@ class ScenarioRunner:
         return True
 
     def _resume(self) -> None:
-        """Resume the run as `trainkit resume` does."""
+        """Resume the run in the same way as `trainkit resume`."""
         with run_lock(self.run_dir):
             job = read_whole_job(self.run_dir)
             require_not_running(self.run_dir, job, "resume")
@@ -384,7 +384,7 @@ class ScenarioRunner:
         self.result.restarted_by = "resume"
 
     def _save_was_cut_off(self) -> bool:
-        """Return whether the interruption prevented the current save from being published."""
+        """Return whether the interruption aborted the current save, so that no checkpoint resulted."""
         attempt = self.watch.attempt
         events = list(read_events(self.run_dir, "training", "checkpoint_begin"))
         resumed = [event for event in events if event.name == "training" and event.attempt == attempt]

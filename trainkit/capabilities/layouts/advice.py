@@ -1,4 +1,4 @@
-"""Suggests changes if no layout fits, and formats the choices of layouts as a table and as JSON."""
+"""Suggests changes if no layout fits, and formats choices of layouts as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from trainkit.plan.memory import state_bytes
 from trainkit.plan.step_work import StepWork
 
 MAX_NODES = 512
-"""Maximum number of nodes that are tried."""
+"""Maximum number of nodes to try."""
 
 
 def advise(work: StepWork, hardware: Hardware, global_batch_size: int | None) -> Iterator[tuple[str, Choice]]:
-    """Yield each change that makes a run fit, and the best choice with the change.
+    """Yield each change with which a run would fit, and the best choice after this change.
 
-    The changes are the smallest number of GPUs with which the run fits, and offload, which saves the most
+    The changes are the smallest number of GPUs on which the run fits, and offloading, which saves the most
     memory but is slow.
     """
     for other in _sizes(hardware):
@@ -34,7 +34,10 @@ def advise(work: StepWork, hardware: Hardware, global_batch_size: int | None) ->
 
 
 def _sizes(hardware: Hardware) -> Iterator[Hardware]:
-    """Yield the sizes to try: fractions of a node, then nodes in powers of two and the midpoints."""
+    """Yield the sizes to try: fractions of a node, then numbers of nodes.
+
+    The numbers of nodes are powers of two, and the numbers midway between them.
+    """
     size = max(hardware.node_size, hardware.gpu.node_size)
     for num_gpus in range(1, size + 1):
         if size % num_gpus == 0:
@@ -48,13 +51,13 @@ def _sizes(hardware: Hardware) -> Iterator[Hardware]:
 
 
 MIN_SHARE = 0.03
-"""Smallest fraction of a step that a reason mentions."""
+"""Smallest fraction of a step's time that is mentioned as a reason."""
 DERIVED = -1
-"""The value of a derived degree, which already results in the wanted degree."""
+"""The config value that lets trainkit derive a parallelism degree from the other degrees."""
 
 
 def reason(choice: Choice) -> str:
-    """Describe the replicas and shards of a layout, and the causes of lost time."""
+    """Describe the replicas and shards of a layout, and what its steps lose time on."""
     return "; ".join([describe_layout(choice.work.layout), *_losses(choice)])
 
 
@@ -73,7 +76,7 @@ def headline(best: Choice) -> str:
 
 
 def settings(choice: Choice, config: RunConfig) -> dict[str, object]:
-    """Return the config keys to change for a choice, in reading order."""
+    """Return the config keys that must change for a choice, in an order suitable for reading."""
     work, layout = choice.work, choice.work.layout
     wanted: dict[str, object] = {
         "train.device_batch_size": work.device_batch_size,
@@ -91,18 +94,18 @@ def settings(choice: Choice, config: RunConfig) -> dict[str, object]:
     if layout.pp > 1:
         wanted["parallel.pp_microbatches"] = work.parallel.pp_microbatches
     if work.shards == 1:
-        del wanted["parallel.zero"]  # Without shards, there is nothing to gather.
+        del wanted["parallel.zero"]  # without shards, there is nothing to gather
     own = {key: attrgetter(key)(config) for key in wanted}
     return {key: value for key, value in wanted.items() if own[key] not in (value, DERIVED)}
 
 
 def set_flags(values: dict[str, object]) -> list[str]:
-    """Return the ``--set`` flags for `settings`."""
+    """Return the ``--set`` options for the result of `settings`."""
     return [f"--set {key}={yaml_text(value)}" for key, value in values.items()]
 
 
 def _losses(choice: Choice) -> list[str]:
-    """Return the causes of lost time in a step, the largest fraction first."""
+    """Return what a step loses time on, the largest fraction first."""
     cost, node_size = choice.cost, choice.hardware.node_size
     far = cost.crossing(node_size)
     shares = {
@@ -142,15 +145,16 @@ HEADER = (
 )
 LEFT = ("recompute", "fits", "reason")
 CONFIGURED = "*"
-"""Marks the layout of the config."""
+"""Marks the layout of the config in the table."""
 
 
 def table_lines(
     choices: Sequence[Choice], configured: Choice | None, best: Choice | None, fit: int | None = None
 ) -> list[str]:
-    """Format choices as lines of a table.
+    """Format choices as the lines of a table.
 
-    Memory is in GiB, sent data in GiB per GPU and step, and time is relative to the best choice.
+    Memory is in GiB, the amount of data sent is in GiB per GPU and step, and time is relative to the best
+    choice.
     """
     rows = [HEADER, *(_row(choice, choice == configured, best) for choice in choices)]
     numbers = [index for index, name in enumerate(HEADER) if name not in LEFT]
@@ -178,18 +182,18 @@ def _row(choice: Choice, is_configured: bool, best: Choice | None) -> tuple[str,
 
 
 def _amount(num_bytes: float) -> str:
-    """Format bytes as GiB in a table, or as MiB with the suffix M if they are less than one GiB."""
+    """Format a number of bytes for the table: in GiB, or if less than one GiB, in MiB with the suffix M."""
     return f"{num_bytes / GIB:.1f}" if num_bytes >= GIB or not num_bytes else f"{num_bytes / MIB:.0f}M"
 
 
 def relative_time(choice: Choice, best: Choice) -> float:
-    """Return the time per token relative to the time of the best choice."""
+    """Return the time per token relative to that of the best choice."""
     mine, least = (item.cost.step_s / item.work.tokens_per_step for item in (choice, best))
     return mine / least
 
 
 def choice_dict(choice: Choice, config: RunConfig, best: Choice | None) -> dict[str, object]:
-    """Return a choice as a JSON object, with amounts in bytes."""
+    """Return a choice as a JSON object, with all amounts in bytes."""
     work, memory, cost = choice.work, choice.memory, choice.cost
     return {
         "layout": asdict(work.layout),

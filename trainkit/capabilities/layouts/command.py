@@ -38,27 +38,29 @@ if TYPE_CHECKING:
     "trainkit plan quickstart --gpus 2 --gpu-type rtx4090 --profile balanced --json",
 )
 @config_options()
-@option("--gpus N", "Total number of GPUs; a multiple of the GPUs per node.", type=COUNT)
-@option("--gpu-type TYPE", "GPU type; default: the type of the run.", name="planned_type")
+@option("--gpus N", "Total number of GPUs; must be a multiple of the number of GPUs per node.", type=COUNT)
+@option(
+    "--gpu-type TYPE", "GPU type to plan for; default: the type that the run would use.", name="planned_type"
+)
 @option("--all", "Also list layouts that do not fit.", name="show_all")
-@option("--limit N", "Maximum number of layouts.", type=COUNT, default=10, show_default=True)
+@option("--limit N", "Maximum number of layouts to list.", type=COUNT, default=10, show_default=True)
 @option(
     "--failures-per-node-day RATE",
-    "Failures of a node per day, for the share of effective time.",
+    "Expected failures per node and day, used to estimate the effective training time.",
     type=click.FloatRange(min=0, min_open=True),
     default=FAILURES_PER_NODE_DAY,
     show_default=True,
 )
 @option(
     "--restart-s S",
-    "Seconds from a failure to the next step.",
+    "Expected seconds from a failure to the next step.",
     type=click.FloatRange(min=0),
     default=RESTART_S,
     show_default=True,
 )
 @option(
     "--save-s S",
-    "Seconds that a checkpoint blocks the ranks.",
+    "Expected seconds for which saving a checkpoint blocks the ranks.",
     type=click.FloatRange(min=0, min_open=True),
     default=SAVE_S,
     show_default=True,
@@ -73,19 +75,19 @@ def command(
     as_json: bool,
     **assumed: float,
 ) -> int:
-    """List the parallel layouts that can train the model of CONFIG, fastest first.
+    """List the parallel layouts with which the model of CONFIG can be trained, fastest first.
 
-    Memory is in GiB, or in MiB with the suffix M, on the GPU that needs the most. The table shows the maximum
-    of each category, and the peak, which is less than their sum because the maxima do not coincide. Batch is
-    samples per pass x passes per step, sent is the data that a GPU sends in a step, and time is an estimate
-    relative to the first row. The global batch size is the same for all layouts. A star marks the config's
-    layout. Exits with 1 if no layout fits.
+    Memory is that of the GPU that needs the most, in GiB, or in MiB with the suffix M. The table shows the
+    maximum of each category of memory, and the peak, which is less than the sum because the maxima do not
+    coincide. The column batch shows samples per pass x passes per step, sent shows the amount of data that a
+    GPU sends in a step, and time is an estimate relative to the first row. All layouts have the same global
+    batch size. A star marks the layout of the config. The exit code is 1 if no layout fits.
     """
     if gpus is not None and {"resources.nodes", "resources.gpus_per_node"} <= set(request.flags):
-        raise UsageError("--gpus conflicts with --nodes and --gpus-per-node", hint="use only one of them")
+        raise UsageError("--gpus conflicts with --nodes and --gpus-per-node", hint="use only one of the two")
     for name, value in assumed.items():
         if not math.isfinite(value):
-            raise UsageError(f"--{name.replace('_', '-')}: is {value}", hint="give a finite number")
+            raise UsageError(f"--{name.replace('_', '-')}: is {value}", hint="specify a finite number")
     loaded = request.load()
     hardware = _hardware(loaded, gpus, planned_type)
     planned = _Planned(request, loaded, _shape(loaded), hardware, Assumed(**assumed))
@@ -100,14 +102,14 @@ def _hardware(loaded: LoadedConfig, gpus: int | None, gpu_type: str | None) -> H
     from trainkit.capabilities.layouts.choices import find_hardware
     from trainkit.cluster.target import LOCAL, make_target
 
-    # Slurm is queried only if the type or number of GPUs is missing.
+    # Query Slurm only if the type or the number of GPUs is not given.
     is_given = (gpu_type or loaded.config.resources.gpu_type) is not None and gpus is not None
     target = LOCAL if is_given else make_target(loaded)
     return find_hardware(loaded.config, detect_machine(), target, gpu_type, gpus)
 
 
 def _shape(loaded: LoadedConfig) -> ModelShape:
-    """Return the model's shape; inspect the data only if the vocabulary size depends on it."""
+    """Return the shape of the model; read the data only if the vocabulary size depends on it."""
     from trainkit.data.checks import inspect_data
     from trainkit.plan.model_shape import resolve_model_shape
 
@@ -129,7 +131,7 @@ def _shape(loaded: LoadedConfig) -> ModelShape:
 
 
 class _Planned:
-    """The choices for a config, and their output."""
+    """The choices for a config, and how they are printed."""
 
     def __init__(
         self,
@@ -156,18 +158,18 @@ class _Planned:
         self.best = first if first is not None and first.fit != "no" else None
         self.effective: EffectiveTime | None = None
         shown = self.own or self.best
-        # Without the peak FLOP/s, times are only relative.
+        # Without the GPU's peak FLOP/s, only relative times are known.
         if shown is not None and hardware.gpu.peak_flops is not None:
             self.effective = effective_time(loaded.config, hardware.num_nodes, shown.cost.step_s, assumed)
 
     def listed(self, show_all: bool, limit: int) -> list[Choice]:
-        """Return the first choices, and the config's layout in any case."""
+        """Return the first choices, and always the choice with the config's layout."""
         fitting = [choice for choice in self.choices if show_all or self.best is None or choice.fit != "no"]
         listed = fitting[:limit]
         return listed if self.own is None or self.own in listed else [*listed, self.own]
 
     def advice(self) -> list[tuple[str, Choice]]:
-        """Return the changes with which the run would fit, if no layout fits."""
+        """If no layout fits, return the changes with which the run would fit."""
         from trainkit.capabilities.layouts.advice import advise
 
         if self.best is not None:
@@ -176,7 +178,7 @@ class _Planned:
         return list(advise(work, self.hardware, self.samples))
 
     def show(self, show_all: bool, limit: int) -> None:
-        """Print the table to stdout and everything else to stderr."""
+        """Print the table to standard output, and everything else to stderr."""
         from trainkit.capabilities.layouts.advice import headline, reason, table_lines
 
         hardware, listed = self.hardware, self.listed(show_all, limit)
@@ -205,7 +207,7 @@ class _Planned:
             click.echo(f"would fit with {peak}: {what}: {self._flags(choice)}", err=True)
 
     def _flags(self, choice: Choice) -> str:
-        """Return the command that submits the run with a choice."""
+        """Return the command that submits the run with the given choice."""
         from trainkit.capabilities.layouts.advice import set_flags, settings
 
         request, hardware = self.request, choice.hardware
@@ -216,7 +218,7 @@ class _Planned:
         return f"trainkit submit {quote(request.path)} {' '.join(flags)}"
 
     def to_dict(self, show_all: bool, limit: int) -> dict[str, object]:
-        """Return the plan as a JSON object, with amounts in bytes."""
+        """Return the plan as a JSON object, with all amounts in bytes."""
         from trainkit.capabilities.layouts.advice import choice_dict, headline
         from trainkit.plan.model_shape import num_params
 

@@ -1,11 +1,11 @@
-"""Computes the share of its time in which a run makes progress, although nodes fail.
+"""Computes the fraction of time in which a run makes progress although nodes fail.
 
 The model is from "Revisiting Reliability in Large-Scale Machine Learning Research Clusters" (arXiv
-2410.21680). Failures come at random, in proportion to the nodes, and each failure costs a restart and the
-work since the last checkpoint. Unlike the paper, the formula does not assume that two failures seldom follow
-each other.
+2410.21680). Failures occur at random, in proportion to the number of nodes; each failure costs a restart and
+all work since the last checkpoint. Unlike the formula in the paper, the one used here does not assume that
+failures rarely follow each other closely.
 
-All functions are pure.
+All functions in this module are pure.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from trainkit.config import RunConfig
 
 FAILURES_PER_NODE_DAY = 0.0065
-"""The failure rate of nodes with 8 A100, in the larger cluster of the paper."""
+"""Failure rate of nodes with 8 A100 GPUs, as measured in the larger cluster of the paper."""
 SAVE_S = 1.0
-"""Seconds that a save blocks the ranks, which write in the background."""
+"""Seconds for which a save blocks the ranks, which write the checkpoint in the background."""
 DAY_S = 86400.0
 NOTABLE = 0.5
-"""Minimum number of expected failures of a run for which its share of effective time is shown."""
+"""Minimum number of expected failures per run for which the effective time is shown."""
 
 
 @dataclass(frozen=True)
 class Assumed:
-    """Assumed values, which nothing on this machine can tell."""
+    """Values that must be assumed, because they cannot be measured on this machine."""
 
     failures_per_node_day: float = FAILURES_PER_NODE_DAY
     restart_s: float = RESTART_S
@@ -40,21 +40,21 @@ class Assumed:
 
 
 def effective_share(failures_per_s: float, interval_s: float, assumed: Assumed) -> float:
-    """Return the share of time in steps that count, with a checkpoint every `interval_s` seconds of steps.
+    """Return the fraction of time spent on steps that count; each interval of `interval_s` ends with a save.
 
-    An interval and its save take t seconds without a failure. Repeated until they succeed, they take
-    (exp(rate t) - 1) / rate on average. Restarts, during which nodes fail too, multiply this time by exp(rate
-    restart).
+    Without failures, an interval and its save take t seconds. If both are repeated until they succeed, they
+    take (exp(rate t) - 1) / rate seconds on average. Restarts, during which nodes can also fail, multiply
+    this time by exp(rate restart).
     """
     rate, wait_s = failures_per_s, interval_s + assumed.save_s
-    # Negative exponents do not overflow.
+    # Negative exponents cannot overflow.
     return rate * interval_s * exp(-rate * (assumed.restart_s + wait_s)) / -expm1(-rate * wait_s)
 
 
 def best_interval_s(failures_per_s: float, save_s: float) -> float:
-    """Return the interval between checkpoints with the largest share of effective time.
+    """Return the interval between checkpoints that maximises the effective time.
 
-    At this interval, the derivative of `effective_share` is 0: 1 - rate i = exp(-rate (i + save)).
+    At this interval i, the derivative of `effective_share` is 0: 1 - rate i = exp(-rate (i + save)).
     """
     low_s, high_s = 0.0, 1 / failures_per_s
     for _ in range(60):
@@ -70,22 +70,22 @@ class EffectiveTime:
 
     failure_every_s: float
     interval_s: float
-    """Seconds between the checkpoints of the config."""
+    """Seconds between the checkpoints that the config requests."""
     share: float
     best_interval_s: float
     best_steps: int
-    """The number of steps in `best_interval_s`."""
+    """The number of steps that take `best_interval_s`."""
     best_share: float
     step_s: float
     assumed: Assumed
 
     def lines(self) -> Iterator[str]:
-        """Yield the result and its assumptions as text."""
+        """Yield the result and the assumptions as lines of text."""
         best = f"checkpoint.every_steps={self.best_steps}"
         yield (
             f"effective time: {self.share:.1%} with a checkpoint every {duration(self.interval_s)}; at most"
-            f" {self.best_share:.1%}, with one every {duration(self.best_interval_s)} ({best}), as a node"
-            f" fails every {duration(self.failure_every_s)}"
+            f" {self.best_share:.1%}, with one every {duration(self.best_interval_s)} ({best}), because"
+            f" a node fails every {duration(self.failure_every_s)}"
         )
         given = self.assumed
         rate = f"{given.failures_per_node_day:g} failures per node and day (--failures-per-node-day)"
@@ -98,9 +98,9 @@ class EffectiveTime:
 def effective_time(
     config: RunConfig, num_nodes: int, step_s: float, assumed: Assumed
 ) -> EffectiveTime | None:
-    """Return the share of effective time of a run; None without checkpoints.
+    """Return the effective time of a run; None if the run saves no checkpoints.
 
-    Returns None also on one node or for a short run, unless a value other than the default is assumed.
+    The result is also None for a run that is short or uses one node, unless a value differs from its default.
     """
     saves, steps = config.checkpoint, config.train.steps
     rate = num_nodes * assumed.failures_per_node_day / DAY_S

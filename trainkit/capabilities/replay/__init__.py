@@ -1,4 +1,4 @@
-"""Computes steps of a run again, compares them, and shows their samples."""
+"""Recomputes steps of a run, compares the results, and shows the samples of the steps."""
 
 from __future__ import annotations
 
@@ -7,29 +7,32 @@ from dataclasses import dataclass
 from trainkit.capability import Capability, Part
 
 SAMPLES_FILE = "sample_losses.jsonl"
-"""The file in the folder of a replay with the losses of the samples of each step."""
+"""File in the folder of a replay that contains the loss of each sample, by step."""
 
 
 @dataclass(frozen=True)
 class SampleLosses:
-    """The losses of the samples of one step, a line of `SAMPLES_FILE`."""
+    """The losses of all samples of one step, which are one line of `SAMPLES_FILE`."""
 
     step: int
     losses: list[float | str]
-    """The mean loss of each sample, in the order of the global batch; ``inf`` if it is not finite."""
+    """Mean loss of each sample, in the order of the global batch; ``inf`` if a loss is not finite."""
 
 
 @dataclass(frozen=True)
 class ReplayPart(Part):
-    """The steps that `trainkit replay` computes again, as a part of the plan."""
+    """The part of a launch plan that says which steps `trainkit replay` recomputes."""
 
     CAPABILITY = "replay"
     steps: tuple[int, int]
-    """The first and the last step."""
+    """The first and the last step to recompute."""
 
 
 class Replay(Capability):
-    """The capability of `trainkit replay`; only that command adds its part, which selects its own worker."""
+    """The capability of `trainkit replay`.
+
+    Only that command adds a `ReplayPart` to the plan, which selects the replay worker.
+    """
 
     name = "replay"
 

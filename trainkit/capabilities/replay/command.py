@@ -1,4 +1,4 @@
-"""The commands `trainkit replay` and `trainkit data show`."""
+"""Implements the commands `trainkit replay` and `trainkit data show`."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from trainkit.run.rundir import RunDir
 
 MAX_SAMPLES = 10
-"""The largest number of samples that are listed."""
+"""Maximum number of samples that are listed."""
 MAX_TEXT = 60
-"""The largest number of characters of a text in one line."""
+"""Maximum number of characters of a text on one line."""
 MAX_DOCUMENTS = 3
 SHAPE_KEYS = ("resources.nodes", "resources.gpus_per_node")
 
@@ -41,20 +41,23 @@ SHAPE_KEYS = ("resources.nodes", "resources.gpus_per_node")
     "trainkit replay last --step 20 --submit --time 10 --follow",
 )
 @click.argument("run_name", metavar="[RUN]", required=False, shell_complete=complete_run)
-@option("--step N[..M]", "Step, or range of steps.", name="steps")
+@option("--step N[..M]", "Step to recompute, or a range of steps.", name="steps")
 @option(
     "--layout LAYOUT",
-    "`same` as in the run, `single` for one process, or degrees such as tp=2,dp_shard=2.",
+    "Layout of the replay: `same` for the layout of the run, `single` for one process, "
+    "or degrees such as tp=2,dp_shard=2.",
     default="same",
     show_default=True,
 )
 @options.shape_options
-@option("--submit", "Compute in a job, on Slurm if it is available.")
+@option("--submit", "Compute the steps in a job, on Slurm if it is available.")
 @options.job_options
-@option("--run-dir DIR", "New or empty run folder of the job; default: runs/NAME-replay.")
-@option("--follow", "Wait for the job and compare; Ctrl-C detaches.")
-@option("--collect JOB", "Compare the result of a job, given its folder, name or job id.")
-@option("--keep", "Keep the temporary folder of the replay, with its logs; only without --submit.")
+@option("--run-dir DIR", "Run folder for the job, which must be new or empty; default: runs/NAME-replay.")
+@option("--follow", "Wait for the job, then compare its results; Ctrl-C detaches.")
+@option(
+    "--collect JOB", "Compare the results of a replay job that has ended; JOB is its folder, name or job id."
+)
+@option("--keep", "Keep the replay's temporary folder with its logs; only without --submit.")
 @options.trust_option
 @options.json_option
 def command(
@@ -71,15 +74,15 @@ def command(
     as_json: bool,
     **slurm: object,
 ) -> int:
-    """Compute steps of RUN again from the checkpoint before them, and compare the results.
+    """Recompute steps of RUN from the checkpoint before them, and compare the results with RUN's records.
 
-    If loss and gradient norm are equal to the last digit, the data or the optimisation caused a spike. The
-    output then lists the samples of the steps with source file and position, the worst loss first. If they
-    differ, the hardware or a library caused it. The output then names the rank and host if the records show
-    them.
+    If loss and gradient norm are equal to the last digit, a spike in the loss is due to the data or the
+    optimisation. The command then lists the samples of the steps with source file and position, those with
+    the highest loss first. If the values differ, the hardware or a library is the cause. The command then
+    prints the rank and the host that caused the difference, if the records show them.
 
-    The steps run on this machine, or with --submit in a job with a separate run folder, which --follow or
-    --collect compares. RUN is not changed. The exit code is 1 if a step differs.
+    The steps are computed on this machine or, with --submit, in a job that has its own run folder; --follow
+    or --collect then compares the results. RUN itself is not changed. The exit code is 1 if any step differs.
     """
     flags = options.config_flags({"nodes": nodes, "gpus_per_node": gpus_per_node, **slurm})
     from trainkit.run.registry import find_run
@@ -112,17 +115,17 @@ def command(
 
 
 def _refuse_misfits(submit: bool, keep: bool, follow: bool, run_dir: str | None, flags: Flags) -> None:
-    """Raise UsageError for options that have no effect in this mode."""
+    """Raise UsageError if an option has no effect in combination with the others."""
     of_job = [origin for key, (origin, _) in flags.items() if key not in SHAPE_KEYS]
     of_job += ["--follow"] * follow + ["--run-dir"] * (run_dir is not None)
     if of_job and not submit:
         raise UsageError(f"{', '.join(of_job)} has no effect without --submit", hint="add --submit")
     if keep and submit:
-        raise UsageError("--keep has no effect with --submit", hint="the folder of a job is always kept")
+        raise UsageError("--keep has no effect with --submit", hint="a job's folder is always kept")
 
 
 def _run_here(what: ReplayPlan, keep: bool, as_json: bool) -> int:
-    """Compute the steps on this machine in a temporary folder, and compare them."""
+    """Compute the steps on this machine in a temporary folder, and compare the results."""
     from trainkit.capabilities.replay.replay import run_replay
     from trainkit.job.signals import exit_on_stop
 
@@ -143,7 +146,7 @@ def _run_here(what: ReplayPlan, keep: bool, as_json: bool) -> int:
 
 
 def _submit(what: ReplayPlan, folder: Path | None, follow: bool, as_json: bool) -> int:
-    """Start a job; with --follow, wait for the job and compare its steps."""
+    """Submit a replay job; with --follow, wait for the job and compare the results."""
     from trainkit.capabilities.replay.replay import submit_replay
     from trainkit.cli.logs import follow_detachable
     from trainkit.cli.started import print_started
@@ -177,7 +180,7 @@ def _report(what: ReplayPlan, copy: RunDir, as_json: bool) -> int:
         samples = {step: step_samples(find_step(what.run, step)) for step in range(what.first, what.last + 1)}
     worst = worst_samples(copy, samples)
     if as_json:
-        judged = [  # a loss that is not finite is null, as in metrics.jsonl
+        judged = [  # write a loss that is not finite as null, as in metrics.jsonl
             {"step": step, "loss": loss if math.isfinite(loss or 0.0) else None, **sample_fields(sample)}
             for step, loss, sample in worst
         ]
@@ -191,7 +194,7 @@ def _range(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text)
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= first <= last:
-        problem = f"--step {text} is neither a step nor a range of steps from 1 upwards"
+        problem = f"--step {text} is neither a step nor a range of steps; steps are numbered from 1"
         raise UsageError(problem, hint="pass a step such as 120, or a range such as 118..121")
     return first, last
 
@@ -206,12 +209,12 @@ def _lines(
         if step.step >= what.first or step is bad:
             yield _step_line(step, has_several)
     if worst:
-        yield "samples:" if worst[0][1] is None else "samples, the worst loss first:"
+        yield "samples:" if worst[0][1] is None else "samples, highest loss first:"
         for step_number, loss, sample in worst[:MAX_SAMPLES]:
             shown = "" if loss is None else f" loss {loss:.4f}"
             yield from sample_lines(sample, note=f"  step {step_number}{shown}")
         if len(worst) > MAX_SAMPLES:
-            yield f"and {len(worst) - MAX_SAMPLES:,} more; `trainkit data show` lists them all"
+            yield f"and {len(worst) - MAX_SAMPLES:,} more; `trainkit data show` lists all samples"
 
 
 def _verdict_lines(found: Comparison) -> Iterator[str]:
@@ -223,22 +226,22 @@ def _verdict_lines(found: Comparison) -> Iterator[str]:
         yield "equal to the last digit: the cause is the data or the optimisation, not the hardware"
     elif found.verdict == EQUAL:
         yield f"equal within {found.tolerance:g}: a larger spike is due to the data or the optimisation"
-        yield f"a smaller hardware error would not be visible, because rounding differs: {why}"
+        yield f"a smaller hardware error cannot be detected, because rounding differs: {why}"
     elif bad is None:
         yield "unknown: the run recorded none of these steps (see train.log_every)"
     elif found.verdict != DIFFERENT:
         yield f"unknown: different since step {bad.step}, possibly due to accumulated rounding errors"
-        yield f"`--layout same` on the same hardware compares to the last digit; now it cannot: {why}"
+        yield f"`--layout same` on the same hardware compares to the last digit; here it cannot: {why}"
     else:
-        more = "" if bad.is_exact else f" by more than {found.tolerance:g}, at once"
+        more = "" if bad.is_exact else f" by more than {found.tolerance:g} within a single step"
         yield f"different since step {bad.step}{more}: the cause is the hardware or a library, not the data"
         if not bad.is_exact:
-            yield f"not compared to the last digit: {why}"
+            yield f"the values were not compared to the last digit: {why}"
         culprit = found.culprit
         if culprit is not None and culprit.ranks:
             ranks = "rank" + "s" * (len(culprit.ranks) > 1) + " " + ", ".join(map(str, culprit.ranks))
             yield (
-                f"{ranks} on {', '.join(culprit.hosts)} computed another value in attempt {bad.attempt}: "
+                f"{ranks} on {', '.join(culprit.hosts)} computed a different value in attempt {bad.attempt}: "
                 f"{culprit.what}"
             )
         elif culprit is not None:
@@ -267,15 +270,16 @@ def _shown(values: dict[str, float | None]) -> str:
     short_help="Show the samples of a step of a run.",
 )
 @options.run_argument
-@option("--step N", "Step of the run.", type=click.IntRange(min=1), required=True)
-@option("--rank R", "Only the samples that this rank reads.", type=click.IntRange(min=0))
+@option("--step N", "Step of RUN whose samples are shown.", type=click.IntRange(min=1), required=True)
+@option("--rank R", "Show only the samples that this rank reads.", type=click.IntRange(min=0))
 @options.trust_option
 @options.json_option
 def show(run_name: str, step: int, rank: int | None, as_json: bool) -> int:
-    """Show the samples of a step of RUN in the order of the global batch, without computing the step.
+    """Show the samples of a step of RUN, in the order of the global batch, without computing the step.
 
-    Each sample is shown with its index in the dataset, the rank and microbatch that read it, the source file
-    and position of its documents, and the beginning of its text. Future steps can be shown too.
+    For each sample, the output contains its index in the dataset, the rank and microbatch that read it, the
+    source file and position of its documents, and the beginning of its text. The step can also be in the
+    future.
     """
     from trainkit.capabilities.replay.steps import find_step, step_samples
     from trainkit.run.registry import find_run
@@ -306,7 +310,7 @@ def show(run_name: str, step: int, rank: int | None, as_json: bool) -> int:
 
 
 def sample_fields(sample: StepSample) -> dict[str, object]:
-    """Return a sample as JSON, with truncated texts."""
+    """Return a sample as a JSON object with truncated texts."""
     fields = asdict(sample)
     for document in fields["documents"]:
         document["text"] = document["text"][:1000]
@@ -314,7 +318,7 @@ def sample_fields(sample: StepSample) -> dict[str, object]:
 
 
 def sample_lines(sample: StepSample, note: str = "") -> Iterator[str]:
-    """Yield a line for a sample and a line for each of its first documents."""
+    """Yield a line about a sample, and a line about each of its first documents."""
     ranks = (
         f"rank {sample.ranks[0]}" if len(sample.ranks) == 1 else f"ranks {sample.ranks[0]}-{sample.ranks[-1]}"
     )
@@ -328,6 +332,6 @@ def sample_lines(sample: StepSample, note: str = "") -> Iterator[str]:
 
 
 def one_line(text: str) -> str:
-    """Return the beginning of a text on one line, with control characters escaped."""
+    """Return the beginning of a text on one line; control characters are escaped."""
     cut = repr(text[:MAX_TEXT])[1:-1]
     return f"{cut}…" if len(text) > MAX_TEXT else cut

@@ -1,4 +1,4 @@
-"""Compares a replay with the records of the run, and finds the values and ranks that differ."""
+"""Compares a replay with the records of the run, and finds the values and the ranks that differ."""
 
 from __future__ import annotations
 
@@ -19,43 +19,46 @@ from trainkit.run.rundir import AttemptDir, RunDir
 
 EQUAL, DIFFERENT, UNKNOWN = "equal", "different", "unknown"
 TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 5e-2}
-"""Maps `precision.dtype` to the relative difference of loss and gradient norm that rounding may cause."""
+"""Maps `precision.dtype` to the relative difference in loss and gradient norm that rounding alone may
+cause."""
 JUMP = 30.0
-"""Rounding errors grow slowly. A difference of this many times the largest earlier one has another cause."""
+"""Rounding errors grow slowly. A difference that exceeds the largest earlier difference by this factor is not
+caused by rounding."""
 MAX_UNSEEN = 10
-"""Number of steps in which rounding errors stay below the tolerance."""
+"""Number of steps during which accumulated rounding errors stay below the tolerance."""
 VALUES = ("loss", "grad_norm")
 FACTS = ("trainkit", "torch", "processor", "threads", "cudnn", "nccl", "triton", "driver")
-"""The recorded versions and hardware on which the bits of a result depend."""
+"""Recorded versions and hardware that influence a result bit for bit."""
 
 
 @dataclass(frozen=True)
 class ComparedStep:
-    """The recorded and the replayed values of a step; a value that is not finite is None."""
+    """The recorded and the replayed values of a step; a value that was not finite is None."""
 
     step: int
     attempt: int | None
-    """The attempt that recorded the step; None if no attempt did."""
+    """The attempt that recorded the step; None if no attempt recorded it."""
     recorded: dict[str, float | None] | None
     replayed: dict[str, float | None]
     difference: float | None
-    """The largest relative difference of the values; None if the step was not recorded."""
+    """The largest relative difference between recorded and replayed values; None if the step was not
+    recorded."""
     is_exact: bool
-    """True if nothing that affects rounding differs, so the values must be equal to the last digit."""
+    """True if run and replay round in the same way, so that their values must be equal to the last digit."""
     is_equal: bool | None
-    """True if the values are equal, within rounding unless `is_exact`; None if the step was not recorded."""
+    """True if the values are equal, up to rounding unless `is_exact`; None if the step was not recorded."""
 
 
 @dataclass(frozen=True)
 class Culprit:
-    """The ranks on which a step first differs, according to the records of the ranks."""
+    """The ranks on which a step first differed, according to the records of the ranks."""
 
     ranks: tuple[int, ...]
-    """The ranks that differ; empty if the records do not show them."""
+    """The ranks that differed first; empty if the records do not show them."""
     hosts: tuple[str, ...]
-    """The hosts of the ranks; if `ranks` is empty, all hosts that could be the cause."""
+    """The hosts of `ranks`; if `ranks` is empty, all hosts that could be the cause."""
     what: str
-    """The difference as text."""
+    """A description of the difference."""
 
 
 @dataclass(frozen=True)
@@ -65,18 +68,18 @@ class Comparison:
     verdict: str
     """``equal``, ``different`` or ``unknown``."""
     is_exact: bool
-    """True if every step is equal to the last digit or must be."""
+    """True if each step is exact (see `ComparedStep.is_exact`) or has equal values."""
     tolerance: float
-    """The relative difference up to which steps that are not exact count as equal."""
+    """The relative difference up to which steps count as equal unless they are exact."""
     rounding: tuple[str, ...]
-    """Differences from the run that affect rounding, such as the layout, one phrase each."""
+    """What differs from the run and affects rounding, such as the layout; one phrase each."""
     start_step: int
     steps: tuple[ComparedStep, ...]
-    """The steps in order; a step that several attempts recorded appears once per attempt."""
+    """The compared steps in order; a step that several attempts recorded appears once per attempt."""
     culprit: Culprit | None
 
     def to_dict(self) -> dict[str, object]:
-        """Return the comparison as JSON; an infinite difference becomes null."""
+        """Return the comparison as a JSON object; an infinite difference becomes null."""
         fields = asdict(self)
         for step in fields["steps"]:
             if step["difference"] == math.inf:
@@ -89,7 +92,7 @@ class Comparison:
 
 
 def compare(what: ReplayPlan, copy: RunDir) -> Comparison:
-    """Compare all steps since the checkpoint, because an earlier difference explains a later one.
+    """Compare all steps since the checkpoint, because a difference may have begun before the requested steps.
 
     Raises UsageError if the training data has changed since the run.
     """
@@ -104,7 +107,7 @@ def compare(what: ReplayPlan, copy: RunDir) -> Comparison:
         before = attempt_starts(what.run).get(number, Start())
         refuse_other_data(number, before.data, start.data)
         reasons[number] = list(_rounding(what, *settings[number], before, start))
-    # Rounding in an attempt also affects all later attempts.
+    # A difference in rounding in one attempt also affects all later attempts.
     inexact = next((number for number in attempts if reasons[number]), math.inf)
     tolerance = TOLERANCE[what.config.precision.dtype]
     steps = []
@@ -141,10 +144,10 @@ def _verdict(steps: Sequence[ComparedStep], first: int) -> str:
 def _recorded(
     what: ReplayPlan, first: int, settings: dict[int, tuple[RunConfig, LaunchPlan]]
 ) -> dict[int, dict[int, dict[str, float | None]]]:
-    """Map each recorded step to the values of each attempt, from step `first` on.
+    """Map each recorded step, from step `first` on, to the values of each attempt.
 
-    Attempts whose config changes the result of a step are skipped. `settings` gets the config and the plan of
-    each attempt.
+    Attempts are skipped if their config changes the result of a step. The config and the plan of each attempt
+    are added to `settings`.
     """
     found: dict[int, dict[int, dict[str, float | None]]] = {}
     comparable: dict[int, bool] = {}
@@ -164,7 +167,7 @@ def _recorded(
 def _rounding(
     what: ReplayPlan, config: RunConfig, plan: LaunchPlan, before: Start, start: Start
 ) -> Iterator[str]:
-    """Yield the differences between an attempt and the replay that affect rounding."""
+    """Yield differences between an attempt and the replay that affect rounding."""
     now = what.plan
     if plan.layout != now.layout:
         yield f"layout {layout_name(now.layout, {})} instead of {layout_name(plan.layout, {})}"
@@ -175,7 +178,7 @@ def _rounding(
         if key not in (*DEGREES, "pp_microbatches") and was != value:
             yield f"parallel.{key} {value} instead of {was}"
     if plan.device == "cuda" and not config.train.deterministic:
-        yield "without train.deterministic, sums on GPUs have no fixed order"
+        yield "without train.deterministic, the order of sums on GPUs is not fixed"
     for name in FACTS:
         was, is_now = getattr(before, name), getattr(start, name)
         if was is not None and is_now is not None and was != is_now:
@@ -183,7 +186,7 @@ def _rounding(
 
 
 def _difference(recorded: float | None, replayed: float | None) -> float:
-    """Return the difference relative to the smaller value; infinite if only one value is finite."""
+    """Return the difference relative to the smaller value; infinite if only one of the values is finite."""
     if recorded == replayed:
         return 0.0
     if recorded is None or replayed is None or not recorded or not replayed:
@@ -194,13 +197,15 @@ def _difference(recorded: float | None, replayed: float | None) -> float:
 def _culprit(
     copy: RunDir, found: Comparison, bad: ComparedStep, attempt: AttemptDir, num_ranks: int
 ) -> Culprit:
-    """Find the ranks that differ first, by the values that they recorded before and after the reduction."""
+    """Find the ranks that differed first, from the values recorded before and after the reduction."""
     ranks = range(num_ranks)
     was = [rank_records(attempt, rank, bad.step) for rank in ranks]
     hosts = tuple(str(records[0].get("host", "")) if records else "" for records in was)
     all_hosts = tuple(sorted({host for host in hosts if host}))
     if not bad.is_exact:
-        return Culprit((), all_hosts, "without equality to the last digit, the ranks cannot be compared")
+        return Culprit(
+            (), all_hosts, "the ranks can be compared only if equal values are equal to the last digit"
+        )
     if not all(was):
         return Culprit((), all_hosts, f"the ranks have no records of step {bad.step}")
     # A preempted replay job starts over, so use the newest attempt that computed the step.
@@ -208,7 +213,9 @@ def _culprit(
     now = [next(filter(None, (rank_records(one, rank, bad.step) for one in newest)), []) for rank in ranks]
     num_turns = len(was[0])
     if any(len(records) != num_turns for records in (*was, *now)):
-        return Culprit((), all_hosts, f"some ranks have no record of step {bad.step} or of one of its turns")
+        return Culprit(
+            (), all_hosts, f"some ranks have no record of step {bad.step} or of one of its optimizer turns"
+        )
     before = [s.step for s in found.steps if s.step < bad.step and s.is_equal and s.attempt == bad.attempt]
     last_equal = max([found.start_step, *before])
 
@@ -216,12 +223,12 @@ def _culprit(
         return [rank for rank in ranks if was[rank][turn].get(name) != now[rank][turn].get(name)]
 
     if bad.step - last_equal > 1 and len(other("loss_sum")) == num_ranks:
-        between = f"between the steps {last_equal} and {bad.step}, which were not recorded"
-        return Culprit((), all_hosts, f"the weights had changed already {between}; see train.log_every")
+        between = f"between steps {last_equal} and {bad.step}, which were not recorded"
+        return Culprit((), all_hosts, f"the weights began to differ {between}; see train.log_every")
     for turn in range(num_turns):
         # An error in one optimizer turn changes the weights that all ranks use in the next turn.
         optimizer = was[0][turn].get("optimizer")
-        where = "" if optimizer is None else f", in turn {turn + 1} of {num_turns} (optimizer {optimizer})"
+        where = "" if optimizer is None else f", in optimizer turn {turn + 1} of {num_turns} ({optimizer})"
         for name, label in (
             ("loss_sum", "its loss, in the forward pass"),
             ("local_gradient", "its gradient before the reduction, in the backward pass"),
@@ -239,9 +246,9 @@ def _culprit(
 
 
 def rank_records(attempt: AttemptDir, rank: int, step: int) -> list[dict[str, object]]:
-    """Return the records of a rank for a step: one, or one per turn if optimizers take turns.
+    """Return the records of a rank for a step: one, or one per optimizer turn (see `Task.turns`).
 
-    The list is empty if the step was not recorded or its records were dropped.
+    The list is empty if the step was not recorded, or if its records were deleted.
     """
     found = dict[object, dict[str, object]]()
     for record in read_jsonl_reversed(attempt.rank_record(rank)):
@@ -255,9 +262,9 @@ def rank_records(attempt: AttemptDir, rank: int, step: int) -> list[dict[str, ob
 def worst_samples(
     copy: RunDir, samples: Mapping[int, Sequence[StepSample]]
 ) -> list[tuple[int, float | None, StepSample]]:
-    """Return (step, loss, sample) of all samples, the worst loss first.
+    """Return (step, loss, sample) for all samples, highest loss first.
 
-    A loss is the mean over the tokens of the sample, infinite for a loss that is not finite, and None for a
+    The loss is the mean over the tokens of the sample; it is infinite if it was not finite, and None for a
     user's task.
     """
     lines = (read_record(SampleLosses, record) for record in read_jsonl(copy.path / SAMPLES_FILE))

@@ -1,7 +1,7 @@
-"""Prints items of the training data of a run with a user's task.
+"""Prints training data items of a run with a user's task.
 
-``python -m trainkit.capabilities.replay.items`` reads the run, the attempt and the positions as JSON from
-standard input.
+``python -m trainkit.capabilities.replay.items`` reads a JSON object with the run, the attempt and the
+positions from standard input.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_CHARS = 2000
 
 
 def items_of(request: JsonObject) -> JsonObject:
-    """Return the fingerprint of a run's data, and the index and shortened repr of the requested items."""
+    """Return a fingerprint of the run's data, and for each requested item its index and shortened repr."""
     run = RunDir(request["run"])
     config = read_effective(run.attempt(request["attempt"]).config_file)
     data = UserTask(config, run).train_data
@@ -35,7 +35,7 @@ def items_of(request: JsonObject) -> JsonObject:
     indices = dict(zip(positions, found, strict=True))
 
     def text(position: int) -> str:
-        """Return the shortened repr of an item, read with the random seeds of the training."""
+        """Return the shortened repr of an item, which is read with the same random seeds as in training."""
         seed_generators(stable_key(config.seed, "train", "item", position))
         return repr(data.samples[indices[position]])[:MAX_CHARS]
 
@@ -44,7 +44,7 @@ def items_of(request: JsonObject) -> JsonObject:
 
 
 def main() -> None:
-    """Print the items that the request on standard input names."""
+    """Print the items requested on standard input."""
     try:
         print(json.dumps(items_of(json.load(sys.stdin))))
     except TrainkitError as error:

@@ -1,4 +1,4 @@
-"""Plans and starts a replay: the steps, the first checkpoint, the layout and the machine.
+"""Plans and starts a replay: chooses the steps, the checkpoint, the layout and the machine.
 
 The ranks of a replay run on this machine in a temporary folder, or in a separate job.
 """
@@ -49,7 +49,7 @@ from trainkit.shipped import load
 SAME, SINGLE = "same", "single"
 ORIGIN = "trainkit replay"
 Flags = Mapping[str, tuple[str, object]]
-"""Maps a dotted key of the config to the flag as typed and its value."""
+"""Maps a dotted config key to the command-line flag as typed and its value."""
 WITHOUT_EXTRAS: Mapping[str, object] = {
     "train.log_every": 1,
     "train.eval_every": None,
@@ -66,7 +66,8 @@ WITHOUT_EXTRAS: Mapping[str, object] = {
     "requeue.on": [],
     "requeue.follow_ups": 0,
 }
-"""Config values that turn off all work that does not influence the steps; `quiet_keys` are null too."""
+"""Config values that turn off everything without influence on the computed steps; `quiet_keys` are also set
+to null."""
 IRRELEVANT = (
     "name:",
     "resources.",
@@ -86,42 +87,42 @@ IRRELEVANT = (
     "data.num_workers",
     "device",
 )
-"""Keys that affect only the rounding of a step, or whose effect is in the plan."""
+"""Config keys that can be ignored: they affect only rounding, or the plan shows their effect."""
 
 
 @dataclass(frozen=True)
 class ReplayPlan:
-    """The steps of a replay, and the config and plan with which it computes them."""
+    """The steps of a replay, with the config and the plan that compute them."""
 
     run: RunDir
     first: int
     last: int
     start_step: int
-    """The step of the first checkpoint; 0 for the initial weights."""
+    """Step of the checkpoint from which the replay starts; 0 for the initial weights."""
     at: RunStep
-    """The last step as the run computed it."""
+    """The last step to replay, as the run computed it."""
     config: RunConfig
     plan: LaunchPlan
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Return reasons to doubt the result, one sentence each."""
+        """Reasons to doubt the result, one sentence each."""
         started = parse_time(self.at.began.time)
         if started is None or self.at.job.code:
-            return ()  # later edits do not change the copy of the code
+            return ()  # the run has a copy of the code, which later edits do not change
         named = (self.at.config.task, self.at.config.model.architecture)
         with submission_folder(self.at.job):
             files = [Path(name.rpartition(":")[0]).absolute() for name in named if ".py:" in name]
         return tuple(
-            f"{file} was changed after attempt {self.at.attempt.number} began, which may cause a difference: "
-            "the run has no copy of the file"
+            f"{file} was changed after attempt {self.at.attempt.number} began, which may cause a difference, "
+            "because the run has no copy of the file"
             for file in files
             if file.is_file() and file.stat().st_mtime > started.timestamp()
         )
 
     @property
     def cost(self) -> str:
-        """Describe the steps to compute and the time that the run took for them."""
+        """Describe which steps will be computed, and how long the run took for them."""
         count = self.last - self.start_step
         origin = f"checkpoint step-{self.start_step:08d}" if self.start_step else "the initial weights"
         ranks = plural(self.plan.world_size, f"{self.plan.device} rank")
@@ -133,16 +134,16 @@ class ReplayPlan:
         ]
         if not times:
             return text
-        return f"{text}; the run needed {duration(count * median(times))}"
+        return f"{text}; the run took {duration(count * median(times))}"
 
 
 def plan_replay(
     run: RunDir, first: int, last: int, layout: str, flags: Flags, *, submits: bool = False
 ) -> ReplayPlan:
-    """Plan to compute the steps `first` to `last` again.
+    """Plan to recompute the steps `first` to `last`.
 
     `layout` is ``same``, ``single`` or degrees such as ``tp=2,dp_shard=2``. `flags` change the number of
-    nodes and GPUs, and with `submits` also the request to Slurm. Raises UsageError if the run cannot be
+    nodes and GPUs and, with `submits`, also the Slurm options. Raises UsageError if the run cannot be
     replayed with this layout or on this machine.
     """
     at = find_step(run, last)
@@ -156,7 +157,7 @@ def plan_replay(
     else:
         config, plan = _planned(at, layout, flags, submits)
     if at.began.threads is not None and plan.layout == at.plan.layout:
-        # On CPUs, results depend on the number of threads.
+        # On CPUs, the results depend on the number of threads.
         plan = replace(plan, threads_per_worker=at.began.threads)
     parts = {name: part for name, part in plan.parts.items() if not load(name).quiet}
     plan = replace(plan, requeue=replace(plan.requeue, on=()), parts=parts)
@@ -175,7 +176,7 @@ def plan_replay(
 
 
 def _refuse_later(run: RunDir, at: RunStep) -> None:
-    """Raise UsageError if the records show that the run has not reached the step."""
+    """Raise UsageError if the records show that the run has not reached a step."""
     newest = max((record.step for record in training_curve(run)), default=0)
     if at.step > newest + at.config.train.log_every:
         raise UsageError(
@@ -185,7 +186,7 @@ def _refuse_later(run: RunDir, at: RunStep) -> None:
 
 
 def _start_step(run: RunDir, first: int) -> int:
-    """Return the step of the newest intact checkpoint before `first`; 0 for the initial weights."""
+    """Return the step of the newest intact checkpoint before step `first`; 0 for the initial weights."""
     intact = [
         checkpoint.step
         for checkpoint in published(run.checkpoints_dir)
@@ -195,13 +196,13 @@ def _start_step(run: RunDir, first: int) -> int:
     if not intact and begin > 0:
         raise UsageError(
             f"{run.shown} has no checkpoint before step {first}, and it began with step {begin + 1}",
-            hint="its first checkpoint is a copy from another run: replay the other run",
+            hint="its first checkpoint was copied from another run: replay that run",
         )
     return max(intact, default=0)
 
 
 def _refuse_changes(run: RunDir, at: RunStep, start_step: int) -> None:
-    """Raise UsageError if the config has changed between the checkpoint and the last step."""
+    """Raise UsageError if the config has changed between the checkpoint and the last step to replay."""
     begins = {start_step, *(start.step for start in attempt_starts(run).values())}
     for step in sorted(begin + 1 for begin in begins if start_step <= begin < at.step):
         before = find_step(run, step)
@@ -212,12 +213,12 @@ def _refuse_changes(run: RunDir, at: RunStep, start_step: int) -> None:
                 f"step {at.step} would be computed from {origin}, but attempt {before.attempt.number} "
                 f"computed step {step} with other values than attempt {at.attempt.number}: "
                 f"{'; '.join(found)}",
-                hint="choose a step with no such change since the checkpoint before it",
+                hint="choose a step for which nothing of this has changed since the previous checkpoint",
             )
 
 
 def changed_values(attempt: AttemptDir, config: RunConfig, was: LaunchPlan, at: RunStep) -> list[str]:
-    """Return a line for each value that affects a step and differs between an attempt and `at`."""
+    """Return a line for each value that affects a step and differs between an attempt and the one in `at`."""
     if attempt.number == at.attempt.number:
         return []
     now, lines = at.plan, changes(config, at.config)
@@ -234,7 +235,7 @@ def _flags(values: Mapping[str, object], origin: str = ORIGIN) -> dict[str, tupl
 
 
 def _planned(at: RunStep, layout: str, flags: Flags, submits: bool) -> tuple[RunConfig, LaunchPlan]:
-    """Return the config and the plan for another layout or for a job."""
+    """Return the config and the plan for a different layout or for a job."""
     backend = at.config.launch.backend
     values = {
         **_without_extras(at.config),
@@ -260,7 +261,7 @@ def _without_extras(config: RunConfig) -> dict[str, object]:
 
 
 def _layout_values(plan: LaunchPlan, layout: str) -> dict[str, object]:
-    """Return the config values of a layout; all layouts except ``single`` keep the nodes of the run."""
+    """Return the config values for a layout; all layouts except ``single`` keep the run's number of nodes."""
     values: dict[str, object] = {
         "resources.nodes": plan.num_nodes,
         "resources.gpus_per_node": plan.workers_per_node,
@@ -279,7 +280,7 @@ def _layout_values(plan: LaunchPlan, layout: str) -> dict[str, object]:
 
 
 def _refuse_other_size(at: RunStep, flags: Flags) -> None:
-    """Raise UsageError unless the requested nodes and GPUs have the world size of the run."""
+    """Raise UsageError unless the requested nodes and GPUs yield the world size of the run."""
     nodes, per_node = (int(str(flags[key][1])) for key in ("resources.nodes", "resources.gpus_per_node"))
     if nodes * per_node != at.plan.world_size:
         raise UsageError(
@@ -296,23 +297,24 @@ def _refuse_too_large(run: RunDir, plan: LaunchPlan, machine: Machine, step: int
     raise UsageError(
         f"the {plan.world_size} {plan.device} ranks of the replay do not fit: this machine has {have} {what}",
         hint=f"`trainkit replay {run.word} --step {step} --submit` computes them in a job; "
-        "`--layout single` needs one rank and compares within rounding",
+        "`--layout single` needs one rank, but compares values only up to rounding",
     )
 
 
 def run_replay(what: ReplayPlan, folder: Path) -> RunDir:
-    """Compute the steps in an empty folder, and return the folder as a run with metrics of every step.
+    """Compute the steps in an empty folder, and return the folder as a run with the metrics of every step.
 
-    The replayed run is not changed. Raises TrainkitError with the error of the first rank that fails.
+    The replayed run is not changed. If ranks fail, raises TrainkitError with the error of the first one.
     """
     copy = RunDir(folder)
     copy.checkpoints_dir.mkdir()
     for checkpoint in published(what.run.checkpoints_dir):
         if checkpoint.step < what.first:
-            # Link all checkpoints, because the trainer uses an earlier one if the newest is damaged.
+            # Link all checkpoints, because the trainer falls back to an earlier one if the newest is damaged.
             _link_checkpoint(checkpoint.path, copy.checkpoint_dir(checkpoint.step))
     if what.run.job_file.is_file():
-        write_json(copy.job_file, read_json(what.run.job_file))  # contains the path of the code snapshot
+        # job.json contains the path of the code snapshot.
+        write_json(copy.job_file, read_json(what.run.job_file))
     attempt = copy.attempt(1)
     attempt.create()
     for file in (attempt.config_file, copy.config_file):
@@ -324,7 +326,7 @@ def run_replay(what: ReplayPlan, folder: Path) -> RunDir:
 
 
 def _link_checkpoint(source: Path, target: Path) -> None:
-    """Hard-link the files of a checkpoint, which the replay keeps if the run deletes the checkpoint."""
+    """Hard-link the files of a checkpoint, so that the replay keeps them if the run deletes them."""
     try:
         shutil.copytree(source, target, copy_function=os.link)
     except OSError:
@@ -333,10 +335,10 @@ def _link_checkpoint(source: Path, target: Path) -> None:
 
 
 def submit_replay(what: ReplayPlan, argv: Sequence[str], folder: Path | None) -> tuple[RunDir, AttemptRecord]:
-    """Start a job that computes the steps in a new run folder; return the run and its entry in job.json.
+    """Submit a job that computes the steps in a new run folder; return that run and its job record.
 
-    `folder` must be new or empty; the default is ``runs/NAME-replay``. The job uses the code of the replayed
-    run.
+    `folder` must be new or empty; the default is ``runs/NAME-replay``. The job uses the same code as the
+    replayed run.
     """
     job, name = what.at.job, f"{what.config.name}-replay"
     folder = None if folder is None else folder.absolute()
@@ -345,7 +347,7 @@ def submit_replay(what: ReplayPlan, argv: Sequence[str], folder: Path | None) ->
             copy = RunDir(path.absolute())
             copy.checkpoints_dir.mkdir(mode=0o700)
             if what.start_step:
-                # The run may delete its checkpoint before the job starts, so copy or hard-link it.
+                # Copy or hard-link the checkpoint, because the run may delete it before the job starts.
                 copy_checkpoint(what.run.checkpoint_dir(what.start_step), copy)
             given = without_secrets(argv, what.config.launch.secrets)
             write_json(copy.provenance_file, {**collect_provenance(Path.cwd()), "argv": given})
@@ -358,17 +360,17 @@ def submit_replay(what: ReplayPlan, argv: Sequence[str], folder: Path | None) ->
 
 
 def replay_of(copy: RunDir) -> ReplayPlan:
-    """Return the plan of the replay in a folder that `submit_replay` created.
+    """Return the replay plan of a folder that `submit_replay` created.
 
-    Raises UsageError if the folder is not a replay or the replayed run was deleted, and TrainkitError if the
-    job has not computed all steps.
+    Raises UsageError if the folder is not a replay or the replayed run no longer exists, and TrainkitError if
+    the job has not computed all steps.
     """
     try:
         record = read_json(copy.path / REPLAY_FILE)
     except FileNotFoundError:
         raise UsageError(
-            f"{copy.shown} is not the folder of a replay",
-            hint="`trainkit replay RUN --step N --submit` creates a replay",
+            f"{copy.shown} is not a replay folder",
+            hint="`trainkit replay RUN --step N --submit` creates a replay folder",
         ) from None
     run = RunDir(record["run"])
     if not run.exists():
@@ -382,7 +384,7 @@ def replay_of(copy: RunDir) -> ReplayPlan:
         raise TrainkitError(
             f"{copy.shown} has computed steps {start + 1} to {done} of {last}"
             if done > start
-            else f"{copy.shown} has not computed a step yet",
+            else f"{copy.shown} has not computed any step yet",
             hint=f"`trainkit status {copy.word}` shows the state of the job",
         )
     return ReplayPlan(run, first, last, start, find_step(run, last), config, plan)
@@ -416,7 +418,7 @@ def _run_ranks(plan: LaunchPlan, attempt: AttemptDir, code: CodeCopy | None) -> 
             failure = first_rank_failure(attempt) or RankFailure()
             raise TrainkitError(
                 f"rank {failure.rank} of the replay failed: {failure.message}",
-                hint=failure.hint or "`--keep` keeps its folder, with the logs of all ranks",
+                hint=failure.hint or "with `--keep`, the replay keeps its folder with the logs of all ranks",
             )
     finally:
         for process in procs:

@@ -38,7 +38,7 @@ from trainkit.run.rundir import AttemptDir, RunDir
 
 @dataclass(frozen=True)
 class Start:
-    """The event ``training`` of an attempt, with its first position, data, libraries and hardware."""
+    """An attempt's ``training`` event: the first position in the data, the data, libraries and hardware."""
 
     time: str | None = None
     step: int = 0
@@ -47,7 +47,7 @@ class Start:
     num_samples: int | None = None
     """The number of samples in the dataset; None for a stream."""
     data: str | None = None
-    """The fingerprint of the data."""
+    """The fingerprint of the training data."""
     trainkit: str | None = None
     torch: str | None = None
     processor: str | None = None
@@ -69,11 +69,11 @@ class RunStep:
     config: RunConfig
     plan: LaunchPlan
     start: int
-    """The position of its first sample in the sequence of all samples."""
+    """The position of the step's first sample in the sequence of all samples."""
     stop: int
-    """The position after its last sample."""
+    """The position after the step's last sample."""
     is_stream: bool
-    """True if the samples come from a stream, which has no positions."""
+    """True if the samples come from a stream, in which they have no positions."""
     began: Start = field(default_factory=Start)
 
 
@@ -82,19 +82,19 @@ class StepSample:
     """One sample of a step."""
 
     position: int
-    """The position in the sequence of all samples, over all epochs."""
+    """The sample's position in the sequence of all samples, over all epochs."""
     index: int
-    """The index in the dataset."""
+    """The sample's index in the dataset."""
     ranks: tuple[int, ...]
-    """The ranks that read the sample; several ranks if they share the work on it."""
+    """The ranks that read the sample; more than one if several ranks share the work on a sample."""
     microbatch: int
     documents: tuple[Document, ...] = ()
     text: str = ""
-    """The shortened repr of the item, for a user's task."""
+    """The shortened repr of the item; only for a user's task."""
 
 
 def attempt_starts(run: RunDir) -> dict[int, Start]:
-    """Map the number of each attempt to its start."""
+    """Return a mapping from the number of each attempt to its start."""
     return {
         event.attempt: read_record(Start, event.values)
         for event in read_events(run, "training")
@@ -103,16 +103,16 @@ def attempt_starts(run: RunDir) -> dict[int, Start]:
 
 
 def find_step(run: RunDir, step: int) -> RunStep:
-    """Return a step as the newest attempt computed it, or as the newest attempt will compute it.
+    """Return a step as the newest attempt that reached it computed it, or as it will be computed.
 
-    Raises UsageError for a step that the run does not have.
+    Raises UsageError if the run does not have the step.
     """
     _refuse_other_runs(run)
     started = attempt_starts(run)
     if not started:
         raise UsageError(
             f"{run.shown} has not begun to train",
-            hint="wait until the first attempt of the built-in trainer has loaded its data",
+            hint="wait until the built-in trainer has loaded its data",
         )
     newest = started[max(started)]
     if not 1 <= step <= newest.total_steps:
@@ -147,26 +147,27 @@ def find_step(run: RunDir, step: int) -> RunStep:
 
 
 def _refuse_other_runs(run: RunDir) -> None:
-    """Raise UsageError for a replay and for a run of a COMMAND, whose steps trainkit cannot compute."""
+    """Raise UsageError for a replay, and for a run of a COMMAND, whose steps trainkit cannot compute."""
     refuse_replay(run)
     numbers = run.attempt_numbers()
     plan = read_plan(run.attempt(numbers[-1]) if numbers else run)
     if plan.is_command:
         command = plan.texts("command")
         raise UsageError(
-            f"{run.shown} runs a command, {join(command)!r}, whose steps trainkit does not know",
+            f"{run.shown} runs a command, {join(command)!r}, whose steps are unknown to trainkit",
             hint="only runs of the built-in trainer, including your own tasks, can be replayed",
         )
 
 
 def step_samples(at: RunStep) -> list[StepSample]:
-    """Return the samples of a step in order; prepare the data again if its cache was deleted.
+    """Return the samples of a step in order; if the data cache was deleted, prepare the data again.
 
-    Raises UsageError for a stream and for data that cannot be read, and TrainkitError if a user's task fails.
+    Raises UsageError if the run trains on a stream or the data cannot be read, and TrainkitError if a user's
+    task fails.
     """
     if at.is_stream:
         raise UsageError(
-            f"{at.attempt.run.shown} trains on a stream, whose samples have no position",
+            f"{at.attempt.run.shown} trains on a stream, whose samples have no positions",
             hint="`trainkit data show` needs a dataset with a length",
         )
     config = at.config
@@ -185,16 +186,16 @@ def step_samples(at: RunStep) -> list[StepSample]:
 
 
 def refuse_other_data(attempt: int, before: str | None, now: str | None) -> None:
-    """Raise UsageError if two known fingerprints of the data differ; None means unknown."""
+    """Raise UsageError if two fingerprints of the data differ; a fingerprint of None means unknown."""
     if before is not None and now is not None and before != now:
         raise UsageError(
-            f"the training data has changed since attempt {attempt}: its steps had other samples",
-            hint="restore it (for `stdlib`, the Python version too)",
+            f"the training data has changed since attempt {attempt}: the steps had other samples then",
+            hint="restore the data (for `stdlib`, use the same Python version)",
         )
 
 
 def _reader(at: RunStep, position: int) -> tuple[tuple[int, ...], int]:
-    """Return the ranks that read a position, and their microbatch."""
+    """Return the ranks that read the sample at a position, and the microbatch in which they read it."""
     layout = at.plan.layout
     microbatch, dp_rank = divmod((position - at.start) // at.plan.batch.device_batch_size, layout.dp)
     ranks = tuple(rank for rank in range(layout.world_size) if layout.dp_rank(rank) == dp_rank)
@@ -231,22 +232,22 @@ _BLOCK = 1 << 20
 
 @dataclass(frozen=True)
 class Document:
-    """A section of a sample that comes from one document or text file."""
+    """A part of a sample that comes from one document or text file."""
 
     file: str
-    """The source file, or the shard if the dataset was prepared by an older version."""
+    """The source file, or the shard if an older trainkit version prepared the dataset."""
     unit: str
     """The unit of `position`: ``byte`` and ``token`` count from 0, ``line`` and ``row`` from 1."""
     position: int
     skipped_tokens: int
-    """The number of tokens of the document before the sample; 0 for a text file."""
+    """Number of tokens of the document that precede the sample; 0 for a text file."""
     num_tokens: int
     text: str
-    """The text of the tokens."""
+    """The text of this part."""
 
     @property
     def where(self) -> str:
-        """Return the position as text, such as ``corpus.jsonl line 7``, relative to the current folder."""
+        """The position as text, such as ``corpus.jsonl line 7``, with the path shortened for display."""
         return f"{shown_path(self.file)} {self.unit} {self.position:,}"
 
 
@@ -265,7 +266,7 @@ class SampleSources:
 
 
 class _Source:
-    """Finds the source documents of the samples of one prepared folder."""
+    """Finds the source documents for the samples of one prepared folder."""
 
     def __init__(self, config: DataConfig, data: TokenShards) -> None:
         self._config, self._data = config, data
@@ -273,14 +274,14 @@ class _Source:
 
     @cached_property
     def _files(self) -> Sequence[str]:
-        """Return the paths of the inputs, or only their names if a prepared folder may be a copy."""
+        """Return the paths of the input files, or only their names if the prepared folder may be a copy."""
         if prepared_folder(self._config) is None:
             return [source.path for source in find_inputs(dataset_spec(self._config))]
         return [str(record["name"]) for record in read_json(self._data.folder / INPUTS_FILE)]
 
     @cached_property
     def _tokenizer(self) -> Tokenizer | None:
-        """Return the tokenizer of the text, or None if it is unknown."""
+        """Return the tokenizer with which the text was tokenised; None if it is unknown."""
         name = self._config.tokenizer
         if self._data.tokenizer.kind == BYTES:
             return Tokenizer(BYTES)
@@ -315,7 +316,7 @@ class _Source:
         return Document(file, unit, position, skipped, stop - first, self._text(shard, first, stop))
 
     def _num_bytes(self, shard: Path, first: int, stop: int) -> int:
-        """Return the length of the text of some tokens in bytes, if the tokenizer restores the text."""
+        """Return the number of bytes of some tokens' text; exact if decoding restores the original text."""
         if self._data.tokenizer.kind == BYTES:
             return stop - first
         return len(self._text(shard, first, stop).encode())
@@ -327,7 +328,7 @@ class _Source:
 
 
 def _read_places(file: Path) -> Any:
-    """Read the positions of a shard's texts, or return None for a dataset of an older version."""
+    """Read the positions of a shard's texts; None if an older trainkit version prepared the dataset."""
     return np.fromfile(file, dtype=PLACES) if file.is_file() else None
 
 
@@ -340,12 +341,12 @@ def _continues(place: Any, following: Any) -> bool:
 
 
 class _LineCounter:
-    """Counts the line ends before a position in a file; reads an uncompressed file about once."""
+    """Counts the line ends before a position in a file; an uncompressed file is read only about once."""
 
     def __init__(self, file: str) -> None:
         self._file = file
         self._counts = [0]
-        """The number of line ends before each counted block, and after the last one."""
+        """Number of line ends before each counted block, and after the last counted block."""
 
     def count(self, end: int) -> int:
         """Return the number of line ends in the first `end` bytes of the decompressed file."""

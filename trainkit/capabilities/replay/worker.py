@@ -1,7 +1,7 @@
-"""The worker of `trainkit replay`, which computes steps of a run again and the loss of each sample.
+"""The worker of `trainkit replay`, which recomputes steps of a run and the loss of each of their samples.
 
-The worker trains in a separate folder, from the checkpoint in that folder. Rank 0 writes the losses of the
-samples of the requested steps to `SAMPLES_FILE`.
+The worker trains in a folder of its own, from the checkpoint in that folder. Rank 0 writes the losses of the
+samples to `SAMPLES_FILE`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trainkit.trainer.worker import join_and_build
 
 
 def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, progress: Progress) -> int:
-    """Compute the requested steps as one rank, and return the exit code of the worker."""
+    """Compute the requested steps as one rank, and return the worker's exit code."""
     part = plan.part(ReplayPart)
     assert part is not None
     first, last = part.steps
@@ -35,7 +35,7 @@ def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, progres
     task = trainer.task
     if trainer.state.step == 0 and any(attempt.run.checkpoints_dir.iterdir()):
         raise FatalError(
-            "no checkpoint before the steps is intact any more",
+            "no checkpoint before the steps is intact any longer",
             hint="a run that continues deletes old checkpoints: replay a later step",
         )
     samples = None
@@ -62,8 +62,9 @@ def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, progres
 def sample_losses(trainer: Trainer, batch: StepBatch) -> list[float | str]:
     """Compute the mean loss of each sample of a step, in the order of the global batch.
 
-    A loss that is not finite is ``inf``. This is a collective. The model gets whole microbatches in which
-    only one sample has labels, so that shapes and random numbers are the same as in the training.
+    A loss that is not finite is ``inf``. All ranks must call this function. The model gets complete
+    microbatches in which only one sample has labels, so that tensor shapes and random numbers are the same as
+    in training.
     """
     world = trainer.world
     num_micro, size = len(batch.microbatches), len(batch.microbatches[0].labels)

@@ -1,7 +1,8 @@
-"""Draws the charts of a report as inline SVG, with the data for the script of the page.
+"""Draws the charts of a report as inline SVG, and prepares the chart data for the script in the page.
 
-The labels are HTML, so that they stay readable at any width. The script, `templates/charts.js`, zooms charts
-and shows values. It draws by the same rules, so a change of a rule here needs the same change there.
+Chart labels are HTML elements, so that they stay readable when the SVG is stretched. The script
+`templates/charts.js` zooms the charts and shows values. The script redraws charts by the rules of this
+module, so change a rule in both places.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ from trainkit.capabilities.report.plot import (
 from trainkit.formats import shown_value
 
 WIDTH, HEIGHT = 2000, 500
-"""The size of the coordinate system of each SVG, which the browser stretches to its box."""
+"""Width and height of each SVG's coordinate system, which the browser stretches to fit the page."""
 Point = tuple[float, float]
-"""A place on the horizontal axis, and a value, which is nan or -inf if it was not finite."""
+"""A position on the horizontal axis and a value, which is nan or -inf if it was not finite."""
 TINY = 1e-300
-"""A value whose magnitude is smaller is drawn as 0."""
+"""A value with a smaller magnitude is drawn as 0."""
 MAX_LOG_TICKS = 6
 MAX_X_LABELS = 6
 EDGE = 0.08
-"""The margin next to the first and the last value of a key, which half of a label needs."""
+"""Margin on either side of a `dot_chart` that leaves room for half a label, as a fraction of the width."""
 DENSE = 400
-"""A line with more points is drawn thin, because its ups and downs would touch each other."""
+"""A line with more points than this is drawn thin, because its peaks would otherwise merge."""
 MAX_LABEL = 14
 MAX_CHARTS = 40
 TITLES = {
@@ -46,7 +47,7 @@ TITLES = {
     "val_loss": "Validation loss",
     "tokens_per_s": "Tokens per second",
     "samples_per_s": "Samples per second",
-    "tokens_per_s_per_gpu": "Tokens per second and rank",
+    "tokens_per_s_per_gpu": "Tokens per second per rank",
     "mfu": "Model FLOPs utilisation",
     "step_s": "Step (s)",
     "data_wait_s": "Wait for data (s)",
@@ -54,12 +55,13 @@ TITLES = {
     "grad_norm": "Gradient norm",
     "mem_gib_peak": "Peak memory (GiB)",
 }
-"""Maps a metric of the trainer to its title. The user's metrics keep their names."""
+"""Maps a metric that the trainer logs to its chart title. Metrics that the user's code logs keep their
+names."""
 _PART = re.compile(r"(?:train|training|val|valid|validation|eval|evaluation|test)[_/.](.+)")
 
 
 class Color(NamedTuple):
-    """A colour for a light page and for a dark page."""
+    """A colour, in one variant for light pages and one for dark pages."""
 
     light: str
     dark: str
@@ -71,19 +73,20 @@ PALETTE = [
         COLORS, ("#4BA3DC", "#FF8A45", "#2FC79B", "#E9A3CB", "#F2B632", "#9AD7F7", "#E4E8EE"), strict=True
     )
 ]
-"""The colours of values that are not numbers. People with any colour vision can distinguish them."""
+"""Colours for values that are not numbers. Readers with any kind of colour vision can distinguish these
+colours."""
 BEST, OTHER, MEDIAN = PALETTE[1], PALETTE[0], Color("#9AA3AF", "#6B7686")
 VIRIDIS = (
     "440154", "482475", "414487", "355F8D", "2A788E", "21918C", "22A884", "44BF70", "7AD151",
     "BDDF26", "FDE725",
 )  # fmt: skip
-"""The colours of viridis at 0, 0.1, and so on up to 1."""
+"""The viridis colormap at 0, 0.1, ..., 1."""
 
 
 def viridis(place: float) -> Color:
-    """Return the colour of viridis at a place from 0 to 1.
+    """Return the viridis colour at a position from 0 to 1.
 
-    A light page does not use the lightest colours, and a dark page does not use the darkest.
+    The lightest colours are left out on light pages, and the darkest on dark pages.
     """
     return Color(_viridis(0.87 * place), _viridis(0.25 + 0.75 * place))
 
@@ -96,7 +99,7 @@ def _viridis(place: float) -> str:
 
 
 def colors_of(values: Sequence[object]) -> list[Color]:
-    """Return the colours of values: numbers along viridis, as in figures, and names by the palette."""
+    """Return a colour for each value: viridis colours for numbers, `PALETTE` colours for names."""
     places = number_places(list(map(as_number, values)))
     if places is not None:
         return list(map(viridis, places))
@@ -105,7 +108,7 @@ def colors_of(values: Sequence[object]) -> list[Color]:
 
 
 def as_number(value: object) -> float | None:
-    """Return a value as a float, also a text such as ``1e-4``; None if it is not a number."""
+    """Return a number, or a text such as ``1e-4``, as a float; None if the value is not a number."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
@@ -123,19 +126,19 @@ class Line:
     color: Color
     name: str = ""
     spread: Sequence[float] | None = None
-    """The standard deviation at each point, which is nan if it is unknown; None for a line without a band."""
+    """The standard deviation at each point, nan where unknown; None for a line without a band."""
     kind: str = ""
-    """The CSS classes ``best``, ``median``, ``dot``, and ``d1`` to ``d3`` for dashes."""
+    """CSS classes: ``best``, ``median``, ``dot``, and ``d1`` to ``d3`` for dashed lines."""
 
     @property
     def style(self) -> str:
-        """The CSS variables with the colours of the line."""
+        """The line's colours as CSS variables."""
         return f"--l:{self.color.light};--d:{self.color.dark}"
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A drawn line: its CSS classes and style, its path, and the path of its band."""
+    """A line as drawn: its CSS classes and style, its SVG path, and the SVG path of its band."""
 
     kind: str
     style: str
@@ -145,42 +148,42 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Label:
-    """A text at a place of an axis, in percent of its length."""
+    """A text at a position on an axis, in percent of the axis length."""
 
     place: float
     text: str
     style: str = ""
     is_low: bool = False
-    """True for a cross at the lower edge."""
+    """True for a cross at the lower edge of the chart."""
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart, as the template needs it."""
+    """A chart in the form that the HTML template needs."""
 
     title: str
     over: str
-    """The name of the horizontal axis."""
+    """The name of the quantity on the horizontal axis."""
     paths: list[Drawn]
     y_labels: list[Label]
     x_labels: list[Label]
     data: dict[str, object]
-    """The data for the script of the page, which are written as JSON."""
+    """The chart data for the script in the page, written to the page as JSON."""
     names: list[Drawn] = field(default_factory=list)
-    """The legend; `Drawn.line` is the name of a line."""
+    """The legend, in which `Drawn.line` is the name of a line."""
     crosses: list[Label] = field(default_factory=list)
-    """The places of values that are not finite or outside the axis."""
+    """Positions of values that are not finite or lie outside the axis."""
     marks: list[Label] = field(default_factory=list)
     """The steps at which attempts began."""
 
     @property
     def alt(self) -> str:
-        """The text of the chart for screen readers."""
+        """A text alternative of the chart for screen readers."""
         return f"{self.title} over {self.over}"
 
 
 class Scale(NamedTuple):
-    """An axis, with the values at its ends and the values of its ticks."""
+    """An axis: the values at its two ends and at its ticks."""
 
     low: float
     high: float
@@ -188,7 +191,7 @@ class Scale(NamedTuple):
     is_log: bool = False
 
     def place(self, value: float) -> float:
-        """Return the place of a value, from 0 to 1."""
+        """Return the position of a value on the axis, from 0 to 1."""
         if not self.is_log:
             return (value - self.low) / (self.high - self.low)
         return (math.log(value) - math.log(self.low)) / (math.log(self.high) - math.log(self.low))
@@ -198,7 +201,7 @@ class Scale(NamedTuple):
         return self.low <= value <= self.high
 
     def labels(self) -> Iterator[tuple[float, str]]:
-        """Yield the place and the text of each tick."""
+        """Yield the position and the text of each tick."""
         step = self.ticks[1] - self.ticks[0] if len(self.ticks) > 1 else self.high - self.low
         largest = max(map(abs, self.ticks), default=0.0)
         for tick in self.ticks:
@@ -207,7 +210,7 @@ class Scale(NamedTuple):
 
 
 def scale_of(values: Iterable[float]) -> Scale:
-    """Return the axis for some values; it is logarithmic for positive values of a wide range."""
+    """Return an axis for the given values; it is logarithmic if they are positive and span a wide range."""
     found = list(values)
     low, high = min(found, default=0.0), max(found, default=1.0)
     if low >= TINY and is_wide(found):
@@ -221,7 +224,7 @@ def scale_of(values: Iterable[float]) -> Scale:
 
 
 def nice_ticks(low: float, high: float, count: int) -> list[float]:
-    """Return about `count` round numbers, from at most `low` to at least `high`."""
+    """Return about `count` round numbers that cover the range from `low` to `high`."""
     raw = (high - low) / count
     base = 10.0 ** math.floor(math.log10(raw))
     step = next((base * factor for factor in (1, 2, 5, 10) if base * factor >= raw), base * 10)
@@ -247,9 +250,9 @@ def _log_scale(low: float, high: float) -> Scale:
 
 
 def tick_text(value: float, step: float, largest: float) -> str:
-    """Return the text of a tick, such as ``0.25``, ``20k`` or ``3e-4``.
+    """Return the text of a tick label, such as ``0.25``, ``20k`` or ``3e-4``.
 
-    The text has the digits that distinguish the tick from the next one, which is `step` larger.
+    The text has enough digits to distinguish the tick from the next tick, which is `step` larger.
     """
     if value == 0:
         return "0"
@@ -271,7 +274,7 @@ def line_chart(
     over: str = "step",
     has_names: bool = True,
 ) -> Chart | None:
-    """Return a chart of lines; None if no line has points."""
+    """Return a line chart; None if no line has points."""
     lines = [line for line in lines if line.points]
     if not lines:
         return None
@@ -310,14 +313,14 @@ def line_chart(
 
 
 def _band_floor(values: Sequence[float], lines: Iterable[Line]) -> float:
-    """Return the lowest value that bands can have on the axis: -inf unless the axis is logarithmic."""
+    """Return the lowest value of bands that fits on the axis: -inf unless the axis is logarithmic."""
     if not is_wide(values):
         return -math.inf
     return band_floor(values[0], (value - size for line in lines for value, size in _spread(line)))
 
 
 def _band_ends(values: Sequence[float], lines: Iterable[Line], floor: float) -> Iterator[float]:
-    """Yield the ends of bands that an axis must have room for, next to the `values` of its lines."""
+    """Yield the ends of bands that the axis must include in addition to the `values` of its lines."""
     if floor > -math.inf:
         yield floor
         return
@@ -328,12 +331,12 @@ def _band_ends(values: Sequence[float], lines: Iterable[Line], floor: float) -> 
 
 
 def _spread(line: Line) -> Iterator[tuple[float, float]]:
-    """Yield the values of a line with their standard deviations."""
+    """Yield each value of a line with its standard deviation."""
     return ((value, size) for (_, value), size in zip(line.points, line.spread or (), strict=False))
 
 
 def _outside(name: str, at: float, value: float) -> str:
-    """Return the text of a cross: where a line leaves the axis, and its value there."""
+    """Return the text of a cross: where the line leaves the axis, and its value at that point."""
     return (
         f"{name}: {value:.4g} at {at:,.0f}" if math.isfinite(value) else f"{name}: not finite from {at:,.0f}"
     )
@@ -344,7 +347,7 @@ def _y_labels(y: Scale) -> list[Label]:
 
 
 def _kind(line: Line, y: Scale) -> str:
-    """Return the CSS classes of a line; a line of a single point is a dot."""
+    """Return the CSS classes of a line; a line with a single point is drawn as a dot."""
     is_dot = sum(y.fits(value) for _, value in line.points) == 1
     more = "dot" if is_dot else "dense" if len(line.points) > DENSE else ""
     return f"{line.kind} {more}".strip()
@@ -353,7 +356,7 @@ def _kind(line: Line, y: Scale) -> str:
 def _pieces(
     points: Iterable[tuple[float, float, float]], y: Scale
 ) -> Iterator[list[tuple[float, float, float]]]:
-    """Yield the stretches of points whose values are on the axis."""
+    """Yield the consecutive points whose values are on the axis, as one list per stretch."""
     piece: list[tuple[float, float, float]] = []
     for point in points:
         if y.fits(point[1]):
@@ -366,13 +369,13 @@ def _pieces(
 
 
 def _path(points: Sequence[Point], x: Scale, y: Scale) -> str:
-    """Return the SVG path of a line, which is interrupted where its values are not on the axis."""
+    """Return the SVG path of a line, with gaps where its values are not on the axis."""
     pieces = _pieces(((at, value, 0.0) for at, value in points), y)
     return "".join(_drawn([(x.place(at), y.place(value)) for at, value, _ in piece]) for piece in pieces)
 
 
 def _band(line: Line, x: Scale, y: Scale, floor: float) -> str:
-    """Return the SVG path around the spread of a line, which ends below at `floor`."""
+    """Return the SVG path of a line's band, which is cut off below `floor`."""
     if line.spread is None:
         return ""
     text = ""
@@ -386,12 +389,15 @@ def _band(line: Line, x: Scale, y: Scale, floor: float) -> str:
 
 
 def _within(value: float, y: Scale) -> float:
-    """Return the place of an end of a band, which may be outside the axis."""
+    """Return the vertical position of a band's edge, limited to the axis."""
     return y.place(min(max(value, y.low), y.high))
 
 
 def _drawn(places: Sequence[Point]) -> str:
-    """Return an SVG path through places from 0 to 1. Its coordinates are relative, which is shorter."""
+    """Return an SVG path through positions from 0 to 1.
+
+    The path uses relative coordinates, which are shorter.
+    """
     found = [(round(x * WIDTH), round((1 - y) * HEIGHT)) for x, y in places]
     (left, top), *_ = found
     steps = [
@@ -399,15 +405,16 @@ def _drawn(places: Sequence[Point]) -> str:
         for (before_x, before_y), (x, y) in pairwise(found)
         if (x, y) != (before_x, before_y)
     ]
-    text = " ".join(f"{dx} {dy}" for dx, dy in steps).replace(" -", "-")  # a minus sign separates numbers
+    # A minus sign also separates two numbers.
+    text = " ".join(f"{dx} {dy}" for dx, dy in steps).replace(" -", "-")
     return f"M{left} {top}" + (f"l{text}" if steps else "h0")
 
 
 def _data(line: Line) -> dict[str, object]:
-    """Return a line for the script of the page.
+    """Return a line's data for the script in the page.
 
-    Steps are exact differences. Values have six digits, and are null if they are not finite. `low` lists the
-    indices of the values that are -inf.
+    Steps are written as differences from the previous step, without rounding. Values are written with six
+    digits, or as null if they are not finite. `low` lists the indices of the values that are -inf.
     """
     steps = [x for x, _ in line.points]
     found: dict[str, object] = {
@@ -428,13 +435,13 @@ def _short(value: float) -> float | int | None:
 
 
 def _whole(value: float) -> float | int:
-    """Return a number as an int if it is whole, because JSON is shorter without a decimal point."""
+    """Return a whole number as an int, because JSON is shorter without a decimal point."""
     return int(value) if value == int(value) and abs(value) < 2**53 else value
 
 
 @dataclass(frozen=True)
 class Dot:
-    """The result of a run for one value of a key."""
+    """A run's result for one value of a config key."""
 
     value: object
     result: float | None
@@ -444,10 +451,10 @@ class Dot:
 
 
 def dot_chart(title: str, key: str, dots: Sequence[Dot]) -> Chart | None:
-    """Return a chart with a dot per result, by the value of a key; None if no run has a result.
+    """Return a chart with one dot per result, plotted over the values of a key; None if no run has a result.
 
-    A line joins the medians if the values are numbers. The best result has another colour. A run without a
-    result, or with a result far from the others, is a cross at an edge.
+    If the values are numbers, a line joins the medians. The best result has a colour of its own. A run
+    without a result, or with a result far from the others, is shown as a cross at the edge.
     """
     results = [dot.result for dot in dots if dot.result is not None]
     if not results:
@@ -458,7 +465,8 @@ def dot_chart(title: str, key: str, dots: Sequence[Dot]) -> Chart | None:
     x = Scale(0.0, 1.0, [])
     by_place: dict[float, list[float]] = {place: [] for place in sorted(set(places.values()))}
     lines = []
-    for dot in sorted(dots, key=lambda dot: dot.is_best):  # The best is last, so that it covers the others.
+    # Draw the best dot last, so that no other dot covers it.
+    for dot in sorted(dots, key=lambda dot: dot.is_best):
         if dot.result is not None and y.fits(dot.result):
             place = places[shown_value(dot.value)]
             by_place[place].append(dot.result)
@@ -494,9 +502,9 @@ def dot_chart(title: str, key: str, dots: Sequence[Dot]) -> Chart | None:
 
 
 def _places(values: Sequence[object]) -> dict[str, float]:
-    """Return the place of each value by its text, from 0 to 1 at equal distances.
+    """Map the text of each value to its position from 0 to 1, at equal distances.
 
-    Numbers are in ascending order, and other values follow them.
+    Numbers come first, in ascending order, followed by other values.
     """
 
     def order(value: object) -> tuple[bool, float]:
@@ -511,7 +519,7 @@ def _places(values: Sequence[object]) -> dict[str, float]:
 
 
 def _value_labels(places: Mapping[str, float]) -> list[tuple[float, str]]:
-    """Return the labels of values, without labels that would touch the label before them."""
+    """Return the labels of the horizontal axis, without those that would touch the previous label."""
     labels: list[tuple[float, str]] = []
     for text, place in places.items():
         if not labels or place - labels[-1][0] >= 1 / MAX_X_LABELS:
@@ -523,9 +531,9 @@ def _value_labels(places: Mapping[str, float]) -> list[tuple[float, str]]:
 
 
 def metric_order(names: Iterable[str], first: str | None = None) -> list[str]:
-    """Return metrics in the order of their charts.
+    """Return metrics in the order in which their charts are shown.
 
-    The metric `first` is followed by losses, the user's metrics, speed, learning rate, norm and memory.
+    The order is: the metric `first`, losses, the user's metrics, speed, learning rate, norm and memory.
     """
     own = list(names)
     shown = list(TITLES)
@@ -543,13 +551,13 @@ def metric_order(names: Iterable[str], first: str | None = None) -> list[str]:
 
 
 def base_of(name: str) -> str:
-    """Return a metric without the name of the data: ``loss`` for ``val_loss`` and ``train/loss``."""
+    """Return a metric's name without its data split: ``loss`` for both ``val_loss`` and ``train/loss``."""
     found = _PART.fullmatch(name)
     return found[1] if found else name
 
 
 def title_of(name: str, counts_samples: bool) -> str:
-    """Return the title of a chart; ``tokens_per_s`` are samples if the losses of a task count samples."""
+    """Return a chart's title; `counts_samples` says that ``tokens_per_s`` counts samples, not tokens."""
     title = TITLES.get(name, name)
     is_speed = counts_samples and name.startswith("tokens_per_s")
     return title.replace("Tokens", "Samples") if is_speed else title
@@ -561,9 +569,9 @@ def run_charts(
     counts_samples: bool = False,
     first: str | None = None,
 ) -> list[Chart]:
-    """Return a chart for each metric of a run; a metric of training and of validation data shares one.
+    """Return the charts of a run: one per metric, shared by its training and validation values.
 
-    The chart of the metric `first` is the first.
+    The chart of the metric `first` comes first.
     """
     together: dict[str, list[str]] = {}
     for name in metric_order(series, first):
@@ -580,7 +588,7 @@ def run_charts(
 
 
 def csv_command(folder: str, metrics: Iterable[str]) -> str:
-    """Return the command that writes all points of some metrics as CSV."""
+    """Return the shell command that writes all points of the given metrics as CSV."""
     names = [name for name in dict.fromkeys(metrics) if "," not in name]
     return join(
         ["trainkit", "compare", folder, "--curves", ",".join(metric_order(names)), "--csv", "curves.csv"]
@@ -588,5 +596,5 @@ def csv_command(folder: str, metrics: Iterable[str]) -> str:
 
 
 def dash(number: int) -> str:
-    """Return the CSS class of a dash. The dashes of figures have the same order."""
+    """Return the CSS class for a dash pattern. The dash patterns have the same order as in figures."""
     return f"d{number % len(DASHES)}" if number % len(DASHES) else ""

@@ -19,18 +19,19 @@ from trainkit.shipped import measured_speeds
 
 @as_command("trainkit report last", "trainkit report lr-sweep --metric val_accuracy")
 @run_argument
-@option("--metric NAME", "Rank the runs by this metric, and draw its curve first.")
-@option("--out FILE", "New file; default: in the folder of RUN.", type=PATH)
+@option("--metric NAME", "Rank the runs by this metric, and show its chart first.")
+@option("--out FILE", "Output file; default: report.html in the folder of RUN.", type=PATH)
 @option("--overwrite", "Overwrite the output file if it exists.")
 @json_option
 def command(run_name: str, metric: str | None, out: Path | None, overwrite: bool, as_json: bool) -> None:
-    """Write report.html in the folder of RUN and print its path.
+    """Write an HTML report to report.html in the folder of RUN, and print the path of the file.
 
-    The page shows the timeline, the goodput and where the other time went, curves, utilisation, requested and
-    used resources, and how to repeat the run. The page needs no network.
+    The page shows the run's timeline, its goodput and where the remaining time went, its curves, GPU
+    utilisation, requested and used resources, and how to repeat the run. The page can be viewed without
+    network access.
 
-    The page of a group of runs or of a bench compares all runs. It has a table with failures first, the
-    results by each swept key, and the curves of all runs in the same charts.
+    For a group of runs or a bench, the page compares all of its runs. The page of a group has a table with
+    failed runs first, the results for each swept key, and charts that show the curves of all runs together.
     """
     from trainkit.capabilities.report.curves import writable_file
     from trainkit.capabilities.report.page import REPORT_FILE
@@ -43,14 +44,15 @@ def command(run_name: str, metric: str | None, out: Path | None, overwrite: bool
         writable_file("--out", out, overwrites=overwrite)
     elif overwrite:
         raise UsageError(
-            "--overwrite needs --out FILE", hint="leave out --overwrite: report.html is always replaced"
+            "--overwrite needs --out FILE", hint="omit --overwrite: report.html is always overwritten"
         )
     found = find_run_or_group(run_name)
     now = datetime.now(timezone.utc).timestamp()
     if isinstance(found, RunDir):
         report = read_report(*look_at(found, warn)[:2], now)
         if metric is not None:
-            rank([found], metric, None)  # raises UsageError, with the names of what the run has logged
+            # `rank` raises UsageError, which lists the metrics that the run has logged.
+            rank([found], metric, None)
         folder, page, value = found.path, render_report(report, metric), report.to_dict()
     else:
         speeds = measured_speeds(found.path) if metric is None else None
@@ -65,6 +67,6 @@ def command(run_name: str, metric: str | None, out: Path | None, overwrite: bool
     except OSError as error:
         raise UsageError(
             f"{file} cannot be written: {error.strerror or error}",
-            hint=f"`trainkit report {quote(run_name)} --out FILE` writes another file",
+            hint=f"`trainkit report {quote(run_name)} --out FILE` writes to another file",
         ) from error
     echo_result({"report": str(file), **value}, str(file), as_json)

@@ -1,4 +1,4 @@
-"""Implements ``trainkit compare``, which shows the results of runs and the keys in which they differ."""
+"""Implements ``trainkit compare``, which shows the results of runs and the config keys that differ."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ from trainkit.run.trial import as_numbers
 from trainkit.terminal import TITLE, Styled
 
 CURVE_WIDTH = 24
-"""Characters of a curve in a table."""
+"""Width of a curve in a table, in characters."""
 MAX_CELL = 40
-"""The maximum number of characters of a value in a table."""
+"""Maximum number of characters of a value in a table."""
 SORTED_BY = ("run", "state", "step", "loss", "tokens_per_s", "allocated_s", "worker_hours")
-"""The columns that ``--sort`` takes, in addition to the keys in which the runs differ and to metrics."""
+"""Columns that ``--sort`` accepts, in addition to metrics and to the keys in which the runs differ."""
 
 
 @as_command(
@@ -59,26 +59,32 @@ SORTED_BY = ("run", "state", "step", "loss", "tokens_per_s", "allocated_s", "wor
 @click.argument("names", metavar="RUN…", nargs=-1, required=True, shell_complete=complete_run)
 @option(
     "--csv [FILE]",
-    "Write comma-separated values, to FILE or standard output.",
+    "Write the table as comma-separated values to FILE, or to standard output.",
     name="csv_file",
     is_flag=False,
     flag_value="-",
 )
-@option("--curves METRICS", "Compare the curves of metrics, such as loss,val_loss.", name="metrics")
+@option("--curves METRICS", "Compare the curves of these metrics, for example loss,val_loss.", name="metrics")
 @option(
     "--plot FILE",
-    "Draw the curves as a .pdf, .svg or .png file; default: the curves of the loss.",
+    "Draw the curves into this .pdf, .svg or .png file; without --curves, draw the loss.",
     type=PATH,
 )
 @option(
     "--x AXIS",
-    "Draw the curves over step, tokens, time or gpu_hours; default: step.",
+    "Horizontal axis of the curves: step, tokens, time or gpu_hours; default: step.",
     type=click.Choice(list(AXES)),
 )
-@option("--smooth WEIGHT", "Draw a moving mean; WEIGHT is the weight of the past, such as 0.9.", type=float)
+@option(
+    "--smooth WEIGHT",
+    "Draw a moving average; WEIGHT is the weight of earlier values, for example 0.9.",
+    type=float,
+)
 @option("--overwrite", "Overwrite the output files if they exist.")
-@option("--metric NAME", "Rank the runs by this metric; default: the metric of their configs, or val_loss.")
-@option("--sort NAME", "Sort the runs by a column, a config key in which they differ, or a metric.")
+@option(
+    "--metric NAME", "Rank the runs by this metric; default: the metric named in their configs, or val_loss."
+)
+@option("--sort NAME", "Sort the runs by this column, metric or config key.")
 @option("--by KEY", "Colour the curves by this config key; default: the first key in which the runs differ.")
 @json_option
 def command(
@@ -94,42 +100,49 @@ def command(
     by: str | None,
     as_json: bool,
 ) -> None:
-    """Compare the results of runs, and the config keys in which they differ.
+    """Compare the results of runs and the config keys in which the runs differ.
 
-    A group of runs or a bench stands for all of its runs that have started. Runs that differ only in their
-    seeds also have a table of the mean and the standard deviation of their results.
+    A group of runs or a bench stands for all of its runs that have started. For runs that differ only in
+    their seeds, an additional table shows the mean and standard deviation of their results.
 
-    --curves and --plot compare the curves of the runs. The figure has a line per value of the keys, with mean
-    and standard deviation over seeds. The table has a row per logged step.
+    --curves and --plot compare the curves of the runs. The figure has one line per combination of values of
+    these keys, with the mean and standard deviation over seeds. With --csv, --curves writes a table with one
+    row per logged step.
     """
     if csv_file is not None and csv_file != "-" and not csv_file.endswith(".csv"):
-        names, csv_file = (csv_file, *names), "-"  # `--csv` had no FILE and stood before the runs
+        names, csv_file = (csv_file, *names), "-"  # `--csv` was given without FILE, in front of the runs.
     table_file = None
     if csv_file is not None and csv_file != "-":
         table_file = writable_file("--csv", Path(csv_file), overwrites=overwrite)
     if csv_file is not None and as_json:
-        raise UsageError("--csv and --json are mutually exclusive", hint="give only one of them")
+        raise UsageError("--csv and --json are mutually exclusive", hint="use only one of the two")
     if plot is not None:
         figure_kind(writable_file("--plot", plot, overwrites=overwrite))
     if overwrite and plot is None and table_file is None:
         raise UsageError(
-            "--overwrite needs a file", hint="add the file: --plot losses.pdf or --csv curves.csv"
+            "--overwrite needs a file", hint="specify an output file: --plot losses.pdf or --csv curves.csv"
         )
     for name, value in {"--x": x, "--smooth": smooth, "--by": by}.items():
         if plot is None and value is not None:
-            raise UsageError(f"{name} is for a figure", hint="add the file of a figure: --plot losses.pdf")
+            raise UsageError(
+                f"{name} applies only to a figure",
+                hint="specify an output file for the figure: --plot losses.pdf",
+            )
     if metrics is None and plot is None:
         _compare_runs(names, csv_file is not None, table_file, overwrite, as_json, metric, sort)
         return
     for name, value in {"--metric": metric, "--sort": sort}.items():
         if value is not None:
-            raise UsageError(f"{name} is for a table of runs", hint="--curves names the metrics of curves")
+            raise UsageError(
+                f"{name} applies only to the table of runs",
+                hint="use --curves to choose the metrics of the curves",
+            )
     if as_json:
-        raise UsageError("--json has no curves", hint="--csv FILE writes curves as a table")
+        raise UsageError("--json has no curves", hint="use --csv FILE to write the curves as a table")
     wanted = [name.strip() for name in (metrics or "loss").split(",")]
     curves = read_curves(*names, metrics=[name for name in wanted if name])
     for name in curves.unreadable:
-        warn(f"{name}: its config cannot be read")
+        warn(f"{name}: the config of this run cannot be read")
     figure = None if plot is None else curves.plot(x=x or "step", smooth=smooth or 0.0, by=by)
     if plot is not None or csv_file is not None:
         _note_progress(names, {f"values of {name}": curves.num_without(name) for name in curves.metrics})
@@ -147,9 +160,9 @@ def command(
 
 
 def _note_progress(names: Sequence[str], num_without: Mapping[str, int]) -> None:
-    """Say on stderr how many runs lack data or have not ended.
+    """Print a note on stderr that says how many runs lack data or have not ended.
 
-    `num_without` maps the name of the data to the number of started runs that lack them.
+    `num_without` maps a description of the data to the number of started runs that lack them.
     """
     progress = progress_of(names)
     total = plural(progress.num_runs, progress.noun)
@@ -165,7 +178,7 @@ def _note_progress(names: Sequence[str], num_without: Mapping[str, int]) -> None
 
 @contextmanager
 def _table(file: Path | None, overwrites: bool) -> Iterator[TextIO]:
-    """Open the output of a table: standard output, or a file whose name is printed after writing it."""
+    """Open the output for a table: standard output, or a file whose path is printed once it is written."""
     if file is None:
         yield sys.stdout
         return
@@ -179,7 +192,7 @@ def _table(file: Path | None, overwrites: bool) -> Iterator[TextIO]:
 
 
 def _curve_table(curves: Curves) -> str:
-    """Return a table with a row per run and metric: the last, lowest and highest value, and the curve."""
+    """Return a table with one row per run and metric: the last, lowest and highest value, and the curve."""
     rows: list[Sequence[str]] = [("RUN", "METRIC", "STEP", "LAST", "LOWEST", "HIGHEST", "CURVE")]
     for metric in curves.metrics:
         for run, points in curves.points(metric):
@@ -206,7 +219,9 @@ def _compare_runs(
     now = datetime.now(timezone.utc).timestamp()
     runs = runs_named(names)
     if len(runs) < 2:
-        raise UsageError("one run cannot be compared", hint="name another run, or a group of runs")
+        raise UsageError(
+            "a single run cannot be compared", hint="specify at least two runs, or a group of runs"
+        )
     reports = [read_report(*look_at(run, warn)[:2], now) for run in runs]
     values = [compared_values(run, report.config) for run, report in zip(runs, reports, strict=True)]
     keys = differing_keys(values)
@@ -223,7 +238,7 @@ def _compare_runs(
     ]
     for run, own in zip(compared, values, strict=True):
         if not own:
-            warn(f"{run['run']}: its config cannot be read")
+            warn(f"{run['run']}: the config of this run cannot be read")
     rows = list(zip(compared, measured, reports, values, strict=True))
     if column is not None:
         rows.sort(key=lambda row: value_order((as_numbers(row[3]) if column in keys else row[0]).get(column)))
@@ -264,17 +279,17 @@ class Repetition:
     """The runs that differ only in their seeds, and the mean of their results."""
 
     values: Mapping[str, object]
-    """The values of the other keys in which the compared runs differ."""
+    """Values of the keys, other than the seed, in which the compared runs differ."""
     rows: Sequence[int]
-    """The indices of the runs in the table."""
+    """The table indices of the runs."""
     num_results: int
     mean: float | None
-    """The mean of the results; None without a result."""
+    """The mean of the results; None without results."""
     sd: float | None
     """The sample standard deviation, with n - 1 in the denominator; None for fewer than two results."""
 
     def to_dict(self) -> dict[str, object]:
-        """Return the mean of the runs as a JSON object."""
+        """Return these runs and their mean as a JSON object."""
         return {
             "values": {key: compared_value(key, value) for key, value in self.values.items()},
             "num_runs": len(self.rows),
@@ -287,7 +302,7 @@ class Repetition:
 def _repetitions(
     keys: Sequence[str], values: Sequence[Mapping[str, object]], results: Sequence[float | None]
 ) -> list[Repetition]:
-    """Group the runs with equal values of all keys except the seed; return [] if no run is repeated."""
+    """Group the runs whose keys are equal except for the seed; return [] if no group has several runs."""
     own = [key for key in keys if key != SEED]
     grouped: dict[str, list[int]] = {}
     for index, known in enumerate(values):
@@ -311,7 +326,7 @@ def _repetitions(
 
 
 def _of_repetition(repeated: Sequence[Repetition], index: int) -> dict[str, object]:
-    """Return the columns of a CSV that a run shares with its repetitions; {} if no run is repeated."""
+    """Return the CSV columns that a run shares with its repetitions; {} if no run is repeated."""
     if not repeated:
         return {}
     own = next((one for one in repeated if index in one.rows), None)
@@ -320,7 +335,7 @@ def _of_repetition(repeated: Sequence[Repetition], index: int) -> dict[str, obje
 
 
 def _mean_table(keys: Sequence[str], repeated: Sequence[Repetition], ranking: Ranking) -> str:
-    """Return a table with a row per value of the keys, and the mean and standard deviation of the results."""
+    """Return a table of means and standard deviations, with one row per combination of values of the keys."""
     own = [key for key in keys if key != SEED]
     rows: list[Sequence[str]] = [(*own, "N", f"MEAN ± SD OF {ranking.heading}")]
     for one in sorted(repeated, key=lambda one: ranking.order(one.mean)):
@@ -334,7 +349,7 @@ def _mean_table(keys: Sequence[str], repeated: Sequence[Repetition], ranking: Ra
 
 
 def _compared(name: str, report: Report, ranking: Ranking, measured: Measured) -> JsonObject:
-    """Return the results of one run; a result that is unknown is None."""
+    """Return the results of one run; unknown results are None."""
     progress = report.status.progress
     found = [] if progress.diverged_since is not None else report.val_loss
     best_step, best = min(found, key=lambda point: point[1], default=(None, None))
@@ -350,7 +365,7 @@ def _compared(name: str, report: Report, ranking: Ranking, measured: Measured) -
         "val_loss": progress.val_loss,
         "best_val_loss": best,
         "best_step": None if best_step is None else int(best_step),
-        # A median, because a profiled step and the step after a save are slow.
+        # Use the median, because profiled steps and steps after a save are slow.
         "tokens_per_s": median(speeds) if speeds else None,
         "allocated_s": round(report.allocated_s, 3),
         "worker_hours": report.worker_hours,
@@ -392,9 +407,9 @@ def _figures(
 
 
 def _result(measured: Measured, report: Report) -> str:
-    """Return the text of a run's result and step, or of the step since which its metric has diverged.
+    """Return a run's result and step as text, or the step from which on its metric has diverged.
 
-    A run whose loss has diverged says so in another column.
+    If the loss has diverged, another column shows this.
     """
     if measured.result is not None:
         return f"{result_text(measured.result.value)} at {cell(measured.result.step)}"
@@ -403,11 +418,14 @@ def _result(measured: Measured, report: Report) -> str:
 
 
 def _differences(keys: Sequence[str], runs: Sequence[tuple[str, dict[str, object]]]) -> str:
-    """Return the table of the keys in which runs differ: a row per key, or a row per run of many runs."""
+    """Return a table of the keys in which the runs differ.
+
+    The table has one row per key or, if there are many runs, one row per run.
+    """
     if len(runs) < 2:
-        return "their configs cannot be compared"
+        return "the configs of the runs cannot be compared"
     if not keys:
-        return "their configs are the same"
+        return "the configs of the runs are the same"
 
     def text(value: object) -> str:
         whole = "-" if value is None else shown_value(value)

@@ -1,4 +1,4 @@
-"""Finds the runs to compare, their names in tables, and the keys in which they differ."""
+"""Finds the runs to compare, the names that tables show for them, and the keys in which they differ."""
 
 from __future__ import annotations
 
@@ -16,23 +16,27 @@ from trainkit.run.rundir import RunDir
 from trainkit.run.trial import as_number, values_of
 
 VARIABLES = "launch.env"
-"""The key of environment variables. Each variable is compared as a key of its own name."""
+"""The config key whose value is a mapping of environment variables. Each environment variable is compared as
+a key of its own."""
 _VERSION = re.compile(r"\d+\.\d*0")
-"""A text that would lose its last zero as a number."""
+"""Matches a version number, such as 3.10, that would lose its last zero if it were read as a number."""
 
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """A run that is compared, with a name that no other compared run has."""
+    """A run to compare, under a name that no other compared run has."""
 
     name: str
     run: RunDir
     values: Mapping[str, object]
-    """The config values of the run by key, as the user wrote them; empty if its config cannot be read."""
+    """Maps config keys to the run's values as the user wrote them; empty if the config cannot be read."""
 
 
 def runs_named(names: Iterable[str]) -> list[RunDir]:
-    """Return the runs with these names, each once. A group stands for all of its runs that have started."""
+    """Return the runs with the given names, without duplicates.
+
+    The name of a group stands for all of its runs that have started.
+    """
     return list({run.path.resolve(): run for name in names for run in _runs_of(name)}.values())
 
 
@@ -44,25 +48,25 @@ def _runs_of(name: str) -> list[RunDir]:
 
 
 def _named(name: str) -> list[RunDir]:
-    """Return the run with a name, or all runs of a group, also those that have not started."""
+    """Return the run with a name, or all runs of a group, including those that have not started."""
     found = find_run_or_group(name)
     return [found] if isinstance(found, RunDir) else [found.run(index) for index in sorted(found.trials)]
 
 
 @dataclass(frozen=True)
 class Progress:
-    """The number of runs of some names, and how many of them have not started or not ended."""
+    """The number of runs with the given names, and how many of them have not started or not ended."""
 
     noun: str
     """``trial`` if all of the runs are trials of groups, else ``run``."""
     num_runs: int
     num_not_started: int
     num_not_ended: int
-    """The runs that have started and have not ended."""
+    """Number of runs that have started but not ended."""
 
 
 def progress_of(names: Iterable[str]) -> Progress:
-    """Return how many of the runs with these names have not started or not ended."""
+    """Return how many of the named runs have not started or not ended."""
     runs = list({run.path.resolve(): run for name in names for run in _named(name)}.values())
     started = [run for run in runs if run.exists()]
     ends = [read_newest_end(run.path) for run in started]
@@ -75,7 +79,7 @@ def progress_of(names: Iterable[str]) -> Progress:
 
 
 def short_names(runs: Sequence[RunDir]) -> list[str]:
-    """Return the names of the run folders, with their parent folders if two of them are equal."""
+    """Return the names of the run folders; if two names are equal, their parent folders are included."""
     names = [run.path.name for run in runs]
     for depth in range(2, max((len(run.path.parts) for run in runs), default=0) + 1):
         if len(set(names)) == len(names):
@@ -85,20 +89,20 @@ def short_names(runs: Sequence[RunDir]) -> list[str]:
 
 
 def compared_value(key: str, value: object) -> object:
-    """Return the number that a text spells, or the value itself if it is another text.
+    """Return the number that a text represents, or the text itself if it is not a number.
 
-    In a config key that takes text, such as a variable of the environment, 3.10 is a version and differs
-    from 3.1. In a sweep over numbers, 0.10 and 0.1 are one number.
+    For a config key that takes text, such as an environment variable, 3.10 is a version number and differs
+    from 3.1. In a sweep over numbers, 0.10 and 0.1 are the same number.
     """
     is_version = isinstance(value, str) and _VERSION.fullmatch(value) and is_known(tuple(key.split(".")))
     return value if is_version else as_number(value)
 
 
 def differing_keys(values: Iterable[Mapping[str, object]]) -> list[str]:
-    """Return the keys that do not have the same value in all runs, in alphabetical order.
+    """Return, in alphabetical order, the keys whose values differ between the runs.
 
-    Some runs may lack a key; a COMMAND, for example, has no keys of the trainer. Such a key is left out if
-    all other runs have its default.
+    Some runs may lack a key; for example, a run of a COMMAND has no keys of the trainer. A key that some runs
+    lack is omitted if all runs that have the key use its default.
     """
     texts = [
         {key: shown_value(compared_value(key, one)) for key, one in own.items()} for own in values if own
@@ -113,9 +117,9 @@ def differing_keys(values: Iterable[Mapping[str, object]]) -> list[str]:
 
 
 def compared_values(run: RunDir, asked: Mapping[str, object]) -> dict[str, object]:
-    """Return the config values of a run, with a key for each variable of `launch.env`.
+    """Return the config values of a run, with a separate key for each variable in `launch.env`.
 
-    The name of the config is left out, unless the user swept it. `asked` comes from `asked_of`.
+    The config's `name` is omitted unless the user swept it. `asked` comes from `asked_of`.
     """
     dropped = (VARIABLES,) if "name" in values_of(run) else ("name", VARIABLES)
     found = {key: value for key, value in asked.items() if key not in dropped}
@@ -126,7 +130,7 @@ def compared_values(run: RunDir, asked: Mapping[str, object]) -> dict[str, objec
 
 
 def compared_runs(names: Iterable[str]) -> list[ComparedRun]:
-    """Return the runs with these names. Raises UsageError if one does not exist."""
+    """Return the runs with the given names. Raises UsageError if a run does not exist."""
     runs = runs_named(names)
     found = zip(short_names(runs), runs, (compared_values(run, asked_of(run)) for run in runs), strict=True)
     return [ComparedRun(*one) for one in found]

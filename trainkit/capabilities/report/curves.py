@@ -1,4 +1,4 @@
-"""Reads the curves of runs into one table, for figures and for the user's own programs.
+"""Reads the curves of runs into one table, for figures and for user programs.
 
 table = trainkit.curves("lr-sweep", metrics=["loss", "val_loss"])
 pandas.DataFrame(table).groupby("optimizer.lr")["val_loss"].min()
@@ -33,20 +33,21 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLUMNS = ("run", *AXES.values())
-"""The columns of each table. The keys in which runs differ, and the metrics, are further columns."""
+"""Columns that every table has. A table also has a column for each key in which the runs differ, and for each
+metric."""
 LAST_STEP = 2**53
-"""The limit of steps: a float cannot represent every larger integer."""
+"""Upper limit for step numbers, because a float cannot represent every larger integer."""
 SHOWN_ROWS = 10
-"""Rows that a notebook shows."""
+"""Number of rows that a notebook displays."""
 
 
 class Curves(dict[str, list[Any]]):
-    """A table with a row per logged step of each run, as a dictionary of columns of equal length.
+    """A table with one row per logged step of each run: a dictionary of columns of equal length.
 
     The columns are ``run``, the keys in which the runs differ, ``step``, ``tokens``, ``time_s``,
-    ``gpu_hours`` and the metrics. A key with the name of another column has the column ``config.NAME``. A
-    value that was not logged is None, and a value that was not finite is nan or -inf.
-    `pandas.DataFrame(curves)` makes a data frame of the table.
+    ``gpu_hours`` and the metrics. If a config key has the same name as another column, its column is called
+    ``config.NAME``. A value that was not logged is None; a value that was not finite is nan or -inf.
+    `pandas.DataFrame(curves)` converts the table into a data frame.
     """
 
     def __init__(
@@ -57,9 +58,9 @@ class Curves(dict[str, list[Any]]):
     ) -> None:
         self.metrics = tuple(metrics)
         self.keys_that_differ = tuple(differing_keys(one.values for one, _ in runs))
-        """The keys in which the runs differ, even if they are not columns."""
+        """The keys in which the runs differ, including those that are not columns."""
         self.unreadable = tuple(one.name for one, _ in runs if not one.values)
-        """The names of the runs whose config cannot be read. The keys of these runs are unknown."""
+        """The names of the runs whose config cannot be read. The config keys of these runs are unknown."""
         shown = self.keys_that_differ if keys is None else keys
         taken = {*COLUMNS, *metrics}
         named = {key: f"config.{key}" if key in taken else key for key in shown}
@@ -78,28 +79,31 @@ class Curves(dict[str, list[Any]]):
 
     @property
     def num_rows(self) -> int:
-        """The number of rows."""
+        """The number of rows in the table."""
         return len(self["run"])
 
     def rows(self) -> Iterator[dict[str, object]]:
-        """Yield each row as a dictionary of column and value."""
+        """Yield each row as a dictionary that maps column names to values."""
         return (dict(zip(self, values, strict=True)) for values in zip(*self.values(), strict=True))
 
     def points(self, metric: str, column: str = "step") -> Iterator[tuple[str, list[tuple[float, float]]]]:
-        """Yield the name of each run, and its points: the values of a column and of a metric.
+        """Yield the name of each run with its points, which pair a column's value with a metric's value.
 
-        Steps at which either was not logged are left out.
+        Steps that lack either value are omitted.
         """
         for one, own in self._runs:
             pairs = zip(self[column][own], self[metric][own], strict=True)
             yield one.name, [(x, y) for x, y in pairs if x is not None and y is not None]
 
     def num_without(self, metric: str) -> int:
-        """Return the number of runs that have not logged a metric."""
+        """Return the number of runs that have not logged the metric."""
         return sum(all(value is None for value in self[metric][own]) for _, own in self._runs)
 
     def write_csv(self, stream: TextIO) -> None:
-        """Write the table as CSV, with a header. A value that was not logged is empty."""
+        """Write the table as CSV with a header line.
+
+        Values that were not logged are written as empty fields.
+        """
         writer = csv.writer(stream)
         writer.writerow(self)
         for row in zip(*self.values(), strict=True):
@@ -107,13 +111,15 @@ class Curves(dict[str, list[Any]]):
             writer.writerow(["" if value is None else value for value in texts])
 
     def plot(self, *, x: str = "step", smooth: float = 0.0, by: str | None = None) -> Figure:
-        """Draw a chart of each metric, with a line per value of the keys; return a figure of matplotlib.
+        """Draw one chart per metric, with a line per combination of key values; return a matplotlib figure.
 
-        A line is the mean over seeds, with the sample standard deviation as a band. `x` is ``step``,
-        ``tokens``, ``time`` or ``gpu_hours``. `smooth` is the weight of the past in a moving mean, from 0 to
-        below 1. Lines are coloured by the key `by`; by default, by the first key in which the runs differ.
+        Each line is the mean over seeds, with the sample standard deviation drawn as a band. `x` selects the
+        horizontal axis: ``step``, ``tokens``, ``time`` or ``gpu_hours``. `smooth` is the weight of earlier
+        values in a moving average: at least 0 and less than 1. The values of the key `by` determine the
+        colours of the lines; default: the first key in which the runs differ.
 
-        Raises UsageError if the runs do not have a key or numbers of a metric, or if matplotlib is missing.
+        Raises UsageError if no run has numeric values for a metric, the runs do not differ in the key `by`,
+        or matplotlib is missing.
         """
         if x not in AXES:
             raise UsageError(f"unknown axis {x}", hint=did_you_mean(x, AXES) or f"axes are {', '.join(AXES)}")
@@ -149,20 +155,23 @@ class Curves(dict[str, list[Any]]):
 
 
 def curves(*runs: object, metrics: Sequence[str] = ("loss",), keys: Sequence[str] | None = None) -> Curves:
-    """Read the curves of runs and groups into a table.
+    """Read the curves of runs and groups of runs into a table.
 
-    `runs` are names, folders, or objects that `trainkit.submit` and `trainkit.runs` return. `metrics` are
-    names in metrics.jsonl, which the trainer or your script has logged. `keys` are the config keys that
-    become columns; by default, the keys in which the runs differ.
+    `runs` are names, folders, or objects returned by `trainkit.submit` and `trainkit.runs`. `metrics` are
+    names of metrics that the trainer or your script has logged to metrics.jsonl. `keys` are the config keys
+    that become columns; by default, the keys in which the runs differ.
 
-    Raises UsageError if a run does not exist, no run has logged a metric, or no run has a key.
+    Raises UsageError if a run does not exist, or if no run has one of the keys or has logged one of the
+    metrics.
     """
     names = [str(getattr(run, "path", run)) for run in _flat(runs)]
     if not names:
-        raise UsageError("no run is named", hint='name runs or groups: trainkit.curves("lr-sweep")')
+        raise UsageError(
+            "no runs were given", hint='pass runs or groups of runs: trainkit.curves("lr-sweep")'
+        )
     wanted = [metrics] if isinstance(metrics, str) else list(dict.fromkeys(metrics))
     if not wanted:
-        raise UsageError("no metric is named", hint='name metrics, such as metrics=["loss"]')
+        raise UsageError("no metrics were given", hint='pass metrics, for example metrics=["loss"]')
     found = compared_runs(names)
     known = set[str]().union(*(one.values for one in found))
     for key in keys or ():
@@ -188,12 +197,12 @@ def _flat(runs: Iterable[object]) -> Iterator[object]:
 
 
 def _records(run: RunDir) -> list[StepRecord]:
-    """Return the record of each step of each attempt, in order.
+    """Return the records of all steps of all attempts, in order.
 
-    A COMMAND logs validation losses as events, which are added to the records of their steps.
+    A COMMAND logs validation losses as events; these are added to the records of the same steps.
     """
     found: dict[tuple[int, int], dict[str, object]] = {}
-    attempt = 0  # A record without an attempt belongs to the attempt of the record before it.
+    attempt = 0  # a record without an attempt number belongs to the same attempt as the previous record
     for record in read_steps(run):
         attempt = attempt if record.attempt is None else record.attempt
         if 0 <= record.step < LAST_STEP:
@@ -208,9 +217,9 @@ def _records(run: RunDir) -> list[StepRecord]:
 
 
 def _rows(run: RunDir, records: Iterable[StepRecord], metrics: Sequence[str]) -> list[dict[str, object]]:
-    """Return a row for each step that the run kept, with its metrics and the training time until then.
+    """Return a row for each step that the run kept, with its metrics and the training time so far.
 
-    Time in the queue and during start-up does not count. A step that was computed twice counts twice.
+    Training time excludes queueing and start-up. For a step that was computed twice, both durations count.
     """
     events = read_events(run, "started", "training")
     attempts = {one.number: one for one in ended_attempts(attempts_of(events), None)}
@@ -221,7 +230,8 @@ def _rows(run: RunDir, records: Iterable[StepRecord], metrics: Sequence[str]) ->
     for record in records:
         attempt = attempts.get(record.attempt or 0, Attempt(0))
         if before is not None and before.attempt != record.attempt:
-            for stale in [step for step in kept if step >= record.step]:  # this attempt recomputes them
+            # The attempt of this record has computed these steps again.
+            for stale in [step for step in kept if step >= record.step]:
                 del kept[stale]
             before = None
         spent_s = _seconds(record, before, attempt)
@@ -235,7 +245,8 @@ def _rows(run: RunDir, records: Iterable[StepRecord], metrics: Sequence[str]) ->
             kept[record.step] = row | {name: _value(record, name) for name in metrics}
     rows = [kept[step] for step in sorted(kept)]
     for name in metrics:
-        # A loss that was never finite has diverged. Any other metric that was never finite was not measured.
+        # A loss that was never finite has diverged, so keep it. Any other metric that was never finite was
+        # not measured, so drop it.
         if not name.endswith("loss") and not any(_is_finite(row[name]) for row in rows):
             for row in rows:
                 row[name] = None
@@ -243,9 +254,10 @@ def _rows(run: RunDir, records: Iterable[StepRecord], metrics: Sequence[str]) ->
 
 
 def _value(record: StepRecord, name: str) -> float | None:
-    """Return a metric of a step: None if it was not logged or is no number, nan or -inf if it was not finite.
+    """Return the value of a metric at a step; None if it was not logged or is not a number.
 
-    A number beyond `LARGEST` is not finite either, because sums of such numbers are not.
+    A value that was not finite is nan or -inf. Numbers beyond `LARGEST` count as not finite, because sums of
+    such numbers overflow.
     """
     value: object = record.values.get(name)
     if name not in record.values or isinstance(value, bool | str | list | dict):
@@ -260,7 +272,7 @@ def _is_finite(value: object) -> bool:
 
 
 def _seconds(record: StepRecord, before: StepRecord | None, attempt: Attempt) -> float:
-    """Return the seconds since the previous record, or since the training of the attempt began."""
+    """Return the seconds since the previous record, or since training began in the attempt."""
     now = parse_time(record.time)
     if now is None:
         return 0.0
@@ -271,13 +283,19 @@ def _seconds(record: StepRecord, before: StepRecord | None, attempt: Attempt) ->
 
 
 def writable_file(option: str, file: Path, *, overwrites: bool) -> Path:
-    """Return the file of an option. Raises UsageError if it exists, unless `overwrites`, or has no folder."""
+    """Check and return the output file given with an option.
+
+    Raises UsageError if the file exists and `overwrites` is False, or if its parent folder does not exist.
+    """
     if file.is_symlink() or (file.exists() and not file.is_file()):
-        raise UsageError(f"{option} {file} exists already and is no regular file", hint="name another file")
+        raise UsageError(
+            f"{option} {file} already exists and is not a regular file", hint="name another file"
+        )
     if file.exists() and not overwrites:
-        raise UsageError(f"{option} {file} exists already", hint="name a new file, or add --overwrite")
+        raise UsageError(f"{option} {file} already exists", hint="choose a new file name, or add --overwrite")
     if not file.parent.is_dir():
         raise UsageError(
-            f"{option} {file}: there is no folder {file.parent}", hint="make it, or name another"
+            f"{option} {file}: no such folder: {file.parent}",
+            hint="create the folder, or choose another one",
         )
     return file

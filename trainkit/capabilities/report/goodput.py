@@ -1,4 +1,4 @@
-"""Computes how a run spent its allocated time, and its curves, in one pass over metrics.jsonl."""
+"""Computes how a run spent its allocated time, and its curves, in a single pass over metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainkit.run.history import CURVES, Attempt, timestamp
 
 CATEGORIES = {
     "productive": "Steps that count",
-    "lost": "Steps computed again or not saved",
+    "lost": "Steps recomputed or not saved",
     "data_wait": "Waiting for data",
     "startup": "Start-up",
     "evaluation": "Evaluation",
@@ -29,11 +29,11 @@ CATEGORIES = {
     "other": "Between steps",
     "unmeasured": "Not measured",
 }
-"""Maps a category of allocated time to its label, in the order of the report."""
+"""Maps each category of allocated time to its label, in the order in which the report lists them."""
 NUM_BUCKETS = 800
-"""The number of lists into which the records of a file are divided."""
+"""Number of batches in which the records of a file are processed."""
 WHOLE_BYTES, CHUNK_BYTES = 2**26, 2**16
-"""The size up to which a file is read whole, and the size of each chunk that is read of a larger file."""
+"""File size up to which a file is read completely, and the size of each chunk read from a larger file."""
 
 
 @dataclass
@@ -41,17 +41,17 @@ class Curves:
     """Downsampled curves, and the time that each attempt spent in each category."""
 
     spent: dict[int, dict[str, float]]
-    """Maps an attempt to the seconds of each category, which add up to the allocated time of the attempt."""
+    """Maps an attempt to the seconds in each category, whose sum is the attempt's allocated time."""
     num_records: int
     num_steps_lost: int
     is_measured: bool = False
-    """True if the records of any attempt contain the duration of its steps."""
+    """True if the records of any attempt contain step durations."""
     thinned: dict[int, Thinned] = field(default_factory=dict)
-    """Maps an attempt to its metrics, without the steps that a later attempt computed again."""
+    """Maps an attempt to its metrics, without steps that a later attempt recomputed."""
 
     @property
     def series(self) -> dict[str, dict[int, list[Point]]]:
-        """The finite points of each metric in `CURVES`, by attempt and in the order of their steps."""
+        """The finite points of each metric in `CURVES`, grouped by attempt and sorted by step."""
         return {
             name: {
                 number: [point for point in own.points(name) if math.isfinite(point[1])]
@@ -62,24 +62,24 @@ class Curves:
 
     @property
     def metrics(self) -> dict[str, list[Point]]:
-        """The points of each metric, in the order of their steps; nan or -inf if a value was not finite."""
+        """The points of each metric sorted by step; a value that was not finite is nan or -inf."""
         return joined(own for _, own in sorted(self.thinned.items()))
 
 
 def read_curves(path: Path, attempts: Sequence[Attempt]) -> Curves:
-    """Read the curves in metrics.jsonl, and compute how each attempt spent its time."""
+    """Read the curves from metrics.jsonl, and compute how each attempt spent its time."""
     by_number = {attempt.number: attempt for attempt in attempts}
     spent = {number: dict.fromkeys(CATEGORIES, 0.0) for number in by_number}
     curves, newest = Curves(spent, 0, 0), max(by_number, default=0)
     clocks: dict[int, tuple[float, int]] = {}
-    """Maps an attempt to the time and the step up to which its time has been assigned to categories."""
+    """Maps an attempt to the time and step up to which its allocated time has been assigned to categories."""
     for records, num_lines in _buckets(path):
         curves.num_records += num_lines
         for number, own in _by_attempt(records).items():
             attempt = by_number.get(number)
             if attempt is None:
                 continue
-            # The steps that the last attempt did not save are drawn too, because they may show why it failed.
+            # Also draw steps that the last attempt did not save, because they may show why it failed.
             drawn = (
                 own if number == newest else [record for record in own if record.step <= attempt.kept_step]
             )
@@ -87,7 +87,7 @@ def read_curves(path: Path, attempts: Sequence[Attempt]) -> Curves:
             begin = attempt.training or attempt.started
             is_timed = number in clocks or any(record.number("step_s") is not None for record in own)
             if begin is None or attempt.ended is None or not is_timed:
-                continue  # the log of a COMMAND seldom contains the duration of steps
+                continue  # the log of a COMMAND seldom contains step durations
             clock = clocks.get(number, (begin, attempt.start_step))
             clocks[number], num_lost = _add_steps(spent[number], attempt, own, clock)
             curves.num_steps_lost += num_lost
@@ -100,9 +100,9 @@ def read_curves(path: Path, attempts: Sequence[Attempt]) -> Curves:
 def _add_steps(
     spent: dict[str, float], attempt: Attempt, records: Sequence[StepRecord], clock: tuple[float, int]
 ) -> tuple[tuple[float, int], int]:
-    """Assign the time between records to categories.
+    """Assign the time between consecutive records to categories.
 
-    Return the new clock, which is the time and step of the last record, and the number of lost steps.
+    Return the new clock (the time and step of the last record) and the number of lost steps.
     """
     before, step_before = clock
     num_lost = 0
@@ -127,9 +127,9 @@ def _add_steps(
 
 
 def _between_steps(attempt: Attempt, begin: float, end: float) -> str:
-    """Return the category of the time between two records that was not spent in steps."""
-    # The record of a step is written after its evaluation and before its save. A save that begins in the same
-    # millisecond as the record therefore belongs to the time after the record.
+    """Return the category of the time between two records that was not spent on steps."""
+    # A step's record is written after its evaluation and before its save. A save that begins in the same
+    # millisecond as the record is therefore counted after the record.
     evaluated = bisect_right(attempt.evaluations, end) > bisect_right(attempt.evaluations, begin)
     saved = bisect_left(attempt.saves, end) > bisect_left(attempt.saves, begin)
     if evaluated and saved:
@@ -138,11 +138,11 @@ def _between_steps(attempt: Attempt, begin: float, end: float) -> str:
 
 
 def _add_ends(spent: dict[str, float], attempt: Attempt, clock: tuple[float, int] | None) -> None:
-    """Assign the time before the first record and after the last one; without records, all of the time."""
+    """Assign the time before the first record and after the last; without records, assign all of the time."""
     if attempt.started is None or attempt.ended is None:
         return
     if clock is None:
-        # A COMMAND reports no first step, so the end of its start-up is unknown.
+        # A COMMAND does not report its first step, so the end of its start-up is unknown.
         until = attempt.training or attempt.first_step or attempt.started
         spent["startup"] += max(0.0, until - attempt.started)
         spent["unmeasured"] += max(0.0, attempt.ended - until)
@@ -159,10 +159,10 @@ def _by_attempt(records: Sequence[StepRecord]) -> dict[int, list[StepRecord]]:
 
 
 def _buckets(path: Path) -> Iterator[tuple[list[StepRecord], int]]:
-    """Yield the records of a file in about `NUM_BUCKETS` lists, and how many records each list represents.
+    """Yield a file's records in about `NUM_BUCKETS` lists, each with the number of records it represents.
 
-    A file of more than `WHOLE_BYTES` is read in evenly spaced chunks. A chunk represents all records up to
-    the next chunk.
+    Files larger than `WHOLE_BYTES` are read only in part, in evenly spaced chunks. A chunk represents all
+    records up to the next chunk.
     """
     try:
         stream = open_file(path)
@@ -184,7 +184,7 @@ def _buckets(path: Path) -> Iterator[tuple[list[StepRecord], int]]:
 
 
 def _spaced(stream: BinaryIO, size: int) -> Iterator[list[bytes]]:
-    """Yield lists of the lines in evenly spaced chunks of a large file; the last chunk is its end."""
+    """Yield the lines in evenly spaced chunks of a large file; the last chunk ends at the end of the file."""
     for begin in (*range(0, size - CHUNK_BYTES, size // NUM_BUCKETS), size - CHUNK_BYTES):
         stream.seek(begin)
         if begin:

@@ -1,6 +1,6 @@
-"""Renders the pages of reports as HTML that loads nothing.
+"""Renders report pages as HTML that loads no external resources.
 
-The content security policy of a page allows only the script that the page contains.
+The content security policy of the page allows only the script contained in the page.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from trainkit.formats import GIB, duration, hours_text, mask_secrets, masked_val
 
 REPORT_FILE = "report.html"
 PLACE = "<script></script>"
-"""The text in a page that its script replaces. No value can contain this text, because values are escaped."""
+"""Placeholder in the page for its script. No value can contain this text, because values are escaped."""
 
 _IMAGE = re.compile('((?<=src=")data:image/png;base64,[A-Za-z0-9+/=]*(?="))')
-"""Matches an image in a page. No value can match, because quotes in values are escaped."""
+"""Matches image data in a page. No value can match, because quotes in values are escaped."""
 
 
 def _gib(amount: float | None) -> str:
-    """Return the text of an amount of memory in GiB, in a unit that suits its size."""
+    """Return the text for an amount of memory in GiB, in a suitable unit."""
     return "unknown" if amount is None else size(amount * GIB)
 
 
 def result_figure(value: float | None) -> str:
-    """Return the text of a result with five digits; a large result has all digits before the point."""
+    """Return the text for a result: five digits, but all digits before the decimal point."""
     if value is None:
         return "unknown"
     return f"{value:,.5g}" if abs(value) < 99_999.5 else number(value)
 
 
 def render_page(template: str, **values: Any) -> str:
-    """Return the page of a template. All `values` are escaped, also in the data of charts."""
+    """Render a template to a page. All `values` are escaped, including the chart data."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
@@ -50,14 +50,14 @@ def render_page(template: str, **values: Any) -> str:
     script = (shipped_templates() / "charts.js").read_text(encoding="utf-8")
     allowed = b64encode(sha256(script.encode()).digest()).decode()
     page = environment.get_template(template).render(**values, script_hash=allowed)
-    # The script is inserted last and unchanged, because the policy of the page contains its hash.
+    # Insert the script last and unchanged, because the page's content security policy contains its hash.
     return _masked(page).replace(PLACE, f"<script>{script}</script>", 1)
 
 
 def _masked(page: str) -> str:
-    """Return a page with `***` in place of anything that looks like a secret.
+    """Return a page in which anything that looks like a secret is replaced with `***`.
 
-    Images are not searched, because they are long texts without secrets.
+    Images are not searched, because they are long and cannot contain secrets.
     """
     parts = _IMAGE.split(page)
     parts[::2] = map(mask_secrets, parts[::2])

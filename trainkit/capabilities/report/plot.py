@@ -1,4 +1,4 @@
-"""Draws curves with matplotlib, in the width of one column of a paper."""
+"""Draws curves with matplotlib, sized for one column of a paper."""
 
 from __future__ import annotations
 
@@ -24,32 +24,34 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 AXES = {"step": "step", "tokens": "tokens", "time": "time_s", "gpu_hours": "gpu_hours"}
-"""Maps a horizontal axis to the column of its values."""
+"""Maps the name of a horizontal axis to the table column that contains its values."""
 SEED = "seed"
-"""The key that distinguishes repetitions of a run. Runs that differ only in this key are one line."""
+"""The config key whose value distinguishes repetitions of a run. Runs that differ only in this key are drawn
+as one line."""
 Color = str | tuple[float, float, float, float]
 WIDTH_IN, HEIGHT_IN, ROW_IN = 3.4, 2.3, 0.15
-"""The width of a figure, the height of the chart of one metric, and of a row of the legend, in inches."""
+"""Figure width, height of one metric's chart, and height of a legend row, in inches."""
 KINDS = ("pdf", "svg", "png")
 LARGEST = 1e300
-"""A value beyond this limit is drawn as if it were not finite, because sums of such values overflow."""
+"""A larger value is drawn as if it were not finite, because sums of such values overflow."""
 MAX_LABEL = 44
-"""The maximum number of characters of a name in the legend."""
+"""Maximum number of characters of a legend entry."""
 MAX_CROSSES = 20
-"""The maximum number of crosses of one line; more of them would merge into a bar."""
+"""Maximum number of crosses per line; a larger number of crosses would merge into a bar."""
 MIN_TYPICAL = 5
-"""The minimum number of values among which outliers are looked for."""
+"""Outliers are only looked for if there are at least this many values."""
 FAR, FAR_DECADES = 1000, 10
-"""The multiples of the quartiles' distance from the median beyond which a value is an outlier.
+"""A value is an outlier if its distance from the median exceeds that of the quartiles by this factor.
 
-`FAR` is for distances on a linear scale, and `FAR_DECADES` is for powers of ten.
+`FAR` applies to linear distances, and `FAR_DECADES` to distances in powers of ten.
 """
 LOG_FROM = 50
-"""An axis of positive values is logarithmic if the largest is more than this multiple of the smallest."""
+"""An axis of positive values is logarithmic if the largest value exceeds the smallest by this factor."""
 MAX_LEGEND = 12
-"""The maximum number of names in a legend. More lines have a colour bar, or a legend of the first names."""
+"""Maximum number of entries in a legend. A figure with more lines has a colour bar, or a legend that lists
+only the first lines."""
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""The palette of Okabe and Ito, whose colours people with any colour vision can distinguish."""
+"""The Okabe-Ito palette, whose colours can be distinguished with any kind of colour vision."""
 DASHES: Sequence[Literal["-", "--", ":", "-."]] = ("-", "--", ":", "-.")
 LABELS = {
     "step": "step",
@@ -72,46 +74,46 @@ STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.formatter.useoffset": False,
-    "pdf.fonttype": 42,  # publishers require text that stays text
+    "pdf.fonttype": 42,  # publishers require text to be embedded as text
     "svg.fonttype": "none",
-    "svg.hashsalt": "trainkit",  # a fixed salt, so that the same data give the same file
+    "svg.hashsalt": "trainkit",  # with a fixed salt, the same data produce the same file
 }
 
 
 @dataclass(frozen=True)
 class DrawnRun:
-    """A run in a figure."""
+    """A run that is drawn in a figure."""
 
     name: str
     values: Mapping[str, object] | None
-    """The value of each key in which the runs differ; None if the config of the run cannot be read."""
+    """Values of the keys in which the runs differ; None if the run's config cannot be read."""
     points: Mapping[str, Mapping[int, tuple[float, float]]]
-    """Metric -> step -> the place on the axis and the value, which is nan or -inf if it was not finite."""
+    """Maps a metric and a step to the position on the axis and the value (nan or -inf if not finite)."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One metric of one run, or the mean of runs that differ only in their seeds."""
+    """One metric of a single run, or its mean over runs that differ only in their seeds."""
 
     x: Sequence[float]
     y: Sequence[float]
     spread: Sequence[float] | None = None
-    """The sample standard deviation over the runs at each point; None for a single run."""
+    """Sample standard deviation over the runs at each point; None for a single run."""
     diverged_at: float | None = None
-    """The first place after the last finite value; None if the last value is finite."""
+    """The first position after the last finite value; None if the last value is finite."""
     diverged_to: float = math.nan
-    """The value at `diverged_at`, which is nan or -inf."""
+    """The value at `diverged_at`: nan or -inf."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """The runs that have the same values of all keys except the seed."""
+    """Runs that have the same values for all keys except the seed."""
 
     values: Mapping[str, object] | None
     runs: tuple[DrawnRun, ...]
 
     def label(self, keys: Sequence[str]) -> str:
-        """Return the values of the keys as text; the names of the runs if they have none of the keys."""
+        """Return the values of the keys as text, or the names of the runs if they have none of the keys."""
         values = self.values or {}
         named = [
             f"{short}={shown_value(masked(values[key], key))}"
@@ -123,7 +125,7 @@ class Series:
 
 
 def labels_of(series: Sequence[Series], keys: Sequence[str]) -> list[str]:
-    """Return the label of each series, with a number if several labels are equal."""
+    """Return the label of each series; equal labels are numbered."""
     labels = [one.label(keys) for one in series]
     return [
         f"{label} ({labels[: index + 1].count(label)})" if labels.count(label) > 1 else label
@@ -132,9 +134,9 @@ def labels_of(series: Sequence[Series], keys: Sequence[str]) -> list[str]:
 
 
 def _verbatim(text: str) -> str:
-    """Return a text that matplotlib draws as it is: a ``$`` does not begin a formula.
+    """Escape a text so that matplotlib draws it literally: a ``$`` does not begin a formula.
 
-    A character that cannot be drawn, and that an SVG cannot contain, is replaced.
+    Characters that cannot be drawn, or that SVG does not allow, are replaced.
     """
     shown = (char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
     return "".join(shown).replace("$", r"\$")
@@ -152,10 +154,13 @@ def draw(
 ) -> Figure:
     """Draw each metric in a separate chart; see `Curves.plot`."""
     if not 0 <= smooth < 1:
-        raise UsageError(f"smooth must be from 0 to below 1: {smooth}", hint="0.9 is a common value")
+        raise UsageError(f"smooth must be at least 0 and less than 1: {smooth}", hint="a common value is 0.9")
     keys = [key for key in keys_that_differ if key != SEED]
     if by == SEED:
-        raise UsageError("runs that differ in their seeds are one line", hint="colour by another key")
+        raise UsageError(
+            "runs that differ only in their seeds are drawn as one line",
+            hint="choose another key for the colours",
+        )
     if by is not None and by not in keys:
         hint = did_you_mean(by, keys) or (f"the runs differ in {', '.join(keys)}" if keys else "leave it out")
         raise UsageError(f"the runs do not differ in {by}", hint=hint)
@@ -167,7 +172,7 @@ def draw(
         ) from None
     for metric in metrics:
         if not any(run.points[metric] for run in runs):
-            hint = "name another metric, or use --x step, which every run has"
+            hint = "choose another metric, or use --x step, which works for every run"
             raise UsageError(f"no run has values of {metric} over {x}", hint=hint)
     series = series_of(runs, keys, SEED in keys_that_differ)
     labels = labels_of(series, keys)
@@ -191,17 +196,17 @@ def draw(
         sizes = sorted({len(one.runs) for one in series})
         if sizes[-1] > 1:
             counts = f"{sizes[0]}–{sizes[-1]}" if len(sizes) > 1 else str(sizes[0])
-            charts[0].set_title(f"mean and standard deviation of {counts} runs", fontsize=7)
+            charts[0].set_title(f"mean and standard deviation over {counts} runs", fontsize=7)
         if len(series) > 1:
             _add_legend(figure, charts, series, labels, styles, by if len(keys) == 1 else None, num_columns)
     return figure
 
 
 def save(figure: Figure, file: Path, *, overwrites: bool = False) -> None:
-    """Write a figure in the format that the suffix of the file names, without the time of writing.
+    """Write a figure in the format given by the file's suffix, without a timestamp.
 
-    Raises FileExistsError if the file exists, unless `overwrites`, OSError if it cannot be written, and
-    UsageError for another suffix.
+    Raises FileExistsError if the file exists and `overwrites` is False, OSError if it cannot be written, and
+    UsageError if the suffix is not supported.
     """
     kind, content = figure_kind(file), BytesIO()
     stamps = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}
@@ -211,9 +216,9 @@ def save(figure: Figure, file: Path, *, overwrites: bool = False) -> None:
 
 
 def write_output(file: Path, content: bytes, *, overwrites: bool) -> None:
-    """Write an output file of the user. If writing fails, no incomplete file remains.
+    """Write an output file that the user requested. If writing fails, no incomplete file is left behind.
 
-    Raises FileExistsError if the file exists, unless `overwrites`, and OSError if it cannot be written.
+    Raises FileExistsError if the file exists and `overwrites` is False, and OSError if it cannot be written.
     """
     if overwrites and file.exists():
         mode = file.stat().st_mode & 0o777
@@ -229,7 +234,10 @@ def write_output(file: Path, content: bytes, *, overwrites: bool) -> None:
 
 
 def figure_kind(file: Path) -> str:
-    """Return the format that the suffix of a file names. Raises UsageError for any other suffix."""
+    """Return the figure format given by the suffix of a file.
+
+    Raises UsageError if the suffix is not supported.
+    """
     kind = file.suffix.removeprefix(".").lower()
     if kind not in KINDS:
         what = f".{kind}" if kind else "without a suffix"
@@ -244,7 +252,9 @@ def _style() -> AbstractContextManager[None]:
 
 
 def series_of(runs: Sequence[DrawnRun], keys: Sequence[str], has_seeds: bool) -> list[Series]:
-    """Group runs by the values of their keys. Series with numbers are in the order of the numbers.
+    """Group runs that have equal values of the keys.
+
+    Series whose values are numbers are sorted by these numbers.
 
     Runs are grouped only if they differ in a key or, with `has_seeds`, in their seeds.
     """
@@ -270,10 +280,10 @@ def _number(value: object) -> float | None:
 
 
 def mean_line(series: Series, metric: str) -> Line:
-    """Return the mean of a series and its standard deviation.
+    """Return the mean of the runs in a series, with the standard deviation.
 
-    A step is on the line if every run whose curve reaches the step has logged it. The line ends where a run
-    diverged, because the mean of the other runs would look as if none had.
+    The mean includes a step only if every run whose curve extends to that step has logged it. The line ends
+    where one run diverged, because the mean of the remaining runs would hide the divergence.
     """
     points = [run.points[metric] for run in series.runs if run.points[metric]]
     steps = sorted(set().union(*points))
@@ -292,16 +302,18 @@ def mean_line(series: Series, metric: str) -> Line:
         ys.append(fmean(values) if is_finite else sum(values))
         spread.append(stdev(values) if is_finite and len(values) > 1 else math.nan)
     diverged_to = math.nan
-    while ys and not math.isfinite(ys[-1]):  # a value that is not finite within a curve is a gap
+    # Values that are not finite are gaps unless they are at the end of the curve.
+    while ys and not math.isfinite(ys[-1]):
         diverged_at, diverged_to = xs.pop(), ys.pop()
         spread.pop()
     return Line(xs, ys, spread if len(points) > 1 else None, diverged_at, diverged_to)
 
 
 def smoothed(values: Sequence[float], weight: float) -> list[float]:
-    """Return the exponential moving mean of values; `weight` is the weight of the past.
+    """Return the exponential moving average of values; `weight` is the weight of earlier values.
 
-    The first values have no bias to zero. Section 3 of https://arxiv.org/abs/1412.6980 has the correction.
+    The average has no bias towards zero at the beginning. The bias correction is that of section 3 of
+    https://arxiv.org/abs/1412.6980.
     """
     found, mean, total = list[float](), 0.0, 0.0
     for value in values:
@@ -313,16 +325,16 @@ def smoothed(values: Sequence[float], weight: float) -> list[float]:
 
 @dataclass(frozen=True)
 class Style:
-    """The colour and the dash of the line of a series."""
+    """Colour and dash pattern of a series."""
 
     color: Color
     dash: Literal["-", "--", ":", "-."]
 
 
 def _styles(series: Sequence[Series], keys: Sequence[str], by: str | None) -> list[Style]:
-    """Return the style of each series: the key `by` sets the colour, and the other keys set the dash.
+    """Return the style of each series: the key `by` determines the colour, the other keys the dash pattern.
 
-    Numbers have colours of viridis, and other values have colours of the palette.
+    Numbers get viridis colours, and other values get colours of the palette.
     """
     if by is None or any(one.values is None for one in series):
         return [
@@ -346,7 +358,7 @@ def _styles(series: Sequence[Series], keys: Sequence[str], by: str | None) -> li
 
 
 def viridis() -> Colormap:
-    """Return the colormap viridis without its end, which is too light on white."""
+    """Return the viridis colormap without its upper end, which is too light on a white background."""
     from matplotlib import colormaps
     from matplotlib.colors import ListedColormap
 
@@ -354,9 +366,9 @@ def viridis() -> Colormap:
 
 
 def number_places(values: Sequence[object]) -> list[float] | None:
-    """Return the places of numbers on a colormap, from 0 to 1; None if a value is not a number.
+    """Return the positions of numbers on a colormap, from 0 to 1; None if a value is not a number.
 
-    The places of a wide range of numbers follow their logarithms.
+    If the numbers span a wide range, their positions are logarithmic.
     """
     found = [number for one in values if (number := _number(one)) is not None]
     if len(found) < len(values):
@@ -368,16 +380,17 @@ def number_places(values: Sequence[object]) -> list[float] | None:
 
 
 def is_wide(values: Sequence[float]) -> bool:
-    """Return whether values are positive and their range is wide enough for a logarithmic axis."""
+    """Return whether values are positive and span a range wide enough for a logarithmic axis."""
     return bool(values) and min(values) > 0 and max(values) / min(values) > LOG_FROM
 
 
 def typical(values: Iterable[float]) -> list[float]:
-    """Return the finite values in ascending order, without outliers such as 1e32 that would flatten an axis.
+    """Return the finite values in ascending order, without outliers that would flatten a curve.
 
-    An outlier is more than `FAR` times as far from the median as the quartiles and zero are. If no two values
-    have different signs, the distances are powers of ten, and an outlier is `FAR_DECADES` times as far from
-    the median as the quartiles, and at least `FAR_DECADES` powers of ten. Zero is then no outlier.
+    An outlier is more than `FAR` times as far from the median as the quartiles and zero are. If all values
+    have the same sign, distances are measured in powers of ten: an outlier is more than `FAR_DECADES` times
+    as far from the median as the quartiles, and at least `FAR_DECADES` powers of ten away. Zero is never an
+    outlier in this case.
     """
     found = sorted(value for value in values if math.isfinite(value))
     has_one_sign = bool(found) and (found[0] >= 0 or found[-1] <= 0)
@@ -394,19 +407,19 @@ def typical(values: Iterable[float]) -> list[float]:
 
 
 def band_floor(lowest: float, ends: Iterable[float]) -> float:
-    """Return the lowest value of a band on a logarithmic axis, where a band cannot reach 0.
+    """Return the lower limit for bands on a logarithmic axis, where a band cannot reach 0.
 
-    The value is the minimum of `lowest`, the lowest value of the lines, and of the lower `ends` of the bands
+    The result is the minimum of `lowest` (the lowest value of the lines) and the lower `ends` of the bands
     that are at least a tenth of `lowest`.
     """
     return min((end for end in ends if lowest / 10 <= end < lowest), default=lowest)
 
 
 def crosses(points: Iterable[tuple[float, float]], low: float, high: float) -> list[tuple[float, float]]:
-    """Return the points at which a line leaves the range from `low` to `high`, where a cross is drawn.
+    """Return the points at which a line leaves the range from `low` to `high`; a cross is drawn at each.
 
-    A value that is not finite is outside. Of more than `MAX_CROSSES` points, the first ones and the last are
-    returned.
+    Values that are not finite are outside the range. If there are more than `MAX_CROSSES` points, only the
+    first ones and the last one are returned.
     """
     found, was_inside = list[tuple[float, float]](), True
     for place, value in points:
@@ -451,9 +464,9 @@ def _draw_chart(
 
 
 def _dots(values: Sequence[float]) -> list[int]:
-    """Return the indices of the points that get a dot: both points of a short line, and points between gaps.
+    """Return the indices of points to draw as dots: both points of a short line, and points between gaps.
 
-    A line has no length at a point between gaps, so matplotlib draws nothing there.
+    A point between two gaps would otherwise be invisible, because matplotlib draws only lines between points.
     """
     if len(values) < 3:
         return list(range(len(values)))
@@ -466,7 +479,7 @@ def _dots(values: Sequence[float]) -> list[int]:
 
 
 def _time_unit(largest_s: float) -> tuple[str, float]:
-    """Return the unit for an axis of seconds: its text in the label, and its length in seconds."""
+    """Return the unit for a time axis: its name for the label, and its length in seconds."""
     for name, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
         if largest_s >= 2 * size:
             return f" ({name})", size
@@ -474,7 +487,7 @@ def _time_unit(largest_s: float) -> tuple[str, float]:
 
 
 def _num_columns(labels: Sequence[str]) -> int:
-    """Return the number of columns of a legend; three labels have 3 columns or 1, which leave no gap."""
+    """Return the number of columns of a legend; three labels use 3 columns or 1, so that no gap is left."""
     longest = max(map(len, labels), default=0)
     if len(labels) == 3:
         return 3 if longest <= MAX_LABEL // 3 else 1
@@ -490,7 +503,7 @@ def _add_legend(
     by: str | None,
     num_columns: int,
 ) -> None:
-    """Add a legend below the charts; if the lines are many numbers of one key, add a colour bar instead."""
+    """Add a legend below the charts, or a colour bar if the lines show many numeric values of one key."""
     from matplotlib.lines import Line2D
 
     if len(series) > MAX_LEGEND and by is not None:

@@ -1,4 +1,4 @@
-"""Makes the report of a run: its results, how it spent its time, and a page that needs no network."""
+"""Makes the report of a run: its results, how it spent its time, and an HTML page."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from trainkit.shipped import ask_each, placed
 
 TEMPLATE = "report.html.j2"
 TIME_MARGIN, MEMORY_MARGIN = 1.2, 1.25
-"""The factors by which the advice exceeds the measured time and memory."""
-NOTHING, NOT_ASKED = "nothing", "nothing: only a Slurm job requests it"
+"""Factors by which the advice exceeds the measured time and the measured memory."""
+NOTHING, NOT_ASKED = "nothing", "nothing: only Slurm jobs request it"
 BY = {"cgroup": " of the job's control group", "processes": " of its processes"}
-"""Maps how the memory of a job was measured to its text."""
+"""Maps the method by which a job's memory was measured to its description."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """The requested and the used amount of a resource, and the amount to request next time."""
+    """Requested and used amount of a resource, and the recommended request for the next run."""
 
     resource: str
     asked: str
@@ -49,7 +49,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class Report:
-    """The results of a run; a value that is unknown is None."""
+    """The results of a run; unknown values are None."""
 
     status: RunStatus
     verdict: str
@@ -57,18 +57,19 @@ class Report:
     allocated_s: float
     queued_s: float | None
     spent: dict[str, float]
-    """Maps a category of time to its seconds. The sum is `allocated_s`."""
+    """Maps a category of time to seconds. The seconds of all categories add up to `allocated_s`."""
     percent: dict[str, float]
-    """Maps a category of time to its percentage of `allocated_s`. Empty if nothing was allocated."""
+    """Maps a category of time to its percentage of `allocated_s`. The mapping is empty if no time was
+    allocated."""
     goodput: float | None
-    """The share of the allocated time in steps that the run kept; None if it was not measured."""
+    """The fraction of allocated time spent on steps that the run kept; None if it was not measured."""
     world_size: int | None
     worker_hours: float | None
     num_records: int
     num_steps_lost: int
     curves: dict[str, dict[int, list[Point]]] = field(metadata=LEFT_OUT)
     metrics: dict[str, list[Point]] = field(metadata=LEFT_OUT)
-    """Maps a metric to its points, which are nan or -inf if a value was not finite."""
+    """Maps a metric to its points; a value that was not finite is nan or -inf."""
     val_loss: list[Point] = field(metadata=LEFT_OUT)
     advice: list[Advice]
     checkpoints: list[ListedCheckpoint]
@@ -76,21 +77,24 @@ class Report:
     layout: dict[str, int]
     provenance: dict[str, object]
     added: dict[str, object] = field(metadata=LEFT_OUT)
-    """The keys that capabilities add to the report."""
+    """Keys that other capabilities add to the report."""
     sections: dict[str, str] = field(metadata=LEFT_OUT)
-    """Maps the title of a section that a capability adds to the page to its HTML."""
+    """Maps the titles of page sections that capabilities add to the HTML of these sections."""
 
     def to_dict(self) -> dict[str, object]:
         return placed("report", {**to_json(self), "status": self.status.to_dict()}, to_json(self.added))
 
 
 def read_report(history: RunHistory, status: RunStatus, now: float) -> Report:
-    """Read the report of a run. `history` contains its events, and `now` is in seconds since the epoch."""
+    """Compute the report of a run.
+
+    `history` contains the run's events, and `now` is the current time in seconds since the epoch.
+    """
     run, events = history.run, history.events
     attempts = ended_attempts(events.attempts, now if status.is_active else _last_time(history))
     checkpoints = list_checkpoints(run)
     if attempts and not status.is_active and status.state != "finished" and not status.is_command:
-        # The steps after the newest checkpoint are lost.
+        # Steps after the newest checkpoint are lost.
         saved = [item.step or 0 for item in checkpoints if item.state == "published"]
         attempts[-1].kept_step = max(saved, default=0)
     curves = read_curves(run.metrics_file, attempts)
@@ -135,7 +139,7 @@ def read_report(history: RunHistory, status: RunStatus, now: float) -> Report:
 
 
 def render_report(report: Report, metric: str | None = None) -> str:
-    """Return the page of a report, with the chart of `metric` first."""
+    """Return the HTML page of a report; the chart of `metric` comes first."""
     failed, charts = report.status.failure, _charts(report, metric)
     return render_page(
         TEMPLATE,
@@ -158,13 +162,14 @@ def _charts(report: Report, metric: str | None) -> list[Chart]:
         (float(item.start_step), str(item.number)) for item in report.attempts if item.training is not None
     ]
     series = report.metrics
-    if report.val_loss and "val_loss" not in series:  # a script logs its validation losses as events
+    # The validation losses of a script are logged as events, not metrics.
+    if report.val_loss and "val_loss" not in series:
         series = {**series, "val_loss": report.val_loss}
     return run_charts(series, marks, report.status.progress.samples_per_s is not None, metric)
 
 
 def _timeline(report: Report) -> list[dict[str, object]]:
-    """Return a row per attempt, with its spans of time and its ticks in percent of the time of the run."""
+    """Return a row per attempt: its time spans and ticks, in percent of the run's total time."""
     times = [
         time
         for attempt in report.attempts
@@ -200,7 +205,7 @@ def _timeline(report: Report) -> list[dict[str, object]]:
 
 
 ENDED = {name: name for name in ("finished", "failed", "died", "stopped")} | {"cancelled": "was cancelled"}
-"""Maps the state of a run that has ended to the verb of the first sentence of the page."""
+"""Maps the final state of a run to the verb in the first sentence of the page."""
 
 
 def _summary(status: RunStatus, goodput: float | None, attempts: list[Attempt]) -> str:
@@ -212,9 +217,9 @@ def _summary(status: RunStatus, goodput: float | None, attempts: list[Attempt]) 
     said = with_divergence(None, since) if status.state == "finished" else status.reason
     why = f": {said}" if said else ""
     useful = (
-        "the productive share of the allocated time is unknown"
+        "the share of the allocated time spent on productive steps is unknown"
         if goodput is None
-        else f"{goodput:.0%} of the allocated time went into steps that count"
+        else f"{goodput:.0%} of the allocated time was spent on productive steps"
     )
     state = ENDED.get(status.state, f"is {status.state}")
     return f"{status.name} {state} {step}{total}{tries}{why}; {useful}."
@@ -236,7 +241,7 @@ def _advice(
             lost_s = sum(own["lost"] for own in curves.spent.values())
             needed_s = sum(attempt.allocated_s for attempt in attempts) - lost_s
             minutes = 5 * math.ceil(needed_s * TIME_MARGIN / 300)
-            what = "the measured time" if len(attempts) == 1 else "all attempts, without repeated steps"
+            what = "the measured time" if len(attempts) == 1 else "all attempts, excluding repeated steps"
             following = f"--time {minutes // 60:02d}:{minutes % 60:02d}:00 (20 % above {what})"
         minutes, seconds = divmod(round(longest_s), 60)
         longest = f"{minutes:,} min {seconds:02d} s" if longest_s >= 60 else f"{longest_s:.1f} s"
@@ -257,7 +262,7 @@ def _advice(
         if busy := numbers(nodes, "gpu_mean_percent"):
             share = sum(busy) / len(busy)
             used = f"{share:.0f} % busy on average"
-            following = "find out why the GPUs wait before you request more of them"
+            following = "before you request more GPUs, find out why these GPUs are idle"
             if share >= 70:
                 following = "the same number, because the GPUs were busy"
         found.append(Advice("GPUs", f"{config.get('resources.gpus_per_node')} a node", used, following))
@@ -265,7 +270,7 @@ def _advice(
 
 
 def _last_time(history: RunHistory) -> float | None:
-    """Return the time of the last sign of life of a run whose end was not recorded."""
+    """Return when a run whose end was not recorded was last known to be alive."""
     times = [timestamp(event.time) for event in list(history.events.recent)[-1:]]
     file = history.run.metrics_file
     if file.exists():

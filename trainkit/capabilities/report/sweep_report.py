@@ -1,6 +1,6 @@
-"""Makes the report of a sweep, a group or a bench, with all of its runs on one page.
+"""Makes the report of a sweep, another group of runs, or a bench, with all runs on one page.
 
-A sweep can have thousands of runs, so only a bounded number of records is read of each run.
+Because a sweep can have thousands of runs, only a limited number of records is read per run.
 """
 
 from __future__ import annotations
@@ -73,34 +73,37 @@ from trainkit.run.rundir import RunDir
 
 TEMPLATE = "sweep_report.html.j2"
 MAX_LINES = 40
-"""The maximum number of lines in a chart; more lines would cover each other."""
+"""Maximum number of lines in a chart; more would cover each other."""
 MAX_DRAWN = 400
-"""The maximum number of runs whose curves are read. A line is the mean of several runs."""
+"""Maximum number of runs whose curves are read. This maximum exceeds `MAX_LINES`, because a line can be the
+mean of several runs."""
 NUM_BUCKETS = 6000
-"""The number of buckets of all curves of a metric, which limits the size of a page with many runs."""
+"""Total number of buckets for all curves of a metric, which limits the size of a page with many runs."""
 MIN_BUCKETS = 64
-"""The minimum number of buckets of a curve."""
+"""Minimum number of buckets of a curve."""
 CURVE_BYTES = 2**29
-"""Bytes that are read of all curves together, which takes seconds. Larger files are read in chunks."""
+"""Bytes read for all curves together; reading them takes a few seconds. Files that would exceed this total
+are read in chunks."""
 OPEN_ROWS = 100
-"""Runs that the page lists without a click."""
+"""Number of runs that the page lists without a click."""
 MAX_ROWS = 2000
-"""The maximum number of runs that the page lists."""
+"""Maximum number of runs that the page lists."""
 MAX_AXIS_KEYS = 6
-"""The maximum number of keys with a chart of the results."""
+"""Maximum number of keys for which a chart of the results is drawn."""
 NUM_SAMPLES = 64
-"""Records that are read of a long curve, evenly spaced."""
+"""Number of evenly spaced records that are read from a long metrics file."""
 WHOLE_BYTES = 65_536
-"""The size of metrics.jsonl up to which the file is read whole."""
+"""Size of metrics.jsonl up to which the file is read completely."""
 EVENTS = ("submitted", "started", "training", "first_step", "requeue_decision", "stopped", "finished")
 REPEAT = "repeat"
 REPETITIONS = (SEED, REPEAT)
-"""The keys that distinguish repetitions. Runs that differ only in these keys are one line."""
+"""Keys that distinguish repetitions of the same trial. Runs that differ only in these keys are drawn as one
+line."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """The metric by which the trials are compared."""
+    """The metric by which trials are compared."""
 
     name: str
     label: str
@@ -108,18 +111,18 @@ class Objective:
 
 
 SPEED = Objective("tokens_per_s", "tokens per second", False)
-"""The objective of a bench."""
+"""The objective that a bench optimises."""
 
 
 def objective_of(ranking: Ranking) -> Objective:
-    """Return the objective of a sweep whose runs are ranked by a metric."""
+    """Return the objective of a sweep, derived from the metric that ranks its runs."""
     label = "best validation loss" if ranking.metric == "val_loss" else ranking.label
     return Objective(ranking.metric, label, ranking.mode == "min")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrialReport(TrialStatus):
-    """The results of one run; a value that is unknown is None."""
+    """The results of one run; unknown values are None."""
 
     job_id: str | None = field(metadata=LEFT_OUT)
     best: Best | None = field(metadata=LEFT_OUT)
@@ -127,47 +130,48 @@ class TrialReport(TrialStatus):
     age_s: float | None = field(default=None, metadata=LEFT_OUT)
     step: int | None
     result: float | None
-    """The value of the objective."""
+    """The run's value of the objective."""
     tokens_per_s: float | None
-    """The median over the records that were read."""
+    """Median of ``tokens_per_s`` over the records that were read."""
     worker_hours: float | None
     counts_samples: bool = field(default=False, metadata=LEFT_OUT)
     """True if ``tokens_per_s`` counts samples."""
     kept: dict[int, float] = field(default_factory=dict, metadata=LEFT_OUT)
-    """Maps an attempt to its last step that the run kept. Later steps were computed again or lost."""
+    """Maps an attempt to its last step that the run kept. Later steps of the attempt were recomputed or
+    lost."""
 
 
 @dataclass(frozen=True)
 class SweepReport:
-    """The results of the runs of a sweep."""
+    """The results of all runs of a sweep."""
 
     name: str
     run_dir: str
     keys: list[str]
     objective: Objective
     trials: list[TrialReport]
-    """All trials: failed ones first, then the others by result."""
+    """All trials, with failed ones first and the others sorted by result."""
     states: dict[str, int]
     best: TrialReport | None
     is_cuda: bool
     worker_hours: float | None
     curves: dict[int, Thinned] = field(metadata=LEFT_OUT)
-    """The curves that the page draws, by the index of the trial."""
+    """Maps the index of a trial to its curves, for trials that the page draws."""
     config: FlatConfig = field(metadata=LEFT_OUT)
     provenance: dict[str, object] = field(metadata=LEFT_OUT)
 
     def to_dict(self) -> dict[str, object]:
-        """Return the report as a JSON object; its trials have the key `points`, as in sweep.json."""
+        """Return the report as a JSON object, whose key for the trials is `points`, as in sweep.json."""
         return {"points" if key == "trials" else key: value for key, value in to_json(self).items()}
 
     @property
     def has_speed(self) -> bool:
-        """Return whether the speed of any run is known."""
+        """Return whether the speed of at least one run is known."""
         return any(trial.tokens_per_s is not None for trial in self.trials)
 
     @property
     def counts_samples(self) -> bool:
-        """Return whether the speeds of all runs are samples per second."""
+        """Return whether all speeds are in samples per second."""
         known = [trial.counts_samples for trial in self.trials if trial.tokens_per_s is not None]
         return bool(known) and all(known)
 
@@ -175,10 +179,11 @@ class SweepReport:
 def read_sweep(
     group: RunGroup, status: GroupStatus, now: float, speeds: Mapping[int, float | None] | None = None
 ) -> SweepReport:
-    """Read the report of a sweep.
+    """Compute the report of a sweep.
 
-    `now` is in seconds since the epoch, and counts as the end of attempts that still run. `speeds` are the
-    speeds that a bench has measured, by the index of the trial. With `speeds`, trials are compared by speed.
+    `now` is in seconds since the epoch; attempts that are still running count as ending then. `speeds` maps
+    the index of a trial to the speed that a bench measured. If `speeds` is given, trials are compared by
+    speed.
     """
     record, plan = group.record, PlanRecord(group.record.plan)
     objective = objective_of(status.ranking) if speeds is None else SPEED
@@ -252,7 +257,7 @@ def _read_trial(
 
 
 def sample_records(path: Path) -> list[StepRecord]:
-    """Return the records of a metrics file, or about `NUM_SAMPLES` evenly spaced records of a long file."""
+    """Return the records of a metrics file, or about `NUM_SAMPLES` evenly spaced ones if the file is long."""
     with opened(path) as stream:
         if stream is None:
             return []
@@ -260,14 +265,15 @@ def sample_records(path: Path) -> list[StepRecord]:
         if size <= WHOLE_BYTES:
             return list(steps_of(parse_records(stream)))
         lines = sampled_lines(stream, 0, size, NUM_SAMPLES - 1)
-        lines += list(islice(reversed_lines(stream, size), 2))[::-1]  # the last line may be incomplete
+        # Read two lines, because the last line may be incomplete.
+        lines += list(islice(reversed_lines(stream, size), 2))[::-1]
     return list(steps_of(parse_records(lines)))
 
 
 def _repetitions(
     trials: Sequence[TrialReport], keys: Sequence[str], objective: Objective
 ) -> list[list[TrialReport]]:
-    """Return lists of trials that are repetitions of each other, with the best list and trial first."""
+    """Group trials that are repetitions of each other; the best group and its best trial come first."""
     own = [key for key in keys if key not in REPETITIONS]
     found: dict[str, list[TrialReport]] = {}
     for trial in sorted(trials, key=lambda trial: (_rank(trial, objective), trial.index)):
@@ -279,7 +285,7 @@ def _repetitions(
 def _read_curves(
     trials: Sequence[TrialReport], keys: Sequence[str], objective: Objective
 ) -> dict[int, Thinned]:
-    """Read the curves of the best trials, by the index of the trial."""
+    """Read the curves of the best trials; the keys of the result are indices of trials."""
     started = [trial for trial in trials if trial.step is not None]
     lines = _repetitions(started, keys, objective)[:MAX_LINES]
     chosen = [trial for line in lines for trial in line][:MAX_DRAWN]
@@ -294,12 +300,13 @@ def _read_curves(
     for line in lines:
         own = [found[trial.index] for trial in line if trial.index in found]
         for thinned in own:
-            thinned.widen(max(one.width for one in own))  # a mean needs buckets of the same width
+            # Curves can be averaged only if their buckets have the same width.
+            thinned.widen(max(one.width for one in own))
     return found
 
 
 def render_sweep(report: SweepReport, metric: str | None = None) -> str:
-    """Return the page of a sweep, with the curves of `metric` first."""
+    """Return the HTML page of a sweep; the curves of `metric` come first."""
     keys = [key for key in report.keys if key != REPEAT]
     curves, names = _curve_charts(report, metric)
     lines = _repetitions(report.trials, report.keys, report.objective)
@@ -328,7 +335,7 @@ def render_sweep(report: SweepReport, metric: str | None = None) -> str:
 
 
 def trial_name(trial: TrialReport) -> str:
-    """Return the name of a trial: its values, or its number if it has none."""
+    """Return the name of a trial: its values of the swept keys, or its number if it has none."""
     return shown(trial.written) or f"trial {trial.index}"
 
 
@@ -343,7 +350,7 @@ def _summary(report: SweepReport) -> str:
 
 
 def _curve_charts(report: SweepReport, first: str | None = None) -> tuple[list[Chart], list[Drawn]]:
-    """Return a chart for each metric, `first` before the others, and the names of their lines."""
+    """Return a chart for each metric, beginning with `first`, and the legend of these charts."""
     keys = [key for key in report.keys if key not in REPETITIONS]
     by_name = {f"trial {index}": thinned for index, thinned in report.curves.items()}
     metrics = metric_order(dict.fromkeys(name for own in by_name.values() for name in own.names), first)
@@ -379,9 +386,9 @@ def _curve_charts(report: SweepReport, first: str | None = None) -> tuple[list[C
 
 
 def _styles(series: Sequence[Series], keys: Sequence[str]) -> list[tuple[Color, str]]:
-    """Return the colour and the dash of each line.
+    """Return the colour and the dash pattern of each line.
 
-    The first key in which the trials differ sets the colour, and the other keys set the dash.
+    The first key in which the trials differ determines the colour, the other keys the dash pattern.
     """
     known = [one.values or {} for one in series]
     by = next((key for key in keys if len({repr(own.get(key)) for own in known}) > 1), None)
@@ -394,7 +401,7 @@ def _styles(series: Sequence[Series], keys: Sequence[str]) -> list[tuple[Color, 
 
 
 def _key_charts(report: SweepReport, keys: Sequence[str]) -> list[Chart]:
-    """Return a chart of the results by each key, which also shows the runs that have diverged."""
+    """Return one chart per key that shows the results over its values, including runs that have diverged."""
     known = [trial for trial in report.trials if trial.result is not None or trial.diverged_since is not None]
     best = None if report.best is None else report.best.index
     label = report.objective.label.capitalize()

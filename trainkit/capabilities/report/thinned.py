@@ -1,6 +1,6 @@
-"""Reduces the metrics of a run to buckets of steps.
+"""Reduces the metrics of a run to buckets, each covering a range of steps.
 
-A chart can draw the buckets of a long run, and they keep each spike and the first value that is not finite.
+The buckets keep a long run's charts small, but preserve each spike and the first value that is not finite.
 """
 
 from __future__ import annotations
@@ -24,43 +24,43 @@ from trainkit.run.files import MAX_RECORD_BYTES, MAX_SAMPLE_BYTES, opened, parse
 from trainkit.run.rundir import RunDir
 
 MAX_BUCKETS = 512
-"""The maximum number of buckets of a curve. A curve with more buckets gets buckets of twice the width."""
+"""Maximum number of buckets of a curve. If a curve would need more, the bucket width is doubled."""
 MAX_METRICS = 128
-"""The maximum number of metrics of one run. The metrics that were logged first are kept."""
+"""Maximum number of metrics per run. If a run logs more metrics, those logged first are kept."""
 POSITIONS = NOT_METRICS | {"epoch", "samples_seen"}
-"""The keys of numbers that give the position of a record in the training, and are not metrics."""
+"""Numeric keys that locate a record within the training and are therefore not metrics."""
 NUMBERS = frozenset({int, float})
 CHUNK_BYTES = 2**18
-"""The number of bytes that are read and parsed together."""
+"""Number of bytes that are read and parsed at once."""
 NUM_CHUNKS = 512
-"""Chunks that are read of a file that is too large to be read whole."""
+"""Number of chunks read from a file that is too large to be read completely."""
 Point = tuple[float, float]
-"""A step and a value, which is nan or -inf if it was not finite."""
+"""A step and a value; a value that was not finite is nan or -inf."""
 
 
 @dataclass(slots=True)
 class Bucket:
-    """The values of one metric over some consecutive steps."""
+    """A summary of one metric's values over a range of steps."""
 
     low: Point
     high: Point
     total: float
     count: int
-    """The number of finite values. If it is 0, `low` and `high` have no meaning."""
+    """Number of finite values in the bucket. If the number is 0, `low` and `high` have no meaning."""
     last: int
-    """The last step."""
+    """The last step in the bucket."""
     broken: Point | None
-    """The first step whose value is not finite, and -inf or nan for its value."""
+    """The first step with a value that is not finite, and that value (-inf or nan)."""
 
     @property
     def mean(self) -> Point:
-        """The last step, and the mean of the finite values; nan or -inf if no value is finite."""
+        """The last step and the mean of the finite values; the mean is nan or -inf if no value is finite."""
         if self.count:
             return self.last, self.total / self.count
         return self.last, math.nan if self.broken is None else self.broken[1]
 
     def merge(self, other: Bucket) -> None:
-        """Add the values of another bucket to this bucket."""
+        """Merge another bucket into this bucket."""
         if other.count and self.count:
             self.low, self.high = (
                 min(self.low, other.low, key=itemgetter(1)),
@@ -75,17 +75,18 @@ class Bucket:
 
 
 class Thinned:
-    """The metrics of a run, or of one of its attempts, in buckets of equal width."""
+    """The metrics of a run or of one attempt, reduced to buckets of equal width."""
 
     def __init__(self, most: int = MAX_BUCKETS) -> None:
         self.most = most
         self.width = 1
-        """The number of steps of a bucket. It is a power of two, so that runs can have the same buckets."""
+        """Number of steps per bucket. The number is a power of two, so that the buckets of several runs can
+        be aligned."""
         self.buckets: dict[str, dict[int, Bucket]] = {}
-        """Maps a metric to its buckets by ``step // width``."""
+        """Maps a metric to its buckets, which are numbered by ``step // width``."""
 
     def add(self, records: Iterable[Mapping[str, object]]) -> None:
-        """Add some records of metrics.jsonl. If a metric has several values of a step, the newest counts."""
+        """Add records from metrics.jsonl. If a metric has several values for a step, the newest counts."""
         for place, own in groupby(records, lambda record: record["step"] // self.width):  # type: ignore[operator]
             self._add(place, list(own))
         while max(map(len, self.buckets.values()), default=0) > self.most:
@@ -105,7 +106,7 @@ class Thinned:
                 own[place] = found
 
     def widen(self, width: int) -> None:
-        """Merge the buckets into wider ones."""
+        """Merge adjacent buckets until each is `width` steps wide."""
         factor, self.width = width // self.width, width
         for name, narrow in self.buckets.items() if factor > 1 else ():
             wide: dict[int, Bucket] = {}
@@ -116,9 +117,10 @@ class Thinned:
 
     @property
     def names(self) -> list[str]:
-        """The metrics that have a finite value, and all losses.
+        """The metrics with at least one finite value, and all losses.
 
-        A loss without a finite value has diverged. Any other metric without one was not measured.
+        A loss without any finite value has diverged. Any other metric without a finite value was not
+        measured.
         """
         return [
             name
@@ -127,7 +129,7 @@ class Thinned:
         ]
 
     def points(self, name: str) -> list[Point]:
-        """Return the lowest and the highest value of each bucket, and its first value that is not finite."""
+        """Return each bucket's lowest and highest value, and its first value that is not finite."""
         found = list[Point]()
         for _, bucket in sorted(self.buckets.get(name, {}).items()):
             own = {bucket.low, bucket.high} if bucket.count else set()
@@ -137,7 +139,7 @@ class Thinned:
         return found
 
     def means(self, name: str) -> dict[int, Point]:
-        """Return the mean of each bucket by the number of the bucket; see `Bucket.mean`."""
+        """Map each bucket's number to the mean of the bucket; see `Bucket.mean`."""
         return {place: bucket.mean for place, bucket in sorted(self.buckets.get(name, {}).items())}
 
 
@@ -156,7 +158,7 @@ def _columns(
 
 
 def _bucket(steps: Sequence[object], values: Sequence[object]) -> Bucket | None:
-    """Return the bucket of the values of a metric at some steps; None if no value is a number or null."""
+    """Summarise a metric's values at some steps in a bucket; None if no value is a number or null."""
     finite: Sequence[float] = values  # type: ignore[assignment]
     at: Sequence[int] = steps  # type: ignore[assignment]
     broken: Point | None = None
@@ -191,11 +193,12 @@ class Wanted:
 
     folder: str
     kept: Mapping[int, float]
-    """Maps an attempt to its last step that the run kept. Later steps were computed again or lost."""
+    """Maps an attempt to its last step that the run kept. Later steps of the attempt were recomputed or
+    lost."""
     most_buckets: int
-    """The maximum number of buckets of a curve."""
+    """Maximum number of buckets of a curve."""
     most_bytes: int
-    """The size of metrics.jsonl up to which the file is read whole. A larger file is read in chunks."""
+    """Size of metrics.jsonl up to which the file is read completely. A larger file is read in chunks."""
 
 
 def read_thinned(wanted: Wanted) -> Thinned:
@@ -219,7 +222,7 @@ def read_thinned(wanted: Wanted) -> Thinned:
 
 
 def _first_width(first_step: object, run: RunDir, num_lines: int, most: int) -> int:
-    """Return half of the width that the buckets of a run will probably need, so that few are merged later."""
+    """Return half of the bucket width that a run will probably need, so that few buckets are merged later."""
     last_step = next(read_jsonl_reversed(run.metrics_file), {}).get("step")
     if not isinstance(first_step, int) or not isinstance(last_step, int):
         return 1
@@ -245,7 +248,7 @@ def _records(lines: bytes) -> Iterable[dict[str, object]]:
 def _kept(
     records: Iterable[Mapping[str, object]], kept: Mapping[int, float]
 ) -> Iterator[Mapping[str, object]]:
-    """Yield the records of the steps that the run kept; `kept` is the last such step of each attempt."""
+    """Yield the records of steps that the run kept; `kept` maps each attempt to its last such step."""
     limits = {attempt: step for attempt, step in kept.items() if step < LAST_STEP}
     for record in records:
         step = record.get("step")
@@ -257,9 +260,10 @@ def _kept(
 
 
 def _chunks(stream: BinaryIO, most_bytes: int) -> Iterator[bytes]:
-    """Yield a file in chunks of whole lines. Of a file larger than `most_bytes`, yield evenly spaced chunks.
+    """Yield a file in chunks of whole lines.
 
-    The last chunk ends at the end of the file.
+    If the file is larger than `most_bytes`, yield only evenly spaced chunks. The last chunk ends at the end
+    of the file.
     """
     size = os.fstat(stream.fileno()).st_size
     if size <= most_bytes:
@@ -277,7 +281,7 @@ def _chunks(stream: BinaryIO, most_bytes: int) -> Iterator[bytes]:
 
 
 def read_all(wanted: Sequence[Wanted], num_bytes: int) -> list[Thinned]:
-    """Read the metrics of several runs, with a process per core if that is faster.
+    """Read the metrics of several runs, using one process per core if that is faster.
 
     `num_bytes` is the total size of the files that will be read.
     """
@@ -292,7 +296,7 @@ def read_all(wanted: Sequence[Wanted], num_bytes: int) -> list[Thinned]:
 
 
 def joined(attempts: Iterable[Thinned]) -> dict[str, list[Point]]:
-    """Return the points of each metric over all attempts of a run, sorted by step."""
+    """Join the attempts of a run: return the points of each metric, sorted by step."""
     found = dict[str, list[Point]]()
     for thinned in attempts:
         for name in thinned.names:

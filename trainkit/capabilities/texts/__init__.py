@@ -1,1 +1,1 @@
-"""Prepare texts as training data: check them, tokenise them into shards, and cache the shards."""
+"""Prepares texts as training data: checks them, tokenises them into shards, and caches the shards."""

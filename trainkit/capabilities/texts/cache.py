@@ -1,6 +1,6 @@
-"""Cache tokenised texts.
+"""Caches tokenised texts.
 
-The module imports neither numpy nor tokenizers until it tokenises, because a dry run uses it.
+This module imports numpy and tokenizers only when it tokenises, because a dry run uses the module.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CACHE_HINT = "set data.cache_dir to a writable folder with free space"
 
 
 def cache_folder(config: DataConfig) -> Path:
-    """Return `data.cache_dir`, or a folder in the user's cache."""
+    """Return `data.cache_dir`, or a default folder in the user's cache directory."""
     if config.cache_dir is not None:
         return Path(config.cache_dir)
     root = os.environ.get("XDG_CACHE_HOME") or home() / ".cache"
@@ -41,7 +41,7 @@ def cache_folder(config: DataConfig) -> Path:
 
 
 def cache_key(spec: DatasetSpec, inputs: Sequence[Input], tokenizer: TokenizerIdentity) -> str:
-    """Return a cache key: a hash of the options and of the names, sizes and modification times of files."""
+    """Return a cache key: a hash of the options and of the files' names, sizes and modification times."""
     only_stdlib = {*spec.sources, *spec.val_sources} == {STDLIB}
     contents = {
         "layout": LAYOUT_VERSION,
@@ -57,7 +57,7 @@ def cache_key(spec: DatasetSpec, inputs: Sequence[Input], tokenizer: TokenizerId
 
 
 def cannot_be_written(folder: Path) -> bool:
-    """Return whether this user cannot write to a folder, or to its nearest existing parent."""
+    """Return whether the user cannot write to a folder or, if it does not exist, to its nearest parent."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK))
@@ -67,7 +67,7 @@ _PARTIAL_SUFFIX = ".partial"
 
 
 def prepare_texts(config: DataConfig, checks_sizes: bool) -> Path:
-    """Return the cache folder of a config's texts; prepare the texts first if necessary."""
+    """Return the folder with the cached shards of a config's texts; prepare the texts first if necessary."""
     spec = dataset_spec(config)
     cache = cache_folder(config)
     target = cache / cache_key(spec, find_inputs(spec), identify(spec.tokenizer))
@@ -79,15 +79,15 @@ def prepare_texts(config: DataConfig, checks_sizes: bool) -> Path:
 
 
 def _set_aside_if_damaged(target: Path) -> None:
-    """Rename a cached dataset with missing or truncated shards, so that it is prepared again."""
+    """Rename a cached dataset whose shards are missing or truncated, so that it is prepared again."""
     if not is_dataset(target):
         return
     try:
         checked_dataset(target)
     except UsageError as error:
         aside = target.with_name(f"{target.name}.damaged-{os.getpid()}")
-        print(f"{error.message}: moved to {aside.name}, preparing again", file=sys.stderr)
-        with contextlib.suppress(FileNotFoundError):  # another process has renamed it
+        print(f"{error.message}: moved to {aside.name}, preparing the data again", file=sys.stderr)
+        with contextlib.suppress(FileNotFoundError):  # another process has already renamed it
             target.rename(aside)
 
 
@@ -104,7 +104,8 @@ def _prepare_into(cache: Path, target: Path, spec: DatasetSpec, workers: int) ->
             try:
                 prepare(spec, partial, workers, on_progress)
             except DatasetMismatch:
-                # The folder has an interrupted preparation of older texts. The cache can be rebuilt.
+                # This folder contains an interrupted preparation of an older version of the texts. The folder
+                # can be deleted, because the cache can be rebuilt.
                 shutil.rmtree(partial)
                 prepare(spec, partial, workers, on_progress)
             partial.rename(target)
@@ -113,9 +114,10 @@ def _prepare_into(cache: Path, target: Path, spec: DatasetSpec, workers: int) ->
 
 
 def _has_appeared(target: Path) -> bool:
-    """Return whether another host has prepared a missing dataset; call this with the lock held.
+    """Return whether another host has prepared the dataset in the meantime; call this with the lock held.
 
-    An NFS client may remember for a minute that the folder is missing. Creating the folder asks the server.
+    An NFS client may cache the absence of the folder for a minute. Creating the folder forces a request to
+    the server.
     """
     try:
         target.mkdir()

@@ -1,6 +1,6 @@
-"""Check the texts of a config before a run starts, by names, sizes and a few lines.
+"""Checks the texts of a config before a run starts: their names, their sizes and a few lines.
 
-The module imports neither numpy nor tokenizers, because `submit --dry-run` runs these checks.
+This module imports neither numpy nor tokenizers, because `submit --dry-run` runs the checks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trainkit.data.dataset_file import TRAIN, VAL, TokenizerIdentity, is_dataset
 from trainkit.errors import KeyProblem
 
 _READ_IN_FULL = 2 << 20
-"""Texts of at most this many bytes are read completely; of larger texts, sizes and the first rows are."""
+"""Texts of at most this many bytes are read completely; of larger texts, only the size and the first rows."""
 _FILES_OPENED = 8
 _ROWS_READ = 20
 _LONGEST_ROW = 1 << 20
@@ -27,7 +27,7 @@ _LONGEST_ROW = 1 << 20
 def inspect_texts(
     config: DataConfig, tokenizer: TokenizerIdentity | None
 ) -> tuple[list[KeyProblem], dict[str, float] | None]:
-    """Return the problems of the texts of a config, and an upper bound of the tokens in each split.
+    """Return problems found with a config's texts, and an upper bound for the number of tokens in each split.
 
     The bounds are None if the texts or the tokenizer cannot be read.
     """
@@ -52,10 +52,10 @@ def inspect_texts(
 
 
 def _max_tokens(spec: DatasetSpec, inputs: list[Input]) -> dict[str, float]:
-    """Return an upper bound of the tokens in each split; exact for small texts with the byte tokenizer.
+    """Return an upper bound for the tokens in each split; it is exact for small texts and the byte tokenizer.
 
-    The bound is infinite for compressed texts and for rows that are not all read. Raises UsageError if a row
-    that is read is unusable.
+    The bound is infinite if a file is compressed, or if it has rows that are not all read. Raises UsageError
+    if an unusable row is read.
     """
     compressed = any(source.compressed for source in inputs)
     counts: dict[str, float] = {TRAIN: 0, VAL: 0}
@@ -86,9 +86,10 @@ def _max_tokens(spec: DatasetSpec, inputs: list[Input]) -> dict[str, float]:
 
 
 def _begins_with_a_long_line(source: Input) -> bool:
-    """Return whether the first line is too long for a row, such as one JSON value of gigabytes."""
+    """Return whether the first line is too long to be a row, such as a JSON value of several gigabytes."""
     from trainkit.capabilities.texts.units import open_input
 
-    with suppress(OSError, EOFError, zlib.error), open_input(source) as stream:  # the reader reports errors
+    # The reader reports these errors.
+    with suppress(OSError, EOFError, zlib.error), open_input(source) as stream:
         return len(stream.readline(_LONGEST_ROW)) == _LONGEST_ROW
     return False

@@ -15,12 +15,14 @@ from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
 from trainkit.formats import plural
 
 MAX_SHOWN = 20
-"""Number of problems of a task that are listed."""
+"""Maximum number of problems that are listed for a task."""
 
-_tokenizer_option = option("--tokenizer bytes|PATH", "bytes (default), or a tokenizer.json.", default="bytes")
+_tokenizer_option = option(
+    "--tokenizer bytes|PATH", "Tokenizer: `bytes` (default) or the path of a tokenizer.json.", default="bytes"
+)
 _text_key_option = option(
     "--text-key KEY",
-    "Field of a .jsonl row, or column of a table, that contains the text (default: text).",
+    "Field of each .jsonl row, or column of each table, that contains the text (default: text).",
     default="text",
 )
 
@@ -32,7 +34,7 @@ _text_key_option = option(
     "trainkit data show last --step 3",
 )
 def command() -> None:
-    """Prepare and validate training data, and show the data of a step."""
+    """Prepare and validate training data, and show the samples of a step."""
 
 
 @command.command(
@@ -46,12 +48,12 @@ def command() -> None:
 @_tokenizer_option
 @option(
     "--val-fraction F",
-    "Fraction of the text held out for validation (default: 0.01).",
+    "Fraction of the text that is held out for validation (default: 0.01).",
     type=click.FloatRange(0, 1, max_open=True),
     default=0.01,
 )
 @_text_key_option
-@option("--workers N", "Processes (default: one per core).", type=click.IntRange(min=1))
+@option("--workers N", "Number of processes (default: one per core).", type=click.IntRange(min=1))
 @json_option
 def prepare(
     sources: tuple[str, ...],
@@ -64,9 +66,10 @@ def prepare(
 ) -> None:
     """Tokenise text files into the shards that training reads.
 
-    SRC is a .txt, .jsonl, .txt.gz, .jsonl.gz or .parquet file, a Hugging Face dataset saved on disk, a
-    folder of them, or stdlib for the Python sources of the interpreter. Run the same command again to resume
-    an interrupted preparation. The result does not depend on interruptions or on the number of processes.
+    SRC is a .txt, .jsonl, .txt.gz, .jsonl.gz or .parquet file, a Hugging Face dataset saved on disk, a folder
+    that contains any of these, or the word stdlib, which stands for the source files of Python's standard
+    library. Run the same command again to resume an interrupted preparation. The result does not depend on
+    interruptions or on the number of processes.
     """
     from trainkit.capabilities.texts.inputs import DatasetSpec
     from trainkit.capabilities.texts.prepare import prepare as prepare_folder
@@ -97,7 +100,8 @@ def prepare(
         click.echo(f"{out} already contains this dataset: nothing to do", err=True)
     used = file.tokenizer
     click.echo(
-        f"tokenizer {used.name}: {used.vocab_size:,} tokens, {used.eos_token} ends a document", err=True
+        f"tokenizer {used.name}: {used.vocab_size:,} tokens, {used.eos_token} marks the end of a document",
+        err=True,
     )
     for split in file.splits:
         click.echo(f"{split}: {file.num_tokens(split):,} tokens", err=True)
@@ -105,7 +109,7 @@ def prepare(
 
 
 @command.command(
-    short_help="Check every line of texts and every byte of shards.",
+    short_help="Check every line of texts, or every byte of shards.",
     epilog=examples("trainkit data validate stdlib", "trainkit data validate stdlib --json"),
 )
 @click.argument("sources", nargs=-1, required=True, metavar="SRC...")
@@ -113,14 +117,14 @@ def prepare(
 @_text_key_option
 @json_option
 def validate(sources: tuple[str, ...], tokenizer: str, text_key: str, as_json: bool) -> int:
-    """Read the texts completely and report every line or row that `prepare` would refuse.
+    """Read the texts completely, and report each line or row that `trainkit data prepare` would refuse.
 
-    The report also counts rows that are empty or longer than 1 MiB, and lists the first of them. SRC is a
-    source of `trainkit data prepare`, or a folder that it wrote, whose shards are checked against their
-    hashes. Exits with 1 if there are problems.
+    The report also counts rows that are empty or longer than 1 MiB, and lists the first of these rows. SRC is
+    a source as for `trainkit data prepare`, or a folder written by that command; the shards in such a folder
+    are checked against their recorded hashes. Exits with 1 if there are problems.
 
-    SRC can also be the .yaml config of another task than causal_lm. Then every sample of its datasets is
-    read, and the first 20 problems are listed.
+    SRC can also be the .yaml config of a task other than causal_lm. With a config, every sample of the task's
+    datasets is read, and the first 20 problems are listed.
     """
     if sources[0].endswith((".yaml", ".yml")):
         return _validate_task(sources, as_json)
@@ -161,12 +165,14 @@ def validate(sources: tuple[str, ...], tokenizer: str, text_key: str, as_json: b
 
 
 def _validate_task(sources: tuple[str, ...], as_json: bool) -> int:
-    """Read every sample of the task of a config."""
+    """Read every sample of the task that a config defines, and report the problems."""
     from trainkit.config import load_config
     from trainkit.launch.trainer_process import task_problems
 
     if len(sources) > 1:
-        raise UsageError(f"{sources[0]} is a config, which names its files", hint="validate it separately")
+        raise UsageError(
+            f"{sources[0]} is a config, which already specifies its data files", hint="validate it separately"
+        )
     loaded = load_config(Path(sources[0]))
     name = loaded.config.task
     found = [f"{key} {message}" for key, message, _ in task_problems(loaded, "--samples")]

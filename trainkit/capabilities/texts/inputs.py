@@ -1,6 +1,7 @@
-"""Find the texts of a config, the options that determine their tokens, and their files.
+"""Finds the texts of a config: the options that determine their tokens, and their files.
 
-The module reads only names and sizes, and imports neither numpy nor tokenizers, because a dry run uses it.
+This module reads only file names and sizes, and imports neither numpy nor tokenizers, because a dry run uses
+it.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ class DatasetSpec:
 
     sources: tuple[str, ...]
     val_sources: tuple[str, ...] = ()
-    """Sources for validation, which replace the fraction `val_fraction` of `sources`."""
+    """Sources of validation data; if given, they replace `val_fraction`, which splits `sources`."""
     tokenizer: str = BYTES
     val_fraction: float = 0.0
     text_key: str = "text"
 
     @property
     def split_fraction(self) -> float:
-        """Return the fraction of `sources` that goes to validation."""
+        """Return the fraction of `sources` that is held out for validation."""
         return 0.0 if self.val_sources else self.val_fraction
 
 
 def dataset_spec(config: DataConfig) -> DatasetSpec:
-    """Return the spec for the data section of a config."""
+    """Return the dataset spec for the `data` section of a config."""
     return DatasetSpec(
         sources=listed(config.source),
         val_sources=listed(config.val_source),
@@ -55,32 +56,32 @@ def dataset_spec(config: DataConfig) -> DatasetSpec:
 
 
 BOTH = "both"
-"""The role of an input that is divided between the two splits."""
+"""Role of an input that is divided between the training and validation splits."""
 TEXT = "text"
 ROWS = "rows"
 PARQUET = "parquet"
 ARROW = "arrow"
 TABLES = (PARQUET, ARROW)
 FORMS = (TEXT, ROWS, *TABLES)
-"""The forms of inputs; their order is part of the format of prepared data."""
+"""Kinds of input files; their order is part of the format of prepared data."""
 _FORMS = {".txt": TEXT, ".jsonl": ROWS, ".parquet": PARQUET}
 KINDS = ".txt, .jsonl, .txt.gz, .jsonl.gz or .parquet"
 
 SAVED_FILES = {"state.json", "dataset_info.json"}
-"""Files in every folder that `save_to_disk` of a Hugging Face dataset wrote."""
+"""Files that exist in every folder written by `save_to_disk` of a Hugging Face dataset."""
 SAVED_SPLITS = "dataset_dict.json"
-"""File in a folder that contains one saved dataset per split."""
+"""File that exists in a folder with one saved dataset per split."""
 
 _STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
 @dataclass(frozen=True)
 class Input:
-    """One source file on disk."""
+    """A source file on disk."""
 
     path: str
     name: str
-    """The path relative to its source, which is the same on every machine."""
+    """Path relative to the source, which is the same on every machine."""
     role: str
     form: str
     compressed: bool
@@ -90,14 +91,14 @@ class Input:
 
     @property
     def shown(self) -> str:
-        """Return the path for a message."""
+        """Return the path as shown in messages."""
         return shown_path(self.path)
 
 
 def find_inputs(spec: DatasetSpec) -> list[Input]:
-    """Return every file of a spec in the order of tokenisation.
+    """Return all files of a dataset spec in the order in which they are tokenised.
 
-    Raises UsageError for files that are missing, unreadable or of an unsupported kind.
+    Raises UsageError for a file that is missing, unreadable or of an unsupported kind.
     """
     main_role = BOTH if spec.split_fraction else TRAIN
     inputs = [found for source in spec.sources for found in _expand(source, main_role, spec.val_fraction)]
@@ -110,12 +111,12 @@ def unreadable(path: str | Path, error: OSError) -> UsageError:
     """Return the error for a source that cannot be read."""
     return UsageError(
         f"data source {shown_path(path)} cannot be read: {error.strerror or error}",
-        hint="check the path and the disk, and make the path readable (chmod u+r, for a folder u+rx)",
+        hint="check the path and the disk, and make the path readable (chmod u+r; for a folder, chmod u+rx)",
     )
 
 
 def form_of(name: str) -> tuple[str, bool] | None:
-    """Return (form, compressed) for a file name, or None for an unsupported kind."""
+    """Return a file's kind and whether it is compressed, both from its name; None for an unsupported kind."""
     compressed = name.endswith(".gz")
     stem, dot, kind = name.removesuffix(".gz").rpartition(".")
     form = _FORMS.get(dot + kind) if stem else None
@@ -139,7 +140,7 @@ def _expand(source: str, role: str, val_fraction: float) -> Iterator[Input]:
         close = near(path.name, siblings)
         hint = "check the path" if close is None else f"did you mean {shown_path(path.with_name(close))}?"
         if "," in source:
-            hint = f"write a list in brackets: [{shown_path(path)}]"
+            hint = f"write a list of sources in brackets: [{shown_path(path)}]"
         raise UsageError(f"data source {shown_path(path)} does not exist", hint=hint) from None
     except OSError as error:
         raise unreadable(path, error) from None
@@ -147,15 +148,15 @@ def _expand(source: str, role: str, val_fraction: float) -> Iterator[Input]:
         form = form_of(path.name)
         if form is None:
             raise UsageError(
-                f"data source {shown_path(path)} is of an unsupported kind; supported: {KINDS}",
-                hint="rename plain text to .txt, one JSON object per line to .jsonl",
+                f"data source {shown_path(path)} has an unsupported file type; supported types: {KINDS}",
+                hint="rename plain text files to .txt, and files with one JSON object per line to .jsonl",
             )
         yield _input(str(path), path.name, role, *form)
         return
     if is_dataset(path):
         raise UsageError(
             f"{shown_path(path)} is a prepared dataset and cannot be mixed with other sources",
-            hint="make it the only data.source, or give each source a weight: "
+            hint="use this dataset as the only data.source, or give each source a weight: "
             "{" + f"{path.name}: 0.5, …" + "}",
         )
     names = [name for name in _names_below(path, _is_shown) if _is_shown(name.rpartition("/")[2])]
@@ -166,21 +167,21 @@ def _expand(source: str, role: str, val_fraction: float) -> Iterator[Input]:
         folder, slash, last = name.rpartition("/")
         if last == SAVED_SPLITS:
             raise UsageError(
-                f"{path / folder} contains the splits of a Hugging Face DatasetDict",
-                hint="name the folder of one of them",
+                f"{path / folder} contains several splits of a Hugging Face DatasetDict",
+                hint="specify the folder of one split",
             )
         if last == "state.json" and all(f"{folder}{slash}{other}" in names for other in SAVED_FILES):
             inputs += _saved_inputs(path, folder + slash, role)
     if not inputs:
         raise UsageError(
             f"data source {shown_path(path)} contains no {KINDS} file and no saved Hugging Face dataset",
-            hint="name a folder of texts",
+            hint="specify a folder that contains texts",
         )
     yield from inputs
 
 
 def _saved_inputs(root: Path, folder: str, role: str) -> Iterator[Input]:
-    """Yield the Arrow files of a dataset that `save_to_disk` wrote, in order; skip other files there."""
+    """Yield the Arrow files of a dataset that `save_to_disk` wrote, in order; other files are skipped."""
     state = root / folder / "state.json"
     try:
         names = [str(entry["filename"]) for entry in json.loads(state.read_text())["_data_files"]]
@@ -199,7 +200,7 @@ def _is_shown(name: str) -> bool:
 
 
 def _names_below(root: Path, enters: Callable[[str], bool]) -> list[str]:
-    """Return the relative name of every file below a folder, sorted; links to folders are not followed."""
+    """Return the sorted relative paths of all files below a folder; links to folders are not followed."""
 
     def refuse(error: OSError) -> None:
         raise unreadable(error.filename, error)
@@ -216,7 +217,7 @@ def _input(
     path: str, name: str, role: str, form: str, compressed: bool, status: os.stat_result | None = None
 ) -> Input:
     try:
-        # A path object per file would triple the time for a large source.
+        # Creating a path object for each file would take three times as long for a large source.
         status = status or os.stat(path)  # noqa: PTH116
         if not os.access(path, os.R_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
@@ -226,22 +227,22 @@ def _input(
 
 
 def _stdlib_inputs(role: str, val_fraction: float) -> Iterator[Input]:
-    """Yield the sources of the interpreter, split by file; a hash of a file's name determines its split."""
+    """Yield the source files of Python's standard library; a hash of the file name determines the split."""
     root = stdlib_folder()
     names = _names_below(root, _is_stdlib_folder) if root.is_dir() else []
     found: dict[str, os.stat_result] = {}
     for name in names:
         if name.endswith(".py"):
-            with suppress(OSError):  # a broken link
+            with suppress(OSError):  # skip a broken link
                 status = os.stat(f"{root}/{name}")  # noqa: PTH116
                 if stat.S_ISREG(status.st_mode):
                     found[name] = status
     if not found:
         raise UsageError(
-            f"the standard library of this Python has no sources in {root}",
-            hint="set data.source to a text, or use another Python",
+            f"the standard library of this Python has no source files in {root}",
+            hint="set data.source to other texts, or use another Python",
         )
-    # Files with a hash below the fraction go to validation, and at least the file with the lowest hash.
+    # Files whose hash is below the fraction go to validation, or at least the file with the lowest hash.
     hashes = {name: hashlib.sha256(name.encode()).digest()[:8] for name in found}
     below = {name for name in hashes if int.from_bytes(hashes[name], "big") / 2**64 < val_fraction}
     validation = below or {min(hashes, key=hashes.__getitem__)} if role == BOTH else set()
@@ -256,22 +257,24 @@ def _is_stdlib_folder(folder: str) -> bool:
 
 _BATCH_ROWS = 256
 _PARQUET_OPTIONS = {"buffer_size": 1 << 20, "pre_buffer": False}
-"""Options to read 1 MiB of a column at a time; by default, pyarrow reads a row group's whole column."""
+"""Options that make pyarrow read 1 MiB of a column at a time; by default, it reads a row group's whole
+column."""
 _MAX_NAMES = 8
 
 
 class TableError(ValueError):
-    """An error for a file that is not a table with the text column."""
+    """Error for a file that is not a table with the text column."""
 
 
 def read_column(
     source: Input, key: str, start: int = 0, end: int | None = None
 ) -> Iterator[tuple[int, bytes | None]]:
-    """Yield each row's number, counted from 1, and its value in the column `key`, None if it is null.
+    """Yield the number of each row, counted from 1, and its value in the column `key`, or None for null.
 
-    The rows belong to the Parquet row groups or Arrow record batches that begin within the bytes `start` to
-    `end` of the file, so adjacent ranges together yield every row once. Only a few rows are in memory. Raises
-    TableError for a file that cannot be parsed or has no such column, UsageError if pyarrow is missing.
+    Yields the rows in those Parquet row groups or Arrow record batches that begin between the bytes `start`
+    and `end` of the file, so that adjacent ranges together yield every row exactly once. Only a few rows are
+    kept in memory. Raises TableError if the file cannot be parsed or lacks the column, and UsageError if
+    pyarrow is missing.
     """
     arrow = _pyarrow(source.path)
     read = _parquet if source.form == PARQUET else _arrow
@@ -281,7 +284,8 @@ def read_column(
             plain = values.dictionary_decode() if arrow.types.is_dictionary(values.type) else values
             yield from enumerate(plain.cast(arrow.large_binary()).to_pylist(), row + 1)
     except (arrow.ArrowException, OSError) as error:
-        if getattr(error, "errno", None) is not None:  # a file system error; pyarrow's errors have no number
+        # File system errors have a number; pyarrow's own errors do not.
+        if getattr(error, "errno", None) is not None:
             raise
         kind = "Parquet" if source.form == PARQUET else "Arrow"
         reason = str(error).partition("\n")[0]
@@ -307,7 +311,7 @@ def _parquet(arrow: Any, path: str, key: str, start: int, end: int) -> Iterator[
 
 
 def _arrow(arrow: Any, path: str, key: str, start: int, end: int) -> Iterator[tuple[int, Any]]:
-    # In a mapped file, the batches before the range cost only a read of their headers.
+    # In a memory-mapped file, only the headers of the batches before the range need to be read.
     with arrow.memory_map(path) as file, arrow.ipc.open_stream(file) as stream:
         index = _column(arrow, stream.schema, key)
         row = 0
@@ -323,7 +327,7 @@ def _arrow(arrow: Any, path: str, key: str, start: int, end: int) -> Iterator[tu
 
 
 def _column(arrow: Any, schema: Any, key: str) -> int:
-    """Return the index of the text column."""
+    """Return the index of the text column in a table."""
     index: int = schema.get_field_index(key)
     if index < 0:
         names = ", ".join(sorted(schema.names)[:_MAX_NAMES]) or "none"
@@ -338,12 +342,12 @@ def _column(arrow: Any, schema: Any, key: str) -> int:
 
 def _pyarrow(path: str) -> Any:
     try:
-        import pyarrow  # the import takes 0.4 s with its submodules
+        import pyarrow  # importing pyarrow and its submodules takes 0.4 s
         import pyarrow.ipc
         import pyarrow.parquet
     except ImportError as error:
         raise UsageError(
-            f"{path} can only be read with pyarrow, which cannot be imported ({error})",
+            f"{path} cannot be read without pyarrow, which cannot be imported ({error})",
             hint=f"`{install_line('hf')}`",
         ) from None
     return pyarrow

@@ -1,8 +1,9 @@
-"""Tokenise texts into a folder of token shards, with several processes and in constant memory.
+"""Tokenises texts into a folder of token shards, using several processes and constant memory.
 
-The work is split into independent units. Each unit publishes its shards by rename, then its record. A killed
-preparation therefore resumes where it stopped, and the result is byte-identical for any number of workers and
-interruptions. `dataset.json` is written last. Meanwhile, `exclusive` keeps other processes out of the folder.
+The work is divided into independent units. For each unit, the shards are renamed to their final names first,
+and then a record is written. Therefore, a killed preparation can resume where it stopped, and the result is
+byte-identical for any number of workers and interruptions. The file `dataset.json` is written last. During
+preparation, the lock of `exclusive` keeps other processes out of the folder.
 """
 
 from __future__ import annotations
@@ -53,10 +54,10 @@ R = TypeVar("R")
 def run_jobs(
     function: Callable[[J], R], jobs: Sequence[J], workers: int, on_done: Callable[[int], None]
 ) -> list[R]:
-    """Run the jobs and return their results in order; `on_done` gets the index of each finished job.
+    """Run the jobs and return their results in order; call `on_done` with the index of each finished job.
 
-    A single worker or job runs in this process. The first failure stops the other jobs and is raised. Raises
-    TrainkitError if a worker was killed.
+    A single job runs in this process, and so do all jobs if there is a single worker. The first failure stops
+    the other jobs and is raised. Raises TrainkitError if a worker was killed.
     """
     num_workers = min(workers, len(jobs))
     results: dict[int, R] = {}
@@ -76,7 +77,7 @@ def run_jobs(
     except BrokenProcessPool:
         raise TrainkitError(
             "a worker process was killed, most likely because the node ran out of memory",
-            hint="run the same command again with fewer workers: it resumes where it stopped",
+            hint="run the same command again with fewer workers: the preparation resumes where it stopped",
         ) from None
     finally:
         if len(results) < len(jobs):
@@ -88,9 +89,9 @@ def run_jobs(
 
 
 def _begin_worker(lifeline: Connection) -> None:
-    """Initialise a worker: ignore signals, tokenise with one thread, and exit when the parent does.
+    """Initialise a worker process: ignore signals, tokenise with one thread, and exit when the parent does.
 
-    A terminal or a scheduler signals the whole process group, and only the parent reacts.
+    A terminal or a scheduler signals the whole process group, but only the parent should react.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
@@ -99,18 +100,19 @@ def _begin_worker(lifeline: Connection) -> None:
 
 
 def _exit_with_parent(lifeline: Connection) -> None:
-    """Exit when the write end of the pipe closes, which only the parent has open."""
+    """Exit when the pipe's write end closes, which only the parent process has open."""
     with suppress(EOFError):
         lifeline.recv()
     os._exit(1)
 
 
 PLAN_FILE = "plan.json"
-"""File that describes the dataset while it is being prepared."""
+"""File that describes the dataset while the dataset is being prepared."""
 INPUTS_FILE = "inputs.json"
-"""File for the inputs, separate from dataset.json, which every rank reads: there may be a million inputs."""
+"""File that lists the inputs; kept apart from dataset.json, which every rank reads, because it may be
+long."""
 OnProgress = Callable[[int, int], None]
-"""Called with the number of source bytes done and the total."""
+"""A callback that gets the number of source bytes processed so far and the total."""
 
 
 def prepare(
@@ -120,14 +122,16 @@ def prepare(
     on_progress: OnProgress | None = None,
     unit_bytes: int = UNIT_BYTES,
 ) -> tuple[DatasetFile, bool]:
-    """Prepare the dataset of a spec in `folder`, and resume an interrupted preparation.
+    """Prepare the dataset of a spec in `folder`, or resume an interrupted preparation.
 
-    Returns the dataset, and whether the folder already contained it, so that nothing was done. Raises
-    UsageError for unusable sources and for a folder with other contents. Raises TrainkitError if the disk is
-    full or a worker was killed.
+    Returns the dataset, and True if the folder already contained it, so that there was nothing to do. Raises
+    UsageError if a source is unusable, or if the folder contains something else. Raises TrainkitError if the
+    disk is full or a worker was killed.
     """
     if folder.is_file():
-        raise UsageError(f"{shown_path(folder)} is a file", hint="name a new or empty folder for the shards")
+        raise UsageError(
+            f"{shown_path(folder)} is a file", hint="specify a new or empty folder for the shards"
+        )
     work = _Preparation(folder, spec, unit_bytes, workers, on_progress)
     try:
         if not is_dataset(folder):
@@ -138,12 +142,13 @@ def prepare(
         return work.compare(), True
     except LockBusy:
         message = f"another process is preparing {shown_path(folder)}"
-        raise UsageError(message, hint="wait until it has finished, or choose another folder") from None
+        raise UsageError(
+            message, hint="wait until that process has finished, or choose another folder"
+        ) from None
     except OSError as error:
         raise TrainkitError(
             f"cannot write to {shown_path(folder)}: {error.strerror or error}",
-            hint="free space there, or make it writable, and run the same command again: "
-            "it resumes where it stopped",
+            hint="free disk space or make the folder writable, then run the same command again to resume",
         ) from error
 
 
@@ -184,7 +189,8 @@ class _Preparation:
         file = DatasetFile(self.tokenizer, dtype, fingerprint, self.options, splits)
         if not file.num_tokens(TRAIN):
             raise UsageError(
-                "the sources contain no text to train on", hint="name files with text, or lower val_fraction"
+                "the sources contain no text to train on",
+                hint="specify files that contain text, or lower val_fraction",
             )
         staging = self.folder / WORK_FOLDER
         write_shared_json(self.folder / INPUTS_FILE, inputs, staging)
@@ -193,34 +199,36 @@ class _Preparation:
         return file
 
     def compare(self) -> DatasetFile:
-        """Return the finished dataset in the folder; raise DatasetMismatch if it has other inputs."""
+        """Return the finished dataset in the folder; raise DatasetMismatch if its inputs were different."""
         file = read_dataset_file(self.folder)
         if file.tokenizer != self.tokenizer:
-            raise _mismatch(self.folder, f"made with the tokenizer {file.tokenizer.name}")
+            raise _mismatch(self.folder, f"prepared with the tokenizer {file.tokenizer.name}")
         if file.options != self.options:
             old, new = file.options, self.options
             keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
             changed = ", ".join(f"{key} {old.get(key)} instead of {new.get(key)}" for key in keys)
-            raise _mismatch(self.folder, f"made with {changed}")
+            raise _mismatch(self.folder, f"prepared with {changed}")
         known = files.read_json(self.folder / INPUTS_FILE)
         wanted = [{"name": source.name, "role": source.role, "size": source.size} for source in self.inputs]
         if [{key: source[key] for key in ("name", "role", "size")} for source in known] != wanted:
-            raise _mismatch(self.folder, "made from other files")
+            raise _mismatch(self.folder, "prepared from other files")
         if self._digests(self._run(digest_unit, self.units)) != known:
-            raise _mismatch(self.folder, "made from files that have changed since")
+            raise _mismatch(self.folder, "prepared from files that have changed since then")
         shutil.rmtree(self.folder / WORK_FOLDER, ignore_errors=True)
         return file
 
     def _begin(self) -> None:
-        """Write the plan file, or compare it with the plan of an interrupted preparation."""
+        """Write the plan file or, if it exists, check that it describes the same dataset."""
         plan_file = self.folder / WORK_FOLDER / PLAN_FILE
         inputs = [{**asdict(source), "path": None} for source in self.inputs]
         plan = {"tokenizer": asdict(self.tokenizer), "options": self.options, "inputs": inputs}
         if plan_file.exists():
             if files.read_json(plan_file) != plan:
-                raise _mismatch(self.folder, "begun with other options, or its sources have changed since")
+                raise _mismatch(
+                    self.folder, "started with other options, or its sources have changed since then"
+                )
             for partial in plan_file.parent.glob("*.bin.*"):
-                partial.unlink()  # a killed worker has written it
+                partial.unlink()  # left behind by a killed worker
             return
         files.write_json(plan_file, plan)
 
@@ -237,10 +245,11 @@ class _Preparation:
         return run_jobs(function, units, self.workers, on_done)
 
     def _digests(self, by_unit: list[list[str]]) -> list[dict[str, object]]:
-        """Return the files for inputs.json, each with name, role, bytes on disk, and hash.
+        """Return the entries for inputs.json, each with a file's name, role, size on disk and hash.
 
-        The hash covers the decompressed content or the text column; for a file that was cut, it covers the
-        hashes of its spans. The role is ``both`` if the file was divided between the splits, else its split.
+        The hash covers the decompressed content or the text column of the file; if the file was divided into
+        spans, it covers the hashes of the spans. The role is ``both`` if the file was divided between the two
+        splits, and otherwise the name of its split.
         """
         found: list[list[str]] = [[] for _ in self.inputs]
         for unit, digests in zip(self.units, by_unit, strict=True):
@@ -264,14 +273,14 @@ def _make_work_folder(folder: Path) -> None:
     others = sorted(entry.name for entry in folder.iterdir() if entry.name != WORK_FOLDER)
     if others and not (folder / WORK_FOLDER / PLAN_FILE).exists():
         raise UsageError(
-            f"{shown_path(folder)} is not empty and not a dataset: it contains {others[0]}",
+            f"{shown_path(folder)} is neither empty nor a dataset: it contains {others[0]}",
             hint="choose another folder",
         )
     ensure_folder(folder / WORK_FOLDER)
 
 
 class DatasetMismatch(UsageError):
-    """An error for a folder that contains another dataset, finished or not."""
+    """Error for a folder that contains another dataset, finished or not."""
 
 
 def _mismatch(folder: Path, how: str) -> DatasetMismatch:
@@ -286,7 +295,7 @@ _MIB = 1 << 20
 
 
 def progress_lines(title: str) -> OnProgress:
-    """Return a function that prints the progress to stderr, at most every `_SECONDS_BETWEEN_LINES`."""
+    """Return a function that prints the progress to stderr, at most once per `_SECONDS_BETWEEN_LINES`."""
     next_time = time.monotonic() + _SECONDS_BETWEEN_LINES
 
     def show(done: int, total: int) -> None:
@@ -300,7 +309,7 @@ def progress_lines(title: str) -> OnProgress:
 
 @contextmanager
 def exclusive(path: Path, timeout_s: float | None = None) -> Iterator[None]:
-    """Hold the lock file at `path` like `file_lock`; raise TrainkitError on a file system without locks."""
+    """Hold a lock on the file `path`, like `file_lock`; raise TrainkitError if file locks are unsupported."""
     with ExitStack() as stack:
         try:
             stack.enter_context(file_lock(path, timeout_s, mode=0o644))
@@ -308,7 +317,7 @@ def exclusive(path: Path, timeout_s: float | None = None) -> Iterator[None]:
             raise UsageError(f"{path} cannot be locked: {error.strerror}", hint=error.hint) from None
         except LockUnsupported as error:
             raise TrainkitError(
-                f"the file system of {path} has no file locks: {error.strerror}",
-                hint="use a folder on a file system with locks",
+                f"the file system of {path} does not support file locks: {error.strerror}",
+                hint="use a folder on a file system that supports file locks",
             ) from None
         yield

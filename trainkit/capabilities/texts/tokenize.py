@@ -1,4 +1,4 @@
-"""Tokenise one unit of texts into shards, in a worker of `prepare`."""
+"""Tokenises one unit of texts into shards, in a worker process of `prepare`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainkit.run import files
 
 T = TypeVar("T")
 Tokens = npt.NDArray[Any]
-"""Token ids as stored: uint16 or uint32, little endian."""
+"""Token ids in the format of the shards: uint16 or uint32, little endian."""
 
 
 def token_dtype(vocab_size: int) -> str:
@@ -33,7 +33,7 @@ def token_dtype(vocab_size: int) -> str:
 
 
 class Tokenizer:
-    """The tokenizer of `data.tokenizer`: `bytes`, or the path of a tokenizer.json."""
+    """The tokenizer that `data.tokenizer` selects: `bytes`, or one loaded from a tokenizer.json file."""
 
     def __init__(self, name: str) -> None:
         self.identity = identify(name)
@@ -41,7 +41,7 @@ class Tokenizer:
         self._dtype = np.dtype(token_dtype(self.identity.vocab_size)).newbyteorder("<")
 
     def encode(self, texts: Sequence[bytes]) -> list[Tokens]:
-        """Return the ids of each text, without special tokens; raise UnicodeDecodeError if not UTF-8."""
+        """Return each text's token ids without special tokens; raise UnicodeDecodeError if not UTF-8."""
         if self._library is None:
             return [np.frombuffer(text, dtype=np.uint8).astype(self._dtype) for text in texts]
         encodings = self._library.encode_batch_fast(
@@ -50,18 +50,18 @@ class Tokenizer:
         return [np.array(encoding.ids, dtype=self._dtype) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, without special tokens; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text for token ids, without special tokens; bytes that are not UTF-8 become U+FFFD."""
         if self._library is None:
             return bytes(token for token in ids if token < 256).decode(errors="replace")
         return str(self._library.decode(list(ids)))
 
 
 def _load(path: str) -> Any:
-    import tokenizers  # the import takes 60 ms, and the byte tokenizer does not need it
+    import tokenizers  # importing tokenizers takes 60 ms, and the byte tokenizer does not need it
 
     try:
         library = tokenizers.Tokenizer.from_file(path)
-    except Exception as error:  # the library raises plain Exception
+    except Exception as error:  # tokenizers raises plain Exception
         raise UsageError(
             f"tokenizer {shown_path(path)} cannot be loaded by tokenizers {tokenizers.__version__}: {error}",
             hint="install a newer version of tokenizers, or save the tokenizer again",
@@ -72,20 +72,21 @@ def _load(path: str) -> Any:
 
 
 WORK_FOLDER = ".work"
-"""Folder inside the output folder, which exists while the dataset is being prepared."""
+"""Subfolder of the output folder that exists only while the dataset is being prepared."""
 _BATCH_BYTES = 4 << 20
-"""Bytes of text per call of the tokenizer, enough to use several threads."""
+"""Bytes of text per call of the tokenizer, enough to keep several threads busy."""
 
 
 def record_file(folder: Path, unit: Unit) -> Path:
-    """Return the file that is written once the shards of a unit are published."""
+    """Return the path of the record that is written once the shards of a unit are complete."""
     return folder / WORK_FOLDER / f"unit-{unit.index:05d}.json"
 
 
 def run_unit(folder: Path, unit: Unit) -> None:
-    """Tokenise a unit, publish its shards, then write its record.
+    """Tokenise a unit, rename its shards to their final names, then write its record.
 
-    Raises UsageError for unusable text or a source that has changed, OSError if the shards cannot be written.
+    Raises UsageError if the text is unusable or a source has changed, and OSError if the shards cannot be
+    written.
     """
     writers = {split: _ShardWriter(folder, f"{split}-{unit.index:05d}.bin") for split in SPLITS}
     try:
@@ -98,7 +99,7 @@ def run_unit(folder: Path, unit: Unit) -> None:
 
 
 def digest_unit(unit: Unit) -> list[str]:
-    """Return the digests of the current content of a unit's spans."""
+    """Return a digest of the current content of each span in a unit."""
     digests = []
     for reader in unit.readers():
         for _ in reader:
@@ -134,7 +135,7 @@ def _tokenize(unit: Unit, writers: dict[str, _ShardWriter]) -> list[str]:
 
 
 def in_batches(items: Iterable[T], num_bytes: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yield the items in lists that are large enough for a call of the tokenizer."""
+    """Group items into lists that are large enough for one call of the tokenizer."""
     batch: list[T] = []
     size = 0
     for item in items:
@@ -155,18 +156,18 @@ def _check_unchanged(source: Input) -> None:
     if (status.st_size, status.st_mtime_ns) != (source.size, source.mtime_ns):
         raise UsageError(
             f"{source.shown} changed while it was being prepared",
-            hint="wait until it is complete, then prepare into a new folder",
+            hint="wait until the file is complete, then prepare the data in a new folder",
         )
 
 
 @lru_cache(maxsize=1)
 def _tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer, cached for all units of a worker because loading can take a second."""
+    """Return the tokenizer; it is cached for the worker's next units, because loading can take a second."""
     return Tokenizer(name)
 
 
 class _ShardWriter:
-    """Appends tokens to a file that is renamed to its final name once it is complete."""
+    """Appends tokens to a file, and renames the file to its final name once it is complete."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.name = name
@@ -178,7 +179,7 @@ class _ShardWriter:
         self._stream = self.partial.open("wb")
 
     def add_place(self, place: int, number: int, form: int) -> None:
-        """Record that the next appended tokens begin at a place of the input with this number."""
+        """Record that the next appended tokens begin at position `place` of input number `number`."""
         self._places.append((self.num_tokens, place, number, form))
 
     def append(self, tokens: Tokens, eos: int | None) -> None:
@@ -189,7 +190,7 @@ class _ShardWriter:
             self.num_tokens += 1
 
     def publish(self) -> Shard | None:
-        """Rename the file to its final name; return None if the file is empty."""
+        """Rename the file to its final name and return the shard; return None if the file is empty."""
         self._stream.flush()
         os.fsync(self._stream.fileno())
         self._stream.close()
@@ -202,7 +203,7 @@ class _ShardWriter:
         return Shard(self.name, self.num_tokens, self._hash.hexdigest())
 
     def discard(self) -> None:
-        # Closing flushes the buffer, which fails again on a full disk.
+        # Closing the file flushes its buffer, which fails again if the disk is full.
         with suppress(OSError):
             self._stream.close()
         self.partial.unlink(missing_ok=True)

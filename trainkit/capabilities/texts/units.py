@@ -1,6 +1,6 @@
-"""Split inputs into units of about 64 MiB, one set of shards each, and read the units.
+"""Divides inputs into units of about 64 MiB, each with its own set of shards, and reads the units.
 
-The cuts depend only on the files, so the result does not depend on the number of workers.
+The boundaries depend only on the files, so the result does not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from trainkit.errors import UsageError
 
 UNIT_BYTES = 64 << 20
 MAX_LINE_SCAN = 1 << 20
-"""Number of bytes searched for a line end; a longer line is cut between characters."""
+"""Number of bytes in which a line end is searched; a longer line is cut between two characters."""
 _BLOCK = 1 << 16
 
 
 @dataclass(frozen=True)
 class InputSpan:
-    """A range of bytes of one input."""
+    """A byte range of one input."""
 
     source: Input
     input: int
     """The index of the input."""
     start: int
     end: int | None
-    """End of the range; None for a compressed file, whose length is unknown until it has been read."""
+    """End of the byte range; None for a compressed file, whose length is unknown until it has been read."""
     role: str
     ends_document: bool
-    """True if the end of the range is the end of a text document."""
+    """True if a text document ends where the byte range ends."""
 
     @property
     def num_bytes(self) -> int:
-        """Return the size on disk."""
+        """Return the size of the span on disk."""
         return (self.source.size if self.end is None else self.end) - self.start
 
 
@@ -65,19 +65,19 @@ class Unit:
 
     @property
     def num_bytes(self) -> int:
-        """Return the size on disk."""
+        """Return the size of the unit on disk."""
         return sum(span.num_bytes for span in self.spans)
 
     def readers(self) -> Iterator[SpanReader]:
-        """Return one reader for each span."""
+        """Return a reader for each span."""
         return (SpanReader(span, self.spec, self.index, number) for number, span in enumerate(self.spans))
 
 
 def plan_units(spec: DatasetSpec, inputs: Sequence[Input], unit_bytes: int = UNIT_BYTES) -> list[Unit]:
-    """Split inputs into units, in the order of the data; small inputs share a unit.
+    """Divide inputs into units, in the order of the data; small inputs share a unit.
 
-    Large texts are cut at line ends, which are found by reading a few bytes. Tables are cut anywhere, because
-    the span where a row group begins reads the whole row group.
+    Large texts are cut at line ends, which are found by reading a few bytes. Tables can be cut anywhere,
+    because a row group is read as a whole by the span in which it begins.
     """
     groups: list[list[InputSpan]] = []
     total = 0
@@ -92,7 +92,7 @@ def plan_units(spec: DatasetSpec, inputs: Sequence[Input], unit_bytes: int = UNI
 
 
 def open_input(source: Input) -> IO[bytes]:
-    """Open an input for reading; decompress it if necessary."""
+    """Open an input for reading, and decompress it if necessary."""
     return cast(IO[bytes], gzip.open(source.path, "rb")) if source.compressed else open(source.path, "rb")
 
 
@@ -120,17 +120,17 @@ def _spans(number: int, source: Input, val_fraction: float, unit_bytes: int) -> 
 
 
 def split_offset(stream: IO[bytes], size: int, val_fraction: float) -> int:
-    """Return the offset of the validation split, the first line start in a text's last `val_fraction`."""
+    """Return where a text's validation split begins: the first line start in its last `val_fraction`."""
     target = size - round(size * val_fraction)
     border = _cut(stream, target, size, whole_lines=False)
     return border if border < size else _character_border(stream, target, size)
 
 
 def rows_phase(unit: int, span: int, name: str, every: int) -> int:
-    """Return the index, modulo `every`, of the rows of a span that go to validation.
+    """Return a phase: the rows of a span whose index modulo `every` equals it go to validation.
 
-    The first row of the data goes to validation, so that the split is not empty. In other spans, a hash picks
-    the index, so that many small files together yield the configured fraction.
+    The very first row of the data always goes to validation, so that this split is not empty. In all other
+    spans, a hash determines the phase, so that many small files together yield the configured fraction.
     """
     if unit == 0 and span == 0:
         return 0
@@ -139,7 +139,7 @@ def rows_phase(unit: int, span: int, name: str, every: int) -> int:
 
 
 def _cut(stream: IO[bytes], target: int, size: int, whole_lines: bool) -> int:
-    """Return the first line start at or after `target`; in a line that is too long, a character start."""
+    """Return the first line start at or after `target`, or a character start if the line is too long."""
     if target <= 0 or target >= size:
         return max(0, min(target, size))
     stream.seek(target - 1)
@@ -166,38 +166,39 @@ def _character_border(stream: IO[bytes], target: int, size: int) -> int:
 
 
 PIECE_BYTES = 1 << 16
-"""Texts are tokenised in pieces of about this size, which are cut at line ends."""
+"""Approximate size of the pieces in which texts are tokenised; pieces are cut at line ends."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive text of one document."""
+    """A consecutive part of one document."""
 
     split: str
     text: bytes
     ends_document: bool
     place: int
-    """Start of the piece in its input: the byte in decompressed text, or the row of a table."""
+    """Position of the piece in its input: a byte offset in decompressed text, or the row number in a
+    table."""
 
 
 class RowError(ValueError):
-    """An error for a row of a .jsonl file or of a table that has no usable text."""
+    """Error for a row of a .jsonl file or of a table that has no usable text."""
 
 
 @dataclass
 class SpanReader:
-    """Iterates over the pieces of a span; afterwards `digest` is the sha256 of the bytes read.
+    """Iterates over the pieces of a span; after the iteration, `digest` is the sha256 of the bytes read.
 
-    For a table, the digest covers the values of the text column, each after its length. Raises UsageError for
-    an unusable row, and if reading fails.
+    For a table, the digest covers the values of the text column, each preceded by its length. Raises
+    UsageError if a row is unusable or if reading fails.
     """
 
     span: InputSpan
     spec: DatasetSpec
     unit: int = 0
-    """Index of the span's unit."""
+    """Index of the unit that contains the span."""
     number: int = 0
-    """Index of the span in its unit."""
+    """Index of the span within its unit."""
     _hash: Any = field(default_factory=hashlib.sha256, init=False)
 
     @property
@@ -213,12 +214,12 @@ class SpanReader:
             else:
                 yield from self._rows()
         except TableError as error:
-            hint = "set data.text_key to a column of strings, or write the file again"
+            hint = "set data.text_key to a column of strings, or create the file again"
             raise UsageError(f"{source.shown}: {error}", hint=hint) from None
         except (EOFError, zlib.error) as error:
             raise UsageError(
                 f"{source.shown} is not a complete gzip file: {error}",
-                hint="copy or compress the file again",
+                hint="copy the file again, or compress it again",
             ) from None
         except OSError as error:
             raise unreadable(source.path, error) from None
@@ -243,7 +244,7 @@ class SpanReader:
             block = stream.read(min(PIECE_BYTES, end - position))
             if not block:
                 message = f"{self.span.source.shown} was truncated while being read"
-                raise UsageError(message, hint="start again when no process writes to the file")
+                raise UsageError(message, hint="start again once no process is writing to the file")
             self._hash.update(block)
             position += len(block)
             kept += block
@@ -281,9 +282,10 @@ class SpanReader:
 def read_rows(
     source: Input, key: str, start: int = 0, end: int | None = None
 ) -> Iterator[tuple[int, int, Any]]:
-    """Yield the number, the `Piece.place` and the content of every row that begins in a range of bytes.
+    """Yield the number, the `Piece.place` and the content of each row that begins in a byte range.
 
-    Rows of a table are numbered from 1. Lines of a .jsonl file are numbered from the first line of the range.
+    Rows of a table are numbered from 1. Lines of a .jsonl file are numbered from the beginning of the byte
+    range.
     """
     if source.form in TABLES:
         yield from ((row, row, value) for row, value in read_column(source, key, start, end))
@@ -299,7 +301,7 @@ def read_rows(
 
 
 def row_text(source: Input, row: Any, key: str) -> bytes:
-    """Return the text of a row of `read_rows`, empty for a blank line; raise RowError if it is unusable."""
+    """Return the text of a row from `read_rows`, empty for a blank line; raise RowError if it is unusable."""
     if source.form not in TABLES:
         return line_text(row, key) if row.strip() else b""
     if row is None:
@@ -312,7 +314,7 @@ def row_text(source: Input, row: Any, key: str) -> bytes:
 
 
 def line_text(line: bytes, key: str) -> bytes:
-    """Return the text of one row of a .jsonl file, as UTF-8; raise RowError for an invalid row."""
+    """Return the text of a .jsonl row as UTF-8; raise RowError if the row is invalid."""
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -341,7 +343,7 @@ def _json_kind(value: object) -> str:
 
 
 def _piece_border(text: bytes) -> int:
-    """Return where to cut an incomplete text: after its last line, else before its last character."""
+    """Return where to cut an incomplete text: after its last line, or else before its last character."""
     newline = text.rfind(b"\n")
     if newline >= 0:
         return newline + 1
@@ -352,7 +354,7 @@ def _piece_border(text: bytes) -> int:
 
 
 def _count_lines(source: Input, end: int) -> int:
-    """Return the number of lines before the line that begins at `end`."""
+    """Return the number of lines before the line that begins at the byte offset `end`."""
     with open_input(source) as stream:
         starts = accumulate(map(len, stream), initial=0)
         return sum(1 for _ in takewhile(lambda start: start < end, starts))

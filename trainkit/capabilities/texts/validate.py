@@ -1,4 +1,4 @@
-"""Read a source completely and report every line or row that `prepare` would refuse."""
+"""Reads a source completely, and reports each line or row that `prepare` would refuse."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from trainkit.folders import shown_path
 from trainkit.run.manifest import file_hash
 
 LONG_ROW_BYTES = 1 << 20
-"""A row of at least this size is reported as long, because it fills many samples."""
+"""Rows of at least this size are reported as long, because each fills many samples."""
 _MAX_LISTED = 5
 _BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
 class LineProblem:
-    """One problem of a source."""
+    """A problem found in a source."""
 
     file: str
     line: int | None
-    """The line, or the row of a table, counted from 1; None if the problem concerns more than one line."""
+    """Number of the line or table row, counted from 1; None if the problem concerns more than one line."""
     message: str
 
     def render(self) -> str:
@@ -41,24 +41,24 @@ OnProblem = Callable[[LineProblem], None]
 
 @dataclass
 class SourceSummary:
-    """The counts of a source."""
+    """The counts for one source."""
 
     file: str
     lines: int = 0
-    """Number of lines, or of rows of a table."""
+    """Number of lines of a text, or of rows of a table."""
     documents: int = 0
     empty: int = 0
-    """Number of rows without text, which are skipped, or of files without text."""
+    """Number of rows or files without text; such rows are skipped."""
     first_empty: list[int] = field(default_factory=list)
     long: int = 0
-    """Number of rows of at least `LONG_ROW_BYTES` of text, which are not refused."""
+    """Number of rows with at least `LONG_ROW_BYTES` of text, which are accepted."""
     first_long: list[int] = field(default_factory=list)
     tokens: int = 0
     """Number of tokens, including end-of-document tokens."""
     problems: int = 0
 
     def notes(self) -> Iterator[str]:
-        """Yield sentences about the rows that are empty or long, but not refused."""
+        """Yield notes about rows that are empty or long but accepted."""
         for count, first, what in (
             (self.empty, self.first_empty, "without text, which are skipped"),
             (self.long, self.first_long, f"of at least {LONG_ROW_BYTES >> 20} MiB"),
@@ -68,7 +68,7 @@ class SourceSummary:
                 yield f"{shown_path(self.file)}: {count:,} rows {what}: {', '.join(map(str, first))}{more}"
 
     def add_row(self, number: int, text: bytes) -> bool:
-        """Count a row; return whether it has text."""
+        """Count a row, and return whether it has text."""
         if not text:
             self.empty += 1
             self.first_empty += [number] if len(self.first_empty) < _MAX_LISTED else []
@@ -83,7 +83,7 @@ class SourceSummary:
 def validate_texts(
     source: Input, text_key: str, tokenizer: Tokenizer, on_problem: OnProblem
 ) -> SourceSummary:
-    """Check every line or row of one file, in constant memory; raise UsageError if pyarrow is missing."""
+    """Check every line or row of a file in constant memory; raise UsageError if pyarrow is missing."""
     summary = SourceSummary(source.path)
 
     def report(line: int | None, message: str) -> None:
@@ -105,9 +105,9 @@ def validate_texts(
 
 
 def validate_shards(folder: Path, on_problem: OnProblem) -> SourceSummary:
-    """Compare every shard of a prepared dataset with its published hash.
+    """Compare every shard of a prepared dataset with its recorded hash.
 
-    Raises UsageError if the folder is not a dataset, or a shard is missing or has another size.
+    Raises UsageError if the folder is not a dataset, or if a shard is missing or has the wrong size.
     """
     file = read_dataset_file(folder)
     summary = SourceSummary(str(folder))
@@ -117,7 +117,7 @@ def validate_shards(folder: Path, on_problem: OnProblem) -> SourceSummary:
         for shard in file.splits[split]:
             if file_hash(folder / shard.file) != shard.sha256:
                 summary.problems += 1
-                message = "the content has changed since it was prepared: prepare the dataset again"
+                message = "the content has changed since the dataset was prepared: prepare it again"
                 on_problem(LineProblem(str(folder / shard.file), None, message))
     return summary
 
@@ -126,7 +126,7 @@ _Report = Callable[[int | None, str], None]
 
 
 def _rows(source: Input, summary: SourceSummary, report: _Report, key: str) -> Iterator[bytes]:
-    """Yield the texts of the lines of a file, or of the rows of a table."""
+    """Yield the text of each line of a file, or of each row of a table."""
     for number, _, row in read_rows(source, key):
         summary.lines = number
         try:
@@ -139,7 +139,7 @@ def _rows(source: Input, summary: SourceSummary, report: _Report, key: str) -> I
 
 
 def _text(source: Input, summary: SourceSummary, report: _Report) -> Iterator[bytes]:
-    """Yield the decodable text; report only the first invalid byte of each line."""
+    """Yield the text that can be decoded; report only the first invalid byte of each line."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     inside_line = reported = False
     with open_input(source) as stream:

@@ -23,28 +23,28 @@ if TYPE_CHECKING:
 
 
 def trackers_dir(run: RunDir) -> Path:
-    """Return the folder that records the newest step in each tracker."""
+    """Return the folder whose files contain the newest step in each tracker."""
     return run.path / "trackers"
 
 
 @dataclass(frozen=True)
 class TrackersPlan(Part):
-    """The trackers of a run."""
+    """The part of a launch plan that lists the trackers of a run."""
 
     CAPABILITY = "trackers"
     names: tuple[str, ...] = ()
-    """The names of the trackers that get the metrics, such as ``mlflow``."""
+    """Names of the trackers that receive the metrics, such as ``mlflow``."""
 
 
 class Trackers(Capability):
-    """The capability that starts a process next to rank 0, which sends the metrics."""
+    """The capability that starts a process on the node of rank 0 to send the metrics."""
 
     name = "trackers"
-    quiet = dict.fromkeys(("logging.mlflow", "logging.wandb"), "runs of a {what} are in no tracker")
+    quiet = dict.fromkeys(("logging.mlflow", "logging.wandb"), "runs of a {what} are not sent to trackers")
     may_be_secret = ("logging.mlflow",)
     other_keys = dict.fromkeys(
         ("report_to", "wandb_project", "project"),
-        "logging.wandb and logging.mlflow name the project or experiment that gets the metrics",
+        "logging.wandb and logging.mlflow define the project or experiment that receives the metrics",
     )
 
     def contradictions(self, config: RunConfig) -> Iterator[KeyProblem]:
@@ -53,7 +53,7 @@ class Trackers(Capability):
         key, mlflow = "logging.mlflow", config.logging.trackers.get("mlflow")
         uri = getattr(mlflow, "tracking_uri", None) or ""
         if uri.startswith("file:"):
-            message = "has a tracking_uri of a file store, which MLflow 3 cannot write"
+            message = "has a tracking_uri of a file store, to which MLflow 3 cannot write"
             yield key, message, "remove file: to use a SQLite store in the folder"
         if "@" in urlsplit(uri).netloc:
             what = "has a tracking_uri with a user or password"
@@ -88,7 +88,7 @@ class Trackers(Capability):
 
 
 def _sent(run: RunDir) -> dict[str, Record]:
-    """Read the state of each tracker: ``step, place, time, problem``."""
+    """Read the recorded state of each tracker: ``step, place, time, problem``."""
     from trainkit.run.files import Record, read_object
 
     return {file.stem: Record(read_object(file)) for file in sorted(trackers_dir(run).glob("*.json"))}

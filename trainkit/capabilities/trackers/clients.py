@@ -1,4 +1,4 @@
-"""Writes a run to MLflow or Weights & Biases; imports each client library when it is used."""
+"""Writes a run to MLflow or Weights & Biases; each client library is imported only when it is used."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainkit.run.rundir import RunDir
 MAX_METRICS = 1000
 MAX_PARAMS = 100
 MAX_VALUE_CHARS = 500
-"""Limits of MLflow: metrics and params per request, and characters per param in old releases of MLflow 2."""
+"""MLflow limits: metrics and params per request, and characters per param in old releases of MLflow 2."""
 KEY_TAG = "trainkit.key"
 STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 STORE_FILE = "mlflow.db"
@@ -32,7 +32,7 @@ DEFAULT_PROJECT = "trainkit"
 FOLDER = "wandb"
 INIT_TIMEOUT_S = 30.0
 _NOT_IN_A_PATH = re.compile(r"[^\w./ -]|\.\.")
-"""Characters that the folder of an artifact cannot contain."""
+"""Matches characters that are not allowed in the folder name of an artifact."""
 
 
 @dataclass(frozen=True)
@@ -47,36 +47,36 @@ class Sample:
 
 @dataclass(frozen=True)
 class Media:
-    """An image, histogram or text of a step."""
+    """An image, histogram or text that was logged at a step."""
 
     name: str
     kind: str
     file: Path | None = None
-    """The file of an image."""
+    """The file of an image; None for a histogram or text."""
     text: str = ""
     """The content of a text, or the caption of an image."""
     counts: Sequence[float] = ()
-    """The counts of the bins of a histogram, which have equal width."""
+    """The number of values in each bin of a histogram; all bins have equal width."""
     ends: tuple[float, float] = (0.0, 1.0)
-    """The minimum and the maximum of a histogram."""
+    """The lowest and the highest value of a histogram."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """The description of a run in its newest attempt."""
+    """The description of a run, taken from its newest attempt."""
 
     run: RunDir
     name: str
     attempt: int
     config: Mapping[str, object]
-    """The effective config, with dotted keys."""
+    """The effective config, keyed by dotted name."""
     code: dict[str, str]
-    """Versions and commit; the diff and the command line are not sent."""
+    """Versions and the git commit; the git diff and the command line are not sent."""
     layout: dict[str, int]
 
 
 def read_facts(run: RunDir) -> Facts:
-    """Read the facts of a run. Raises OSError, ValueError or TrainkitError if they cannot be read."""
+    """Read the description of a run. Raises OSError, ValueError or TrainkitError if it cannot be read."""
     config = read_effective(run.config_file).model_dump(mode="json", by_alias=True)
     plan, provenance = read_json(run.plan_file), read_object(run.provenance_file)
     git = Record(provenance).record("git").values
@@ -102,42 +102,43 @@ def _flat(mapping: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str
 
 
 def store_uri(tracking_uri: str | None, run: RunDir) -> str:
-    """Return the tracking URI of a run.
+    """Return the MLflow tracking URI of a run.
 
-    A path means a SQLite store in that folder, relative to the working directory of the command.
+    If `tracking_uri` is a path, it means a SQLite store in that folder, relative to the command's working
+    directory.
     """
     uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or str(run.path.parent / "mlflow")
     if urlsplit(uri).scheme or uri == "databricks":
         return uri
-    cwd = Path(read_job(run).cwd or run.path.parent)  # a run may have no job.json
+    cwd = Path(read_job(run).cwd or run.path.parent)  # a run may lack job.json
     return f"sqlite:///{cwd / Path(uri).expanduser() / STORE_FILE}"
 
 
 def local_store(run: RunDir) -> str:
-    """Return the database URI of a run; raises UsageError if the run is on a server or not in MLflow."""
+    """Return the database URI of a run; raise UsageError if the run is on a server or not in MLflow."""
     settings = read_effective(run.config_file).logging.trackers.get("mlflow")
     if not isinstance(settings, MlflowConfig):
         raise UsageError(
-            f"{run.shown} is not in MLflow: logging.mlflow is null", hint="use TensorBoard for its curves"
+            f"{run.shown} is not in MLflow: logging.mlflow is null", hint="use TensorBoard to see the curves"
         )
     uri = store_uri(settings.tracking_uri, run)
     if urlsplit(uri).scheme in ("http", "https", "databricks"):
-        raise UsageError(f"the run is on the server {uri}", hint="open the URL in a browser")
+        raise UsageError(f"the run is on the server {uri}", hint="open the server's URL in a browser")
     return uri
 
 
 class MlflowRun:
-    """A run in MLflow, which is found by its tag `KEY_TAG` or created.
+    """A run in MLflow, which is found by its tag `KEY_TAG`, or else created.
 
-    MLflow cannot delete a metric. Its database and its server ignore a metric that they have already, so a
+    MLflow cannot delete a metric. Its database and its server ignore metrics that they already contain, so a
     batch that is sent again after a crash changes nothing.
     """
 
     def __init__(self, settings: MlflowConfig, facts: Facts, key: str) -> None:
-        # Fail early if a server does not respond, because the sender tries again later.
+        # Fail early if the server does not respond, because the sender retries later anyway.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
-        # MLflow must not write into the output of `trainkit sync --json`.
+        # MLflow must not write to the standard output of `trainkit sync --json`.
         os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param, RunTag
@@ -159,7 +160,8 @@ class MlflowRun:
             found = [self._client.create_run(experiment_id, run_name=facts.name, tags=tags)]
         self._run_id = str(found[0].info.run_id)
         if self._is_new:
-            # MLflow cannot change a param, so configs of later attempts are only artifacts.
+            # Params cannot be changed in MLflow, so the configs of later attempts are only logged as
+            # artifacts.
             values = {name: _text(value) for name, value in facts.config.items() if value is not None}
             params = [Param(name, text[:MAX_VALUE_CHARS]) for name, text in values.items()]
             for start in range(0, len(params), MAX_PARAMS):
@@ -170,7 +172,7 @@ class MlflowRun:
         found = self._client.get_experiment_by_name(name)
         if found is not None:
             return str(found.experiment_id)
-        # A SQLite store would write its artifacts to the current folder by default.
+        # By default, a SQLite store writes its artifacts to the working directory.
         folder = (self._folder / "artifacts").as_uri() if uri.startswith("sqlite:///") else None
         return str(self._client.create_experiment(name, artifact_location=folder))
 
@@ -189,8 +191,8 @@ class MlflowRun:
         self._client.log_text(self._run_id, config, f"config/attempt-{facts.attempt:03d}.yaml")
 
     def newest_step(self, place: str, step: int) -> int:
-        """Return the newest step in the tracker; `place` and `step` are the values of the previous call."""
-        # A run that was deleted in MLflow is created again and has no step.
+        """Return the newest step in the tracker; `place` and `step` are the values recorded last."""
+        # A run that was deleted in MLflow has been created again, and has no steps.
         return -1 if self._is_new or place != self.place else step
 
     def send(self, batch: Sequence[Sample]) -> None:
@@ -206,7 +208,7 @@ class MlflowRun:
                 self._send_media(item, sample.step)
 
     def _send_media(self, item: Media, step: int) -> None:
-        """Send an image, histogram or text as an artifact, and replace an existing artifact."""
+        """Send an image, histogram or text as an artifact; an existing artifact is replaced."""
         folder = f"media/{_NOT_IN_A_PATH.sub('_', item.name)}"
         if item.file is not None:
             self._client.log_artifact(self._run_id, str(item.file), folder)
@@ -226,9 +228,9 @@ def _text(value: object) -> str:
 
 
 class WandbRun:
-    """A run on the W&B server, or offline in ``wandb/offline-run-KEY`` of the run folder.
+    """A run on the W&B server, or an offline run in ``wandb/offline-run-KEY`` in the run folder.
 
-    The server reports its newest step, so steps that were not uploaded are sent again. An offline run is
+    The server reports the newest step, so steps that were not uploaded are sent again. An offline run is
     always rewritten completely, so that one file contains the steps of all attempts.
     """
 
@@ -237,11 +239,11 @@ class WandbRun:
 
         folder = facts.run.path / FOLDER
         self._whole = folder / f"offline-run-{key}" if settings.mode == "offline" else None
-        # Deleting this folder loses nothing, because metrics.jsonl has the same values.
+        # This folder can be deleted without loss, because metrics.jsonl contains the same values.
         self._folder = folder / ("online" if self._whole is None else f"{self._whole.name}.new")
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(parents=True)
-        wandb.teardown()  # after a failed start, wandb would consider the id in use
+        wandb.teardown()  # after a failed start, wandb would otherwise consider the id in use
         self._run: Any = wandb.init(
             project=settings.project or os.environ.get("WANDB_PROJECT") or DEFAULT_PROJECT,
             entity=settings.entity,
@@ -255,7 +257,7 @@ class WandbRun:
                 "trainkit": {"attempt": facts.attempt, "code": facts.code, "layout": facts.layout},
             },
             allow_val_change=True,
-            # Do not collect statistics of this process, because it does not train.
+            # Do not collect system statistics of this process, because it does not train.
             settings=wandb.Settings(
                 silent=True,
                 console="off",
@@ -271,7 +273,7 @@ class WandbRun:
         self.place = url if self._whole is None else f"wandb sync {self._whole}"
 
     def newest_step(self, place: str, step: int) -> int:
-        # `step` is the next step of the run. It is 0 for a new run and for an offline run.
+        # In wandb, `step` is the next step of the run. For a new run and for an offline run, `step` is 0.
         return int(self._run.step) - 1
 
     def send(self, batch: Sequence[Sample]) -> None:
@@ -280,7 +282,7 @@ class WandbRun:
             self._run.log({**sample.values, **media, "_timestamp": sample.time_ms / 1000}, step=sample.step)
 
     def _of(self, item: Media) -> object:
-        """Return the W&B object for an image, histogram or text."""
+        """Return the W&B object for an image, a histogram or a text."""
         import wandb
 
         if item.file is not None:

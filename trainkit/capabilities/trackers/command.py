@@ -1,4 +1,4 @@
-"""The commands ``trainkit sync``, which sends metrics, and ``trainkit ui``, which shows curves."""
+"""Implements ``trainkit sync``, which sends metrics, and ``trainkit ui``, which shows curves."""
 
 from __future__ import annotations
 
@@ -36,21 +36,22 @@ if TYPE_CHECKING:
 
 HOST = "127.0.0.1"
 PORTS = {"tensorboard": 6006, "mlflow": 5000}
-# Python must not import modules from the current folder.
+# Python must not import modules from the working directory.
 _START = "import sys; sys.path[:] = filter(None, sys.path); "
 _MODULE = f"{_START}import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
 _TENSORBOARD = (
     f"{_START}from tensorboard import default, program; page = program.TensorBoard(default.get_plugins()); "
     "page.configure(sys.argv); sys.exit(page.main())"
 )
-"""The code of the program `tensorboard`, without its message that TensorFlow is missing."""
+"""Code that starts TensorBoard without its message that TensorFlow is missing."""
 _OF_LINKS = (
     f"import atexit, shutil; {_START}atexit.register(shutil.rmtree, sys.argv[2], True); "
     f"from trainkit.capabilities.trackers.board import follow; follow(sys.argv[2]); {_TENSORBOARD}"
 )
-"""The code of `_TENSORBOARD`, which also writes the files of scripts and finally removes its folder."""
+"""Code that does the same as `_TENSORBOARD`, but also writes TensorBoard files for scripts, and deletes its
+temporary folder at exit."""
 MAX_NAME = 60
-"""The largest length of a run's name in characters, because a file name has at most 255 bytes."""
+"""Maximum number of characters in a run's name, because a file name can have at most 255 bytes."""
 
 
 @as_command("trainkit sync last", "trainkit sync last --json")
@@ -58,9 +59,9 @@ MAX_NAME = 60
 @trust_option
 @json_option
 def sync(run_name: str, as_json: bool) -> int:
-    """Send the metrics that RUN could not send from its nodes to MLflow and Weights & Biases.
+    """Send metrics to MLflow and Weights & Biases that RUN could not send from its nodes.
 
-    Each step is sent once, as soon as a checkpoint covers it or the run has finished.
+    Each step is sent once, as soon as a checkpoint covers the step or the run has finished.
     """
     from trainkit.capabilities.trackers.sync import sync_run
     from trainkit.locks import LockBusy
@@ -73,7 +74,7 @@ def sync(run_name: str, as_json: bool) -> int:
         found = sync_run(run)
     except LockBusy as busy:
         raise UsageError(
-            f"the job of the run sends its metrics: {busy}", hint="no action is needed"
+            f"the run's job is sending the metrics itself: {busy}", hint="no action is needed"
         ) from None
     except ModuleNotFoundError as error:
         name = str(error.name).partition(".")[0]
@@ -88,14 +89,15 @@ def sync(run_name: str, as_json: bool) -> int:
 
 @as_command("trainkit ui last", "trainkit ui lr-sweep", "trainkit ui last --tool mlflow --port 5001")
 @run_argument
-@option("--tool", "The program to start.", type=click.Choice(list(PORTS)), default="tensorboard")
-@option("--port", "Port; default: the port of the program.", type=click.IntRange(1, 65535))
+@option("--tool", "Program that shows the curves.", type=click.Choice(list(PORTS)), default="tensorboard")
+@option("--port", "Port of the server; default: the program's default port.", type=click.IntRange(1, 65535))
 @yes_option
 def ui(run_name: str, tool: str, port: int | None) -> None:
     """Show the curves of RUN, or of all runs of a group, in a browser.
 
-    Only this host can open the page. To open it on your own computer, run the printed ssh command there. The
-    page has no password, so other users of this host can open it too; if they have processes, pass --yes.
+    Only this host can open the page. To open the page on your own computer, run the printed ssh command
+    there. The page has no password, so other users of this host can open it too; if other users have
+    processes on this host, the page is served only with --yes.
     """
     from trainkit.run.own_folders import own_environ
     from trainkit.run.registry import find_run_or_group
@@ -112,7 +114,7 @@ def ui(run_name: str, tool: str, port: int | None) -> None:
 
         if not runs:
             raise UsageError(
-                f"{found.shown}: none of its runs has started", hint="wait until the first run has started"
+                f"{found.shown}: no run of the group has started", hint="wait until the first run has started"
             )
         store = local_store(runs[0])
         argv = ["mlflow", "server", "--backend-store-uri", store, "--workers", "1", *place]
@@ -132,7 +134,7 @@ def ui(run_name: str, tool: str, port: int | None) -> None:
         else:
             folder = _new_folder(Path(environ["TMPDIR"]))
             _link(folder / found.name, found, is_script=True)
-        # The fast loader would print three lines about itself.
+        # TensorBoard's fast loader would print three lines about itself.
         argv = ["--logdir", str(folder), "--load_fast", "false", *place]
     click.echo(f"http://{HOST}:{port}")
     click.echo(f"ssh -L {port}:{HOST}:{port} {user_name()}@{socket.gethostname()}")
@@ -141,29 +143,29 @@ def ui(run_name: str, tool: str, port: int | None) -> None:
 
 
 def _no_tensorboard(found: RunDir | RunGroup, runs: Sequence[RunDir]) -> UsageError:
-    """Return the error for a run, or a group of runs, without TensorBoard files."""
+    """Return the error for a run or group of runs that has no TensorBoard files."""
     from trainkit.config import read_effective
     from trainkit.run.history import read_plan
 
-    what = f"{found.shown} has no tensorboard/"
+    what = f"{found.shown} has no folder tensorboard/"
     if not runs or runs[0].path != found.path:
-        what = f"none of the runs of {found.shown} has a tensorboard/"
-    why = "the built-in trainer writes it if the package tensorboard is installed"
+        what = f"none of the runs of {found.shown} has a folder tensorboard/"
+    why = "the built-in trainer writes this folder if the package tensorboard is installed"
     if any(read_plan(run).is_command for run in runs):
-        why = "the output of its script contains no metrics"
+        why = "the output of the script contains no metrics"
     elif any(
         run.config_file.exists()
         and read_effective(run.config_file, executes=False).logging.tensorboard is False
         for run in runs
     ):
         why = "logging.tensorboard is false"
-    return UsageError(f"{what}: {why}", hint=f"`trainkit report {found.word}` shows its curves")
+    return UsageError(f"{what}: {why}", hint=f"`trainkit report {found.word}` shows the curves")
 
 
 def link_runs(group: RunGroup, temporary: Path) -> Path:
     """Create a folder with a link to the TensorBoard files of each run, named by the values of its trial.
 
-    TensorBoard shows a run as soon as it has started.
+    TensorBoard shows a run as soon as the run has started.
     """
     folder, trials = _new_folder(temporary), group.trials
     is_script = any(map(_is_script, map(group.run, group.created())))
@@ -172,7 +174,7 @@ def link_runs(group: RunGroup, temporary: Path) -> Path:
     names = set[str]()
     for index, trial in sorted(trials.items()):
         values = {short[key]: masked(value, key) for key, value in trial.values.items()}
-        # A slash in a name would create a subfolder.
+        # A slash in a file name would create a subfolder.
         name = re.sub(r"[/\0]", "_", shown(values)).lstrip(".")[:MAX_NAME] or str(index)
         name = name if name not in names else f"{index} {name}"
         names.add(name)
@@ -185,7 +187,7 @@ def _new_folder(temporary: Path) -> Path:
 
 
 def _link(place: Path, run: RunDir, *, is_script: bool) -> None:
-    """Link to the TensorBoard files of a run, or to the metrics.jsonl of a script without such files."""
+    """Link to a run's TensorBoard files or, for a script without such files, to its metrics.jsonl."""
     if is_script and not run.tensorboard_dir.is_dir():
         place.mkdir()
         (place / run.metrics_file.name).symlink_to(run.metrics_file.absolute())

@@ -1,4 +1,4 @@
-"""Starts and ends the process that sends the metrics of an attempt; the agent of rank 0 uses it."""
+"""Starts and stops the process that sends the metrics of an attempt; used by the agent of rank 0."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.run.rundir import AttemptDir
 
 DRAIN_S = 30.0
-"""Seconds that a finished run waits for its last steps to be sent; `trainkit sync` sends the rest."""
+"""Seconds that a finished run waits until its last steps are sent; `trainkit sync` can send the rest."""
 
 
 def sender_log(attempt: AttemptDir) -> Path:
-    """Return the log of the process that sends the metrics of an attempt."""
+    """Return the log file of the process that sends an attempt's metrics."""
     return attempt.logs_dir / "trackers.log"
 
 
 class TrackerSender(Companion):
-    """The process that sends the metrics of one attempt. After a kill, the next process sends the rest."""
+    """Controls the process that sends the metrics of one attempt.
+
+    If the process is killed, the process of the next attempt sends the remaining steps.
+    """
 
     def __init__(self, attempt: AttemptDir, plan: LaunchPlan) -> None:
         argv = module_argv("trainkit.capabilities.trackers.sync", str(attempt.run.path))
@@ -42,15 +45,15 @@ class TrackerSender(Companion):
                     environ=environ,
                     output=log,
                     keeps_mask=False,
-                    # Slurm may signal every process of a step.
+                    # Slurm may send the signal to every process of a job step.
                     ignored=(signal.SIGTERM, signal.SIGINT, signal.SIGUSR2),
                     stdin=subprocess.PIPE,
                 )
-        except OSError as error:  # the ranks do not need this process
+        except OSError as error:  # the ranks can do without this process
             log_line(f"warning: the metrics are not sent ({error}); `trainkit sync` sends them later")
 
     def end(self, *, is_finished: bool) -> None:
-        """End the process; only a finished run waits for it, since a preempted job has no time."""
+        """End the process; wait for it only if the run is finished, because a preempted job has no time."""
         child = self._child
         if child is None:
             return

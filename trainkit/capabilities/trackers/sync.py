@@ -1,12 +1,12 @@
 """Sends the metrics of a run to its trackers, each step once.
 
 The metrics come from `metrics.jsonl`. A step is sent once a checkpoint covers it or the run has finished,
-because a later attempt may compute other steps again. `trackers/NAME.json` in the run folder contains the
-newest step that was sent.
+because a later attempt may recompute other steps. The newest step that was sent is recorded in
+`trackers/NAME.json` in the run folder.
 
-During the training, the agent on the node of rank 0 runs ``python -m trainkit.capabilities.trackers.sync
-RUN_DIR``. The process ends when its standard input is closed. After the line ``finished`` on standard input,
-it sends the remaining steps before it ends.
+During training, the agent on the node of rank 0 runs ``python -m trainkit.capabilities.trackers.sync
+RUN_DIR``. The process of the agent ends when its standard input is closed. If this process reads the line
+``finished`` from standard input, it sends the remaining steps before it ends.
 """
 
 from __future__ import annotations
@@ -36,44 +36,46 @@ from trainkit.run.manifest import published
 from trainkit.run.rundir import RunDir
 
 _NOT_ALLOWED = re.compile(r"[^\w\-./ :]")
-"""Characters that MLflow rejects in names."""
+"""Matches characters that MLflow does not allow in names."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """The content of ``trackers/NAME.json``."""
+    """The progress of sending to one tracker; the content of ``trackers/NAME.json``."""
 
     key: str
-    """The key that identifies the run in the tracker across attempts."""
+    """The key that identifies the run in the tracker; all attempts use the same key."""
     place: str = ""
-    """The URL or folder of the run in the tracker. If it changes, all steps are sent again."""
+    """The URL or folder of the run in the tracker. If this URL or folder changes, all steps are sent
+    again."""
     step: int = -1
-    """The newest step in the tracker; items that are logged before the first step belong to step 0."""
+    """The newest step in the tracker; -1 if there is none. Items logged before the first step belong to step
+    0."""
     time: str = ""
     problem: str = ""
-    """The error of the last transfer; empty if it succeeded."""
+    """The error of the last transfer; empty if the transfer succeeded."""
 
 
 def trackers_of(run: RunDir) -> dict[str, MlflowConfig | WandbConfig]:
-    """Return the tracker settings of a run by name; raises UsageError if the run has no tracker."""
+    """Return the settings of each tracker of a run; raise UsageError if the run has no tracker."""
     found = read_effective(run.config_file).logging.trackers
     if not found:
-        hint = "`trainkit resume RUN --set logging.mlflow=true` adds one; a finished run also needs a larger"
+        hint = "`trainkit resume RUN --set logging.mlflow=true` adds one; for a finished run, also increase"
         hint += " train.steps"
         raise UsageError(f"{run.shown} has no tracker: logging.mlflow and logging.wandb are null", hint=hint)
     return found
 
 
 def state_of(run: RunDir) -> str:
-    """Return ``finished``, ``failed`` or ``stopped``, or ``running`` if the run has not ended for good."""
+    """Return ``finished``, ``failed`` or ``stopped``, or ``running`` if the run may still continue."""
     end = read_newest_end(run.path)
     return end.action if end is not None and end.action in ("finished", "failed", "stopped") else "running"
 
 
 def settled_step(run: RunDir, is_finished: bool) -> float:
-    """Return the newest step that no later attempt computes again.
+    """Return the newest step that no later attempt can recompute.
 
-    It is the step of the newest checkpoint, and infinite for a finished run.
+    For an unfinished run, this is the step of the newest checkpoint; for a finished run, it is infinity.
     """
     if is_finished:
         return math.inf
@@ -83,7 +85,7 @@ def settled_step(run: RunDir, is_finished: bool) -> float:
 
 
 def read_position(run: RunDir, name: str) -> Position:
-    """Read the position of a tracker, or create a position with a new key."""
+    """Read the recorded progress for a tracker, or start with a new key."""
     try:
         return Position(**read_json(trackers_dir(run) / f"{name}.json"))
     except FileNotFoundError:
@@ -91,7 +93,7 @@ def read_position(run: RunDir, name: str) -> Position:
 
 
 def samples(run: RunDir, after: int, up_to: float) -> list[Sample]:
-    """Return metrics and media of the steps after `after` up to `up_to`, in order, each step once."""
+    """Return the metrics and media of the steps after `after` up to `up_to`, in order, each step once."""
     records = {record.step: record for record in training_curve(run)}
     media: dict[int, list[Item]] = {}
     for item in read_items(run):
@@ -105,7 +107,7 @@ def samples(run: RunDir, after: int, up_to: float) -> list[Sample]:
 
 
 def _media(run: RunDir, item: Item) -> Media | None:
-    """Convert an item for a tracker; return None for a missing image or a histogram without values."""
+    """Convert an item for a tracker; return None if its image is missing or its histogram is empty."""
     name = _NOT_ALLOWED.sub("_", item.name)
     if item.kind == "image":
         file = image_file(run, item)
@@ -135,14 +137,14 @@ class Sent:
     name: str
     num_sent: int
     num_pending: int
-    """Steps that could not be sent."""
+    """Number of steps that could be sent but were not."""
     num_held: int
-    """Steps that no checkpoint covers yet."""
+    """Number of steps that wait because no checkpoint covers them yet."""
     place: str
     problem: str
 
     def describe(self) -> str:
-        """Describe the result, as in ``mlflow: 40 steps sent, 3 wait for a checkpoint: sqlite:///…``."""
+        """Describe the result, for example ``mlflow: 40 steps sent, 3 wait for a checkpoint: sqlite:///…``."""
         text = f"{self.name}: {self.num_sent} step{'' if self.num_sent == 1 else 's'} sent"
         text += f", {self.num_pending} pending" if self.num_pending else ""
         text += f", {self.num_held} wait for a checkpoint" if self.num_held else ""
@@ -150,25 +152,25 @@ class Sent:
 
 
 class RunTracker:
-    """Sends a run to one tracker, which it opens when the first step can be sent."""
+    """Sends the metrics of a run to one tracker, which is opened when the first step can be sent."""
 
     def __init__(self, run: RunDir, name: str, settings: MlflowConfig | WandbConfig) -> None:
         self.run, self.name, self.settings = run, name, settings
         self._position: Position | None = None
-        """The newest position, which is valid even if the file could not be written."""
+        """The newest progress, which is valid even if it could not be written to its file."""
         self._tracker: MlflowRun | WandbRun | None = None
         self._lock: int | None = None
 
     @property
     def writes_once(self) -> bool:
-        """Return whether the tracker gets all steps at once, at the end of the run or by `trainkit sync`."""
+        """Return whether all steps are sent at once, at the end of the run or by `trainkit sync`."""
         return isinstance(self.settings, WandbConfig) and self.settings.mode == "offline"
 
     def update(self, state: str, *, closes: bool = False) -> Sent:
-        """Send the settled steps, and close the tracker if `closes` is true.
+        """Send all steps that no later attempt can recompute; close the tracker if `closes` is true.
 
-        The result contains errors of the tracker; a later call tries again. Raises LockBusy while another
-        process sends to the tracker, ModuleNotFoundError if its client is not installed, and OSError or
+        Errors of the tracker are part of the result; a later call retries. Raises LockBusy if another process
+        is sending to the tracker, ModuleNotFoundError if the client library is not installed, and OSError or
         TrainkitError if the run folder cannot be read.
         """
         limit = settled_step(self.run, state == "finished")
@@ -196,18 +198,19 @@ class RunTracker:
                 self._record(replace(position, time=utc_now(), problem=problem))
         finally:
             if self._tracker is None:
-                self.release()  # `trainkit sync` can then send the steps
+                self.release()  # after this, `trainkit sync` can send the steps
         num_pending = sum(item.step <= limit for item in unsent)
         return Sent(self.name, num_sent, num_pending, len(unsent) - num_pending, position.place, problem)
 
     def _send(self, limit: float) -> tuple[int, list[Sample]]:
-        """Send the settled steps; return their number and the steps that are not settled."""
+        """Send the steps up to `limit`; return their number, and the later steps."""
         position = self._known_position()
         if self._tracker is None:
             found = samples(self.run, -1, math.inf)
             if not any(item.step <= limit for item in found):
-                return 0, found  # create the run in the tracker only when there is a step
-            self._record(position)  # after a crash, the key must identify the run
+                return 0, found  # create the run in the tracker only once there is a step to send
+            # The key must be on disk before the run is created, to find the run after a crash.
+            self._record(position)
             self._tracker = open_tracker(self.settings, read_facts(self.run), position.key)
             step = self._tracker.newest_step(position.place, position.step)
             position = replace(position, place=self._tracker.place, step=step)
@@ -227,7 +230,7 @@ class RunTracker:
         write_json(trackers_dir(self.run) / f"{self.name}.json", asdict(position))
 
     def release(self) -> None:
-        """Forget the tracker and release its lock, so that another process can send."""
+        """Forget the tracker without closing it, and release its lock so that another process can send."""
         self._tracker = self._position = None
         if self._lock is not None:
             release_lock(self._lock)
@@ -235,16 +238,16 @@ class RunTracker:
 
 
 def open_tracker(settings: MlflowConfig | WandbConfig, facts: Facts, key: str) -> MlflowRun | WandbRun:
-    """Open the run in a tracker, or create the run."""
+    """Open the run in a tracker; create it there if necessary."""
     if isinstance(settings, MlflowConfig):
         return MlflowRun(settings, facts, key)
     return WandbRun(settings, facts, key)
 
 
 def sync_run(run: RunDir) -> list[Sent]:
-    """Send the settled steps to every tracker of a run.
+    """Send all steps that no later attempt can recompute to every tracker of a run.
 
-    Raises UsageError for a run without trackers, and all errors of `RunTracker.update`.
+    Raises UsageError if the run has no tracker, and all errors of `RunTracker.update`.
     """
     state = state_of(run)
     found = []
@@ -258,19 +261,19 @@ def sync_run(run: RunDir) -> list[Sent]:
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error of another library as one line of limited length."""
+    """Return the error of another library as one line of limited length."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}"[:300]
 
 
 POLL_S = 5.0
 MAX_POLL_S = 300.0
-"""The longest interval between two transfers; after each failure, the interval doubles."""
+"""Maximum number of seconds between two transfers; after each failure, the interval doubles."""
 
 
 def main() -> int:
     """Send metrics until standard input is closed, and return the exit code."""
-    os.nice(19)  # the ranks need the cores
+    os.nice(19)  # run with the lowest priority, because the ranks need the cores
     run = RunDir(sys.argv[1])
     trackers = [RunTracker(run, name, settings) for name, settings in trackers_of(run).items()]
     live = [tracker for tracker in trackers if not tracker.writes_once]
@@ -279,7 +282,7 @@ def main() -> int:
         problems = [tracker.name for tracker in live if not update(tracker)]
         poll_s = min(MAX_POLL_S, 2 * poll_s) if problems else POLL_S
         if select.select([sys.stdin], [], [], poll_s)[0]:
-            line = sys.stdin.readline().strip()  # an empty line means that standard input is closed
+            line = sys.stdin.readline().strip()  # an empty line means that standard input was closed
     if line == "finished":
         for tracker in trackers:
             update(tracker, "finished")
@@ -287,16 +290,16 @@ def main() -> int:
 
 
 def update(tracker: RunTracker, state: str = "running") -> bool:
-    """Send the new steps, print the result, and return False if the transfer failed."""
+    """Send new steps and print the result; return False if the transfer failed."""
     try:
         sent = tracker.update(state, closes=state != "running")
     except LockBusy:
-        return True  # `trainkit sync` is running and sends the steps
+        return True  # `trainkit sync` is running and sends the steps itself
     except ModuleNotFoundError as error:
         line = install_line(tracker.name)
         show(f"warning: {tracker.name}: {error}; after `{line}`, `trainkit sync` sends the metrics")
         return False
-    except Exception as error:  # the problem may be temporary, so the next call tries again
+    except Exception as error:  # the problem may be temporary, so the next call retries
         show(f"{tracker.name}: {one_line(error)}")
         return False
     if sent.num_sent or sent.problem:
@@ -305,7 +308,7 @@ def update(tracker: RunTracker, state: str = "running") -> bool:
 
 
 def show(text: str) -> None:
-    """Print a line with the time to the attempt's trackers.log."""
+    """Print a line with the current time to trackers.log of the attempt."""
     print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
 

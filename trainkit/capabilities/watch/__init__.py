@@ -1,1 +1,1 @@
-"""The screens of `trainkit watch`, which show runs live in a terminal or print them once."""
+"""The screens of `trainkit watch`, which show runs live in a terminal, or print their state once."""

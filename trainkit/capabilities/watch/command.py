@@ -1,4 +1,4 @@
-"""``trainkit watch``: a live screen of one run or of all runs."""
+"""``trainkit watch``: a live screen that shows one run, a group, or all runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PIPE_WIDTH = 120
 @click.argument("run_name", metavar="[RUN]", required=False, shell_complete=complete_run)
 @option(
     "--interval S",
-    "Seconds between two readings of the run folder; Slurm is queried every 10 s at most.",
+    "Seconds between two reads of the run folder; Slurm is queried at most every 10 s.",
     name="interval_s",
     type=click.FloatRange(min=0.2),
     default=INTERVAL_S,
@@ -41,8 +41,8 @@ def command(run_name: str | None, interval_s: float, once: bool, as_json: bool) 
     """Watch RUN in the terminal: progress, curves, nodes and warnings.
 
     RUN can also be a group of runs or a bench. Without RUN, the screen lists the active runs and the newest
-    other runs to choose from. `watch` only reads until you press a key that acts and confirm the action. With
-    --json or without a terminal, it prints once.
+    other runs, from which you can choose. `watch` changes nothing unless you press a key for an action, such
+    as cancel, and confirm the action. With --json or without a terminal, it prints the current state once.
     """
     found = None if run_name is None else find_run_or_group(run_name)
     if not (once or as_json) and sys.stdout.isatty() and sys.stdin.isatty():
@@ -60,7 +60,7 @@ def command(run_name: str | None, interval_s: float, once: bool, as_json: bool) 
 
     history, status, job = look_at(found, warn)
     for part in (history.events, history.metrics):
-        with suppress(OSError):  # the warnings of the status contain this error
+        with suppress(OSError):  # the status includes this error as a warning
             part.update()
     view = read_view(history, status, datetime.now(timezone.utc), job, Path.cwd())
     if as_json:

@@ -1,4 +1,4 @@
-"""Computes the content of `trainkit watch` for one run from its files, its job and the time."""
+"""Computes what `trainkit watch` shows for one run, from the run's files, its job and the time."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from trainkit.shipped import ask_each, ask_one, owner_of, shown_by
 MAX_NOTICES = 50
 TAIL_LINES = 20
 ALLOCATED = ("starting", "running", "paused", "stopping", "unknown")
-"""The states in which the job holds its allocation."""
+"""States in which the job has an allocation."""
 WORST = 5
-"""The highest severity of a node's problem."""
+"""The highest severity of a problem with a node."""
 
 
 @dataclass(frozen=True)
 class NodeRow:
-    """The newest sample of one node. A value is None if it is unknown."""
+    """The newest resource sample of one node. Unknown values are None."""
 
     host: str
     age_s: float | None = None
@@ -42,93 +42,92 @@ class NodeRow:
     job_mem_gib: float | None = None
     num_gpus: int = 0
     gpu_percent: float | None = None
-    """The mean over the GPUs."""
+    """Mean utilisation over the node's GPUs."""
     gpu_mem_used_gib: float | None = None
-    """The used memory of the GPU with the most used memory."""
+    """Used memory of the GPU on which the most memory is used."""
     gpu_mem_total_gib: float | None = None
     temperature_c: float | None = None
-    """The temperature of the hottest GPU."""
+    """Temperature of the hottest GPU."""
     power_w: float | None = None
-    """The sum over the GPUs."""
+    """Total power over the node's GPUs."""
     net_mib_s: float | None = None
-    """The network traffic, received and sent."""
+    """Network traffic, both received and sent."""
     disk_mib_s: float | None = None
-    """The disk traffic, read and written."""
+    """Disk traffic, both read and written."""
     severity: int = 0
     problems: list[str] = field(default_factory=list)
     slowest_rank: int | None = None
-    """The slowest of the ranks on this node that are reported as slow."""
+    """The slowest rank on this node among those that are reported as slow; None if there are none."""
 
 
 @dataclass(frozen=True)
 class SlowestRank:
-    """The rank that delays the other ranks most, even if only slightly."""
+    """The rank that delays the other ranks most, even if the delay is small."""
 
     rank: int
     host: str
     own_s: float
-    """Seconds per step that the rank computes before the first collective."""
+    """Seconds per step that this rank computes before the first collective."""
     usual_s: float
     """Seconds per step that the other ranks compute before the first collective."""
 
 
 @dataclass(frozen=True)
 class RunView:
-    """The content of the screen of one run. A value is None if it does not exist or is unknown."""
+    """Everything that the screen of one run shows. Values that do not exist or are unknown are None."""
 
     status: RunStatus = field(metadata=LEFT_OUT)
     sentence: str
-    """The state and its reason as a sentence."""
+    """A sentence with the state of the run and its reason."""
     failure: str | None
-    """The rank that failed first, its host and the error."""
+    """The rank that failed first, with its host and error."""
     world_size: int | None
     elapsed_s: float | None
-    """Seconds that the newest attempt has run so far, or ran until its end."""
+    """Seconds that the newest attempt has been running, or was running until it ended."""
     eta_s: float | None
-    """Seconds until the last step at the pace of the newest records."""
+    """Estimated seconds until the last step, at the pace of the newest records."""
     limit_s: float | None
-    """Seconds until the time limit of the job; None for a local run or if Slurm does not answer."""
+    """Seconds until the job's time limit; None for a local run, or if Slurm does not respond."""
     grad_norm: float | None
     lr: float | None
     mfu: float | None
     median_tokens_per_s: float | None
-    """The median of evenly spaced records of the whole run."""
+    """Median over evenly spaced records of the whole run."""
     step_p50_s: float | None
-    """The median of the newest records, from which `step_p95_s` and `data_wait_share` are computed too."""
+    """Median over the newest records, which `step_p95_s` and `data_wait_share` are also based on."""
     step_p95_s: float | None
     data_wait_share: float | None
     slowest_rank: SlowestRank | None
     mem_gib_peak: float | None
-    """The peak memory of the rank that uses the most: of its GPU, or of its process on a host without
-    GPUs."""
+    """Highest peak memory of any rank: on its GPU or, on a host without GPUs, of its process."""
     mem_gib_total: float | None
-    """The memory of one GPU."""
+    """Total memory of one GPU."""
     checkpoint_step: int | None
     checkpoint_age_s: float | None
-    """Seconds since the newest checkpoint was published."""
+    """Seconds since the newest checkpoint became complete."""
     steps_at_risk: int | None
     hours_at_risk: float | None
     """Hours since the newest checkpoint was saved, multiplied by the number of ranks."""
     nodes: list[NodeRow]
-    """The nodes, worst node first."""
+    """The nodes, sorted so that those with the most severe problems come first."""
     notices: list[Notice]
-    """The warnings: current ones first, then past ones, newest first."""
+    """The warnings: current ones first, then past ones, each newest first."""
     hint: str | None
     log: str | None
-    """The log of the failed rank, or of rank 0 if no rank has failed."""
+    """The log file of the failed rank, or of rank 0 if no rank has failed."""
     log_tail: list[str]
-    """The last lines of the log."""
+    """The last lines of this log file."""
     curves: dict[str, list[tuple[int, float]]] = field(repr=False, metadata=LEFT_OUT)
 
     @property
     def progress(self) -> float | None:
-        """Return the share of the steps that are done."""
+        """Return the fraction of steps that are done."""
         step, total = self.status.progress.step, self.status.progress.total_steps
         return None if step is None or not total else min(1.0, step / total)
 
     @property
     def num_hosts(self) -> int | None:
-        """Return the number of hosts of the run. All nodes of a local run are on one host."""
+        """Return the number of hosts that the run uses. All nodes of a local run are on a single host."""
         is_local = (self.status.job_id or "").startswith("local-")
         return 1 if is_local else self.status.place.num_nodes
 
@@ -144,9 +143,9 @@ class RunView:
 def read_view(
     history: RunHistory, status: RunStatus, now: datetime, job: JobInfo | None = None, cwd: Path | None = None
 ) -> RunView:
-    """Return the view of a run whose history was updated by the caller.
+    """Return the view of a run whose `history` the caller has just updated.
 
-    Commands in the hint name the run folder relative to `cwd` if the folder is below it.
+    Commands in hints contain the run folder as a path relative to `cwd` if the folder is below `cwd`.
     """
     run, metrics = history.run, history.metrics
     reading = reading_of(history, status)
@@ -200,7 +199,10 @@ def read_view(
 
 
 def _curves(history: RunHistory) -> dict[str, list[tuple[int, float]]]:
-    """Return the curves of all metrics. The built-in trainer logs validation losses as events."""
+    """Return the curves of all metrics.
+
+    The built-in trainer logs validation losses as events, so these are added.
+    """
     curves = history.metrics.curves()
     if val_losses := sorted(history.events.val_losses.items()):
         curves["val_loss"] = [(step, float(value)) for step, value in val_losses]
@@ -209,14 +211,14 @@ def _curves(history: RunHistory) -> dict[str, list[tuple[int, float]]]:
 
 
 def sentence(status: RunStatus) -> str:
-    """Return the state and its reason as a sentence."""
+    """Return a sentence with the state of the run and its reason."""
     reason, progress = f": {status.reason}" if status.reason else "", status.progress
     if status.state == "unknown" and progress.metrics_age_s is not None:
-        reason += f"; its newest metrics are {duration(progress.metrics_age_s)} old"
+        reason += f"; the newest metrics are {duration(progress.metrics_age_s)} old"
     if status.state == "running":
         step, total = progress.step, progress.total_steps
         if status.is_command and step is None:
-            return "Running; its steps are unknown: `logging.pattern` finds them in its output."
+            return "Running; the steps are unknown: set `logging.pattern` to find them in the output."
         reason = "" if step is None else f" step {step + 1:,}"
         if total is not None and step is not None and step >= total:
             reason = ", all steps are done"
@@ -226,12 +228,12 @@ def sentence(status: RunStatus) -> str:
     texts = {
         "pending": "Waiting in the queue",
         "starting": "Starting: no step is done yet",
-        "paused": "Paused by Ctrl-Z: `fg` in its terminal continues it",
-        "stopping": "Saving, then it stops",
-        "restarting": "Restarting in its allocation",
+        "paused": "Paused by Ctrl-Z: `fg` in its terminal continues the run",
+        "stopping": "Saving before it stops",
+        "restarting": "Restarting in the same allocation",
         "requeueing": "Waiting for its next attempt",
         "died": "Died without recording how it ended",
-        "unknown": "Unknown whether it runs",
+        "unknown": "It is unknown whether the run is alive",
         "incomplete": "No start is recorded in job.json",
     }
     text = texts.get(status.state, status.state.capitalize())
@@ -256,7 +258,7 @@ def _data_wait_share(records: Sequence[StepRecord]) -> float | None:
 def _at_risk(
     history: RunHistory, status: RunStatus, until: datetime, world_size: int | None
 ) -> tuple[int | None, float | None]:
-    """Return the steps and the hours of all ranks that are lost if the run ends without a save."""
+    """Return the steps, and the hours summed over all ranks, that are lost if the run ends without saving."""
     if status.is_command or status.progress.step is None or world_size is None:
         return None, None
     events = history.events
@@ -275,7 +277,7 @@ def _failed(name: str, text: str) -> str:
 
 
 def node_rows(reading: Reading, now: datetime) -> list[NodeRow]:
-    """Return a row per node of the newest attempt, worst node first."""
+    """Return a row per node of the newest attempt; nodes with the most severe problems come first."""
     views: dict[str, list[HostView]] = {}
     found = ask_each(reading.plan.parts, lambda one: one.hosts(reading, now), _failed_host)
     for host, view in (item for own in found.values() for item in own.items()):
@@ -309,9 +311,9 @@ def _notices(reading: Reading, status: RunStatus) -> list[Notice]:
 
 
 def event_text(event: Event, known: Collection[str] = ()) -> str:
-    """Return a past event as a sentence for the warnings.
+    """Return a past event as a sentence for the list of warnings.
 
-    `known` are the capabilities that phrase their own events.
+    `known` contains the capabilities that provide sentences for their own events.
     """
     name, reason = event.name, event.reason
     if name == "rank_failed":
@@ -340,5 +342,5 @@ def _hint(status: RunStatus, cwd: Path | None) -> str | None:
         again = join(status.command) if is_by_hand and status.command else f"trainkit resume {run}"
         return f"`{again}` continues it"
     if status.state == "incomplete":
-        return f"`trainkit resume {run}` starts it"
+        return f"`trainkit resume {run}` starts the run again"
     return None

@@ -1,4 +1,4 @@
-"""The screens of ``trainkit watch``. This is the only module that imports textual."""
+"""The screens of ``trainkit watch``. No other module imports textual."""
 
 from __future__ import annotations
 
@@ -49,16 +49,18 @@ from trainkit.terminal import BAD, DIM, TITLE, state_style
 LOG_LINES = 200
 MAX_TRIALS = 200
 MAX_SHARE = 0.05
-"""The share of a core that reading may use. If it would use more, the screen is read less often."""
+"""Maximum fraction of a CPU core that reading may use. If reading would use more, the run folder is read less
+often."""
 MAX_PROBLEM_LINES = 4
 HANGUP_S = 5
-"""Seconds after SIGHUP until the process ends without restoring the terminal, which may be gone."""
+"""Seconds after SIGHUP after which the process ends without restoring the terminal, which may no longer
+exist."""
 
 
 def watch(found: RunDir | RunGroup | None, interval_s: float) -> int:
-    """Show a run, a group or all runs until the user quits, and return the exit code."""
+    """Show a run, a group or all runs until the user quits; return the exit code."""
     for name in ("COLUMNS", "LINES"):
-        os.environ.pop(name, None)  # textual ignores a resized terminal if these variables are set
+        os.environ.pop(name, None)  # textual ignores changes of the terminal size if these variables are set
     app = WatchApp(found, interval_s)
     result = app.run()
     if app.signal_number is not None:
@@ -76,15 +78,15 @@ def read_again(
     ended: threading.Event,
     is_on: threading.Event,
 ) -> None:
-    """Call `read` every `interval_s` until `ended` is set, and less often if `read` takes long.
+    """Call `read` every `interval_s` seconds until `ended` is set, and less often if `read` takes long.
 
-    Pauses while `is_on` is not set.
+    While `is_on` is not set, `read` is not called.
     """
     while not ended.is_set():
         began_s = time.thread_time()
         try:
             result: object = read()
-        # the screen shows the error; if the thread ended, the screen would freeze without a message
+        # show the error on the screen, because the screen would silently freeze if this thread ended
         except Exception as error:
             result = error
         show(result)
@@ -93,7 +95,7 @@ def read_again(
 
 
 class ReadingScreen(Screen[None]):
-    """A screen whose content is read repeatedly in a thread."""
+    """A screen whose content is read repeatedly in a separate thread."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q", "app.quit", "Quit"),
@@ -108,7 +110,7 @@ class ReadingScreen(Screen[None]):
         self._is_on.set()
         self._read_at: datetime | None = None
         self.result: Any = None
-        """The result of the last successful reading; None before the first."""
+        """The result of the last successful read; None before the first."""
         self.problem: str | None = None
 
     def on_mount(self) -> None:
@@ -120,11 +122,14 @@ class ReadingScreen(Screen[None]):
         self._is_on.set()
 
     def take(self, result: object) -> None:
-        """Show a result. For an exception, show its message above the last successful result."""
+        """Show the result of a read.
+
+        If the result is an exception, show its message above the last successful result.
+        """
         if isinstance(result, Exception):
             self.problem = _error_text(result)
             if self._read_at is not None:
-                self.problem += f"; shown is what was read at {self._read_at:%H:%M:%S} UTC"
+                self.problem += f"; the screen shows the state at {self._read_at:%H:%M:%S} UTC"
         else:
             self.problem, self._read_at = None, datetime.now(timezone.utc)
             self.result = result
@@ -163,8 +168,8 @@ class RunScreen(ReadingScreen):
         Binding("w", "warnings", "Warnings"),
         Binding("c", "cancel", "Cancel"),
         Binding("r", "requeue", "Requeue"),
-        Binding("m", "metric(1)", "Metric", show=False, tooltip="Next metric as a large chart"),
-        Binding("M", "metric(-1)", "Metric", show=False, tooltip="Previous metric as a large chart"),
+        Binding("m", "metric(1)", "Metric", show=False, tooltip="Show the next metric as a large chart"),
+        Binding("M", "metric(-1)", "Metric", show=False, tooltip="Show the previous metric as a large chart"),
     ]
 
     def __init__(
@@ -175,10 +180,10 @@ class RunScreen(ReadingScreen):
         self._history = RunHistory(run)
         self._record, self._job = JobRecord(), JobStatus(None)
         self._metric: str | None = None
-        """The metric whose chart fills the screen below the progress; None for the usual screen."""
+        """The metric whose chart fills the screen below the progress line; None for the normal screen."""
 
     def _read_view(self) -> RunView:
-        """Return the current view; raises OSError if the run folder cannot be read."""
+        """Return the current view; raise OSError if the run folder cannot be read."""
         run, history = self.run_dir, self._history
         run.path.stat()
         history.update()
@@ -200,7 +205,7 @@ class RunScreen(ReadingScreen):
             self.query_one("#body", Static).update(joined(lines, width))
 
     def action_metric(self, step: int) -> None:
-        """Show the chart of the next metric; after the last metric, show the usual screen again."""
+        """Show the chart of the next metric; after the last metric, return to the normal screen."""
         choices = [None, *(() if self.result is None else charted(self.result))]
         at = choices.index(self._metric) if self._metric in choices else 0
         self._metric = choices[(at + step) % len(choices)]
@@ -234,10 +239,10 @@ class RunScreen(ReadingScreen):
         return [Text(line, getattr(line, "style", "")) for line in diagnosis_lines(found)]
 
     def action_cancel(self) -> None:
-        self._confirm(f"Cancel {self.run_dir.name}? It saves and ends.", self._cancel)
+        self._confirm(f"Cancel {self.run_dir.name}? The run saves and ends.", self._cancel)
 
     def action_requeue(self) -> None:
-        self._confirm(f"Requeue {self.run_dir.name}? It saves first if it runs.", self._requeue)
+        self._confirm(f"Requeue {self.run_dir.name}? The run saves first if it is running.", self._requeue)
 
     @work
     async def _confirm(self, question: str, act: Callable[[], str]) -> None:
@@ -257,13 +262,13 @@ class RunScreen(ReadingScreen):
         self.notify(text, markup=False)
 
     def _cancel(self) -> str:
-        refuse_foreign(self.run_dir.path, "`trainkit cancel --trust` cancels it anyway")
+        refuse_foreign(self.run_dir.path, "`trainkit cancel --trust` cancels the run anyway")
         return cancel_run(self.run_dir, now=False, wait=False, warn=self._notify_plain).message
 
     def _requeue(self) -> str:
         from trainkit.control.requeue import requeue_run
 
-        refuse_foreign(self.run_dir.path, "`trainkit requeue --trust` requeues it anyway")
+        refuse_foreign(self.run_dir.path, "`trainkit requeue --trust` requeues the run anyway")
         requeued = requeue_run(self.run_dir)
         entry = requeued.entry
         if requeued.is_started:
@@ -272,7 +277,7 @@ class RunScreen(ReadingScreen):
 
 
 class ListScreen(ReadingScreen):
-    """A list of runs from which the user opens one."""
+    """A list of runs from which the user can open one."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "select", "Open", priority=True)]
 
@@ -293,7 +298,7 @@ class ListScreen(ReadingScreen):
         self._is_on.set()
 
     def _listing(self) -> tuple[str, list[Sequence[str]]]:
-        """Return the title and the rows of the runs, whose first row is the heading."""
+        """Return the title of the list, and its rows; the first row is the heading."""
         if isinstance(self.result, GroupStatus):  # failed trials come first
             count, trials = len(self.result.trials), most_relevant(self.result, MAX_TRIALS)
             self._runs, rows = trials, trial_rows(self.result, trials)
@@ -308,7 +313,7 @@ class ListScreen(ReadingScreen):
         return title + (f", {num_hidden:,} {what}not shown" if num_hidden else ""), rows
 
     def show(self) -> None:
-        """Show the last result. The cursor stays at its run."""
+        """Show the newest result. The cursor remains on the same run."""
         width, table = self.app.size.width, self.query_one(DataTable)
         lines = problem_lines(self.problem or self._poller.problem, width)
         if self.result is None:
@@ -318,12 +323,13 @@ class ListScreen(ReadingScreen):
         rows = [list(map(replaced, row)) for row in rows]
         lines.append(Text(title, TITLE))
         if not self._runs:
-            lines.append(Text("no runs yet: `trainkit submit` starts one"))
+            lines.append(Text("no runs yet: `trainkit submit` starts a run"))
         self.query_one("#title", Static).update(joined(lines, width))
         place, top = table.cursor_coordinate, table.scroll_y
         chosen = table.coordinate_to_cell_key(place).row_key.value if table.row_count else None
         table.clear(columns=True)
-        for column in zip(*rows, strict=True):  # without a width, the table computes it one frame later
+        # Without an explicit width, the table computes it one frame too late.
+        for column in zip(*rows, strict=True):
             table.add_column(column[0], width=max(map(cell_len, column)))
         for run, (name, state, *cells) in zip(self._runs, rows[1:], strict=True):
             worst = next(iter(run.states), "") if isinstance(run, GroupStatus) else run.state
@@ -346,7 +352,7 @@ class ListScreen(ReadingScreen):
 
 
 class GroupScreen(ListScreen):
-    """The runs of a group, ranked by a metric that the user can switch."""
+    """The runs of a group, ranked by a metric that the user can change."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("m", "metric(1)", "Metric", show=False, tooltip="Rank the runs by the next metric"),
@@ -357,14 +363,14 @@ class GroupScreen(ListScreen):
         super().__init__(self._read_group, interval_s, poller)
         self._group = group
         self._metric: str | None = None
-        """The metric that ranks the runs; None for the metric of their config."""
+        """The metric that ranks the runs; None for the metric in their config."""
 
     def _read_group(self) -> GroupStatus:
         return read_group(self._group, self._poller.jobs, self._metric)
 
     @work(thread=True, exclusive=True)
     def action_metric(self, step: int) -> None:
-        """Rank the runs by their next logged metric; after the last one, by the metric of the config."""
+        """Rank the runs by the next metric they logged; after the last, by the metric in their config."""
         result: object
         try:
             runs = [self._group.run(index) for index in self._group.created()[:MAX_NAMED]]
@@ -378,7 +384,7 @@ class GroupScreen(ListScreen):
 
 
 class TextScreen(ReadingScreen):
-    """A screen of lines that the user scrolls through."""
+    """A screen of text lines that the user can scroll."""
 
     def __init__(self, read: Callable[[], object], interval_s: float, at_end: bool = False) -> None:
         super().__init__(read, interval_s)
@@ -406,7 +412,7 @@ class TextScreen(ReadingScreen):
 
 
 class ConfirmScreen(ModalScreen[bool]):
-    """A question that the user must confirm before an action."""
+    """A question that the user must answer before an action is performed."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("y", "answer(True)", "Yes"),
@@ -425,7 +431,7 @@ class ConfirmScreen(ModalScreen[bool]):
 
 
 class WatchApp(App[int]):
-    """The application: shows a run, a group, or the list of runs."""
+    """The application, which shows a run, a group, or the list of runs."""
 
     ENABLE_COMMAND_PALETTE = False
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -461,7 +467,7 @@ class WatchApp(App[int]):
         self.open(self._found)
 
     def open(self, found: RunDir | RunGroup | None) -> None:
-        """Open the screen of a run, of a group, or for None the list of all runs."""
+        """Open the screen of a run or a group; None stands for the list of all runs."""
         if isinstance(found, RunDir):
             self.push_screen(RunScreen(found, self._interval_s, self._poller, self.clock))
             return
@@ -472,7 +478,7 @@ class WatchApp(App[int]):
         self.push_screen(ListScreen(read, self._interval_s, self._poller))
 
     def action_leave(self) -> None:
-        """Close the current screen; from the first screen, go to the list of runs."""
+        """Close the current screen; if it is the first one, open the list of runs."""
         if len(self.screen_stack) > 2:
             self.pop_screen()
         elif self._found is not None:
@@ -487,7 +493,7 @@ class WatchApp(App[int]):
         self.exit(EXIT_INTERRUPTED)
 
     def _end(self, number: int) -> None:
-        """Restore the terminal and end because of a signal."""
+        """Restore the terminal and exit because of a signal."""
         self.signal_number = number
         if number == signal.SIGHUP:
             signal.alarm(HANGUP_S)
@@ -495,14 +501,14 @@ class WatchApp(App[int]):
 
 
 def problem_lines(problem: str | None, width: int) -> list[Text]:
-    """Return the lines of a problem that makes the screen incomplete; none without a problem."""
+    """Return lines about the problem due to which the screen is incomplete; none without a problem."""
     if problem is None:
         return []
     return [Text(line, BAD) for line in wrap(f"! {problem}", max(1, width))[:MAX_PROBLEM_LINES]]
 
 
 def joined(lines: list[Text], width: int) -> Text:
-    """Join lines to one text, and cut each line to the width."""
+    """Join lines into one text, and truncate each line to the given width."""
     for line in lines:
         line.plain = replaced(line.plain)
         line.truncate(width, overflow="ellipsis")
