@@ -144,8 +144,7 @@ class _OnCpu:
         """Return whether the head of a statement tests the device or refers to CUDA."""
         parts = [statement.value] if isinstance(statement, ast.AnnAssign) else ast.iter_child_nodes(statement)
         return any(
-            isinstance(node, ast.expr)
-            and (self.value(node) is not None or ast.unparse(node) == "torch.cuda")
+            isinstance(node, ast.expr) and (self.value(node) is not None or ast.unparse(node) == "torch.cuda")
             for part in parts
             if part is not None and not isinstance(part, ast.stmt | ast.ExceptHandler)
             for node in ast.walk(part)

@@ -551,6 +551,7 @@ def count(tensors):
     return len(tensors)
 """
 
+
 def test_every_line_under_a_cuda_condition_runs(runs: Runs) -> None:
     ran = {line for name in (*LAYOUTS, *PROGRAMS) for record in runs.of(name) for line in record.lines}
     missing = {(item.function, item.text) for item in not_run(ran)}
