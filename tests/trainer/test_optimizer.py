@@ -31,14 +31,6 @@ def weights(model: nn.Module) -> list[Weight]:
     return [Weight(name, param) for name, param in model.named_parameters()]
 
 
-def kinds(param: Tensor, config: OptimizerConfig) -> list[str]:
-    """Return the names of the state tensors of a parameter."""
-    parts = ("codes", "scales")
-    if config.name == "adamw_8bit" and param.dim() > 1 and param.numel() >= 4096:
-        return ["step", *(f"{kind}.{part}" for kind in ("exp_avg", "exp_avg_sq") for part in parts)]
-    return ["step", "exp_avg", "exp_avg_sq"]
-
-
 def gradient_norm(optimizer: ShardedAdamW) -> Tensor:
     return optimizer.square_sum().sqrt().float()
 
@@ -127,33 +119,6 @@ def test_the_norm_of_large_tensors_is_exact() -> None:
     optimizer.collect_gradients()
     expected = torch.cat([model.weight.grad.double().flatten(), model.bias.grad.double()]).norm()
     assert gradient_norm(optimizer).item() == pytest.approx(expected.item(), rel=1e-6)
-
-
-@pytest.mark.parametrize("config", [CONFIG, EIGHT_BIT], ids=["fp32", "8bit"])
-def test_state_goes_round(config: OptimizerConfig) -> None:
-    """Loading fills the tensors in place, so they must be the optimizer's tensors, not copies."""
-
-    def train(model: nn.Module, optimizer: ShardedAdamW, steps: range) -> None:
-        for step in steps:
-            backward(model, step)
-            update(optimizer)
-
-    model = nano()
-    optimizer = ShardedAdamW(weights(model), config)
-    train(model, optimizer, range(2))
-    other = nano(seed=5)
-    restored = ShardedAdamW(weights(other), config)
-    with torch.no_grad():
-        for target, saved in zip(other.parameters(), model.parameters(), strict=True):
-            target.copy_(saved)
-        state = dict(optimizer.state_tensors())
-        assert set(state) == {f"{n}.{kind}" for n, p in model.named_parameters() for kind in kinds(p, config)}
-        for name, tensor in restored.state_tensors():
-            tensor.copy_(state[name])
-    train(model, optimizer, range(2, 4))
-    train(other, restored, range(2, 4))
-    for a, b in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(a, b)
 
 
 def skip_a_step(optimizer: ShardedAdamW) -> None:

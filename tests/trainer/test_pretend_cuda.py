@@ -43,7 +43,7 @@ pytestmark = [pytest.mark.slow(seconds=6), pytest.mark.smoke, pytest.mark.xdist_
 
 MAIN = "MainThread"
 COMMON = (
-    *("parallel.compile=false", "train.steps=6", "train.eval_every=3", "train.eval_batches=1"),
+    *("parallel.compile=false", "train.steps=4", "train.eval_every=2", "train.eval_batches=1"),
     *("checkpoint.every_steps=2", "checkpoint.best_metric=null"),
 )
 PROFILED = ("profiler.start_step=2", "profiler.num_steps=2", "profiler.memory=true")
@@ -66,7 +66,7 @@ class Layout:
 
 
 LAYOUTS = {
-    "fp16": Layout(1, ("precision.dtype=fp16", "precision.init_loss_scale=1e7")),
+    "fp16": Layout(1, ("precision.dtype=fp16", "precision.init_loss_scale=1e7", "train.steps=6")),
     "mask-8bit": Layout(1, (BF16, "data.document_mask=true", "optimizer.name=adamw_8bit"), tolerance=5e-4),
     "blocks": Layout(1, (BF16, "data.document_mask=true", "parallel.compile=true"), tolerance=5e-4),
     "stream": Layout(1, (f"{TASK}Stream", "parallel.mesh_of_one=true", *PROFILED)),
@@ -218,8 +218,8 @@ def test_a_layout(runs: Runs, name: str) -> None:
         assert mine == pytest.approx(other, rel=layout.tolerance, abs=layout.tolerance, nan_ok=True)
     said = log_text(RunDir(runs.folder / name).attempt(1))
     equal = "bit-identical" if "train.deterministic=true" in layout.overrides else "equal up to rounding"
-    assert f"the losses of equal runs are {equal} (train.deterministic)" in said
-    assert ("in TF32 (precision.tf32)" in said) == ("precision.tf32=true" in layout.overrides)
+    assert f"{equal} (train.deterministic)" in said
+    assert ("precision.tf32" in said) == ("precision.tf32=true" in layout.overrides)
     said_skipped = {*re.findall(r"step=(\d+) skipped", said)}
     skipped = [str(step + 1) in said_skipped for step in range(len(gpu))]
     # fp16 begins with a loss scale that is too large.
@@ -261,7 +261,7 @@ def test_saves(runs: Runs) -> None:
         assert Counter(record.of(staging)) == {
             "copy gpu to pageable, waits": num_params,  # torch copies the step count of each parameter
             "copy gpu to pinned": 3 * num_params,
-            "Stream.synchronize": 3,
+            "Stream.synchronize": 2,
         }
 
 
