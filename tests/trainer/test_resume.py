@@ -51,18 +51,6 @@ def test_at_the_end_of_an_epoch(tmp_path: Path, corpus: str, stop: int) -> None:
     assert_same_curve(tmp_path / "whole", tmp_path / "cut")
 
 
-def test_alternating_numbers_of_processes(tmp_path: Path, corpus: str) -> None:
-    """Dropout is on, and its masks belong to the samples, not to the ranks."""
-    options = [DROPOUT, corpus, "data.val_fraction=0", "train.steps=null", "train.epochs=3"]
-    train(tmp_path / "whole", options)
-    for stop, num_procs in ((2, 2), (4, 1), (6, 4), (8, 2)):
-        train(tmp_path / "moved", [*options, f"train.stop_at_step={stop}"], num_procs, expect=75)
-    train(tmp_path / "moved", options)
-    expected = losses(tmp_path / "whole")
-    assert losses(tmp_path / "moved") == pytest.approx(expected, abs=1e-5)
-    assert samples_seen(tmp_path / "moved") == samples_seen(tmp_path / "whole")
-
-
 def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
     train(tmp_path / "run", ["train.steps=2"])
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
@@ -120,18 +108,13 @@ def mixture(tmp_path: Path) -> str:
 
 
 def test_a_mixture(tmp_path: Path, mixture: str) -> None:
-    """An epoch has as many samples as all sources together, and another layout reads the same samples."""
+    """An epoch has as many samples as all sources together."""
     common = [mixture, DROPOUT, "data.val_fraction=0.2", "train.epochs=3", "train.eval_every=4"]
     whole = train(tmp_path / "whole", common)
     assert "25% " in whole.rank_log(0).read_text()
     train(tmp_path / "cut", [*common, "train.stop_at_step=3"], expect=75)
     train(tmp_path / "cut", common)
     assert_same_curve(tmp_path / "whole", tmp_path / "cut")
-    train(tmp_path / "moved", [*common, "train.stop_at_step=3"], expect=75)
-    train(tmp_path / "moved", common, num_procs=2)
-    assert samples_seen(tmp_path / "moved") == samples_seen(tmp_path / "whole")
-    moved, expected = losses(tmp_path / "moved"), losses(tmp_path / "whole")
-    assert moved == pytest.approx(expected, abs=1e-4)
 
 
 ROOT = Path(__file__).parents[2]
