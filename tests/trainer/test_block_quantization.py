@@ -21,7 +21,6 @@ def rounded(whole: Tensor, *, is_signed: bool = True, shard: Tensor | None = Non
 
 
 def normal(*shape: int) -> Tensor:
-    """Return values over several decades."""
     generator = torch.Generator().manual_seed(0)
     size = 10 ** (-4 * torch.rand(shape, generator=generator))
     return torch.randn(shape, generator=generator) * size

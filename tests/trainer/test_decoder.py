@@ -195,7 +195,6 @@ def nll_sum(logits: Tensor, labels: Tensor) -> Tensor:
 @pytest.mark.parametrize("config", [{}, {"tie_embeddings": True}])
 @pytest.mark.parametrize("chunks", [2, 5])
 def test_a_loss_in_parts_is_the_whole_loss(chunks: int, config: dict[str, bool]) -> None:
-    """The cases include accumulation, ignored labels, and chunks of different lengths."""
     labels = tokens(seed=1)
     labels[0, 3:9] = IGNORE_LABEL
     micros = [Microbatch(tokens(seed=seed), labels, sample_keys()) for seed in (2, 3)]

@@ -31,7 +31,6 @@ def checkpoints(run_dir: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return an undisturbed run."""
     path = tmp_path_factory.mktemp("whole") / "run"
     train(path, OPTIONS)
     return path

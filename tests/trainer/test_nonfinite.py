@@ -101,7 +101,6 @@ def test_a_run_that_has_only_skipped_steps_has_trained_nothing(dtype: Any) -> No
 
 @pytest.mark.slow
 def test_fp16_that_never_finds_its_scale_does_not_finish(tmp_path: Path) -> None:
-    """The run finishes neither at once nor when it is resumed, because no step was applied."""
     options = ["precision.dtype=fp16", "precision.init_loss_scale=1e30", "train.max_nonfinite_steps=2"]
     options += ["checkpoint.every_steps=2", "train.steps=6"]
     attempt = train(tmp_path / "run", [*options, "train.stop_at_step=4"], expect=EXIT_STOPPED)
@@ -121,7 +120,6 @@ def test_fp16_that_never_finds_its_scale_does_not_finish(tmp_path: Path) -> None
 
 
 def shard_hashes(attempt: AttemptDir) -> dict[int, list[str]]:
-    """Return the hashes of the tensor files of each checkpoint, by step."""
     return {
         checkpoint.step: [
             value["sha256"] for name, value in checkpoint.manifest().files.items() if name.endswith(".distcp")

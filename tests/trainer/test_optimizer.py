@@ -40,7 +40,6 @@ def backward(model: nn.Module, step: int, scale: float = 1.0) -> None:
 
 
 def update(optimizer: ShardedAdamW, divisor: Tensor = ONE, skip: Tensor = ZERO) -> None:
-    """Update the parameters with the gradients of the last backward passes."""
     optimizer.collect_gradients()
     optimizer.step(1e-2, divisor, skip)
     optimizer.zero_grad()
@@ -52,7 +51,6 @@ def clip_divisor(norm: Tensor, limit: float) -> Tensor:
 
 @pytest.mark.parametrize("limit", [0.01, 1e6])
 def test_equals_torch(limit: float) -> None:
-    """One limit clips every step, and the other clips none."""
     mine, theirs = nano(), nano()
     optimizer, expected = ShardedAdamW(weights(mine), CONFIG), reference(theirs)
     for step in range(5):
@@ -122,7 +120,6 @@ def test_the_norm_of_large_tensors_is_exact() -> None:
 
 
 def skip_a_step(optimizer: ShardedAdamW) -> None:
-    """Skip a step, and check that it changes nothing."""
     before = [tensor.clone() for _, tensor in optimizer.state_tensors()]
     optimizer.step(1e-2, ONE, ONE)
     for old, (name, new) in zip(before, optimizer.state_tensors(), strict=True):
@@ -254,7 +251,6 @@ SHAPES = ["cosine", "linear", "wsd", "constant"]
 
 
 def rates(total: int, peak: float = 1.0, **config: Any) -> list[float]:
-    """Return the rates of the steps 1 to `total`."""
     schedule = ScheduleConfig(**config)
     return [learning_rate(step, total, peak, schedule) for step in range(1, total + 1)]
 

@@ -43,7 +43,6 @@ Made = Optimizer | LRScheduler | Mapping[str, Optimizer | LRScheduler]
 
 
 def logged(run: Path) -> list[dict[str, Any]]:
-    """Return the metrics of the turns' losses for each step."""
     names = {"d_loss", "g_loss", "real", "spread"}
     return [{name: record[name] for name in names & record.keys()} for record in read_metrics(RunDir(run))]
 
@@ -61,7 +60,6 @@ def same_everywhere(one: Path, other: Path) -> None:
 
 @pytest.mark.slow
 def test_turns_on_every_layout_and_after_every_stop(tmp_path: Path) -> None:
-    """Runs are whole, stopped, resumed and moved between layouts, with accumulation and validation."""
     run_cases(tmp_path, LAYOUTS, COMMON)
     for stop in (("train.stop_at_step=4",), ()):
         cut = [Case(f"cut-{case.name}", case.num_procs, case.parallel, stop) for case in LAYOUTS]
@@ -159,7 +157,6 @@ def test_the_examples_of_the_docs_are_resumed_to_the_last_bit(tmp_path: Path) ->
 
 
 def refuse_shards(world: World) -> None:
-    """Check the refusal on each of two ranks that have half of a matrix."""
     whole = torch.arange(8.0).view(4, 2)
     matrix = nn.Parameter(distribute_tensor(whole, world.mesh["dp_shard"], [Shard(0)]))
     layout = Layout(dp_shard=2)

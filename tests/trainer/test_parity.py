@@ -87,7 +87,6 @@ def test_low_precision_stays_close(runs: Path, case: Case) -> None:
 
 
 def test_document_mask(tmp_path: Path) -> None:
-    """Tensor parallelism and shards see the documents of a sample, and validation masks them too."""
     rows = "".join(json.dumps({"text": f"line {n} " * (n % 9)}) + "\n" for n in range(300))
     (tmp_path / "rows.jsonl").write_text(rows)
     common = [*COMMON, DROPOUT, f"data.source={tmp_path}/rows.jsonl", "data.val_fraction=0.2"]

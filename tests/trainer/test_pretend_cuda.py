@@ -137,7 +137,6 @@ class Record:
 def pretend(
     attempt: AttemptDir, num_procs: int, codes: int = 0, first: Callable[[], None] = as_gpu
 ) -> list[Record]:
-    """Run an attempt on pretended GPUs, and return the record of each rank."""
     folder = attempt.path / "pretend"
     folder.mkdir()
     env = {pretend_cuda.RECORD_VARIABLE: str(folder)}
@@ -160,7 +159,6 @@ def curve(run: Path) -> list[list[float]]:
 
 
 def in_ranks(folder: Path, num_procs: int, function: Callable[..., None], *args: Any) -> list[Record]:
-    """Call a function on ranks after `install`, and return the record of each rank."""
     folder.mkdir()
     procs = start_ranks(_pretending, num_procs, str(folder), num_procs, free_port(), function, args)
     assert wait_for_all(procs, TIMEOUT_S) == [0] * num_procs
@@ -185,7 +183,6 @@ class Runs:
         self._records: dict[str, list[Record]] = {}
 
     def of(self, name: str) -> list[Record]:
-        """Return the records of a run's ranks."""
         if name not in self._records:
             self._records[name] = self.train(name) if name in LAYOUTS else PROGRAMS[name](self, self.folder)
         return self._records[name]

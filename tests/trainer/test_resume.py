@@ -72,7 +72,6 @@ def test_validation_and_best_checkpoint_survive_a_cut(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a run that stopped at its second step."""
     run = tmp_path_factory.mktemp("stopped") / "run"
     train(run, ["train.steps=4", "train.stop_at_step=2"], expect=75)
     return run
@@ -108,7 +107,6 @@ def mixture(tmp_path: Path) -> str:
 
 
 def test_a_mixture(tmp_path: Path, mixture: str) -> None:
-    """An epoch has as many samples as all sources together."""
     common = [mixture, DROPOUT, "data.val_fraction=0.2", "train.epochs=3", "train.eval_every=4"]
     whole = train(tmp_path / "whole", common)
     assert "25% " in whole.rank_log(0).read_text()

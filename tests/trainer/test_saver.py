@@ -76,7 +76,6 @@ def clone(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def ruin(tensors: dict[str, Tensor]) -> None:
-    """Change every tensor in place, as an optimizer does."""
     for tensor in tensors.values():
         tensor.add_(1000.0)
 
@@ -163,7 +162,6 @@ def test_without_memory_to_stage_in_training_waits_for_every_save(
 def test_blocking_after_asynchronous_and_back(
     tmp_path: Path, tensors: dict[str, Tensor], make_saver: Any
 ) -> None:
-    """Each save waits for the previous one."""
     saver, expected = make_saver(tmp_path), {}
     for step, blocking in ((1, False), (2, False), (3, True), (4, False), (5, True)):
         expected[step] = clone(tensors)

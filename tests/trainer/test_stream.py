@@ -81,7 +81,6 @@ def collate(items: list[str]) -> list[str]:
 def batches(
     stream: Any, *, rank: int = 0, dp: int = 1, start: int = 0, saved: StreamState | None = None
 ) -> TaskBatches:
-    """Return the batches of steps with 4 samples, in microbatches of one."""
     return stream_batches(
         StreamData(stream, config_of()),
         collate,
@@ -93,7 +92,6 @@ def batches(
 
 
 def read(found: TaskBatches, count: int) -> list[str]:
-    """Return the samples of some steps."""
     return [item for _ in range(count) for micro in next(found).microbatches for item in micro.data]
 
 

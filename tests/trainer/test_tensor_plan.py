@@ -204,7 +204,6 @@ def test_models_of_transformers(tmp_path: Path, kind: str, changes: dict[str, An
 
 
 def saved(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors in the newest checkpoint."""
     return {name: tuple(tensor.shape) for name, tensor in saved_tensors(folder).items()}
 
 
