@@ -216,7 +216,7 @@ def test_a_layout(runs: Runs, name: str) -> None:
     said = log_text(RunDir(runs.folder / name).attempt(1))
     equal = "bit-identical" if "train.deterministic=true" in layout.overrides else "equal up to rounding"
     assert f"{equal} (train.deterministic)" in said
-    assert ("precision.tf32" in said) == ("precision.tf32=true" in layout.overrides)
+    assert ("(precision.tf32)" in said) == ("precision.tf32=true" in layout.overrides)
     said_skipped = {*re.findall(r"step=(\d+) skipped", said)}
     skipped = [str(step + 1) in said_skipped for step in range(len(gpu))]
     # fp16 begins with a loss scale that is too large.

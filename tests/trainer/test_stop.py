@@ -175,6 +175,7 @@ def leave_stuck(run_dir: Path) -> float:
     finally:
         procs[1].kill()
         wait_for(procs[1:])
+    assert "exiting before" in attempt.rank_log(0).read_text()
     assert "Thread" in (attempt.stacks_dir / "rank-0000.txt").read_text()
     assert all(find_damage(checkpoint) == "" for checkpoint in published(attempt.run.checkpoints_dir))
     return took_s
