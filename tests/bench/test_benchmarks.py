@@ -208,7 +208,7 @@ def test_the_large_model_is_the_largest_that_fits(
 def test_a_model_that_does_not_fit_has_a_row_that_says_so(tmp_path: Path) -> None:
     assert choose("large", Bench("cuda", tmp_path, 16 * 2**30)) is None
     [row] = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
-    said(re.sub(r"\d+\.\d", "N", row["skipped"]))
+    said(re.sub(r"\d+\.\d", "N", row["skipped"], count=1))
 
 
 def test_a_state_for_which_the_disk_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
