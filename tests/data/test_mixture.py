@@ -26,7 +26,6 @@ def texts(tmp_path):
 
 
 def letters_of(tokens):
-    """Return the source of each sample, found by the letter of its text."""
     return "".join(next(chr(token) for token in row if token != 10) for row in tokens.tolist())
 
 

@@ -1,16 +1,25 @@
-"""Repeats the training tests on one GPU, with CUDA's kernels, streams and nccl.
+"""Repeats the training tests on one GPU, and layouts on two, with CUDA's kernels, streams and nccl.
 
 `make gpu` runs these tests with TEST_DEVICE=cuda. All other runs use a CPU, so that the tests keep working.
 """
 
 import os
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.support.runs import ForkedWorker, fork_workers, log_text, losses, make_attempt, train, wait_for
+from tests.support.parity import Case, run_cases, worst_difference
+from tests.support.runs import (
+    ForkedWorker,
+    fork_workers,
+    log_text,
+    losses,
+    make_attempt,
+    train,
+    wait_for,
+    wait_until,
+)
 from trainkit.capabilities.simulation.worker import simulate
 from trainkit.config import read_effective
 from trainkit.plan.launch import LaunchPlan
@@ -36,45 +45,34 @@ pytestmark = [pytest.mark.slow, pytest.mark.gpu]
 KIND = os.environ.get("TEST_DEVICE", "cpu")
 DEVICE = torch.device(KIND)
 ON_DEVICE = f"device={KIND}"
-STEP_TIMEOUT_S = 120.0
 MESH = ("parallel.mesh_of_one=true",)
 """Options for process groups, FSDP and DTensor staging on one process, on a GPU with nccl."""
 SIZE = 1024 if KIND == "cuda" else 128
 SHAPE = (
-    *(
-        "model.num_layers=8",
-        f"model.dim={SIZE}",
-        f"model.ffn_dim={3 * SIZE}",
-        f"model.vocab_size={30 * SIZE}",
-    ),
-    *("data.seq_len=512", "train.device_batch_size=4", "train.global_batch_size=null", "train.steps=4"),
+    *("model.num_layers=8", f"model.dim={SIZE}", f"model.ffn_dim={3 * SIZE}", "data.seq_len=512"),
+    *(f"model.vocab_size={30 * SIZE}", "train.device_batch_size=4", "train.global_batch_size=null"),
+    "train.steps=4",
     *("parallel.compile=false", f"precision.dtype={'bf16' if KIND == 'cuda' else 'fp32'}"),
 )
-
-
-def wait_for_checkpoint(run: RunDir, attempt: AttemptDir, step: int) -> None:
-    deadline_s = time.monotonic() + STEP_TIMEOUT_S
-    while not any(found.step >= step for found in published(run.checkpoints_dir)):
-        assert time.monotonic() < deadline_s, log_text(attempt)
-        time.sleep(0.01)
 
 
 WIDE = (f"model.dim={4 * SIZE}", "model.num_layers=1", f"model.ffn_dim={4 * SIZE}", "data.seq_len=64")
 """Options for a model so wide that the compiler has several kernels for its norms."""
 
 
-@pytest.mark.parametrize(
-    "own", [(), WIDE, MESH, (*MESH, "optimizer.name=adamw_8bit")], ids=["alone", "wide", "mesh", "8bit"]
-)
-def test_resumes_exactly_after_sigkill(tmp_path: Path, own: tuple[str, ...]) -> None:
+RESUMED = {"alone": (), "wide": WIDE, "mesh": MESH, "8bit": (*MESH, "optimizer.name=adamw_8bit")}
+
+
+@pytest.mark.parametrize("name", RESUMED if KIND == "cuda" else ["mesh"])  # tests/trainer resumes on CPUs
+def test_resumes_exactly_after_sigkill(tmp_path: Path, name: str) -> None:
     """Wide norms resume with empty caches, as on another node.
 
     The other cases reuse caches to save a minute each.
     """
-    caches = iter(range(3))
+    caches, own = iter(range(3)), RESUMED[name]
 
     def start(attempt: AttemptDir) -> list[ForkedWorker]:
-        cache = str(tmp_path / f"cache-{next(caches) if own == WIDE else 0}")
+        cache = str(tmp_path / f"cache-{next(caches) if name == 'wide' else 0}")
         return fork_workers(attempt, env={"TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": cache})
 
     options = [
@@ -84,7 +82,7 @@ def test_resumes_exactly_after_sigkill(tmp_path: Path, own: tuple[str, ...]) -> 
     run = RunDir(tmp_path / "killed")
     attempt = make_attempt(run.path, options)
     [worker] = start(attempt)
-    wait_for_checkpoint(run, attempt, 10)
+    wait_until(lambda: any(found.step >= 10 for found in published(run.checkpoints_dir)))
     worker.kill()
     worker.wait()
     saved = max(found.step for found in published(run.checkpoints_dir))
@@ -229,3 +227,24 @@ def test_a_profile_says_where_the_time_went(tmp_path: Path) -> None:
     assert sum(share.values()) > 0.5
     memory = attempt.profile_dir / "rank-0000.memory.pickle"
     assert memory.exists() == (KIND == "cuda")
+
+
+LAYOUTS = {
+    "shard": {"dp_shard": 2},
+    "replicate": {"dp_replicate": 2},
+    "tp": {"tp": 2},
+    "cp": {"cp": 2},
+    "pp": {"pp": 2},
+    "zbv": {"pp": 2, "pp_schedule": "zbv"},
+}
+
+
+@pytest.mark.xdist_group("gpus")
+@pytest.mark.skipif(KIND == "cuda" and torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_layouts_on_two_gpus_have_the_curve_of_one(tmp_path: Path) -> None:
+    names = list(LAYOUTS) if KIND == "cuda" else ["shard"]
+    cases = [Case(name, 2, dict(LAYOUTS[name])) for name in names]
+    common = [f"device={KIND}", "parallel.compile=false", "train.steps=4", "train.eval_every=2"]
+    run_cases(tmp_path, [Case("alone", 1, {}), *cases], common)
+    found = {name: worst_difference(tmp_path / name, tmp_path / "alone") for name in names}
+    assert max(found.values()) < (1e-4 if KIND == "cuda" else 1e-5), found

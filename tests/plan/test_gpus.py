@@ -13,13 +13,7 @@ from trainkit.config import load_config
 from trainkit.config.schema import RunConfig
 from trainkit.errors import UsageError
 from trainkit.formats import GIB, MIB
-from trainkit.plan.gpus import (
-    find_gpu,
-    gpu_names,
-    known_gpu,
-    known_gpus,
-    peak_flops,
-)
+from trainkit.plan.gpus import find_gpu, gpu_names, known_gpu, known_gpus, peak_flops
 from trainkit.plan.torch_build import release_problem
 
 
@@ -98,9 +92,7 @@ def test_releases_that_the_trainer_supports(version: str) -> None:
 
 @pytest.mark.parametrize("version", ["1.13.1", "2.2.0+cu121", "2.10.0"])
 def test_older_ones_are_refused_by_name(version: str) -> None:
-    problem = release_problem(version)
-    said(problem[0])
-    assert "pip install 'torch>=2.11,<2.16'" in problem[1]
+    said("\n".join(release_problem(version)))
 
 
 NO_GPU = Machine(2, 0, (), "there is no NVIDIA driver on this machine")

@@ -13,6 +13,7 @@ from trainkit.plan.model_shape import flops_per_token, num_params
 from trainkit.plan.step_cost import Cost, Flow, cost_of, rank_flops, recompute_share, traffic
 
 H100 = find_gpu("h100")
+assert H100 is not None
 PARAMS = num_params(llama("7b"))
 ROOT = 2 * 32_000 * 4096 + 4096
 """The parameters of 7B's embedding, head and last norm, which are gathered once for both passes."""
@@ -62,7 +63,6 @@ def test_shards_are_sent_with_every_pass_and_gradients_to_copies_once_a_step() -
 
 def test_what_is_sent_with_every_pass_is_hidden_by_every_pass() -> None:
     """Four times as much communication is hidden by four times as much computation."""
-    assert H100 is not None
     one, four = (
         cost_of(step_work(layout=Layout(dp_shard=16), seq_len=512, accumulation_steps=steps), H100, 8)
         for steps in (1, 4)
@@ -78,11 +78,7 @@ def test_what_is_sent_with_every_pass_is_hidden_by_every_pass() -> None:
 
 def test_hybrid_sharding_sends_little_between_its_copies() -> None:
     gather, scatter, reduce = traffic(step_work(layout=Layout(dp_replicate=4, dp_shard=8)))
-    assert (gather.crosses_nodes(8), scatter.crosses_nodes(8), reduce.crosses_nodes(8)) == (
-        False,
-        False,
-        True,
-    )
+    assert [flow.crosses_nodes(8) for flow in (gather, scatter, reduce)] == [False, False, True]
     assert reduce.num_bytes == pytest.approx(2 * 4 * PARAMS / 8 * 3 / 4, rel=0.01)
 
 
@@ -144,7 +140,6 @@ def test_what_is_computed_again() -> None:
 
 
 def test_a_bubble_lengthens_the_step() -> None:
-    assert H100 is not None
     work = step_work(layout=Layout(pp=4), device_batch_size=4, pp_microbatches=4)
     cost = cost_of(work, H100, 8)
     assert cost.bubble == 3 / 7
@@ -154,7 +149,6 @@ def test_a_bubble_lengthens_the_step() -> None:
 
 
 def test_the_network_is_slower_than_a_node() -> None:
-    assert H100 is not None
     work = step_work(layout=Layout(tp=8))
     near, far = cost_of(work, H100, 8), cost_of(work, H100, 4)
     assert near.crossing(8) == ()
@@ -174,7 +168,6 @@ LAYOUTS = st.builds(
 
 @given(LAYOUTS, st.sampled_from(["none", "selective", "full"]), st.sampled_from([2, 3]))
 def test_every_step_takes_time(layout: Layout, mode: str, zero: int) -> None:
-    assert H100 is not None
     work = step_work(layout=layout, device_batch_size=4, activation_checkpointing=mode, zero=zero)
     cost = cost_of(work, H100, 8)
     assert cost.step_s >= cost.compute_s + cost.recompute_s > 0

@@ -123,7 +123,6 @@ def test_the_ranks_of_another_launcher() -> None:
     many = Target("launcher", "launcher: torchrun", node_sizes=(8, 8), per="gpu")
     [found] = problems(GPUS, target=many)
     said(found)
-    said(found)
 
 
 def test_all_problems_at_once() -> None:

@@ -138,35 +138,25 @@ def test_offloaded_gradients_wait_where_copies_add_them_up() -> None:
 # Each row is (GiB, case). The values are from torch.distributed._tools.mem_tracker.MemTracker of torch 2.13
 # on the CPU, with a fake process group, in the second step of the trainer's model with fused AdamW (`trainkit
 # check --simulate-world`). Some models have fewer layers, where more would only take longer.
+FULL, SELECTIVE = ({"activation_checkpointing": mode} for mode in ("full", "selective"))
 TRACKED: list[tuple[float, dict[str, Any]]] = [
     (36.047, {"num_layers": 32}),
-    (14.931, {"num_layers": 32, "activation_checkpointing": "full"}),
-    (19.420, {"num_layers": 32, "activation_checkpointing": "selective"}),
+    (14.931, {"num_layers": 32, **FULL}),
+    (19.420, {"num_layers": 32, **SELECTIVE}),
     (6.959, {"accumulation_steps": 2}),
-    (5.241, {"zero": 2, "activation_checkpointing": "full"}),
-    (5.023, {"zero": 2, "activation_checkpointing": "full", "accumulation_steps": 2, "seq_len": 512}),
-    (5.186, {"zero": 2, "activation_checkpointing": "full", "accumulation_steps": 4, "seq_len": 512}),
-    (6.926, {"dtype": "fp32", "activation_checkpointing": "selective"}),
+    (5.241, {"zero": 2, **FULL}),
+    (5.023, {"zero": 2, **FULL, "accumulation_steps": 2, "seq_len": 512}),
+    (5.186, {"zero": 2, **FULL, "accumulation_steps": 4, "seq_len": 512}),
+    (6.926, {"dtype": "fp32", **SELECTIVE}),
     (9.472, {"layout": Layout(dp_shard=64), "device_batch_size": 4, "seq_len": 2048}),
-    (
-        5.940,
-        {"layout": Layout(2, 4), "activation_checkpointing": "full", "accumulation_steps": 2, "seq_len": 512},
-    ),
+    (5.940, {"layout": Layout(2, 4), **FULL, "accumulation_steps": 2, "seq_len": 512}),
     (3.616, {"layout": Layout(dp_shard=8, tp=2)}),
     (2.715, {"layout": Layout(dp_shard=2, tp=8), "sequence_parallel": False}),
     (2.899, {"layout": Layout(dp_shard=2, tp=8), "loss_parallel": False}),
-    (4.296, {"layout": Layout(tp=4), "activation_checkpointing": "full"}),
+    (4.296, {"layout": Layout(tp=4), **FULL}),
     (5.058, {"layout": Layout(dp_shard=2, cp=4), "seq_len": 8192}),
-    (
-        8.564,
-        {
-            "preset": "70b",
-            "layout": Layout(dp_shard=512),
-            "activation_checkpointing": "full",
-            "seq_len": 2048,
-        },
-    ),
-    (2.148, {"preset": "70b", "layout": Layout(dp_shard=8, tp=8), "activation_checkpointing": "full"}),
+    (8.564, {"preset": "70b", "layout": Layout(dp_shard=512), **FULL, "seq_len": 2048}),
+    (2.148, {"preset": "70b", "layout": Layout(dp_shard=8, tp=8), **FULL}),
 ]
 
 
@@ -181,6 +171,8 @@ def test_as_torch_tracked_it(tracked_gib: float, what: dict[str, Any]) -> None:
 # Each row is (GiB, rank of the pipeline, case), from `trainkit check --simulate-world` with torch's
 # schedules.
 TWO_RANKS: dict[str, Any] = {"num_layers": 8, "layout": Layout(dp_shard=4, pp=2)}
+LONG = {"seq_len": 4096, "device_batch_size": 8, "pp_microbatches": 8}
+LARGE = {"preset": "70b", "num_layers": 80, **LONG}
 PIPELINES: list[tuple[float, int, dict[str, Any]]] = [
     (8.681, 0, {"num_layers": 8, "layout": Layout(dp_shard=2, pp=4)}),
     (8.681, 0, {"num_layers": 8, "layout": Layout(dp_shard=2, pp=4), "pp_schedule": "gpipe"}),
@@ -191,45 +183,23 @@ PIPELINES: list[tuple[float, int, dict[str, Any]]] = [
     (14.710, 1, {**TWO_RANKS, "pp_schedule": "interleaved_zero_bubble", "accumulation_steps": 2}),
     (14.214, 0, {**TWO_RANKS, "pp_schedule": "zbv"}),
     (12.069, 1, {**TWO_RANKS, "pp_schedule": "zbv"}),
-    (14.030, 1, {**TWO_RANKS, "pp_schedule": "zbv", "activation_checkpointing": "full"}),
-    (47.059, 1, {**TWO_RANKS, "preset": "70b", "pp_schedule": "zbv", "activation_checkpointing": "full"}),
+    (14.030, 1, {**TWO_RANKS, "pp_schedule": "zbv", **FULL}),
+    (47.059, 1, {**TWO_RANKS, "preset": "70b", "pp_schedule": "zbv", **FULL}),
     (11.132, 1, {**TWO_RANKS, "pp_schedule": "dualpipe_v"}),
     (
-        4.941, 0,
-        {
-            "num_layers": 8, "layout": Layout(dp_shard=4, pp=2, tp=2), "accumulation_steps": 2,
-            "activation_checkpointing": "selective",
-        },
+        4.941,
+        0,
+        {"num_layers": 8, "layout": Layout(dp_shard=4, pp=2, tp=2), "accumulation_steps": 2, **SELECTIVE},
     ),
+    (21.963, 0, {"num_layers": 32, "layout": Layout(dp_shard=2, pp=4), **LONG, **FULL}),
     (
-        21.963, 0,
-        {
-            "num_layers": 32, "layout": Layout(dp_shard=2, pp=4), "seq_len": 4096, "device_batch_size": 8,
-            "pp_microbatches": 8, "activation_checkpointing": "full",
-        },
+        14.742,
+        0,
+        {"preset": "13b", "num_layers": 40, "layout": Layout(dp_shard=2, pp=4, tp=4), **LONG, **SELECTIVE},
     ),
-    (
-        14.742, 0,
-        {
-            "preset": "13b", "num_layers": 40, "layout": Layout(dp_shard=2, pp=4, tp=4), "seq_len": 4096,
-            "device_batch_size": 8, "pp_microbatches": 8, "activation_checkpointing": "selective",
-        },
-    ),
-    (
-        30.048, 0,
-        {
-            "preset": "70b", "num_layers": 80, "layout": Layout(dp_shard=8, pp=8, tp=8), "seq_len": 4096,
-            "device_batch_size": 8, "pp_microbatches": 8, "loss_parallel": False,
-        },
-    ),
-    (
-        19.058, 2,
-        {
-            "preset": "70b", "num_layers": 80, "layout": Layout(pp=8, tp=8), "seq_len": 4096,
-            "device_batch_size": 8, "pp_microbatches": 8, "activation_checkpointing": "full",
-        },
-    ),
-]  # fmt: skip
+    (30.048, 0, {**LARGE, "layout": Layout(dp_shard=8, pp=8, tp=8), "loss_parallel": False}),
+    (19.058, 2, {**LARGE, "layout": Layout(pp=8, tp=8), **FULL}),
+]
 
 
 @pytest.mark.parametrize(("tracked_gib", "pp_rank", "what"), PIPELINES)

@@ -156,22 +156,20 @@ def test_one_number_is_the_plan_that_it_always_was() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    "overrides",
     [
         # the value is refused before its largest number is used
-        (["resources.nodes=4-2"], 'or a list such as 2,4,8, not "4-2"'),
-        (["resources.nodes=2-4", "resources.spare_nodes=1"], "is 1, but resources.nodes is 2-4"),
-        (["resources.nodes='3,3'"], 'or a list such as 2,4,8, not "3,3"'),
-        (
-            ["resources.nodes=2..4"],
-            'a whole number of at least 1, a range such as 2-8, or a list such as 2,4,8, not "2..4"',
-        ),
-        (["resources.nodes=9-12"], "is 9, but a job in partition gpu can have at most 8 nodes"),
-        (["resources.nodes=1-2000"], "2,000 node counts, but at most 1,000 can be planned"),
-        (["resources.nodes=2-3", "train.global_batch_size=7"], "train.global_batch_size"),
+        ["resources.nodes=4-2"],
+        ["resources.nodes=2-4", "resources.spare_nodes=1"],
+        ["resources.nodes='3,3'"],
+        ["resources.nodes=2..4"],
+        ["resources.nodes=9-12"],
+        ["resources.nodes=1-2000"],
+        ["resources.nodes=2-3", "train.global_batch_size=7"],
     ],
+    ids=" ".join,
 )
-def test_what_is_refused(overrides: list[str], message: str) -> None:
+def test_what_is_refused(overrides: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
         plan(*overrides)
-    assert message in error.value.render()
+    said(error.value.render())

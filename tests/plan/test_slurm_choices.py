@@ -53,24 +53,24 @@ def test_the_notice_fits_the_shortest_limit(times, asked, lead_s, total_s) -> No
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    "overrides",
     [
-        (["time=null", "slice=01:00:00"], "resources.slice: is 01:00:00, but resources.time sets no limit"),
-        (["time='0'", "slice=01:00:00"], "resources.slice: is 01:00:00, but resources.time sets no limit"),
-        (["time=01:00:00", "slice=90:00"], "is 90:00, which is more than the 01:00:00 of resources.time"),
-        (["time=01:00:00", "slice=90:00"], "--set resources.slice=null disables slices"),
-        (["time=2-0", "slice=13:00:00"], "is 13:00:00, but partition h allows at most 12:00:00"),
-        (["time=01:00:00", "time_min=2:00:00"], "is 2:00:00, but resources.time is 01:00:00"),
-        (["time=01:00:00", "slice=10:00", "time_min=20:00"], "is 20:00, but resources.slice is 10:00"),
-        (["time=null", "time_min=20:00"], "is 20:00, but resources.time sets no limit"),
-        (["time_min=soon"], 'a time such as "01:00:00" or "2-12:00:00" or null, not "soon"'),
+        ["time=null", "slice=01:00:00"],
+        ["time='0'", "slice=01:00:00"],
+        ["time=01:00:00", "slice=90:00"],
+        ["time=2-0", "slice=13:00:00"],
+        ["time=01:00:00", "time_min=2:00:00"],
+        ["time=01:00:00", "slice=10:00", "time_min=20:00"],
+        ["time=null", "time_min=20:00"],
+        ["time_min=soon"],
         # Slurm would accept the job, and run it for no longer than time_min.
-        (["time=13:00:00", "time_min=01:00:00"], "is 13:00:00, but partition h allows at most 12:00:00"),
+        ["time=13:00:00", "time_min=01:00:00"],
     ],
+    ids=" ".join,
 )
-def test_times_that_are_refused(overrides: list[str], message: str) -> None:
+def test_times_that_are_refused(overrides: list[str]) -> None:
     found = problems_of(*(f"resources.{override}" for override in overrides), target=WEST)
-    assert any(message in problem.render() for problem in found)
+    said("\n".join(problem.render() for problem in found))
 
 
 def test_slices_need_a_requeue_on_timeout() -> None:
@@ -129,7 +129,6 @@ def test_memory_is_checked_for_the_smallest_type_that_the_job_may_get(overrides:
 def test_types_that_no_partition_has_alone() -> None:
     typed = ("resources.gpu_type=v100,a100-40gb", "resources.partition=mixed", "device=cuda")
     [found] = problems_of(*typed, target=WEST)
-    said(found.render())
     said(found.render())
     unknown = Target("sbatch", "a test", Cluster("east"))
     given = ("resources.gpu_type=v100,h100", "device=cuda", "resources.gpus_per_node=2")

@@ -39,32 +39,17 @@ def test_values_are_those_of_a_yaml_list(text: str, values: tuple[Any, ...]) -> 
 @pytest.mark.parametrize("raw", ["()", "choice()", "{ }"])
 def test_no_hint_is_a_list_of_nothing(raw: str) -> None:
     assert _meant_values(("optimizer", "lr"), raw) is None
-    assert _cut_setting(["submit", "--set", "lr", "0.1"]) == (
-        "0.1",
-        "--set lr 0.1",
-        "did you mean --set optimizer.lr=0.1?",
-    )
+    said("\n".join(_cut_setting(["submit", "--set", "lr", "0.1"])))
 
 
 @pytest.mark.parametrize(
-    ("text", "message", "hint"),
-    [
-        ("=1", "must have the form", ""),
-        ("seed=", "there are no values", "--sweep seed=1,2,3"),
-        ("seed=1,,2", "'1,,2' is not a list of YAML values", '"a,b"'),
-        ("seed=1],[2", "is not a list of YAML values", ""),
-        ("seed=1 # 2", "is not a list of YAML values", ""),
-        ("seed=1,2,1", "1 appears twice", "specify each value only once"),
-        ("optimizer.lrr=1", "unknown key optimizer.lrr", "did you mean optimizer.lr?"),
-        ("name=a,b", "name cannot be swept: all trials share the name of their group", ""),
-    ],
+    "text",
+    ["=1", "seed=", "seed=1,,2", "seed=1],[2", "seed=1 # 2", "seed=1,2,1", "optimizer.lrr=1", "name=a,b"],
 )
-def test_what_is_no_sweep(text: str, message: str, hint: str) -> None:
+def test_what_is_no_sweep(text: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_axis(text)
-    assert caught.value.message.startswith(f"--sweep {text}: ")
-    assert message in caught.value.message
-    assert hint in caught.value.hint
+    said(f"{caught.value.message}\n{caught.value.hint}")
 
 
 def test_numbers_that_are_equal_but_not_the_same_value_are_two_points() -> None:
@@ -79,14 +64,8 @@ def test_a_command_can_contain_swept_values() -> None:
     command = ("python", "train.py", "--lr={lr}", '{"lr": {lr}}', "{optimizer.lr}", "{other}")
     trials = sweep_trials(["lr=1e-4,3e-4", "optimizer.lr=0.5"], command)
     assert trials == [{"lr": "1e-4", "optimizer.lr": 0.5}, {"lr": "3e-4", "optimizer.lr": 0.5}]
-    assert filled_in(command, trials[1]) == (
-        "python",
-        "train.py",
-        "--lr=3e-4",
-        '{"lr": 3e-4}',
-        "0.5",
-        "{other}",
-    )
+    filled = ("python", "train.py", "--lr=3e-4", '{"lr": 3e-4}', "0.5", "{other}")
+    assert filled_in(command, trials[1]) == filled
     with pytest.raises(UsageError, match="unknown key rate") as caught:
         sweep_trials(["rate=1,2"], command)
     said(caught.value.hint)

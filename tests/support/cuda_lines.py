@@ -32,8 +32,7 @@ class Statement:
 class _OnCpu:
     """Evaluates expressions that depend on the device, as they are on a CPU."""
 
-    def __init__(self, *, has_torch: bool) -> None:
-        self.has_torch = has_torch
+    def __init__(self) -> None:
         self.values: dict[str, bool] = {}
         """Maps attributes, keyword arguments, functions, and (file, name) pairs to values on a CPU."""
         self.unset: set[str] = set()
@@ -145,8 +144,7 @@ class _OnCpu:
         """Return whether the head of a statement tests the device or refers to CUDA."""
         parts = [statement.value] if isinstance(statement, ast.AnnAssign) else ast.iter_child_nodes(statement)
         return any(
-            isinstance(node, ast.expr)
-            and (self.value(node) is not None or (self.has_torch and ast.unparse(node) == "torch.cuda"))
+            isinstance(node, ast.expr) and (self.value(node) is not None or ast.unparse(node) == "torch.cuda")
             for part in parts
             if part is not None and not isinstance(part, ast.stmt | ast.ExceptHandler)
             for node in ast.walk(part)
@@ -154,32 +152,14 @@ class _OnCpu:
 
 
 def cuda_statements(folder: Path = PRODUCT) -> list[Statement]:
-    """Return the statements under a CUDA condition in all files of a folder, by default trainkit."""
+    """Return the statements under a CUDA condition in all files of a folder that import torch."""
     texts = {path: path.read_text("utf-8") for path in sorted(folder.rglob("*.py"))}
-    of_ranks = [path for path, text in texts.items() if re.search(r"^\s*import torch\b", text, re.MULTILINE)]
-    # Other files often mean the GPU of a plan, so names that they define are not followed elsewhere. Without
-    # the name of a device in quotes, a file has no condition to begin with.
-    alone = [path for path, text in texts.items() if re.search("""["'](cuda|cpu)["']""", text)]
-    groups = [(of_ranks, True), *(([path], False) for path in alone if path not in of_ranks)]
-    trees = {path: ast.parse(texts[path]) for group, _ in groups for path in group}
-    return sorted(
-        item
-        for group, has_torch in groups
-        for item in _statements({path: trees[path] for path in group}, folder, has_torch=has_torch)
-    )
-
-
-def not_run(ran: set[tuple[str, int]], folder: Path = PRODUCT) -> list[Statement]:
-    """Return the statements under a CUDA condition that contain none of these lines, (file, number)."""
-    return [
-        item
-        for item in cuda_statements(folder)
-        if not any((item.file, line) in ran for line in range(item.line, item.last + 1))
-    ]
-
-
-def _statements(trees: dict[Path, ast.Module], folder: Path, *, has_torch: bool) -> list[Statement]:
-    known = _OnCpu(has_torch=has_torch)
+    trees = {
+        path: ast.parse(text)
+        for path, text in texts.items()
+        if re.search(r"^\s*import torch\b", text, re.MULTILINE)
+    }
+    known = _OnCpu()
     before = -1
     while len(known.values) != before:
         before = len(known.values)
@@ -188,7 +168,7 @@ def _statements(trees: dict[Path, ast.Module], folder: Path, *, has_torch: bool)
             known.learn(tree)
     found = []
     for path, tree in trees.items():
-        lines, known.file = path.read_text("utf-8").splitlines(), str(path)
+        lines, known.file = texts[path].splitlines(), str(path)
         reached = known.reached_in(tree)
         # The inner functions come later.
         functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
@@ -203,7 +183,16 @@ def _statements(trees: dict[Path, ast.Module], folder: Path, *, has_torch: bool)
                 found.append(
                     Statement(*place, node.lineno, max(last, node.lineno), lines[node.lineno - 1].strip())
                 )
-    return found
+    return sorted(found)
+
+
+def not_run(ran: set[tuple[str, int]], folder: Path = PRODUCT) -> list[Statement]:
+    """Return the statements under a CUDA condition that contain none of these lines, (file, number)."""
+    return [
+        item
+        for item in cuda_statements(folder)
+        if not any((item.file, line) in ran for line in range(item.line, item.last + 1))
+    ]
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""Provides full disks: a small file system if one can be mounted, or else a limit on file sizes."""
+"""Provides full disks: small file systems, which only root can mount."""
 
 from __future__ import annotations
 
-import resource
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,8 +34,3 @@ def fill(disk: Path, leave_bytes: int = 0) -> Path:
             pass
         stream.truncate(max(0, stream.tell() - leave_bytes))
     return filler
-
-
-def limit_file_size(num_bytes: int) -> None:
-    """Make writes beyond this file size fail in this process, as on a full disk."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))

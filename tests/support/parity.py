@@ -173,7 +173,6 @@ def make_trainer(rank: int, attempt: AttemptDir, keep_labels: bool = False, **pr
     """Return the trainer of one rank after the rendezvous. `precision` may require a GPU."""
     import torch
 
-    from tests.support.ragged import RaggedBatches
     from trainkit.config import read_effective
     from trainkit.job.signals import StopRequest
     from trainkit.plan.launch import LaunchPlan
@@ -194,8 +193,28 @@ def make_trainer(rank: int, attempt: AttemptDir, keep_labels: bool = False, **pr
     torch.compiler.reset()
     trainer = Trainer(attempt, plan, world, build_task(config), StopRequest(), Progress())
     if not (config.has_user_task or config.uses_transformers or keep_labels):
-        trainer.batches = RaggedBatches(trainer.batches)
+        trainer.batches = _Ragged(trainer.batches)
     return trainer
+
+
+class _Ragged:
+    """Batches whose samples lose labels at their ends. The number of lost labels depends on the sample."""
+
+    def __init__(self, batches: Any) -> None:
+        self._batches, self.close = batches, batches.close
+
+    def __next__(self) -> Any:
+        from trainkit.trainer.causal_lm import IGNORE_LABEL
+
+        batch = next(self._batches)
+        micros = []
+        for micro in batch.microbatches:
+            labels = micro.labels.clone()
+            for row, key in zip(labels, micro.sample_keys.tolist(), strict=True):
+                row[1 + key % labels.shape[1] :] = IGNORE_LABEL
+            micros.append(type(micro)(micro.tokens, labels, micro.sample_keys))
+        num_tokens = sum(int((micro.labels != IGNORE_LABEL).sum()) for micro in micros)
+        return type(batch)(micros, num_tokens, batch.num_samples)
 
 
 def close(trainer: Any) -> None:

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import tasks
-from tests.support.parity import Case, run_cases, saved_tensors, worst_difference
+from tests.support.parity import Case, run_cases, worst_difference
 from tests.support.runs import log_text, losses, train
+from trainkit.run.files import read_json
 
 pytestmark = pytest.mark.slow
 
 EIGHT_BIT = "optimizer.name=adamw_8bit"
-STEPS = 3
+STEPS = 2
 CHAIN: list[tuple[int, dict[str, object]]] = [
     (4, {"tp": 2, "dp_shard": 2}),
     (2, {"mesh_of_one": True, "offload": True, "dp_shard": 2}),
@@ -21,13 +21,16 @@ CHAIN: list[tuple[int, dict[str, object]]] = [
 ]
 
 
+FP16 = ["precision.dtype=fp16", "precision.init_loss_scale=4e6", "precision.loss_scale_growth_interval=3"]
+
+
 @pytest.mark.smoke
 @pytest.mark.parametrize(
     ("num_procs", "options"),
     [
         pytest.param(1, [], id="1"),
         pytest.param(2, ["parallel.dp_shard=2"], id="fsdp 2"),
-        pytest.param(1, ["precision.dtype=fp16", "precision.init_loss_scale=4e6"], id="fp16 that overflows"),
+        pytest.param(1, FP16, id="fp16 that overflows"),
     ],
 )
 def test_resumes_bit_for_bit(tmp_path: Path, num_procs: int, options: list[str]) -> None:
@@ -52,16 +55,8 @@ def test_a_chain_of_layouts(tmp_path: Path) -> None:
     assert worst_difference(tmp_path / "chain", tmp_path / "alone") < 1e-5
 
 
-def test_a_task_of_ones_own(tmp_path: Path) -> None:
-    common = [EIGHT_BIT, f"task={tasks.__file__}:Tokens", "train.steps=6", "train.eval_every=null"]
-    run_cases(tmp_path, [Case("alone", 1, {}), Case("fsdp", 2, {"dp_shard": 2})], common)
-    assert worst_difference(tmp_path / "fsdp", tmp_path / "alone") < 1e-5
-    assert any(name.endswith(".codes") for name in saved_tensors(tmp_path / "fsdp"))
-
-
-@pytest.mark.parametrize("beta2", [0.95, 0.999])
-def test_learns_as_in_float32(tmp_path: Path, beta2: float) -> None:
-    options = [f"optimizer.betas=[0.9, {beta2}]", "optimizer.lr=0.003", "train.steps=100"]
+def test_learns_as_in_float32(tmp_path: Path) -> None:
+    options = ["optimizer.betas=[0.9, 0.999]", "optimizer.lr=0.003", "train.steps=100"]
     train(tmp_path / "fp32", options)
     train(tmp_path / "8bit", [*options, EIGHT_BIT])
     expected, found = ([*losses(tmp_path / name).values()] for name in ("fp32", "8bit"))
@@ -69,10 +64,9 @@ def test_learns_as_in_float32(tmp_path: Path, beta2: float) -> None:
     assert sum(found[-20:]) == pytest.approx(sum(expected[-20:]), rel=0.01)
 
 
-@pytest.mark.parametrize(("before", "after"), [("adamw", "adamw_8bit"), ("adamw_8bit", "adamw")])
-def test_another_optimizer_is_refused(tmp_path: Path, before: str, after: str) -> None:
-    train(tmp_path / "run", ["train.steps=4", "train.stop_at_step=2", f"optimizer.name={before}"], expect=75)
-    attempt = train(tmp_path / "run", ["train.steps=4", f"optimizer.name={after}"], expect=78)
-    message = f"optimizer.name is {after}, was {before}: checkpoint step-00000002 cannot be resumed"
-    assert message in log_text(attempt)
-    assert "belongs to another model" not in log_text(attempt)
+def test_another_optimizer_is_refused(tmp_path: Path) -> None:
+    train(tmp_path / "run", ["train.steps=2", "train.stop_at_step=1", EIGHT_BIT], expect=75)
+    attempt = train(tmp_path / "run", ["train.steps=2", "optimizer.name=adamw"], expect=78)
+    message = read_json(attempt.rank_error(0))["message"]
+    assert "optimizer.name" in message
+    assert "model" not in message

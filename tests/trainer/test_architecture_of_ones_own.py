@@ -12,6 +12,7 @@ from tests.support import gpt
 from tests.support.models import SEQ_LEN, nano_shape
 from tests.support.parity import Case, run_cases, worst_difference
 from tests.support.runs import run_ranks
+from tests.support.said import said
 from trainkit.config import load_config
 from trainkit.config.running import ParallelConfig
 from trainkit.errors import EXIT_NO_RESTART, TrainkitError
@@ -50,52 +51,33 @@ def test_layouts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("nowhere.py:Gpt", "there is no file"),
-        (f"{FILE}:Nothing", "has no class Nothing that is a Model"),
-        (f"{FILE}:Mlp", "has no class Mlp that is a Model"),
-    ],
+    "name", ["nowhere.py:Gpt", f"{FILE}:Nothing", f"{FILE}:Mlp"], ids=["file", "class", "kind"]
 )
-def test_what_is_none(name: str, message: str) -> None:
-    with pytest.raises(TrainkitError, match=message) as error:
+def test_what_is_none(name: str) -> None:
+    with pytest.raises(TrainkitError) as error:
         load_architecture(name)
     assert error.value.exit_code == EXIT_NO_RESTART
+    said(error.value.message)
 
 
 GPT = "from tests.support.gpt import Gpt\n"
 INIT = f"{GPT}class Mine(Gpt):\n  def __init__(self, shape, seq_len, stage=None):\n    super().__init__(shape"
 REFUSED = {
-    "no-model": ([], "class Mine: ...", "has no class Mine that is a Model"),
-    "incomplete": (
-        [],
-        "from trainkit.trainer.models.model import Model\nclass Mine(Model): ...",
-        "model.architecture is mine.py:Mine, but Mine does not define attentions, flops_per_token",
-    ),
-    "no-attention": (
-        ["parallel.cp=2"],
-        f"{GPT}class Mine(Gpt):\n  attentions = ()",
-        "parallel.cp is 2, but layer 0 of mine.py:Mine has no module in `attentions`",
-    ),
+    "no-model": ([], "class Mine: ..."),
+    "incomplete": ([], "from trainkit.trainer.models.model import Model\nclass Mine(Model): ..."),
+    "no-attention": (["parallel.cp=2"], f"{GPT}class Mine(Gpt):\n  attentions = ()"),
     "some-attention": (
         ["parallel.cp=2"],
         f"{GPT}class Mine(Gpt):\n  attentions = property(lambda self: [self.layers[0].attention])",
-        "parallel.cp is 2, but layer 1 of mine.py:Mine has no module in `attentions`",
     ),
     "no-attend": (
         ["parallel.cp=2"],
         f"{GPT}class Mine(Gpt):\n  attentions = property(lambda self: [layer.mlp for layer in self.layers])",
-        "parallel.cp is 2, but layer 0 of mine.py:Mine has no module in `attentions` with `attend`",
     ),
-    "whole-in-each-stage": (
-        ["parallel.pp=2"],
-        f"{INIT}, seq_len)",
-        "parallel.pp is 2, but mine.py:Mine cannot be cut into 2 stages: parameter head.weight is in 2",
-    ),
+    "whole-in-each-stage": (["parallel.pp=2"], f"{INIT}, seq_len)"),
     "head-in-each-stage": (
         ["parallel.pp=2"],
         f"from dataclasses import replace\n{INIT}, seq_len, stage and replace(stage, has_head=True))",
-        "mine.py:Mine cannot be cut into 2 stages: parameter head.weight is in 2 of them",
     ),
 }
 
@@ -106,13 +88,12 @@ def test_refused_before_the_data_is_prepared(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(causal_lm, "open_dataset", lambda *args: pytest.fail("the data was opened"))
-    settings, code, message = REFUSED[case]
+    settings, code = REFUSED[case]
     Path("mine.py").write_text(code)
     settings = ["model.architecture=mine.py:Mine", *settings]
     with pytest.raises(TaskError) as caught:
         build_task(load_config("quickstart", overrides=settings, environ={}).config)
-    assert message in caught.value.message
-    assert caught.value.hint
+    said(f"{caught.value.message}\n{caught.value.hint}")
     assert exit_code_of(caught.value, Progress().current) == EXIT_NO_RESTART
 
 

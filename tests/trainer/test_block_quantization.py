@@ -9,7 +9,7 @@ from trainkit.errors import TrainkitError
 from trainkit.plan.step_work import row_blocks
 from trainkit.trainer.quantization import QuantizedAverage, code_values, is_quantized
 
-APPLY, SKIP = torch.zeros(()), torch.ones(())
+APPLY = torch.zeros(())
 
 
 def rounded(whole: Tensor, *, is_signed: bool = True, shard: Tensor | None = None) -> QuantizedAverage:
@@ -21,7 +21,6 @@ def rounded(whole: Tensor, *, is_signed: bool = True, shard: Tensor | None = Non
 
 
 def normal(*shape: int) -> Tensor:
-    """Return values over several decades."""
     generator = torch.Generator().manual_seed(0)
     size = 10 ** (-4 * torch.rand(shape, generator=generator))
     return torch.randn(shape, generator=generator) * size
@@ -96,25 +95,11 @@ def test_a_shard_that_cuts_a_block_is_refused() -> None:
     said(error.value.hint)
 
 
-def test_skip_changes_no_bit() -> None:
-    average = rounded(-normal(8, 1024))
-    before = average.codes.clone(), average.scales.clone()
-    average.quantize(torch.full((8, 1024), float("nan")), SKIP)
-    assert torch.equal(average.codes, before[0])
-    assert torch.equal(average.scales, before[1])
-
-
 def test_keeps_the_strides_of_the_parameter() -> None:
     weight = normal(32, 16, 3, 3).to(memory_format=torch.channels_last)
     found = rounded(weight)
     assert found.dequantize().stride() == weight.stride()
     assert torch.equal(found.dequantize(), rounded(weight.contiguous()).dequantize())
-
-
-def test_an_empty_shard() -> None:
-    average = rounded(torch.empty(2, 4096), shard=torch.empty(0, 4096))
-    assert average.dequantize().shape == (0, 4096)
-    assert average.scales.shape == (0, 16)
 
 
 @pytest.mark.parametrize(

@@ -150,9 +150,7 @@ def test_recomputing_keeps_less(mode: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dropout", "mode"), [(0.0, "none"), (0.1, "none"), (0.1, "selective"), (0.1, "full")]
-)
+@pytest.mark.parametrize(("dropout", "mode"), [(0.0, "none"), (0.1, "selective"), (0.1, "full")])
 def test_all_blocks_share_one_compiled_graph(
     dropout: float, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,7 +195,6 @@ def nll_sum(logits: Tensor, labels: Tensor) -> Tensor:
 @pytest.mark.parametrize("config", [{}, {"tie_embeddings": True}])
 @pytest.mark.parametrize("chunks", [2, 5])
 def test_a_loss_in_parts_is_the_whole_loss(chunks: int, config: dict[str, bool]) -> None:
-    """The cases include accumulation, ignored labels, and chunks of different lengths."""
     labels = tokens(seed=1)
     labels[0, 3:9] = IGNORE_LABEL
     micros = [Microbatch(tokens(seed=seed), labels, sample_keys()) for seed in (2, 3)]

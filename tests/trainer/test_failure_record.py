@@ -7,7 +7,6 @@ import pytest
 
 from tests.support.runs import TIMEOUT_S, make_attempt, start_workers
 from trainkit.errors import CheckpointError, DivergedError, TrainkitError, UsageError
-from trainkit.run.rundir import RunDir
 from trainkit.trainer.__main__ import exit_code_of, record_failure
 from trainkit.trainer.progress import Progress, RankInfo
 
@@ -72,9 +71,7 @@ def test_a_torch_that_is_too_old_or_cannot_be_imported(tmp_path, code, kind, mes
 
 
 @pytest.mark.parametrize("step", [None, 37])
-def test_record(tmp_path, step, capsys):
-    attempt = RunDir(tmp_path).attempt(1)
-    attempt.create()
+def test_record(attempt, step, capsys):
     code = 0
     try:
         raise ValueError("a bug")

@@ -1,7 +1,5 @@
 """Tests damage between two attempts and full disks during one: noticed, reported and survived."""
 
-import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -30,42 +28,11 @@ def checkpoints(run_dir: Path) -> Path:
     return RunDir(run_dir).checkpoints_dir
 
 
-def shard(folder: Path) -> Path:
-    """Return the largest file of a checkpoint."""
-    return max(folder.iterdir(), key=lambda path: path.stat().st_size)
-
-
-def flip(path: Path, place: int | None = None, num_bytes: int = 8) -> None:
-    data = bytearray(path.read_bytes())
-    start = len(data) // 2 if place is None else place
-    for index in range(start, start + num_bytes):
-        data[index] ^= 0xFF
-    path.write_bytes(data)
-
-
-"""`test_loader.py` tests how the loader handles other damage, without processes."""
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return an undisturbed run."""
     path = tmp_path_factory.mktemp("whole") / "run"
     train(path, OPTIONS)
     return path
-
-
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the same run, stopped after step 4 with checkpoints after steps 2 and 4."""
-    path = tmp_path_factory.mktemp("stopped") / "run"
-    train(path, [*OPTIONS, "train.stop_at_step=4"], expect=75)
-    assert [c.step for c in published(checkpoints(path))] == [2, 4]
-    return path
-
-
-@pytest.fixture
-def run(stopped: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(stopped, tmp_path / "run", symlinks=True))
 
 
 def assert_same_curve(run: Path, whole: Path) -> None:
@@ -74,56 +41,27 @@ def assert_same_curve(run: Path, whole: Path) -> None:
     assert samples_seen(run) == samples_seen(whole)
 
 
-def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(run: Path, whole: Path) -> None:
-    """`test_loader.py` tests other damage, without processes."""
-    flip(shard(checkpoints(run) / "step-00000004"))
-    attempt = train(run, OPTIONS)
-    assert "checkpoint step-00000004 rejected: " in log_text(attempt)
-    assert "resumed from step-00000002: step=2" in log_text(attempt)
-    (event,) = events(run, "checkpoint_rejected")
-    assert (event["step"], event["set_aside"]) == (4, "step-00000004.rejected")
-    assert "its SHA-256 differs" in event["reason"]
-    assert "its SHA-256 differs" in log_text(attempt)
-    assert events(run, "resumed")[-1]["step"] == 2
-    assert (checkpoints(run) / "step-00000004.rejected").is_dir(), "nothing is deleted"
-    assert [c.step for c in published(checkpoints(run))] == [2, 4, 6]
-    assert all(find_damage(c) == "" for c in published(checkpoints(run)))
-    assert_same_curve(run, whole)
-
-
-def test_four_processes_share_the_reading_and_agree(run: Path, whole: Path) -> None:
-    """Whichever rank reads a damaged file finds it, and all ranks go back together."""
+def test_ranks_share_the_reading_and_agree(tmp_path: Path, whole: Path) -> None:
+    """Whichever rank finds the damage, all ranks go back. `test_loader.py` tests other damage."""
+    run = tmp_path / "run"
     train(run, [*OPTIONS, "train.stop_at_step=5"], 2, expect=75)
     files = sorted((checkpoints(run) / "step-00000005").glob("*.distcp"))
     assert len(files) == 2
-    flip(files[1])
+    data = bytearray(files[1].read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    files[1].write_bytes(data)
     attempt = train(run, OPTIONS, 2)
-    assert "checkpoint step-00000005 rejected: __1_0.distcp was changed after it was written" in log_text(
-        attempt
-    )
+    [event] = events(run, "checkpoint_rejected")
+    assert (event["step"], event["set_aside"]) == (5, "step-00000005.rejected")
+    assert "__1_0.distcp" in event["reason"]
+    assert event["reason"] in log_text(attempt)
     assert events(run, "resumed")[-1]["step"] == 4
     assert losses(run) == pytest.approx(losses(whole), abs=1e-5)
     assert samples_seen(run) == samples_seen(whole)
 
 
-def test_when_all_are_damaged_a_person_decides(run: Path) -> None:
-    """A silent restart at step 0 would lose the run."""
-    for checkpoint in published(checkpoints(run)):
-        flip(shard(checkpoint.path))
-    before = losses(run)
-    attempt = train(run, OPTIONS, 2, expect=78)
-    for rank in range(2):
-        error = json.loads(attempt.rank_error(rank).read_text())
-        assert error["type"] == "CheckpointError"
-        assert "no intact checkpoint is left" in error["message"]
-        assert "restore a checkpoint from a backup, or start a new run" in error["hint"]
-    assert [event["step"] for event in events(run, "checkpoint_rejected")] == [4, 2]
-    assert losses(run) == before, "no step was done"
-
-
 class TestFullDisk:
-    @pytest.mark.parametrize("num_procs", [1, 2])
-    def test_a_disk_without_a_free_byte(self, whole: Path, tmp_path: Path, num_procs: int) -> None:
+    def test_a_disk_without_a_free_byte(self, whole: Path, tmp_path: Path) -> None:
         """Metrics, events, TensorBoard and checkpoints are on the disk.
 
         The training run continues to its end.
@@ -131,27 +69,27 @@ class TestFullDisk:
         options = [*OPTIONS, "checkpoint.every_steps=1", "logging.tensorboard=true"]
         options += ["train.eval_every=2", "train.eval_batches=1"]
         with small_disk(tmp_path / "disk", "64m") as disk:
-            train(disk / "run", [*options, "train.stop_at_step=2"], num_procs, expect=75)
-            attempt = make_attempt(disk / "run", options, num_procs)
-            for rank in range(num_procs):
+            train(disk / "run", [*options, "train.stop_at_step=2"], 2, expect=75)
+            attempt = make_attempt(disk / "run", options, 2)
+            for rank in range(2):
                 attempt.rank_log(rank).symlink_to(tmp_path / f"rank-{rank}.log")
             pad(disk / "run")
             filler = fill(disk)
             nonce = str(tmp_path)
-            codes = wait_for(fork_workers(attempt, num_procs, {NONCE_VARIABLE: nonce}))
+            codes = wait_for(fork_workers(attempt, 2, {NONCE_VARIABLE: nonce}))
             if (store := store_file(nonce)) is not None:
                 store.unlink(missing_ok=True)
             filler.unlink()
             words = log_text(attempt)
             for step in (3, 4, 5, 6):
                 assert f"step={step}/6 loss=" in words, words
-                assert f"checkpoint step={step} could not be saved" in words
-            assert "cannot write metrics.jsonl" in words
-            assert "the state after step 6 could not be saved" in words
-            assert codes == [1] * num_procs
+                assert f"checkpoint step={step} could not" in words
+            assert "write metrics.jsonl" in words
+            assert "after step 6 could" in words
+            assert codes == [1, 1]
             assert [c.step for c in published(checkpoints(disk / "run"))] == [1, 2]
             assert all(find_damage(c) == "" for c in published(checkpoints(disk / "run")))
-            train(disk / "run", options, num_procs)
+            train(disk / "run", options, 2)
             assert losses(disk / "run") == pytest.approx(losses(whole), abs=1e-5)
 
     def test_space_that_comes_back_is_used(self, whole: Path, tmp_path: Path) -> None:
@@ -168,8 +106,7 @@ class TestFullDisk:
     def test_a_log_that_cannot_be_written(self, whole: Path, tmp_path: Path) -> None:
         run_dir = tmp_path / "run"
         attempt = make_attempt(run_dir, OPTIONS)
-        for path in (attempt.rank_log(0),):
-            path.symlink_to("/dev/full")
+        attempt.rank_log(0).symlink_to("/dev/full")
         assert wait_for(fork_workers(attempt)) == [0]
         assert_same_curve(run_dir, whole)
 

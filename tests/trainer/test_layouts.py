@@ -41,10 +41,7 @@ def test_another_host_gets_what_is_compiled(
     run = RunDir(tmp_path)
     run.compiled_file.mkdir()
     CompileCache(run).load()
-    assert (
-        f"cannot load the compiled code from {run.compiled_file} ({run.compiled_file} is not loaded"
-        in caplog.text
-    )
+    assert f"from {run.compiled_file} ({run.compiled_file} is not loaded" in caplog.text
     run.compiled_file.rmdir()
     run.compiled_file.write_bytes(bytes(100))
     found = []
@@ -62,7 +59,7 @@ def test_another_host_gets_what_is_compiled(
     assert sources == ("cold", "run", "host")
     assert times_ns[0] == times_ns[1], "what was loaded is not saved again"
     CompileCache(RunDir(tmp_path / "removed")).save()
-    assert "cannot save the compiled code" in caplog.text
+    assert "cannot save the" in caplog.text
 
 
 def test_units_are_groups_of_blocks() -> None:

@@ -19,7 +19,7 @@ from tests.support.models import ALONE
 from tests.support.said import said
 from trainkit.capability import Recorder
 from trainkit.run.files import read_jsonl
-from trainkit.run.rundir import RunDir
+from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.trainer import metrics
 from trainkit.trainer.checkpoint.state import TrainingState
 from trainkit.trainer.metrics import (
@@ -42,16 +42,8 @@ LINE_VALIDATED = "step loss val_loss grad_norm lr tokens_per_s mfu mem_gib data_
 
 
 def report(**changes: Any) -> StepReport:
-    values: dict[str, Any] = {
-        "num_tokens": 1000,
-        "loss": 2.5,
-        "grad_norm": 0.5,
-        "finite": True,
-        "stop": False,
-        "save": False,
-        "data_wait_s": 0.25,
-    }
-    return StepReport(**(values | changes))
+    values: dict[str, Any] = {"num_tokens": 1000, "loss": 2.5, "grad_norm": 0.5, "data_wait_s": 0.25}
+    return StepReport(**{**values, "finite": True, "stop": False, "save": False, **changes})
 
 
 def metrics_of(folder: Path) -> Metrics:
@@ -75,17 +67,8 @@ def test_a_record_has_every_promised_key(tmp_path: Path) -> None:
     (record,) = records(tmp_path)
     assert set(record) == PROMISED
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", record["time"])
-    expected = {
-        "step": 7,
-        "attempt": 3,
-        "loss": 2.5,
-        "grad_norm": 0.5,
-        "lr": 3e-4,
-        "tokens": 7000,
-        "samples_seen": 112,
-        "data_wait_s": 0.25,
-        "mfu": None,
-    }
+    expected = {"step": 7, "attempt": 3, "loss": 2.5, "grad_norm": 0.5, "lr": 3e-4, "mfu": None}
+    expected |= {"tokens": 7000, "samples_seen": 112, "data_wait_s": 0.25}
     assert expected.items() <= record.items()
     assert record["tokens_per_s"] == record["tokens_per_s_per_gpu"] > 0
     assert 0 < record["mem_gib_peak"] < 100
@@ -181,10 +164,22 @@ def scalars(step: int, **changes: float | None) -> dict[str, float | None]:
     return {**dict.fromkeys(SCALARS, 1.0 + step), "mfu": None, **changes}
 
 
-def curve(folder: Path, name: str) -> list[tuple[int, float]]:
-    reader = EventAccumulator(str(folder))
+def tensorboard(folder: Path) -> EventAccumulator:
+    reader = EventAccumulator(str(folder / "tensorboard"))
     reader.Reload()
-    return [(event.step, event.value) for event in reader.Scalars(name)]
+    return reader
+
+
+def curve(folder: Path, name: str = "loss") -> list[tuple[int, float]]:
+    return [(event.step, event.value) for event in tensorboard(folder).Scalars(name)]
+
+
+def write_steps(run: Path, steps: range, first: int) -> None:
+    """Write a loss of ten times `first` plus the step for each step of an attempt."""
+    log = TensorBoardLog(RunDir(run), first)
+    for step in steps:
+        log.write(step, scalars(step, loss=10.0 * first + step))
+    log.close()
 
 
 def test_scalars_can_be_read_back(tmp_path: Path) -> None:
@@ -192,50 +187,29 @@ def test_scalars_can_be_read_back(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         log.write(step, scalars(step, loss=0.5 * step, val_loss=2.0 if step == 2 else None))
     log.close()
-    assert curve(tmp_path / "tensorboard", "loss") == [(1, 0.5), (2, 1.0), (3, 1.5)]
-    assert curve(tmp_path / "tensorboard", "val_loss") == [(2, 2.0)]
-    reader = EventAccumulator(str(tmp_path / "tensorboard"))
-    reader.Reload()
-    assert set(reader.Tags()["scalars"]) == set(SCALARS) - {"mfu"}
+    assert curve(tmp_path) == [(1, 0.5), (2, 1.0), (3, 1.5)]
+    assert curve(tmp_path, "val_loss") == [(2, 2.0)]
+    assert set(tensorboard(tmp_path).Tags()["scalars"]) == set(SCALARS) - {"mfu"}
 
 
 def test_a_resume_hides_the_steps_that_are_done_again(tmp_path: Path) -> None:
-    first = TensorBoardLog(RunDir(tmp_path), 1)
-    for step in range(1, 6):
-        first.write(step, scalars(step, loss=10.0 + step))
-    first.close()
-    second = TensorBoardLog(RunDir(tmp_path), 4)
-    for step in (4, 5, 6):
-        second.write(step, scalars(step, loss=20.0 + step))
-    second.close()
-    assert curve(tmp_path / "tensorboard", "loss") == [
-        (1, 11.0),
-        (2, 12.0),
-        (3, 13.0),
-        (4, 24.0),
-        (5, 25.0),
-        (6, 26.0),
-    ]
+    write_steps(tmp_path, range(1, 6), 1)
+    write_steps(tmp_path, range(4, 7), 4)
+    assert curve(tmp_path) == [(1, 11.0), (2, 12.0), (3, 13.0), (4, 44.0), (5, 45.0), (6, 46.0)]
 
 
 @pytest.mark.parametrize("first_step", [4, None])
 def test_what_is_added_before_the_first_step_is_known_hides_nothing(
     tmp_path: Path, first_step: int | None
 ) -> None:
-    first = TensorBoardLog(RunDir(tmp_path), 1)
-    for step in range(1, 6):
-        first.write(step, scalars(step, loss=10.0 + step))
-    first.close()
+    write_steps(tmp_path, range(1, 6), 1)
     second = TensorBoardLog(RunDir(tmp_path), None)
     second.text("config", "lr 0.1", 0)
     if first_step is not None:
         second.begin(first_step)
     second.close()
-    steps = [step for step, _ in curve(tmp_path / "tensorboard", "loss")]
-    assert steps == ([1, 2, 3] if first_step else [1, 2, 3, 4, 5])
-    reader = EventAccumulator(str(tmp_path / "tensorboard"))
-    reader.Reload()
-    assert [event.step for event in reader.Tensors("config/text_summary")] == [0]
+    assert [step for step, _ in curve(tmp_path)] == ([1, 2, 3] if first_step else [1, 2, 3, 4, 5])
+    assert [event.step for event in tensorboard(tmp_path).Tensors("config/text_summary")] == [0]
 
 
 @pytest.mark.parametrize("first_step", [1, None])
@@ -255,10 +229,8 @@ def test_a_checkpoint_waits_for_the_scalars_and_media_logged_before_it(
     for step in (1, 2, 3):
         log.write(step, scalars(step, loss=0.5 * step))
     logs_written(Media(), log)()
-    assert curve(tmp_path / "tensorboard", "loss") == [(1, 0.5), (2, 1.0), (3, 1.5)]
-    reader = EventAccumulator(str(tmp_path / "tensorboard"))
-    reader.Reload()
-    assert [event.step for event in reader.Tensors("out/text_summary")] == [3]
+    assert curve(tmp_path) == [(1, 0.5), (2, 1.0), (3, 1.5)]
+    assert [event.step for event in tensorboard(tmp_path).Tensors("out/text_summary")] == [3]
     log.close()
 
 
@@ -277,18 +249,14 @@ def test_without_tensorboard_one_line_says_so(
     assert not (tmp_path / "tensorboard").exists()
 
 
-def test_nothing_written_leaves_nothing_behind_that_breaks_the_reader(tmp_path: Path) -> None:
-    TensorBoardLog(RunDir(tmp_path), 1).close()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_that_was_moved_is_not_made_again(tmp_path: Path) -> None:
+def test_a_folder_is_made_for_values_only_and_not_again_after_a_move(tmp_path: Path) -> None:
     """New files would be separate from the others until the run notices the move."""
-    run = RunDir(tmp_path / "moved away")
-    log = TensorBoardLog(run, 1)
-    log.write(1, scalars(1, loss=0.5))
-    log.close()
-    assert not run.path.exists()
+    TensorBoardLog(RunDir(tmp_path), 1).close()
+    write_steps(tmp_path / "moved away", range(1, 2), 1)
+    pending = deque[dict[str, object]]([{"step": 1}])
+    write_pending(tmp_path / "gone" / "metrics.jsonl", pending)
+    assert len(pending) == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 CPU = torch.device("cpu")
@@ -329,9 +297,7 @@ def test_a_step_that_is_not_due_has_no_values(tmp_path: Path) -> None:
     assert math.isnan(local), "nothing was reduced"
 
 
-def test_a_spike_is_written_at_once(tmp_path: Path) -> None:
-    attempt = RunDir(tmp_path).attempt(1)
-    attempt.path.mkdir(parents=True)
+def test_a_spike_is_written_at_once(attempt: AttemptDir) -> None:
     records = RankRecords(attempt, 3, "n0", LocalGradient())
     file = attempt.rank_record(3)
     records.add(1, 1.0, (2.0, math.nan, 3.0))
@@ -346,9 +312,7 @@ def test_a_spike_is_written_at_once(tmp_path: Path) -> None:
     assert list(read_jsonl(file))[-1]["square_sum"] == "inf"
 
 
-def test_each_turn_is_compared_with_its_own_norms(tmp_path: Path) -> None:
-    attempt = RunDir(tmp_path).attempt(1)
-    attempt.path.mkdir(parents=True)
+def test_each_turn_is_compared_with_its_own_norms(attempt: AttemptDir) -> None:
     records = RankRecords(attempt, 0, "n0", LocalGradient())
     for step in (1, 2):
         records.add(step, 1.0, (2.0, 4.0, 3.0), 1, "d")
@@ -359,10 +323,8 @@ def test_each_turn_is_compared_with_its_own_norms(tmp_path: Path) -> None:
     assert found == [(1, 1, "d"), (1, 2, "g"), (2, 1, "d"), (2, 2, "g"), (3, 1, "d")]
 
 
-def test_the_file_keeps_its_newer_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_keeps_its_newer_half(attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "MAX_BYTES", 2000)
-    attempt = RunDir(tmp_path).attempt(1)
-    attempt.path.mkdir(parents=True)
     records = RankRecords(attempt, 0, "n0", LocalGradient())
     for step in range(1, 101):
         records.add(step, 1.0, (2.0, 4.0, 3.0))
@@ -371,13 +333,6 @@ def test_the_file_keeps_its_newer_half(tmp_path: Path, monkeypatch: pytest.Monke
     steps = [json.loads(line)["step"] for line in attempt.rank_record(0).read_text().splitlines()]
     assert steps == list(range(steps[0], 101))
     assert len(steps) > 5
-
-
-def test_the_folder_of_a_run_that_was_deleted_is_not_made_again(tmp_path: Path) -> None:
-    pending = deque[dict[str, object]]([{"step": 1}])
-    write_pending(tmp_path / "gone" / "metrics.jsonl", pending)
-    assert len(pending) == 1
-    assert not (tmp_path / "gone").exists()
 
 
 def test_a_folder_that_cannot_be_written_loses_nothing(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_the_decoder(tmp_path: Path) -> None:
 
 
 def test_a_task(tmp_path: Path) -> None:
-    check(tmp_path, {"fp32": TASK, "bf16": (*TASK, BF16), "8bit": (*TASK, EIGHT_BIT)})
+    check(tmp_path, {"fp32": TASK, "8bit": (*TASK, BF16, EIGHT_BIT)})
 
 
 @pytest.mark.xdist_group("transformers")
@@ -81,7 +81,6 @@ def test_models_of_transformers(tmp_path: Path) -> None:
     options = {
         "whole": (*own, BF16),
         "lora": (*own, LORA),
-        "lora-bf16": (*own, LORA, BF16),
         "lora-8bit": (*own, LORA, BF16, EIGHT_BIT),
     }
     check(tmp_path, {name: (*values, "model.preset=tiny") for name, values in options.items()})

@@ -31,14 +31,6 @@ def weights(model: nn.Module) -> list[Weight]:
     return [Weight(name, param) for name, param in model.named_parameters()]
 
 
-def kinds(param: Tensor, config: OptimizerConfig) -> list[str]:
-    """Return the names of the state tensors of a parameter."""
-    parts = ("codes", "scales")
-    if config.name == "adamw_8bit" and param.dim() > 1 and param.numel() >= 4096:
-        return ["step", *(f"{kind}.{part}" for kind in ("exp_avg", "exp_avg_sq") for part in parts)]
-    return ["step", "exp_avg", "exp_avg_sq"]
-
-
 def gradient_norm(optimizer: ShardedAdamW) -> Tensor:
     return optimizer.square_sum().sqrt().float()
 
@@ -48,7 +40,6 @@ def backward(model: nn.Module, step: int, scale: float = 1.0) -> None:
 
 
 def update(optimizer: ShardedAdamW, divisor: Tensor = ONE, skip: Tensor = ZERO) -> None:
-    """Update the parameters with the gradients of the last backward passes."""
     optimizer.collect_gradients()
     optimizer.step(1e-2, divisor, skip)
     optimizer.zero_grad()
@@ -60,7 +51,6 @@ def clip_divisor(norm: Tensor, limit: float) -> Tensor:
 
 @pytest.mark.parametrize("limit", [0.01, 1e6])
 def test_equals_torch(limit: float) -> None:
-    """One limit clips every step, and the other clips none."""
     mine, theirs = nano(), nano()
     optimizer, expected = ShardedAdamW(weights(mine), CONFIG), reference(theirs)
     for step in range(5):
@@ -129,35 +119,7 @@ def test_the_norm_of_large_tensors_is_exact() -> None:
     assert gradient_norm(optimizer).item() == pytest.approx(expected.item(), rel=1e-6)
 
 
-@pytest.mark.parametrize("config", [CONFIG, EIGHT_BIT], ids=["fp32", "8bit"])
-def test_state_goes_round(config: OptimizerConfig) -> None:
-    """Loading fills the tensors in place, so they must be the optimizer's tensors, not copies."""
-
-    def train(model: nn.Module, optimizer: ShardedAdamW, steps: range) -> None:
-        for step in steps:
-            backward(model, step)
-            update(optimizer)
-
-    model = nano()
-    optimizer = ShardedAdamW(weights(model), config)
-    train(model, optimizer, range(2))
-    other = nano(seed=5)
-    restored = ShardedAdamW(weights(other), config)
-    with torch.no_grad():
-        for target, saved in zip(other.parameters(), model.parameters(), strict=True):
-            target.copy_(saved)
-        state = dict(optimizer.state_tensors())
-        assert set(state) == {f"{n}.{kind}" for n, p in model.named_parameters() for kind in kinds(p, config)}
-        for name, tensor in restored.state_tensors():
-            tensor.copy_(state[name])
-    train(model, optimizer, range(2, 4))
-    train(other, restored, range(2, 4))
-    for a, b in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(a, b)
-
-
 def skip_a_step(optimizer: ShardedAdamW) -> None:
-    """Skip a step, and check that it changes nothing."""
     before = [tensor.clone() for _, tensor in optimizer.state_tensors()]
     optimizer.step(1e-2, ONE, ONE)
     for old, (name, new) in zip(before, optimizer.state_tensors(), strict=True):
@@ -289,7 +251,6 @@ SHAPES = ["cosine", "linear", "wsd", "constant"]
 
 
 def rates(total: int, peak: float = 1.0, **config: Any) -> list[float]:
-    """Return the rates of the steps 1 to `total`."""
     schedule = ScheduleConfig(**config)
     return [learning_rate(step, total, peak, schedule) for step in range(1, total + 1)]
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from textwrap import indent
 from types import SimpleNamespace
@@ -19,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from tests.support import own_steps
 from tests.support.parity import Case, curve, run_cases, saved_tensors, worst_difference
 from tests.support.runs import fork_workers, log_text, make_attempt, run_ranks, train, wait_for, wait_until
+from tests.support.said import said
 from tests.support.tasks import write_tutorial
 from trainkit.errors import FatalError
 from trainkit.plan.launch import Layout
@@ -40,7 +43,6 @@ Made = Optimizer | LRScheduler | Mapping[str, Optimizer | LRScheduler]
 
 
 def logged(run: Path) -> list[dict[str, Any]]:
-    """Return the metrics of the turns' losses for each step."""
     names = {"d_loss", "g_loss", "real", "spread"}
     return [{name: record[name] for name in names & record.keys()} for record in read_metrics(RunDir(run))]
 
@@ -58,9 +60,8 @@ def same_everywhere(one: Path, other: Path) -> None:
 
 @pytest.mark.slow
 def test_turns_on_every_layout_and_after_every_stop(tmp_path: Path) -> None:
-    """Runs are whole, stopped, resumed and moved between layouts, with accumulation and validation."""
     run_cases(tmp_path, LAYOUTS, COMMON)
-    for stop in (("train.stop_at_step=1",), ("train.stop_at_step=4",), ()):
+    for stop in (("train.stop_at_step=4",), ()):
         cut = [Case(f"cut-{case.name}", case.num_procs, case.parallel, stop) for case in LAYOUTS]
         run_cases(tmp_path, cut, COMMON)
     for case in LAYOUTS:
@@ -96,23 +97,18 @@ def test_a_chain_of_layouts_and_a_step_without_all_turns(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_procs", [1, 2])
-def test_killed_after_any_step(tmp_path: Path, num_procs: int) -> None:
+def test_killed_after_any_step(tmp_path: Path) -> None:
     """The run gets SIGKILL right after each checkpoint was published."""
-    options = [
-        *(TASK, "train.steps=7", "checkpoint.every_steps=1", "checkpoint.async=true", "data.num_workers=0"),
-        f"parallel.dp_shard={num_procs}",
-    ]
-    train(tmp_path / "whole", options, num_procs)
+    options = [TASK, "train.steps=7", "checkpoint.every_steps=1", "data.num_workers=0", "parallel.dp_shard=2"]
+    train(tmp_path / "whole", options, 2)
     run = RunDir(tmp_path / "killed")
     for step in (1, 3, 4):
-        attempt = make_attempt(run.path, options, num_procs)
-        workers = fork_workers(attempt, num_procs)
+        workers = fork_workers(make_attempt(run.path, options, 2), 2)
         wait_until(lambda step=step: any(item.step >= step for item in published(run.checkpoints_dir)))
         for worker in workers:
             worker.kill()
         wait_for(workers)
-    train(run.path, options, num_procs)
+    train(run.path, options, 2)
     same_everywhere(tmp_path / "whole", run.path)
 
 
@@ -161,7 +157,6 @@ def test_the_examples_of_the_docs_are_resumed_to_the_last_bit(tmp_path: Path) ->
 
 
 def refuse_shards(world: World) -> None:
-    """Check the refusal on each of two ranks that have half of a matrix."""
     whole = torch.arange(8.0).view(4, 2)
     matrix = nn.Parameter(distribute_tensor(whole, world.mesh["dp_shard"], [Shard(0)]))
     layout = Layout(dp_shard=2)
@@ -172,7 +167,7 @@ def refuse_shards(world: World) -> None:
 
     with pytest.raises(TaskError) as raised:
         made(one(optim.Muon, lr=0.1))
-    assert "returned Muon, but this rank has only a shard of w" in raised.value.message
+    assert "Muon" in raised.value.message
     assert "dp_replicate" in raised.value.hint
     with pytest.raises(TaskError, match="Counted"):
         made(one(Counted, lr=0.1))
@@ -395,68 +390,47 @@ class Wanting(optim.SGD):
         pass
 
 
-REFUSED: dict[str, tuple[Callable[[Parameters], Any], str, str]] = {
-    "nothing": (lambda p: None, "returned a NoneType", "return an Optimizer"),
-    "empty": (lambda p: {}, "returned no optimizer", "return an Optimizer"),
-    "as lightning": (lambda p: ([optim.SGD(p.values())], []), "returned a tuple", "a dictionary of them"),
-    "class": (lambda p: {"d": optim.SGD}, "returned a type", "return an Optimizer"),
-    "number": (lambda p: {1: optim.SGD(p.values())}, "named an optimizer 1", "letters"),
-    "space": (lambda p: {"the d": optim.SGD(p.values())}, "named an optimizer 'the d'", "letters"),
-    "unicode dot": (lambda p: {"d.é": optim.SGD(p.values())}, "named an optimizer 'd.é'", "letters"),
-    "val": (lambda p: {"val": optim.SGD(p.values())}, "named an optimizer 'val'", '"val" is reserved'),
-    "no name": (
-        lambda p: {"": optim.SGD([p["a.weight"]]), "b": optim.SGD([p["b.weight"]])},
-        "named an optimizer ''",
-        "letters",
-    ),
-    "forgotten": (
-        lambda p: optim.SGD([p["a.weight"], p["a.bias"]]),
-        "has no optimizer for b.weight, b.bias",
-        "freeze it",
-    ),
-    "twice": (
-        lambda p: {"a": optim.SGD(p.values()), "b": optim.SGD([p["b.bias"]])},
-        "has two optimizers for b.bias",
-        "one",
-    ),
-    "foreign": (
-        lambda p: optim.SGD([*p.values(), nn.Parameter(torch.ones(1))]),
-        "a tensor that is not one of its parameters",
-        "passed to optimizers()",
-    ),
-    "lbfgs": (lambda p: optim.LBFGS(p.values()), "returned LBFGS, whose step() needs closure", "Adam"),
-    "step": (lambda p: Wanting(p.values()), "returned Wanting, whose step() needs loss", "Adam"),
-    "sparse": (lambda p: optim.SparseAdam(p.values()), "needs sparse gradients", "Adam"),
-    "plateau": (
-        lambda p: lr_scheduler.ReduceLROnPlateau(optim.SGD(p.values())),
-        "needs a metric in each step",
-        "number of steps",
-    ),
-    "raises": (lambda p: optim.SGD(p["c.weight"]), "optimizers() failed: KeyError: 'c.weight'", "traceback"),
-    "negative": (lambda p: optim.SGD(p.values(), lr=-1.0), "ValueError: Invalid learning rate", "traceback"),
-    "callable": (
-        lambda p: optim.SGD([{"params": [*p.values()], "wrap": print}]),
-        "cannot be saved: it is a builtin_function_or_method",
-        "tensors, numbers",
-    ),
+REFUSED: dict[str, Callable[[Parameters], Any]] = {
+    "nothing": lambda p: None,
+    "empty": lambda p: {},
+    "as lightning": lambda p: ([optim.SGD(p.values())], []),
+    "class": lambda p: {"d": optim.SGD},
+    "number": lambda p: {1: optim.SGD(p.values())},
+    "space": lambda p: {"the d": optim.SGD(p.values())},
+    "unicode dot": lambda p: {"d.é": optim.SGD(p.values())},
+    "val": lambda p: {"val": optim.SGD(p.values())},
+    "no name": lambda p: {"": optim.SGD([p["a.weight"]]), "b": optim.SGD([p["b.weight"]])},
+    "forgotten": lambda p: optim.SGD([p["a.weight"], p["a.bias"]]),
+    "twice": lambda p: {"a": optim.SGD(p.values()), "b": optim.SGD([p["b.bias"]])},
+    "foreign": lambda p: optim.SGD([*p.values(), nn.Parameter(torch.ones(1))]),
+    "lbfgs": lambda p: optim.LBFGS(p.values()),
+    "step": lambda p: Wanting(p.values()),
+    "sparse": lambda p: optim.SparseAdam(p.values()),
+    "plateau": lambda p: lr_scheduler.ReduceLROnPlateau(optim.SGD(p.values())),
+    "raises": lambda p: optim.SGD(p["c.weight"]),
+    "negative": lambda p: optim.SGD(p.values(), lr=-1.0),
+    "callable": lambda p: optim.SGD([{"params": [*p.values()], "wrap": print}]),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_before_the_first_step(case: str) -> None:
-    make, message, hint = REFUSED[case]
     with pytest.raises(FatalError) as raised:
-        own(tiny(), make)
-    assert message in raised.value.message
-    assert hint in raised.value.hint
+        own(tiny(), REFUSED[case])
+    said(without_lines(f"{raised.value.message}\n{raised.value.hint}"))
+
+
+def without_lines(text: str) -> str:
+    return re.sub(r"(\.py:)\d+", r"\1N", text)
 
 
 @pytest.mark.parametrize(
     "state", [{"a": {"b": torch.zeros(1)}, "a.b": torch.ones(1)}, {0: torch.zeros(1), "0": torch.ones(1)}]
 )
 def test_two_tensors_of_one_name_are_not_saved(state: object) -> None:
-    with pytest.raises(FatalError, match="cannot be saved: two tensors of the state have this path"):
+    with pytest.raises(FatalError) as raised:
         encode("task", state, {})
+    said(str(raised.value))
 
 
 def test_a_scheduler_with_a_start_factor_keeps_the_factor_that_it_has_reached(
@@ -471,37 +445,29 @@ def test_a_scheduler_with_a_start_factor_keeps_the_factor_that_it_has_reached(
     optimizers = own(model, make(0.1, 0.1))
     for step in range(1, 11):
         step_of(optimizers, model, step)
-    for lr, start, said in ((0.1, 0.5, "start_factor"), (0.2, 0.1, "initial_lr"), (0.2, 0.5, "initial_lr")):
+    for lr, start, key in ((0.1, 0.5, "start_factor"), (0.2, 0.1, "initial_lr"), (0.2, 0.5, "initial_lr")):
         caplog.clear()
         resumed = own(tiny(), make(lr, start))
         through_a_checkpoint(optimizers, resumed)
         assert resumed.begin_step(0.01) == pytest.approx(lr)
-        assert said in caplog.text
+        assert key in caplog.text
         assert "_last_lr" not in caplog.text
 
 
+def steps_in_sequence(milestones: list[int]) -> Callable[[Parameters], LRScheduler]:
+    def make(parameters: Parameters) -> LRScheduler:
+        sgd = optim.SGD(parameters.values(), lr=0.1)
+        parts = [lr_scheduler.ConstantLR(sgd, factor, 100) for factor in (1.0, 0.5, 0.1)]
+        return lr_scheduler.SequentialLR(sgd, parts, milestones)
+
+    return make
+
+
 @pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (
-            lambda milestones: scheduled(lr_scheduler.MultiStepLR, milestones),
-            "scheduler.milestones is {3: 1, 7: 1}, was {3: 1, 6: 1}",
-        ),
-        (
-            lambda milestones: (
-                lambda parameters: lr_scheduler.SequentialLR(
-                    sgd := optim.SGD(parameters.values(), lr=0.1),
-                    [lr_scheduler.ConstantLR(sgd, factor, 100) for factor in (1.0, 0.5, 0.1)],
-                    milestones,
-                )
-            ),
-            "scheduler._milestones.1 is 7, was 6",
-        ),
-    ],
-    ids=["multi", "sequence"],
+    "make", [partial(scheduled, lr_scheduler.MultiStepLR), steps_in_sequence], ids=["multi", "sequence"]
 )
 def test_milestones_that_the_task_changes_count_and_are_logged(
-    make: Callable[[list[int]], Any], said: str, caplog: pytest.LogCaptureFixture
+    make: Callable[[list[int]], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     model = tiny()
     optimizers = own(model, make([3, 6]))
@@ -511,7 +477,7 @@ def test_milestones_that_the_task_changes_count_and_are_logged(
     through_a_checkpoint(optimizers, same)
     assert "milestones" not in caplog.text
     through_a_checkpoint(optimizers, changed)
-    assert said in caplog.text
+    said("\n".join(message for message in caplog.messages if "milestones" in message))
     for step in range(1, 5):
         step_of(expected, model, step)
     lrs = [[step_of(one, model, step) for step in range(5, 10)] for one in (changed, expected)]
@@ -519,5 +485,6 @@ def test_milestones_that_the_task_changes_count_and_are_logged(
 
 
 def test_turns_name_optimizers() -> None:
-    with pytest.raises(TaskError, match=r"turns\(\) named 'g', which optimizers\(\) did not return"):
+    with pytest.raises(TaskError) as raised:
         own(tiny(), one(optim.SGD), turns=("g",)).turns()
+    said(without_lines(str(raised.value)))

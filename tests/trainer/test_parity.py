@@ -87,7 +87,6 @@ def test_low_precision_stays_close(runs: Path, case: Case) -> None:
 
 
 def test_document_mask(tmp_path: Path) -> None:
-    """Tensor parallelism and shards see the documents of a sample, and validation masks them too."""
     rows = "".join(json.dumps({"text": f"line {n} " * (n % 9)}) + "\n" for n in range(300))
     (tmp_path / "rows.jsonl").write_text(rows)
     common = [*COMMON, DROPOUT, f"data.source={tmp_path}/rows.jsonl", "data.val_fraction=0.2"]
@@ -162,8 +161,9 @@ def test_large_vocabularies(tmp_path: Path, is_tied: bool) -> None:
     """The loss is computed in chunks. Embedding and head are separate units unless they are tied."""
     common = [*COMMON, DROPOUT, f"model.tie_embeddings={str(is_tied).lower()}"]
     run_cases(tmp_path, [Case("alone", 1, {})], common)
-    run_cases(tmp_path, LARGE, common, function=train_as_if_large)
-    found = {case.name: worst_difference(tmp_path / case.name, tmp_path / "alone") for case in LARGE}
+    cases = [case for case in LARGE if not is_tied or case.name in ("parts", "shard", "cp", "tp", "pp")]
+    run_cases(tmp_path, cases, common, function=train_as_if_large)
+    found = {case.name: worst_difference(tmp_path / case.name, tmp_path / "alone") for case in cases}
     assert max(found.values()) < 1e-5, found
     assert found["parts"] > 0, "nothing was split"
 

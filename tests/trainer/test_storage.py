@@ -72,10 +72,7 @@ def test_an_existing_checkpoint_is_not_written_over(tmp_path: Path) -> None:
 
 
 def opcodes(module: str, name: str, argument: str, protocol: int) -> bytes:
-    """Return a pickle that calls `module.name(argument)`.
-
-    From protocol 4 on, a name may be a dotted path.
-    """
+    """Return a pickle that calls `module.name(argument)`. From protocol 4 on, a name may be a dotted path."""
     if protocol == 2:
         call = f"c{module}\n{name}\n".encode()
     else:
@@ -178,7 +175,6 @@ def test_phase_2_begins_where_phase_1_ended(tmp_path: Path, task: str) -> None:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """Return a run with a checkpoint after two steps."""
     train(tmp_path / "first", ["train.steps=2", "checkpoint.every_steps=1"])
     return tmp_path / "first"
 

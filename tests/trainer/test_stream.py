@@ -81,7 +81,6 @@ def collate(items: list[str]) -> list[str]:
 def batches(
     stream: Any, *, rank: int = 0, dp: int = 1, start: int = 0, saved: StreamState | None = None
 ) -> TaskBatches:
-    """Return the batches of steps with 4 samples, in microbatches of one."""
     return stream_batches(
         StreamData(stream, config_of()),
         collate,
@@ -93,7 +92,6 @@ def batches(
 
 
 def read(found: TaskBatches, count: int) -> list[str]:
-    """Return the samples of some steps."""
     return [item for _ in range(count) for micro in next(found).microbatches for item in micro.data]
 
 
@@ -213,38 +211,43 @@ class Empty(Letters):
         return iter(())
 
 
-@pytest.mark.parametrize(
-    ("stream", "error", "message"),
-    [
-        (TensorState(), TaskError, "cannot be saved as JSON: Object of type Tensor is not"),
-        (TupleState(), TaskError, "cannot be saved as JSON: it would be restored with different values"),
-        (RaisingState(), RuntimeError, "state_dict() of the stream failed: KeyError: 'at'"),
-        (Consumed(), TaskError, "sample 0 of its stream is different"),
-        (ConsumedInAnEpoch(), TaskError, "epoch 1 of its stream, counted from 0, has no samples"),
-        (Empty(), TaskError, "train_dataset() has no samples"),
-    ],
-)
-def test_mistakes_of_a_stream(stream: Any, error: type[Exception], message: str) -> None:
+MISTAKES = {
+    "tensor": (TensorState(), TaskError),
+    "tuple": (TupleState(), TaskError),
+    "raises": (RaisingState(), RuntimeError),
+    "consumed": (Consumed(), TaskError),
+    "consumed in an epoch": (ConsumedInAnEpoch(), TaskError),
+    "empty": (Empty(), TaskError),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_of_a_stream(mistake: str) -> None:
+    stream, error = MISTAKES[mistake]
     with pytest.raises(error) as found:
         read(batches(stream), 2)
-    assert message in str(found.value)
-    assert "test_stream.py:" in str(found.value)
-    assert error is RuntimeError or getattr(found.value, "hint", "")
+    said(neutral(found.value))
 
 
-@pytest.mark.parametrize(
-    ("stream", "overrides", "message"),
-    [
-        (iter([1, 2]), (), "train_dataset() returned a list_iterator, which can be read only once"),
-        (Letters(0), (), "train_dataset() has no samples"),
-        (Raising(), (), "in train_dataset() training sample 0 cannot be read: KeyError: 'column'"),
-        (Letters(), ("train.epochs=2", "train.steps=null"), "train.epochs is 2, but train_dataset() of"),
-    ],
-)
-def test_mistakes_that_are_found_at_the_start(stream: Any, overrides: list[str], message: str) -> None:
-    with pytest.raises(TaskError, match=re.escape(message)) as found:
+def neutral(error: Any) -> str:
+    """Return the message and the hint of an error without numbers of lines."""
+    return re.sub(r"(\.py:)\d+", r"\1N", f"{error}\n{getattr(error, 'hint', '')}")
+
+
+STARTS: dict[str, tuple[Any, list[str]]] = {
+    "iterator": (iter([1, 2]), []),
+    "empty": (Letters(0), []),
+    "raises": (Raising(), []),
+    "epochs": (Letters(), ["train.epochs=2", "train.steps=null"]),
+}
+
+
+@pytest.mark.parametrize("mistake", STARTS)
+def test_mistakes_that_are_found_at_the_start(mistake: str) -> None:
+    stream, overrides = STARTS[mistake]
+    with pytest.raises(TaskError) as found:
         StreamData(stream, config_of(*overrides))
-    assert found.value.hint
+    said(neutral(found.value))
     assert found.value.exit_code == EXIT_NO_RESTART
 
 
@@ -257,9 +260,9 @@ class Forgetful(StatefulLetters):
 
 def test_a_stream_that_resumes_elsewhere_is_refused() -> None:
     saved = next(batches(Forgetful(10))).stream
-    with pytest.raises(TaskError, match="its stream does not continue with sample 3") as found:
+    with pytest.raises(TaskError) as found:
         next(batches(Forgetful(10), start=4, saved=saved))
-    said(found.value.hint)
+    said(neutral(found.value))
     assert read(batches(Letters(10), start=4, saved=saved), 1)[0][0] == "e", "without the methods it can"
 
 
@@ -269,10 +272,9 @@ def test_other_samples_at_the_position_of_the_checkpoint_are_refused() -> None:
             return (item if index < 3 else "new" for index, item in enumerate(super().__iter__()))
 
     saved = next(batches(Letters())).stream
-    with pytest.raises(
-        TaskError, match="sample 3 of its stream is not the sample after which the checkpoint"
-    ):
+    with pytest.raises(TaskError) as found:
         next(batches(Changed(), start=4, saved=saved))
+    said(neutral(found.value))
 
 
 def test_the_stream_of_the_docs(tmp_path: Path) -> None:
@@ -337,8 +339,7 @@ def test_a_sample_that_cannot_be_read_ends_the_attempt(tmp_path: Path) -> None:
     with ranks(attempt, 2) as procs:
         codes = wait_for(procs)
     assert 1 in codes, codes
-    assert "training sample 100 cannot be read: KeyError: 'column' (" in log_text(attempt)
-    assert "tasks.py:" in log_text(attempt)
+    assert re.search(r"sample 100 .*KeyError: 'column' \(.*\.py:", log_text(attempt))
 
 
 @contextmanager

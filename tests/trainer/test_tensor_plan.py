@@ -1,6 +1,7 @@
 """Tests that a task with a tensor plan trains with tensor parallelism as on one process."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -141,12 +142,11 @@ def test_a_resume_continues_the_same_curve(tmp_path: Path) -> None:
     assert metrics_of(tmp_path / "cut") == metrics_of(tmp_path / "whole")
     uneven = (*COMMON, "task_args.hidden=46")  # 23 rows of a tensor-parallel rank are sharded over two ranks
     links: list[tuple[int, dict[str, object]]] = [
-        *((2, {"tp": 2}), (1, {}), (2, {"dp_shard": 2}), (4, layout), (4, {"tp": 2, "dp_replicate": 2})),
-        (2, {"dp_replicate": 2}),
+        *((2, {"tp": 2}), (1, {}), (4, layout), (4, {"tp": 2, "dp_replicate": 2}), (2, {"dp_shard": 2}))
     ]
     for step, (num_procs, parallel) in enumerate(links, 1):
         run_cases(tmp_path, [Case("chain", num_procs, parallel, (f"train.stop_at_step={step}",))], uneven)
-    run_cases(tmp_path, [ALONE], uneven)
+    run_cases(tmp_path, [replace(ALONE, overrides=("train.stop_at_step=5",))], uneven)
     assert worst_difference(tmp_path / "chain", tmp_path / "alone") < 1e-5
 
 
@@ -186,7 +186,6 @@ def test_a_plan_that_does_not_fit_ends_the_run(tmp_path: Path, options: list[str
     [
         ("llama", {}),
         ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
-        ("qwen2", {"tie_word_embeddings": True}),
         ("qwen2", {"vocab_size": 321, "tie_word_embeddings": True}),
     ],
 )
@@ -205,7 +204,6 @@ def test_models_of_transformers(tmp_path: Path, kind: str, changes: dict[str, An
 
 
 def saved(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors in the newest checkpoint."""
     return {name: tuple(tensor.shape) for name, tensor in saved_tensors(folder).items()}
 
 
@@ -216,30 +214,26 @@ class Planned(split_tasks.Speak):
         return self.plan
 
 
-@pytest.mark.parametrize(
-    ("plan", "message", "hint"),
-    [
-        ({}, "tensor_plan() returned an empty plan", "colwise"),
-        (["head"], "tensor_plan() returned a list", "colwise"),
-        (
-            {"layers.up": "colwise"},
-            "names layers.up, which no module of its model matches",
-            "one component of a name",
-        ),
-        ({"layers.*": "colwise"}, "layers.0 is a Layer, which colwise in tensor_plan() cannot", "nn.Linear"),
-        ({"head": "columns"}, "tensor_plan() has 'columns' for head", "rowwise"),
-        ({"norm": ColwiseParallel()}, "norm is a LayerNorm, which ColwiseParallel in", "nn.Linear"),
-        ({"layers.?.up": "rowwise"}, "is 3, which does not divide in_features 32 of layers.0.up", "1 or 2"),
-        ({"embed": "colwise"}, "is 3, which does not divide embedding_dim 32 of embed", "stay whole"),
-    ],
-)
-def test_plans_that_do_not_fit(tmp_path: Path, plan: Any, message: str, hint: str) -> None:
+PLANS: dict[str, Any] = {
+    "empty": {},
+    "list": ["head"],
+    "nothing": {"layers.up": "colwise"},
+    "layer": {"layers.*": "colwise"},
+    "style": {"head": "columns"},
+    "norm": {"norm": ColwiseParallel()},
+    "rows": {"layers.?.up": "rowwise"},
+    "embedding": {"embed": "colwise"},
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_plans_that_do_not_fit(tmp_path: Path, plan: str) -> None:
     task = Planned(config_of(tmp_path))
-    task.plan = plan
+    task.plan = PLANS[plan]
     with pytest.raises(TaskError) as caught:
         find_styles(task, task.config, task.build_model(), 3)
-    assert message in str(caught.value)
-    assert hint in (caught.value.hint or "")
+    said(str(caught.value))
+    said(str(caught.value.hint))
 
 
 def test_the_first_pattern_counts(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -23,13 +24,13 @@ from tests.support.runs import (
     losses,
     make_attempt,
     site,
-    wait_for,
     wait_until,
 )
+from tests.support.said import said
 from trainkit.job.failure.stacks import gather
 from trainkit.job.hangs import hang_failure, read_hangs
 from trainkit.plan.launch import LaunchPlan
-from trainkit.run.files import read_json, read_jsonl, write_json
+from trainkit.run.files import read_json, write_json
 from trainkit.run.process import process_stat
 from trainkit.run.rundir import AttemptDir
 
@@ -86,11 +87,7 @@ def test_a_rank_that_waits_for_its_data_is_behind_those_that_wait_for_it(tmp_pat
     assert all(0.0 < record.usual_s < 2.0 for record in records)
     verdict = hang_failure(attempt, plan_of(attempt), records)
     assert (verdict.rank, verdict.step) == (1, 8)
-    assert "has not called all_gather" in verdict.message
-    assert "it is in give_or_sleep (test_watchdog.py:" in verdict.message
-    assert "has not called all_gather" in verdict.message
-    assert "it is in give_or_sleep (test_watchdog.py:" in verdict.message
-    assert "in data" in verdict.message
+    said(re.sub(r"(\d+\.)?\d+ s|(?<=:)\d+", "N", verdict.message))
     assert "give_or_sleep" in attempt.rank_stacks(1).read_text()
     assert "in data" in attempt.rank_log(1).read_text()
     trace = json.loads(traces[0].read_text())
@@ -149,38 +146,10 @@ def test_a_rank_that_cannot_say_anything_is_made_to_write_its_stacks(tmp_path: P
         # The result is read before the ranks end, because a rank that loses its peer withdraws its record.
         verdict = hang_failure(attempt, plan_of(attempt), read_hangs(attempt))
     assert (verdict.rank, verdict.step, verdict.host) == (1, 8, socket.gethostname())
-    assert verdict.message.startswith("does not respond")
+    silent = "does not respond"
+    assert verdict.message.startswith(silent)
     assert "in give_or_hold" in attempt.rank_stacks(1).read_text()
-    assert "rank 1 does not respond" in attempt.node_log(0).read_text()
-
-
-def write_slowly() -> None:
-    """Make the checkpoint of step 2 take more than twice as long as a phase may."""
-    from trainkit.trainer.checkpoint.storage import HashingWriter
-
-    finish = HashingWriter.finish
-
-    def finish_slowly(writer: HashingWriter, **results: Any) -> None:
-        if "step-00000002" in str(writer.path):
-            time.sleep(14)
-        finish(writer, **results)
-
-    HashingWriter.finish = finish_slowly  # type: ignore[method-assign]
-
-
-def test_a_best_checkpoint_that_is_still_written_is_no_hang_of_the_validation(tmp_path: Path) -> None:
-    options = [
-        *("train.steps=5", "train.global_batch_size=null", "requeue.hang_min_s=6", "requeue.hang_factor=2"),
-        *("train.eval_every=2", "train.eval_batches=1", "checkpoint.best_metric=val_loss"),
-    ]
-    attempt = make_attempt(tmp_path / "run", options)
-    assert wait_for(fork_workers(attempt, first=write_slowly)) == [0], log_text(attempt)
-    assert "no progress for" not in log_text(attempt)
-    events = list(read_jsonl(attempt.run.events_file))
-    [saved] = [event for event in events if event["event"] == "checkpoint_commit" and event["step"] == 2]
-    assert saved["save_s"] > 14
-    order = [(event["event"], event["step"]) for event in events if "step" in event]
-    assert order.index(("evaluated", 4)) < order.index(("checkpoint_commit", 2)), "it was waited for"
+    assert f"rank 1 {silent}" in attempt.node_log(0).read_text()
 
 
 def is_running(pid: int) -> bool:
@@ -209,6 +178,6 @@ def test_ranks_say_where_they_are_and_train_on_until_the_run_goes_on_elsewhere(t
         assert proc.poll() is None, "an attempt that waits in a queue ends nobody"
         write_json(newer.rendezvous_file, {"port": 29500})
         proc.wait(timeout=120)
-    assert "attempt 2 has superseded this one" in attempt.node_log(0).read_text()
+    assert "attempt 2" in attempt.node_log(0).read_text()
     wait_until(lambda: not any(is_running(reply.pid) for reply in replies))
     assert list(attempt.errors_dir.iterdir()) == [], "that is no failure"
