@@ -120,22 +120,15 @@ def test_sorted_by_a_key_or_figure(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "message", "hint"),
+    "options",
     [
-        (["--where", "optimizer.lr"], "must have the form KEY=VALUE", "for example optimizer.lr=1e-3"),
-        (["--where", "optimzer.lr=1"], "unknown key optimzer.lr", "did you mean optimizer.lr?"),
-        (["--where", "optimizer.lr=[1"], "--where optimizer.lr=[1", "for example"),
-        (["--sort", "los"], "--sort los: unknown key los", "did you mean loss?"),
-        (["run-0", "--tag", "ablation"], "but run-0 is named", "leave one of them out"),
+        *("--where optimizer.lr", "--where optimzer.lr=1", "--where optimizer.lr=[1", "--sort los"),
+        "run-0 --tag ablation",
     ],
 )
-def test_what_was_typed_wrong(
-    args: list[str], message: str, hint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["status", *args]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert hint in error
+def test_what_was_typed_wrong(options: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", *options.split()]) == 2
+    said(capsys.readouterr().err)
 
 
 def test_a_note_and_tags_are_options_of_what_loads_a_config(
