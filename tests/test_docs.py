@@ -317,36 +317,15 @@ def test_every_command_and_option_of_the_docs_exists() -> None:
 
 
 OPTIONS_OF_LAUNCHED_TOOLS = {
-    "--max-restarts",  # an option of torchrun
-    "--standalone",
-    "--config",  # accelerate has --config_file
-    "--init",  # nanoGPT has --init_from
-    "--adam-beta",
-    "--bf",  # Megatron has --bf16 and --fp16, and the following options
-    "--fp",
-    "--tensor-model-parallel-size",
-    "--pipeline-model-parallel-size",
-    "--context-parallel-size",
-    "--load",
-    "--save",
-    "--use-distributed-optimizer",
-    "--use-megatron-fsdp",
-    "--exit-signal-handler",
+    *("--max-restarts", "--standalone"),  # torchrun
+    *("--config", "--init"),  # accelerate has --config_file, and nanoGPT has --init_from
+    *("--adam-beta", "--bf", "--fp", "--tensor-model-parallel-size", "--pipeline-model-parallel-size"),
+    *("--context-parallel-size", "--load", "--save", "--use-distributed-optimizer", "--use-megatron-fsdp"),
+    "--exit-signal-handler",  # Megatron has --bf16 and --fp16
 }
 SLURM_OPTIONS = {
-    "--mail-type",
-    "--mail-user",
-    "--requeue",
-    "--no-requeue",
-    "--signal",
-    "--open-mode",
-    "--kill-on-bad-exit",
-    "--mpi",
-    "--wait",
-    "--no-kill",
-    "--gres",
-    "--cpus-per-task",
-    "--api-key",
+    *("--mail-type", "--mail-user", "--requeue", "--no-requeue", "--signal", "--open-mode", "--mpi"),
+    *("--kill-on-bad-exit", "--wait", "--no-kill", "--gres", "--cpus-per-task", "--api-key"),
 }
 """Options of Slurm's commands and of a COMMAND that the docs name."""
 

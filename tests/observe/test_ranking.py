@@ -337,10 +337,7 @@ def test_configs_that_differ_choose_nothing(
 @pytest.mark.parametrize(
     ("names", "mode"),
     [
-        (
-            "accuracy acc val_accuracy acc1 top5 train/acc valAcc Accuracy eval.f1 F1 F1_macro macro-f1",
-            "max",
-        ),
+        ("accuracy acc val_accuracy acc1 top5 train/acc valAcc Accuracy eval.f1 F1 F1_macro macro-f1", "max"),
         (
             "auc roc_auc auroc mAP bleu BLEU rouge_l val_iou psnr r2 reward mfu tokens_per_s samples_per_s",
             "max",

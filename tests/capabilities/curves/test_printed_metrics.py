@@ -110,10 +110,7 @@ LINES = {
     "tensors": ("step 3 loss tensor(0.5) acc tensor(0.75, device='cuda:0')", {"loss": 0.5, "acc": 0.75}),
     "negative": ("step 3 loss -0.5 reward -12.5 elbo=-3e2", {"loss": -0.5, "reward": -12.5, "elbo": -300.0}),
     "nan and inf": ("step 3 loss 0.5, acc: nan, kl: inf", {"loss": 0.5, "acc": math.nan, "kl": math.inf}),
-    "nan in a row": (
-        "step 3 loss nan r2 nan kl -inf",
-        {"loss": math.nan, "r2": math.nan, "kl": -math.inf},
-    ),
+    "nan in a row": ("step 3 loss nan r2 nan kl -inf", {"loss": math.nan, "r2": math.nan, "kl": -math.inf}),
     "decibels": ("step 3 loss 0.5 psnr: 31.5dB", {"loss": 0.5, "psnr": 31.5}),
     "top": ("step 3 loss 0.5 top1: 45.5 top-5: 80.5", {"loss": 0.5, "top1": 45.5, "top-5": 80.5}),
     "twice": ("step 3 loss 0.5 acc: 0.9 acc: 0.1", {"loss": 0.5, "acc": 0.9}),

@@ -445,10 +445,7 @@ def test_a_save_that_the_end_cut_off(run: RunDir) -> None:
     ("resources", "hint"),
     [
         ("time: '2:00:00'", "--time 04:00:00` continues with twice the limit; resources.time is 2:00:00"),
-        (
-            "{time: 3-0, slice: '4:00:00'}",
-            "--slice 08:00:00` continues with twice the limit;",
-        ),
+        ("{time: 3-0, slice: '4:00:00'}", "--slice 08:00:00` continues with twice the limit;"),
         ("{time: 3-0, slice: 2-0}", "--time 6-00:00:00` continues with twice the limit; resources.time is"),
         ("{time: '4:00:00', time_min: '30'}", "--time-min 01:00:00` continues with twice the limit;"),
         ("{time: null}", None),

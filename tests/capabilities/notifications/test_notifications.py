@@ -201,9 +201,7 @@ def test_a_run_reports_its_restart_and_its_end(start_job: Callable[..., Job], en
     assert (last["attempt"], last["run"], last["run_dir"]) == (2, "run", str(job.run.path))
     assert last["job_id"] == job.entry.job_id
     assert last["path"] == f"/services/{SECRET}"
-    assert first["text"].startswith(
-        "run restarts: a worker ended with exit code 3; resumes (restart 1); rank 0"
-    )
+    assert "exit code 3; resumes (restart 1); rank 0" in first["text"]
     argv = (job.run.path / "argv").read_bytes()
     assert b"trainkit.job.supervisor" in argv
     assert SECRET.encode() not in argv

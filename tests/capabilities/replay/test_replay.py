@@ -16,6 +16,7 @@ from tests.support.flipped import run_flipped
 from tests.support.ranks import start_ranks, wait_for_all
 from tests.support.replays import DDP, FSDP, OPTIONS, add_job, call, files_of
 from tests.support.runs import TIMEOUT_S, environs, log_text, make_attempt, train
+from tests.support.said import said
 from trainkit.capabilities.replay import replay
 from trainkit.capabilities.replay.compare import rank_records
 from trainkit.cli.main import main
@@ -71,7 +72,7 @@ def test_a_replay_begins_with_a_checkpoint_that_is_intact(
     before = files_of(run)
     assert main(["replay", str(run), "--step", "5"]) == 1
     assert files_of(run) == before, "damaged checkpoints are set aside in the replay alone"
-    assert "2 set aside as damaged" in capsys.readouterr().err
+    said(capsys.readouterr().err)
     # The run continues and removes its checkpoints meanwhile, and this folder is on another disk.
     monkeypatch.setattr(replay, "_link_checkpoint", lambda source, target: target.symlink_to(source))
     run_ranks = replay._run_ranks
@@ -82,7 +83,7 @@ def test_a_replay_begins_with_a_checkpoint_that_is_intact(
 
     monkeypatch.setattr(replay, "_run_ranks", remove_and_run)
     assert main(["replay", str(run), "--step", "5"]) == 1
-    assert "no checkpoint before the steps is intact any more" in capsys.readouterr().err
+    said(capsys.readouterr().err)
 
 
 def write_corpus(folder: Path) -> Path:
@@ -170,7 +171,7 @@ def test_tasks_of_the_users_own(tmp_path: Path, capsys: pytest.CaptureFixture[st
     if name == "ClassifyStream":
         assert found["samples"] == []
         assert main(["data", "show", str(run), "--step", "6"]) == 2
-        assert "trains on a stream, whose samples have no position" in capsys.readouterr().err
+        said(capsys.readouterr().err)
         return
     assert [sample["loss"] for sample in found["samples"]] == [None] * 16
     shown = call(capsys, "data", "show", str(run), "--step", "6")[1]["samples"]

@@ -54,9 +54,7 @@ def step(number: int, seconds: float, attempt: int = 1, **values: object) -> Map
 
 def test_a_table_has_a_row_per_step_and_the_keys_that_differ(sweep: RunGroup) -> None:
     table = curves("mine", metrics=["loss", "grad_norm"])
-    assert list(table) == [
-        *("run", LR, "seed", "step", "tokens", "time_s", "gpu_hours", "loss", "grad_norm"),
-    ]
+    assert list(table) == [*("run", LR, "seed", "step", "tokens", "time_s", "gpu_hours", "loss", "grad_norm")]
     assert table.num_rows == 6 * 20
     last = [row for row in table.rows() if row["run"] == "4"][-1]
     assert (last[LR], last["seed"], last["step"], last["time_s"]) == (1e-2, 1, 20, 40.0)

@@ -39,8 +39,7 @@ while not os.path.exists(os.path.join(run, "end")):
 
 
 def watch(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    argv = [*TRAINKIT, "watch", *args]
-    return run_program(*argv, cwd=cwd)
+    return run_program(*TRAINKIT, "watch", *args, cwd=cwd)
 
 
 @pytest.fixture
@@ -52,8 +51,8 @@ def run(tmp_path: Path) -> Iterator[RunDir]:
     options = ["--backend", "local", "--name", "mine", "--nodes", "1"]
     options += [word for setting in settings for word in ("--set", setting)]
     command = ["--", "python", "trains.py", str(tmp_path)]
-    argv = [*TRAINKIT, "submit", *options, "--gpus-per-node", "1", "--json", *command]
-    done = run_program(*argv, cwd=tmp_path, check=True)
+    options += ["--gpus-per-node", "1", "--json"]
+    done = run_program(*TRAINKIT, "submit", *options, *command, cwd=tmp_path, check=True)
     yield RunDir(json.loads(done.stdout)["run_dir"])
     (tmp_path / "end").touch()
 
@@ -67,40 +66,20 @@ def test_without_a_terminal_it_prints_once(tmp_path: Path) -> None:
     assert lines[0].split()[:2] == ["failed", "FAILED"]
     [hint] = [line for line in lines if "hint: " in line]
     said(hint)
-
-
-def test_json_has_the_fields_of_status_and_more(tmp_path: Path) -> None:
-    watched_runs.failed(tmp_path / "runs" / "failed")
+    # --json has the fields of `status`, and more.
     value = json.loads(watch("failed", "--json", cwd=tmp_path).stdout)
-    argv = [*TRAINKIT, "status", "failed", "--json"]
-    status = json.loads(run_program(*argv, cwd=tmp_path).stdout)
+    status = json.loads(run_program(*TRAINKIT, "status", "failed", "--json", cwd=tmp_path).stdout)
     assert value.keys() > status.keys()
     assert (value["state"], value["steps_at_risk"], value["checkpoint_step"]) == ("failed", 80, 200)
     assert [node["host"] for node in value["nodes"]] == ["node001", "node002"]
-
-
-def test_the_list_is_that_of_status(tmp_path: Path) -> None:
-    watched_runs.failed(tmp_path / "runs" / "failed")
+    # The list is that of `status`.
     assert watch(cwd=tmp_path).stdout.splitlines()[1].split()[:2] == ["runs/failed", "failed"]
     assert [item["state"] for item in json.loads(watch("--json", cwd=tmp_path).stdout)] == ["failed"]
-
-
-def test_an_encoding_without_blocks_is_no_error(tmp_path: Path) -> None:
-    watched_runs.failed(tmp_path / "runs" / "failed")
-    environ = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    argv = [*TRAINKIT, "watch", "failed", "--once"]
-    done = run_program(*argv, cwd=tmp_path, env=environ)
-    assert done.returncode == 0, done.stderr
-    assert "?" * 8 in done.stdout
-
-
-def test_textual_is_imported_for_the_screen_only(tmp_path: Path) -> None:
-    watched_runs.failed(tmp_path / "runs" / "failed")
     code = (
         "import sys; from trainkit.cli.main import main; main(['watch', 'failed', '--once']);"
         " main(['watch', '--help']); sys.exit('textual' in sys.modules or 'torch' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=60).returncode == 0
+    assert run_program(sys.executable, "-c", code, cwd=tmp_path).returncode == 0
 
 
 @needs_tmux
