@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from tests.golden.__main__ import HERE as GOLDEN
 from tests.golden.__main__ import unpack_run, write_text_file
 from tests.support.said import said
 from trainkit.cli.main import main
+from trainkit.cli.usage import cut_setting
 from trainkit.folders import shipped_config_names
 from trainkit.run.process import ProcessId
 
@@ -229,3 +231,17 @@ def test_a_folder_that_was_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "gone").rmdir()
     error = "error: the current folder was deleted\n\nhint: `cd` to one that exists\n"
     assert typed("trainkit status") == (2, error)
+
+
+@pytest.mark.parametrize("loose", ["2", "2,3", "=2", "2,,3,", "1e-3,-.5"])
+def test_values_behind_a_space_belong_to_the_setting(loose: str) -> None:
+    error = cut_setting(["--set", "seed=1", loose], loose)
+    assert error is not None
+    assert "--sweep seed=1," in str(error.hint)
+
+
+def test_a_name_of_many_digits_is_no_value_at_once() -> None:
+    for name in (f"{'2' * 5000}x.yaml", f"{'2,' * 5000}x.yaml"):
+        began = time.monotonic()
+        assert cut_setting(["--set", "seed=1", name], name) is None
+        assert time.monotonic() - began < 5

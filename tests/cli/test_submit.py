@@ -27,12 +27,6 @@ def test_submit_prints_folder_and_job_and_returns_while_it_runs(desk):
     assert (Path(folder).stat().st_mode & 0o777) == 0o700
 
 
-def test_json_is_one_object(desk):
-    value = json.loads(desk.trainkit("submit", str(desk.config), "--json").stdout)
-    assert list(value) == ["run_dir", "name", "job_id", "attempt", "backend", "warnings"]
-    assert (value["name"], value["attempt"], value["backend"]) == ("small", 1, "local")
-
-
 def test_dry_run_shows_the_plan_that_is_run_and_writes_nothing(desk):
     before = sorted(desk.folder.rglob("*"))
     shown = desk.trainkit("submit", str(desk.config), "--nodes", "2", "--dry-run")
@@ -46,9 +40,12 @@ def test_dry_run_shows_the_plan_that_is_run_and_writes_nothing(desk):
     assert read_json(run.plan_file) == json.loads(whole.stdout)
 
 
-def test_same_name_gets_a_new_folder(desk):
+def test_json_and_the_new_folder_of_the_same_name(desk):
     done = [desk.trainkit("submit", str(desk.config), "--json") for _ in range(2)]
-    assert [json.loads(one.stdout)["name"] for one in done] == ["small", "small-2"]
+    first, second = (json.loads(one.stdout) for one in done)
+    assert list(first) == ["run_dir", "name", "job_id", "attempt", "backend", "warnings"]
+    assert (first["name"], first["attempt"], first["backend"]) == ("small", 1, "local")
+    assert second["name"] == "small-2"
     assert done[1].stderr.startswith("small-2: 1 node x 1 worker")
     assert "note: runs/small exists" in done[1].stderr
     desk.trainkit("cancel", "small-2", "--now", "--wait")

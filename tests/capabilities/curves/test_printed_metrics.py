@@ -1,27 +1,18 @@
 """Tests of the metrics on the progress lines of training loops, and of their names."""
 
 import math
-from pathlib import Path
 
 import pytest
 
+from tests.capabilities.curves.test_printed_curve import LOGS, read
 from tests.support.runs import launch_plan, make_attempt
 from trainkit.capabilities.curves.log_curve import LogCurve
-from trainkit.capabilities.curves.printed_curve import MAX_NAMES, PrintedCurve, read_line, shown_lines
+from trainkit.capabilities.curves.printed_curve import MAX_NAMES, read_line
 from trainkit.plan.workload import Workload
 from trainkit.run.events import best_result, read_events, training_curve
 from trainkit.run.files import read_jsonl
 
-LOGS = Path(__file__).parent / "printed_logs"
 PLAN = launch_plan(num_nodes=1, workload=Workload(("train",)))
-
-
-def read(text: str | bytes, **options) -> PrintedCurve:
-    curve = PrintedCurve(**options)
-    for line in shown_lines((text if isinstance(text, bytes) else text.encode()) + b"\n")[0]:
-        curve.read(line)
-    curve.finish()
-    return curve
 
 
 LINES = {

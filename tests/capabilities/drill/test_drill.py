@@ -16,6 +16,7 @@ import pytest
 from tests.support import tasks
 from tests.support.programs import RunProcesses
 from tests.support.runs import wait_until
+from tests.support.said import said
 from tests.support.two_lines import two_lines
 from trainkit.capabilities.drill.scenarios import NAMES
 from trainkit.run.files import read_json
@@ -255,20 +256,10 @@ def test_the_list_starts_nothing(place: Place) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        (
-            ("--only", "requeue"),
-            "error: none of these scenarios can be tried here: requeue: this run would start on this",
-        ),
-        (("--steps", "30", "--", "true"), "error: --steps 30 applies to the built-in trainer"),
-        (("--launcher", "torchrun"), "error: --launcher torchrun needs a COMMAND"),
-        (("--only", "fire"), "error: --only fire: must be one of signal, rank"),
-        (("--steps", "5"), "error: --steps 5: must be a whole number of at least 12"),
-    ],
+    "args", ["--only requeue", "--steps 30 -- true", "--launcher torchrun", "--only fire", "--steps 5"]
 )
-def test_refusals(place: Place, args: tuple[str, ...], words: str) -> None:
-    done = place.drill(*args)
+def test_refusals(place: Place, args: str) -> None:
+    done = place.drill(*args.split())
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(words)
+    said(done.stderr)
     assert not (place.folder / "runs").exists()
