@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 
 import trainkit
+from tests.support.programs import wait_for
 from tests.support.said import said
 from trainkit import api
 from trainkit.cli.status import trial_rows
@@ -130,10 +131,7 @@ class CountsInSubmitit(Counts):
 
 
 def wait_until_running(run: api.Run) -> None:
-    deadline_s = time.monotonic() + LIMIT_S
-    while not list(run.path.glob("attempts/001/results")):
-        assert time.monotonic() < deadline_s, run.status
-        time.sleep(0.05)
+    wait_for(lambda: list(run.path.glob("attempts/001/results")))
     time.sleep(0.5)  # the call begins within this time
 
 
@@ -356,15 +354,6 @@ def test_a_partial_is_called_as_its_function(folder: Path) -> None:
     counts = Counts()
     call = api._call(functools.partial(functools.partial(counts, 1), file=folder), (), {})
     assert (call.function, call.args, call.kwargs) == (counts, (1,), {"file": folder})
-
-
-def test_a_function_is_called_by_the_interpreter_of_its_environment(folder: Path) -> None:
-    other = folder / "python"
-    other.symlink_to(sys.executable)
-    for launch, python in (({}, sys.executable), ({"python": str(other)}, str(other))):
-        given = api._given(add, None, None, {"launch": launch, "device": "cpu"})
-        found, _ = api._loaded(given)
-        assert found.workload.argv == (python, "-m", "trainkit.function")
 
 
 TYPED = """\
@@ -735,7 +724,6 @@ def test_a_training_and_a_command(folder: Path) -> None:
 
 @pytest.mark.slow(seconds=10)
 def test_the_examples_of_the_docs(folder: Path) -> None:
-    """The examples of submitit and of trainkit print the same."""
     text = (ROOT / "docs" / "coming-from.md").read_text()
     blocks = dict(re.findall(r"```python ?(\w*)\n(.*?)```", text, re.DOTALL))
     assert blocks.keys() == {"", "submitit", "trainkit"}

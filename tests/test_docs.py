@@ -151,20 +151,14 @@ def run(command: str, folder: Path, **environ: str) -> subprocess.CompletedProce
 def run_all(found: list[str], folder: Path, **environ: str) -> None:
     """Type commands in sequence. Each one must succeed, and runs that remain at the end are killed."""
     try:
-        _run_all(found, folder, **environ)
+        for command in found:
+            done = run(command, folder, **environ)
+            expected = 130 if command.endswith(" -f") else 0
+            assert done.returncode == expected, f"{command}\n{done.stdout}\n{done.stderr}"
     finally:
-        for job in sorted((folder / "runs").glob("*/job.json")) + sorted(
-            (folder / "runs").glob("*/sweep.json")
-        ):
+        for job in [path for name in ("job", "sweep") for path in (folder / "runs").glob(f"*/{name}.json")]:
             if not (job.parent / "attempts" / "latest" / "end.json").exists():
                 run(f"trainkit cancel {shlex.quote(str(job.parent))} --now", folder, **environ)
-
-
-def _run_all(found: list[str], folder: Path, **environ: str) -> None:
-    for command in found:
-        done = run(command, folder, **environ)
-        expected = (130,) if command.endswith(" -f") else (0,)
-        assert done.returncode in expected, f"{command}\n{done.stdout}\n{done.stderr}"
 
 
 @pytest.mark.parametrize("page", pages_with("console"))

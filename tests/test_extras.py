@@ -199,7 +199,6 @@ print(len(names))
 
 
 def test_a_run_without_any_extra(tmp_path: Path) -> None:
-    """The run trains and is shown, and a feature that needs an extra names the extra."""
     python = environment(tmp_path, setup_cfg()[0])
     code = f"""import contextlib, io, os, pty, sys
 {TRAINS}

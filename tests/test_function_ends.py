@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -87,21 +86,10 @@ def group() -> None:
     raise ExceptionGroup("two", [ValueError("one"), TypeError("other")])  # noqa: F821
 
 
-class WithLock(Exception):
-    def __init__(self) -> None:
-        super().__init__("holds a lock")
-        self.lock = threading.Lock()
-
-
-def hold() -> None:
-    raise WithLock
-
-
 ENDS: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str, tuple[str, bool]]] = {
     # Maps a case to (function, options, what result() raises, its text, (type of the failure, is it final)).
     "an exception": (key_error, {}, KeyError, "b", ("KeyError", True)),
     "a group of exceptions": (group, {}, Exception, "two", ("ExceptionGroup", True)),
-    "an exception with a lock": (hold, {}, RunError, "WithLock: holds a lock", ("WithLock", True)),
     "an exception of a module that is not here": (
         call(in_a_module_of_the_job, "raised"),
         {},
@@ -156,13 +144,6 @@ ENDS: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str, t
         {},
         TypeError,
         "the function returned a generator, which cannot be pickled: return plain values or a list",
-        ("TypeError", True),
-    ),
-    "a lock": (
-        call(returned, threading.Lock),
-        {},
-        TypeError,
-        "returned a lock, which cannot be pickled",
         ("TypeError", True),
     ),
 }

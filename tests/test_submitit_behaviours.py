@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 
 import trainkit
-from tests.support.runs import runs_from
+from tests.support.runs import runs_from, wait_until
 from tests.test_api import LIMIT_S, ROOT
 from trainkit import api
 from trainkit.errors import UsageError
@@ -151,10 +151,7 @@ class Both:
 
 
 def begun(folder: Path, number: int = 0) -> None:
-    until_s = time.monotonic() + LIMIT_S
-    while not (folder / f"began-{number}").exists():
-        assert time.monotonic() < until_s, folder
-        time.sleep(0.05)
+    wait_until((folder / f"began-{number}").exists)
 
 
 def trainkit_command(*words: str) -> None:

@@ -41,8 +41,6 @@ def test_derived_values_with_their_reasons(config: str, capsys: pytest.CaptureFi
 def test_a_file_system_without_locks_is_refused(
     config: str, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The check comes before the queue, because every job of such a run would fail at its start."""
-
     def refuse(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
@@ -134,7 +132,6 @@ def test_what_cannot_be_reported_is_said(config: str, capsys: pytest.CaptureFixt
 
 
 def test_a_cluster_far_away(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A profile is enough to check a run for a cluster that this machine does not belong to."""
     args = ["check", config, "--cluster", "example", "--no-estimate", "--set", "device=auto"]
     assert main([*args, "--set", "train.device_batch_size=2", "--json"]) == 0
     value = json.loads(capsys.readouterr().out)
@@ -146,7 +143,6 @@ def test_a_cluster_far_away(config: str, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_all_problems_in_one_pass(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A misspelt key and an invalid value hide no problem with the cluster or the data."""
     args = ["--cluster", "example", "--partition", "debgu", "--time", "9-0", "--set", "data.source=none.txt"]
     assert main(["check", config, *args]) == 2
     err = capsys.readouterr().err
@@ -199,7 +195,6 @@ def test_an_invalid_value_causes_no_further_problem(
 
 
 def test_what_run_reports_next_to_a_misspelt_key(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run on this machine is not checked against a cluster."""
     typed = ("resources.nodes=1", "train.stps=1", "resources.partition=debgu", "data.source=none.txt")
     assert main(["run", config, *(f"--set={value}" for value in typed)]) == 2
     assert _keys(capsys.readouterr().err) == ["train.stps", "data.source"]
@@ -291,7 +286,6 @@ def test_what_cannot_be_simulated(capsys: pytest.CaptureFixture[str], options: s
 def test_a_config_from_standard_input(
     command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Standard input is read once, although several trials are loaded from it."""
     for text, code in ((b"extends: quickstart\nname: mine\n", 0), (b"\ntrain: {steps: x}\n", 2)):
         yamlfile._standard_input.cache_clear()
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))

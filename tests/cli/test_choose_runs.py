@@ -75,7 +75,6 @@ def test_by_an_entry_of_a_mapping(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_by_a_key_of_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The values of a COMMAND's keys are stored as they were typed."""
     made_up_sweep(tmp_path / "runs" / "of-command", {"lr": ["1e-3", "5e-3"]})
     assert listed(capsys, "--where", "lr=0.001") == ["of-command"]
     assert listed(capsys, "--where", "lr=1e-3", "--where", "seed=0") == ["of-command"]
@@ -109,7 +108,6 @@ def test_by_an_item_of_a_list(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_sorted_by_a_key_or_figure(capsys: pytest.CaptureFixture[str]) -> None:
-    """Runs without a single value of the key come last."""
     assert listed(capsys, "--sort", "optimizer.lr") == ["run-2", "run-0", "run-1", "sweep"]
     by_loss = listed(capsys, "--sort", "loss")
     assert by_loss.index("run-1") < by_loss.index("run-0"), "its loss is lower, as that of the middle point"

@@ -44,7 +44,7 @@ def test_cancel_while_it_starts(desk):
         ]
         done = desk.trainkit("cancel", run_dir, "--wait")
         assert done.returncode == 0
-        assert json.loads(desk.trainkit("status", run_dir, "--json").stdout)["state"] == "cancelled"
+        assert json.loads(desk.typed("status", run_dir, "--json").stdout)["state"] == "cancelled"
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may give a host another name")
@@ -74,7 +74,7 @@ def test_a_copy_of_a_live_run_does_not_act_on_the_original(desk, options):
     shutil.copytree(run.path, copies[0], symlinks=True)
     for copy in copies:
         for words in (["cancel", "--now"], ["cancel"], ["requeue"], ["resume"], ["stacks"]):
-            done = desk.trainkit(*words, str(copy))
+            done = desk.typed(*words, str(copy))
             assert (done.returncode, f"copy of runs/{run.path.name}," in done.stderr) == (2, True)
     assert desk.status(run)["state"] in ("starting", "running")
     # A copy has taken the place of the original, which was moved.
@@ -100,7 +100,7 @@ def test_a_job_file_that_came_from_another_run_signals_nobody(desk):
     home = desk.folder / "runs/gone"
     write_json(other / "job.json", {**job, "attempts": [{**entry, "folder": str(home)}]})
     for words in (["cancel", "--now"], ["cancel"], ["requeue"]):
-        done = desk.trainkit(*words, str(other))
+        done = desk.typed(*words, str(other))
         assert (done.returncode, f"which is {home}" in done.stderr) == (2, True)
     assert desk.status(run)["state"] in ("starting", "running")
 
@@ -158,7 +158,7 @@ def test_run_of_another_host_is_not_touched(desk):
     away = {**job["attempts"][0], "host": "elsewhere", "boot_id": "another"}
     write_json(run.job_file, {**job, "attempts": [away]})
     for words in (["cancel"], ["requeue"], ["resume"]):
-        done = desk.trainkit(*words, str(run.path))
+        done = desk.typed(*words, str(run.path))
         assert done.returncode == 2
         said(done.stderr)
     assert desk.status(run)["state"] == "unknown"

@@ -25,7 +25,7 @@ def publish(run, step):
 
 def test_live_run_is_refused(desk):
     run = desk.submit()
-    done = desk.trainkit("resume", "last")
+    done = desk.typed("resume", "last")
     assert done.returncode == 2
     assert f"local-{read_json(run.job_file)['attempts'][0]['pid']}" in done.stderr
     assert "`trainkit cancel " in done.stderr
@@ -49,7 +49,7 @@ def test_resume_on_more_workers_with_another_value(desk):
 def test_a_run_without_a_checkpoint_starts_at_step_0_and_says_so(desk):
     run = ended_run(desk)
     run.plan_file.write_text(json.dumps(read_json(run.plan_file) | {"command": None}))
-    done = desk.trainkit("resume", "small", "--as", "fork")
+    done = desk.typed("resume", "small", "--as", "fork")
     assert (done.returncode, (desk.folder / "fork").exists()) == (2, False)
     said(done.stderr)
     done = desk.trainkit("resume", "small")
@@ -114,14 +114,14 @@ def test_a_finished_run_names_what_extends_it(desk):
     publish(run, 10)
     run.plan_file.write_text(json.dumps(read_json(run.plan_file) | {"command": None}))
     for more in ([], ["--as", "fork"], ["--set", "optimizer.lr=1e-4"]):
-        done = desk.trainkit("resume", "small", *more)
+        done = desk.typed("resume", "small", *more)
         assert done.returncode == 2
         said(done.stderr)
 
 
 def test_a_finished_command_names_what_repeats_it(desk):
     run = ended_run(desk, 0)
-    refused = desk.trainkit("resume", "small", "--nodes", "1")
+    refused = desk.typed("resume", "small", "--nodes", "1")
     assert refused.returncode == 2
     said(refused.stderr)
     assert run.attempt_numbers() == [1]

@@ -104,7 +104,7 @@ def test_ctrl_z_pauses_the_ranks(desk, end):
     wait_for(lambda: states([process.pid]) == {"T"})
     before = run.attempt(1).rank_log(0).read_text()
     assert desk.status(run)["state"] == "paused"
-    assert "Ctrl-Z: `fg`" in desk.trainkit("watch", str(run.path), "--once").stdout
+    assert "Ctrl-Z: `fg`" in desk.typed("watch", str(run.path), "--once").stdout
     assert run.attempt(1).rank_log(0).read_text() == before
     if end == "cancel":
         desk.trainkit("cancel", str(run.path))
@@ -153,7 +153,6 @@ def test_the_store_of_an_agent_that_was_killed_is_removed(desk):
 
 @pytest.mark.parametrize("module", ["click", "trainkit.config.schema"])
 def test_ctrl_c_while_it_loads_is_one_word(desk, module):
-    """Ctrl-C arrives while the program or its command is imported."""
     (desk.folder / "sitecustomize.py").write_text(
         "import os, signal, sys\nclass Finder:\n"
         "    def find_spec(self, name, *rest):\n"
@@ -226,7 +225,7 @@ def test_the_built_in_trainer_saves_where_its_folder_was_moved(desk):
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
 def test_the_ranks_of_another_launcher_are_refused(desk, name):
     desk.environ |= {name: "4", "RANK": "1"}
-    done = desk.trainkit("run", str(desk.config))
+    done = desk.typed("run", str(desk.config))
     assert done.returncode == 2
     assert f"({name}=4)" in done.stderr
     assert not (desk.folder / "runs").exists()
@@ -237,14 +236,13 @@ def make_venv(folder):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=60)
 
 
-@pytest.mark.parametrize("command", ["run", "submit"])
-def test_an_environment_without_torch_is_refused_with_its_line(desk, command):
+def test_an_environment_without_torch_is_refused_with_its_line(desk):
     make_venv(desk.folder / "own")
     desk.config.write_text(desk.config.read_text() + "launch:\n  venv: own\n")
-    done = desk.trainkit(command, str(desk.config), *(["--backend", "local"] * (command == "submit")))
+    done = desk.typed("run", str(desk.config))
     assert done.returncode == 2
     said(done.stderr)
-    done = desk.trainkit("run", str(desk.config), "--set", "launch.venv=gone")
+    done = desk.typed("run", str(desk.config), "--set", "launch.venv=gone")
     assert done.returncode == 2
     said(done.stderr)
     assert not (desk.folder / "runs").exists()
@@ -288,7 +286,7 @@ def test_a_script_in_the_foreground_has_its_name_and_a_curve(desk):
     assert ": step, loss, lr; " in done.stderr
     run = RunDir(desk.folder / "runs/small_train")
     assert (done.stderr.splitlines()[0].split(":")[0], run.exists()) == ("small_train", True)
-    status = json.loads(desk.types("status", "small_train", "--json").stdout)
+    status = json.loads(desk.typed("status", "small_train", "--json").stdout)
     seen = {key: status[key] for key in ("name", "state", "step", "total_steps", "loss")}
     assert seen == {"name": "small_train", "state": "finished", "step": 20, "total_steps": 20, "loss": 0.1}
 
@@ -298,7 +296,7 @@ def test_a_script_keeps_the_name_that_a_config_or_flag_gives(desk):
     (desk.folder / "config.yaml").write_text("device: cpu\n")
     command = ("--dry-run", "--backend", "local", "--", sys.executable, "train.py")
     for options, name in (((), "train"), (("--name", "mine"), "mine"), (("--set", "name=other"), "other")):
-        done = desk.types("submit", *options, *command)
+        done = desk.typed("submit", *options, *command)
         assert done.stderr.startswith("config: config.yaml "), done.stderr
         assert f"{name}: 1 node x 1 worker" in done.stdout + done.stderr
 

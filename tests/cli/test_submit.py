@@ -56,7 +56,7 @@ def test_run_dir_that_holds_a_run_is_refused_untouched(desk):
     run = desk.submit("--run-dir", str(desk.folder / "mine"))
     desk.trainkit("cancel", str(run.path), "--wait")
     before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
-    done = desk.trainkit("submit", str(desk.config), "--run-dir", str(run.path))
+    done = desk.typed("submit", str(desk.config), "--run-dir", str(run.path))
     assert done.returncode == 2
     assert "already contains a run" in done.stderr
     assert "hint: `trainkit resume" in done.stderr
@@ -132,7 +132,7 @@ def test_odd_folder_names_are_only_names(desk):
     folder = str(desk.folder / "a b;'\"$(touch x)\nü")
     done = desk.trainkit("submit", str(desk.config), "--run-dir", folder, "--json")
     assert json.loads(done.stdout)["run_dir"] == folder
-    refused = desk.trainkit("resume", folder)
+    refused = desk.typed("resume", folder)
     assert refused.returncode == 2
     typed = shlex.split(refused.stderr.partition("hint: `trainkit ")[2].partition("` ends it")[0])
     assert typed == ["cancel", folder]  # a name without a slash could be another run
@@ -212,7 +212,7 @@ def test_a_group_is_one_line_of_status_without_slurm_too(desk, tmp_path):
     (tmp_path / "runs").mkdir(exist_ok=True)
     group = make_group(tmp_path, {0: {"seed": 1}, 1: {"seed": 2}})
     group.path.rename(desk.folder / "runs/lr")
-    done = desk.trainkit("status")
+    done = desk.typed("status")
     assert done.returncode == 0
     (row,) = [line for line in done.stdout.splitlines() if "2 unknown" in line]
     assert row.startswith("runs/lr ")

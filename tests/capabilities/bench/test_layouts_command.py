@@ -37,7 +37,7 @@ TWO = ("--gpus-per-node", "2")
 
 
 def bench(desk: Desk, *args: str) -> subprocess.CompletedProcess[str]:
-    return desk.trainkit("bench", "layouts", *args)
+    return desk.typed("bench", "layouts", *args)
 
 
 def rows_of(folder: Path) -> list[dict[str, str]]:
@@ -128,11 +128,12 @@ def test_without_matplotlib_only_the_csv_is_written(desk: Desk) -> None:
         "util.find_spec = lambda name, *more: None if name == 'matplotlib' else find(name, *more)\n"
     )
     desk.environ["PYTHONPATH"] = f"{hidden}:{desk.environ['PYTHONPATH']}"
-    done = bench(desk, "--collect", "bench")
+    collect = ("bench", "layouts", "--collect", "bench")
+    done = desk.trainkit(*collect)
     assert (done.returncode, "collect again" in done.stderr) == (1, False)  # nothing was measured
     assert {row["status"] for row in rows_of(made.folder)} == {"cancelled"}
     train_made_up(made.run_dir(made.runs[0]))
-    done = bench(desk, "--collect", "bench")
+    done = desk.trainkit(*collect)
     assert done.returncode == 0, done.stderr
     said(done.stderr)
     assert not (made.folder / "plots").exists()
@@ -158,8 +159,6 @@ def test_ctrl_c_ends_the_one_that_runs(desk: Desk) -> None:
 
 @pytest.mark.parametrize("is_here", [True, False])
 def test_ctrl_c_while_it_starts(is_here: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C after the start of the group ends a local group; a group on Slurm continues."""
-
     def start_group(group: object) -> str:
         raise KeyboardInterrupt
 
@@ -298,7 +297,6 @@ def test_the_summary_of_an_array(place: Path, capsys: pytest.CaptureFixture[str]
 def test_an_end_that_this_host_sees_late_is_waited_for(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Slurm has forgotten both jobs before the files of the second run become visible."""
     group, looks = RunGroup(place / "out"), []
 
     def ask(ids: list[str], warn: Any) -> dict[str, Any]:

@@ -111,7 +111,7 @@ def test_the_end_of_a_debugger_is_no_crash(desk, terminal, keys, expected):
     assert (state, reason.startswith(expected[1])) == (expected[0], True), reason
     assert not any(run.attempt(1).hangs_dir.glob("*"))
     if reason == "stopped in the debugger":
-        assert "Stopped in the debugger\na person quit the debugger" in desk.types("diagnose", "last").stdout
+        assert "Stopped in the debugger\na person quit the debugger" in desk.typed("diagnose", "last").stdout
 
 
 @needs_tmux
@@ -146,7 +146,7 @@ def test_a_job_without_a_terminal(desk, terminal):
     path = Path(read_json(record)["socket"])
     assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
     assert "breakpoint()" in desk.status(run)["reason"]
-    refused = desk.types("debug", str(run.path), "--rank", "2")
+    refused = desk.typed("debug", str(run.path), "--rank", "2")
     assert refused.returncode == 2
     assert "hint: ranks 0-1 " in refused.stderr
     terminal.type([*TRAINKIT, "debug", str(run.path), "--rank", "1"])
@@ -238,13 +238,12 @@ def test_a_worker_of_the_rank_with_the_terminal(desk, terminal, how):
 
 @pytest.mark.slow(seconds=8)
 def test_a_job_has_no_debugger_of_its_own(desk):
-    """pdb in a job has no terminal and fails as a crash. PYTHONBREAKPOINT has its usual effect."""
     (desk.folder / "loop.py").write_text("import pdb\npdb.set_trace()\nprint('over')\n")
     once = ["--now", "--set", "requeue.max_crashes=0"]
     submit = ["submit", *once, "--", sys.executable, "loop.py"]
     run = RunDir(desk.types(*submit).stdout.splitlines()[0])
     assert ended(run)[0] == "failed"
-    said = desk.types("diagnose", "last").stdout
+    said = desk.typed("diagnose", "last").stdout
     assert "A debugger without a terminal" in said
     assert f"`trainkit debug {run.path} --rank 0`" in said.replace("runs/loop", str(run.path))
     (desk.folder / "loop.py").write_text("breakpoint()\nprint('over')\n")
@@ -321,7 +320,6 @@ def test_a_terminal_is_needed(tmp_path, monkeypatch, capsys):
 
 
 def test_a_terminal_is_lent_to_no_other_user(tmp_path, monkeypatch):
-    """Another user who can write into the folder of a run could record the path of their own socket."""
     attempt = make_attempt(tmp_path / "run")
     (attempt.path / "debugger").mkdir()
     with socket.socket(socket.AF_UNIX) as server:

@@ -62,7 +62,6 @@ def test_names_the_first_rank_and_the_cause(name: str, tmp_path: Path) -> None:
 
 
 def test_the_set_covers_the_causes() -> None:
-    """The recorded runs cover 24 causes, from runs that really failed or from errors of real tools."""
     contents = [yaml.safe_load((FOLDER / f"{name}.yaml").read_text()) for name in RECORDED]
     assert len({content["expect"].get("name") for content in contents if is_real(content)}) >= 24
 

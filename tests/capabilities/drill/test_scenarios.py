@@ -79,7 +79,6 @@ def run(tmp_path) -> RunDir:
 def test_a_run_of_which_slurm_says_nothing_is_waited_for(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The drill waits for a silent run, because the Slurm controller may be unreachable for a long time."""
     looks: list[None] = []
 
     def away(entry: object) -> None:

@@ -162,7 +162,6 @@ def test_accelerate_fsdp(tmp_path: Path) -> None:
 
 
 def test_accelerate_reads_what_is_generated(tmp_path: Path) -> None:
-    """Accelerate's parser accepts the file, and that parser refuses unknown keys."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
     for text, device, expected in (

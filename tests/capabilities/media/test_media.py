@@ -210,7 +210,6 @@ def test_files_and_their_index(attempt):
 
 
 def test_a_checkpoint_waits_for_the_items_that_were_logged_before_it(attempt, monkeypatch):
-    """It does not wait for later items, which may never be written if a rank hangs."""
     gates = {"early": Event(), "late": Event()}
     own = recorder(attempt)
     own.written()()

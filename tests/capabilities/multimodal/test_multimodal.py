@@ -265,7 +265,6 @@ def config(folder: Path, rows: list[Any], args: str = "medium: curve, size: 16, 
 
 @pytest.mark.slow
 def test_the_rows_and_images_of_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The patches of a curve take 4 of the 64 positions."""
     assert main(["data", "validate", config(tmp_path, [GOOD, *[row for row, _ in BAD] * 3])]) == EXIT_FAILED
     shown = capsys.readouterr()
     lines, file = shown.out.splitlines(), tmp_path / "train.jsonl"

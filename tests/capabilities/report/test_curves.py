@@ -294,7 +294,6 @@ def test_the_mean_ends_where_a_run_has_diverged(sweep: RunGroup) -> None:
 
 
 def test_a_key_that_is_named_as_a_column_stays_one(sweep: RunGroup) -> None:
-    """A COMMAND can sweep `lr` and log a metric `lr`."""
     sweep_json = json.loads((sweep.path / "sweep.json").read_text())
     for trial in sweep_json["points"]:
         trial["values"] = {"grad_norm": f"m{trial['index'] % 2}", "step": 10 * trial["index"]}

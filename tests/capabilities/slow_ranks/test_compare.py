@@ -72,7 +72,6 @@ def test_a_slow_rank_is_named_within_30_steps_and_when_it_is_over(size: int) -> 
 
 
 def test_a_window_that_a_resume_cut_off_is_not_judged() -> None:
-    """The first steps of an attempt compile code and read data that is not cached yet."""
     ranks = ranks_of(Layout(dp_shard=4), on_gpu=True)
     slow_at_first = {1: (0.0, 5.0)}
     assert add_steps(ranks, range(39, 41), 4, slow_at_first) == []

@@ -74,7 +74,6 @@ def attempt(tmp_path: Path) -> AttemptDir:
 
 
 def test_a_silent_command_hangs(attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Output of any rank, metrics and the heartbeat count as progress. A suspended machine does not hang."""
     watched, run = Watched(attempt, monkeypatch, silence_s=60.0), attempt.run
     for change in (attempt.rank_log(3), attempt.node_log(1), run.metrics_file, run.heartbeat_file):
         assert watched.wait(50) == []
@@ -256,7 +255,6 @@ WAITS = """
 
 
 def test_a_run_behind_a_lock_that_was_left(start_job: Callable[..., Job], tmp_path: Path) -> None:
-    """`status` and `diagnose` name the stale lock file while the run waits, and no file once it continues."""
     lock = tmp_path / "extensions/cpu_adam/lock"
     lock.parent.mkdir(parents=True)
     lock.touch()

@@ -271,7 +271,6 @@ def test_a_module_and_the_files_next_to_it() -> None:
 
 
 def test_an_error_only_here_does_not_stop_a_submission() -> None:
-    """The task may open files that exist only on the nodes."""
     config = config_of(
         CODE.replace("super().__init__(config)", 'super().__init__(config); open("/nowhere/x")')
     )
@@ -313,7 +312,6 @@ ON_TWO_RANKS = {
 @pytest.mark.slow(seconds=3)
 @pytest.mark.parametrize("case", ON_TWO_RANKS)
 def test_found_by_two_ranks(case: str) -> None:
-    """Some mistakes show only with two ranks."""
     before, after = ON_TWO_RANKS[case]
     assert before in CODE
     problems = smoke(config_of(CODE.replace(before, after) + SHARDS))

@@ -324,7 +324,6 @@ def test_a_page_that_others_could_open(
 
 
 def test_a_page_has_own_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TensorBoard would write through a link in ``.tensorboard-info`` that another user has left in /tmp."""
     run = make_attempt(tmp_path / "run").run
     run.tensorboard_dir.mkdir()
     (shared := tmp_path / "tmp").mkdir()
