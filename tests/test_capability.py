@@ -169,7 +169,7 @@ def test_a_key_a_part_a_companion_a_variable_an_event_a_row_and_a_command(tmp_pa
     assert (status["rows"], status["toy_ticks"]) == ({"toy": {"toy": "2 ticks planned"}}, 2)
     report = json.loads(trainkit(tmp_path, site, "report", "run", "--json").stdout)
     assert report["toy_events"] == ["toy.hot"]
-    assert "the toy was hot at tick 1" in trainkit(tmp_path, site, "watch", "run", "--once").stdout
+    assert "hot at tick 1" in trainkit(tmp_path, site, "watch", "run", "--once").stdout
 
 
 def test_what_is_refused_names_the_key(tmp_path: Path, site: Path) -> None:

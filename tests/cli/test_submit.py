@@ -47,7 +47,7 @@ def test_json_and_the_new_folder_of_the_same_name(desk):
     assert (first["name"], first["attempt"], first["backend"]) == ("small", 1, "local")
     assert second["name"] == "small-2"
     assert done[1].stderr.startswith("small-2: 1 node x 1 worker")
-    assert "note: runs/small exists" in done[1].stderr
+    assert "note: runs/small" in done[1].stderr
     desk.trainkit("cancel", "small-2", "--now", "--wait")
     assert desk.trainkit("resume", "small-2").stderr.startswith("small-2: 1 node x 1 worker")
 

@@ -103,7 +103,7 @@ def test_points_run_in_rounds_and_one_that_fails_stays_in_the_table(desk: Desk) 
     assert [row["tokens_per_s"] for row in rows] == ["400", "200", ""]
     assert [row["samples_per_s"] for row in rows] == ["16", "16", ""]
     assert [row["run"] for row in rows] == ["1 4", "0 3", "2 5"]
-    assert rows[2]["verdict"].endswith("at step 3: OutOfMemoryError: no memory")
+    assert rows[2]["verdict"].endswith("OutOfMemoryError: no memory")
     assert "2 failed, 4 finished" in done.stderr
     assert "no exposed_comm_s: " in done.stderr  # these workers wrote no profile
     for run in map(RunGroup(desk.folder / "runs/mine").run, range(6)):

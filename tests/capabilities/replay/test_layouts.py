@@ -56,12 +56,9 @@ def test_a_large_flipped_bit_shows_on_another_layout(
     add_job(run)
     assert main(["replay", str(run), "--step", "4", "--layout", "tp=2"]) == 1
     text = capsys.readouterr().out
-    assert (
-        "different since step 4 by more than 0.0001, at once: the cause is the hardware or a library" in text
-    )
-    assert "not compared to the last digit: layout tp=2 instead of dp_shard=2" in text
-    assert "grad_norm=not finite; replayed" in text
-    assert "the rank is unknown" in text
+    for part in ("since step 4 by more than 0.0001,", "layout tp=2 instead of dp_shard=2", "rank is unknown"):
+        assert part in text
+    assert "grad_norm=not finite;" in text
 
 
 def test_a_job_on_this_machine(
