@@ -85,7 +85,7 @@ class Desk:
         out, err = io.StringIO(), io.StringIO()
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
             patch.chdir(self.folder)
-            for name, value in self.environ.items():
+            for name, value in {"COLUMNS": "80", **self.environ}.items():
                 patch.setenv(name, value)
             code = main([*args])
         return subprocess.CompletedProcess(args, code, out.getvalue(), err.getvalue())

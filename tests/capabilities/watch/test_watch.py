@@ -58,6 +58,7 @@ def test_without_a_terminal_it_prints_once(
 ) -> None:
     watched_runs.failed(tmp_path / "runs" / "failed")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
 
     def typed(line: str) -> str:
         assert main(line.split()) == 0
