@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.said import said
 from tools import changed_tests
-from tools.changed_tests import imports_of, main, select_tests
+from tools.changed_tests import main, select_tests
 
 TREE = {
     "trainkit/__init__.py": "",
@@ -45,11 +44,6 @@ def test_tests_are_selected_by_what_they_import(changed: str, expected: str) -> 
     assert select_tests([changed], TREE, [".", "tests/plan"]) == files
 
 
-def test_imports_inside_functions_and_of_modules_count() -> None:
-    source = "import a.b as c\ndef f():\n    from d.e import f, g\n"
-    assert imports_of(source) == {"a.b", "d.e", "d.e.f", "d.e.g"}
-
-
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a checkout with one commit on main."""
@@ -73,8 +67,3 @@ def test_a_new_test_runs_and_its_exit_code_counts(
     out = capfd.readouterr().out
     assert ": 1; test files that import them: 1\n" in out
     assert "1 failed" in out
-
-
-def test_an_unknown_base_is_an_error(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["no-such-branch"]) == 2
-    said(capsys.readouterr().err)

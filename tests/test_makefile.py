@@ -37,13 +37,8 @@ class Checkout:
         self.folder = folder / "a b;'$(x)"
         self.fake = folder / "fake"
         self.fake.mkdir()
-        for name in (
-            ".ci/make-venv",
-            "constraints.txt",
-            "constraints-oldest.txt",
-            "setup.cfg",
-            "pyproject.toml",
-        ):
+        files = ".ci/make-venv constraints.txt constraints-oldest.txt setup.cfg pyproject.toml"
+        for name in files.split():
             (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, self.folder / name)
         for name, text in (("python3", FAKE_PYTHON), ("apt-get", FAKE_APT_GET), ("id", FAKE_ID)):
@@ -60,6 +55,11 @@ class Checkout:
         self.set(log="")
         environ = {"PATH": f"{self.fake}:/usr/bin:/bin", "FAKE": str(self.fake), **env}
         return run_program(str(self.folder / ".ci/make-venv"), *extra, cwd="/", env=environ)
+
+    def refused(self, *extra: str, **env: str) -> str:
+        done = self.make_venv(*extra, **env)
+        assert done.returncode == 2
+        return done.stderr
 
     def installs(self) -> list[str]:
         lines = (self.fake / "log").read_text().splitlines()
@@ -133,15 +133,11 @@ def test_missing_venv_module_is_installed_by_root_only(checkout: Checkout, tmp_p
     (checkout.fake / "has-ensurepip").unlink()
     checkout.set(user="0")
     # Only the Python of the distribution gets the distribution's packages.
-    done = checkout.make_venv()
-    assert done.returncode == 2
-    said(done.stderr)
+    said(checkout.refused())
     script = checkout.folder / ".ci/make-venv"
     script.write_text(script.read_text().replace("^(/usr)?/bin/", f"^{checkout.fake}/"))
     checkout.set(user="1000")
-    done = checkout.make_venv()
-    assert done.returncode == 2
-    said(done.stderr)
+    said(checkout.refused())
     checkout.set(user="0")
     done = checkout.make_venv()
     assert done.returncode == 0, done.stderr
@@ -150,12 +146,8 @@ def test_missing_venv_module_is_installed_by_root_only(checkout: Checkout, tmp_p
 
 def test_python_that_is_too_old_or_not_there(checkout: Checkout) -> None:
     checkout.set(version="3.9")
-    done = checkout.make_venv()
-    assert done.returncode == 2
-    said(done.stderr)
-    done = checkout.make_venv(PYTHON="python9")
-    assert done.returncode == 2
-    said(done.stderr)
+    said(checkout.refused())
+    said(checkout.refused(PYTHON="python9"))
     assert not (checkout.folder / ".venv").exists()
 
 
@@ -164,9 +156,7 @@ def test_another_python_than_that_of_the_venv_is_refused(checkout: Checkout) -> 
     other = checkout.fake / "python3.12"
     other.write_text("#!/bin/sh\necho 3.12\n")
     other.chmod(0o755)
-    done = checkout.make_venv(PYTHON="python3.12")
-    assert done.returncode == 2
-    said(done.stderr)
+    said(checkout.refused(PYTHON="python3.12"))
     assert checkout.make_venv(PYTHON="python3").returncode == 0
 
 
@@ -196,9 +186,7 @@ def test_a_folder_of_something_else_is_kept(checkout: Checkout) -> None:
     data = checkout.folder.parent / "data"
     data.mkdir()
     (data / "mine").touch()
-    done = checkout.make_venv("test", str(data), "constraints-oldest.txt")
-    assert done.returncode == 2
-    said(done.stderr)
+    said(checkout.refused("test", str(data), "constraints-oldest.txt"))
     assert list(data.iterdir()) == [data / "mine"]
 
 
@@ -236,17 +224,11 @@ def test_demo_kills_a_run_and_shows_the_same_losses(tmp_path: Path) -> None:
     home = {f"XDG_{name}_HOME": str(tmp_path / name) for name in ("STATE", "CACHE", "CONFIG")}
     small = {"TRAINKIT_DATA__SEQ_LEN": "64", "TRAINKIT_TRAIN__STEPS": "48", "TRAINKIT_TRAIN__LOG_EVERY": "4"}
     small |= {"TRAINKIT_TRAIN__EVAL_EVERY": "null", "TRAINKIT_CHECKPOINT__EVERY_STEPS": "12"}
-    done = run_program(
-        sys.executable,
-        str(ROOT / "tools/demo.py"),
-        cwd=tmp_path,
-        env={**os.environ, **home, **small},
-        timeout=600,
-    )
+    env = {**os.environ, **home, **small}
+    done = run_program(sys.executable, str(ROOT / "tools/demo.py"), cwd=tmp_path, env=env, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
-    killed, resumed = map(
-        int, re.findall(r"killed after step (\d+); .* after the resume: (\d+)", done.stdout)[0]
-    )
+    steps = re.findall(r"killed after step (\d+); .* after the resume: (\d+)", done.stdout)
+    killed, resumed = map(int, steps[0])
     assert 12 <= killed < 48
     assert 12 < resumed <= 48
     table = re.findall(r"^ +(\d+) +(\S+) +(\S+)$", done.stdout, re.MULTILINE)

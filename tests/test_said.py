@@ -61,31 +61,11 @@ def test_a_table_has_what_the_tests_say_and_no_more(folder: Path) -> None:
     for spoken in ([], ["x"]):
         with pytest.raises(AssertionError, match=r"test_loop.*', which the test did not say"):
             run(folder, test_loop=spoken)
-
-
-def test_a_rewrite_keeps_the_sentences_of_tests_that_do_not_run(folder: Path) -> None:
-    """Such as the slow ones, with ``-m "not slow"``; sentences of tests that are gone are removed."""
-    rewrite(folder, test_one=["one"], test_loop=["x", "y"], test_gone=["stale"])
+    # A rewrite keeps the sentences of tests that do not run.
+    rewrite(folder, test_gone=["stale"])
     assert is_stale(folder / NAME, "test_it.py::test_gone")
     written = rewrite(folder, test_loop=["z"])
     assert written == "== test_it.py::test_one\none\n\n== test_it.py::test_loop\nz\n"
-
-
-def test_several_processes_do_not_rewrite_one_table(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
-    with pytest.raises(AssertionError, match="leave out -n"):
-        rewrite(folder, test_one=["one"])
-    assert not (folder / NAME).exists()
-
-
-def test_names_of_parameters_and_classes(folder: Path) -> None:
-    names = ["test_odd[a@b]", "test_odd[c 2]", "test_odd[c]", "TestA::test_one", "test_one"]
-    tests = {name: [f"{name} says", "again"] for name in names}
-    rewrite(folder, **tests)
-    run(folder, **tests)
-    run(folder, **{"test_odd[c]@group": tests["test_odd[c]"]})
-    with pytest.raises(AssertionError, match="looks like the head"):
-        rewrite(folder, test_one=["a\n== b"])
 
 
 def test_no_table_has_a_sentence_of_a_test_that_is_gone() -> None:

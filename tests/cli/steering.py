@@ -80,16 +80,21 @@ class Desk:
         argv = [sys.executable, "-m", "trainkit", *args]
         return run_program(*argv, **{"cwd": self.folder, "env": self.environ, "timeout": 400, **options})
 
-    def refused(self, *args: str) -> dict[str, Any]:
-        """Return the error of a refused command. The command runs in this process and starts nothing."""
-        out = io.StringIO()
-        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(io.StringIO()):
+    def typed(self, *args: str) -> subprocess.CompletedProcess[str]:
+        """Run a command in this process, for commands that start nothing."""
+        out, err = io.StringIO(), io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
             patch.chdir(self.folder)
-            for name in ("XDG_STATE_HOME", "XDG_CONFIG_HOME"):
-                patch.setenv(name, self.environ[name])
-            code = main([*args, "--json"])
-        value: dict[str, Any] = json.loads(out.getvalue())
-        assert (code, value["exit_code"]) == (2, 2)
+            for name, value in {"COLUMNS": "80", **self.environ}.items():
+                patch.setenv(name, value)
+            code = main([*args])
+        return subprocess.CompletedProcess(args, code, out.getvalue(), err.getvalue())
+
+    def refused(self, *args: str) -> dict[str, Any]:
+        """Return the error of a refused command, which starts nothing."""
+        done = self.typed(*args, "--json")
+        value: dict[str, Any] = json.loads(done.stdout)
+        assert (done.returncode, value["exit_code"]) == (2, 2)
         assert not (self.folder / "runs").exists()
         return value
 
@@ -118,7 +123,7 @@ class Desk:
         return read_json(run.attempt(attempt).end_file)
 
     def status(self, run: RunDir) -> dict[str, Any]:
-        return json.loads(self.trainkit("status", str(run.path), "--json").stdout)
+        return json.loads(self.typed("status", str(run.path), "--json").stdout)
 
     def tidy(self) -> None:
         """Kill the remaining processes of the runs that were started here."""

@@ -9,13 +9,16 @@ import os
 import re
 import shlex
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.golden.__main__ import HERE as GOLDEN
 from tests.golden.__main__ import unpack_run, write_text_file
+from tests.support.said import said
 from trainkit.cli.main import main
+from trainkit.cli.usage import cut_setting
 from trainkit.folders import shipped_config_names
 from trainkit.run.process import ProcessId
 
@@ -210,46 +213,16 @@ def test_what_only_reads_writes_nothing(here: Path, line: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "warning"),
+    "name",
     [
-        (
-            "minutes.yaml",
-            "resources.time is 24:00, which Slurm reads as 24 minutes and 0 s; use 24:00:00 for 24 hours",
-        ),
-        (
-            "slices.yaml",
-            "resources.slice is 04:00, which Slurm reads as 4 minutes and 0 s; use 04:00:00 for 4 hours",
-        ),
-        ("megabytes.yaml", "resources.mem is 64, which Slurm reads as 64 MB; use 64G for 64 GB"),
-        (
-            "warm.yaml",
-            "schedule.warmup_steps is 500, but train.steps is 200: the learning rate only reaches 40% of"
-            " optimizer.lr",
-        ),
-        (
-            "floor.yaml",
-            "schedule.min_lr_ratio is 0: the learning rate of the last step is 0, so the last step is wasted;"
-            " a small ratio such as 0.001 avoids this",
-        ),
-        (
-            "variable.yaml",
-            "launch.env.A contains ${oc.env:HOME}, which trainkit does not evaluate",
-        ),
-        ("remark.yaml", "note contains ${oc.env:USER}, which trainkit does not evaluate"),
-        (
-            "never.yaml",
-            "checkpoint.every_steps and checkpoint.every_minutes are null: after a crash or the loss of a"
-            " node, the run starts again from the first step",
-        ),
+        *("minutes", "slices", "megabytes", "warm", "floor", "variable", "remark", "never"),
+        *("short", "flat"),  # have no warning
     ],
 )
-def test_what_is_seldom_meant(here: Path, file: str, warning: str) -> None:
-    assert typed(f"trainkit check {file}") == (0, f"warning: {warning}\n{file}: no problems, 1 warning\n")
-
-
-@pytest.mark.parametrize("file", ["short.yaml", "flat.yaml"])
-def test_a_floor_that_the_last_step_does_not_reach(here: Path, file: str) -> None:
-    assert typed(f"trainkit check {file}") == (0, f"{file}: no problems\n")
+def test_what_is_seldom_meant(here: Path, name: str) -> None:
+    code, err = typed(f"trainkit check {name}.yaml")
+    assert code == 0
+    said(err)
 
 
 def test_a_folder_that_was_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,3 +231,17 @@ def test_a_folder_that_was_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "gone").rmdir()
     error = "error: the current folder was deleted\n\nhint: `cd` to one that exists\n"
     assert typed("trainkit status") == (2, error)
+
+
+@pytest.mark.parametrize("loose", ["2", "2,3", "=2", "2,,3,", "1e-3,-.5"])
+def test_values_behind_a_space_belong_to_the_setting(loose: str) -> None:
+    error = cut_setting(["--set", "seed=1", loose], loose)
+    assert error is not None
+    assert "--sweep seed=1," in str(error.hint)
+
+
+def test_a_name_of_many_digits_is_no_value_at_once() -> None:
+    for name in (f"{'2' * 5000}x.yaml", f"{'2,' * 5000}x.yaml"):
+        began = time.monotonic()
+        assert cut_setting(["--set", "seed=1", name], name) is None
+        assert time.monotonic() - began < 5

@@ -41,8 +41,6 @@ def test_derived_values_with_their_reasons(config: str, capsys: pytest.CaptureFi
 def test_a_file_system_without_locks_is_refused(
     config: str, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The check comes before the queue, because every job of such a run would fail at its start."""
-
     def refuse(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
@@ -81,10 +79,8 @@ def test_every_problem_as_json(config: str, capsys: pytest.CaptureFixture[str]) 
     assert value["exit_code"] == 2
     said(value["error"])
     [problem] = value["problems"]
-    assert (value["error"], value["hint"]) == (
-        f"--set train.global_batch_size=32: train.global_batch_size: {problem['message']}",
-        problem["hint"],
-    )
+    assert value["error"].endswith(f": train.global_batch_size: {problem['message']}")
+    assert value["hint"] == problem["hint"]
     assert err == ""
 
 
@@ -136,7 +132,6 @@ def test_what_cannot_be_reported_is_said(config: str, capsys: pytest.CaptureFixt
 
 
 def test_a_cluster_far_away(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A profile is enough to check a run for a cluster that this machine does not belong to."""
     args = ["check", config, "--cluster", "example", "--no-estimate", "--set", "device=auto"]
     assert main([*args, "--set", "train.device_batch_size=2", "--json"]) == 0
     value = json.loads(capsys.readouterr().out)
@@ -148,7 +143,6 @@ def test_a_cluster_far_away(config: str, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_all_problems_in_one_pass(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A misspelt key and an invalid value hide no problem with the cluster or the data."""
     args = ["--cluster", "example", "--partition", "debgu", "--time", "9-0", "--set", "data.source=none.txt"]
     assert main(["check", config, *args]) == 2
     err = capsys.readouterr().err
@@ -201,7 +195,6 @@ def test_an_invalid_value_causes_no_further_problem(
 
 
 def test_what_run_reports_next_to_a_misspelt_key(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run on this machine is not checked against a cluster."""
     typed = ("resources.nodes=1", "train.stps=1", "resources.partition=debgu", "data.source=none.txt")
     assert main(["run", config, *(f"--set={value}" for value in typed)]) == 2
     assert _keys(capsys.readouterr().err) == ["train.stps", "data.source"]
@@ -271,32 +264,28 @@ def test_a_simulation_for_a_person(capsys: pytest.CaptureFixture[str]) -> None:
     small = ("--set", "model.preset=nano", "--set", "data.seq_len=64", "--set", "train.global_batch_size=8")
     assert main(["check", "quickstart", "--simulate-world", "2", "--set", "parallel.tp=2", *small]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("layout: one replica on one group of 2 processes (2 tensor-parallel)")
+    assert "(2 tensor-parallel)" in lines[0]
     assert lines[1].startswith("rank 0 of 2: ")
     assert re.match(r"peak memory [\d.]+ MiB \(param [\d.]+ KiB, ", lines[2])
     assert lines[3].startswith("collectives per step: ")
 
 
 @pytest.mark.parametrize(
-    ("argv", "message"),
+    "options",
     [
-        (["--simulate-world", "12"], "is 12, which is not a multiple of 8 GPUs per node"),
-        (["--simulate-world", "2", "--rank", "2"], "--rank 2 does not exist: the run has 2 ranks"),
-        (["--rank", "1"], "--rank requires --simulate-world"),
-        (["--simulate-world", "2", "--no-estimate"], "conflicts with --estimate, --show-origin and"),
-        (["--simulate-world", "64", *SHARDS, "--set", "parallel.tp=8"], "does not divide model.num_heads 4"),
+        *("--simulate-world 12", "--simulate-world 2 --rank 2", "--rank 1"),
+        *("--simulate-world 2 --no-estimate", " ".join(("--simulate-world 64 --set parallel.tp=8", *SHARDS))),
     ],
 )
-def test_what_cannot_be_simulated(capsys: pytest.CaptureFixture[str], argv: list[str], message: str) -> None:
-    assert main(["check", "quickstart", *argv]) == 2
-    assert message in capsys.readouterr().err
+def test_what_cannot_be_simulated(capsys: pytest.CaptureFixture[str], options: str) -> None:
+    assert main(["check", "quickstart", *options.split()]) == 2
+    said(capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("command", [["check"], ["submit", "--dry-run", "--sweep", "seed=1,2"]])
 def test_a_config_from_standard_input(
     command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Standard input is read once, although several trials are loaded from it."""
     for text, code in ((b"extends: quickstart\nname: mine\n", 0), (b"\ntrain: {steps: x}\n", 2)):
         yamlfile._standard_input.cache_clear()
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))

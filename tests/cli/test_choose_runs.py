@@ -1,6 +1,7 @@
 """Tests `trainkit status --where … --tag … --sort …` on made-up run folders."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -75,7 +76,6 @@ def test_by_an_entry_of_a_mapping(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_by_a_key_of_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The values of a COMMAND's keys are stored as they were typed."""
     made_up_sweep(tmp_path / "runs" / "of-command", {"lr": ["1e-3", "5e-3"]})
     assert listed(capsys, "--where", "lr=0.001") == ["of-command"]
     assert listed(capsys, "--where", "lr=1e-3", "--where", "seed=0") == ["of-command"]
@@ -109,7 +109,6 @@ def test_by_an_item_of_a_list(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_sorted_by_a_key_or_figure(capsys: pytest.CaptureFixture[str]) -> None:
-    """Runs without a single value of the key come last."""
     assert listed(capsys, "--sort", "optimizer.lr") == ["run-2", "run-0", "run-1", "sweep"]
     by_loss = listed(capsys, "--sort", "loss")
     assert by_loss.index("run-1") < by_loss.index("run-0"), "its loss is lower, as that of the middle point"
@@ -120,22 +119,15 @@ def test_sorted_by_a_key_or_figure(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "message", "hint"),
+    "options",
     [
-        (["--where", "optimizer.lr"], "must have the form KEY=VALUE", "for example optimizer.lr=1e-3"),
-        (["--where", "optimzer.lr=1"], "unknown key optimzer.lr", "did you mean optimizer.lr?"),
-        (["--where", "optimizer.lr=[1"], "--where optimizer.lr=[1", "for example"),
-        (["--sort", "los"], "--sort los: unknown key los", "did you mean loss?"),
-        (["run-0", "--tag", "ablation"], "but run-0 is named", "leave one of them out"),
+        *("--where optimizer.lr", "--where optimzer.lr=1", "--where optimizer.lr=[1", "--sort los"),
+        "run-0 --tag ablation",
     ],
 )
-def test_what_was_typed_wrong(
-    args: list[str], message: str, hint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["status", *args]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert hint in error
+def test_what_was_typed_wrong(options: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", *options.split()]) == 2
+    said(re.sub(r"(?<=valid YAML: ).*", "…", capsys.readouterr().err))
 
 
 def test_a_note_and_tags_are_options_of_what_loads_a_config(

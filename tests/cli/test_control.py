@@ -10,6 +10,7 @@ from steering import wait_for
 from tests.support.programs import is_running
 from tests.support.said import said
 from trainkit.job.processes import descendants
+from trainkit.run.end import KILLED
 from trainkit.run.files import read_json, utc_now, write_json
 from trainkit.run.record import change_newest, mark_cancelled, read_job
 from trainkit.run.rundir import RunDir, run_lock
@@ -43,7 +44,7 @@ def test_cancel_while_it_starts(desk):
         ]
         done = desk.trainkit("cancel", run_dir, "--wait")
         assert done.returncode == 0
-        assert json.loads(desk.trainkit("status", run_dir, "--json").stdout)["state"] == "cancelled"
+        assert json.loads(desk.typed("status", run_dir, "--json").stdout)["state"] == "cancelled"
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may give a host another name")
@@ -73,8 +74,8 @@ def test_a_copy_of_a_live_run_does_not_act_on_the_original(desk, options):
     shutil.copytree(run.path, copies[0], symlinks=True)
     for copy in copies:
         for words in (["cancel", "--now"], ["cancel"], ["requeue"], ["resume"], ["stacks"]):
-            done = desk.trainkit(*words, str(copy))
-            assert (done.returncode, f"is a copy of runs/{run.path.name}, which" in done.stderr) == (2, True)
+            done = desk.typed(*words, str(copy))
+            assert (done.returncode, f"copy of runs/{run.path.name}," in done.stderr) == (2, True)
     assert desk.status(run)["state"] in ("starting", "running")
     # A copy has taken the place of the original, which was moved.
     moved, pid = desk.folder / "runs/moved", read_job(run).newest.pid
@@ -82,7 +83,7 @@ def test_a_copy_of_a_live_run_does_not_act_on_the_original(desk, options):
     run.path.rename(moved)
     copies[0].rename(run.path)
     done = desk.trainkit("cancel", str(run.path), "--now")
-    assert (done.returncode, "is not the folder that local-" in done.stderr) == (2, True)
+    assert (done.returncode, "not the folder" in done.stderr) == (2, True)
     os.kill(pid, signal.SIGCONT)
     link = desk.folder / "link"
     link.symlink_to(moved)
@@ -99,8 +100,8 @@ def test_a_job_file_that_came_from_another_run_signals_nobody(desk):
     home = desk.folder / "runs/gone"
     write_json(other / "job.json", {**job, "attempts": [{**entry, "folder": str(home)}]})
     for words in (["cancel", "--now"], ["cancel"], ["requeue"]):
-        done = desk.trainkit(*words, str(other))
-        assert (done.returncode, f"writes to, which is {home}" in done.stderr) == (2, True)
+        done = desk.typed(*words, str(other))
+        assert (done.returncode, f"which is {home}" in done.stderr) == (2, True)
     assert desk.status(run)["state"] in ("starting", "running")
 
 
@@ -108,12 +109,12 @@ def test_the_last_request_counts_and_a_cancellation_is_never_lost(desk):
     desk.works("while not asked:\n    time.sleep(0.02)\n" + HOLDS_ITS_SAVE)
     run = desk.submit()
     saving = desk.trainkit("requeue", "small")
-    assert saving.stderr.startswith(f"runs/small: local-{read_job(run).newest.pid} is saving and will be")
+    assert saving.stderr.startswith(f"runs/small: local-{read_job(run).newest.pid} is saving")
     cancelled = desk.trainkit("cancel", "small", "--json")
     assert json.loads(cancelled.stdout)["run_dir"] == str(run.path)
     assert cancelled.stderr.startswith("runs/small: local-")
     refused = desk.trainkit("requeue", "small")
-    assert (refused.returncode, "runs/small is being cancelled: local-" in refused.stderr) == (2, True)
+    assert (refused.returncode, "being cancelled: local-" in refused.stderr) == (2, True)
     assert desk.trainkit("cancel", "small").returncode == 0
     (run.path / "saved").touch()
     assert desk.trainkit("cancel", "small", "--wait").returncode == 0
@@ -148,7 +149,7 @@ def test_a_request_whose_command_was_killed_before_its_signal(desk, asked, state
         desk.wait_for_log(run, "attempt 2 rank 0", attempt=2)
     else:
         end = desk.wait_for_end(run)
-        assert (end["state"], end["reason"] == "killed by cancel --now") == (state, asked == "now")
+        assert (end["state"], end["reason"] == KILLED) == (state, asked == "now")
 
 
 def test_run_of_another_host_is_not_touched(desk):
@@ -157,7 +158,7 @@ def test_run_of_another_host_is_not_touched(desk):
     away = {**job["attempts"][0], "host": "elsewhere", "boot_id": "another"}
     write_json(run.job_file, {**job, "attempts": [away]})
     for words in (["cancel"], ["requeue"], ["resume"]):
-        done = desk.trainkit(*words, str(run.path))
+        done = desk.typed(*words, str(run.path))
         assert done.returncode == 2
         said(done.stderr)
     assert desk.status(run)["state"] == "unknown"
@@ -174,13 +175,8 @@ def test_requeue_of_a_live_run_comes_back_by_itself(desk):
     desk.wait_for_log(run, "attempt 2 rank 0", attempt=2)
     said(read_json(run.attempt(1).end_file)["reason"])
     assert desk.status(run)["attempt"] == 2
-
-
-def test_requeue_twice(desk):
-    run = desk.submit()
-    for _ in range(2):
-        assert desk.trainkit("requeue", str(run.path)).returncode == 0
-    wait_for(lambda: desk.status(run)["attempt"] >= 2)
+    # The same run again, and a cancel right after it.
+    assert desk.trainkit("requeue", str(run.path)).returncode == 0
     assert desk.trainkit("cancel", str(run.path), "--wait").returncode == 0
     assert desk.status(run)["state"] == "cancelled"
 

@@ -17,22 +17,22 @@ def test_ranks_nodes_attempts_and_lines(desk):
     desk.works("for i in range(3): print(i, flush=True)")
     run = desk.submit("--nodes", "2")
     desk.wait_for_end(run)
-    assert desk.trainkit("logs", "last").stdout.splitlines() == ["attempt 1 rank 0", "0", "1", "2"]
-    assert desk.trainkit("logs", "last", "--lines", "2").stdout.splitlines() == ["1", "2"]
-    assert desk.trainkit("logs", "last", "--rank", "1").stdout.splitlines()[0] == "attempt 1 rank 1"
-    assert desk.trainkit("logs", "last", "--node", "1").stdout.splitlines() == [
+    assert desk.typed("logs", "last").stdout.splitlines() == ["attempt 1 rank 0", "0", "1", "2"]
+    assert desk.typed("logs", "last", "--lines", "2").stdout.splitlines() == ["1", "2"]
+    assert desk.typed("logs", "last", "--rank", "1").stdout.splitlines()[0] == "attempt 1 rank 1"
+    assert desk.typed("logs", "last", "--node", "1").stdout.splitlines() == [
         "rank-0001 | attempt 1 rank 1",
         "rank-0001 | 0",
         "rank-0001 | 1",
         "rank-0001 | 2",
     ]
-    shown = desk.trainkit("logs", "last", "--all").stdout
+    shown = desk.typed("logs", "last", "--all").stdout
     assert {line.split()[0] for line in shown.splitlines()} == {"rank-0000", "rank-0001", "supervisor"}
     followed = desk.trainkit("logs", "last", "-f", "--lines", "1")
     assert (followed.stdout, followed.returncode) == ("2\n", 0)
     assert followed.stderr.startswith("finished: ")
     run.job_file.unlink()
-    assert desk.trainkit("logs", str(run.path), "--lines", "1").stdout.splitlines() == ["2"]
+    assert desk.typed("logs", str(run.path), "--lines", "1").stdout.splitlines() == ["2"]
 
 
 def test_a_log_is_not_in_memory(tmp_path, monkeypatch, capsys):
@@ -50,7 +50,7 @@ def test_following_ends_with_how_the_run_ended(desk):
     desk.works("import sys; print('█'); sys.exit(3)")
     run = desk.submit()
     desk.wait_for_end(run)
-    followed, status = desk.trainkit("logs", "last", "-f"), desk.trainkit("status", "last", "--json")
+    followed, status = desk.trainkit("logs", "last", "-f"), desk.typed("status", "last", "--json")
     assert (followed.stdout, followed.returncode) == ("attempt 2 rank 0\n█\n", 1)
     ended = json.loads(status.stdout)
     assert followed.stderr.splitlines()[0] == f"{ended['state']}: {ended['reason']}"
@@ -62,7 +62,7 @@ def test_what_is_not_there(desk):
     run = desk.submit()
     desk.wait_for_end(run)
     for args in (["--rank", "5"], ["--attempt", "2"], ["--rank", "0", "--all"]):
-        done = desk.trainkit("logs", "last", *args)
+        done = desk.typed("logs", "last", *args)
         assert done.returncode == 2
         assert "hint:" in done.stderr
 

@@ -45,7 +45,6 @@ def test_help_imports_nothing_but_click():
 
 @pytest.mark.parametrize("command", ["status", "watch"])
 def test_a_run_is_looked_up_without_configs(command, tmp_path):
-    """Importing the config modules would take most of the start-up time of these commands."""
     script = (
         f"import sys\nfrom trainkit.cli.main import main\ncode = main(['{command}', 'nothere'])\n"
         "slow = {'torch', 'pydantic', 'rich', 'logging', 'socket', 'trainkit.plan.launch'}\n"

@@ -134,43 +134,20 @@ def test_compare_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "error", "hint"),
+    "typed",
     [
-        ("status sweep --metric ac", "no run has logged ac", "did you mean acc? they have logged acc, "),
-        (
-            "status sweep --sort stpe",
-            "--sort stpe: no column and no metric",
-            "did you mean step? it can be trial",
-        ),
-        (
-            "status sweep --sort seed",
-            "--sort seed: no column and no metric",
-            "it can be trial, state, step, age",
-        ),
-        (
-            "status sweep --metric acc --sort lor",
-            "--sort lor is not a column of runs that are ranked by acc",
-            "acc",
-        ),
-        ("status sweep/0 --sort step", "--sort step: sweep/0 is one run", "leave it out"),
-        ("status sweep/0 --metric nope", "no run has logged nope", "they have logged acc, "),
-        ("status --metric acc", "--metric acc is for a run or a group", "name it"),
-        ("status sweep --tag x --metric acc", "--where, --tag and --here choose among all runs", "leave one"),
-        ("compare sweep --metric ac", "no run has logged ac", "did you mean acc? "),
-        ("compare sweep --sort stat", "--sort stat: no column and no metric", "did you mean state? "),
-        (
-            "compare sweep --metric acc --curves loss",
-            "--metric applies only to the table of runs",
-            "use --curves to choose",
-        ),
+        *("status sweep --metric ac", "status sweep --sort stpe", "status sweep --sort seed"),
+        *("status sweep --metric acc --sort lor", "status sweep/0 --sort step"),
+        *("status sweep/0 --metric nope", "status --metric acc", "status sweep --tag x --metric acc"),
+        *("compare sweep --metric ac", "compare sweep --sort stat"),
+        "compare sweep --metric acc --curves loss",
     ],
 )
-def test_what_is_refused(capsys: pytest.CaptureFixture[str], typed: str, error: str, hint: str) -> None:
+def test_what_is_refused(capsys: pytest.CaptureFixture[str], typed: str) -> None:
     assert main(typed.split()) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert error in err
-    assert f"hint: {hint}" in " ".join(err.split()) or hint in err.partition("hint:")[2]
+    said(err)
 
 
 def test_from_python(project: Path) -> None:

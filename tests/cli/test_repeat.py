@@ -48,7 +48,6 @@ def submitted(capsys: pytest.CaptureFixture[str], *args: str) -> RunDir:
 def test_config_code_command_and_size(
     name: str, first: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The run is repeated from another folder, on a machine with another number of GPUs."""
     config = first.config_file.read_text()
     first.config_file.write_text(config.replace("gpus_per_node: 2", "gpus_per_node: auto"))
     again = submitted(capsys, name)

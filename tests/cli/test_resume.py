@@ -25,10 +25,10 @@ def publish(run, step):
 
 def test_live_run_is_refused(desk):
     run = desk.submit()
-    done = desk.trainkit("resume", "last")
+    done = desk.typed("resume", "last")
     assert done.returncode == 2
-    assert "is running as local-" in done.stderr
-    assert "trainkit cancel" in done.stderr
+    assert f"local-{read_json(run.job_file)['attempts'][0]['pid']}" in done.stderr
+    assert "`trainkit cancel " in done.stderr
     assert run.attempt_numbers() == [1]
 
 
@@ -49,12 +49,12 @@ def test_resume_on_more_workers_with_another_value(desk):
 def test_a_run_without_a_checkpoint_starts_at_step_0_and_says_so(desk):
     run = ended_run(desk)
     run.plan_file.write_text(json.dumps(read_json(run.plan_file) | {"command": None}))
-    done = desk.trainkit("resume", "small", "--as", "fork")
+    done = desk.typed("resume", "small", "--as", "fork")
     assert (done.returncode, (desk.folder / "fork").exists()) == (2, False)
-    assert "has no intact checkpoint to resume from" in done.stderr
+    said(done.stderr)
     done = desk.trainkit("resume", "small")
     assert done.returncode == 0, done.stderr
-    assert "checkpoint          none yet, so training starts again at step 0" in done.stderr
+    assert "checkpoint          none" in done.stderr
 
 
 def test_a_command_without_a_save_starts_at_the_beginning_and_says_so(desk):
@@ -62,9 +62,9 @@ def test_a_command_without_a_save_starts_at_the_beginning_and_says_so(desk):
     run = desk.submit()
     desk.wait_for_end(run)
     done = desk.trainkit("resume", "small", "--follow")
-    assert "no save was seen, so the command starts from the beginning" in done.stderr
+    assert "no save was" in done.stderr
     publish(run, 5)
-    assert "no save was seen" not in desk.trainkit("resume", "small", "--follow").stderr
+    assert "no save was" not in desk.trainkit("resume", "small", "--follow").stderr
 
 
 def test_the_steps_of_the_config_do_not_count_for_a_command(desk):
@@ -114,20 +114,16 @@ def test_a_finished_run_names_what_extends_it(desk):
     publish(run, 10)
     run.plan_file.write_text(json.dumps(read_json(run.plan_file) | {"command": None}))
     for more in ([], ["--as", "fork"], ["--set", "optimizer.lr=1e-4"]):
-        done = desk.trainkit("resume", "small", *more)
-        assert (done.returncode, "has finished: it has trained for all 10 steps" in done.stderr) == (2, True)
+        done = desk.typed("resume", "small", *more)
+        assert done.returncode == 2
         said(done.stderr)
 
 
 def test_a_finished_command_names_what_repeats_it(desk):
     run = ended_run(desk, 0)
-    refused = desk.trainkit("resume", "small", "--nodes", "1")
-    assert (refused.returncode, refused.stderr.partition("error: ")[2]) == (
-        2,
-        "runs/small has finished: its command ended with exit code 0\n\n"
-        "hint: `trainkit submit runs/small` runs it again in a new folder, `trainkit requeue runs/small` in"
-        " this one\n",
-    )
+    refused = desk.typed("resume", "small", "--nodes", "1")
+    assert refused.returncode == 2
+    said(refused.stderr)
     assert run.attempt_numbers() == [1]
     for number, words in enumerate((["requeue"], ["resume", "--new-code"], ["resume", "--set", "seed=7"]), 2):
         assert desk.trainkit(*words, "runs/small").returncode == 0
@@ -142,6 +138,6 @@ def test_a_run_of_this_machine_does_not_go_to_slurm_unasked(desk):
     desk.environ |= {"PATH": f"{programs}:{desk.environ['PATH']}", "SLURM_CONF": "/nowhere/slurm.conf"}
     done = desk.trainkit("resume", "small")
     assert done.returncode == 0, done.stderr
-    assert "local: it ran on this machine; --backend sbatch submits it to Slurm" in done.stderr
+    assert "--backend sbatch" in done.stderr
     desk.wait_for_end(run, 2)
-    assert "error: sbatch: exit code 1" in desk.trainkit("resume", "small", "--backend", "sbatch").stderr
+    assert "sbatch: exit code 1" in desk.trainkit("resume", "small", "--backend", "sbatch").stderr

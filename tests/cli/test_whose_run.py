@@ -116,7 +116,7 @@ def test_a_new_run_below_a_folder_of_somebody_else(run: RunDir, capsys: pytest.C
     submit = ["submit", "--backend", "local", "--name", "new", "--", "true"]
     assert main(submit) == 2
     said = capsys.readouterr().err
-    assert "lab belongs to user 65534, who could replace runs/new" in said
-    assert "choose a folder with --run-dir that only you or your project group can write to" in said
+    assert "user 65534, who could" in said
+    assert "--run-dir" in said
     assert not Path("runs/new").exists()
     assert main([*submit[:1], "--trust", *submit[1:]]) == 0

@@ -241,7 +241,6 @@ def test_steps_that_a_later_attempt_computed_again(tmp_path: Path) -> None:
 
 
 def test_a_resumed_attempt_that_has_not_logged_the_metric_yet(tmp_path: Path) -> None:
-    """Steps that the newest attempt computes again do not count, even before it has logged the metric."""
     trained, command = RunDir(tmp_path / "trained"), RunDir(tmp_path / "command")
     for run in (trained, command):
         run.path.mkdir()
@@ -267,7 +266,6 @@ def test_the_table_of_a_group_has_no_steps_that_are_computed_again(tmp_path: Pat
 
 @pytest.mark.parametrize("lost", ["loss", "val_loss"])
 def test_a_run_that_was_resumed_from_before_it_diverged_has_a_result(tmp_path: Path, lost: str) -> None:
-    """The losses that are not finite belong to steps that the newest attempt computes again."""
     group = make_group(tmp_path, {0: {"seed": 0}})
     run = started(group, 0, {"loss": "4 3 2 1", "val_loss": "4 3 2 1", lost: "4 3 nan nan"})
     assert (best_result(run), diverged_since(run)) == (None, 3)
@@ -337,10 +335,7 @@ def test_configs_that_differ_choose_nothing(
 @pytest.mark.parametrize(
     ("names", "mode"),
     [
-        (
-            "accuracy acc val_accuracy acc1 top5 train/acc valAcc Accuracy eval.f1 F1 F1_macro macro-f1",
-            "max",
-        ),
+        ("accuracy acc val_accuracy acc1 top5 train/acc valAcc Accuracy eval.f1 F1 F1_macro macro-f1", "max"),
         (
             "auc roc_auc auroc mAP bleu BLEU rouge_l val_iou psnr r2 reward mfu tokens_per_s samples_per_s",
             "max",

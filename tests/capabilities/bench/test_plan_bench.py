@@ -61,7 +61,6 @@ def test_only_training_is_left(tmp_path: Path) -> None:
 
 
 def test_what_stays_as_it_was_typed(tmp_path: Path) -> None:
-    """A bench keeps the name of the config, and a decay that is not longer than the bench."""
     wsd = ("schedule.name=wsd", "schedule.warmup_steps=20", "schedule.decay_steps=40", "train.steps=100")
     for steps, changed in ((30, {"schedule.decay_steps"}), (60, set())):
         found = changes_of(load(tmp_path, *wsd), BenchLength(steps, 5), 1, keep_name=True)

@@ -35,7 +35,7 @@ BATCHES = ("--sweep", "train.device_batch_size=2,4,3,8", "--set", "train.global_
 
 
 def bench(desk: Desk, *args: str):
-    return desk.trainkit("bench", "settings", *args)
+    return desk.typed("bench", "settings", *args)
 
 
 def test_a_dry_run_lists_the_points_and_those_that_cannot_run(desk: Desk) -> None:
@@ -52,22 +52,16 @@ def test_a_dry_run_lists_the_points_and_those_that_cannot_run(desk: Desk) -> Non
 
 
 @pytest.mark.parametrize(
-    ("args", "message"),
+    "options",
     [
-        ([], "no --sweep"),
-        (["--sweep", "train.stepz=1"], "unknown key train.stepz"),
-        (["--sweep", "train.steps=10,20"], "--sweep train.steps: a bench sets train.steps itself"),
-        (
-            ["--sweep", "requeue.on=[],[crash]"],
-            "a bench sets requeue.on itself (a failed run is not restarted)",
-        ),
-        (["--sweep", "profiler.ranks=[0],[1]"], "a bench sets profiler.ranks itself"),
-        (["--sweep", "train.device_batch_size=0,-1"], "train.device_batch_size"),
-        (["--sweep", "seed=1,2", "--repeats", "0"], "--repeats"),
+        *("", "--sweep train.stepz=1", "--sweep train.steps=10,20", "--sweep requeue.on=[],[crash]"),
+        *("--sweep profiler.ranks=[0],[1]", "--sweep train.device_batch_size=0,-1"),
+        "--sweep seed=1,2 --repeats 0",
     ],
 )
-def test_what_was_typed_wrong(desk: Desk, args: list[str], message: str) -> None:
-    assert message in desk.refused("bench", "settings", str(desk.config), *args)["error"]
+def test_what_was_typed_wrong(desk: Desk, options: str) -> None:
+    value = desk.refused("bench", "settings", str(desk.config), *options.split())
+    said(f"{value['error']}\n\nhint: {value['hint']}")
 
 
 def test_the_kind_of_bench_may_be_left_out(desk: Desk) -> None:
@@ -77,19 +71,19 @@ def test_the_kind_of_bench_may_be_left_out(desk: Desk) -> None:
         ("settings", ["--sweep=seed=3,4"]),
         ("layouts", []),
     ):
-        short, whole = (desk.trainkit(*words, *typed, *more) for words in (["bench"], ["bench", kind]))
+        short, whole = (desk.typed(*words, *typed, *more) for words in (["bench"], ["bench", kind]))
         assert (short.returncode, short.stdout) == (0, whole.stdout), short.stderr
-    typo = desk.trainkit("bench", "setings", str(desk.config), "--sweep", "seed=1,2")
+    typo = desk.typed("bench", "setings", str(desk.config), "--sweep", "seed=1,2")
     assert (typo.returncode, "settings" in typo.stderr) == (2, True)
     (desk.folder / "setings").write_text(desk.config.read_text())
-    assert desk.trainkit("bench", "setings", "--sweep", "seed=1,2", "--dry-run").returncode == 0
+    assert desk.typed("bench", "setings", "--sweep", "seed=1,2", "--dry-run").returncode == 0
 
 
 @pytest.mark.slow
 def test_points_run_in_rounds_and_one_that_fails_stays_in_the_table(desk: Desk) -> None:
     desk.works(CURVE)
     args = ["--steps", "10", "--warmup", "2", "--repeats", "2", "--out", "runs/mine", "--json"]
-    done = bench(desk, str(desk.config), *BATCHES, *args)
+    done = desk.trainkit("bench", "settings", str(desk.config), *BATCHES, *args)
     assert done.returncode == 0, done.stderr
     value = json.loads(done.stdout)
     assert [(row["train.device_batch_size"], row["status"]) for row in value["rows"]] == [
@@ -98,9 +92,9 @@ def test_points_run_in_rounds_and_one_that_fails_stays_in_the_table(desk: Desk) 
         (8, "failed (2 of 2)"),
     ]
     assert (value["fastest"]["name"], value["fastest"]["is_clear"]) == ("train.device_batch_size=4", True)
-    said = [line.partition(":")[0] for line in done.stderr.splitlines() if line[1:3] == "/6"]
+    shown = [line.partition(":")[0] for line in done.stderr.splitlines() if line[1:3] == "/6"]
     batch = "train.device_batch_size"
-    assert said == [
+    assert shown == [
         f"{index}/6  {batch}={size} (repeat {repeat})"
         for index, (repeat, size) in enumerate(((1, 2), (1, 4), (1, 8), (2, 2), (2, 4), (2, 8)), 1)
     ]
@@ -109,7 +103,7 @@ def test_points_run_in_rounds_and_one_that_fails_stays_in_the_table(desk: Desk) 
     assert [row["tokens_per_s"] for row in rows] == ["400", "200", ""]
     assert [row["samples_per_s"] for row in rows] == ["16", "16", ""]
     assert [row["run"] for row in rows] == ["1 4", "0 3", "2 5"]
-    assert rows[2]["verdict"] == "rank 0 failed first at step 3: OutOfMemoryError: no memory"
+    assert rows[2]["verdict"].endswith("OutOfMemoryError: no memory")
     assert "2 failed, 4 finished" in done.stderr
     assert "no exposed_comm_s: " in done.stderr  # these workers wrote no profile
     for run in map(RunGroup(desk.folder / "runs/mine").run, range(6)):
@@ -118,13 +112,13 @@ def test_points_run_in_rounds_and_one_that_fails_stays_in_the_table(desk: Desk) 
     made = read_json(desk.folder / "runs/mine/bench.json")
     assert (made["kind"], made["repeats"]) == ("settings", 2)
     assert made["impossible"].keys() == {"train.device_batch_size=3"}
-    assert json.loads(desk.trainkit("status", "mine", "--json").stdout)["states"] == {
+    assert json.loads(desk.typed("status", "mine", "--json").stdout)["states"] == {
         "finished": 4,
         "failed": 2,
     }
-    ended = desk.trainkit("cancel", "mine", "--json")
+    ended = desk.typed("cancel", "mine", "--json")
     assert (ended.returncode, json.loads(ended.stdout)["state"]) == (0, "ended")
-    collected = desk.trainkit("bench", "settings", "--collect", "runs/mine", "--json")
+    collected = bench(desk, "--collect", "runs/mine", "--json")
     assert json.loads(collected.stdout)["rows"] == value["rows"]
 
 

@@ -62,7 +62,6 @@ def test_names_the_first_rank_and_the_cause(name: str, tmp_path: Path) -> None:
 
 
 def test_the_set_covers_the_causes() -> None:
-    """The recorded runs cover 24 causes, from runs that really failed or from errors of real tools."""
     contents = [yaml.safe_load((FOLDER / f"{name}.yaml").read_text()) for name in RECORDED]
     assert len({content["expect"].get("name") for content in contents if is_real(content)}) >= 24
 
@@ -164,7 +163,7 @@ def test_an_exception_of_the_user_comes_before_those_that_noticed_it(tmp_path: P
     found = newest(run)
     assert (found.name, found.rank) == ("exception", 1)
     said(found.cause)
-    assert "in your code: train.py:3\n    f(x)\n" in "\n".join(diagnosis_lines(found))
+    assert "code: train.py:3\n    f(x)\n" in "\n".join(diagnosis_lines(found))
 
 
 def test_an_exception_that_is_known_is_not_explained_by_other_lines(tmp_path: Path) -> None:
@@ -377,7 +376,7 @@ def test_a_command_that_finds_no_file_learns_where_it_runs(
     found = diagnose(run.attempt(1), read_job(run))
     assert found.name == "missing-file"
     assert any(one.startswith(advice.format(above=tmp_path, run=run.path)) for one in found.advice)
-    assert not any("from which the run was submitted" in one for one in found.advice)
+    assert not any("run was submitted" in one for one in found.advice)
 
 
 def test_a_signal_explains_only_what_follows_it(tmp_path: Path) -> None:
@@ -445,10 +444,7 @@ def test_a_save_that_the_end_cut_off(run: RunDir) -> None:
     ("resources", "hint"),
     [
         ("time: '2:00:00'", "--time 04:00:00` continues with twice the limit; resources.time is 2:00:00"),
-        (
-            "{time: 3-0, slice: '4:00:00'}",
-            "--slice 08:00:00` continues with twice the limit;",
-        ),
+        ("{time: 3-0, slice: '4:00:00'}", "--slice 08:00:00` continues with twice the limit;"),
         ("{time: 3-0, slice: 2-0}", "--time 6-00:00:00` continues with twice the limit; resources.time is"),
         ("{time: '4:00:00', time_min: '30'}", "--time-min 01:00:00` continues with twice the limit;"),
         ("{time: null}", None),

@@ -63,7 +63,6 @@ def test_binary_output(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_files_that_are_cut_off_or_of_another_form(tmp_path: Path, seed: int) -> None:
-    """A diagnosis succeeds with any file that a crash may leave."""
     chance = random.Random(seed)
     for name in chance.sample(RECORDED, 12):
         run = RunDir(tmp_path / name)
@@ -134,7 +133,6 @@ def test_in_a_folder_of_an_older_version(
 
 
 def test_the_agent_has_recorded_which_rank_it_was(tmp_path: Path) -> None:
-    """The agent recorded rank 3, while the launcher reports the rank that it checked first."""
     record = {**OLD, "rank": 3, "type": "RankKilled", "message": "killed by SIGKILL", "exit_code": 137}
     report = OUTPUT["deepspeed-second-node"]
     cases = [(report, (LOST, record)), (report, (record, LOST)), ("… return code = 1", (record, LOST))]
@@ -164,7 +162,6 @@ def torchrun(rank: int, raised: str, second: int, code: int = 1) -> str:
 def test_the_first_of_several_launchers_is_the_one_that_reports_the_earliest_failure(
     tmp_path: Path, killed: bool, has_end: bool
 ) -> None:
-    """A launcher that waits for its other ranks ends late, and its record has this late time."""
     attempt = RunDir(tmp_path).attempt(1)
     attempt.create()
     write_json(attempt.plan_file, {"command": ["x.py"], "num_nodes": 2, "workers_per_node": 2})
@@ -189,7 +186,6 @@ def test_the_first_of_several_launchers_is_the_one_that_reports_the_earliest_fai
 
 
 def test_the_first_failure_is_that_of_the_verdict(tmp_path: Path) -> None:
-    """The root cause decides even if other ranks failed earlier, at the same time, or at an unknown time."""
     run = failed(tmp_path, b"", "boom", "ValueError")
     attempt = run.attempt(1)
     for times in (("01", "01", "01"), ("00", "01", "01"), (None, None, None), (None, None, "01")):

@@ -39,7 +39,6 @@ def test_the_signatures_are_sound() -> None:
 
 
 def test_no_sentence_for_a_command_names_what_has_no_effect_on_it() -> None:
-    """Keys of the built-in trainer have no effect on a COMMAND, and a COMMAND has no values for them."""
     sections = "task|model|data|tokenizer|optimizer|schedule|precision|parallel|train|checkpoint"
     wrong = re.compile(
         rf"\b(?:{sections})\.[a-z]\w*|trainkit (?:plan|check)\b|the (?:model|data) section|--set device="
@@ -54,7 +53,6 @@ def test_no_sentence_for_a_command_names_what_has_no_effect_on_it() -> None:
 
 
 def test_no_line_of_a_log_takes_a_signature_long() -> None:
-    """The line has 20,000 characters. A pattern that restarts at each character needs 200 million steps."""
     starts = ["a", " ", "(", '"', ".", "a.", "1", "0x", "rank 1 ", "Error: ", "node1: ", "a=b ", "Traceback "]
     slow = []
     for signature in load_signatures():
@@ -70,10 +68,7 @@ def test_no_line_of_a_log_takes_a_signature_long() -> None:
 
 @pytest.mark.parametrize("text", ["CUDA out of memory ", "No space left on device "])
 def test_an_error_that_a_log_repeats_is_judged_once(text: str) -> None:
-    """The log has 400 lines of 1,000 characters.
-
-    A program survived 50 errors in each line.
-    """
+    """The log has 400 lines of 1,000 characters. A program survived 50 errors in each line."""
     log, began_s = Text("log", "log", [(text * 1000)[:1000]] * 400), time.process_time()
     found = [match.evidence.line for signature in load_signatures() if (match := log.find(signature))]
     assert set(found) == {400}

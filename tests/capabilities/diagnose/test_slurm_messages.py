@@ -85,14 +85,13 @@ def test_a_requeue_in_the_second_of_the_end_is_a_consequence(tmp_path: Path) -> 
     second = job_of(tmp_path / "second", CRASH, CRASH, {})
     append_to_log(second, 1, ended_by_slurm("JOB REQUEUE", 90))
     assert [named(second, number) for number in (1, 2)] == ["killed", "killed"]
-    assert found_in(second, 3).cause.startswith("no known cause was found"), "it began later"
+    assert found_in(second, 3).name is None, "it began later"
 
 
 @pytest.mark.parametrize("end", [{}, NOT_RECORDED], ids=["no end", "a later start wrote the end"])
 def test_an_attempt_without_an_end_of_its_own_is_explained_by_what_slurm_wrote_while_it_ran(
     tmp_path: Path, end: dict[str, Any]
 ) -> None:
-    """The job is requeued twice, and each start appends to the log of attempt 1."""
     run = job_of(tmp_path, end, CRASH, end, end)
     append_to_log(run, 1, ended_by_slurm("PREEMPTION", 50))
     append_to_log(run, 1, ended_by_slurm("TIME LIMIT", 170))

@@ -122,7 +122,7 @@ def test_gpus_of_this_host_are_measured(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(nodes, "node_report", lambda _: report)
     found = list(nodes.local_bandwidth(Request(tmp_path)))
     assert [check.state for check in found] == ["ok", "ok"]
-    assert "over 2 ranks (gloo, 32 MiB)" in found[0].value
+    assert "2 ranks (gloo, 32 MiB)" in found[0].value
     assert re.search(r"Gbit/s from GPU [01] to GPU [01], the slowest of 2", found[1].value)
 
 

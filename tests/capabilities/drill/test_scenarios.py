@@ -1,15 +1,26 @@
+import os
+import random
+import signal
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from job_tree import wait_for
 
 from tests.support.runs import launch_plan, make_attempt
 from tests.support.said import said
+from trainkit.capabilities.drill import command
 from trainkit.capabilities.drill.command import MIN_STEPS, NUM_SAVES
+from trainkit.capabilities.drill.inject import flip_bytes
 from trainkit.capabilities.drill.scenarios import NAMES, SCENARIOS, RunWatch, choose_target, skip_reason
 from trainkit.config.schema import RunConfig
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.workload import Workload
-from trainkit.run.record import add_slurm_attempt
+from trainkit.run.end import read_end
+from trainkit.run.files import write_json
+from trainkit.run.manifest import MANIFEST_NAME, SEAL, file_hash, find_damage, published, seal
+from trainkit.run.record import add_slurm_attempt, read_job
 from trainkit.run.rundir import RunDir
 from trainkit.slurm.client import SlurmUnreachable
 
@@ -68,7 +79,6 @@ def run(tmp_path) -> RunDir:
 def test_a_run_of_which_slurm_says_nothing_is_waited_for(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The drill waits for a silent run, because the Slurm controller may be unreachable for a long time."""
     looks: list[None] = []
 
     def away(entry: object) -> None:
@@ -85,3 +95,50 @@ def test_a_run_of_which_slurm_says_nothing_is_waited_for(
     assert not watch.until(lambda: False)
     assert not watch.is_stuck
     said(lines[0])
+
+
+def save(run: RunDir, step: int) -> None:
+    """Write a checkpoint with one small and one large file."""
+    folder = run.checkpoint_dir(step)
+    folder.mkdir(parents=True)
+    for name, size in (("small", 10), ("large", 10_000)):
+        (folder / name).write_bytes(bytes(range(10)) * (size // 10))
+    files = {
+        name: {"bytes": (folder / name).stat().st_size, "sha256": file_hash(folder / name)}
+        for name in ("large", "small")
+    }
+    manifest = {"version": 1, "step": step, "files": files}
+    write_json(folder / MANIFEST_NAME, {**manifest, SEAL: seal(manifest)})
+
+
+def test_flipped_bytes_are_found_only_by_the_hash(tmp_path: Path):
+    run = RunDir(tmp_path)
+    save(run, 5)
+    save(run, 10)
+    before = (run.checkpoint_dir(10) / "large").read_bytes()
+    damaged = flip_bytes(run, random.Random(0))
+    after = (run.checkpoint_dir(10) / "large").read_bytes()
+    assert damaged.step == 10
+    assert len(after) == len(before)
+    assert sum(a != b for a, b in zip(before, after, strict=True)) == 8
+    intact, damage = [find_damage(checkpoint) for checkpoint in published(run.checkpoints_dir)]
+    assert intact == ""
+    said(damage)
+
+
+def is_killed(run):
+    wait_for(lambda: read_job(run).newest.alive() is False)
+    return read_end(run.attempt(1)).state == "cancelled"
+
+
+def test_of_a_drill(start_job, tmp_path, monkeypatch):
+    def create_run(*args):
+        run = start_job("time.sleep(600)").run
+        return SimpleNamespace(run=run, job=read_job(run))
+
+    monkeypatch.setattr(command, "create_run", create_run)
+    monkeypatch.setattr(command, "print_created", lambda created: None)
+    monkeypatch.setattr(command, "start_run", lambda *args: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        list(command.Drill(tmp_path, None, None, 0, None, print).run([]))
+    assert is_killed(RunDir(tmp_path / "run"))

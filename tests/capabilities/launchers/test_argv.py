@@ -60,7 +60,6 @@ def test_a_launcher_starts_the_ranks_of_its_node(launcher: str, module: str, opt
 
 
 def test_deepspeed_gets_the_gpus_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The deepspeed launcher sets CUDA_VISIBLE_DEVICES itself."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,GPU-f,6,7")
     here = replace(PLAN, backend="local", device="cuda", workload=Workload(("train.py",), "deepspeed"))
     (info,) = [word for word in worker_argv(here, PLACE, RUN) if word.startswith("--world_info=")]

@@ -108,23 +108,20 @@ def test_zero_stages(tmp_path: Path, parallel: str, expected: dict[str, object])
 def test_a_batch_that_does_not_divide_is_refused(tmp_path: Path) -> None:
     text = "train: {device_batch_size: 4, global_batch_size: 40}"
     for launcher in ("deepspeed", "accelerate", "megatron"):
-        message = refusal(tmp_path, launcher, text)
-        said(message)
+        said(refusal(tmp_path, launcher, text))
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    "text",
     [
-        ("parallel: {tp: 2}", "parallel.tp: is 2, which --launcher deepspeed does not pass on"),
-        ("name: mine", "{ds_config} needs a batch size, for which DeepSpeed has no default"),
-        ("parallel: {dp_shard: 4, dp_replicate: 2}", "is 4, but ZeRO shards over all 8 processes"),
-        ("optimizer: {name: adamw_8bit}", "optimizer.name: is adamw_8bit, which DeepSpeed does not have"),
+        "parallel: {tp: 2}",
+        "name: mine",
+        "parallel: {dp_shard: 4, dp_replicate: 2}",
+        "optimizer: {name: adamw_8bit}",
     ],
 )
-def test_deepspeed_refuses(tmp_path: Path, text: str, words: str) -> None:
-    message = refusal(tmp_path, "deepspeed", text)
-    assert words in message
-    assert "hint: " in message
+def test_deepspeed_refuses(tmp_path: Path, text: str) -> None:
+    said(refusal(tmp_path, "deepspeed", text))
 
 
 def test_accelerate_ddp(tmp_path: Path) -> None:
@@ -160,14 +157,11 @@ def test_accelerate_fsdp(tmp_path: Path) -> None:
             "parallelism_config_dp_shard_size": 4,
         },
     }
-    message = refusal(tmp_path, "accelerate", "parallel: {dp_shard: -1}", device="cpu")
-    said(message)
-    message = refusal(tmp_path, "accelerate", "parallel: {pp: 2}")
-    said(message)
+    said(refusal(tmp_path, "accelerate", "parallel: {dp_shard: -1}", device="cpu"))
+    said(refusal(tmp_path, "accelerate", "parallel: {pp: 2}"))
 
 
 def test_accelerate_reads_what_is_generated(tmp_path: Path) -> None:
-    """Accelerate's parser accepts the file, and that parser refuses unknown keys."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
     for text, device, expected in (
@@ -241,56 +235,38 @@ def test_megatron_refuses_a_flag_that_the_command_has(tmp_path: Path) -> None:
 
 
 UNUSED = [
-    # Each case is a launcher, its command, the typed settings, and the settings without effect.
-    ("python", "x.py", ["seed=3"], "seed has no effect on a COMMAND or function that does not read it"),
-    ("python", "x.py", ["train.steps=3", "model.preset=nano"], "model.preset, train.steps have no effect on"),
-    (
-        "python",
-        "x.py",
-        ["task_args.size=3", "optimizer.betas.0=0.8"],
-        "optimizer.betas, task_args.size have no",
-    ),
-    (
-        "python",
-        "x.py",
-        ["logging.tensorboard=false", "profiler.num_steps=2"],
-        "logging.tensorboard, profiler.",
-    ),
-    (
-        "python",
-        "x.py",
-        ["checkpoint.keep_last=2", "schedule.warmup_steps=2"],
-        "checkpoint.keep_last, schedule.",
-    ),
-    ("python", "x.py", ["device=cpu", "note=a", "tags=[a]", "name=b", "logging.pattern=null"], ""),
-    ("python", "x.py", ["launch.env.A=1", "launch.secrets+=B", "resources.nodes=2", "requeue.max=2"], ""),
-    ("python", "x.py", ["notify.on=[failed]", "logging.health_every_s=5", "config_version=2"], ""),
-    ("torchrun", "x.py", ["seed=3"], "seed has no effect"),
-    ("megatron", "x.py", ["seed=3", "train.steps=3", "optimizer.lr=1", "optimizer.lr_scale=sqrt"], ""),
-    ("megatron", "x.py", ["parallel.dp_shard=-1", "train.deterministic=true"], "train.deterministic has"),
-    ("accelerate", "x.py", ["precision.dtype=bf16"], ""),
-    ("accelerate", "x.py", ["seed=3", "train.steps=3"], "seed, train.steps have no effect"),
-    (
-        "lightning",
-        "x.py {max_steps}",
-        ["train.steps=3", "train.grad_clip=2"],
-        "train.grad_clip has no effect",
-    ),
-    ("lightning", "x.py {lr} {batch_size}", ["optimizer.lr=1", "train.device_batch_size=2"], ""),
-    ("deepspeed", "x.py {ds_config}", ["train.device_batch_size=2", "train.grad_clip=2"], ""),
-    ("deepspeed", "x.py", ["train.device_batch_size=2"], "train.device_batch_size has no effect"),
+    # Each case is a launcher, its command, and the typed settings.
+    ("python", "x.py", ["seed=3"]),
+    ("python", "x.py", ["train.steps=3", "model.preset=nano"]),
+    ("python", "x.py", ["task_args.size=3", "optimizer.betas.0=0.8"]),
+    ("python", "x.py", ["logging.tensorboard=false", "profiler.num_steps=2"]),
+    ("python", "x.py", ["checkpoint.keep_last=2", "schedule.warmup_steps=2"]),
+    ("python", "x.py", ["device=cpu", "note=a", "tags=[a]", "name=b", "logging.pattern=null"]),
+    ("python", "x.py", ["launch.env.A=1", "launch.secrets+=B", "resources.nodes=2", "requeue.max=2"]),
+    ("python", "x.py", ["notify.on=[failed]", "logging.health_every_s=5", "config_version=2"]),
+    ("torchrun", "x.py", ["seed=3"]),
+    ("megatron", "x.py", ["seed=3", "train.steps=3", "optimizer.lr=1", "optimizer.lr_scale=sqrt"]),
+    ("megatron", "x.py", ["parallel.dp_shard=-1", "train.deterministic=true"]),
+    ("accelerate", "x.py", ["precision.dtype=bf16"]),
+    ("accelerate", "x.py", ["seed=3", "train.steps=3"]),
+    ("lightning", "x.py {max_steps}", ["train.steps=3", "train.grad_clip=2"]),
+    ("lightning", "x.py {lr} {batch_size}", ["optimizer.lr=1", "train.device_batch_size=2"]),
+    ("deepspeed", "x.py {ds_config}", ["train.device_batch_size=2", "train.grad_clip=2"]),
+    ("deepspeed", "x.py", ["train.device_batch_size=2"]),
 ]
 
 
-@pytest.mark.parametrize(("launcher", "command", "typed", "warning"), UNUSED)
+@pytest.mark.parametrize(
+    ("launcher", "command", "typed"),
+    UNUSED,
+    ids=lambda word: word if isinstance(word, str) else " ".join(word),
+)
 def test_a_key_without_effect_that_was_typed_is_warned_of(
-    launcher: str, command: str, typed: list[str], warning: str
+    launcher: str, command: str, typed: list[str]
 ) -> None:
     config = load_config(None, overrides=typed, environ={}, layers=False)
     plan = make_plan(config, FACTS, Workload(tuple(command.split()), launcher))
-    found = [text for text in plan.warnings if "effect" in text]
-    assert len(found) == bool(warning)
-    assert not warning or found[0].startswith(warning)
+    said("\n".join(text for text in plan.warnings if "effect" in text))
 
 
 def test_a_key_without_effect_of_a_file_or_the_environment_is_not_warned_of(tmp_path: Path) -> None:

@@ -60,7 +60,6 @@ def test_every_choice_is_a_layout_of_all_gpus(preset: str, num_gpus: int) -> Non
 
 
 def test_degrees_that_do_not_divide_the_model_are_left_out() -> None:
-    """The 70B model has 8 key-value heads and 80 layers."""
     found = list(layouts(step_work("70b"), hardware(512)))
     assert {layout.tp for layout in found} == {1, 2, 4, 8}
     assert max(layout.pp for layout in found) == 64

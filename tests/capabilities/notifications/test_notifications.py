@@ -182,7 +182,6 @@ CRASHES_ONCE = "sys.exit(0 if ATTEMPT == 2 else 3)"
 
 
 def test_a_run_reports_its_restart_and_its_end(start_job: Callable[..., Job], endpoint: Webhook) -> None:
-    """Run a COMMAND on this machine. Neither its files nor the arguments of its processes contain the URL."""
     script = """
         for pid in filter(str.isdigit, os.listdir("/proc")):
             try:
@@ -201,9 +200,7 @@ def test_a_run_reports_its_restart_and_its_end(start_job: Callable[..., Job], en
     assert (last["attempt"], last["run"], last["run_dir"]) == (2, "run", str(job.run.path))
     assert last["job_id"] == job.entry.job_id
     assert last["path"] == f"/services/{SECRET}"
-    assert first["text"].startswith(
-        "run restarts: a worker ended with exit code 3; resumes (restart 1); rank 0"
-    )
+    assert "exit code 3; resumes (restart 1); rank 0" in first["text"]
     argv = (job.run.path / "argv").read_bytes()
     assert b"trainkit.job.supervisor" in argv
     assert SECRET.encode() not in argv
@@ -349,7 +346,6 @@ def test_an_old_plan_has_no_notifications(tmp_path: Path, endpoint: Webhook) -> 
 def test_the_end_of_an_attempt_is_no_moment_to_look_for_stalls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stall is not reported for an ended attempt. The next supervisor reports only the end."""
     polls: list[object] = []
     monkeypatch.setattr(ProgressWatch, "poll", lambda watch: polls.append(watch))
     monkeypatch.setenv(WEBHOOK_VARIABLE, "http://127.0.0.1:9/")

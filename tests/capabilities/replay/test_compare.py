@@ -106,7 +106,6 @@ def record_turns(attempt: AttemptDir, rank: int, step: int, **of_first: Any) -> 
 
 
 def test_each_turn_of_a_step_is_compared(folders: tuple[RunDir, RunDir]) -> None:
-    """An error of one rank in the first turn changes the loss of every rank in the second turn."""
     record(folders[0], 4, grad_norm=800.0)
     for rank in range(4):
         record_turns(folders[1].attempt(1), rank, 4)
@@ -145,7 +144,6 @@ def test_another_layout_is_compared_within_rounding(folders: tuple[RunDir, RunDi
 
 
 def test_rounding_is_no_error(folders: tuple[RunDir, RunDir]) -> None:
-    """A growing difference on another layout is rounding, and a sudden difference is an error."""
     other = Layout(dp_shard=2, tp=2)
     for step, difference in ((1, 1e-4), (2, 2e-3), (3, 4e-2), (4, 0.2)):
         record(folders[1], step, loss=(2.0 + step) * (1 - difference))
@@ -160,7 +158,6 @@ def test_rounding_is_no_error(folders: tuple[RunDir, RunDir]) -> None:
 
 
 def test_other_versions_round_differently(folders: tuple[RunDir, RunDir]) -> None:
-    """Different bits with another torch are no error unless the difference is large."""
     facts = {"torch": "2.8.0", "processor": "H100", "threads": 4, "data": "one"}
     start(folders[0], 1, 0, **facts)
     start(folders[1], 1, 0, **{**facts, "torch": "2.9.1", "threads": 1})

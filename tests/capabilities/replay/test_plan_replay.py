@@ -145,7 +145,6 @@ def test_a_plan_of_a_replay_is_read_as_it_was_written(run: RunDir) -> None:
 
 
 def test_code_that_has_changed_since(run: RunDir) -> None:
-    """A run on this machine has no copy of the code."""
     file = run.path.parent / "my_task.py"
     file.write_text("")
     os.utime(file, (0, 0))

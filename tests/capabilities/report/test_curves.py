@@ -54,9 +54,7 @@ def step(number: int, seconds: float, attempt: int = 1, **values: object) -> Map
 
 def test_a_table_has_a_row_per_step_and_the_keys_that_differ(sweep: RunGroup) -> None:
     table = curves("mine", metrics=["loss", "grad_norm"])
-    assert list(table) == [
-        *("run", LR, "seed", "step", "tokens", "time_s", "gpu_hours", "loss", "grad_norm"),
-    ]
+    assert list(table) == [*("run", LR, "seed", "step", "tokens", "time_s", "gpu_hours", "loss", "grad_norm")]
     assert table.num_rows == 6 * 20
     last = [row for row in table.rows() if row["run"] == "4"][-1]
     assert (last[LR], last["seed"], last["step"], last["time_s"]) == (1e-2, 1, 20, 40.0)
@@ -296,7 +294,6 @@ def test_the_mean_ends_where_a_run_has_diverged(sweep: RunGroup) -> None:
 
 
 def test_a_key_that_is_named_as_a_column_stays_one(sweep: RunGroup) -> None:
-    """A COMMAND can sweep `lr` and log a metric `lr`."""
     sweep_json = json.loads((sweep.path / "sweep.json").read_text())
     for trial in sweep_json["points"]:
         trial["values"] = {"grad_norm": f"m{trial['index'] % 2}", "step": 10 * trial["index"]}

@@ -110,7 +110,7 @@ def test_a_run_that_failed_before_its_first_checkpoint_has_a_curve(run):
     report = report_of(run)
     assert (report.goodput, report.num_steps_lost) == (0.0, 3)
     assert [x for x, _ in report.metrics["loss"]] == [3, 4, 5]
-    assert "loss: not finite from 4" in render_report(report)
+    assert "not finite from 4" in render_report(report)
 
 
 def test_a_requeue_gives_the_allocation_back():
@@ -127,7 +127,7 @@ def test_a_command_without_metrics_is_unmeasured_not_idle(run):
     append_jsonl(run.events_file, event(8, 1, "finished", state="finished"))
     report = report_of(run)
     assert (report.spent["unmeasured"], report.allocated_s, report.goodput) == (8.0, 8.0, None)
-    assert "Unknown, because the run has no metrics." in render_report(report)
+    assert "has no metrics." in render_report(report)
     for number in (1, 2):  # the metrics were found in the log of the run
         record = {
             "step": number,
@@ -274,8 +274,8 @@ def test_slow_ranks_are_named_with_host_phase_and_steps(run):
     assert report.to_dict()["slowdowns"][0]["noticed"] == iso(22)
     text = render_report(report)
     assert "<td>1<td>node-b<td>data" in text
-    assert "No slow rank was found." not in text
-    assert "No slow rank was found." in render_report(report_of_run_without(run, "slow_"))
+    assert "No slow rank" not in text
+    assert "No slow rank" in render_report(report_of_run_without(run, "slow_"))
 
 
 def report_of_run_without(run, prefix):

@@ -72,7 +72,6 @@ def test_a_slow_rank_is_named_within_30_steps_and_when_it_is_over(size: int) -> 
 
 
 def test_a_window_that_a_resume_cut_off_is_not_judged() -> None:
-    """The first steps of an attempt compile code and read data that is not cached yet."""
     ranks = ranks_of(Layout(dp_shard=4), on_gpu=True)
     slow_at_first = {1: (0.0, 5.0)}
     assert add_steps(ranks, range(39, 41), 4, slow_at_first) == []
@@ -197,7 +196,7 @@ def test_a_rank_with_less_of_its_cpu_is_named(tmp_path: Path) -> None:
     assert found["ratio"] > 1.4
     assert begins - WINDOW < found["since_step"] <= begins + 2 * WINDOW
     assert found["step"] <= found["since_step"] + 3 * WINDOW
-    assert f"rank 2 on {found['host']} has been slow since step" in attempt.rank_log(0).read_text()
+    assert f"rank 2 on {found['host']} is" in attempt.rank_log(0).read_text()
 
 
 SLOW_LOADER = """
@@ -234,7 +233,7 @@ def test_a_rank_with_a_slow_loader_is_named_for_its_data(tmp_path: Path) -> None
     last = read_metrics(attempt.run)[-1]
     assert (last["slowest_rank"], last["slowest_host"]) == (1, found["host"])
     assert last["slowest_rank_s"] > 8 * 0.02 > last["other_ranks_s"]
-    assert "has been slow since step" in attempt.rank_log(0).read_text()
+    assert "is slow since" in attempt.rank_log(0).read_text()
 
 
 def last_step(run: RunDir) -> int:

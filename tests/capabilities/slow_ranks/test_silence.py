@@ -18,6 +18,7 @@ from tests.support.runs import launch_plan
 from tests.support.said import said
 from trainkit.capabilities.diagnose.diagnose import diagnose
 from trainkit.capabilities.slow_ranks.policy import SlowRanksPlan
+from trainkit.capabilities.slow_ranks.shown import notices_of, sentence
 from trainkit.capabilities.slow_ranks.silence import SilenceWatch
 from trainkit.job.failure.stacks import (
     STATE_PROBLEMS,
@@ -30,9 +31,9 @@ from trainkit.job.failure.stacks import (
 from trainkit.job.hangs import HangRecord, hang_failure, missing_ranks, read_hangs
 from trainkit.observe.status import read_status
 from trainkit.plan.workload import Workload
-from trainkit.run.events import log_event
-from trainkit.run.files import parse_time, read_jsonl, to_json, utc_now, write_json
-from trainkit.run.history import RunHistory
+from trainkit.run.events import Event, log_event, read_events
+from trainkit.run.files import append_jsonl, parse_time, read_jsonl, to_json, utc_now, write_json
+from trainkit.run.history import OwnedEvents, RunHistory
 from trainkit.run.record import read_job
 from trainkit.run.rundir import AttemptDir, RunDir
 
@@ -73,7 +74,6 @@ def attempt(tmp_path: Path) -> AttemptDir:
 
 
 def test_a_silent_command_hangs(attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Output of any rank, metrics and the heartbeat count as progress. A suspended machine does not hang."""
     watched, run = Watched(attempt, monkeypatch, silence_s=60.0), attempt.run
     for change in (attempt.rank_log(3), attempt.node_log(1), run.metrics_file, run.heartbeat_file):
         assert watched.wait(50) == []
@@ -255,7 +255,6 @@ WAITS = """
 
 
 def test_a_run_behind_a_lock_that_was_left(start_job: Callable[..., Job], tmp_path: Path) -> None:
-    """`status` and `diagnose` name the stale lock file while the run waits, and no file once it continues."""
     lock = tmp_path / "extensions/cpu_adam/lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
@@ -312,3 +311,37 @@ def test_silence_without_a_lock_is_no_cause_of_an_end(attempt: AttemptDir) -> No
     assert (found.state, found.name, found.cause) == ("running", "no-output", reason)
     write_json(attempt.end_file, {"state": "failed", "cause": "crash", "reason": "a worker ended"})
     assert diagnose(attempt, read_job(attempt.run)).name is None
+
+
+SLOW = {"phase": "compute", "ratio": 2.0, "own_s": 0.19, "usual_s": 0.07}
+
+
+def test_slow_ranks_are_reported_until_they_are_no_longer_slow(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    for event in (
+        {"event": "slow_rank", "attempt": 1, "rank": 1, "host": "a", "since_step": 11, **SLOW},
+        {"event": "slow_rank", "attempt": 2, "rank": 2, "host": "b", "since_step": 61, **SLOW},
+        {"event": "slow_rank", "attempt": 2, "rank": 3, "host": "c", "since_step": 71, **SLOW},
+        {"event": "slow_run", "attempt": 2, "since_step": 81, **SLOW, "phase": "network"},
+        {"event": "slow_rank_over", "attempt": 2, "rank": 3, "host": "c", "since_step": 71, **SLOW},
+    ):
+        append_jsonl(run.events_file, event)
+    said("\n".join(sentence(event) for event in OwnedEvents(read_events(run)).lasting(2)))
+
+
+def test_the_newest_silence_is_a_warning_until_any_output(tmp_path: Path) -> None:
+    seen = OwnedEvents()
+    for rank in (3, 1):
+        seen.add(Event({"event": "silent", "attempt": 1, "rank": rank, "reason": f"rank {rank} waits"}))
+    [found] = notices_of(RunDir(tmp_path), seen.lasting(1))
+    said(found.text)
+    seen.add(Event({"event": "silent_over", "attempt": 1}))
+    assert (seen.lasting(1), len(seen.all)) == ([], 3)
+
+
+def test_events_of_another_package_last_too() -> None:
+    names = ("started", "toy.hot", "toy.cold", "toy.hot_over", "finished")
+    seen = OwnedEvents(Event({"event": name, "attempt": 1}) for name in names)
+    assert [event.name for event in seen.all] == ["toy.hot", "toy.cold", "toy.hot_over"]
+    assert [event.name for event in seen.lasting(1)] == ["toy.cold"]
+    assert seen.lasting(2) == []

@@ -1,5 +1,6 @@
 """Tests that mistakes in a user's task are found with a few samples on a CPU and reported with their line."""
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from trainkit.capabilities.task_check.worker import Smoke, smoke
 from trainkit.cli.main import main
 from trainkit.config import load_config
 from trainkit.config.schema import RunConfig
+from trainkit.errors import Problem
 from trainkit.trainer.task_check import definite_problem
 
 CODE = """
@@ -62,85 +64,40 @@ OWN_STEP = """
         self.seen = state["seen"]
 """
 AT_SUBMIT = {
-    "turns": (LOSS, LOSS + TURNS, "Mine defines turns() and not optimizers()", "remove turns()"),
-    "no loss of a turn": (
-        LOSS,
-        LOSS + OWN_STEP + TURNS.replace("loss_for", "loss_of"),
-        "Mine defines turns() and not loss_for()",
-        "define loss_for()",
-    ),
-    "half a state": (
-        LOSS,
-        LOSS + "\n\n    def state_dict(self):\n        return {}",
-        "Mine defines state_dict() and not load_state_dict()",
-        "define load_state_dict()",
-    ),
-    "no class": (
-        "class Mine",
-        "class Other",
-        "no class Mine that is a Task",
-        "a task is a subclass of trainkit.task.Task",
-    ),
-    "syntax": (
-        "def loss(self, model, batch):",
-        "def loss(self, model, batch)",
-        "SyntaxError: expected ':'",
-        "",
-    ),
-    "import": (
-        "import torch\n",
-        "import torch\nimport not_installed\n",
-        "No module named 'not_installed'",
-        "",
-    ),
-    "no loss": ("def loss(", "def losses(", "Mine does not define loss", "mine.py:6"),
-    "arguments": ("width=4", "depth=4", "got an unexpected keyword argument 'width'", "Mine takes depth"),
+    "turns": (LOSS, LOSS + TURNS),
+    "no loss of a turn": (LOSS, LOSS + OWN_STEP + TURNS.replace("loss_for", "loss_of")),
+    "half a state": (LOSS, LOSS + "\n\n    def state_dict(self):\n        return {}"),
+    "no class": ("class Mine", "class Other"),
+    "syntax": ("def loss(self, model, batch):", "def loss(self, model, batch)"),
+    "import": ("import torch\n", "import torch\nimport not_installed\n"),
+    "no loss": ("def loss(", "def losses("),
+    "arguments": ("width=4", "depth=4"),
 }
 IN_A_SMOKE_TEST = {
-    "name": ("super().__init__(config)", "self.depth = DEPTH", "name 'DEPTH' is not defined", ""),
-    "no model": (MODEL, "        nn.Linear(3, 1)", "build_model() returned a NoneType", ""),
-    "bf16 model": (MODEL, MODEL + ".bfloat16()", "0.weight of its model is torch.bfloat16", "in float32"),
-    "meta model": (
-        MODEL,
-        "        with torch.device('meta'):\n    " + MODEL,
-        "0.weight of its model is on the meta device",
-        "define read_weight()",
-    ),
-    "frozen model": (MODEL, MODEL + ".requires_grad_(False)", "no parameter of its model requires", ""),
-    "seeded model": (MODEL, "        torch.seed()\n" + MODEL, "builds a different model when it is", ""),
-    "no length": (
-        DATASET,
-        "        return iter([1])",
-        "returned a list_iterator, which can be read only once",
-        "starts over",
-    ),
-    "stream that differs": (
-        DATASET,
-        "        return Unordered()",
-        "sample 0 of its stream is different",
-        "start over",
-    ),
-    "stream that forgets": (DATASET, "        return Forgetful()", "does not continue with sample", "buffer"),
-    "empty stream": (DATASET, "        return Stream(0)", "train_dataset() has no samples", "paths"),
-    "empty": (DATASET, "        return []", "train_dataset() has no samples", "paths"),
-    "unreadable": (DATASET, "        return Broken()", "KeyError: 'column'", ""),
-    "changing": (DATASET, "        return Changing()", "item 0 differs when it is read twice", "do not seed"),
-    "ragged": (DATASET, "        return [torch.ones(i % 3 + 1) for i in range(9)]", "cannot be combined", ""),
-    "unpicklable": (
-        LOSS,
-        LOSS + "\n\n    def collate(self, items):\n        return lambda: items",
-        "cannot be sent to another process",
-        "tensors",
-    ),
-    "a tensor": (LOSS, "        return error.sum()", "returned a Tensor", "trainkit.task.Loss"),
-    "mean": ("error.sum()", "error.mean()", "so it is a mean", 'reduction="sum"'),
-    "batches": ("error.numel()", "1", "count 1 instead of 2", "number of samples"),
-    "vector": ("error.sum()", "error", "the total of its loss has shape [2, 1]", "total.sum()"),
-    "detached": ("error.sum()", "error.sum().detach()", "has no gradient", "detach"),
-    "unused": ("model(x)", "model[0](x)[:, :1]", "gives no gradient to 1.weight, 1.bias", "requires_grad_"),
-    "not a number": ("error.sum()", "error.sum() / 0", "returned total inf", "finite"),
-    "wrong shape": ("model(x)", "model(x[:, :2])", "shapes cannot be multiplied", ""),
-    "taken name": ('"worst"', '"lr"', "a metric is called lr", ""),
+    "name": ("super().__init__(config)", "self.depth = DEPTH"),
+    "no model": (MODEL, "        nn.Linear(3, 1)"),
+    "bf16 model": (MODEL, MODEL + ".bfloat16()"),
+    "meta model": (MODEL, "        with torch.device('meta'):\n    " + MODEL),
+    "frozen model": (MODEL, MODEL + ".requires_grad_(False)"),
+    "seeded model": (MODEL, "        torch.seed()\n" + MODEL),
+    "no length": (DATASET, "        return iter([1])"),
+    "stream that differs": (DATASET, "        return Unordered()"),
+    "stream that forgets": (DATASET, "        return Forgetful()"),
+    "empty stream": (DATASET, "        return Stream(0)"),
+    "empty": (DATASET, "        return []"),
+    "unreadable": (DATASET, "        return Broken()"),
+    "changing": (DATASET, "        return Changing()"),
+    "ragged": (DATASET, "        return [torch.ones(i % 3 + 1) for i in range(9)]"),
+    "unpicklable": (LOSS, LOSS + "\n\n    def collate(self, items):\n        return lambda: items"),
+    "a tensor": (LOSS, "        return error.sum()"),
+    "mean": ("error.sum()", "error.mean()"),
+    "batches": ("error.numel()", "1"),
+    "vector": ("error.sum()", "error"),
+    "detached": ("error.sum()", "error.sum().detach()"),
+    "unused": ("model(x)", "model[0](x)[:, :1]"),
+    "not a number": ("error.sum()", "error.sum() / 0"),
+    "wrong shape": ("model(x)", "model(x[:, :2])"),
+    "taken name": ('"worst"', '"lr"'),
     "optimizer": (
         LOSS,
         LOSS
@@ -149,43 +106,25 @@ IN_A_SMOKE_TEST = {
     def optimizers(self, parameters):
         return torch.optim.SGD([parameters["0.weight"]], lr=0.1)
 """,
-        "optimizers() has no optimizer for 0.bias, 1.weight, 1.bias",
-        "freeze it",
     ),
     "after a step": (
         LOSS,
         LOSS + "\n\n    def after_step(self, model, parameters):\n        parameters['2.weight'].zero_()",
-        "after_step() at",
-        "traceback",
     ),
     "unsaved": (
         LOSS,
         LOSS
         + "\n\n    def state_dict(self):\n        return {'task': self}"
         + "\n\n    def load_state_dict(self, state):\n        pass",
-        "task.task cannot be saved: it is a Mine",
-        "tensors, numbers",
     ),
     "not loaded": (
         LOSS,
         LOSS
         + "\n\n    def state_dict(self):\n        return {'a': 1}"
         + "\n\n    def load_state_dict(self, state):\n        self.a = state['b']",
-        "load_state_dict() failed: KeyError: 'b'",
-        "traceback",
     ),
-    "overlap": (
-        LOSS,
-        LOSS + "\n\n    def layers(self, model):\n        return [model, model[0]]",
-        "overlap",
-        "",
-    ),
-    "options": (
-        LOSS,
-        LOSS + '\n\n    def parameter_options(self, name, p):\n        return {"lr": 1}',
-        "returned a dict for 0.weight",
-        "ParameterOptions",
-    ),
+    "overlap": (LOSS, LOSS + "\n\n    def layers(self, model):\n        return [model, model[0]]"),
+    "options": (LOSS, LOSS + '\n\n    def parameter_options(self, name, p):\n        return {"lr": 1}'),
 }
 HELPERS = """
 from random import SystemRandom
@@ -240,6 +179,13 @@ def config_of(code: str, *overrides: str) -> RunConfig:
     return load_config("quickstart", overrides=options, environ={}).config
 
 
+def shown(problem: Problem) -> str:
+    """Return a problem without random numbers and without the sentences of torch and pickle."""
+    foreign = r"(RuntimeError: |another process: ).*?(?= \([^()]*mine\.py:\d+\)|$)"
+    message = re.sub(r"0[.]\d{4,}", "0.…", re.sub(foreign, r"\1…", problem.message))
+    return f"{message}\n\nhint: {problem.hint}"
+
+
 def test_a_good_task() -> None:
     for overrides in ((), ("task_args.width=8",), ("precision.dtype=bf16",)):
         config = config_of(CODE, *overrides)
@@ -288,28 +234,21 @@ def test_an_optimizer_without_a_turn_in_the_first_step() -> None:
 
 @pytest.mark.parametrize("case", AT_SUBMIT)
 def test_found_by_submit(case: str) -> None:
-    before, after, message, hint = AT_SUBMIT[case]
+    before, after = AT_SUBMIT[case]
     assert before in CODE
     overrides = ["task_args.width=4"] if case == "arguments" else []
     problem = definite_problem(config_of(CODE.replace(before, after), *overrides))
-    assert problem.key in ("task", "task_args")
-    assert message in problem.message
-    assert hint in problem.hint
-    assert "mine.py" in problem.message or case == "arguments"
+    said(f"{problem.key}: {shown(problem)}")
 
 
 @pytest.mark.parametrize("case", IN_A_SMOKE_TEST)
 def test_found_by_a_smoke_test(case: str) -> None:
-    before, after, message, hint = IN_A_SMOKE_TEST[case]
+    before, after = IN_A_SMOKE_TEST[case]
     assert before in CODE
     config = config_of(CODE.replace(before, after))
     assert definite_problem(config) is None
-    problems = list(Smoke(config).problems())
-    assert problems
-    assert message in problems[0].message, problems
-    assert hint in problems[0].hint, problems
-    assert problems[0].hint
-    assert "mine.py" in problems[0].message
+    problem = next(iter(Smoke(config).problems()))
+    said(shown(problem))
 
 
 @pytest.mark.parametrize(
@@ -332,7 +271,6 @@ def test_a_module_and_the_files_next_to_it() -> None:
 
 
 def test_an_error_only_here_does_not_stop_a_submission() -> None:
-    """The task may open files that exist only on the nodes."""
     config = config_of(
         CODE.replace("super().__init__(config)", 'super().__init__(config); open("/nowhere/x")')
     )
@@ -358,63 +296,26 @@ class Shards(torch.utils.data.IterableDataset):
 """
 BY_RANK = 'int(os.environ.get("RANK", 0))'
 ON_TWO_RANKS = {
-    "a good task": (MODEL, MODEL, "", ""),
-    "own steps": (LOSS, LOSS + OWN_STEP + TURNS, "", ""),
-    "whole stream": (DATASET, "        return Shards(nodesplitter=lambda src: src)", "", ""),
-    "no splitter": (
-        DATASET,
-        "        return Shards()",
-        "sample 0 cannot be read: ValueError: you need to add an explicit nodesplitter",
-        "nodesplitter=lambda src: src",
-    ),
-    "split": (
-        DATASET,
-        f"        return Shards(nodesplitter=lambda src: list(src)[{BY_RANK}::2])",
-        "the data of rank 1 differs from the data of rank 0",
-        "nodesplitter=lambda src: src",
-    ),
-    "model by rank": (
-        MODEL,
-        f"        torch.manual_seed({BY_RANK})\n" + MODEL,
-        "build_model() returned a different model on rank 1",
-        "do not seed",
-    ),
-    "metric by rank": (
-        '{"worst"',
-        f"{{'worst_' + str({BY_RANK})",
-        "the metrics differ between ranks",
-        "worst_0 | worst_1",
-    ),
-    "error on a rank": (
-        "x, y = batch",
-        f"x, y = batch\n        assert {BY_RANK} == 0, 'only here'",
-        "rank 1 of 2 failed: AssertionError: only here",
-        "traceback",
-    ),
-    "end of a rank": (
-        "x, y = batch",
-        f"x, y = batch\n        {BY_RANK} and os._exit(3)",
-        "rank 1 of 2 ended without a result",
-        "ends the process",
-    ),
-    "state by rank": (
-        LOSS,
-        LOSS + OWN_STEP.replace('getattr(self, "seen", None)', BY_RANK),
-        "state_dict() has different values on rank 1 than on rank 0",
-        "samples",
-    ),
+    "a good task": (MODEL, MODEL),
+    "own steps": (LOSS, LOSS + OWN_STEP + TURNS),
+    "whole stream": (DATASET, "        return Shards(nodesplitter=lambda src: src)"),
+    "no splitter": (DATASET, "        return Shards()"),
+    "split": (DATASET, f"        return Shards(nodesplitter=lambda src: list(src)[{BY_RANK}::2])"),
+    "model by rank": (MODEL, f"        torch.manual_seed({BY_RANK})\n" + MODEL),
+    "metric by rank": ('{"worst"', f"{{'worst_' + str({BY_RANK})"),
+    "error on a rank": ("x, y = batch", f"x, y = batch\n        assert {BY_RANK} == 0, 'only here'"),
+    "end of a rank": ("x, y = batch", f"x, y = batch\n        {BY_RANK} and os._exit(3)"),
+    "state by rank": (LOSS, LOSS + OWN_STEP.replace('getattr(self, "seen", None)', BY_RANK)),
 }
 
 
 @pytest.mark.slow(seconds=3)
 @pytest.mark.parametrize("case", ON_TWO_RANKS)
 def test_found_by_two_ranks(case: str) -> None:
-    """Some mistakes show only with two ranks."""
-    before, after, message, hint = ON_TWO_RANKS[case]
+    before, after = ON_TWO_RANKS[case]
     assert before in CODE
     problems = smoke(config_of(CODE.replace(before, after) + SHARDS))
-    assert len(problems) == bool(message), problems
-    assert all(message in item.message and hint in item.hint for item in problems), problems
+    said("\n".join(map(shown, problems)))
 
 
 @pytest.mark.parametrize("setting", ["optimizer.name=adamw_8bit", "optimizer.state_dtype=bf16"])

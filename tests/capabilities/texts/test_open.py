@@ -175,7 +175,6 @@ def test_shards_that_another_rank_checks(data_config, tmp_path, monkeypatch):
 
 
 def test_data_that_another_host_has_prepared_meanwhile_on_nfs(data_config, tmp_path, monkeypatch):
-    """The NFS client of this host still caches that the files are missing."""
     (tmp_path / "server").mkdir()
     (tmp_path / "a.txt").write_text("hello world\n" * 100)
     first, other = tmp_path / "first", tmp_path / "other"

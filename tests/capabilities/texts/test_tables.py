@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 from dataset_content import content_of, documents_of, rows
 
+from tests.capabilities.texts.test_prepare import made
 from tests.support.said import said
 from trainkit.capabilities.texts.inputs import DatasetSpec, find_inputs, read_column
 from trainkit.capabilities.texts.prepare import prepare
@@ -66,31 +67,24 @@ def save_to_disk(pa, folder, tables, group):
     (folder / "state.json").write_text(json.dumps({"_data_files": files, "_fingerprint": "1"}))
 
 
-def prepared(tmp_path, *sources, name="out", workers=1, unit_bytes=1 << 26, **options):
-    folder = tmp_path / name
-    spec = DatasetSpec(tuple(map(str, sources)), **options)
-    prepare(spec, folder, workers, unit_bytes=unit_bytes)
-    return folder
-
-
 TEXTS = [f"row {number} ☃\n" * (number % 7) for number in range(1000)]
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_same_documents_as_jsonl(tmp_path, write, form):
     (tmp_path / "a.jsonl").write_text(rows(*TEXTS), encoding="utf-8")
-    expected = documents_of(prepared(tmp_path, tmp_path / "a.jsonl", name="rows"))
+    expected = documents_of(made(tmp_path, tmp_path / "a.jsonl", name="rows"))
     for number, kind in enumerate(("string", "large_string")):
         source = write(form, TEXTS, name=f"table{number}", kind=kind)
-        assert documents_of(prepared(tmp_path, source, name=f"out{number}")) == expected
+        assert documents_of(made(tmp_path, source, name=f"out{number}")) == expected
 
 
 @pytest.mark.parametrize(("form", "unit_bytes"), list(product(FORMS, [500, 4000])))
 def test_cuts_lose_nothing_and_workers_do_not_matter(tmp_path, write, form, unit_bytes):
     source = write(form, TEXTS, group=20)
-    whole = documents_of(prepared(tmp_path, source, name="whole"))
-    one = prepared(tmp_path, source, name="one", unit_bytes=unit_bytes)
-    two = prepared(tmp_path, source, name="two", unit_bytes=unit_bytes, workers=2)
+    whole = documents_of(made(tmp_path, source, name="whole"))
+    one = made(tmp_path, source, name="one", unit_bytes=unit_bytes)
+    two = made(tmp_path, source, name="two", unit_bytes=unit_bytes, workers=2)
     assert documents_of(one) == whole
     assert content_of(one) == content_of(two)
     assert len(list(one.glob("train-*.bin"))) > 4
@@ -105,13 +99,13 @@ def test_planning_opens_no_table(tmp_path):
 
 def test_changed_content_is_noticed(tmp_path, write):
     source = write("parquet", ["abc", "d"])
-    prepared(tmp_path, source)
+    made(tmp_path, source)
     assert prepare(DatasetSpec((str(source),)), tmp_path / "out")[1]
     size = source.stat().st_size
     write("parquet", ["ab", "cd"])
     assert source.stat().st_size == size
-    with pytest.raises(UsageError, match="prepared from files that have changed since then"):
-        prepared(tmp_path, source)
+    with pytest.raises(UsageError, match="made from files that have changed since"):
+        made(tmp_path, source)
 
 
 def test_folder_with_all_kinds(tmp_path, write, pa):
@@ -122,7 +116,7 @@ def test_folder_with_all_kinds(tmp_path, write, pa):
     write("parquet", ["parquet"]).rename(folder / "c.parquet")
     save_to_disk(pa, folder / "saved", [pa.table({"text": ["arrow 1"]}), pa.table({"text": ["arrow 2"]})], 1)
     (folder / "other.arrow").write_text("not named by a state.json")
-    documents = documents_of(prepared(tmp_path, folder))["train"]
+    documents = documents_of(made(tmp_path, folder))["train"]
     assert documents == [b"text", b"line", b"parquet", b"arrow 1", b"arrow 2"]
 
 
@@ -145,19 +139,19 @@ def test_state_file_of_something_else(tmp_path):
 @pytest.mark.parametrize("form", FORMS)
 def test_text_key_is_the_column(tmp_path, write, form):
     source = write(form, ["hello", "world"], key="body")
-    documents = documents_of(prepared(tmp_path, source, text_key="body"))
+    documents = documents_of(made(tmp_path, source, text_key="body"))
     assert documents["train"] == [b"hello", b"world"]
     with pytest.raises(UsageError, match=r'no column "text" .*; the columns are: body, id, url') as caught:
-        prepared(tmp_path, source, name="other")
+        made(tmp_path, source, name="other")
     said(caught.value.hint)
     with pytest.raises(UsageError, match=r'column "id" .* contains int64, not strings'):
-        prepared(tmp_path, source, name="numbers", text_key="id")
+        made(tmp_path, source, name="numbers", text_key="id")
 
 
 def test_dictionary_column(tmp_path, pa):
     values = pa.array(["same", "same", "other"]).dictionary_encode()
     save_to_disk(pa, tmp_path / "saved", [pa.table({"text": values})], 2)
-    documents = documents_of(prepared(tmp_path, tmp_path / "saved"))
+    documents = documents_of(made(tmp_path, tmp_path / "saved"))
     assert documents["train"] == [b"same", b"same", b"other"]
 
 
@@ -165,7 +159,7 @@ def test_dictionary_column(tmp_path, pa):
 def test_bad_row_is_named(tmp_path, write, form, unit_bytes):
     source = write(form, [*["good"] * 600, None, "good"], group=30)
     with pytest.raises(UsageError, match=r':\d+: column "text" .* is null, not a string') as caught:
-        prepared(tmp_path, source, unit_bytes=unit_bytes)
+        made(tmp_path, source, unit_bytes=unit_bytes)
     number = 601 if form == "parquet" else 601 - 301  # the row of the second file
     assert f":{number}: " in caught.value.message
 
@@ -176,7 +170,7 @@ def test_bytes_that_are_no_utf8(tmp_path, write, pa, form, monkeypatch):
     monkeypatch.setattr(pa, "array", lambda values, *kind, real=pa.array: invalid if kind else real(values))
     source = write(form, ["a", "b"], others=False)
     with pytest.raises(UsageError, match=r":\d: not UTF-8: byte 0xe9 at byte 4"):
-        prepared(tmp_path, source)
+        made(tmp_path, source)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -185,7 +179,7 @@ def test_file_that_is_cut_off(tmp_path, write, form):
     file = source if form == "parquet" else source / "data-00001.arrow"
     file.write_bytes(file.read_bytes()[:-200])
     with pytest.raises(UsageError, match=r"not a complete (Parquet|Arrow) file"):
-        prepared(tmp_path, source)
+        made(tmp_path, source)
 
 
 def test_rows_are_counted_across_the_file(tmp_path, write):
@@ -276,7 +270,7 @@ def test_pyarrow_is_missing(data_config, tmp_path, monkeypatch):
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     expected = f"{tmp_path}/a.parquet cannot be read without pyarrow, which cannot be imported"
     with pytest.raises(UsageError) as caught:
-        prepared(tmp_path, tmp_path / "a.parquet")
+        made(tmp_path, tmp_path / "a.parquet")
     assert caught.value.message.startswith(expected)
     said(caught.value.hint)
     (found,) = inspect_data(data_config(source=str(tmp_path / "a.parquet"))).problems
@@ -287,7 +281,7 @@ def test_pyarrow_is_missing(data_config, tmp_path, monkeypatch):
 def test_texts_do_not_import_pyarrow(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "a.jsonl").write_text(rows("x"))
-    assert documents_of(prepared(tmp_path, tmp_path / "a.jsonl"))["train"] == [b"x"]
+    assert documents_of(made(tmp_path, tmp_path / "a.jsonl"))["train"] == [b"x"]
 
 
 def test_real_saved_dataset(tmp_path):
@@ -298,7 +292,7 @@ def test_real_saved_dataset(tmp_path):
     saved.to_parquet(tmp_path / "a.parquet")
     expected = [text.encode() for text in TEXTS if text]
     for number, name in enumerate(("saved", "a.parquet")):
-        documents = documents_of(prepared(tmp_path, tmp_path / name, name=f"out{number}"))
+        documents = documents_of(made(tmp_path, tmp_path / name, name=f"out{number}"))
         assert documents["train"] == expected
-    selected = documents_of(prepared(tmp_path, tmp_path / "selected", name="few"))
+    selected = documents_of(made(tmp_path, tmp_path / "selected", name="few"))
     assert selected["train"] == [TEXTS[5].encode(), TEXTS[3].encode()]

@@ -156,7 +156,6 @@ def position(run: RunDir) -> Iterator[Path]:
 
 
 def test_mlflow_store(run: RunDir, position: Path, tmp_path: Path) -> None:
-    """The same run is sent to a store in a folder. Steps that were sent but not recorded are sent twice."""
     settings = MlflowConfig(tracking_uri=str(tmp_path / "store"))
     sender = RunTracker(run, "mlflow", settings)
     assert sender.update("finished").num_sent == 20

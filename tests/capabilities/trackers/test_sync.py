@@ -114,7 +114,6 @@ def test_steps_that_a_crash_loses_are_sent_as_they_were_computed_again(run: RunD
 
 
 def test_a_damaged_checkpoint_repeats_no_step(run: RunDir, memory: Memory) -> None:
-    """The run resumes from a step before the last one that was sent."""
     train(run, 1, range(1, 5))
     save(run, 4)
     sender = tracker(run)

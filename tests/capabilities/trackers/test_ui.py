@@ -302,7 +302,7 @@ def test_a_port_in_use(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Non
         busy.bind(("127.0.0.1", 0))
         busy.listen()
         assert main(["ui", str(run.path), "--port", str(busy.getsockname()[1])]) == 2
-    assert "choose another port with --port" in capfd.readouterr().err
+    assert "another port with --port" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("tool", command.PORTS)
@@ -328,7 +328,6 @@ def test_a_page_that_others_could_open(
 
 
 def test_a_page_has_own_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TensorBoard would write through a link in ``.tensorboard-info`` that another user has left in /tmp."""
     run = make_attempt(tmp_path / "run").run
     run.tensorboard_dir.mkdir()
     (shared := tmp_path / "tmp").mkdir()

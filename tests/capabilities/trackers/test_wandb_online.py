@@ -51,7 +51,6 @@ def facts(folder: Path) -> Facts:
 def test_the_server_knows_its_newest_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, newest: int | None, known: int
 ) -> None:
-    """Steps that a killed attempt had not uploaded are sent again, whatever trackers/wandb.json contains."""
     client = Client(newest)
     monkeypatch.setitem(sys.modules, "wandb", client)  # type: ignore[arg-type]
     monkeypatch.delenv("WANDB_PROJECT", raising=False)

@@ -68,10 +68,7 @@ async def shows(pilot: Pilot[Any], text: str) -> None:
 
 
 def drive(
-    found: RunDir | RunGroup | None,
-    act: Act,
-    query: Any = running_job,
-    size: tuple[int, int] = (80, 24),
+    found: RunDir | RunGroup | None, act: Act, query: Any = running_job, size: tuple[int, int] = (80, 24)
 ) -> WatchApp:
     """Run the app without a terminal while `act` uses it."""
     app = WatchApp(found, 0.2, lambda: NOW)
