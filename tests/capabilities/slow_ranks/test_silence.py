@@ -137,7 +137,7 @@ STEP, LOG, LOAD = "step (/me/train.py:9)", "log (/me/train.py:30)", "load (/me/d
             [[WAITS, STEP]] * 3 + [[WAITS, LOG]],
             None,
             "ranks 0-2 wait in all_reduce at step (train.py:9); rank 3 waits in all_reduce at log"
-            " (train.py:30); the records do not tell which rank is at fault",
+            " (train.py:30); the flight records do not show which rank is at fault",
         ),
         (
             [[WAITS, STEP]] * 3 + [None],
@@ -188,7 +188,7 @@ def test_a_rank_that_compiles_does_not_wait() -> None:
     said(explain_silence([compiles]).text)
     blind = Reply(2, "b", 9, "", lock=replace(LOCK, is_certain=False))
     for reply, waits in ((Reply(1, "b", 8, "py-spy", lock=LOCK), "1 on b waits"), (blind, "2 on b may wait")):
-        text = f"rank {waits} for the lock file /cache/op/lock of 2026-01-01T00:00:00Z"
+        text = f"rank {waits} for the lock file /cache/op/lock, created at 2026-01-01T00:00:00Z"
         silence = explain_silence([compiles, reply])
         assert (silence.text, silence.lock) == (text, "/cache/op/lock")
     said(explain_silence([blind, Reply(1, "b", 8, "py-spy", lock=LOCK)]).text)
@@ -198,7 +198,7 @@ def test_the_rank_that_is_elsewhere_is_shown() -> None:
     waits, reads = {"Main": ["wait (dist.py:1)"]}, {"Main": ["read (disk.py:3)"]}
     replies = [Reply(rank, "a", 7, "py-spy", reads if rank == 2 else waits) for rank in range(4)]
     said(explain_silence(replies).text)
-    blind = Reply(1, "a", 7, "", problem="py-spy, which can read its stacks, is not installed")
+    blind = Reply(1, "a", 7, "", problem="py-spy, which could read the stacks of the rank, is not installed")
     assert explain_silence([blind]).text == f"rank 1 on a: {blind.problem}"
 
 
@@ -272,7 +272,7 @@ def test_a_run_behind_a_lock_that_was_left(start_job: Callable[..., Job], tmp_pa
     status = read_status(RunHistory(run), read_job(run), True, now)
     [warning] = status.warnings
     assert f"and none before; rank 0 on {os.uname().nodename} " in warning
-    assert f"wait for the lock file {lock} of " in warning.replace("waits", "wait")
+    assert f"wait for the lock file {lock}, created at " in warning.replace("waits", "wait")
     found = diagnose(attempt, read_job(attempt.run), alive=True)
     assert (found.state, found.name, found.rank) == ("running", "lock-file", 0)
     said(found.advice[0])
