@@ -188,7 +188,7 @@ def test_a_rank_that_compiles_does_not_wait() -> None:
     said(explain_silence([compiles]).text)
     blind = Reply(2, "b", 9, "", lock=replace(LOCK, is_certain=False))
     for reply, waits in ((Reply(1, "b", 8, "py-spy", lock=LOCK), "1 on b waits"), (blind, "2 on b may wait")):
-        text = f"rank {waits} for the lock file /cache/op/lock, created at 2026-01-01T00:00:00Z"
+        text = f"rank {waits} for the lock file /cache/op/lock of 2026-01-01T00:00:00Z"
         silence = explain_silence([compiles, reply])
         assert (silence.text, silence.lock) == (text, "/cache/op/lock")
     said(explain_silence([blind, Reply(1, "b", 8, "py-spy", lock=LOCK)]).text)
@@ -272,7 +272,7 @@ def test_a_run_behind_a_lock_that_was_left(start_job: Callable[..., Job], tmp_pa
     status = read_status(RunHistory(run), read_job(run), True, now)
     [warning] = status.warnings
     assert f"and none before; rank 0 on {os.uname().nodename} " in warning
-    assert f"wait for the lock file {lock}, created at " in warning.replace("waits", "wait")
+    assert f"wait for the lock file {lock} of " in warning.replace("waits", "wait")
     found = diagnose(attempt, read_job(attempt.run), alive=True)
     assert (found.state, found.name, found.rank) == ("running", "lock-file", 0)
     said(found.advice[0])

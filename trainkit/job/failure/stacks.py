@@ -163,10 +163,7 @@ def explain_silence(replies: Sequence[Reply], blame: Blame | None = None) -> Sil
         others = sum(other.path == lock.path for _, other in waiting) - 1
         more = f" (and {others} more)" if others else ""
         waits = "waits" if lock.is_certain else "may wait"
-        text = (
-            f"rank {first.rank} on {first.host}{more} {waits} for the lock file {lock.path}, "
-            f"created at {lock.time}"
-        )
+        text = f"rank {first.rank} on {first.host}{more} {waits} for the lock file {lock.path} of {lock.time}"
         return Silence(text, first.rank, first.host, lock.path)
     if blame is not None:
         hosts = [reply.host for reply in replies if reply.rank in blame.ranks and not blame.differs]
