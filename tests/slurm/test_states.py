@@ -109,7 +109,7 @@ SENTENCES = {
     ),
     "launch_failed_requeued_held": f"could not be launched and is held: {HELD}",
     "launch failure limit exceeded requeued held": (
-        f"is held because it could not be launched several times: {HELD}"
+        f"is held because several attempts to launch it failed: {HELD}"
     ),
     "job_requeued_in_held_state": f"was requeued and is held: {HELD}",
     "Licenses": "waiting for a license that other jobs use",
