@@ -142,6 +142,6 @@ def test_a_run_of_this_machine_does_not_go_to_slurm_unasked(desk):
     desk.environ |= {"PATH": f"{programs}:{desk.environ['PATH']}", "SLURM_CONF": "/nowhere/slurm.conf"}
     done = desk.trainkit("resume", "small")
     assert done.returncode == 0, done.stderr
-    assert "local: it ran on this machine; --backend sbatch submits it to Slurm" in done.stderr
+    assert "local: the run was on this machine; --backend sbatch submits it to Slurm" in done.stderr
     desk.wait_for_end(run, 2)
     assert "error: sbatch: exit code 1" in desk.trainkit("resume", "small", "--backend", "sbatch").stderr

@@ -263,11 +263,11 @@ def test_bad_nodes_and_those_that_the_config_names() -> None:
 @pytest.mark.parametrize(
     ("per", "bound", "message"),
     [
-        ("node", "gpus-per-task: 1", "is 1: a task would see 1 GPU, but starts all 8 ranks of its node"),
-        ("node", "gpu-bind: single:4", "a task would see 1 GPU, but starts all"),
-        ("node", "gpu-bind: per_task:2", "a task would see 2 GPUs, but starts all"),
-        ("gpu", "gpus-per-task: 2", "is 2: a task would see 2 GPUs, but is only one rank"),
-        ("gpu", "gpus-per-task: h100:4", "is h100:4: a task would see 4 GPUs, but is only one rank"),
+        ("node", "gpus-per-task: 1", "is 1: a task would see 1 GPU, but it starts all 8 ranks of its node"),
+        ("node", "gpu-bind: single:4", "a task would see 1 GPU, but it starts all"),
+        ("node", "gpu-bind: per_task:2", "a task would see 2 GPUs, but it starts all"),
+        ("gpu", "gpus-per-task: 2", "is 2: a task would see 2 GPUs, but it is only one rank"),
+        ("gpu", "gpus-per-task: h100:4", "is h100:4: a task would see 4 GPUs, but it is only one rank"),
         ("gpu", "ntasks-per-gpu: 2", "is 2: ranks would share a GPU"),
     ],
 )

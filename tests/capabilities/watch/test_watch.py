@@ -272,7 +272,7 @@ def test_an_outage_says_since_when_and_ends(slurm: Slurm, monkeypatch: pytest.Mo
     poller = SlurmPoller()
     assert poller.jobs(["1"]) == {}
     first = poller.problem
-    assert first.startswith("Slurm cannot be reached since ")
+    assert first.startswith("Slurm has been unreachable since ")
     assert first.endswith("squeue cannot reach Slurm")
     count = len(slurm.asked)
     wait_for(lambda: poller.jobs(["1"]) or len(slurm.asked) > count + 2)
