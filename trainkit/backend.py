@@ -1,7 +1,7 @@
 """The interface of a backend, which executes runs on Slurm or on this machine.
 
 To support another scheduler, add a folder to `trainkit/backends/` and a class to `_CLASSES`. A backend's
-class plans, starts and watches jobs. It also provides the supervisor's `Allocation`, which watches the
+class plans, starts and watches jobs. A backend also provides the supervisor's `Allocation`, which watches the
 processes. The classes are imported only when needed, so that commands start fast. `step_task` finds out which
 task of a scheduler's step this process is.
 """
@@ -235,7 +235,7 @@ class Backend(ABC):
     ) -> JobStatus:
         """Return the status of a run, given its newest attempt and the ids of its chained jobs (`waiting`).
 
-        `jobs` is Slurm's answer, or None without an answer. It lacks the jobs of a cluster that does not
+        `jobs` is Slurm's answer, or None without an answer. `jobs` lacks the jobs of a cluster that does not
         answer.
         """
 
@@ -304,7 +304,7 @@ def backend_named(name: str) -> Backend:
 
 
 def step_task() -> Task:
-    """Return the task of a scheduler's step that this process runs as; raise NotATask if it is none."""
+    """Return the task of a scheduler's step as which this process runs; raise NotATask if it is none."""
     # Do not import the backend's class here, because its imports would delay the start of every agent.
     found: Task = import_module("trainkit.backends.slurm.step").step_task()
     return found

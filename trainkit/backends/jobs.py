@@ -92,7 +92,7 @@ def refuse_copy(run: RunDir, job: JobRecord, command: str) -> None:
     if entry.folder is None:
         return
     is_here, was_copied = is_same_folder(Path(entry.folder), run.path), _was_copied(run, entry.inode)
-    # From shortly after its start, a local supervisor holds a lock in its own run folder.
+    # A local supervisor holds a lock in its own run folder from shortly after its start.
     if entry.backend is None:
         is_another = (was_copied or (entry.inode is None and not is_here)) and not is_supervised(run)
     else:
@@ -137,7 +137,7 @@ def _copied_from(run: RunDir, job: JobRecord) -> RunDir | None:
     if (found := group_of(run)) is not None and (group := found[0].original) is not None:
         return group.run(found[1])
     if job.newest is None or not (job.newest.inode is None or _was_copied(run, job.newest.inode)):
-        return None  # this is also the result if a copy took the path from which this folder was moved
+        return None  # the result is also None if a copy took the path from which this folder was moved
     original = RunDir(job.newest.folder or run.path)
     if is_same_folder(original.path, run.path) or not original.exists():
         return None
@@ -147,8 +147,8 @@ def _copied_from(run: RunDir, job: JobRecord) -> RunDir | None:
 def read_whole_job(run: RunDir) -> JobRecord:
     """Read job.json, and add the job of the newest attempt if its submission was never acknowledged.
 
-    That job is found by its submission token. Call this with the run's lock held. Raises
-    SlurmUnreachable if Slurm does not answer.
+    If the submission was never acknowledged, the job is found by its submission token. The caller must hold
+    the run's lock. Raises SlurmUnreachable if Slurm does not answer.
     """
     job, attempt = read_job(run), run.attempt(max(run.attempt_numbers(), default=0))
     is_recorded = job.of_attempt(attempt.number).attempt != 0
@@ -284,7 +284,7 @@ class SlurmPoller:
 
 
 class Waiting:
-    """Tells a user who waits the reason after some seconds, and again whenever the reason changes."""
+    """Tells a waiting user the reason for the wait after some seconds, and again when it changes."""
 
     def __init__(self, notify: Callable[[str], None], after_s: float = 0.0) -> None:
         self._notify, self._from_s, self._said = notify, time.monotonic() + after_s, ""

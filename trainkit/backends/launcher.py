@@ -80,10 +80,10 @@ class LaunchedRank(Task):
 
 
 def find_launched_rank(environ: Mapping[str, str] = os.environ) -> LaunchedRank | None:
-    """Return the rank that this process is if another launcher started it; None if there is only one rank.
+    """Return the rank of this process if another launcher started it; None if there is only one rank.
 
-    Returns None also for a process started by a rank of trainkit. Raises UsageError if ranks are not numbered
-    host by host, or if hosts have different numbers of ranks.
+    Also returns None for a process that a rank of trainkit started. Raises UsageError if ranks are not
+    numbered host by host, or if hosts have different numbers of ranks.
     """
     if RUN_DIR_VARIABLE in environ:
         return None

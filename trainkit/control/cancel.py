@@ -55,8 +55,8 @@ class CancelResult:
 def cancel_run(run: RunDir, *, now: bool, wait: bool, warn: Callable[[str], None]) -> CancelResult:
     """Ask a run to save and exit, or kill it if `now` is set; with `wait`, return only once it has ended.
 
-    The cancellation is recorded under the run's lock. Because the supervisor reads this record before each
-    attempt, it obeys the cancellation even if the signal is lost. Raises UsageError if the run cannot be
+    The cancellation is recorded under the run's lock. Because the supervisor reads the cancellation in
+    job.json before each attempt, it obeys even if the signal is lost. Raises UsageError if the run cannot be
     reached from this host, and SlurmUnreachable if Slurm does not answer.
     """
     outcome = ""
@@ -72,7 +72,7 @@ def cancel_run(run: RunDir, *, now: bool, wait: bool, warn: Callable[[str], None
             except OSError as error:
                 # A full disk must not prevent a cancellation.
                 warn(f"the cancellation could not be recorded ({error})")
-            # Cancel the chained jobs first, because they would start when this job ends.
+            # Cancel the chained jobs first, because they would start when the run's job ends.
             cancel_follow_ups(run, job, keep=entry.job)
             if now:
                 backend_of(entry).kill(run, entry)
@@ -106,7 +106,7 @@ def _got_stop_signal(run: RunDir, entry: AttemptRecord) -> bool:
 
 
 def _end_lingering(run: RunDir, record: JobRecord, now: bool) -> CancelResult:
-    """Cancel the job of an ended run if Slurm still has this job and it hangs or would start again."""
+    """Cancel the job of an ended run if the job still exists in Slurm and hangs or would start again."""
     job = lingering_job(run, record)
     if job is None or not (now or job.state.is_waiting):
         return _run_result(run, None, "ended", f"{run.shown} has already ended")
@@ -128,7 +128,7 @@ def cancel_group(group: RunGroup, *, now: bool, wait: bool) -> CancelResult:
     """Cancel all unfinished runs of a group with a constant number of Slurm commands.
 
     Pending runs never start; running ones save and exit, or are killed if `now` is set. With `wait`, the
-    function returns only once they have ended. Raises UsageError if the id of the group's array job is
+    function returns only once the runs have ended. Raises UsageError if the id of the group's array job is
     unknown. If a cluster does not answer, its error is raised after the runs on the other clusters have been
     cancelled.
     """
@@ -185,8 +185,8 @@ def _cancel_here(group: RunGroup, process: ProcessId, now: bool, wait: bool) -> 
         )
     found = GroupFiles(group).status({}, datetime.now(timezone.utc)).trials
     group.update(cancelled_at=utc_now())
-    # A copy of the group's folder names the process of the original. That process holds the lock of the
-    # original folder only, so it is not signalled here.
+    # A copy of the group's folder names the process of the original. The process of the original holds the
+    # lock of the original folder only, so it is not signalled here.
     while process.alive() and group.has_process():
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGTERM)
@@ -261,12 +261,11 @@ def _cancel_trials(
     else:
         cancel_waiting(jobs)
         if running:
-            # A trial that has no folder yet has no agent that could replace the signal by the one its ranks
-            # handle.
+            # A trial without a run folder has no agent yet that could translate the signal for its ranks.
             sent = sent_for(signal.SIGTERM, started) if len(started) == len(running) else signal.SIGTERM
             send_signal(jobs, sent.name)
     for run, entry in entries:
-        # For these attempts, no supervisor is left that could record the end.
+        # No supervisor is left that could record the end of these attempts.
         if now or int(run.name) in pending:
             write_cancelled(run, entry, KILLED if now else "cancelled before it started")
 

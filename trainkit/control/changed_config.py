@@ -131,8 +131,8 @@ def share_left(so_far: RunSoFar, steps: int | None) -> float:
 def refuse_finished(so_far: RunSoFar, now: RunConfig, *, new_code: bool = False) -> None:
     """Raise UsageError if the run has finished and the new config requests no further work.
 
-    For the trainer, further work is a different number of steps or epochs. For a command, it is any changed
-    value, or new code.
+    For the trainer, further work is a different number of steps or epochs. For a command, any changed value
+    or new code is further work.
     """
     run, before, plan = so_far.run, so_far.config, so_far.plan
     if so_far.end is None or so_far.end.state != "finished":

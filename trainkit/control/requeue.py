@@ -54,7 +54,7 @@ def requeue_run(run: RunDir) -> Requeued:
             outcome = "waiting" if own is not None and own.state.is_waiting else "restarting"
         else:
             # The signal alone can be lost, because no process receives it between two steps of the job.
-            # Therefore, record the request too.
+            # Because the signal can be lost, record the request too.
             with suppress(OSError):  # if the disk is full, the signal has to suffice
                 change_newest(run, requeue_requested_at=utc_now())
             outcome = backend_of(entry).signal(run, entry, signal.SIGUSR2)
@@ -93,7 +93,7 @@ def start_again(run: RunDir, job: JobRecord, reason: str) -> AttemptRecord:
 def note_dead_job(run: RunDir, record: JobRecord, warn: Callable[[str], None]) -> list[str]:
     """Exclude the hosts on which the run's newest job ended before its supervisor began.
 
-    Returns these hosts. Raises SlurmUnreachable.
+    Returns the excluded hosts. Raises SlurmUnreachable.
     """
     entry = record.newest
     if entry is None or is_over(run.attempt(entry.attempt)):

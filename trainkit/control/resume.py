@@ -116,7 +116,8 @@ def resume_run(
     """
     with run_lock(run):
         job = read_whole_job(run)
-        # Check again under the lock, because another command may have started the run in the meantime.
+        # Check under the lock that the run is not running, because another command may have started it in the
+        # meantime.
         require_not_running(run, job, "resume")
         with renewed_code(run, job, config, plan) if new_code else nullcontext(job) as job:
             return start_attempt(run, job, config, plan, "run" if foreground else "resume", now=now)
@@ -131,7 +132,7 @@ def same_place(entry: AttemptRecord | None, loaded: LoadedConfig) -> Target | No
 def resume_group(group: RunGroup) -> str:
     """Start the unsubmitted runs of a group; on this machine, start its unfinished runs too.
 
-    Returns the job id of the group; on Slurm, this is the id of the newest array. Raises UsageError if the
+    Returns the job id of the group, which is the id of the newest array on Slurm. Raises UsageError if the
     group's process may still be alive, or if there is no run to start.
     """
     path, process = group.word, group.record.process

@@ -1,8 +1,8 @@
 """The interface of the machine, or of a job's hosts, on which the attempts of a run execute.
 
-An allocation claims attempts, starts their processes and lists the ways to restart the run. An allocation is
-released when the run continues in another one. An `AttemptWatch` follows the processes of one attempt. The
-supervisor treats all kinds of allocation alike.
+An allocation claims attempts, starts their processes and lists the ways to restart the run. When a run
+continues in another allocation, this one is released. An `AttemptWatch` follows the processes of one attempt.
+The supervisor treats all kinds of allocation alike.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def refused(attempt: AttemptDir, entry: AttemptRecord | None) -> Decision | None
     """Return the decision that refuses to start if the run folder differs from what was submitted, else None.
 
     After a refusal, nothing but the end of the attempt is written to the run folder. `entry` is the job.json
-    entry of the attempt that would run, or None if there is no such attempt.
+    entry of the attempt that would run; None without such an attempt.
     """
     try:
         read_submitted(attempt)
@@ -68,7 +68,7 @@ def refused(attempt: AttemptDir, entry: AttemptRecord | None) -> Decision | None
                 write_end(attempt, entry, NOT_RUN, decision)
         return decision
     except (OSError, ValueError) as error:
-        # The attempt itself will report this error, with a hint.
+        # Running the attempt will report this error, with a hint.
         log_line(f"{attempt.path} cannot be compared with what was submitted: {error}")
     return None
 
@@ -76,7 +76,7 @@ def refused(attempt: AttemptDir, entry: AttemptRecord | None) -> Decision | None
 class Allocation:
     """The machine or the hosts on which one start of a run executes its attempts.
 
-    The methods return the next attempt or a `Decision`. The defaults are the single-machine behaviour;
+    The methods return the next attempt or a `Decision`. The defaults are the behaviour on a single machine;
     SlurmAllocation overrides them.
     """
 
@@ -118,15 +118,15 @@ class Allocation:
     def close_dead_attempts(self, attempt: Attempt) -> Decision | None:
         """Write the ends of earlier attempts whose host died.
 
-        Returns the decision that ends `attempt` like the last of these attempts if their failures forbid a
-        restart, else None.
+        If the failures of these attempts forbid a restart, returns the decision that ends `attempt` like the
+        last of them; else None.
         """
         return None
 
     def wait_for_turn(self, attempt: Attempt) -> Decision | None:
-        """Wait until the queue of the host lets the run start; return a decision if the run ends instead.
+        """Wait for the run's turn in this machine's queue; return a decision if the run ends instead.
 
-        A restart does not wait again.
+        A restart does not wait for its turn again.
         """
         return None
 
@@ -150,7 +150,7 @@ class Allocation:
     def outcome(self, attempt: Attempt) -> Outcome:
         """Return the outcome of an attempt whose processes have ended.
 
-        The outcome takes the state of the job and its hosts into account.
+        The state of the job and its hosts in Slurm is taken into account.
         """
         observed, cause = attempt.observed, None
         if observed.stop_signal == RESTART_SIGNAL:
@@ -194,7 +194,7 @@ class Allocation:
 
 
 class AttemptWatch(ProcessGroup):
-    """The processes of one attempt, from their start until `observed` records how they ended."""
+    """The processes of one attempt, from their start until `observed` contains how they ended."""
 
     poll_interval_s = 1.0
 
@@ -203,8 +203,8 @@ class AttemptWatch(ProcessGroup):
         self.live = live
         self.attempt, self.plan, self.observed = live.folder, live.plan, live.observed
         self.superseded_by: AttemptRecord | None = None
-        """The job.json entry of the newer attempt that has taken over the run; if set, this attempt saves and
-        ends."""
+        """The job.json entry of a newer attempt that has taken over the run; if it is set, this attempt saves
+        and ends."""
         self._hangs = HangWatch(live.folder)
         self._missing_since_s: float | None = None
         self.capabilities: AttemptCapabilities | None = None

@@ -31,8 +31,8 @@ from trainkit.run.rundir import AttemptDir
 LONG_ATTEMPT_S = 1800.0
 """Seconds after which an attempt of a trainer without checkpoints counts as progress."""
 LATE_RECORDS = 1000
-"""Number of metrics records, counted from the newest, to search for an attempt's last step. Records of the
-next attempt may come after those of the searched one."""
+"""Number of metrics records, counted from the newest, to search for an attempt's last step. Metrics records
+of the next attempt may come after the attempt's own records."""
 
 
 def judge(live: Attempt, options: RestartOptions) -> Decision:
@@ -64,7 +64,7 @@ def judge(live: Attempt, options: RestartOptions) -> Decision:
 
 
 def is_requeue_requested(live: Attempt) -> bool:
-    """Return whether another attempt was requested, unless this one was cancelled or superseded."""
+    """Return whether a user requested another attempt; False if this attempt was cancelled or superseded."""
     is_asked = live.entry.requeue_requested_at is not None and not live.entry.is_cancelled
     return is_asked and live.superseding is None
 
@@ -75,11 +75,11 @@ def close_dead_attempts(
     """Write end.json for earlier attempts of this job whose host died before their supervisor could write it.
 
     Slurm requeues a job whenever its host dies, so a run that crashes its hosts must be stopped here. If the
-    failures forbid a restart, sets the outcome of `live` to theirs and returns the decision that ends it;
-    else None.
+    failures of these attempts forbid a restart, sets the outcome of `live` to theirs and returns the decision
+    that ends it; else None.
 
-    `is_down` returns whether a host is down now. If it is up, the job may have been preempted without grace
-    time.
+    `is_down` returns whether a host is down now. If a dead attempt's host is up, the job may have been
+    preempted without grace time.
     """
     attempt, entries = live.folder, live.job.attempts
     job_ids = {entry.job_id for entry in entries if entry.attempt == attempt.number}
@@ -114,7 +114,7 @@ def write_end(
     """Record in end.json and events.jsonl how the attempt ended and what follows. Raises OSError.
 
     `entry` is the attempt's entry in job.json. `guessed` means that the attempt left no record of its end, so
-    that the outcome is inferred.
+    that its outcome is only inferred.
     """
     run, number = attempt.run, attempt.number
     failure = None
@@ -124,7 +124,7 @@ def write_end(
     best = None
     with contextlib.suppress(OSError):  # end.json must be written even if the metrics cannot be read
         best = best_result(run)
-    # Write end.json first, because the events only repeat its content.
+    # Write end.json before the events, which only repeat its content.
     state = state_after(entry, decision)
     end = AttemptEnd(
         state=state,
@@ -157,7 +157,7 @@ def write_end(
 
 
 def state_after(entry: AttemptRecord, decision: Decision) -> str:
-    """Return the state of a run whose newest attempt ended with this decision."""
+    """Return the state of a run after `decision` about its newest attempt."""
     if decision.action == "finished":
         return "finished"
     if decision.resumes:
@@ -201,7 +201,7 @@ def reached_its_stop(attempt: AttemptDir) -> bool:
     checkpoints = published(attempt.run.checkpoints_dir)
     if not checkpoints:
         return False
-    # This import is slow, and most attempts do not need it.
+    # Import here, because this import is slow and most attempts do not need it.
     from trainkit.config import read_effective
 
     return read_effective(attempt.config_file).train.stop_at_step == checkpoints[-1].step

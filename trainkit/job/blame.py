@@ -1,9 +1,8 @@
-"""Finds the ranks that block the others in a hang, from the flight records of all ranks.
+"""Finds the ranks that block all others in a hang, using the flight records of all ranks.
 
-A rank waits for those members of a process group that have not made the same call. The ranks that wait for no
-other rank are the ones that block all others. If ranks call the same collective with different arguments, the
-minority is at fault. If the records show neither case, no rank is named. This module does not read files of
-the run.
+A rank waits for those members of a process group that have not made the same call. Ranks that wait for no
+other rank block the ranks that wait. If ranks call the same collective with different arguments, the minority
+is at fault. If the records show neither case, no rank is named. This module does not read files of the run.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Blame:
 
 @dataclass(frozen=True)
 class _Wait:
-    """An unfinished call, and the ranks that it waits for."""
+    """An unfinished call, and the ranks for which it waits."""
 
     call: Call
     waiting: tuple[int, ...]
@@ -102,8 +101,8 @@ def find_blame(
 def blame_for_unlike_data(flights: Mapping[int, Flight], ended: int) -> tuple[int, ...]:
     """Return the ranks whose collective differs from that of the majority; empty if that is unclear.
 
-    gloo raised an error in the rank `ended` because of unexpected data; this rank left no flight record. If
-    all other ranks agree on their last common collective, `ended` must have made the differing call.
+    gloo raised an error in the rank `ended` because of unexpected data, so this rank left no flight record.
+    If all other ranks agree on their last common collective, `ended` must have made the differing call.
     """
     calls = {rank: own for rank, own in _align(flights).items() if rank != ended}
     for group in {call.group for own in calls.values() for call in own if ended in call.group[2]}:
@@ -158,9 +157,9 @@ def _waits(frame: str) -> bool:
 def _align(flights: Mapping[int, Flight]) -> dict[int, list[Call]]:
     """Return each rank's calls, with each group's ranks and with call numbers comparable between ranks.
 
-    gloo's records contain neither. gloo numbers sends and receives together with the collectives, but does
-    not record them. If that has shifted its numbers, only the unfinished calls are kept, and all get the same
-    number.
+    Flight records of gloo do not contain this information: gloo numbers sends and receives together with the
+    collectives, but does not record them. If unrecorded sends and receives have shifted gloo's numbers, only
+    unfinished calls are kept, all with the same number.
     """
     members: dict[tuple[str, str], set[int]] = {}
     for rank, flight in flights.items():
@@ -220,8 +219,8 @@ def _find_waits(
             absent = absent if call.peer in flights or call.peer in silent else ()
             found[key] = _Wait(call, inside, inside, absent)
         elif not call.is_p2p and key not in found:
-            # A collective that is open on one rank has usually completed on no other, so an idle rank has not
-            # called it.
+            # If a collective is open on one rank, it has usually completed on no other rank, so an idle rank
+            # has not called it.
             is_open = bool(SYMMETRIC.search(call.op)) and (call.group, call.number) not in ended
             unrecorded = {
                 rank: -1 if flight.is_whole or (is_open and flight.is_idle) else None
@@ -252,8 +251,8 @@ SYMMETRIC = re.compile("all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|bar
 def _failed_devices(calls: Mapping[int, Sequence[Call]]) -> set[int]:
     """Return the ranks with several open collectives that have completed on other ranks.
 
-    These collectives could not complete without such a rank, so its device took part but no longer reports
-    completion. A single open collective may still be in progress.
+    Such a collective could not complete without the rank, so the rank's device took part but no longer
+    reports completion. A single open collective may still be in progress.
     """
     ended = {(call.group, call.number) for own in calls.values() for call in own if call.is_done}
     newest = {(call.group, rank): call.number for rank, own in calls.items() for call in own}
@@ -318,7 +317,8 @@ def _find_mismatch(calls: Mapping[int, Sequence[Call]], flights: Mapping[int, Fl
             for ranks in by_size
         ]
         of = called[few[0]][0].position
-        # gloo numbers sends and receives too, but does not record them, so its call numbers may be shifted.
+        # The call numbers of gloo may be shifted, because gloo also numbers sends and receives but does not
+        # record them.
         is_sure = all(flight.is_whole for flight in flights.values()) or all(
             not called[rank][0].is_done for rank in few
         )
@@ -328,9 +328,9 @@ def _find_mismatch(calls: Mapping[int, Sequence[Call]], flights: Mapping[int, Fl
 
 
 def _out_of_step(calls: Mapping[int, Sequence[Call]]) -> tuple[set[int], str]:
-    """Find the ranks that, after the same calls as the majority, wait in a different call than the majority.
+    """Find the ranks that made the same calls as the majority but now wait in a different call.
 
-    Calls in disjoint groups count as the same, because each rank belongs to only one of them, such as its
+    Calls in disjoint groups count as the same call, because each rank is in only one such group, such as its
     node's group.
     """
     ended = [
@@ -377,9 +377,9 @@ def _are_alike(one: Call, other: Call) -> bool:
 def _out_of_order(waits: Sequence[_Wait]) -> set[int]:
     """Return the ranks that call the collectives of several groups in a different order than the majority.
 
-    In this situation, all ranks wait for one another. In each group, the smaller side counts as suspect:
-    either the ranks that have called the collective or those that have not. The suspects are at fault if they
-    are the same ranks in all groups.
+    If groups are called in different orders, all ranks wait for one another. In each group, the smaller side
+    counts as suspect: either the ranks that have called the collective or those that have not. The suspects
+    are at fault if they are the same ranks in all groups.
     """
     blocked = {rank for wait in waits if wait.absent for rank in wait.waiting}
     accused = {
@@ -400,7 +400,7 @@ def _describe(wait: _Wait) -> str:
 
 
 def _verb(ranks: Collection[int], verb: str) -> str:
-    """Return the singular or plural form of a verb for these ranks."""
+    """Return a verb in the singular or plural form, depending on the number of ranks."""
     return verb if len(ranks) > 1 else {"have": "has", "are": "is", "do": "does"}.get(verb, f"{verb}s")
 
 
@@ -431,7 +431,7 @@ def _describe_absent(
 
 
 def _places(ranks: Collection[int], stacks: Mapping[int, Sequence[str]]) -> list[str]:
-    """Describe where these ranks are, as far as their stacks are known."""
+    """Describe where ranks are, as far as their stacks are known."""
     subjects = {
         rank: f"rank {rank}" if len(ranks) > 1 else "it" for rank in sorted(ranks) if stacks.get(rank)
     }

@@ -2,7 +2,7 @@
 
 This module neither reads nor writes files.
 
-No decision is needed if a user cancelled the run, or if a newer attempt has taken it over.
+No decision is needed if a user cancelled the run, or if a newer attempt has taken over the run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ RESTART_SIGNAL = "SIGUSR2"
 FAILURES: tuple[Cause, ...] = ("node_fail", "crash", "hang")
 
 UNCOUNTED: tuple[Cause, ...] = ("preempted", "asked")
-"""Causes that are no sign of missing progress. The causes of capabilities are not counted either."""
+"""Causes that are no sign of missing progress. Causes that capabilities define are not counted as failures
+either."""
 MAX_ENDS_AT_STEP = 3
 """Number of consecutive attempts that may end at the same step and checkpoint before the run fails."""
 RANDOM_TYPES = ("Hang", "HostLost", "PreflightFailed", "OutOfMemory", "CheckpointError", "RankKilled")
@@ -58,7 +59,7 @@ FIRST_STEP_S = 600.0
 MAX_DELAY_S = 60.0
 MAX_STARTS = 10
 """Number of consecutive times that Slurm may fail to start the step before the run fails. The delays between
-these attempts add up to four minutes."""
+ten attempts to start the step add up to four minutes."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,8 @@ class Observed:
     planned_stop: PlannedStop | None = None
     """The stop that the supervisor planned; None otherwise."""
     hangs: list[HangRecord] = field(default_factory=list)
-    """The reports of hanging ranks. They are read before the ranks are killed, because a rank deletes its
-    report when the death of a peer unblocks it."""
+    """The reports of hanging ranks. The hang reports are read before the ranks are killed, because a rank
+    deletes its report when the death of a peer unblocks it."""
     killed_node: int | None = None
     """The node rank of the agent that was killed before any other process ended."""
     step_may_still_run: bool = False
@@ -106,10 +107,7 @@ class Observed:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of an attempt: what the supervisor observed, and its explanation.
-
-    `job/outcome.py` creates it.
-    """
+    """The outcome of an attempt, including what the supervisor observed; created by `job/outcome.py`."""
 
     exits: tuple[tuple[int, int], ...] = ()
     """Pairs of node rank and exit code, in the order in which the agents ended."""
@@ -144,7 +142,7 @@ class Outcome:
     def has_saved(self) -> bool:
         """Return whether the exit codes of all workers mean success or a completed save.
 
-        For a command, there is no other evidence of a save.
+        The exit codes of a command are the only evidence that it has saved.
         """
         return bool(self.exits) and all(code in (EXIT_OK, EXIT_STOPPED) for code in self.exit_codes)
 
@@ -257,7 +255,7 @@ def decide_no_start(
 ) -> Decision:
     """Retry a job or step that could not start, up to `MAX_STARTS` times with growing delays.
 
-    `in_place` means to retry in this allocation.
+    `in_place` means that the retry happens in this allocation.
 
     `starts` are the previous attempts, including those that could not start.
     """
@@ -288,7 +286,7 @@ def decide_stranded(decision: Decision, result: Outcome, problem: str) -> Decisi
 def decide_dead(result: Outcome, run: Standing, policy: RequeuePolicy) -> Decision:
     """Decide what follows an attempt whose supervisor died and whose job was requeued by Slurm itself.
 
-    If no host is lost, the cause may also be a preemption without grace time.
+    If no host was lost, the job may also have been preempted without grace time.
     """
     if result.lost_nodes:
         return decide(result, run, policy, RestartOptions(requeue=True))
@@ -467,7 +465,7 @@ def restarts_limit(previous: Sequence[AttemptEnd], policy: RequeuePolicy) -> str
 
 
 def _num_failures_without_progress(run: Standing) -> int:
-    """Return how many consecutive failures directly before this one saved nothing new."""
+    """Return how many consecutive failures saved nothing new, not counting the current failure."""
     alike = (end.cause in FAILURES and (end.mark or 0) == run.progress for end in reversed(run.previous))
     return len(list(takewhile(bool, alike)))
 

@@ -1,7 +1,7 @@
 """Flight records of torch: the collectives, sends and receives that each rank has called.
 
 A hanging trainer rank writes its record itself (`trainer/progress.py`). For a script, torch writes the record
-when a collective times out, or when the agent requests it. `blame.py` uses these records to find the ranks
+when a collective times out, or when the agent requests it. `blame.py` uses flight records to find the ranks
 that block the others.
 """
 
@@ -65,8 +65,8 @@ class Call:
     is_done: bool = False
     is_p2p: bool = False
     has_started: bool = False
-    """True if the device has started the call. Known only for NCCL, and only if NCCL measures the times of
-    its calls."""
+    """True if the device has started the call. Only NCCL knows whether a device has started a call, and only
+    if it measures the times of calls."""
     place: str = ""
     """The line of user code from which the call was made."""
 
@@ -249,7 +249,7 @@ def parse_flight(rank: int, dump: JsonObject, world_size: int) -> Flight:
         is_idle = all(enqueued <= completed for enqueued, completed in status)
     except (AttributeError, KeyError, TypeError, IndexError) as error:
         raise ValueError(f"not a flight record: {error!r}") from error
-    # torch starts counting again when a program resets the recorder.
+    # torch's numbering starts again when a program resets the recorder.
     is_whole = all(found == {*range(len(found))} for found in ids.values()) and all(
         group[0] == "gloo" or number <= 1 for group, number in begins.items()
     )
@@ -265,7 +265,7 @@ def _ranks(ranks: Any) -> tuple[int, ...]:
 def _parse_call(entry: JsonObject, group: Group, label: str, words: str) -> Call:
     """Convert one entry of torch's record.
 
-    In NCCL's records, a call that timed out is marked as retired; in gloo's, a completed one.
+    NCCL marks a call that timed out as retired, but gloo marks a completed call as retired.
     """
     op, *peers = words.split()
     is_p2p = bool(entry.get("is_p2p")) or op in ("send", "recv")

@@ -19,7 +19,7 @@ SAVES_ON = (signal.SIGTERM, signal.SIGUSR2)
 """The signals that ask a command to save, by priority."""
 SHELLS = ("sh", "bash", "dash", "zsh", "ksh")
 PASSED_ON_S = 5.0
-"""Seconds after Slurm's signal during which a parent process may still forward this signal."""
+"""Seconds after Slurm's signal during which a parent process may still forward the same signal."""
 FROM_TERMINAL = {signal.SIGINT, signal.SIGQUIT}
 """Signals that a non-interactive shell makes its background jobs (``&``) ignore."""
 
@@ -51,10 +51,7 @@ def is_shell(pid: int) -> bool:
 
 
 def is_in_foreground(pid: int) -> bool:
-    """Return whether a shell runs this child in the foreground.
-
-    The shell then delays its traps until the child ends.
-    """
+    """Return whether a shell runs this child in the foreground, which delays the traps of the shell."""
     if signal_mask(pid, "SigIgn") & FROM_TERMINAL:
         return False
     # A background child may have set handlers for signals that it was started to ignore.
@@ -65,7 +62,7 @@ def hear_once(agent: int, own_handlers: Callable[[set[int]], set[int]]) -> None:
     """Make a handler run only once if Slurm signals all processes and a parent forwards the same signal.
 
     Does nothing if no process between this one and the agent handles a stop signal. `own_handlers` removes
-    the signals for which a process only has such a filter as handler.
+    the signals that a process only filters.
     """
     if not _is_passed_on(agent, own_handlers):
         return

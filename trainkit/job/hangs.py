@@ -81,9 +81,9 @@ CONNECT_HINT = (
 def hang_failure(attempt: AttemptDir, plan: LaunchPlan, records: Sequence[HangRecord]) -> RankFailure:
     """Return a failure of type ``Hang`` for the rank that blocks the others; `records` must not be empty.
 
-    If flight records show a waiting rank, they determine the blocking ranks, or that these are unknown.
-    Otherwise, the failure names the first rank without a report, or else the rank that is furthest behind. If
-    no rank is behind the others, the failure names no host.
+    If flight records show a waiting rank, they also show the blocking ranks, or that these are unknown. If no
+    record shows a waiting rank, the failure names the first rank without a hang report, or else the rank that
+    is furthest behind. If no rank is behind the others, the failure names no host.
     """
     behind, is_distinct = _furthest_behind(records)
     missing = missing_ranks(plan, records)
@@ -141,7 +141,7 @@ def blamed_failure(
 ) -> RankFailure:
     """Return a failure that names the ranks at fault.
 
-    It names a host only if all these ranks run on that host and the host may be at fault.
+    The failure names a host only if all these ranks run on that host and the host may be at fault.
     """
     nodes = [node_of(plan, rank) for rank in blame.ranks]
     return RankFailure(
@@ -158,7 +158,7 @@ def blamed_failure(
 def _furthest_behind(records: Sequence[HangRecord]) -> tuple[HangRecord, bool]:
     """Return the report of the rank that is furthest behind, and whether it is clearly behind the others.
 
-    Among ranks at the same position, the one whose stack differs from the majority's blocks the others.
+    Among ranks at the same position, a rank whose stack differs from the majority's blocks the others.
     """
     position = min(record.position for record in records)
     same = [record for record in records if record.position == position]
@@ -196,8 +196,8 @@ def _describe_missing(missing: Sequence[int], waiting: HangRecord) -> str:
 
 
 GATHER_S = 5.0
-"""Seconds to wait for further hang reports after the first one. Ranks that wait for each other report their
-hang almost at the same time."""
+"""Seconds to wait for hang reports of other ranks after the first report. Ranks that wait for each other
+report their hang almost at the same time."""
 
 
 class HangWatch:
@@ -215,7 +215,7 @@ class HangWatch:
         elif self._first_s is None:
             self._first_s = time.monotonic()
         elif time.monotonic() > self._first_s + GATHER_S:
-            # Otherwise, the list may lack reports from other hosts.
+            # Without this refresh, the list may lack reports from other hosts.
             refresh_listing(self._attempt.hangs_dir)
             return read_hangs(self._attempt)
         return []

@@ -1,7 +1,7 @@
-"""The checks of a node before the ranks of a job start; `trainkit doctor` runs them among others.
+"""The checks of a node before the ranks of a job start; `trainkit doctor` also runs these checks.
 
-The supervisor checks the run folder before the step starts, and every agent checks its own node. The run does
-not use a node again that failed a check.
+The supervisor checks the run folder before the step starts, and every agent checks its own node. If a node
+has failed a check, the run does not use it again.
 """
 
 from __future__ import annotations
@@ -88,11 +88,11 @@ def require_gpus(
         _require(f"GPU {name} of {socket.gethostname()}", check_gpu(nvml, name))
         if torch is not None:
             found = None
-            with contextlib.suppress(nvml.NVMLError):  # the rank will report a GPU that failed since then
+            with contextlib.suppress(nvml.NVMLError):  # if the GPU fails now, the rank itself will report it
                 gpu = gpu_handle(nvml, name)
                 capability = nvml.nvmlDeviceGetCudaComputeCapability(gpu)
                 found = torch.problem(str(nvml.nvmlDeviceGetName(gpu)), capability, driver_cuda(nvml))
-            if found is not None:  # the node itself is fine, because other nodes of this kind would fail too
+            if found is not None:  # the node is not at fault, because other nodes of this kind would fail too
                 raise PreflightFailed(*found, is_node=False, exit_code=EXIT_NO_RESTART)
 
 
@@ -228,7 +228,7 @@ def require_node(
             _require(f"{folder} on {socket.gethostname()}", check_space("", folder))
     if plan.device == "cuda":
         torch, starts_ranks = None, not plan.workload.is_command and plan.environment.python is None
-        if starts_ranks:  # otherwise, the ranks may use another interpreter with another torch
+        if starts_ranks:  # a command, or another interpreter, may use another torch
             spec = find_spec("torch")
             torch = TorchBuild.read(sys.executable, None if spec is None else spec.origin)
         # If the driver is missing, the ranks themselves report a broken GPU.
@@ -242,7 +242,7 @@ def plan_digest(attempt: AttemptDir) -> str:
 
 
 def clock_offset_s(folder: Path) -> float:
-    """Return by how many seconds this host's clock is ahead of that of a folder's file server.
+    """Return by how many seconds this host's clock is ahead of the clock of a folder's file server.
 
     Raises OSError if the folder cannot be written.
     """

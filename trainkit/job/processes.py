@@ -1,8 +1,9 @@
 """Child processes that never outlive their parent, and synchronous signal handling in the parent process.
 
 The supervisor and the agents block the stop signals and SIGCHLD, and receive them one by one with
-`wait_for_signal`. Thus no code of theirs runs inside a signal handler. Children inherit the blocked signals,
-so a stop signal that arrives while a child's interpreter starts stays pending instead of killing the child.
+`wait_for_signal`. Thus, no trainkit code runs inside a signal handler in these processes. Children inherit
+the blocked signals, so a stop signal that arrives while a child's interpreter starts stays pending instead of
+killing the child.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def block_signals(*more: signal.Signals) -> None:
 def wait_for_signal(timeout_s: float, *more: signal.Signals) -> signal.Signals | None:
     """Return the next stop signal, SIGCHLD or (in an agent) `AGENT_SIGNAL`; None after the timeout.
 
-    `more` are other blocked signals to wait for.
+    `more` contains other blocked signals to wait for.
     """
     from ctypes import byref, c_long, create_string_buffer, get_errno
 
@@ -145,7 +146,7 @@ def redirect_output(log: Path) -> None:
 
 @cache
 def _libc() -> CDLL:
-    # Import here, because a dry run starts no processes.
+    # Import ctypes here, because a dry run starts no processes.
     from ctypes import CDLL
 
     return CDLL(None, use_errno=True)
@@ -155,7 +156,7 @@ def dies_with(
     parent_pid: int, number: signal.Signals, before_exec: Callable[[], None] | None = None
 ) -> Callable[[], None]:
     """Return a `preexec_fn` that makes the kernel send a signal to the child when its parent dies."""
-    # Load the library before the fork, because after it, another thread may still hold the import lock.
+    # Load the library before the fork, because after the fork, another thread may still hold the import lock.
     libc = _libc()
 
     def prepare() -> None:
@@ -377,7 +378,7 @@ def children_by_parent() -> dict[int, list[int]]:
 def children_of(pid: int) -> list[int]:
     """Return the children of a process.
 
-    If a child ends during the call, it and its neighbour in the list may be missing.
+    If a child ends during the call, that child and its neighbour in the list may be missing.
     """
     tasks = PROC / str(pid) / "task"
     try:
@@ -405,10 +406,10 @@ def descendants(pid: int, children: Mapping[int, list[int]] | None = None) -> li
 
 
 PEER_EXIT_S = 5.0
-"""Seconds that the other members have to exit and report by themselves after a member has failed."""
+"""Seconds that the other members of a group have to exit and report by themselves after one member has
+failed."""
 KILL_MARGIN_S = 5.0
-"""Seconds between the end of the grace time, which workers watch themselves, and the moment when an agent
-kills those that remain."""
+"""Seconds after the end of the grace time until an agent kills workers that have not ended by themselves."""
 
 
 class ProcessGroup:

@@ -1,8 +1,8 @@
 """Prepares each Python interpreter in a job before any other code runs; called by `startup/sitecustomize.py`.
 
-It protects a rank's child processes from stop signals, and makes imports use the copy of the code. It also
-runs the code that capabilities have for the start of a rank. trainkit may not be installed for this Python,
-so only the standard library is imported, and other files are loaded by path.
+The preparation protects a rank's child processes from stop signals, and makes imports use the copy of the
+code. The preparation also runs the code that capabilities have for the start of a rank. This Python may lack
+trainkit, so only the standard library is imported, and other files are loaded by path.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def spare_what_a_rank_starts() -> None:
     own_pid, parent_pid, agent = str(os.getpid()), str(os.getppid()), os.environ[module.AGENT_VARIABLE]
     is_below_rank = os.environ.get(module.RANK_PID_VARIABLE, own_pid) != own_pid
     # A launcher that runs directly below the agent does not forward signals. Of the programs that a rank may
-    # start, only torchrun forwards them.
+    # start, only torchrun forwards signals to its children.
     may_hear_twice = not is_below_rank or "TORCHELASTIC_RESTART_COUNT" in os.environ
     if parent_pid != agent and may_hear_twice and module.LAUNCHER_PID_VARIABLE not in os.environ:
         load("handlers").hear_once(int(agent), module.own_handlers)
@@ -98,7 +98,7 @@ class CopyFinder:
     """Imports modules from the copy of the code instead of the folder from which the run was submitted.
 
     A package installed with ``pip install -e`` points to that folder, by a line in a .pth file or by a
-    finder. Some of these finders precede the finder that reads PYTHONPATH.
+    finder. Some finders of editable installations precede the finder that reads PYTHONPATH.
     """
 
     def __init__(self, source: str, copy: str) -> None:

@@ -128,8 +128,8 @@ GPU_BINDING_HINT = (
 def gpu_index(local_rank: int, num_visible: int, *, is_task: bool) -> int | None:
     """Return the index of a rank's GPU among the visible GPUs; None if there is none for this rank.
 
-    Slurm can bind one GPU to each task, for example with ``--gpus-per-task=1`` or ``--gpu-bind``. If so, a
-    rank that is a task of its own (`is_task`) sees only its own GPU, with index 0.
+    With ``--gpus-per-task=1`` or ``--gpu-bind``, for example, Slurm can bind one GPU to each task. If Slurm
+    binds GPUs to tasks, a rank that is a task of its own (`is_task`) sees only its own GPU, with index 0.
     """
     if is_task and num_visible == 1:
         return 0
@@ -142,7 +142,7 @@ _SIZE_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_W
 def refuse_foreign_ranks(environ: Mapping[str, str] = os.environ) -> None:
     """Raise UsageError if this process is a rank of another launcher, such as torchrun or mpirun.
 
-    Otherwise, each of these ranks would train a separate run.
+    Otherwise, each rank of the other launcher would train a separate run.
     """
     for name in _SIZE_VARIABLES:
         size = environ.get(name, "")
@@ -165,8 +165,8 @@ STALE_STORE_S = 3600.0
 def store_file(nonce: str) -> Path | None:
     """Return the file through which the ranks of one machine find each other; None without /dev/shm.
 
-    The file is in memory, so that a full disk does not prevent ranks from starting. Only the attempt's ranks
-    know its name.
+    The store file is in memory, so that a full disk does not prevent ranks from starting. Only the attempt's
+    ranks know the name of the store file.
     """
     if not nonce or not os.access(SHARED_MEMORY, os.W_OK):
         return None

@@ -2,8 +2,7 @@
 
 In a worker, a signal only sets a flag; at the next step boundary, all ranks agree what to do about it. Python
 signal handlers do not run while the main thread is inside a collective, so a stuck rank would not notice the
-signal. The C-level handler does run, and writes the signal number to the wakeup fd, from which a thread reads
-it.
+signal. The C-level handler does run; it writes the signal number to the wakeup fd, which a thread reads.
 """
 
 from __future__ import annotations
@@ -36,7 +35,8 @@ STACKS_SIGNAL = signal.SIGURG
 AGENT_SIGNAL = signal.SIGURG
 """The signal that means SIGUSR2 to agents; all other processes of a step ignore it by default.
 
-A rank of a command that uses `trainkit.loop` handles it as `STACKS_SIGNAL`, so it only writes its stacks.
+A rank of a command that uses `trainkit.loop` handles this signal as `STACKS_SIGNAL`, so it only writes its
+stacks.
 """
 
 
@@ -64,12 +64,12 @@ class StopRequest:
         for number in (*NOTICE_SIGNALS, STACKS_SIGNAL):
             signal.signal(number, _ignore)
         threading.Thread(target=self._watch, args=(reader,), name="signal-watch", daemon=True).start()
-        # Without this, a signal to a forked process, for example from `Pool.terminate`, would count as a
+        # Without this hook, a signal to a forked process, for example from `Pool.terminate`, would count as a
         # signal to this process.
         os.register_at_fork(after_in_child=_restore_in_child)
         spare_children()
         # The agent starts workers with these signals blocked, so that none of them kills the interpreter
-        # while it starts. A signal that is pending since then is delivered here.
+        # while it starts. A signal that has arrived since the start of the interpreter is delivered here.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTICE_SIGNALS)
 
     def request(self, reason: str) -> None:

@@ -6,13 +6,14 @@ that a rank starts therefore gets a filter before the default action or inherite
 The filter drops signals from Slurm, but passes on signals from other senders, such as the rank's
 ``Process.terminate()``.
 
-The filter is a signal handler in machine code, for two reasons. Unlike a blocked or ignored signal, it does
-not survive `exec`, so other programs do not inherit it. It also sees the sender of the signal, which a Python
-handler cannot. Nothing else changes; for example, `getsignal` returns the same value as without the filter. A
-process that installs its own handler, or that blocks a signal and waits for it, gets every signal.
+The filter is a signal handler in machine code, for two reasons. Unlike a blocked or ignored signal, the
+filter does not survive `exec`, so other programs do not inherit it. The filter also sees the sender of the
+signal, which a Python handler cannot. The filter changes nothing else; for example, `getsignal` returns the
+same value as without the filter. A process that installs its own handler, or that blocks a signal and waits
+for it, gets every signal.
 
 This file needs only the standard library, because `trainkit.job.startup` loads it in the interpreter of any
-script. It imports little, because every Python in a job loads it.
+script. This file imports little, because every Python in a job loads it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
 NOTICES = {signal.SIGTERM, signal.SIGUSR2, signal.SIGINT}
 MARKS: dict[int, int] = {signal.SIGTERM: 56, signal.SIGUSR2: 57, signal.SIGINT: 58}
 """Maps each stop signal to a real-time signal that also has the filter, as long as the process does not
-handle the stop signal itself. This lets the agent see in /proc which signals a process handles itself."""
+handle the stop signal itself. From these marks, the agent sees in /proc which signals a process handles
+itself."""
 AGENT_VARIABLE = "TRAINKIT_JOB_AGENT_PID"
 LAUNCHER_PID_VARIABLE = "TRAINKIT_JOB_LAUNCHER_PID"
 RANK_PID_VARIABLE = "TRAINKIT_JOB_RANK_PID"

@@ -1,8 +1,8 @@
 """Runs `trainkit run` as tasks of a Slurm step or as ranks of another launcher; each process is an agent.
 
-The processes have only the filesystem in common. The first one therefore announces the run in a file whose
-name all of them can derive. In a Slurm step, this is ``runs/.steps/JOB.STEP.RESTART.PORT.json`` below the
-working directory, which is unique to this start of the step. Otherwise, it is
+The processes have only the filesystem in common. Therefore, the first process announces the run in a file
+whose name all processes can derive. In a Slurm step, the file is ``runs/.steps/JOB.STEP.RESTART.PORT.json``
+below the working directory; its name is unique to this start of the step. Otherwise, the file is
 ``runs/.steps/ADDRESS.PORT.json``, which is valid while rank 0 is running.
 """
 
@@ -59,7 +59,7 @@ def withdraw(folder: Path, task: Task) -> None:
 def await_starts(attempt: AttemptDir, plan: LaunchPlan) -> None:
     """Wait until every task has started its ranks or one has failed, before the announcement is withdrawn.
 
-    Otherwise, the first task's command could end before another task has read the announcement.
+    Otherwise, the command of the first task could end before another task has read the announcement.
     """
     deadline_s = time.monotonic() + STARTS_S
     firsts = map(plan.first_rank_of, range(plan.num_nodes))
@@ -104,7 +104,7 @@ def await_announcement(folder: Path, task: Task, timeout_s: float = RENDEZVOUS_T
 
 
 def run_task(attempt: AttemptDir, task: Task) -> int:
-    """Run this task's agent of the attempt; return the combined exit code of its workers."""
+    """Run the agent of this task; return the combined exit code of the agent's workers."""
     processes.block_signals(AGENT_SIGNAL)
     if not task.has_scheduler:
         # torchrun forwards SIGHUP if its terminal is closed.

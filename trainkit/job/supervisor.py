@@ -5,7 +5,7 @@ On one machine, the command line of the supervisor is ``python -m trainkit.job.s
 trainkit.job.node.agent RUN_DIR``.
 
 On one machine, SIGTERM and SIGINT mean save and exit, and SIGUSR2 means save and restart. In a Slurm job, the
-cause of the signal decides what it means (`backends/slurm/attempt_watch.py`). Even if the run folder or its
+meaning of a signal depends on its cause (`backends/slurm/attempt_watch.py`). Even if the run folder or its
 disk fails, the exit code tells how the run ended: 0 finished, 75 saved and resumable, any other code failed.
 """
 
@@ -194,7 +194,7 @@ class Supervisor:
                     if not is_finished or set(attempt.observed.exit_codes) != {EXIT_OK}:
                         return Decision("stopped", watch.superseded_by.takeover, EXIT_STOPPED)
             finally:
-                # This is all that is known until the attempt is judged.
+                # Nothing more is known until the attempt is judged.
                 attempt.outcome = only_observed(attempt.observed)
             return retry_on_disk_error(lambda: self._judge(attempt, watch))
         except NotSubmitted as error:
@@ -221,7 +221,7 @@ class Supervisor:
                 return self.allocation.after_notice(attempt, received)
             attempt.update()
             options = self.allocation.restart_options(attempt)
-            if not options.restart:  # by now, the remaining time is too short
+            if not options.restart:  # the remaining time is now too short
                 return judge(attempt, options)
             try:
                 return retry_on_disk_error(lambda: self.allocation.claim_next(attempt))
@@ -255,8 +255,8 @@ class Supervisor:
     def _conclude_last(self, attempt: Attempt, decision: Decision) -> Decision:
         """Record the end of the run and return the decision; an earlier `trainkit requeue` replaces it.
 
-        The lock of the run keeps commands from changing job.json in the meantime. Commands that run
-        afterwards find an ended run.
+        The lock of the run keeps commands from changing job.json in the meantime. Commands that run after
+        this find an ended run.
         """
         attempt.update()
         with contextlib.ExitStack() as held:

@@ -29,7 +29,7 @@ NUM_THREADS = 8
 
 def enter_work_folder(run: RunDir, job: JobRecord, plan: LaunchPlan) -> None:
     """Tell the agents in which directory to start a command. Raises OSError."""
-    os.environ.pop(WORK_DIR_VARIABLE, None)  # may be inherited from the job that submitted this one
+    os.environ.pop(WORK_DIR_VARIABLE, None)  # the job that submitted this one may have set the variable
     folder = retry_on_disk_error(lambda: prepare_work_folder(run, job)) if plan.workload.is_command else None
     if folder is not None:
         os.environ[WORK_DIR_VARIABLE] = str(folder)
@@ -38,8 +38,8 @@ def enter_work_folder(run: RunDir, job: JobRecord, plan: LaunchPlan) -> None:
 def prepare_work_folder(run: RunDir, job: JobRecord) -> Path | None:
     """Return the directory in which a run's command starts; None without a code snapshot.
 
-    The first start of the run creates it. If the run has received new code since then, files that the run has
-    not changed are replaced; its outputs are kept. Raises OSError.
+    The first start of a run creates the working directory. If the run has received new code since its last
+    start, files that the run has not changed are replaced; its outputs are kept. Raises OSError.
     """
     if job.cwd is None and run.work_dir.exists():
         # If job.json was lost, use the folder that contains the outputs.

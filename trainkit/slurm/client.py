@@ -17,7 +17,7 @@ from trainkit.errors import SlurmError, UsageError
 
 QUERY_TIMEOUT_S = 12.0
 """Timeout of a query; Slurm's commands give up somewhat earlier by default, so that they can report the
-reason. With this value, a command of trainkit ends within 15 s if Slurm does not answer."""
+reason. With a timeout of 12 s, a command of trainkit ends within 15 s if Slurm does not answer."""
 JOB_TIMEOUT_S = 30.0
 """Timeout of requests from inside a job, where nobody is waiting and a busy controller may answer late."""
 QUERY_PATIENCE_S = 5.0
@@ -95,7 +95,8 @@ def run_slurm(
     if cluster:
         argv = [program, f"--clusters={cluster}", *argv[1:]]
     place = _place(environ, cluster)
-    # Without this, several queries in a row would each wait for a controller that does not answer.
+    # Use a short timeout if the controller has just failed to answer, so that several queries in a row do not
+    # each wait for it.
     if timeout_s <= QUERY_TIMEOUT_S and _was(place, False, NO_ANSWER_S):
         timeout_s = min(timeout_s, SHORT_TIMEOUT_S)
     began_s = time.monotonic()
@@ -149,7 +150,7 @@ def require_controller(clusters: Sequence[str] = ()) -> None:
     """Raise SlurmUnreachable unless Slurm answers a query or has answered one within ANSWER_VALID_S.
 
     Call this before submitting a job, because if the answer to a submission is lost while Slurm is down,
-    finding out about the job takes minutes. With several `clusters`, sbatch itself skips those that do not
+    finding out about the job takes minutes. With several `clusters`, sbatch itself skips clusters that do not
     answer.
     """
     cluster = clusters[0] if len(clusters) == 1 else ""
@@ -160,11 +161,11 @@ def require_controller(clusters: Sequence[str] = ()) -> None:
 
 def failure(program: str, returncode: int, text: str) -> SlurmUnreachable | SlurmRefused:
     """Return the error for a command's exit code and output; an unknown message means that Slurm refused."""
-    # sbatch prints such a line before each of its own retries.
+    # sbatch prints such a line before each retry of its own.
     lines = [line for line in text.splitlines() if not line.endswith("sleeping and retrying")]
     undelivered = [line for line in lines if _UNDELIVERED.search(line)]
-    # With two controllers, a request may reach one of them whose answer is lost, and never reach the other.
-    # So assume that the request was carried out.
+    # If there are two controllers, the answer of one may be lost although the request never reached the
+    # other. Therefore, assume that the request was carried out.
     is_lost = returncode < 0 or any(_LOST.search(line) for line in lines if line not in undelivered)
     is_away = is_lost or bool(undelivered)
     known = UNREACHABLE_HINTS if is_away else REFUSAL_HINTS

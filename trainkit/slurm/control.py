@@ -73,7 +73,7 @@ def cancel(job_ids: Sequence[str]) -> None:
 
 
 def cancel_waiting(job_ids: Sequence[str]) -> None:
-    """Cancel those of these jobs and array tasks that are pending; running ones continue."""
+    """Cancel the pending ones among `job_ids`; running jobs and array tasks continue."""
     _scancel(["--state=PENDING"], map(checked_job_id, job_ids))
 
 
@@ -87,8 +87,7 @@ def kill_steps(
 ) -> None:
     """Kill steps, given as (job id, step id), with SIGKILL, or send them another signal.
 
-    Cancelling the whole job would instead send SIGTERM first, and SIGKILL only after KillWait (30 s by
-    default).
+    Cancelling the whole job would send SIGTERM first, and SIGKILL only after KillWait (30 s by default).
     """
     named = ((*split_job(checked_job_id(job)), step_id) for job, step_id in steps)
     names = (on_cluster(f"{job_id}.{step_id}", cluster) for job_id, cluster, step_id in named)
@@ -162,9 +161,9 @@ def run_step(
 ) -> str:
     """Run a command once on each node of a running job, as a separate step; return its stdout.
 
-    The step shares resources with other steps (`--overlap`). Without --mem=0, Slurm would refuse this step if
-    another step uses all memory of the job. Raises SlurmRefused if Slurm does not start the step, or if the
-    command fails.
+    The step overlaps with other steps, so that they share the job's resources. Without --mem=0, Slurm would
+    refuse the step if another step uses all memory of the job. Raises SlurmRefused if Slurm does not start
+    the step, or if the command fails.
     """
     job_id, cluster = split_job(checked_job_id(job_id))
     step = [

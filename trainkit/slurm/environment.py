@@ -27,7 +27,7 @@ def conf_file(environ: Mapping[str, str] = os.environ) -> Path | None:
     if named:
         return Path(named)
     sbatch = shutil.which("sbatch", path=environ.get("PATH", os.defpath))
-    # If Slurm was built with its own prefix, the configuration is below this prefix.
+    # If Slurm was built with a prefix of its own, the configuration is below that prefix.
     prefix = [] if sbatch is None else [Path(os.path.realpath(sbatch)).parent.parent / "etc"]
     in_prefix = [folder / name for folder in prefix for name in ("slurm.conf", "slurm/slurm.conf")]
     return next((path for path in (*map(Path, CONFIG_FILES), *in_prefix) if path.exists()), None)
@@ -42,7 +42,8 @@ def cluster_name(environ: Mapping[str, str] = os.environ) -> str | None:
 def other_cluster(named: str | None, environ: Mapping[str, str] = os.environ) -> str | None:
     """Return `named`, a job's cluster, if Slurm's commands use another cluster on this machine; else None.
 
-    The caller must then name the cluster, because a job id is valid only on its own cluster.
+    If the result is not None, Slurm's commands must name the cluster, because a job id is valid only on its
+    own cluster.
     """
     current = _chosen_cluster(environ) if named else None
     return named if current and named != current else None
@@ -79,7 +80,7 @@ def finds_cluster() -> bool | None:
     """Return whether sbatch (which must be on PATH) finds a Slurm configuration; None if that is unclear.
 
     For each environment, the probe runs at most once. Without a slurm.conf, Slurm looks up its controller in
-    DNS. If DNS answers that no such record exists, the result is False; if DNS does not answer, None.
+    DNS. If DNS answers that there is no controller, the result is False; if DNS does not answer, None.
     """
     return _finds_cluster(tuple(sorted(os.environ.items())))
 

@@ -16,7 +16,7 @@ _COUNT = re.compile(r"(?P<count>\d+)(?:\(x(?P<repeat>\d{1,6})\))?", re.ASCII)
 def tasks_per_node(text: str) -> list[int]:
     """Parse the number of tasks or CPUs of each node: `2(x3),1` becomes [2, 2, 2, 1].
 
-    Raises UsageError for any other form.
+    Raises UsageError for text in any other form.
     """
     counts: list[int] = []
     for item in text.strip().split(","):
@@ -30,8 +30,8 @@ def tasks_per_node(text: str) -> list[int]:
 HOSTS_TIMEOUT_S = 10.0
 _NOT_RESPONDING = "*"
 _DOWN = re.compile(r"down|fail|unk|error", re.IGNORECASE)
-"""Matches the states of hosts that cannot run a step. A draining host is not among them, because it still
-runs its current job."""
+"""Matches the states of hosts that cannot run a step. The state of a draining host does not match, because
+the host still runs its current job."""
 _DRAINED = re.compile(r"drain|reboot|power|[@^!%]", re.IGNORECASE)
 
 

@@ -59,10 +59,10 @@ _ACCOUNTING_TIMEOUT_S = 10.0
 _LONGEST_ARGUMENT = 100_000
 """The maximum length of a list of job ids in one argument; Linux limits an argument to 128 KiB."""
 _LOG_NOT_OPENED = 53
-"""The signal number that Slurm reports if a node cannot open the batch script's output file.
+"""The signal number that Slurm reports if a node cannot open the batch script's output file; no process sends
+this signal.
 
-No process sends this signal. It is what remains of Slurm's internal error 4021 in an exit status, in all
-versions of Slurm.
+The number is what remains of Slurm's internal error 4021 in an exit status, in all versions of Slurm.
 """
 
 
@@ -79,7 +79,7 @@ class SlurmJob(JobInfo):
 
 
 def query_jobs(ids: Iterable[str]) -> dict[str, JobInfo]:
-    """Return the jobs with these ids like `query_clusters`, but raise the first error of a cluster."""
+    """Return the jobs with these ids like `query_clusters`, but raise an error if any cluster reports one."""
     known, problems = query_clusters(ids)
     if problems:
         raise next(iter(problems.values()))
@@ -143,7 +143,7 @@ def _query_queue(wanted: Sequence[str], cluster: str) -> str:
     try:
         return query(argv, cluster=cluster)
     except SlurmRefused as error:
-        # squeue reports this error if asked about a single job that it no longer lists.
+        # squeue reports "invalid job id" if asked about a single job that it no longer lists.
         if "invalid job id" in error.sentence.lower():
             return ""
         raise

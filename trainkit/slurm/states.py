@@ -30,8 +30,8 @@ _STATES = {
 def state_in_queue(word: str, restarts: int | None) -> JobState:
     """Return the job state for the state `word` that squeue prints.
 
-    squeue shows a job that is being requeued as COMPLETING, then as PENDING. Therefore, PREEMPTED and
-    NODE_FAIL mean that the job has ended for good.
+    squeue shows a job that is being requeued as COMPLETING, then as PENDING. Because of this order, PREEMPTED
+    and NODE_FAIL mean that the job has ended for good.
     """
     state = _state(word)
     return JobState.REQUEUED if state is JobState.PENDING and restarts else state
@@ -133,7 +133,7 @@ _SENTENCES = {
     "QOSUsageThreshold": "its account has used more than this QOS allows",
     "Prolog": "its nodes are being prepared",
     "MaxMemPerLimit": "requests more memory per CPU or node than allowed",
-    # The following reasons are those of jobs that have ended.
+    # The reasons below are those of jobs that have ended.
     "SystemFailure": "Slurm or a node failed",
     "NonZeroExitCode": "ended with an error",
     "RaisedSignal": "was killed by a signal",
@@ -150,8 +150,8 @@ _RESERVATION = re.compile(r"Reservation[ _](?P<name>.+)[ _](?P<what>was[ _]delet
 def reason_sentence(reason: str) -> str:
     """Explain squeue's reason in a sentence about the job, leaving out the subject.
 
-    Returns an unknown reason unchanged, and "" if there is no reason. Details are kept, for example those of
-    `ReqNodeNotAvail, UnavailableNodes:node3`.
+    Returns an unknown reason unchanged, and "" if there is no reason. Details of a reason are kept, for
+    example those of `ReqNodeNotAvail, UnavailableNodes:node3`.
     """
     text = reason.strip()
     if text.startswith("(") and text.endswith(")"):

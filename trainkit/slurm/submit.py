@@ -38,7 +38,8 @@ SUBMIT_TIMEOUT_S = 60.0
 SUBMIT_PATIENCE_S = 60.0
 SETTLE_S = 10.0
 """If squeue does not list the token for this many seconds, a submission without an answer counts as not
-accepted. The controller handles requests in order, so squeue would list an accepted job within seconds."""
+accepted. An accepted job would be listed by squeue within seconds, because the controller handles requests in
+order."""
 POLL_INTERVAL_S = 1.0
 CLOCK_SKEW_S = 5
 
@@ -77,9 +78,9 @@ def submit_script(
 
     If `clusters` names several, Slurm chooses the cluster where the job would start first, and the returned
     id includes that cluster (see `on_cluster`). `is_only_job` means that no other job has the same script. If
-    sbatch's answer is lost, this calls `notify` with a message and looks for a job with the token until it is
-    known whether Slurm accepted the job. An id that sbatch printed is trusted only if it printed nothing
-    else, because a site's banner may contain numbers.
+    sbatch's answer is lost, `submit_script` calls `notify` with a message and looks for a job with the token
+    until it is known whether Slurm accepted the job. If sbatch printed more than an id, the id is not trusted
+    by itself, because a site's banner may contain numbers.
 
     Raises SlurmRefused with Slurm's message, or SlurmUnreachable. If SlurmUnreachable has `may_have_arrived`
     set, the job may exist; call `find_by_token(token)` before submitting the script again.
@@ -146,7 +147,7 @@ def _confirm(find: Callable[..., str | None], printed: str, script: str) -> str:
 def _find_until_known(
     find: Callable[[], str | None], script: str, lost: SlurmUnreachable, give_up: float
 ) -> str | None:
-    """Look for a job until it is found; return its id, or None if Slurm did not accept the job.
+    """Look for a submitted job until it is found; return its id, or None if Slurm did not accept the job.
 
     Raises SlurmUnreachable if Slurm remains unreachable until the time `give_up`.
     """
@@ -254,17 +255,17 @@ ENOUGH_S = 8.0
 """Seconds after which estimates for further partitions are no longer requested."""
 AT_ONCE = 4
 TOO_BUSY = "Slurm was too busy to answer"
-# Slurm also prints these words if nodes are only temporarily out of service. It would then accept the job,
-# which would wait in the queue.
+# Slurm prints "not available" or "busy" also if nodes are only temporarily out of service. Slurm would then
+# accept the job, which would wait in the queue.
 MAY_CHANGE = re.compile(r"not available|busy")
 
 
 def ask_starts(
     requests: Sequence[Sequence[str]], enough_s: float | None = None, clusters: Sequence[str] = ()
 ) -> list[Answer]:
-    """Estimate when Slurm would start jobs with these lists of sbatch options, several at the same time.
+    """Estimate when Slurm would start a job for each list of sbatch options; queries run in parallel.
 
-    If `enough_s` is given, all answers arrive within this time; otherwise, no query begins after ENOUGH_S.
+    With `enough_s`, all answers arrive within that time; without it, no query begins after ENOUGH_S.
     Raises SlurmUnreachable if Slurm answers none of the queries.
     """
     answered: list[Sequence[str]] = []

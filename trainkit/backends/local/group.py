@@ -2,9 +2,9 @@
 
 The command line is ``python -m trainkit.backends.local.group GROUP_DIR``.
 
-Every run has a supervisor of its own, which survives this process and waits for free GPUs. If this process
-dies, for example because the machine restarts, another process can resume the group. That process leaves runs
-alone that are still running.
+Every run has a supervisor of its own, which survives this process and waits for free GPUs. If the group's
+process dies, for example because the machine restarts, another process can resume the group. The other
+process leaves runs alone that are still running.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _is_active(run: RunDir) -> bool:
 def _read_active(run: RunDir) -> tuple[JobRecord, bool]:
     """Return the job.json of a run, and whether the run is alive.
 
-    If this host cannot tell, the run counts as alive, because it might be started twice otherwise.
+    If this host cannot tell, the run counts as alive, because otherwise it might be started twice.
     """
     job = read_job(run)
     return job, job.newest is not None and is_alive(run, job.newest) is not False
@@ -93,7 +93,7 @@ def main() -> int:
     except LockBusy as busy:
         print(f"error: {busy}", flush=True)
         return EXIT_FAILED
-    # The command that started this process waits until this value is written.
+    # The command that started this process waits until the process id is written.
     group.update(process=ProcessId.of(os.getpid()))
     run_trials(group)
     return EXIT_OK

@@ -2,8 +2,8 @@
 
 A run needs as many GPUs or cores as it has ranks. Each GPU, each core and each waiting run has a lock file in
 a folder of this user and machine. The owning supervisor keeps the file locked until it exits, so a killed
-process or a machine crash leaves no lock behind. GPUs used by processes without such a lock, for example
-those of other users, do not count as free either.
+process or a machine crash leaves no lock behind. GPUs used by processes that hold no lock, for example those
+of other users, do not count as free either.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def _gpus() -> dict[str, Unit]:
 
 def _gpu(driver: Any, name: str) -> Unit:
     key, users = name, list[str]()
-    with suppress(driver.NVMLError):  # this may be a lost GPU or a MIG device, which the ranks will report
+    with suppress(driver.NVMLError):  # the GPU may be lost or a MIG device, which the ranks will report
         handle = gpu_handle(driver, name)
         key = str(driver.nvmlDeviceGetUUID(handle))
         users = [_process(item.pid) for item in driver.nvmlDeviceGetComputeRunningProcesses(handle)]

@@ -149,7 +149,7 @@ class SlurmAllocation(Allocation):
             log_line(f"cannot submit more trials of {run.path.parent}: {error}")
 
     def claim(self) -> AttemptDir | Decision:
-        # Otherwise, an attempt that was resumed from another host may be missing from the list.
+        # Without refreshing the list, an attempt that was resumed from another host may be missing from it.
         refresh_listing(self.run.attempts_dir)
         if (numbers := self.run.attempt_numbers()) and self.run.exists():
             newest = self.run.attempt(numbers[-1])
@@ -251,7 +251,7 @@ class SlurmAllocation(Allocation):
             return outcome_of(attempt, plan, observed)
         self.step_may_still_run |= observed.step_may_still_run
         saved = all(code in (EXIT_OK, EXIT_STOPPED) for code in codes)
-        # A restart needs the controller, so after a failure the query is retried longer. After a stop signal,
+        # After a failure, query longer, because a restart needs the controller. After a stop signal,
         # there is no time to wait.
         is_urgent = saved or stop is not None
         self.job = query_job(self.job_id, QUERY_PATIENCE_S if is_urgent else QUERY_PATIENCE_RESTART_S)
@@ -262,7 +262,8 @@ class SlurmAllocation(Allocation):
                 return outcome_of(attempt, plan, observed)
             # The ranks received a signal that was not recorded, for example because the disk is full.
             stop = RESTART_SIGNAL if is_running else signal.SIGTERM.name
-        # If Slurm does not answer, no host is excluded; if one is lost, the next start fails and reports it.
+        # If Slurm does not answer, no host is excluded; if a host is lost, the next start fails and reports
+        # it.
         lost = lost_hosts(self.job_id, self.good_hosts, is_running=is_running) or ()
         error = before.launch_error
         failure = find_first_failure(attempt, plan, observed, before.lost_nodes, error)
@@ -278,7 +279,7 @@ class SlurmAllocation(Allocation):
         if observed.hangs and not lost:
             # Slurm may need minutes to notice that a host is unreachable.
             lost = self._replaceable(silent_hosts(attempt, plan, observed.hangs), plan)
-        if lost or error is not None:  # such a failure precedes all failures of ranks
+        if lost or error is not None:  # lost hosts and failed launches precede all failures of ranks
             failure = find_first_failure(attempt, plan, observed, lost, error)
         # srun's fan-out tree waits up to a minute for a lost host, so the step may still be running.
         self.step_may_still_run |= bool(lost)
@@ -380,10 +381,10 @@ class SlurmAllocation(Allocation):
             return False
 
     def record_suspect(self, attempt: Attempt, failure: RankFailure | None) -> bool:
-        """Stop using the host that a failure implicates, and record it for later jobs.
+        """Stop using the host that a failure implicates, and record the host for later jobs.
 
-        If the only evidence is that ranks were killed or hung there, this happens only at the second
-        occurrence.
+        If the only evidence against a host is that its ranks were killed or hung, the run keeps using the
+        host until the second time.
         """
         before = len(self.bad)
         hosts, guard = self.job_hosts, Guard(attempt.plan.parts, log_line)
@@ -407,7 +408,7 @@ class SlurmAllocation(Allocation):
             log_line(f"cannot record that {host} failed: {error}")
 
     def hosts_to_exclude(self) -> list[str]:
-        """Return the hosts that failed in this job or an earlier one, so that the next start avoids them."""
+        """Return the hosts that failed in this job or an earlier one, which the next start should avoid."""
         cluster = os.environ.get("SLURM_CLUSTER_NAME", "")
         return sorted({*self.bad, *excluded(cluster, run=str(self.run.path))})
 
@@ -549,7 +550,7 @@ class SlurmAllocation(Allocation):
     def cancel_pending(self, job: JobRecord) -> None:
         """Cancel the chained jobs, and this job too if Slurm is requeuing it after losing a host.
 
-        A start of this job that already runs on other hosts is left alone.
+        If another start of this job already runs on other hosts, it is left alone.
         """
         if shutil.which("scancel") is None:
             return

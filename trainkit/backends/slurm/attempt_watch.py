@@ -93,13 +93,13 @@ class SlurmAttemptWatch(AttemptWatch):
         if self.plan.slurm is not None and self.plan.slurm.fills_nodes:
             num_cpus = (self.plan.threads_per_worker or 1) * self.plan.workers_per_node
             of_task = str(num_cpus // int(self.plan.slurm.srun["ntasks-per-node"]))
-            # Which of the variables srun reads depends on its version; if an option exceeds the job's value,
-            # srun prints a warning.
+            # Different versions of srun read different variables; if an option exceeds the job's value, srun
+            # prints a warning.
             environ |= dict.fromkeys(("SRUN_CPUS_PER_TASK", "SLURM_CPUS_PER_TASK"), of_task)
             if given := environ.get("SLURM_TRES_PER_TASK"):  # for example cpu=8 or cpu:8
                 environ["SLURM_TRES_PER_TASK"] = re.sub(r"\b(cpu[=:])\d+", rf"\g<1>{of_task}", given)
-        # Create the file here, because an NFS client that looks for it too early would cache for a minute
-        # that it is missing.
+        # Create the file here, because if an NFS client looks for the file too early, it caches for a minute
+        # that the file is missing.
         with contextlib.suppress(OSError):  # the tasks create the file too
             self.attempt.rendezvous_file.touch(mode=0o600)
         with self.attempt.supervisor_log.open("ab") as log:
@@ -110,8 +110,8 @@ class SlurmAttemptWatch(AttemptWatch):
     def forward_signal(self, received: signal.Signals) -> None:
         """Record only the time of the signal.
 
-        If the ranks did not get the signal from Slurm, `_forward_unconfirmed` sends it later. Forwarding it
-        immediately could kill a rank that is already saving.
+        If the ranks did not get the signal from Slurm, `_forward_unconfirmed` sends it later. Forwarding the
+        signal immediately could kill a rank that is already saving.
         """
         if self._unconfirmed_since_s is None:
             self._unconfirmed_since_s = time.monotonic()
@@ -132,8 +132,8 @@ class SlurmAttemptWatch(AttemptWatch):
     def _end_if_superseded(self) -> None:
         """Have the ranks save and exit if another start of the job has claimed the next attempt.
 
-        That start waits for this one to exit. This happens if only the slurmd of a host dies: Slurm considers
-        the host lost and restarts the job on other hosts.
+        The other start waits for this one to exit. Two starts can overlap if only the slurmd of a host dies:
+        Slurm considers the host lost and restarts the job on other hosts.
         """
         if self.superseded_by is not None:
             return
@@ -246,7 +246,7 @@ class SlurmAttemptWatch(AttemptWatch):
         if self.observed.stop_signal is None:
             self.observed.stop_signal = signal_of_ranks(self.attempt)
         if self.observed.stop_signal is None and any(map(is_death_by_notice, self.observed.exit_codes)):
-            # The ranks were signalled on request before they had installed their signal handlers.
+            # The ranks received the requested signal before they had installed their signal handlers.
             self.live.update()
             self.observed.stop_signal = self._requested_signal()
         # Agents kill their workers after the grace time, so srun may exit late even though it was not killed.

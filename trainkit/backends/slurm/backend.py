@@ -176,7 +176,7 @@ class SlurmBackend(Backend):
     def kill(self, run: RunDir, entry: AttemptRecord) -> None:
         step_id = step_of(run, entry)
         if step_id is not None:
-            # This must happen before scancel, whose SIGTERM would make the ranks start to save.
+            # Kill the step before calling scancel, whose SIGTERM would make the ranks start to save.
             with contextlib.suppress(UsageError):
                 kill_steps([(entry.job, step_id)])
         cancel([entry.job])
@@ -262,11 +262,11 @@ class StepBackend(SlurmBackend):
 def sent_for(number: signal.Signals, runs: Sequence[tuple[RunDir, AttemptRecord]]) -> signal.Signals:
     """Return the signal that Slurm must send to the steps of these runs so that they save.
 
-    `number` is the intended signal, SIGTERM or SIGUSR2. If possible, this is the signal for the agents, which
-    send a command the signal that it handles. A SIGTERM from Slurm would also end the shell that started the
-    training process, and a `tee` to which it prints. The agents' signal cannot be used before the rendezvous,
-    because an agent may not be listening yet. It also cannot be used if a cancellation could not be recorded,
-    because agents would take it for a requeue.
+    `number` is the intended signal, SIGTERM or SIGUSR2. If possible, the result is the signal for the agents,
+    which send a command the signal that it handles. A SIGTERM from Slurm would also end the shell that
+    started the training process, and a `tee` to which it prints. The agents' signal cannot be used before the
+    rendezvous, because an agent may not be listening yet. The agents' signal also cannot be used if a
+    cancellation could not be recorded, because agents would take the signal for a requeue.
     """
     has_agents = all(
         read_plan(run.attempt(entry.attempt)).is_command  # a damaged plan must not prevent cancelling the run
@@ -285,8 +285,8 @@ def step_of(run: RunDir, entry: AttemptRecord) -> str | None:
 def cancel_follow_ups(run: RunDir, record: JobRecord, keep: str = "") -> None:
     """Cancel the pending chained jobs except `keep`; the caller must hold the run's lock.
 
-    Raises SlurmUnreachable. Prints a note instead if the run is over and its cluster is another one that does
-    not answer.
+    Raises SlurmUnreachable. If the run is over and its cluster is another one that does not answer, prints a
+    note instead.
     """
     waiting, newest = [job for job in record.waiting if job != keep], record.newest
     if newest is None or not waiting:

@@ -70,7 +70,7 @@ def claim_attempt(run: RunDir, job_id: str, lock_timeout_s: float | None = None)
             if carrier is None:
                 return _claim(run, job, job_id)
             follow_ups = job.follow_ups or []
-            if job_id in follow_ups:  # the later chained jobs depend on this one
+            if job_id in follow_ups:  # the chained jobs after this one depend on it
                 set_follow_ups(run, follow_ups[: follow_ups.index(job_id)])
             path = quote(str(run.path))
             hint = f"`trainkit cancel {path}` ends that job"
@@ -86,8 +86,8 @@ def _carrier(run: RunDir, job: JobRecord, newest: AttemptRecord, job_id: str) ->
     """Return the other job that executes a run's newest attempt; None if this job may execute it.
 
     Slurm is asked whether the other job is pending or running; if Slurm does not answer, the supervisor's
-    lock decides. A chained job ignores that lock, because its dependency has ended, and a dead host may still
-    hold the lock.
+    lock decides. A chained job ignores the supervisor's lock, because its dependency has ended, and a dead
+    host may still hold the lock.
     """
     other = newest.job_id
     # If an array task was found by its token, its recorded id lacks the array index.

@@ -1,8 +1,8 @@
 """Starts of a run's jobs that ended before the supervisor began, for example on a broken node.
 
 The batch script (templates/partials/begin.sh.j2) writes ``starts/JOB.RESTARTS`` into the folder of its run or
-group. This file contains the host and, if possible, the exit code. When a supervisor begins, it removes the
-file of its own start.
+group. The file in ``starts/`` contains the host and, if possible, the exit code. When a supervisor begins, it
+removes the file of its own start.
 """
 
 from __future__ import annotations

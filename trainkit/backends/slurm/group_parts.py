@@ -63,8 +63,8 @@ def submit_parts(
     end at the same time, only one of them submits; the others see that, exit and make room. Does nothing
     while another process submits trials, or if the group is cancelled.
 
-    If the group has no job yet, raises TrainkitError like `submit_script`. Otherwise, calls `notify` with the
-    message.
+    If the group has no job yet, raises TrainkitError like `submit_script`; otherwise, calls `notify` with the
+    error message.
     """
     try:
         with file_lock(group.path / LOCK, 0.0):
@@ -94,7 +94,7 @@ def _submit(group: RunGroup, notify: Callable[[str], None], size: int | None, un
             job = _sbatch(group, part, indices, notify)
         except (TrainkitError, OSError) as error:
             if not (isinstance(error, SlurmUnreachable) and error.may_have_arrived):
-                with suppress(OSError):  # otherwise, `recover_parts` looks for the chunk
+                with suppress(OSError):  # if this fails, `recover_parts` looks for the chunk later
                     group.update(parts=parts)
             has_room = not (isinstance(error, SlurmRefused) and _NO_ROOM.search(error.sentence))
             most = size = 0 if has_room else len(indices) // 2
@@ -117,7 +117,7 @@ def _submit(group: RunGroup, notify: Callable[[str], None], size: int | None, un
             count += len(indices)
             size = min(2 * size, most)
             if group.record.cancelled_at is not None:
-                # A command that has cancelled the group in the meantime did not know this job.
+                # A command that cancelled the group in the meantime did not know about this job.
                 cancel(group.jobs[-1:])
     return count
 
@@ -191,7 +191,7 @@ def _recover_last(group: RunGroup) -> None:
     token, script = submission_token(RunDir(group.path), len(known) + 1), group.script_of(part)
     try:
         since = script.stat().st_mtime
-    except FileNotFoundError:  # the script was never written, so no job was submitted
+    except FileNotFoundError:  # because the script was never written, no job was submitted
         job = None
     else:
         job = find_by_token(token, since=since, clusters=clusters_of(group))

@@ -27,7 +27,7 @@ class Wait:
 
     partition: str
     is_asked: bool
-    """True if the config requests this partition, or if it is the default for the job."""
+    """True if the config requests this partition, or if jobs without a partition go to it."""
     answer: Answer = field(metadata=LEFT_OUT)
 
     def to_dict(self) -> dict[str, object]:

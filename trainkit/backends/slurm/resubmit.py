@@ -2,7 +2,7 @@
 
 ``python -m trainkit.backends.slurm.resubmit`` runs as a step on another host and watches the host of its
 job's batch shell. A job with spare nodes uses ``--no-kill``, so Slurm does nothing if the batch host dies,
-and the supervisor with it. Without this watch, the other hosts would be idle until the time limit.
+and the supervisor with it. Without the watch, the other hosts would be idle until the time limit.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ def resubmit(
 ) -> str:
     """Submit the run's next attempt with the script of the ending job; return the id of the new job.
 
-    Call this in the batch shell of the ending job; the new job depends on that job. In an array, only the
-    calling task is resubmitted. The hosts in `exclude` are excluded as far as Slurm can still start the job
-    without them. Raises TrainkitError if the run was cancelled, if it stays locked, or if Slurm refuses the
-    job. Raises OSError if the run folder cannot be written.
+    Call this function in the batch shell of the ending job; the new job depends on the ending job. In an
+    array, only the calling task is resubmitted. The hosts in `exclude` are excluded as far as Slurm can still
+    start the job without them. Raises TrainkitError if the run was cancelled, if it stays locked, or if Slurm
+    refuses the job. Raises OSError if the run folder cannot be written.
     """
     with run_lock(run, lock_timeout_s):
         newest = run.attempt(run.attempt_numbers()[-1])
@@ -170,9 +170,9 @@ def _refusal(hosts: Sequence[str], request: SlurmRequest) -> str | None:
 def lost_hosts(job_id: str, hosts: Sequence[str], *, is_running: bool) -> tuple[str, ...] | None:
     """Return the hosts of a job that can no longer start processes; None if Slurm does not answer.
 
-    These are hosts that Slurm reports as down, failed or not responding. For a running job, hosts that Slurm
-    has removed from the job are included. For an ending job they are not, because Slurm also removes good
-    hosts when they are done.
+    A lost host is one that Slurm reports as down, failed or not responding. For a running job, hosts that
+    Slurm has removed from the job are included. For an ending job, removed hosts are not included, because
+    Slurm also removes good hosts when they are done.
     """
     if not hosts:
         return ()
@@ -228,7 +228,7 @@ def requeue_if_down(job_id: str, host: str) -> bool:
 
 
 def main(host: str) -> int:
-    """Watch the batch host of this step's job until that host dies; return the exit code."""
+    """Watch the batch host of this step's job until the host dies; return the exit code."""
     replace_unencodable()
     # The warning signal before the time limit is meant for the ranks.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)

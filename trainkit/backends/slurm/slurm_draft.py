@@ -214,8 +214,8 @@ class SlurmDraft(LaunchDraft):
             if notes:
                 self.reasons["time"] = "; ".join(reversed(notes))
             # The backfill scheduler of Slurm 22.05 and 24.11 lowers the limit to exactly --time-min. Slurm
-            # 26.05 lowers it only as far as necessary. All versions send the warning signal relative to the
-            # lowered limit, and keep that limit when the job is requeued.
+            # 26.05 lowers the limit only as far as necessary. All versions send the warning signal relative
+            # to the lowered limit, and keep that limit when the job is requeued.
             return self.asked.time_min_s or self.asked.time_s
         if partition is None or partition.job_time_s is None:
             return math.inf

@@ -1,8 +1,9 @@
 """The step of a Slurm job: its command line, tasks and rendezvous, and which processes Slurm signals.
 
 At the rendezvous, the first task publishes the port on which rank 0 listens. The batch shell has
-SLURM_PROCID=0 too, although it is not a task of a step. Only SLURM_STEP_ID tells them apart: before Slurm
-26.05, the batch shell has no SLURM_STEP_ID; since then, it has the number of a special step.
+SLURM_PROCID=0 too, although it is not a task of a step. Only SLURM_STEP_ID distinguishes the batch shell from
+tasks: before Slurm 26.05, the batch shell has no SLURM_STEP_ID; since then, it has the number of a special
+step.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from trainkit.slurm.control import kill_steps
 from trainkit.slurm.hosts import node_addr, tasks_per_node
 
 FIRST_SPECIAL_STEP = -16
-"""The lowest number of a special step. The numbers from here to -1 are those of batch, extern and interactive
-steps, which have no ranks.
+"""The lowest number of a special step. The numbers from FIRST_SPECIAL_STEP to -1 are those of batch, extern
+and interactive steps, which have no ranks.
 
 The numbers have 32 bits; Slurm 26.05 writes -6 where older versions write 4294967290.
 """
@@ -50,7 +51,7 @@ BATCH_STEP = -5
 RESOLVE_PATIENCE_S = 20.0
 RESOLVE_RETRY_S = 2.0
 PATIENCE_S = 0.5
-"""Seconds by which a signal that Slurm sends to both may reach the ranks later than their agent."""
+"""Seconds by which the ranks may receive a signal later than their agent, if Slurm sends it to both."""
 
 
 def slurm_job_id(environ: Mapping[str, str] = os.environ) -> str | None:
@@ -67,8 +68,8 @@ def step_argv(
 
     Without spare nodes or a range of nodes, the step uses all hosts of the job and stays unchanged. A step on
     an unreachable host cannot be ended, so Slurm may still count it as running and its memory as used. Set
-    `overlap` if there may be such a step. Raises TrainkitError if there are fewer hosts than nodes in the
-    plan, or if the step does not use srun.
+    `overlap` if a step on an unreachable host may still be running. Raises TrainkitError if there are fewer
+    hosts than nodes in the plan, or if the step does not use srun.
     """
     if len(hosts) < plan.num_nodes:
         good = f"{len(hosts)} of the job's hosts are usable: {','.join(hosts) or 'none'}"
@@ -192,7 +193,7 @@ def reason_not_a_task(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def find_slurm_task(environ: Mapping[str, str] = os.environ) -> SlurmTask | None:
-    """Return the task of a step that this process is; None if this process is not a task.
+    """Return the task of a Slurm step as which this process runs; None if this process is not a task.
 
     Raises UsageError if Slurm's variables are incomplete or contradictory, or if the step spans components of
     a heterogeneous job.
@@ -233,7 +234,7 @@ def find_slurm_task(environ: Mapping[str, str] = os.environ) -> SlurmTask | None
 
 
 def step_task() -> SlurmTask:
-    """Return the task of a step that this process is; raise NotATask if this process is not a task.
+    """Return the task of a Slurm step as which this process runs; raise NotATask if it is not a task.
 
     Raises UsageError like `find_slurm_task`.
     """
@@ -334,7 +335,7 @@ def master_address(task: SlurmTask, published: str | None = None) -> str:
 
 
 def _peer_address(name: str) -> str:
-    """Return another host's address, which determines the interface on the route; its name if unknown."""
+    """Return an address of another host, for finding the interface on the route; its name if unknown."""
     if resolves(name):
         return name
     try:

@@ -22,8 +22,8 @@ IGNORE_SIGNALS = (
     "# When Slurm signals this shell, its supervisor must live on to record how the job ended.",
     "trap : TERM INT USR2",
 )
-"""Lines of the script that keep the shell alive. The script of the sbatch backend does not need them, because
-its supervisor replaces the shell.
+"""Lines of the script that keep the shell alive. The script of the sbatch backend does not need such lines,
+because its supervisor replaces the shell.
 """
 
 
@@ -51,7 +51,7 @@ class SubmititJob:
         run = RunDir(Path(self.run_dir))
         code = supervise_job(run, read_json(run.step_file, executes=True), "submitit")
         if code:
-            # For any other exception, submitit pickles it and exits with 0, so Slurm would count the job as
+            # submitit pickles any other exception and exits with 0, so that Slurm would count the job as
             # completed.
             raise SystemExit(code)
 

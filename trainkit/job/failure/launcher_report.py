@@ -1,8 +1,8 @@
 """Finds out from a launcher's output which process failed first.
 
-torchrun, accelerate and DeepSpeed report ranks; srun reports tasks. These three launchers exit with 1 or with
-the exit code of the failed rank modulo 256, for example 247 for -9 (killed by SIGKILL). Because such a code
-can be ambiguous, an agent also watches the ranks that its launcher started.
+torchrun, accelerate and DeepSpeed report ranks; srun reports tasks. The three launchers exit with 1 or with
+the exit code of the failed rank modulo 256, for example 247 for -9 (killed by SIGKILL). Because the exit code
+of a launcher can be ambiguous, an agent also watches the ranks that its launcher started.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _TORCHRUN = re.compile(
     r"time\s*: (?P<time>\S+)\n\s*host\s*: (?P<host>\S*)\n"
     r"\s*rank\s*: (?P<rank>\d+) .*\n\s*exitcode\s*: (?P<code>-?\d+)"
 )
-"""Matches the entry of a rank in torchrun's error report, which accelerate uses too if it starts more than
-one rank."""
+"""Matches the entry of a rank in torchrun's error report; accelerate prints the same report if it starts more
+than one rank."""
 _OTHERS = "Failures:"
 _ROOT_CAUSE = "Root Cause (first observed failure)"
 _ACCELERATE = re.compile(r"in \w+_launcher\n.*\n.* died with <Signals\.\w+: (?P<number>\d+)>")
@@ -53,9 +53,9 @@ class RankExit:
     code: int
     """The exit code; negative for death by a signal."""
     rank: int | None = None
-    """The global rank; None if the launcher does not report it."""
+    """The global rank; None if the launcher's output does not contain it."""
     index: int = 0
-    """The line number of this report in the launcher's output."""
+    """The line number of the exit report in the launcher's output."""
     host: str = ""
     time: str = ""
 
@@ -115,7 +115,7 @@ def _line(text: str, position: int) -> int:
 class LaunchedRanks:
     """The processes of the ranks that a launcher started.
 
-    Each process is watched by a thread, because only its parent could wait for it otherwise.
+    A thread watches each process, because otherwise only the parent of a process can wait for it.
     """
 
     def __init__(self) -> None:
@@ -192,7 +192,7 @@ def launch_error(text: str) -> str | None:
 
 
 def hosts_without_launch(text: str) -> tuple[str, ...]:
-    """Return the hosts on which srun could not start a task, as it reports."""
+    """Return the hosts on which srun reports that it could not start a task."""
     return tuple(dict.fromkeys(match["host"] for match in _LAUNCH_FAILED.finditer(text)))
 
 
@@ -203,7 +203,7 @@ def first_task_exit(attempt: AttemptDir) -> tuple[str, str] | None:
 
 
 def was_aborted(attempt: AttemptDir) -> bool:
-    """Return whether srun aborted the step; its exit code then leaves out tasks that it lost contact with.
+    """Return whether srun aborted the step; srun's exit code then ignores tasks that it lost contact with.
 
     If srun has lost contact with all tasks, for example because their host is cut off, its exit code is 0.
     """

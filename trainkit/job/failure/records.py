@@ -41,8 +41,8 @@ FINAL = ("ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError"
 
 LOG_TAIL_LINES = 20
 LOG_TAIL_BYTES = 262_144
-"""Number of bytes to read from the end of a log file. The number is large because a launcher writes the
-tracebacks of all its ranks into one file."""
+"""Number of bytes to read from the end of a log file; large, because a launcher writes the tracebacks of all
+its ranks into one file."""
 
 
 def _last_lines(path: Path) -> list[str]:
@@ -81,9 +81,9 @@ def record_silent_death(
 ) -> None:
     """Write the failure record of a worker that did not write one itself.
 
-    Such a worker was killed, ran out of memory, or is a COMMAND. `worker` is the worker's rank; for a
-    launcher, it is the first rank of the node. `killed` is the rank whose death ended a launcher; if given,
-    `exit_code` is the exit code of this rank.
+    A worker leaves no record if it was killed, if it ran out of memory, or if it is a COMMAND. `worker` is
+    the worker's rank, or for a launcher the first rank of the node. `killed` is the rank whose death ended a
+    launcher; if it is given, `exit_code` is the exit code of this rank.
     """
     if attempt.rank_error(worker).exists():
         return
@@ -177,7 +177,7 @@ def first_exit_code(attempt: AttemptDir) -> int | None:
 
 
 def lost_host_failure(attempt: AttemptDir, lost: Sequence[str]) -> RankFailure:
-    """Return the failure that names lost hosts; they also explain the errors of ranks on other hosts."""
+    """Return the failure that names lost hosts, which also explain the errors of ranks on other hosts."""
     hosts = read_rendezvous(attempt).hosts
     more = f"; nor {'do' if len(lost) > 2 else 'does'} {', '.join(lost[1:])}" if len(lost) > 1 else ""
     return RankFailure(
@@ -253,8 +253,8 @@ def find_first_failure(
 def _unlike_failure(attempt: AttemptDir, plan: LaunchPlan, first: RankFailure) -> RankFailure | None:
     """Return the failure if gloo raised an error in a rank because it received unexpected data, else None.
 
-    This rank need not be the one at fault, and ranks that lose their connection to it may record a failure
-    earlier. The failure names no host, because the program is at fault.
+    The rank with the error need not be the one at fault, and ranks that lose their connection to this rank
+    may fail earlier. The failure names no host, because the program is at fault.
     """
     failures = [failure for _, failure in rank_failures(attempt)]
     found = next((one for one in (first, *failures) if _MISMATCH.search(str(one.message))), None)
@@ -274,9 +274,9 @@ def _unlike_failure(attempt: AttemptDir, plan: LaunchPlan, first: RankFailure) -
 def _blamed_for_timeout(attempt: AttemptDir, plan: LaunchPlan, first: RankFailure) -> RankFailure:
     """Return the failure that names the ranks which the others waited for until a collective timed out.
 
-    On such a timeout, torch has every rank write its flight record. A rank without a record counts as at
-    fault if most of the other ranks have one. Returns `first` if the flight records do not show which ranks
-    are at fault.
+    When a collective times out, torch has every rank write its flight record. A rank without a record counts
+    as at fault if most of the other ranks have one. Returns `first` if the flight records do not show which
+    ranks are at fault.
     """
     if not _TIMED_OUT.search("\n".join([str(first.message), *first.log_tail])):
         return first
@@ -306,8 +306,9 @@ def _killed_agent_failure(attempt: AttemptDir, plan: LaunchPlan, node_rank: int 
     if node_rank is None:
         return None
     first = plan.first_rank_of(node_rank)
+    # If a rank left a record, the agent was still alive when this rank failed.
     if any(attempt.rank_error(rank).exists() for rank in range(first, first + plan.workers_of(node_rank))):
-        return None  # the agent was still alive when this rank failed
+        return None
     # SIGTERM ends an agent that is still starting and does not wait for signals yet.
     number = signal.SIGTERM if was_terminated(attempt) else signal.SIGKILL
 

@@ -1,8 +1,8 @@
 """Collects the stacks of the ranks of a running attempt; requests and replies are exchanged as files.
 
 A request is ``attempts/NNN/stacks/requests/ID.json``, a reply ``…/requests/ID/rank-NNNN.json``. Each agent
-reads the request and signals its ranks, which write the replies. For ranks that cannot reply, the agent does,
-and adds the lock files of compile caches that they may be waiting for.
+reads the request and signals its ranks, which write the replies. If a rank cannot reply, the agent replies,
+and adds the lock files of compile caches that the rank may be waiting for.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Reply:
     problem: str = ""
     """Why there are no stacks."""
     lock: LockFile | None = None
-    """The lock file that the rank may be waiting for, if it did not reply itself."""
+    """The lock file for which the rank may be waiting; set only if the rank did not reply itself."""
 
     @property
     def is_stopped(self) -> bool:
@@ -98,7 +98,7 @@ class Request:
         """Delete the request and its replies."""
         self.file.unlink(missing_ok=True)
         shutil.rmtree(self.replies_dir, ignore_errors=True)
-        with contextlib.suppress(OSError):  # the folder still contains other requests
+        with contextlib.suppress(OSError):  # the folder is not empty if there are other requests
             self.file.parent.rmdir()
 
 
@@ -110,8 +110,7 @@ def find_requests(attempt: AttemptDir) -> list[Request]:
 def request_stacks(attempt: AttemptDir, rank: int | None, *, flights: bool = False) -> Request:
     """Request the stacks of `rank`, or of all ranks if None.
 
-    `flights` also requests a command's flight records.
-    Raises OSError if the folder cannot be written.
+    `flights` also requests a command's flight records. Raises OSError if the folder cannot be written.
     """
     request = Request(attempt.stacks_dir / "requests" / f"{os.urandom(6).hex()}.json")
     for folder in (attempt.stacks_dir, request.file.parent, request.replies_dir):
@@ -235,7 +234,7 @@ class StackCollector:
 
 
 def _await_replies(request: Request, ranks: Mapping[int, int]) -> dict[int, int]:
-    """Signal ranks to reply and wait; return those that did not reply, with their pids."""
+    """Signal ranks to reply and wait for the replies; return the ranks without a reply, with their pids."""
     for pid in ranks.values():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, STACKS_SIGNAL)
@@ -283,7 +282,7 @@ def _spy(spy: str, pid: int) -> dict[str, list[str]]:
 
 
 # torch protects the build of an extension with a lock file, which remains if the process that created it is
-# killed. Any process that needs the extension then waits forever, without any output.
+# killed. If the lock file remains, any process that needs the extension waits forever, without any output.
 EXTENSIONS = (
     ("TORCH_EXTENSIONS_DIR", ""),
     ("XDG_CACHE_HOME", "torch_extensions"),
@@ -299,7 +298,7 @@ class LockFile:
 
     path: str
     time: str
-    """The creation time of the file; it equals the time of the last change, because the file is empty."""
+    """The creation time of the file, which is also the time of its last change because the file is empty."""
     is_certain: bool
     """True if the rank's stack shows that it waits for a lock file, and no other lock file exists."""
 

@@ -86,7 +86,7 @@ are stopped."""
 DRAIN_S = 0.2
 """Seconds between two reads of a pipe that no other process reads anymore."""
 NOTICE_PATIENCE_S = 10.0
-"""Seconds by which a signal that Slurm sends to both may reach the agent later than the rank."""
+"""Seconds by which the agent may receive a signal later than its rank, if Slurm sends it to both."""
 HANG_REPORT_S = 2.0
 """Seconds that the other ranks have to write their reports after the first hang report."""
 
@@ -130,7 +130,7 @@ class Agent(ProcessGroup):
         network, reason = network_environ(self.plan.environment.network, rendezvous.peer)
         if not self.plan.is_here:
             print(f"node {rendezvous.node_rank} is {socket.gethostname()}; {reason}", flush=True)
-        # gloo also records its calls, but torch only writes the records of NCCL.
+        # gloo also records its calls, but torch writes only the records of NCCL to files.
         flight = flight_environ(self.attempt, self.plan) if self.plan.device == "cuda" else {}
         local_ranks = rendezvous.local_ranks[:1] if self.has_launcher else rendezvous.local_ranks
         ignored = (signal.SIGUSR2,) if self.workload.ignores_usr2 else ()
@@ -174,7 +174,7 @@ class Agent(ProcessGroup):
         """Forward a stop signal to the ranks that have not received it from Slurm.
 
         A command gets only one signal, the one that it handles, because a second signal might interrupt its
-        save. A launcher with running ranks gets no signal, because at a second signal it would kill ranks
+        save. A launcher with running ranks gets no signal, because a second signal would make it kill ranks
         that are saving.
         """
         is_for_agents = received == AGENT_SIGNAL
@@ -263,7 +263,7 @@ class Agent(ProcessGroup):
 
     def keeps(self, rank: int, member: subprocess.Popen[bytes]) -> bool:
         if self.received is None:
-            # Slurm may have sent its signal to the member before it sent it to this agent.
+            # Slurm may have signalled the worker before it signalled this agent.
             died_s = self._died_s.setdefault(rank, time.monotonic())
             is_early = time.monotonic() < died_s + NOTICE_PATIENCE_S
             if not self.workload.is_command:
@@ -277,8 +277,8 @@ class Agent(ProcessGroup):
             return code
         if not self.has_launcher:
             return self._notice.exit_code(rank, code, signal_exit_code(self.received))
-        # A launcher exits with 1, no matter which exit codes its ranks return. After a stop signal, its ranks
-        # ended because they were asked to.
+        # A launcher exits with 1, no matter which exit codes its ranks return. If a launcher ends after a
+        # stop signal, its ranks ended because they were asked to.
         saved = EXIT_STOPPED if self._ranks.have_saved else signal_exit_code(self.received)
         return saved if code == EXIT_FAILED else code
 
@@ -315,8 +315,8 @@ class Agent(ProcessGroup):
         if not self.workload.is_command:
             return None
         dead = killed_rank(self.attempt, worker, code, self._ranks.first_exit)
-        # If a command is the only worker, it may itself have started the processes that its output calls
-        # ranks.
+        # If a command is the only worker, the "ranks" in its output may be processes that the command started
+        # itself.
         is_worker = len(self.rendezvous.local_ranks) == 1 if self.has_launcher else self.plan.world_size > 1
         return replace(dead, rank=worker) if dead is not None and is_worker else dead
 
@@ -365,8 +365,8 @@ def run_agent(attempt: AttemptDir, plan: LaunchPlan, rendezvous: Rendezvous) -> 
     agent.run()
     codes = agent.codes
     if EXIT_STOPPED in codes:
-        # Some workers saved, so ignore the exit codes of workers that do not handle the stop signal and were
-        # killed by it.
+        # Because some workers saved, ignore the exit codes of workers that do not handle the stop signal and
+        # were killed by it.
         codes = [code for code in codes if not agent.died_of_notice(code)]
     return combine_exit_codes(codes)
 
@@ -434,12 +434,13 @@ def _refuse(attempt: AttemptDir, rank: int, node_rank: int, error: Exception) ->
 def superseding_attempt(attempt: AttemptDir) -> int | None:
     """Return the newest later attempt whose ranks have started on other hosts; None if there is none.
 
-    If a host was cut off and becomes reachable again, this ends its old ranks. An attempt that is pending
-    or never started does not count.
+    If a host was cut off and becomes reachable again, the old ranks on it are ended because of this attempt.
+    Attempts that are pending or have not started their ranks are ignored.
     """
     run = attempt.run
-    # List the folder instead of looking up the next attempt by name. After a failed look-up, an NFS client
-    # would cache for a minute that the file is missing, and delay the next attempt's agent on this node.
+    # List the folder of attempts instead of looking up the next attempt by name. After a failed look-up, an
+    # NFS client would cache for a minute that the file is missing, and delay the next attempt's agent on this
+    # node.
     newest = run.latest_number() or 0
     later = range(newest, attempt.number, -1)
     # A port in the rendezvous file means that the ranks of that attempt are starting.

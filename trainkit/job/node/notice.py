@@ -1,12 +1,13 @@
 """Finds the processes of a command that must get a stop signal, and protects them until they have saved.
 
 A shell, `time`, `accelerate launch`, or Python code that uses `subprocess` does not handle stop signals. A
-stop signal would end this wrapper, and with it the training process that must save. Programs that only start
-another program and forward signals, such as `uv run` and `timeout`, are skipped. Any other process above the
-training process that handles the signal gets it too, such as torchrun or a shell with a trap. If such a
-process is a shell or only waits for a child, the training process is stopped (SIGSTOP) until the kernel lists
-the forwarded signal as pending for it. If no signal is forwarded in time, trainkit sends one. The training
-process handles only one signal, no matter how many arrive while it is stopped.
+stop signal would end such a wrapper, and with it the training process that must save. Programs that only
+start another program and forward signals, such as `uv run` and `timeout`, are skipped. Any other process
+above the training process also gets the signal if it handles it, for example torchrun or a shell with a trap.
+If the process above is a shell or only waits for a child, the training process is stopped (SIGSTOP) until the
+kernel lists the forwarded signal as pending for the training process. If the process above does not forward
+the signal in time, trainkit sends the signal to the training process. The training process handles only one
+signal, no matter how many arrive while it is stopped.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ def was_signalled(pid: int) -> bool:
 class _Relay:
     """A process that received the stop signal, and the processes below it to which it may forward the signal.
 
-    The processes below it are stopped (SIGSTOP) until the signal is forwarded.
+    The processes below are stopped (SIGSTOP) until the signal is forwarded.
     """
 
     rank: int
@@ -177,7 +178,7 @@ class CommandNotice:
     def send_to_repeated(self, members: Mapping[int, subprocess.Popen[bytes]]) -> None:
         """Ask processes to save that a member, such as a shell with a loop, started again after the signal.
 
-        Such processes are recognized by their command line.
+        Processes that were started again are recognized by their command line.
         """
         if not self._asked:
             return
@@ -194,8 +195,8 @@ class CommandNotice:
         children, configured = processes.children_by_parent(), self.configured
         has_ended, found = processes.ended(member), dict[int, signal.Signals]()
         orphans, below_member = self._orphans_of(rank, children), dict[int, signal.Signals]()
-        # A child that ends at this moment is still listed below the member; its own children may already be
-        # below this agent.
+        # A child that ends at this moment is still listed below the member, but children of that child may
+        # already be below this agent.
         roots = [*children.get(member.pid, []), *orphans] if has_ended else self._ranks_of(member.pid)
         for root in roots:
             handlers = takers([root], children, self._numbers)
@@ -206,7 +207,8 @@ class CommandNotice:
         if not roots and not has_ended:  # the launcher has not started a rank yet
             os.kill(member.pid, signal.SIGTERM)
         found = {pid: number for pid, number in found.items() if pid not in self._kept[rank]}
-        # Find the processes before sending the signal, because it may end a shell between two of them.
+        # Find the processes before sending the signal, because the signal may end a shell between two of
+        # them.
         below = {pid: {*savers_below(pid, children)} for pid in found}
         waiting = {*filter(_only_waits, found)}
         kept = {*found}.union(*(below[pid] for pid in waiting)) - {member.pid}
@@ -249,7 +251,7 @@ class CommandNotice:
             for pid in [*relay.below]:
                 pending = signal_mask(pid, "ShdPnd") & {*ENDED_BY}
                 if pending or is_over or not processes.is_running(pid):
-                    # If the signal is already pending, sending it again has no effect.
+                    # A signal that is already pending would not arrive a second time.
                     number = signal.Signals(min(pending)) if pending else relay.below[pid]
                     below = {*savers_below(pid, processes.tree_of(pid))} if pid in relay.waiting else {}
                     self._kept[relay.rank].update(below)
@@ -289,10 +291,10 @@ class CommandNotice:
     def may_be_of_notice(self, rank: int, member: subprocess.Popen[bytes]) -> bool:
         """Return whether a failed member may have failed because Slurm signalled it.
 
-        This is so if the signal killed the member, or if it is a shell or one of `STARTERS` and left saving
+        The signal may have killed the member; or the member is a shell or one of `STARTERS`, and left saving
         processes behind. For example, make exits with 2 if a signal has ended its recipe, and a shell with a
         trap may exit with any code. A crash of any other program is reported immediately, whatever processes
-        it leaves behind.
+        the program leaves behind.
         """
         if was_signalled(member.pid):
             return True
@@ -309,7 +311,7 @@ class CommandNotice:
         """Return whether a process started by an ended member is still saving."""
         if rank not in self._savers or self.has_launcher:
             return False
-        # This includes make, which exits with 2 if a signal has ended its recipe.
+        # This also applies to make, which exits with 2 if a signal has ended its recipe.
         has_failed = processes.exit_code_of_zombie(member.pid) not in (EXIT_OK, EXIT_STOPPED)
         if has_failed and rank not in self._orphaned:
             self._orphaned.add(rank)
@@ -329,7 +331,7 @@ class CommandNotice:
         return of_notice if code == EXIT_FAILED and not failed else code
 
     def reap_orphans(self) -> None:
-        """Reap the orphans that this agent adopted from its members, and record the exit codes of savers."""
+        """Reap orphaned processes of this agent's members, and record the exit codes of those that saved."""
         for pid in processes.children_of(os.getpid()) if self.groups else ():
             code = processes.exit_code_of_zombie(pid)
             if code is None or pid in self.groups:

@@ -13,8 +13,8 @@ from trainkit.job.processes import link_of, proc_file
 from trainkit.run.process import PROC
 
 DEAD_READER_S = 3.0
-"""Seconds that a pipe is kept after its reader has ended, because the stop signal that ended it may not have
-reached the agent yet."""
+"""Seconds that a pipe is kept after its reader has ended, because the agent may receive the stop signal that
+ended the reader a little later."""
 
 
 @dataclass
@@ -30,10 +30,10 @@ class _Pipe:
 class OutputPipes:
     """Pipes to which processes that handle a stop signal write, for example pipes to `tee`.
 
-    Slurm may signal every process of a step, and the signal kills `tee`. The next line that the training
-    process prints while saving would then raise BrokenPipeError. To prevent that, the agent keeps each of
-    these pipes open too. After the stop signal, it copies the content of pipes without another reader to the
-    rank's log.
+    Slurm may signal every process of a step, and the signal kills `tee`. After a signal that kills `tee`, the
+    next line that a saving process prints would raise BrokenPipeError. To prevent this error, the agent keeps
+    each pipe to such a reader open too. After the stop signal, the agent copies the content of pipes without
+    another reader to the rank's log.
     """
 
     def __init__(self) -> None:

@@ -147,7 +147,7 @@ class Task(ABC):
         """
 
     def listen(self) -> Listener | None:
-        """Start a listener if the ranks may be signalled directly too.
+        """Start a listener if Slurm may also signal the ranks directly.
 
         Call this after starting the ranks, with the signals blocked.
         """

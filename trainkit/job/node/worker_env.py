@@ -149,7 +149,7 @@ def worker_environ(
 def _keep_git_inside(environ: dict[str, str], plan: LaunchPlan, folders: Sequence[str]) -> None:
     """Keep Git from using a repository above these folders, or one set in the submitting shell's environment.
 
-    Otherwise, Git in a run folder inside the project would show the current state of the project.
+    Otherwise, Git commands in a run folder inside the project would show the current state of the project.
     """
     for name in GIT_LOCATIONS - plan.environment.variables.keys():
         environ.pop(name, None)
@@ -160,7 +160,7 @@ def _keep_git_inside(environ: dict[str, str], plan: LaunchPlan, folders: Sequenc
 def _add_for_command(environ: dict[str, str], plan: LaunchPlan, attempt: AttemptDir) -> None:
     environ[DONE_FILE_VARIABLE] = str(attempt.done_file)
     if not plan.workload.has_launcher:
-        # Set the variable as torchrun does, so that a framework uses these ranks instead of those in Slurm's
+        # Set the same variable as torchrun, so that a framework uses these ranks instead of those in Slurm's
         # variables. With Slurm's variables, Lightning would also ignore SIGTERM.
         environ["TORCHELASTIC_RUN_ID"] = f"{attempt.run.path.name}-{attempt.number}"
         return
@@ -192,7 +192,7 @@ def with_own_folders(environ: Mapping[str, str], plan: LaunchPlan, run: RunDir) 
 
 
 def own_threads(plan: LaunchPlan, rank_env: RankEnv, inherited: Mapping[str, str]) -> int:
-    """Return the number of CPU threads per worker on this node, for a plan that does not set it."""
+    """Return the number of CPU threads per worker on this node, for a plan that does not set this number."""
     given = inherited.get("SLURM_CPUS_PER_TASK", "")
     num_cpus = len(os.sched_getaffinity(0))
     if given.isdigit():
@@ -243,13 +243,13 @@ INFINIBAND = Path("/sys/class/infiniband")
 
 
 def network_environ(preset: str, peer: str | None) -> tuple[dict[str, str], str]:
-    """Return the variables for a preset or an interface name, and a sentence that explains them.
+    """Return the variables for a network preset or an interface name, and a sentence that explains them.
 
     `peer` is another host of the job, or None if all ranks are on this host. gloo gets the interface on the
-    route to `peer`. NCCL prefers InfiniBand and can use several interfaces. NCCL therefore chooses by itself,
-    unless the config names an interface or this host has only one.
+    route to `peer`. NCCL prefers InfiniBand and can use several interfaces. Therefore, NCCL chooses its
+    interfaces itself, unless the config names one or this host has only one.
 
-    Raises UsageError if this host has no such interface, or no InfiniBand device for the preset ``ib``.
+    Raises UsageError if this host has no interface `preset`, or no InfiniBand device for the preset ``ib``.
     """
     if preset not in PRESETS:
         names = [name for _, name in socket.if_nameindex()]
