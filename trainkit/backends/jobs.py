@@ -120,7 +120,7 @@ def _was_copied(folder: RunFolder, inode: int | None) -> bool:
 def _is_copy(folder: RunFolder, original: RunFolder, job_id: str, command: str) -> UsageError:
     return UsageError(
         f"{folder.shown} is a copy of {original.shown}, which is running as {job_id}",
-        hint=f"`trainkit {command} {original.word}` acts on that run",
+        hint=f"`trainkit {command} {original.word}` acts on the original run",
     )
 
 

@@ -116,7 +116,7 @@ def missing_save(so_far: RunSoFar) -> str | None:
     if so_far.saved:
         return None
     if not so_far.plan.workload.is_command:
-        return "there is none yet, so training starts again at step 0"
+        return "no checkpoint yet, so training starts again at step 0"
     ends = (read_end(so_far.run.attempt(number)) for number in so_far.run.attempt_numbers())
     if any(end is not None and end.saved for end in ends):
         return None
@@ -152,7 +152,7 @@ def refuse_finished(so_far: RunSoFar, now: RunConfig, *, new_code: bool = False)
     key, number = ("steps", f"{length[0]}") if length[1] is None else ("epochs", f"{length[1]:g}")
     raise UsageError(
         f"{run.shown} has finished: it has trained for all {number} {key}",
-        hint=f"`trainkit resume {run.word} --set train.{key}=N` with a larger N extends it",
+        hint=f"`trainkit resume {run.word} --set train.{key}=N` with a larger N extends the run",
     )
 
 

@@ -45,7 +45,7 @@ def requeue_run(run: RunDir) -> Requeued:
         if entry.is_cancelled:
             raise UsageError(
                 f"{run.shown} is being cancelled: {entry.job_id} is saving and will end",
-                hint=f"`trainkit cancel {run.word} --wait` returns once it has ended; requeue it then",
+                hint=f"`trainkit cancel {run.word} --wait` returns once the run has ended; then requeue it",
             )
         end = read_end(run.attempt(entry.attempt))
         if end is not None and end.resumes:
@@ -62,7 +62,9 @@ def requeue_run(run: RunDir) -> Requeued:
                 # Withdraw the request; otherwise, the pending job would requeue itself when it starts.
                 change_newest(run, requeue_requested_at=None)
     if outcome == "waiting":
-        raise UsageError(f"{entry.job_id} is already pending", hint="`trainkit status` shows the reason")
+        raise UsageError(
+            f"{entry.job_id} is already pending", hint="`trainkit status` shows why it is pending"
+        )
     return Requeued(job, entry, False)
 
 

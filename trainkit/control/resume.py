@@ -146,7 +146,8 @@ def resume_group(group: RunGroup) -> str:
         )
     if alive and group.has_process():
         raise UsageError(
-            f"{group.shown} is running as {group.job_id}", hint=f"`trainkit cancel {path}` cancels its runs"
+            f"{group.shown} is running as {group.job_id}",
+            hint=f"`trainkit cancel {path}` cancels the runs of the group",
         )
     ends = (read_newest_end(group.run(index).path) for index in group.trials)
     if all(end is not None and end.state == "finished" for end in ends):
@@ -162,7 +163,7 @@ def _submit_remaining(group: RunGroup) -> str:
     refuse_copied_group(group, "resume")
     recover_parts(group)
     if not group.left:
-        hint = f"`trainkit resume {path}/INDEX` resumes one of them"
+        hint = f"`trainkit resume {path}/INDEX` resumes a single run"
         raise UsageError(f"all runs of {group.shown} are submitted", hint=hint)
     group.update(cancelled_at=None)
     if not submit_parts(group, print_note):

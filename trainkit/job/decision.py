@@ -172,7 +172,7 @@ class Standing:
     """The capability through which a person may have controlled a rank in a terminal, such as the debugger;
     None without one."""
     is_done: bool = False
-    """True if a command has reported that it is done, so that exit code 0 after a stop signal means finished."""
+    """True if a command has reported that it is done; exit code 0 after a stop signal then means finished."""
 
 
 @dataclass(frozen=True)

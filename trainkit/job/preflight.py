@@ -116,7 +116,8 @@ def _missing_gpu(
     if is_task and count == 1 and visible is not None:
         # The node may be fine: in a task that a cgroup restricts to one GPU, this GPU has index 0.
         hint = (
-            "check `nvidia-smi` there, and what sets CUDA_VISIBLE_DEVICES: a single visible GPU has index 0"
+            "check `nvidia-smi` on the host, and what sets CUDA_VISIBLE_DEVICES: "
+            "a single visible GPU has index 0"
         )
         return PreflightFailed(message, hint, is_node=False)
     hint = "a GPU may have fallen off the bus: check `nvidia-smi` and the kernel log on this host"
@@ -135,7 +136,8 @@ def check_gpu(nvml: Any, name: str) -> Finding:
     if problem is None:
         return Finding(f"GPU {name}", "ok", "no errors")
     hint = (
-        "`nvidia-smi -q -d ECC,ROW_REMAPPER` there shows details; administrators can reset or replace the GPU"
+        "`nvidia-smi -q -d ECC,ROW_REMAPPER` on the host shows details; "
+        "administrators can reset or replace the GPU"
     )
     return Finding(f"GPU {name}", "failure", problem, hint)
 

@@ -261,21 +261,21 @@ REFUSAL_HINTS = (
     ),
     (
         r"accounting/QOS policy|MaxJobCount|limit reached",
-        "this exceeds a limit of your account or QOS: request less, wait, or choose another --qos",
+        "the job exceeds a limit of your account or QOS: request less, wait, or choose another --qos",
     ),
     (r"[Tt]ime ?[Ll]imit", "`scontrol show partition` shows MaxTime: request less with --time"),
     (
         r"node configuration is not available|More processors requested|CPU count"
         r"|Memory (?:specification|required)|Insufficient GRES",
-        "no node has all requested resources: `sinfo -o '%P %D %c %m %G %f'` lists those of the nodes",
+        "no node has all requested resources: `sinfo -o '%P %D %c %m %G %f'` lists what the nodes have",
     ),
     (r"partition configuration not available|Node count", "request less --nodes or --time"),
     (r"Invalid (?:generic resource|GRES|Trackable)", "`sinfo -o '%P %G'` lists the GPUs"),
     (r"feature", "`sinfo -o '%P %f'` lists the features that --constraint can name"),
     (r"[Rr]eservation", "`scontrol show reservation` lists the reservations and their users"),
     (r"[Nn]ode name specified|nodes not in this partition", "`sinfo -N` lists the nodes of every partition"),
-    (r"dependency", "a job that this one depends on is unknown to Slurm or has already failed"),
-    (r"array spec", "`scontrol show config` shows MaxArraySize: indices must be below it"),
+    (r"dependency", "a job on which this job depends is unknown to Slurm or has already failed"),
+    (r"array spec", "`scontrol show config` shows MaxArraySize: array indices must be below it"),
     (r"too long", "use a shorter --run-dir, or submit from a shell with fewer variables"),
     (
         r"(?:unrecognized|invalid|unknown) option|ambiguous",

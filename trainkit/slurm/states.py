@@ -72,31 +72,31 @@ _SENTENCES = {
     "DependencyNeverSatisfied": "will never start, because a job that it depends on failed: cancel it",
     "BeginTime": "waiting for its begin time; a requeued job waits about two minutes",
     "Cleaning": "is being cleaned up after its last run",
-    "Reservation": "waiting for its reservation to begin",
-    "ReservationDeleted": "its reservation was deleted: choose another or none",
-    "ReservationInvalid": "its reservation is no longer valid: choose another or none",
-    "ReqNodeNotAvail": "nodes that it needs are down, drained or reserved, for example for maintenance",
+    "Reservation": "waiting for the job's reservation to begin",
+    "ReservationDeleted": "the job's reservation was deleted: choose another or none",
+    "ReservationInvalid": "the job's reservation is no longer valid: choose another or none",
+    "ReqNodeNotAvail": "nodes that the job needs are down, drained or reserved, for example for maintenance",
     "Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions": (
-        "nodes that it needs are down, drained or reserved for jobs of higher priority"
+        "nodes that the job needs are down, drained or reserved for jobs of higher priority"
     ),
     "Nodes required for job are DOWN, DRAINED, REBOOTING or reserved "
     "for jobs in higher priority partitions": (
-        "nodes that it needs are down, drained, rebooting or reserved for jobs of higher priority"
+        "nodes that the job needs are down, drained, rebooting or reserved for jobs of higher priority"
     ),
-    "MaxPoweredUpNodes": "its cluster already has its maximum number of nodes powered up",
-    "PowerNotAvail": "its cluster has too little electrical power available to start it",
-    "PowerReserved": "the power that it needs is reserved for other jobs",
-    "PartitionDown": "its partition is not starting jobs at the moment",
-    "PartitionInactive": "its partition accepts no jobs and starts none at the moment",
+    "MaxPoweredUpNodes": "the cluster already has its maximum number of nodes powered up",
+    "PowerNotAvail": "the cluster has too little electrical power available to start the job",
+    "PowerReserved": "the power that the job needs is reserved for other jobs",
+    "PartitionDown": "the partition is not starting jobs at the moment",
+    "PartitionInactive": "the partition accepts no jobs and starts none at the moment",
     "PartitionNodeLimit": "requests more nodes than are up in its partition, or more than it allows per job",
     "PartitionTimeLimit": "requests more time than its partition allows",
     "PartitionConfig": "requests more than its partition allows",
-    "BadConstraints": "its constraints can never be satisfied: cancel it and change the request",
-    "Constraints": "its constraints cannot be satisfied now",
+    "BadConstraints": "the job's constraints can never be satisfied: cancel it and change the request",
+    "Constraints": "the job's constraints cannot be satisfied now",
     "JobHeldUser": "is held by its user: `scontrol release JOB` releases it",
     "JobHeldAdmin": "is held by an administrator",
     "JobHoldMaxRequeue": "is held because it was requeued too often: `scontrol release JOB` releases it",
-    "JobArrayTaskLimit": "its array already runs its maximum number of tasks",
+    "JobArrayTaskLimit": "the array already runs its maximum number of tasks",
     "JobLaunchFailure": "could not be launched, for example because of a broken node or a missing folder",
     "launch failed requeued held": "could not be launched and is held: `scontrol release JOB` releases it",
     "launch failure limit exceeded requeued held": (
@@ -111,27 +111,27 @@ _SENTENCES = {
         "is held because its node could not read the login environment: `scontrol release JOB` releases it"
     ),
     "Licenses": "waiting for a license that other jobs use",
-    "NodeDown": "a node that it needs is down",
-    "FrontEndDown": "no front-end node is up to start it",
-    "BlockMaxError": "its hardware has failed too often to be prepared: an administrator must check it",
-    "BlockFreeAction": "its hardware is being released by another job",
-    "FedJobLock": "waiting for the clusters of its federation to agree which one starts it",
-    "MpiPortsBusy": "waiting for ports that MPI needs on its nodes",
+    "NodeDown": "a node that the job needs is down",
+    "FrontEndDown": "no front-end node is up to start the job",
+    "BlockMaxError": "the job's hardware has failed too often to be prepared: an administrator must check it",
+    "BlockFreeAction": "the job's hardware is being released by another job",
+    "FedJobLock": "waiting for the clusters of the federation to agree which one starts the job",
+    "MpiPortsBusy": "waiting for ports that MPI needs on the job's nodes",
     "NvidiaImexChannels": "waiting for an IMEX channel, through which GPUs of several nodes share memory",
-    "InvalidAccount": "its account does not exist, or you may not charge it: cancel it and choose another",
-    "InvalidQOS": "its QOS does not exist, or you may not use it: cancel it and choose another",
+    "InvalidAccount": "the account does not exist, or you may not charge it: cancel the job, choose another",
+    "InvalidQOS": "the QOS does not exist, or you may not use it: cancel the job, choose another",
     "SchedDefer": "waiting for the next pass of the scheduler",
     "InactiveLimit": "reached the limit of idle time",
     "DeadLine": "can no longer end before its deadline",
     "BurstBufferResources": "waiting for space in a burst buffer",
-    "BurstBufferStageIn": "its data is being copied into a burst buffer",
-    "BurstBufferOperation": "its burst buffer failed: an administrator must check it",
-    "Burst buffer pre run error": "its burst buffer failed: an administrator must check it",
-    "QOSNotAllowed": "its QOS is not allowed in its partition or account",
-    "AccountNotAllowed": "its account is not allowed in its partition",
-    "AccountingPolicy": "its account or QOS has reached a limit",
-    "QOSUsageThreshold": "its account has used more than this QOS allows",
-    "Prolog": "its nodes are being prepared",
+    "BurstBufferStageIn": "the job's data is being copied into a burst buffer",
+    "BurstBufferOperation": "the burst buffer failed: an administrator must check it",
+    "Burst buffer pre run error": "the burst buffer failed: an administrator must check it",
+    "QOSNotAllowed": "the QOS is not allowed in the job's partition or account",
+    "AccountNotAllowed": "the account is not allowed in the job's partition",
+    "AccountingPolicy": "the job's account or QOS has reached a limit",
+    "QOSUsageThreshold": "the account has used more than the QOS allows",
+    "Prolog": "the job's nodes are being prepared",
     "MaxMemPerLimit": "requests more memory per CPU or node than allowed",
     # The reasons below are those of jobs that have ended.
     "SystemFailure": "Slurm or a node failed",
@@ -185,7 +185,9 @@ def _explained(reason: str) -> str | None:
         relation = "is below" if _MINIMUM.match(reason) else "would exceed"
         return f"{relation} a limit of its {whose}: {reason}"
     if (match := _RESERVATION.fullmatch(reason)) is not None:
-        return f"its reservation {match['name']} {match['what'].replace('_', ' ')}: choose another or none"
+        return (
+            f"the job's reservation {match['name']} {match['what'].replace('_', ' ')}: choose another or none"
+        )
     return None
 
 

@@ -181,8 +181,8 @@ class LocalBackend(Backend):
             write_cancelled(run, entry, KILLED)
         except OSError as error:
             raise TrainkitError(
-                f"{entry.job_id} was killed, but that could not be recorded ({error})",
-                hint="free space on its disk; `trainkit status` shows the run as died until it is resumed",
+                f"{entry.job_id} was killed, but its end could not be recorded ({error})",
+                hint="free disk space; `trainkit status` shows the run as died until it is resumed",
             ) from None
 
 

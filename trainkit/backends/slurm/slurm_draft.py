@@ -142,7 +142,9 @@ class SlurmDraft(LaunchDraft):
         count = min(filter(None, map(self._gpus_per_node_of, self.kinds.values())), default=0)
         if self.partition is None or not self.nodes:
             message = "is auto, but the number of GPUs per node is unknown"
-            self._unknown("resources.gpus_per_node", message, "set the key, or choose another partition")
+            self._unknown(
+                "resources.gpus_per_node", message, "set resources.gpus_per_node, or choose another partition"
+            )
             return 1
         if not count:
             message = f"is auto, but the nodes of {self._where} have no GPU"
@@ -299,7 +301,7 @@ class SlurmDraft(LaunchDraft):
             self.reasons["clusters"] = listed(request.clusters, "or") + choice * (len(request.clusters) > 1)
         for item in self.partitions:
             if not item.is_up:
-                waits = "Slurm rejects its jobs, or leaves them pending until it is up"
+                waits = "Slurm rejects the partition's jobs, or leaves them pending until it is up"
                 self.warnings.append(f"partition {item.name} is not up: {waits}")
         spare = config.resources.spare_nodes
         if spare:

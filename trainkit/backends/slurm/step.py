@@ -329,7 +329,8 @@ def master_address(task: SlurmTask, published: str | None = None) -> str:
         if time.monotonic() >= deadline_s:
             raise TrainkitError(
                 f"the node name {name} does not resolve on {socket.gethostname()}{problem}",
-                hint=f"`getent hosts {name}` and `scontrol show node {name}` must print an address there",
+                hint=f"`getent hosts {name}` and `scontrol show node {name}` "
+                "must print an address on that host",
             )
         pause(RESOLVE_RETRY_S)
 

@@ -256,7 +256,7 @@ def network_environ(preset: str, peer: str | None) -> tuple[dict[str, str], str]
         if preset not in names:
             raise UsageError(
                 f"launch.network is {preset}, but {socket.gethostname()} has no such interface",
-                hint=f"its interfaces are {', '.join(names)}; presets are {', '.join(PRESETS)}",
+                hint=f"this host's interfaces are {', '.join(names)}; presets are {', '.join(PRESETS)}",
             )
         return {"GLOO_SOCKET_IFNAME": preset, **_nccl(preset)}, f"interface {preset}: set by launch.network"
     if peer is None:
