@@ -185,7 +185,7 @@ class Allocation:
     def release(self, attempt: Attempt, decision: Decision) -> Decision:
         """Leave the allocation as `decision` says.
 
-        Returns `decision`, or another decision if the run cannot be resumed that way.
+        Returns `decision`, or a different decision if `decision` cannot be carried out.
         """
         return decision
 
@@ -266,7 +266,7 @@ class AttemptWatch(ProcessGroup):
         """Poll the processes; called by `poll` unless the attempt was deleted."""
 
     def _requested_signal(self) -> str | None:
-        """Return the signal that corresponds to a command's request in job.json; None without a request."""
+        """Return the stop signal that a request in job.json stands for; None without a request."""
         entry = self.live.entry
         if entry.is_cancelled:
             return None if entry.cancelled_now else signal.SIGTERM.name

@@ -2,7 +2,8 @@
 
 A rank waits for those members of a process group that have not made the same call. Ranks that wait for no
 other rank block the ranks that wait. If ranks call the same collective with different arguments, the minority
-is at fault. If the records show neither case, no rank is named. This module does not read files of the run.
+is at fault. If the records show no rank at fault, no rank is named. This module does not read files of the
+run.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Blame:
     """A description of the fault; if exactly one rank is at fault, the caller puts the subject (the rank)
     before it."""
     differs: bool = False
-    """True if ranks make different calls, which is an error of the program and not of a host."""
+    """True if ranks make different calls; the error is then in the program, and no host is at fault."""
 
 
 @dataclass(frozen=True)

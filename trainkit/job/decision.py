@@ -24,12 +24,12 @@ from trainkit.run.tracebacks import is_quit
 from trainkit.shipped import restart_cause
 
 RESTART_SIGNAL = "SIGUSR2"
-"""The signal that requests a supervisor to save, stop and restart the run."""
+"""The signal that asks a supervisor to save, stop and restart the run."""
 
 FAILURES: tuple[Cause, ...] = ("node_fail", "crash", "hang")
 
 UNCOUNTED: tuple[Cause, ...] = ("preempted", "asked")
-"""Causes that are no sign of missing progress. Causes that capabilities define are not counted as failures
+"""Causes that do not indicate a lack of progress. Causes that capabilities define are not counted as failures
 either."""
 MAX_ENDS_AT_STEP = 3
 """Number of consecutive attempts that may end at the same step and checkpoint before the run fails."""
@@ -202,7 +202,7 @@ class Decision:
     details: str = ""
     """The second half of `reason`: what happens next, or why the run does not continue."""
     hint: str | None = None
-    """A hint how to fix the failure, if the message contains none."""
+    """A hint on how to fix the failure; None if the message contains one."""
 
     @property
     def reason(self) -> str:
@@ -472,7 +472,7 @@ def _num_failures_without_progress(run: Standing) -> int:
 def _makes_no_progress(run: Standing) -> bool:
     """Return whether MAX_ENDS_AT_STEP attempts in a row ended at the same step.
 
-    Ends because of preemptions and requests do not count.
+    Attempts that ended because of a preemption or a request do not count.
     """
     counted = [end for end in run.previous if end.cause not in UNCOUNTED and not is_of_capability(end.cause)]
     counted = counted[1 - MAX_ENDS_AT_STEP :]

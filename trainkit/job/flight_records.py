@@ -296,7 +296,7 @@ def _parse_call(entry: JsonObject, group: Group, label: str, words: str) -> Call
 
 
 def _place(frames: Sequence[JsonObject]) -> str:
-    """Return the innermost line of user code; without user code, of any code outside torch."""
+    """Return the innermost line of user code or, if there is none, of any code outside torch."""
     return users_frame([f"{frame['name']} ({frame['filename']}:{frame['line']})" for frame in frames])
 
 

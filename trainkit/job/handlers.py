@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 SAVES_ON = (signal.SIGTERM, signal.SIGUSR2)
-"""The signals that ask a command to save, by priority."""
+"""The signals that ask a command to save, in order of priority."""
 SHELLS = ("sh", "bash", "dash", "zsh", "ksh")
 PASSED_ON_S = 5.0
 """Seconds after Slurm's signal during which a parent process may still forward the same signal."""
@@ -35,7 +35,7 @@ def _lines(pid: int) -> list[str]:
 def signal_mask(pid: int, name: str) -> set[int]:
     """Return the signals in a mask of /proc/PID/status, for example in the mask SigCgt.
 
-    Empty if the process has ended.
+    The result is empty if the process has ended.
     """
     mask = next((int(line.split()[1], 16) for line in _lines(pid) if line.startswith(f"{name}:")), 0)
     return {number for number in range(1, 65) if mask & 1 << number - 1}

@@ -81,7 +81,7 @@ CONNECT_HINT = (
 def hang_failure(attempt: AttemptDir, plan: LaunchPlan, records: Sequence[HangRecord]) -> RankFailure:
     """Return a failure of type ``Hang`` for the rank that blocks the others; `records` must not be empty.
 
-    If flight records show a waiting rank, they also show the blocking ranks, or that these are unknown. If no
+    If flight records show a waiting rank, they determine which ranks the failure names, if any. If no
     record shows a waiting rank, the failure names the first rank without a hang report, or else the rank that
     is furthest behind. If no rank is behind the others, the failure names no host.
     """
@@ -211,7 +211,7 @@ class HangWatch:
         """Return the reports of a hang; empty until every rank has had time to write one."""
         records = read_hangs(self._attempt)
         if not records:
-            self._first_s = None  # the rank continued after all
+            self._first_s = None  # the rank has made progress again
         elif self._first_s is None:
             self._first_s = time.monotonic()
         elif time.monotonic() > self._first_s + GATHER_S:

@@ -195,8 +195,8 @@ CLOCK_HINT = "ask the administrators to synchronize the clock; `chronyc tracking
 def supervisor_view(attempt: AttemptDir) -> str:
     """Return the supervisor's view of the run folder, as the value of `SUPERVISOR_VIEW_VARIABLE`.
 
-    The value consists of the digest of the plan and the clock offset. Raises PreflightFailed if the folder
-    cannot be written.
+    The supervisor's view consists of the digest of the plan and the clock offset. Raises PreflightFailed if
+    the folder cannot be written.
     """
     return f"{plan_digest(attempt)} {_clock_offset_s(attempt):.3f}"
 
@@ -291,7 +291,7 @@ def free_mib(folder: Path) -> float | None:
 
 
 def temporary_folders(environ: Mapping[str, str]) -> dict[str, Path]:
-    """Return the folders for the temporary files of ranks, by the name of the check for each."""
+    """Return the folders for the temporary files of ranks, by the names of their checks."""
     return {"/tmp": Path(environ.get("TMPDIR") or "/tmp"), "/dev/shm": Path("/dev/shm")}
 
 

@@ -70,7 +70,7 @@ def wait_for_signal(timeout_s: float, *more: signal.Signals) -> signal.Signals |
         libc.sigaddset(awaited, int(number))
     deadline_s = time.monotonic() + timeout_s
     while True:
-        # Python's sigtimedwait is not used because it returns an arbitrary signal if the process was stopped
+        # Python's sigtimedwait is not used, because it returns an arbitrary signal if the process was stopped
         # past the timeout.
         nanoseconds = max(0, int((deadline_s - time.monotonic()) * 1e9))
         received = libc.sigtimedwait(awaited, None, byref((c_long * 2)(*divmod(nanoseconds, 10**9))))
@@ -87,7 +87,7 @@ def wait_for_notice(delay_s: float) -> signal.Signals | None:
     """
     deadline_s = time.monotonic() + delay_s
     while True:
-        # Even without a delay, receive a pending signal.
+        # Receive a pending signal even if there is no delay.
         received = wait_for_signal(deadline_s - time.monotonic())
         if received in (None, signal.SIGUSR2):
             return None
@@ -422,7 +422,7 @@ class ProcessGroup:
     poll_interval_s = 5.0
     """Seconds between two calls of `poll` if no signal arrives and no member exits."""
     pauses_by: ClassVar[tuple[signal.Signals, ...]] = ()
-    """The blocked signals on which the members are stopped until SIGCONT."""
+    """Blocked signals that stop the members until SIGCONT arrives."""
 
     def __init__(self) -> None:
         self.running: dict[int, subprocess.Popen[bytes]] = {}

@@ -97,8 +97,8 @@ def prepare_for_capabilities(*, is_rank: bool) -> None:
 class CopyFinder:
     """Imports modules from the copy of the code instead of the folder from which the run was submitted.
 
-    A package installed with ``pip install -e`` points to that folder, by a line in a .pth file or by a
-    finder. Some finders of editable installations precede the finder that reads PYTHONPATH.
+    A package installed with ``pip install -e`` points to the original folder, by a line in a .pth file or by
+    a finder. Some finders of editable installations precede the finder that reads PYTHONPATH.
     """
 
     def __init__(self, source: str, copy: str) -> None:

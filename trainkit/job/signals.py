@@ -35,7 +35,7 @@ STACKS_SIGNAL = signal.SIGURG
 AGENT_SIGNAL = signal.SIGURG
 """The signal that means SIGUSR2 to agents; all other processes of a step ignore it by default.
 
-A rank of a command that uses `trainkit.loop` handles this signal as `STACKS_SIGNAL`, so it only writes its
+A rank of a command that uses `trainkit.loop` handles AGENT_SIGNAL like `STACKS_SIGNAL`, so it only writes its
 stacks.
 """
 

@@ -274,7 +274,7 @@ REFUSAL_HINTS = (
     (r"feature", "`sinfo -o '%P %f'` lists the features that --constraint can name"),
     (r"[Rr]eservation", "`scontrol show reservation` lists the reservations and their users"),
     (r"[Nn]ode name specified|nodes not in this partition", "`sinfo -N` lists the nodes of every partition"),
-    (r"dependency", "a job on which this job depends is unknown to Slurm or has already failed"),
+    (r"dependency", "a job that this job depends on is unknown to Slurm or has already failed"),
     (r"array spec", "`scontrol show config` shows MaxArraySize: array indices must be below it"),
     (r"too long", "use a shorter --run-dir, or submit from a shell with fewer variables"),
     (
@@ -357,7 +357,7 @@ def safe_value(value: str, what: str) -> str:
 
 FIELD = "\x1f"
 RECORD = "\x1e"
-"""The record separator; a newline would not do, because job names may contain newlines."""
+"""The separator between records; a newline cannot be used, because job names may contain newlines."""
 
 
 def records(text: str, num_fields: int, end: str = RECORD) -> Iterator[list[str]]:

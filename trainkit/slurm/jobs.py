@@ -166,7 +166,7 @@ def parse_queue(text: str) -> dict[str, JobInfo]:
 
 
 def _job(job_id: str, state: JobState, word: str, nodes: str, *more: str) -> JobInfo:
-    """Create a job from the fields that squeue and sacct have in common, in the order of sacct."""
+    """Create a job from the fields that squeue and sacct have in common, in sacct's order."""
     num_nodes, start, end, exit_code, name = more
     code, signal = _exit_of(exit_code) if state.is_terminal else (None, None)
     return SlurmJob(

@@ -53,7 +53,7 @@ _WILL_START = re.compile(
 
 @dataclass(frozen=True)
 class Answer:
-    """The estimate of `sbatch --test-only` when and where a job would start."""
+    """The estimate by `sbatch --test-only` of when and where a job would start."""
 
     start_time: datetime | None = None
     """The expected start time; None if the job would not start or Slurm reports no time."""
@@ -89,7 +89,7 @@ def submit_script(
         raise ValueError(f"a token must be one word: {token!r}")
     script = str(path.absolute())
     argv, environ = ["sbatch", "--parsable", *extra_argv, script], scrubbed(os.environ)
-    # If set, the variable would be inherited by the job, whose Slurm commands use the job's cluster anyway.
+    # The job must not inherit SLURM_CLUSTERS, because its Slurm commands use the job's own cluster anyway.
     named = environ.pop("SLURM_CLUSTERS", "")
     names, script = ",".join(clusters) or named, script if is_only_job else ""
     clusters = names.split(",") if names else ()

@@ -1,7 +1,7 @@
 """Runs and watches the srun of one attempt in a Slurm job, and finds the cause of a stop signal.
 
-The cause is derived from the job's state in Slurm; if Slurm does not answer, from which processes got the
-signal.
+The cause is derived from the job's state in Slurm or, if Slurm does not answer, from the set of processes
+that received the signal.
 """
 
 from __future__ import annotations
@@ -318,7 +318,7 @@ def is_taken(job: JobDetails | None, restarts: int) -> bool:
 
 
 def is_nearly_over(job: JobDetails | None, grace_s: float) -> bool:
-    """Return whether a job's remaining time is at most about the grace time; False if unknown."""
+    """Return whether a job's remaining time is not much longer than the grace time; False if unknown."""
     if job is None or job.end_time is None:
         return False
     return job.end_time - datetime.now(timezone.utc) < timedelta(seconds=grace_s + EARLY_S + SLACK_S)

@@ -1,4 +1,4 @@
-"""Slurm's estimates when a job would start, in the requested partitions and in all others that it fits."""
+"""Slurm's estimates of when a job would start, in the requested and in all other suitable partitions."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Finds out from a launcher's output which process failed first.
 
-torchrun, accelerate and DeepSpeed report ranks; srun reports tasks. The three launchers exit with 1 or with
-the exit code of the failed rank modulo 256, for example 247 for -9 (killed by SIGKILL). Because the exit code
-of a launcher can be ambiguous, an agent also watches the ranks that its launcher started.
+torchrun, accelerate and DeepSpeed report ranks; srun reports tasks. torchrun, accelerate and DeepSpeed exit
+with 1 or with the exit code of the failed rank modulo 256, for example 247 for -9 (killed by SIGKILL).
+Because the exit code of a launcher can be ambiguous, an agent also watches the ranks that its launcher
+started.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class RankExit:
     def killed_outside_launcher(self) -> bool:
         """Return whether a signal from outside the launcher killed the rank.
 
-        Signals from inside are SIGTERM, which launchers send, and SIGABRT, which a rank raises itself.
+        SIGTERM and SIGABRT do not count, because launchers send SIGTERM themselves, and a rank may abort
+        itself.
         """
         return self.code < 0 and self.code not in (-signal.SIGTERM, -signal.SIGABRT)
 

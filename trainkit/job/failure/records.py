@@ -36,7 +36,7 @@ _THROWN = re.compile(r"^  what\(\): +(.+)$", re.MULTILINE)
 """Matches the message of a C++ exception that aborted a process, such as an exception in NCCL's watchdog
 thread."""
 FINAL = ("ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError")
-"""Exception types that a restart would raise again."""
+"""Types of exceptions that would be raised again after a restart."""
 
 
 LOG_TAIL_LINES = 20
@@ -149,7 +149,7 @@ def _death(attempt: AttemptDir, rank: int, exit_code: int) -> RankFailure:
 def record_refusal(attempt: AttemptDir, rank: int, node_rank: int, error: TrainkitError) -> None:
     """Write the failure record of a rank that could not start because of `error`."""
     kind, code = type(error).__name__, error.exit_code
-    # On another node, the run may work.
+    # The run may still work on another node.
     node = True if isinstance(error, PreflightFailed) and error.is_node else None
     _write(
         attempt,
@@ -253,7 +253,7 @@ def find_first_failure(
 def _unlike_failure(attempt: AttemptDir, plan: LaunchPlan, first: RankFailure) -> RankFailure | None:
     """Return the failure if gloo raised an error in a rank because it received unexpected data, else None.
 
-    The rank with the error need not be the one at fault, and ranks that lose their connection to this rank
+    The rank that reports the error need not be at fault, and ranks that lose their connection to this rank
     may fail earlier. The failure names no host, because the program is at fault.
     """
     failures = [failure for _, failure in rank_failures(attempt)]
@@ -293,7 +293,7 @@ def _blamed_for_timeout(attempt: AttemptDir, plan: LaunchPlan, first: RankFailur
 def signal_of_death(failure: RankFailure | None, exit_codes: Sequence[int]) -> str | None:
     """Return the one of `ENDING_SIGNALS` that killed the first failed process; None if none of them did.
 
-    The failure's record decides; without a record, the exit codes do.
+    The failure record determines the result; without a record, the exit codes do.
     """
     codes = exit_codes if failure is None else [failure.exit_code or EXIT_OK]
     number = next((code - SIGNALLED for code in codes if is_death_by_notice(code)), signal.SIGTERM)

@@ -122,7 +122,8 @@ def request_stacks(attempt: AttemptDir, rank: int | None, *, flights: bool = Fal
 def gather(attempt: AttemptDir, num_ranks: int, rank: int | None, timeout_s: float) -> list[Reply]:
     """Request the stacks of `rank`, or of all ranks if None; return the replies by rank.
 
-    Replies that arrive after the timeout are missing. Raises OSError if the run folder cannot be written.
+    Replies that arrive after the timeout are not returned. Raises OSError if the run folder cannot be
+    written.
     """
     request, deadline_s = request_stacks(attempt, rank), time.monotonic() + timeout_s
     wanted = num_ranks if rank is None else 1
@@ -182,7 +183,8 @@ REPLY_S = 3.0
 REQUEST_POLL_S = 0.05
 SPY_TIMEOUT_S = 20.0
 WAITS_FOR_LOCK = "file_baton.py:"
-"""The torch file in which a rank waits for the lock of an extension build, as written in a stack frame.
+"""The name of the torch file in which a rank waits for the lock of an extension build, as it appears in a
+stack frame.
 """
 
 STATE_PROBLEMS = {
@@ -288,8 +290,8 @@ EXTENSIONS = (
     ("XDG_CACHE_HOME", "torch_extensions"),
     ("HOME", ".cache/torch_extensions"),
 )
-"""The environment variables that determine the folder for extensions, by priority, each with the
-subfolder."""
+"""The environment variables that determine the folder for extensions, in order of priority, each with the
+subfolder to append."""
 
 
 @dataclass(frozen=True)

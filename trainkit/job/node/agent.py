@@ -109,7 +109,7 @@ class Agent(ProcessGroup):
         """The most recent stop signal; None before the first."""
         self._notice = CommandNotice(plan)
         self._died_s: dict[int, float] = {}
-        """Maps each member that ended before any stop signal to the monotonic time at which that was
+        """Maps each member that ended before any stop signal to the monotonic time at which its end was
         noticed."""
         self._pipes = OutputPipes()
         self._held_s = 0.0

@@ -300,7 +300,7 @@ class CommandNotice:
             return True
         if processes.exit_code_of_zombie(member.pid) in (None, EXIT_OK, EXIT_STOPPED):
             return False
-        # Of an ended process, only the name can still be read.
+        # Only the name of an ended process can still be read.
         name = processes.proc_file(member.pid, "comm").decode(errors="replace").strip()
         if name not in (*SHELLS, *STARTERS):
             return False

@@ -13,22 +13,22 @@ from trainkit.job.processes import link_of, proc_file
 from trainkit.run.process import PROC
 
 DEAD_READER_S = 3.0
-"""Seconds that a pipe is kept after its reader has ended, because the agent may receive the stop signal that
-ended the reader a little later."""
+"""Seconds for which a pipe is kept open after its reader has ended, because the stop signal that ended the
+reader may reach the agent a little later."""
 
 
 @dataclass
 class _Pipe:
     log: Path
     reader: int
-    """The agent's own file descriptor of the read end."""
+    """The agent's own file descriptor for the read end of the pipe."""
     others: dict[int, str]
     """Maps the pid of each other reader of the pipe to the /proc link of its file descriptor."""
     unread_since_s: float | None = None
 
 
 class OutputPipes:
-    """Pipes to which processes that handle a stop signal write, for example pipes to `tee`.
+    """Pipes written by processes that handle a stop signal, for example pipes to `tee`.
 
     Slurm may signal every process of a step, and the signal kills `tee`. After a signal that kills `tee`, the
     next line that a saving process prints would raise BrokenPipeError. To prevent this error, the agent keeps

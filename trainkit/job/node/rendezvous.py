@@ -98,7 +98,7 @@ class Listener(Protocol):
 
 
 class Task(ABC):
-    """What an agent is: a task in a scheduler's step, or a rank of another launcher."""
+    """The role of an agent: a task in a scheduler's step, or a rank of another launcher."""
 
     has_scheduler = True
     """True if `key` is unique to this start of the step, and a signal reaches all tasks."""
@@ -168,7 +168,7 @@ class Rendezvous:
     """A random value by which the ranks of an attempt recognize their own rank 0, in case another job uses
     the same address."""
     task: Task | None = None
-    """What the agent is; None in a local run, whose supervisor starts and signals all agents."""
+    """The role of the agent; None in a local run, whose supervisor starts and signals all agents."""
 
     @property
     def has_rank_0(self) -> bool:

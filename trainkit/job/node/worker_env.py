@@ -1,6 +1,6 @@
 """The environment variables and command lines of the workers that an agent starts.
 
-The variables include the network interfaces for gloo and NCCL.
+The environment variables include the network interfaces for gloo and NCCL.
 """
 
 from __future__ import annotations
