@@ -169,8 +169,7 @@ class Standing:
     workload: Workload = TRAINER
     """The kind of program that the workers ran."""
     attended_in: str | None = None
-    """The capability through which a person may have controlled a rank in a terminal, such as the debugger;
-    None without one."""
+    """The capability through which a person may have controlled a rank in a terminal; None without one."""
     is_done: bool = False
     """True if a command has reported that it is done; exit code 0 after a stop signal then means finished."""
 
