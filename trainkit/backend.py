@@ -147,7 +147,7 @@ class Backend(ABC):
     def without_hosts(
         self, plan: LaunchPlan, hosts: Sequence[str], notify: Callable[[str], None]
     ) -> LaunchPlan:
-        """Return the plan of a job that avoids these hosts.
+        """Return the plan of a job that avoids `hosts`.
 
         `notify` is called with a message about hosts that the job cannot avoid.
         """

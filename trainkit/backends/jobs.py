@@ -46,7 +46,7 @@ def open_job_ids(run: RunDir, job: JobRecord) -> list[str]:
 
 
 def query_jobs_or_warn(ids: Sequence[str], warn: Callable[[str], None]) -> dict[str, JobInfo]:
-    """Return Slurm's data about these jobs.
+    """Return Slurm's data about the jobs with the given ids.
 
     Jobs of a cluster that does not answer are missing; `warn` is called with a message about them.
     """
@@ -240,7 +240,7 @@ class SlurmPoller:
         self._thread = threading.Thread()
 
     def jobs(self, ids: Sequence[str]) -> Mapping[str, JobInfo] | None:
-        """Return the newest answer about these jobs; None before the first answer."""
+        """Return the newest answer about the jobs with the given ids; None before the first answer."""
         wanted = set(ids)
         if not wanted:
             self._problem = None

@@ -37,7 +37,7 @@ LAUNCHERS = {
 
 @dataclass(frozen=True)
 class LaunchedRank(Task):
-    """One rank that another launcher started; such a launcher must number the ranks host by host."""
+    """One rank that another launcher started; the launcher must number the ranks host by host."""
 
     launcher: str
     task: int

@@ -265,7 +265,7 @@ def _cancel_trials(
             sent = sent_for(signal.SIGTERM, started) if len(started) == len(running) else signal.SIGTERM
             send_signal(jobs, sent.name)
     for run, entry in entries:
-        # No supervisor is left that could record the end of these attempts.
+        # No supervisor is left that could record the end of the attempts.
         if now or int(run.name) in pending:
             write_cancelled(run, entry, KILLED if now else "cancelled before it started")
 

@@ -101,7 +101,7 @@ def expected_time_s(so_far: RunSoFar, plan: LaunchPlan, steps: int | None) -> fl
 
     Returns None if the plan changes the speed, or if the speed is unknown.
     """
-    names = ("layout", "batch", "device")  # the duration of a step depends on these sections of the plan
+    names = ("layout", "batch", "device")  # the parts of a plan that affect the duration of a step
     if steps is None or any(getattr(plan, name) != getattr(so_far.plan, name) for name in names):
         return None
     measured = numbers(RunHistory(so_far.run).newest_steps(), "step_s")

@@ -94,7 +94,7 @@ def planned_resume(
         else:
             plan = plan_run(loaded, facts, workload, code_dir=code_dir, before=lr_of)
         if not plan.is_job:
-            plan = replace(plan, after=so_far.plan.after)  # the run still waits for these jobs
+            plan = replace(plan, after=so_far.plan.after)  # the run still waits for the jobs in `after`
         if not workload.is_command:
             refuse_incompatible(so_far, loaded, facts.data)
         yield PlannedResume(so_far, loaded, plan, choice)

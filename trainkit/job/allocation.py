@@ -68,7 +68,7 @@ def refused(attempt: AttemptDir, entry: AttemptRecord | None) -> Decision | None
                 write_end(attempt, entry, NOT_RUN, decision)
         return decision
     except (OSError, ValueError) as error:
-        # Running the attempt will report this error, with a hint.
+        # Running the attempt will report the same error, with a hint.
         log_line(f"{attempt.path} cannot be compared with what was submitted: {error}")
     return None
 
@@ -118,8 +118,8 @@ class Allocation:
     def close_dead_attempts(self, attempt: Attempt) -> Decision | None:
         """Write the ends of earlier attempts whose host died.
 
-        If the failures of these attempts forbid a restart, returns the decision that ends `attempt` like the
-        last of them; else None.
+        Returns the decision that ends `attempt` like the last dead attempt if the failures of the dead
+        attempts forbid a restart; else None.
         """
         return None
 

@@ -75,8 +75,8 @@ def close_dead_attempts(
     """Write end.json for earlier attempts of this job whose host died before their supervisor could write it.
 
     Slurm requeues a job whenever its host dies, so a run that crashes its hosts must be stopped here. If the
-    failures of these attempts forbid a restart, sets the outcome of `live` to theirs and returns the decision
-    that ends it; else None.
+    failures of the dead attempts forbid a restart, sets the outcome of `live` to theirs and returns the
+    decision that ends `live`; else None.
 
     `is_down` returns whether a host is down now. If a dead attempt's host is up, the job may have been
     preempted without grace time.

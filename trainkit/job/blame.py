@@ -123,8 +123,8 @@ def blame_for_unlike_data(flights: Mapping[int, Flight], ended: int) -> tuple[in
 def blame_by_stacks(stacks: Mapping[int, Sequence[str]], silent: Collection[int] = ()) -> Blame | None:
     """Find the ranks that are not waiting while all others are, by the innermost frames; None if unclear.
 
-    This needs no flight records, but only works without GPUs, because a rank may wait for its GPU in any
-    frame.
+    The search by stacks needs no flight records, but only works without GPUs, because a rank may wait for its
+    GPU in any frame.
     """
     waiting = sorted(rank for rank, stack in stacks.items() if stack and _waits(stack[0]))
     others = sorted({*silent, *(rank for rank, stack in stacks.items() if stack)} - {*waiting})
@@ -252,8 +252,8 @@ SYMMETRIC = re.compile("all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|bar
 def _failed_devices(calls: Mapping[int, Sequence[Call]]) -> set[int]:
     """Return the ranks with several open collectives that have completed on other ranks.
 
-    Such a collective could not complete without the rank, so the rank's device took part but no longer
-    reports completion. A single open collective may still be in progress.
+    An open collective that has completed elsewhere must have had the rank's device take part, but the device
+    no longer reports completion. A single open collective may still be in progress.
     """
     ended = {(call.group, call.number) for own in calls.values() for call in own if call.is_done}
     newest = {(call.group, rank): call.number for rank, own in calls.items() for call in own}
@@ -331,8 +331,8 @@ def _find_mismatch(calls: Mapping[int, Sequence[Call]], flights: Mapping[int, Fl
 def _out_of_step(calls: Mapping[int, Sequence[Call]]) -> tuple[set[int], str]:
     """Find the ranks that made the same calls as the majority but now wait in a different call.
 
-    Calls in disjoint groups count as the same call, because each rank is in only one such group, such as its
-    node's group.
+    Calls in disjoint groups count as the same call, because each rank is in only one of the groups, for
+    example in its node's group.
     """
     ended = [
         {

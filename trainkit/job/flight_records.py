@@ -190,7 +190,7 @@ def remove_pipes(attempt: AttemptDir, ranks: Iterable[int]) -> None:
 
 
 def request_dumps(attempt: AttemptDir, ranks: Iterable[int]) -> None:
-    """Have torch write the flight records of these ranks of this node, and wait up to `DUMP_S` for them.
+    """Have torch write the flight records of local ranks, and wait up to `DUMP_S` for them.
 
     A rank that uses NCCL reads its pipe even while it hangs. Ranks without NCCL have no pipe.
     """

@@ -141,7 +141,7 @@ def blamed_failure(
 ) -> RankFailure:
     """Return a failure that names the ranks at fault.
 
-    The failure names a host only if all these ranks run on that host and the host may be at fault.
+    The failure names a host only if all ranks at fault run on the same host and the host may be at fault.
     """
     nodes = [node_of(plan, rank) for rank in blame.ranks]
     return RankFailure(
@@ -215,7 +215,7 @@ class HangWatch:
         elif self._first_s is None:
             self._first_s = time.monotonic()
         elif time.monotonic() > self._first_s + GATHER_S:
-            # Without this refresh, the list may lack reports from other hosts.
+            # Without refreshing the folder, the list may lack reports from other hosts.
             refresh_listing(self._attempt.hangs_dir)
             return read_hangs(self._attempt)
         return []

@@ -208,7 +208,7 @@ def require_node(
     environ: Mapping[str, str] = os.environ,
     checks_disk: bool = True,
 ) -> None:
-    """Raise PreflightFailed if these ranks cannot run on this node.
+    """Raise PreflightFailed if the ranks of an agent cannot run on this node.
 
     `checks_disk` is set for only one task per node; otherwise, thousands of tasks would write to the same
     file server at once.

@@ -1,9 +1,9 @@
 """Child processes that never outlive their parent, and synchronous signal handling in the parent process.
 
 The supervisor and the agents block the stop signals and SIGCHLD, and receive them one by one with
-`wait_for_signal`. Thus, no trainkit code runs inside a signal handler in these processes. Children inherit
-the blocked signals, so a stop signal that arrives while a child's interpreter starts stays pending instead of
-killing the child.
+`wait_for_signal`. As a result, no trainkit code runs inside a signal handler in the supervisor and the
+agents. Children inherit the blocked signals, so a stop signal that arrives while a child's interpreter starts
+stays pending instead of killing the child.
 """
 
 from __future__ import annotations

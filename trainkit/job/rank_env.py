@@ -142,7 +142,7 @@ _SIZE_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_W
 def refuse_foreign_ranks(environ: Mapping[str, str] = os.environ) -> None:
     """Raise UsageError if this process is a rank of another launcher, such as torchrun or mpirun.
 
-    Otherwise, each rank of the other launcher would train a separate run.
+    If this were allowed, each rank of the other launcher would train a separate run.
     """
     for name in _SIZE_VARIABLES:
         size = environ.get(name, "")

@@ -68,7 +68,7 @@ class StopRequest:
         # signal to this process.
         os.register_at_fork(after_in_child=_restore_in_child)
         spare_children()
-        # The agent starts workers with these signals blocked, so that none of them kills the interpreter
+        # The agent starts workers with the stop signals blocked, so that no stop signal kills the interpreter
         # while it starts. A signal that has arrived since the start of the interpreter is delivered here.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTICE_SIGNALS)
 
@@ -94,7 +94,7 @@ class StopRequest:
 
 
 def _restore_in_child() -> None:
-    signal.set_wakeup_fd(-1)  # otherwise, the process that forked this one would record its signals
+    signal.set_wakeup_fd(-1)  # otherwise, the parent process would record signals of this process
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)

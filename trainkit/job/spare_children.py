@@ -1,9 +1,9 @@
 """Protects the processes that a rank starts from stop signals, no matter which library starts them.
 
 Slurm signals every process of a step, not only the ranks. The SIGTERM of a preemption would therefore also
-end the workers of a DataLoader, and their loss would raise an error in the rank while it saves. Each process
-that a rank starts therefore gets a filter before the default action or inherited handler of these signals.
-The filter drops signals from Slurm, but passes on signals from other senders, such as the rank's
+end the workers of a DataLoader, and their loss would raise an error in the rank while it saves. Therefore,
+each process that a rank starts gets a filter before the default action or inherited handler of every stop
+signal. The filter drops signals from Slurm, but passes on signals from other senders, such as the rank's
 ``Process.terminate()``.
 
 The filter is a signal handler in machine code, for two reasons. Unlike a blocked or ignored signal, the
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 NOTICES = {signal.SIGTERM, signal.SIGUSR2, signal.SIGINT}
 MARKS: dict[int, int] = {signal.SIGTERM: 56, signal.SIGUSR2: 57, signal.SIGINT: 58}
 """Maps each stop signal to a real-time signal that also has the filter, as long as the process does not
-handle the stop signal itself. From these marks, the agent sees in /proc which signals a process handles
-itself."""
+handle the stop signal itself. The real-time signals let the agent see in /proc which stop signals a process
+handles itself."""
 AGENT_VARIABLE = "TRAINKIT_JOB_AGENT_PID"
 LAUNCHER_PID_VARIABLE = "TRAINKIT_JOB_LAUNCHER_PID"
 RANK_PID_VARIABLE = "TRAINKIT_JOB_RANK_PID"

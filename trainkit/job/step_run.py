@@ -1,8 +1,8 @@
 """Runs `trainkit run` as tasks of a Slurm step or as ranks of another launcher; each process is an agent.
 
-The processes have only the filesystem in common. Therefore, the first process announces the run in a file
+The processes have only the filesystem in common. The first process therefore announces the run in a file
 whose name all processes can derive. In a Slurm step, the file is ``runs/.steps/JOB.STEP.RESTART.PORT.json``
-below the working directory; its name is unique to this start of the step. Otherwise, the file is
+below the working directory; its name is unique to this start of the step. Outside of Slurm, the file is
 ``runs/.steps/ADDRESS.PORT.json``, which is valid while rank 0 is running.
 """
 
@@ -59,7 +59,7 @@ def withdraw(folder: Path, task: Task) -> None:
 def await_starts(attempt: AttemptDir, plan: LaunchPlan) -> None:
     """Wait until every task has started its ranks or one has failed, before the announcement is withdrawn.
 
-    Otherwise, the command of the first task could end before another task has read the announcement.
+    If the announcement were withdrawn earlier, another task might not have read it yet.
     """
     deadline_s = time.monotonic() + STARTS_S
     firsts = map(plan.first_rank_of, range(plan.num_nodes))

@@ -161,11 +161,11 @@ def require_controller(clusters: Sequence[str] = ()) -> None:
 
 def failure(program: str, returncode: int, text: str) -> SlurmUnreachable | SlurmRefused:
     """Return the error for a command's exit code and output; an unknown message means that Slurm refused."""
-    # sbatch prints such a line before each retry of its own.
+    # sbatch prints a line with "sleeping and retrying" before each retry of its own.
     lines = [line for line in text.splitlines() if not line.endswith("sleeping and retrying")]
     undelivered = [line for line in lines if _UNDELIVERED.search(line)]
     # If there are two controllers, the answer of one may be lost although the request never reached the
-    # other. Therefore, assume that the request was carried out.
+    # other. The request is assumed to have been carried out.
     is_lost = returncode < 0 or any(_LOST.search(line) for line in lines if line not in undelivered)
     is_away = is_lost or bool(undelivered)
     known = UNREACHABLE_HINTS if is_away else REFUSAL_HINTS

@@ -95,7 +95,7 @@ def kill_steps(
 
 
 def _scancel(options: Sequence[str], names: Iterable[str], patience_s: float = QUERY_PATIENCE_S) -> None:
-    """Run scancel for these jobs or steps, if there are any; ignore those that have already ended.
+    """Run scancel for jobs or steps, if there are any; ignore those that have already ended.
 
     The request is sent to all clusters before the first error is raised.
     """
@@ -114,7 +114,7 @@ def _scancel(options: Sequence[str], names: Iterable[str], patience_s: float = Q
 
 
 def move_dependents(job_id: str, new_id: str) -> list[str]:
-    """Make those of your pending jobs that depend on the success of `job_id` depend on `new_id` instead.
+    """Make your pending jobs that depend on the success of `job_id` depend on `new_id` instead.
 
     Returns the ids of the changed jobs.
     """

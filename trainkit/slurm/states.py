@@ -30,8 +30,8 @@ _STATES = {
 def state_in_queue(word: str, restarts: int | None) -> JobState:
     """Return the job state for the state `word` that squeue prints.
 
-    squeue shows a job that is being requeued as COMPLETING, then as PENDING. Because of this order, PREEMPTED
-    and NODE_FAIL mean that the job has ended for good.
+    squeue shows a job that is being requeued as COMPLETING, then as PENDING. PREEMPTED and NODE_FAIL are
+    therefore states of jobs that have ended for good.
     """
     state = _state(word)
     return JobState.REQUEUED if state is JobState.PENDING and restarts else state
@@ -133,7 +133,7 @@ _SENTENCES = {
     "QOSUsageThreshold": "the account has used more than the QOS allows",
     "Prolog": "the job's nodes are being prepared",
     "MaxMemPerLimit": "requests more memory per CPU or node than allowed",
-    # The reasons below are those of jobs that have ended.
+    # The reasons below are given for jobs that have ended.
     "SystemFailure": "Slurm or a node failed",
     "NonZeroExitCode": "ended with an error",
     "RaisedSignal": "was killed by a signal",

@@ -59,7 +59,7 @@ class Answer:
     """The expected start time; None if the job would not start or Slurm reports no time."""
     nodes: tuple[str, ...] = ()
     remark: str = ""
-    """Slurm's explanation if it reports no time."""
+    """Slurm's explanation if it reports no start time."""
     refused: bool = False
     """True if Slurm would reject the job."""
 

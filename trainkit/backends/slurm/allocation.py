@@ -384,7 +384,7 @@ class SlurmAllocation(Allocation):
         """Stop using the host that a failure implicates, and record the host for later jobs.
 
         If the only evidence against a host is that its ranks were killed or hung, the run keeps using the
-        host until the second time.
+        host until this happens a second time.
         """
         before = len(self.bad)
         hosts, guard = self.job_hosts, Guard(attempt.plan.parts, log_line)

@@ -77,7 +77,7 @@ class SlurmAttemptWatch(AttemptWatch):
         """srun's exit code, whether srun was killed, whether it had been asked to end the step, and the time
         of its exit.
 
-        These values are recorded without reading the run folder, which may be unavailable at that moment.
+        srun's exit is recorded without reading the run folder, which may be unavailable at that moment.
         """
         self._unconfirmed_since_s: float | None = None
         """The monotonic time of a stop signal that the ranks may not have received; inf once the signal has

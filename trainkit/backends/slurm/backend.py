@@ -260,7 +260,7 @@ class StepBackend(SlurmBackend):
 
 
 def sent_for(number: signal.Signals, runs: Sequence[tuple[RunDir, AttemptRecord]]) -> signal.Signals:
-    """Return the signal that Slurm must send to the steps of these runs so that they save.
+    """Return the signal that Slurm must send to the steps of runs so that their ranks save.
 
     `number` is the intended signal, SIGTERM or SIGUSR2. If possible, the result is the signal for the agents,
     which send a command the signal that it handles. A SIGTERM from Slurm would also end the shell that

@@ -22,8 +22,8 @@ IGNORE_SIGNALS = (
     "# When Slurm signals this shell, its supervisor must live on to record how the job ended.",
     "trap : TERM INT USR2",
 )
-"""Lines of the script that keep the shell alive. The script of the sbatch backend does not need such lines,
-because its supervisor replaces the shell.
+"""Lines of the script that keep the shell alive. The script of the sbatch backend does not need lines that
+keep the shell alive, because its supervisor replaces the shell.
 """
 
 

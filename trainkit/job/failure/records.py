@@ -1,4 +1,4 @@
-"""Failure records of ranks: writes those that workers could not, and finds the first failure."""
+"""Failure records of ranks: writes records for workers that could not, and finds the first failure."""
 
 from __future__ import annotations
 

@@ -217,7 +217,7 @@ class Agent(ProcessGroup):
         if self.workload.is_command and not self.has_launcher:
             self._hold_pipes()
             self._notice.send_to_repeated(self.running)
-        # Without a supervisor, nothing else would end these workers, which may be waiting in a collective
+        # Without a supervisor, nothing else would end the workers, which may be waiting in a collective
         # forever.
         is_unsupervised = not self.plan.has_supervisor and self.deadline_s is None
         if is_unsupervised and (has_hangs or any(attempt.errors_dir.glob("rank-*.json"))):

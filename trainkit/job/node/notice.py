@@ -1,8 +1,8 @@
 """Finds the processes of a command that must get a stop signal, and protects them until they have saved.
 
 A shell, `time`, `accelerate launch`, or Python code that uses `subprocess` does not handle stop signals. A
-stop signal would end such a wrapper, and with it the training process that must save. Programs that only
-start another program and forward signals, such as `uv run` and `timeout`, are skipped. Any other process
+stop signal would end this kind of wrapper, and with it the training process that must save. Programs that
+only start another program and forward signals, such as `uv run` and `timeout`, are skipped. Any other process
 above the training process also gets the signal if it handles it, for example torchrun or a shell with a trap.
 If the process above is a shell or only waits for a child, the training process is stopped (SIGSTOP) until the
 kernel lists the forwarded signal as pending for the training process. If the process above does not forward
@@ -110,7 +110,7 @@ def _only_waits(pid: int) -> bool:
 
 
 def _await_stop(pids: Iterable[int]) -> None:
-    """Wait until these processes have stopped; a running one would handle the next signal too early."""
+    """Wait until the processes have stopped; a running process would handle the next signal too early."""
     deadline_s = time.monotonic() + STOPS_S
     for pid in pids:
         while processes.is_running(pid) and not processes.is_stopped(pid) and time.monotonic() < deadline_s:
@@ -311,7 +311,7 @@ class CommandNotice:
         """Return whether a process started by an ended member is still saving."""
         if rank not in self._savers or self.has_launcher:
             return False
-        # This also applies to make, which exits with 2 if a signal has ended its recipe.
+        # For example, make has failed if a signal ended its recipe, because make then exits with 2.
         has_failed = processes.exit_code_of_zombie(member.pid) not in (EXIT_OK, EXIT_STOPPED)
         if has_failed and rank not in self._orphaned:
             self._orphaned.add(rank)

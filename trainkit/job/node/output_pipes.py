@@ -31,9 +31,9 @@ class OutputPipes:
     """Pipes written by processes that handle a stop signal, for example pipes to `tee`.
 
     Slurm may signal every process of a step, and the signal kills `tee`. After a signal that kills `tee`, the
-    next line that a saving process prints would raise BrokenPipeError. To prevent this error, the agent keeps
-    each pipe to such a reader open too. After the stop signal, the agent copies the content of pipes without
-    another reader to the rank's log.
+    next line that a saving process prints would raise BrokenPipeError. To prevent BrokenPipeError, the agent
+    also keeps the pipe open. After the stop signal, the agent copies the content of pipes without another
+    reader to the rank's log.
     """
 
     def __init__(self) -> None:

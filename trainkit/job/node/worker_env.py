@@ -141,7 +141,8 @@ def worker_environ(
             _keep_git_inside(environ, plan, [str(attempt.run.path), str(Path(code.code).parent)])
         return environ
     if plan.device == "cuda" and not ALLOCATOR_VARIABLES & environ.keys():
-        # Otherwise, changing sizes, for example in the last batch of a validation, would fragment the memory.
+        # Without expandable segments, changing sizes, for example in the last batch of a validation, would
+        # fragment the memory.
         environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     return environ
 
@@ -149,7 +150,7 @@ def worker_environ(
 def _keep_git_inside(environ: dict[str, str], plan: LaunchPlan, folders: Sequence[str]) -> None:
     """Keep Git from using a repository above these folders, or one set in the submitting shell's environment.
 
-    Otherwise, Git commands in a run folder inside the project would show the current state of the project.
+    Without this, Git commands in a run folder inside the project would show the current state of the project.
     """
     for name in GIT_LOCATIONS - plan.environment.variables.keys():
         environ.pop(name, None)
@@ -246,8 +247,8 @@ def network_environ(preset: str, peer: str | None) -> tuple[dict[str, str], str]
     """Return the variables for a network preset or an interface name, and a sentence that explains them.
 
     `peer` is another host of the job, or None if all ranks are on this host. gloo gets the interface on the
-    route to `peer`. NCCL prefers InfiniBand and can use several interfaces. Therefore, NCCL chooses its
-    interfaces itself, unless the config names one or this host has only one.
+    route to `peer`. NCCL prefers InfiniBand and can use several interfaces. NCCL is therefore left to choose
+    its interfaces itself, unless the config names one or this host has only one.
 
     Raises UsageError if this host has no interface `preset`, or no InfiniBand device for the preset ``ib``.
     """
@@ -289,7 +290,7 @@ def address_towards(host: str) -> str | None:
     try:
         found = socket.getaddrinfo(host, DISCARD_PORT, socket.AF_INET, socket.SOCK_DGRAM)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(found[0][4])  # this looks up a route, but sends nothing
+            probe.connect(found[0][4])  # looks up a route, but sends nothing
             return str(probe.getsockname()[0])
     except OSError:
         return None
