@@ -187,7 +187,9 @@ def test_what_is_unusual_of_a_partition_is_said() -> None:
     )
     made = plan("train.device_batch_size=1", cluster=replace(WEST, partitions=(mixed, CPU)))
     said(made.reasons["workers_per_node"])
-    not_up = "partition gpu is not up: Slurm rejects the partition's jobs, or leaves them pending until it is up"
+    not_up = (
+        "partition gpu is not up: Slurm rejects the partition's jobs, or leaves them pending until it is up"
+    )
     assert not_up in made.warnings
     assert not_up not in plan().warnings
     one = plan("resources.gpu_type=h100", cluster=replace(WEST, partitions=(mixed, CPU)))
