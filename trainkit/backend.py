@@ -1,8 +1,9 @@
 """The interface of a backend, which executes runs on Slurm or on this machine.
 
-Support for another scheduler is another folder of `trainkit/backends/`, with a class in `_CLASSES`. The class
-plans, starts and watches jobs. It also gives the supervisor an `Allocation` and its watch. The classes are
-imported when they are needed, so that commands start fast. `step_task` finds the task of a scheduler's step.
+To support another scheduler, add a folder to `trainkit/backends/` and a class to `_CLASSES`. A backend's
+class plans, starts and watches jobs. A backend also provides the supervisor's `Allocation`, which watches the
+processes. The classes are imported only when needed, so that commands start fast. `step_task` finds out which
+task of a scheduler's step this process is.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from trainkit.errors import UsageError
 from trainkit.run.files import utc_now
 from trainkit.run.rundir import RunDir
 
-if TYPE_CHECKING:  # types of higher layers, which only type checkers need
+if TYPE_CHECKING:  # types from higher layers, which only type checkers need
     from trainkit.cluster.machine import Machine
     from trainkit.cluster.model import Cluster
     from trainkit.cluster.target import Target
@@ -41,11 +42,12 @@ class ScriptParts(NamedTuple):
     """The parts of a batch script that depend on the backend."""
 
     directives: Options
-    """The options at the top of the script by name; True for an option without a value."""
+    """The options at the top of the script, by name; the value of an option without a value is True."""
     step: tuple[str, ...]
-    """The argv of the step that starts the ranks."""
+    """The command line of the step that starts the ranks."""
     restarts: int
-    """How many times in a row the script requeues a job that ended before its supervisor began."""
+    """The number of consecutive times that the script requeues a job that ended before its supervisor
+    began."""
 
 
 class JobScript(NamedTuple):
@@ -53,17 +55,17 @@ class JobScript(NamedTuple):
 
     text: str
     directives: Options
-    """The options of the `#SBATCH` lines by name; True for an option without a value."""
+    """The options of the `#SBATCH` lines, by name; the value of an option without a value is True."""
     setup: str
-    """The rendered template of the backend: either the whole script or the lines before the step."""
+    """The rendered template of the backend: the whole script, or only the lines before the step."""
     step: tuple[str, ...]
-    """The argv of the step that starts the ranks."""
+    """The command line of the step that starts the ranks."""
     host_python: tuple[str, ...]
-    """The argv prefix of Python for the supervisor."""
+    """The command prefix that runs Python for the supervisor."""
 
 
 class NewAttempt(NamedTuple):
-    """The next attempt of a run. `Backend.start` writes its files and starts it."""
+    """The next attempt of a run; `Backend.start` writes its files and starts it."""
 
     config_text: str
     plan_text: str
@@ -75,31 +77,31 @@ class NewAttempt(NamedTuple):
     script: JobScript | None = None
     """The batch script; None for a backend that uses none."""
     num_follow_ups: int = 0
-    """The number of chained jobs to submit along with the attempt, which continue the run."""
+    """The number of chained jobs to submit with the attempt; they continue the run one after the other."""
     now: bool = False
-    """True if the attempt starts on this machine at once, even while other processes use the GPUs."""
+    """True if the attempt starts on this machine immediately, even while other processes use the GPUs."""
 
     @property
     def foreground(self) -> bool:
-        """Return whether the attempt saves and ends when this process dies."""
+        """Return whether the attempt must save and end when this process dies."""
         return self.reason == "run"
 
 
 class JobStatus(NamedTuple):
-    """The state of a run's newest job, as this host sees the job."""
+    """The state of a run's newest job, as seen from this host."""
 
     alive: bool | None
-    """True if the job is pending or running, False if it has ended; None if this host cannot tell."""
+    """True if the job is pending or running, False if it has ended, None if this host cannot tell."""
     job: JobInfo | None = None
-    """Slurm's information; None for a local run, and when Slurm cannot be queried."""
+    """Slurm's data about the job; None for a local run, or if Slurm cannot be queried."""
 
 
 class StartEstimates(ABC):
-    """Estimates of when a job would start in each place where it could run."""
+    """Estimates of when a job would start, for each place (such as a partition) where it could run."""
 
     @abstractmethod
     def to_list(self) -> list[dict[str, object]]:
-        """Return the estimates as JSON."""
+        """Return the estimates as JSON-serializable dicts."""
 
     @abstractmethod
     def lines(self, fit: int | None = None) -> Iterable[str]:
@@ -117,16 +119,17 @@ class Backend(ABC):
     template: ClassVar[str | None] = None
     """The file name of the batch script's template; None if the backend uses no script."""
     poll_s: ClassVar[float]
-    """Seconds between two queries of a job that is about to end."""
+    """Seconds between two queries of a job that is expected to end soon."""
     ask_every_s: ClassVar[float]
-    """Seconds between two queries of runs that continue. Slurm's controller serves the whole cluster."""
+    """Seconds between two queries of running jobs; long, because Slurm's controller serves the whole
+    cluster."""
 
     @abstractmethod
     def draft(self, loaded: LoadedConfig, machine: Machine, target: Target) -> LaunchDraft:
-        """Return the draft of the launch plan for a run that is started from this machine."""
+        """Return the draft of the launch plan for a run started from this machine."""
 
     def in_one_job(self, plans: Sequence[LaunchPlan], cluster: Cluster) -> list[LaunchPlan]:
-        """Return the plans for several node counts, largest first, adapted to a single job."""
+        """Return the plans for several node counts, largest first, adapted to share a single job."""
         raise NotImplementedError
 
     def job_options(self, plan: LaunchPlan) -> Options:
@@ -135,40 +138,40 @@ class Backend(ABC):
 
     @abstractmethod
     def waiting_for(self, plan: LaunchPlan, names: Sequence[str], reason: str) -> LaunchPlan:
-        """Return the plan of a run that starts only after others have finished successfully.
+        """Return the plan of a run that starts only after other runs have finished successfully.
 
-        `names` are the ids of the other runs' jobs, or the folders of runs without a job. `reason` is shown
+        `names` are the job ids of the other runs, or their folders if they have no job. `reason` is shown
         to users.
         """
 
     def without_hosts(
         self, plan: LaunchPlan, hosts: Sequence[str], notify: Callable[[str], None]
     ) -> LaunchPlan:
-        """Return the plan of a job that avoids these hosts.
+        """Return the plan of a job that avoids `hosts`.
 
-        `notify` gets a message about hosts that the job cannot avoid.
+        `notify` is called with a message about hosts that the job cannot avoid.
         """
         return plan
 
     def note_bad_hosts(
         self, run: RunDir, record: JobRecord, entry: AttemptRecord, warn: Callable[[str], None]
     ) -> list[str]:
-        """Record the hosts on which a job ended too early, and return them; later starts avoid these hosts.
+        """Record the hosts on which a job ended too early, so that later starts avoid them; return the hosts.
 
         `entry` is the newest attempt of the run. Raises SlurmUnreachable.
         """
         return []
 
     def require_reachable(self, plan: LaunchPlan) -> None:
-        """Raise SlurmError if the scheduler that would get the job does not answer."""
+        """Raise SlurmError if the scheduler that would receive the job does not answer."""
         return
 
     def expected_start(self, plan: LaunchPlan, script: str) -> str:
-        """Return the scheduler's sentence about when a job with this script would start."""
+        """Return a sentence from the scheduler about when a job with this script would start."""
         raise NotImplementedError
 
     def start_estimates(self, plan: LaunchPlan, config: RunConfig, cluster: Cluster) -> StartEstimates:
-        """Estimate when a job of this plan would start, as requested and in other places.
+        """Estimate when a job with this plan would start, as requested and, for example, in other partitions.
 
         Raises SlurmError.
         """
@@ -176,7 +179,7 @@ class Backend(ABC):
 
     @abstractmethod
     def allocation(self, run: RunDir, arguments: Sequence[str]) -> Allocation:
-        """Return the allocation in which this process supervises a run.
+        """Return the allocation with which this process supervises a run.
 
         `arguments` are the arguments of `python -m trainkit.job.supervisor` after its first option. Raises
         TrainkitError if this process cannot supervise the run.
@@ -187,9 +190,9 @@ class Backend(ABC):
         """Start the next attempt of a run and return its record; the caller has the run's lock."""
 
     def start_group(self, group: RunGroup) -> str:
-        """Start a group that `array_problem` allows, and return its job id.
+        """Start a group for which `array_problem` returns None, and return its job id.
 
-        If the group certainly did not start, its folder is removed.
+        If it is certain that the group did not start, its folder is removed.
         """
         raise NotImplementedError
 
@@ -198,28 +201,28 @@ class Backend(ABC):
     ) -> ScriptParts:
         """Return the parts of an attempt's script that depend on the scheduler.
 
-        `agent` is the argv of the step's tasks. With an `array`, such as ``0-9%4``, `run` is the folder of a
-        group.
+        `agent` is the command line of the step's tasks. With an `array` such as ``0-9%4``, `run` is the
+        folder of a group.
         """
         raise NotImplementedError
 
     def finish_script(self, run: RunDir, script: JobScript) -> JobScript:
-        """Complete a script that was rendered from `template`, so that it can be submitted."""
+        """Complete a script rendered from `template`, so that it can be submitted."""
         return script
 
     def array_problem(self) -> tuple[str, str] | None:
-        """Return (message, hint) if the backend cannot run a group, else None."""
+        """Return (message, hint) if the backend cannot run groups, else None."""
         return None
 
     def stays_here(self, entry: AttemptRecord) -> str | None:
-        """Return why a run must resume on this machine; None if nothing binds the run to it.
+        """Return why a run must resume on this machine; None if it may resume elsewhere.
 
         `entry` is the newest attempt of the run.
         """
         return None
 
     def job(self, entry: AttemptRecord) -> JobInfo | None:
-        """Query Slurm about the job of an attempt; returns None if Slurm does not know the job."""
+        """Query Slurm about the job of an attempt; return None if Slurm does not know the job."""
         return None
 
     @abstractmethod
@@ -232,23 +235,23 @@ class Backend(ABC):
     ) -> JobStatus:
         """Return the status of a run, given its newest attempt and the ids of its chained jobs (`waiting`).
 
-        `jobs` is Slurm's answer, or None without an answer. Jobs of a cluster that does not answer are
-        missing from it.
+        `jobs` is Slurm's answer, or None without an answer. `jobs` lacks the jobs of a cluster that does not
+        answer.
         """
 
     @abstractmethod
     def live_entry(self, run: RunDir, job: JobRecord, command: str) -> AttemptRecord | None:
-        """Return the newest attempt with its live job; None if the job has ended or is about to exit.
+        """Return the newest attempt with its live job; None if the job has ended or is about to end.
 
-        `job` has at least one attempt. Raises UsageError if this host cannot tell; its hint suggests the
-        subcommand `command`.
+        `job` has at least one attempt. Raises UsageError if this host cannot tell, with a hint to use the
+        subcommand `command` elsewhere.
         """
 
     @abstractmethod
     def signal(self, run: RunDir, entry: AttemptRecord, number: signal.Signals) -> str:
         """Ask a job to save and exit (SIGTERM), or to save and requeue (SIGUSR2).
 
-        Returns ``signalled``, or for a pending job ``cancelled`` or ``waiting``.
+        Returns ``signalled``; for a pending job, ``cancelled`` or ``waiting``.
         """
 
     @abstractmethod
@@ -269,7 +272,7 @@ class Backend(ABC):
 
 
 def write_cancelled(run: RunDir, entry: AttemptRecord, reason: str) -> None:
-    """Record the end of an attempt whose supervisor cannot do so itself."""
+    """Record the end of an attempt whose supervisor cannot do it itself."""
     from trainkit.run.end import AttemptEnd  # a dry run does not need these modules
     from trainkit.run.events import log_event
 
@@ -287,7 +290,7 @@ _CLASSES = {
 }
 STARTED_WITH = {"--attempt": "local", "--step": "sbatch"}
 """Maps the first option of ``python -m trainkit.job.supervisor`` to the backend that passes it."""
-NEWER = "a newer trainkit made it: use that version"
+NEWER = "it was created by a newer trainkit version: use that version"
 
 
 @cache
@@ -301,8 +304,8 @@ def backend_named(name: str) -> Backend:
 
 
 def step_task() -> Task:
-    """Return the task of a scheduler's step that this process runs as; raise NotATask if it is none."""
-    # This import avoids the backend's class, whose imports would delay the start of every agent.
+    """Return the task of a scheduler's step as which this process runs; raise NotATask if it is none."""
+    # Do not import the backend's class here, because its imports would delay the start of every agent.
     found: Task = import_module("trainkit.backends.slurm.step").step_task()
     return found
 

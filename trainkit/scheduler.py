@@ -1,4 +1,4 @@
-"""Ids, states, hosts and variables with which schedulers describe jobs, and launchers describe ranks.
+"""The ids, states, hosts and variables with which schedulers describe jobs and launchers describe ranks.
 
 This module reads no files and runs no commands. A job id is `123`, a task of an array is `123_4`, and the
 pending tasks of an array are `123_[5-9%2]`. A host list looks like `node[18-19,1-2]`.
@@ -18,7 +18,7 @@ from typing import TypeGuard
 from trainkit.errors import UsageError
 
 OWN_PREFIX = "TRAINKIT_JOB_"
-"""The prefix of the variables that trainkit sets in a job. A run that a rank submits must not inherit them.
+"""The prefix of the variables that trainkit sets in a job; a run that a rank submits must not inherit them.
 """
 RANK_VARIABLES = (
     "RANK",
@@ -37,17 +37,17 @@ RANK_VARIABLES = (
 
 
 class JobState(Enum):
-    """The state of a job; users see the value."""
+    """The state of a job; its value is what users see."""
 
     PENDING = "pending"
     REQUEUED = "requeued"
-    """The job is pending again after a preemption, a node failure or a requested requeue."""
+    """The job is pending again, after a preemption, a node failure or a requested requeue."""
     HELD = "held"
     STARTING = "starting"
     RUNNING = "running"
     SUSPENDED = "suspended"
     COMPLETING = "completing"
-    """The processes of the job are being terminated. The job may still be requeued."""
+    """The processes of the job are being terminated, but the job may still be requeued."""
     COMPLETED = "completed"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -56,7 +56,7 @@ class JobState(Enum):
     NODE_FAIL = "node_fail"
     OUT_OF_MEMORY = "out_of_memory"
     UNKNOWN = "unknown"
-    """Slurm has forgotten the job, or does not say how it ended. Such a job never counts as finished."""
+    """Slurm no longer knows the job, or does not report how it ended; such a job never counts as finished."""
 
     @property
     def is_terminal(self) -> bool:
@@ -70,7 +70,7 @@ class JobState(Enum):
 
     @property
     def is_active(self) -> bool:
-        """Return whether a job in this state has nodes allocated."""
+        """Return whether a job in this state has nodes."""
         return self in (JobState.STARTING, JobState.RUNNING, JobState.SUSPENDED, JobState.COMPLETING)
 
 
@@ -89,28 +89,28 @@ _TERMINAL = frozenset(
 
 @dataclass(frozen=True)
 class JobInfo:
-    """One job or one array task, as its scheduler reports it. Times are in UTC."""
+    """One job or one array task, as its scheduler reports it, with times in UTC."""
 
     job_id: str
-    """The id, such as `123`, or `123_4` for a task of an array."""
+    """The job id, such as `123`, or `123_4` for an array task."""
     state: JobState
     slurm_state: str = ""
     """The scheduler's name for the state, for example NODE_FAIL."""
     reason: str = ""
-    """The scheduler's reason why a job is pending, or the reason why a job's state is unknown."""
+    """The scheduler's reason why the job is pending, or the reason why its state is unknown."""
     nodes: str = ""
-    """The host list; empty before the job starts."""
+    """The host list of the job; empty before the job starts."""
     num_nodes: int = 0
     start_time: datetime | None = None
-    """The time at which a pending job is expected to start."""
+    """The expected start time of a pending job."""
     end_time: datetime | None = None
     """The time at which a running job reaches its time limit."""
     restarts: int | None = None
-    """The number of requeues; None if unknown."""
+    """The number of times that the job was requeued; None if unknown."""
     exit_code: int | None = None
     """Exit code of the batch script; None before the job ends."""
     exit_signal: int | None = None
-    """The signal that killed the batch script."""
+    """The signal that killed the batch script, if one did."""
     name: str = ""
     number: str = ""
     """The numeric job id of an array task; empty once squeue no longer lists it."""
@@ -127,7 +127,7 @@ class JobInfo:
 
     @property
     def explanation(self) -> str:
-        """Return the reason as a sentence about the job, without the subject."""
+        """Return the reason as a sentence about the job, leaving out the subject."""
         return self.reason
 
     @property
@@ -139,16 +139,16 @@ class JobInfo:
 
 
 def in_queue(job: JobInfo | None) -> TypeGuard[JobInfo]:
-    """Return whether the job is in the queue, either pending or running."""
+    """Return whether the job is in the queue, that is, pending or running."""
     return job is not None and not job.state.is_terminal and job.state is not JobState.UNKNOWN
 
 
 LARGEST_INDEX = 4_000_000
-"""The highest array index that Slurm supports; MaxArraySize is far lower at most sites."""
+"""The highest array index that Slurm supports; at most sites, MaxArraySize is far lower."""
 
 JOB_ID = re.compile(r"\d+(?:_\d+)?", re.ASCII)
 _OTHER_SPAN = re.compile(r"(\d+)\s*(?:\.{2,3}|:|to|\N{EN DASH})\s*(\d+)", re.ASCII)
-"""Matches a range of numbers in the notation of other programs, such as `0..15` or `0:15`."""
+"""Matches a range of numbers in a notation that Slurm does not use, such as `0..15` or `0:15`."""
 _SPAN = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+)(?::(?P<stride>[1-9]\d*))?)?", re.ASCII)
 
 
@@ -158,12 +158,12 @@ def is_job_id(text: str) -> bool:
 
 
 def on_cluster(job_id: str, cluster: str | None) -> str:
-    """Return the full name of a job: its id, or `1234;east` on another cluster as in `sbatch --parsable`."""
+    """Return the full name of a job: its id, or on another cluster `1234;east`, as in `sbatch --parsable`."""
     return f"{job_id};{cluster}" if cluster else job_id
 
 
 def split_job(job: str) -> tuple[str, str]:
-    """Split a full job name of `on_cluster` into the id and the cluster, which is empty for a plain id."""
+    """Split a full job name (see `on_cluster`) into the id and the cluster, which is empty for a plain id."""
     job_id, _, cluster = job.partition(";")
     return job_id, cluster
 
@@ -178,13 +178,13 @@ def by_cluster(jobs: Iterable[str]) -> dict[str, list[str]]:
 
 
 def base_id(job_id: str) -> str:
-    """Return `123` for `123`, `123_4`, `123_[5-9]` and `123+1`; keeps the name of a cluster."""
+    """Return `123` for `123`, `123_4`, `123_[5-9]` and `123+1`; a cluster name is kept."""
     number, cluster = split_job(job_id)
     return on_cluster(re.sub(r"[_+].*", "", number), cluster)
 
 
 def expand_tasks(job_id: str) -> list[str]:
-    """Expand `123_[5-7,9%2]` into its tasks, in order; return any other id in a list."""
+    """Expand `123_[5-7,9%2]` into a list of its tasks; return any other id as a one-element list."""
     base, bracket, spec = job_id.partition("_[")
     if not bracket or not spec.endswith("]"):
         return [job_id]
@@ -192,7 +192,7 @@ def expand_tasks(job_id: str) -> list[str]:
 
 
 def array_indices(spec: str) -> list[int]:
-    """Expand an array spec such as `0-15:4,20%2` into indices; raise UsageError for any other form."""
+    """Expand an array spec such as `0-15:4,20%2` into indices; raise UsageError if it is malformed."""
     indices: list[int] = []
     for item in spec.partition("%")[0].split(","):
         match = _SPAN.fullmatch(item)
@@ -209,8 +209,8 @@ def array_indices(spec: str) -> list[int]:
 
 
 def array_spec(indices: Sequence[int], limit: int | None = None) -> str:
-    """Format ascending indices for `--array` of sbatch: `0-15,20`, or with a limit `0-15,20%4`."""
-    # Consecutive indices all differ from their positions in the list by the same number.
+    """Format ascending indices for sbatch's `--array` option: `0-15,20`, or with a limit `0-15,20%4`."""
+    # Within a span of consecutive indices, the difference between index and list position is constant.
     spans = [list(span) for _, span in groupby(enumerate(indices), lambda item: item[1] - item[0])]
     texts = [f"{span[0][1]}-{span[-1][1]}" if len(span) > 1 else str(span[0][1]) for span in spans]
     return ",".join(texts) + ("" if limit is None else f"%{limit}")
@@ -220,16 +220,16 @@ _ITEM = re.compile(r"(?:[^\s\[\],]|\[[^\[\]]*\])+")
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
 _RANGE = re.compile(r"(?P<first>\d{1,18})(?:-(?P<last>\d{1,18}))?", re.ASCII)
 MAX_HOSTS = 1_000_000
-"""The maximum number of hosts in a host list, so that a typo cannot exhaust memory."""
+"""The maximum number of hosts in a host list; prevents a typo from exhausting memory."""
 
 
 def expand_hosts(text: str) -> list[str]:
-    """Return every host of a host list in Slurm's order; raise UsageError if the text is no host list.
+    """Return all hosts of a host list in Slurm's order; raise UsageError if the text is not a host list.
 
-    `scontrol show hostnames` does the same, but needs a process and may be missing in a container.
+    `scontrol show hostnames` does the same, but requires a process and may be missing in a container.
     """
     text = text.strip()
-    # Each item is split into names, with the bracketed ranges between them.
+    # Split each item into parts of names and the bracketed ranges between them.
     items = [_BRACKETS.split(item) for item in _ITEM.findall(text)]
     ranges = [[_ranges(bracket) for bracket in item[1::2]] for item in items]
     counts = [math.prod(sum(len(numbers) for numbers, _ in one) for one in item) for item in ranges]
@@ -239,7 +239,7 @@ def expand_hosts(text: str) -> list[str]:
     hosts = []
     for item, brackets in zip(items, ranges, strict=True):
         numbers = [[f"{n:0{width}d}" for span, width in one for n in span] for one in brackets]
-        # In Slurm's order the last bracket varies fastest, then the first, the second and so on.
+        # In Slurm's order, the last bracket varies fastest, then the first, the second, and so on.
         for picked in product(*reversed(numbers[:-1]), *numbers[-1:]):
             chosen = [*reversed(picked[:-1]), *picked[-1:], ""]
             hosts.append("".join(chain.from_iterable(zip(item[::2], chosen, strict=True))))

@@ -54,7 +54,7 @@ def test_a_run_without_a_checkpoint_starts_at_step_0_and_says_so(desk):
     said(done.stderr)
     done = desk.trainkit("resume", "small")
     assert done.returncode == 0, done.stderr
-    assert "checkpoint          none" in done.stderr
+    assert "checkpoint          no checkpoint yet, so training starts again at step 0" in done.stderr
 
 
 def test_a_command_without_a_save_starts_at_the_beginning_and_says_so(desk):
@@ -62,9 +62,9 @@ def test_a_command_without_a_save_starts_at_the_beginning_and_says_so(desk):
     run = desk.submit()
     desk.wait_for_end(run)
     done = desk.trainkit("resume", "small", "--follow")
-    assert "no save was" in done.stderr
+    assert "no save was reported, so the command starts from the beginning" in done.stderr
     publish(run, 5)
-    assert "no save was" not in desk.trainkit("resume", "small", "--follow").stderr
+    assert "no save was reported" not in desk.trainkit("resume", "small", "--follow").stderr
 
 
 def test_the_steps_of_the_config_do_not_count_for_a_command(desk):
@@ -138,6 +138,6 @@ def test_a_run_of_this_machine_does_not_go_to_slurm_unasked(desk):
     desk.environ |= {"PATH": f"{programs}:{desk.environ['PATH']}", "SLURM_CONF": "/nowhere/slurm.conf"}
     done = desk.trainkit("resume", "small")
     assert done.returncode == 0, done.stderr
-    assert "--backend sbatch" in done.stderr
+    assert "local: the run was on this machine; --backend sbatch submits it to Slurm" in done.stderr
     desk.wait_for_end(run, 2)
     assert "sbatch: exit code 1" in desk.trainkit("resume", "small", "--backend", "sbatch").stderr

@@ -196,7 +196,7 @@ def test_a_folder_that_is_moved_or_deleted_is_not_made_again(desk, is_moved, is_
         return
     assert process.returncode == 0, words
     assert shown.splitlines()[2:] == ["attempt 1 rank 0", "asked by SIGTERM"]
-    reason = f"saved after SIGTERM: its folder was moved to {moved}"
+    reason = f"saved after SIGTERM: the run folder was moved to {moved}"
     assert f"stopped: {reason}\n`trainkit resume {moved}` continues the run" in words
     assert read_json(moved / "attempts/001/end.json")["reason"] == reason
     said(RunDir(moved).attempt(1).supervisor_log.read_text())
@@ -215,7 +215,7 @@ def test_the_built_in_trainer_saves_where_its_folder_was_moved(desk):
         wait_for(lambda: run.metrics_file.exists() and run.metrics_file.read_text().count("\n") > 1)
         run.path.rename(moved.path)
         words = process.communicate(timeout=120)[1]
-    assert f"moved to {moved.path}" in words
+    assert f"saved after SIGTERM: the run folder was moved to {moved.path}" in words
     assert not run.path.exists()
     newest = published(moved.checkpoints_dir)[-1]
     assert newest.step == read_json(moved.attempt(1).end_file)["step"]

@@ -304,7 +304,7 @@ def test_an_own_error_before_any_progress_is_not_tried_again(failure, more, past
     assert (decision.resumes, decision.cause) == (resumes, "crash")
     if not resumes:
         kind, where = str(failure.type).rpartition(".")[2], " in train.py:12" if failure.code else ""
-        says = f"not started again: {kind}{where} before the first step would happen again"
+        says = f"not started again: {kind}{where} before the first step would be raised again"
         assert decision.reason.endswith(says)
 
 

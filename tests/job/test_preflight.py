@@ -186,7 +186,7 @@ V100 = {**WELL, "Name": "Tesla V100-SXM2-16GB"}
     [
         ({**WELL, **action(1)}, "needs a reset or a reboot .recovery action 1"),
         ({**WELL, "RemappedRows": (0, 1, 1, 0)}, "has broken memory rows that a reset would remap"),
-        ({**WELL, "RemappedRows": (0, 9, 0, 1)}, "failed to remap a broken row"),
+        ({**WELL, "RemappedRows": (0, 9, 0, 1)}, "failed to remap a broken memory row"),
         ({"RetiredPagesPendingStatus": 1}, "has broken memory pages that a reset would retire"),
         (errors(3), "has had 3 uncorrectable memory errors"),
         ({"lost": True}, "does not respond: GPU is lost"),

@@ -51,7 +51,7 @@ def test_exit_code_of_a_worker_is_the_jobs(start_job):
 @pytest.mark.parametrize(
     ("code", "attempts", "reason"),
     [
-        ("{}['lr']", 1, "KeyError in worker.py:19 before the first step would happen again"),
+        ("{}['lr']", 1, "KeyError in worker.py:19 before the first step would be raised again"),
         ("raise ConnectionError('refused')", 2, "the same failure as in the previous attempt"),
     ],
 )

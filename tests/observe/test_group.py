@@ -277,7 +277,7 @@ def test_a_group_on_another_cluster_is_asked_of_that_one(
             cancel_group(group, now=False, wait=False)
         assert done == ([("cancel_waiting", jobs_there), ("SIGTERM", jobs_there)] if jobs_there else [])
         assert (group.record.cancelled_at is None) == (not jobs_there)
-    _ends, _ = "1 run is saving and ends within 120 s", f"; `trainkit status {group.word}` shows them\n"
+    _ends, _ = "1 run is saving and will end within 120 s", f"; `trainkit status {group.word}` shows them\n"
     said(capsys.readouterr().err)
     create_task_run(group.run(3))
     assert read_json(group.run(3).job_file)["attempts"][0]["cluster"] == "east"

@@ -176,8 +176,8 @@ def test_a_job_that_ended_before_its_supervisor_began(run):
         "\nlast lines of the batch script:\n  no venv\n"
         + "".join(f"  {number}\n" for number in range(9)).rstrip("\n")
     )
-    forgotten = SlurmJob("7", JobState.UNKNOWN, reason="neither squeue nor sacct lists it")
-    reason = "ended on n2 before the supervisor began: exit code 2; neither squeue nor sacct lists it"
+    forgotten = SlurmJob("7", JobState.UNKNOWN, reason="neither squeue nor sacct lists the job")
+    reason = "ended on n2 before the supervisor began: exit code 2; neither squeue nor sacct lists the job"
     assert status_of(run, False, forgotten).reason == reason
 
 

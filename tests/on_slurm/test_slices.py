@@ -39,7 +39,7 @@ def test_slices_end_with_their_total(login: Login) -> None:
     final = ends[-1]
     assert final is not None
     assert (final.state, final.action) == ("stopped", "stopped")
-    assert "its jobs have used up the 00:01:20 of resources.time" in final.reason
+    assert "the run has used up the 00:01:20 of resources.time" in final.reason
     assert {entry.job_id for entry in read_job(run).attempts} == {login.job_id(run)}
     assert all(event.text("partition") in ("debug", "high") for event in read_events(run, "started"))
     status = login.status(run)

@@ -13,7 +13,7 @@ def test_the_job_has_a_node_to_spare_and_leaves_out_one_that_failed(login: Login
     args = ["--nodes", "2", "--gpus-per-node", "2", *settings("resources.spare_nodes=1")]
     shown = login.trainkit("check", str(login.config), *args)
     assert shown.returncode == 0, shown.stderr
-    assert "spare_nodes: 1: the job gets 3 nodes, and 2 of them train" in shown.stdout
+    assert "spare_nodes: 1: the job gets 3 nodes, of which 2 train" in shown.stdout
     assert f"exclude: {bad}: it did not answer (big, attempt 3, " in shown.stdout
     assert f"`rm {memory_file(name, login.env)}` clears the list" in shown.stdout
     run = login.submit_listeners(*args, num_ranks=4)

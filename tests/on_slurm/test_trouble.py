@@ -86,7 +86,7 @@ def jobs_ever(login: Login) -> set[str]:
 def test_an_answer_that_was_lost_is_one_job(login: Login, sbatch: FakeSbatch) -> None:
     sbatch.does(f'$real "$@" > /dev/null; echo "{TIMED_OUT}" >&2; exit 1')
     for run, said in submitted_by_both(login, "python", "-c", "print('ran')"):
-        assert "checking whether the job was accepted" in said
+        assert "checking whether Slurm accepted the job" in said
         assert log_of(run) == "ran\n"
     assert (sbatch.num_calls, len(jobs_of(login))) == (2, 2)
 
@@ -174,7 +174,7 @@ def test_a_cluster_without_accounting(login: Login) -> None:
     lost.job_file.write_text(lost.job_file.read_text().replace(f'"{login.job_id(lost)}"', '"99999"'))
     status = login.status(lost)
     assert status["state"] == "died"
-    assert "squeue no longer lists it, and accounting does not answer" in status["reason"]
+    assert "squeue no longer lists the job, and accounting does not answer" in status["reason"]
     assert login.trainkit("status").returncode == 0
 
 

@@ -90,7 +90,7 @@ LIMITS = (
 )
 """Some of the 170 limits of all versions. The part that they share says whose limit it is."""
 REQUIRED = "Nodes required for job are"
-HELD, DOWN = "`scontrol release JOB` releases it", "nodes that it needs are down, drained"
+HELD, DOWN = "`scontrol release JOB` releases it", "nodes that the job needs are down, drained"
 SENTENCES = {
     "Resources": "waiting for nodes to become free; next in line",
     "(Priority)": "other jobs have a higher priority",
@@ -100,7 +100,7 @@ SENTENCES = {
     },
     "QOSMinCpuNotSatisfied": "is below a limit of its QOS: QOSMinCpuNotSatisfied",
     "QOSMinGRES": "is below a limit of its QOS: QOSMinGRES",
-    "MaxPoweredUpNodes": "its cluster already has its maximum number of nodes powered up",
+    "MaxPoweredUpNodes": "the cluster already has its maximum number of nodes powered up",
     "Nodes_required_for_job_are_DOWN,_DRAINED_or_reserved_for_jobs_in_higher_priority_partitions": (
         f"{DOWN} or reserved for jobs of higher priority"
     ),
@@ -109,13 +109,13 @@ SENTENCES = {
     ),
     "launch_failed_requeued_held": f"could not be launched and is held: {HELD}",
     "launch failure limit exceeded requeued held": (
-        f"is held because it could not be launched several times: {HELD}"
+        f"is held because several attempts to launch it failed: {HELD}"
     ),
     "job_requeued_in_held_state": f"was requeued and is held: {HELD}",
     "Licenses": "waiting for a license that other jobs use",
-    "InvalidQOS": "its QOS does not exist, or you may not use it: cancel it and choose another",
-    "Reservation maint_1 was deleted": "its reservation maint_1 was deleted: choose another or none",
-    "Reservation_maint_1_is_invalid": "its reservation maint_1 is invalid: choose another or none",
+    "InvalidQOS": "the QOS does not exist, or you may not use it: cancel the job, choose another",
+    "Reservation maint_1 was deleted": "the job's reservation maint_1 was deleted: choose another or none",
+    "Reservation_maint_1_is_invalid": "the job's reservation maint_1 is invalid: choose another or none",
     # Details are kept: a list of hosts unchanged, and a text without scontrol's underscores.
     "ReqNodeNotAvail, UnavailableNodes:gpu_n[1-3,7],b_1": (
         f"{DOWN} or reserved, for example for maintenance (UnavailableNodes:gpu_n[1-3,7],b_1)"
@@ -128,7 +128,7 @@ SENTENCES = {
     "RaisedSignal:9(Killed)": "was killed by a signal (9(Killed))",
     # The reasons belong to two tasks of an array.
     "Dependency,JobArrayTaskLimit": (
-        "waiting for the jobs that it depends on; its array already runs its maximum number of tasks"
+        "waiting for the jobs that it depends on; the array already runs its maximum number of tasks"
     ),
 }
 

@@ -1,1 +1,1 @@
-"""The implementations of `trainkit.backend`: one module or folder for each place where runs execute."""
+"""The backends that implement `trainkit.backend`: one module or folder for each place where runs execute."""

@@ -22,22 +22,23 @@ from trainkit.slurm.jobs import query_clusters
 from trainkit.slurm.submit import find_by_token
 
 QUERY_INTERVAL_S = 10.0
-"""Seconds between two queries of a waiting command. Slurm's controller serves the whole cluster."""
+"""Seconds between two queries of a waiting command; long, because Slurm's controller serves the whole
+cluster."""
 EXIT_POLL_S = 1.0
-"""Seconds between two queries for a job that has recorded its end and is about to exit."""
+"""Seconds between two queries about a job that has recorded its end and is about to exit."""
 JobQuery = Callable[[Sequence[str]], Mapping[str, JobInfo] | None]
-"""Returns Slurm's information about jobs, or None before the first answer. Jobs of a cluster that does not
-answer are missing."""
+"""A function that returns Slurm's data about jobs, or None before Slurm's first answer. The jobs of a cluster
+that does not answer are missing from the result."""
 
 
 def read_job_status(run: RunDir, query: JobQuery) -> tuple[JobRecord, JobStatus]:
-    """Return the job.json of a run and the status of its job, with one `query` of Slurm."""
+    """Return the job.json of a run and the status of its job; calls `query` once."""
     job = read_job(run)
     return job, status_from_jobs(run, job, query(open_job_ids(run, job)))
 
 
 def open_job_ids(run: RunDir, job: JobRecord) -> list[str]:
-    """Return the newest Slurm job and the chained jobs of a run that has not recorded its end."""
+    """Return the ids of a run's newest Slurm job and chained jobs, if the run has not recorded its end."""
     entry = job.newest
     if entry is None or entry.backend is None or not is_known(entry) or is_over(run.attempt(entry.attempt)):
         return []
@@ -45,9 +46,9 @@ def open_job_ids(run: RunDir, job: JobRecord) -> list[str]:
 
 
 def query_jobs_or_warn(ids: Sequence[str], warn: Callable[[str], None]) -> dict[str, JobInfo]:
-    """Return Slurm's information about these jobs.
+    """Return Slurm's data about the jobs with the given ids.
 
-    Jobs of clusters that do not answer are missing, and `warn` gets a message about them.
+    Jobs of a cluster that does not answer are missing; `warn` is called with a message about them.
     """
     known, problems = query_clusters(ids)
     for cluster, error in problems.items():
@@ -56,10 +57,10 @@ def query_jobs_or_warn(ids: Sequence[str], warn: Callable[[str], None]) -> dict[
 
 
 def status_from_jobs(run: RunDir, job: JobRecord, jobs: Mapping[str, JobInfo] | None) -> JobStatus:
-    """Return the status of a run's job; `jobs` is the result of `query_jobs_or_warn`.
+    """Return the status of a run's job; `jobs` is a result of `query_jobs_or_warn`.
 
-    The status is unknown for a backend of a newer version, so that a table of runs still shows the other
-    runs.
+    If the backend of the run belongs to a newer trainkit version, the status is unknown, so that a table of
+    runs can still show the other runs.
     """
     entry = job.newest
     if entry is None or not is_known(entry):
@@ -70,8 +71,8 @@ def status_from_jobs(run: RunDir, job: JobRecord, jobs: Mapping[str, JobInfo] | 
 def live_entry(run: RunDir, job: JobRecord, command: str) -> AttemptRecord | None:
     """Return the newest attempt if its job is alive; None if the job has ended or is about to exit.
 
-    Raises UsageError if this host cannot tell, and for a copy of a live run's folder. The hint suggests the
-    subcommand `command`.
+    Raises UsageError if this host cannot tell, or if this folder is a copy of a live run's folder. The
+    error's hint suggests the subcommand `command`.
     """
     entry = None if job.newest is None else backend_of(job.newest).live_entry(run, job, command)
     if entry is not None:
@@ -80,10 +81,10 @@ def live_entry(run: RunDir, job: JobRecord, command: str) -> AttemptRecord | Non
 
 
 def refuse_copy(run: RunDir, job: JobRecord, command: str) -> None:
-    """Raise UsageError if the run's newest attempt belongs to another folder, and this folder is a copy.
+    """Raise UsageError if this folder is a copy, and the newest attempt belongs to the original folder.
 
-    A folder that was moved, linked or mounted elsewhere is not a copy. The hint suggests the subcommand
-    `command`.
+    A folder that was moved, linked or mounted elsewhere does not count as a copy. The error's hint suggests
+    the subcommand `command`.
     """
     entry = job.newest or AttemptRecord()
     if (original := _copied_from(run, job)) is not None:
@@ -91,7 +92,7 @@ def refuse_copy(run: RunDir, job: JobRecord, command: str) -> None:
     if entry.folder is None:
         return
     is_here, was_copied = is_same_folder(Path(entry.folder), run.path), _was_copied(run, entry.inode)
-    # A local supervisor has a lock in its run folder from shortly after its start.
+    # A local supervisor holds a lock in its own run folder from shortly after its start.
     if entry.backend is None:
         is_another = (was_copied or (entry.inode is None and not is_here)) and not is_supervised(run)
     else:
@@ -102,7 +103,7 @@ def refuse_copy(run: RunDir, job: JobRecord, command: str) -> None:
 
 
 def refuse_copied_group(group: RunGroup, command: str) -> None:
-    """Raise UsageError if a group's jobs belong to another folder, like `refuse_copy` for a run."""
+    """Raise UsageError if a group's jobs belong to another folder of which this one is a copy."""
     record, job_id = group.record, str(group.job_id)
     if (original := group.original) is not None:
         raise _is_copy(group, original, job_id, command)
@@ -112,31 +113,31 @@ def refuse_copied_group(group: RunGroup, command: str) -> None:
 
 
 def _was_copied(folder: RunFolder, inode: int | None) -> bool:
-    """Return whether a folder is a copy, whose inode differs from the original; a move keeps the inode."""
+    """Return whether a folder is a copy, whose inode differs from `inode`; a move keeps the inode."""
     return inode not in (None, folder.path.stat().st_ino)
 
 
 def _is_copy(folder: RunFolder, original: RunFolder, job_id: str, command: str) -> UsageError:
     return UsageError(
         f"{folder.shown} is a copy of {original.shown}, which is running as {job_id}",
-        hint=f"`trainkit {command} {original.word}` acts on that run",
+        hint=f"`trainkit {command} {original.word}` acts on the original run",
     )
 
 
 def _is_elsewhere(folder: RunFolder, home: str, job_id: str, ends: str, command: str) -> UsageError:
     return UsageError(
         f"{folder.shown} is not the folder that {job_id} writes to, which is {home}",
-        hint=f"`trainkit {command} {quote(home)}`, on a host with this folder, acts on the run; "
+        hint=f"`trainkit {command} {quote(home)}` acts on the run if used on a host with that folder; "
         f"if the folder is gone for good, `{ends}` ends the job",
     )
 
 
 def _copied_from(run: RunDir, job: JobRecord) -> RunDir | None:
-    """Return the run whose folder was copied to this one, if both have the same newest attempt; else None."""
+    """Return the run of which this folder is a copy, if both have the same newest attempt; else None."""
     if (found := group_of(run)) is not None and (group := found[0].original) is not None:
         return group.run(found[1])
     if job.newest is None or not (job.newest.inode is None or _was_copied(run, job.newest.inode)):
-        return None  # this also covers a copy that took the place from which this folder was moved
+        return None  # the result is also None if a copy took the path from which this folder was moved
     original = RunDir(job.newest.folder or run.path)
     if is_same_folder(original.path, run.path) or not original.exists():
         return None
@@ -144,17 +145,17 @@ def _copied_from(run: RunDir, job: JobRecord) -> RunDir | None:
 
 
 def read_whole_job(run: RunDir) -> JobRecord:
-    """Read job.json, and add the newest attempt's job if its submission was never acknowledged.
+    """Read job.json, and add the job of the newest attempt if its submission was never acknowledged.
 
-    The job is looked up by its submission token. Call this function with the run's lock held. Raises
-    SlurmUnreachable if Slurm does not answer.
+    If the submission was never acknowledged, the job is found by its submission token. The caller must hold
+    the run's lock. Raises SlurmUnreachable if Slurm does not answer.
     """
     job, attempt = read_job(run), run.attempt(max(run.attempt_numbers(), default=0))
     is_recorded = job.of_attempt(attempt.number).attempt != 0
     if is_recorded or not attempt.script_file.exists() or attempt.end_file.exists():
         return job
     written = attempt.script_file.stat().st_mtime
-    plan = read_plan(attempt)  # a damaged plan must not prevent a cancellation
+    plan = read_plan(attempt)  # a damaged plan must not prevent cancelling the run
     clusters = plan.record("slurm").texts("clusters")
     job_id = find_by_token(submission_token(run, attempt.number), since=written, clusters=clusters)
     if job_id is not None:
@@ -170,22 +171,22 @@ def require_not_running(run: RunDir, job: JobRecord, command: str) -> None:
     if entry is not None:
         raise UsageError(
             f"{run.shown} is running as {entry.job_id}",
-            hint=f"`trainkit cancel {run.word}` ends it; "
-            f"`trainkit requeue {run.word}` saves and starts it again",
+            hint=f"`trainkit cancel {run.word}` ends the run; "
+            f"`trainkit requeue {run.word}` saves and restarts it",
         )
 
 
 def wait_until_out_of_queue(run: RunDir, record: JobRecord) -> None:
-    """Wait for a Slurm job that has recorded the end of its run to exit; the next job would wait for it.
+    """Wait until a Slurm job that has recorded its run's end exits, because the next job would wait for it.
 
-    Raises UsageError if the exit takes longer than `SUPERVISOR_EXIT_S`.
+    Raises UsageError if the job takes longer than `SUPERVISOR_EXIT_S` to exit.
     """
     deadline_s, is_first = time.monotonic() + SUPERVISOR_EXIT_S, True
     while (job := lingering_job(run, record)) is not None:
         if time.monotonic() > deadline_s:
             raise UsageError(
                 f"{run.shown} has ended, but Slurm still has its job {job.job_id} ({job.slurm_state})",
-                hint=f"`trainkit cancel {run.word} --now` ends it",
+                hint=f"`trainkit cancel {run.word} --now` ends the job",
             )
         if is_first:
             print_note(f"{job.job_id} has recorded its end: waiting until it exits")
@@ -194,7 +195,7 @@ def wait_until_out_of_queue(run: RunDir, record: JobRecord) -> None:
 
 
 def lingering_job(run: RunDir, record: JobRecord) -> JobInfo | None:
-    """Return the job of a run that has recorded its end, if Slurm still runs or restarts the job.
+    """Return the job of a run that has recorded its end, if Slurm still runs the job or starts it again.
 
     Returns None if Slurm does not answer.
     """
@@ -205,12 +206,13 @@ def lingering_job(run: RunDir, record: JobRecord) -> JobInfo | None:
         job = backend_of(entry).job(entry)
     except SlurmError:
         return None
-    # A completing job only has its epilog to run.
+    # For a completing job, Slurm only waits for its epilog.
     return job if in_queue(job) and job.state is not JobState.COMPLETING else None
 
 
 ANSWER_S = 5.0
-"""Seconds that a screen or a command waits for Slurm's answer about new jobs. Later it uses the run's files.
+"""Seconds that a screen or command waits for Slurm's answer about new jobs before it relies on the run's
+files.
 """
 MIN_QUERY_INTERVAL_S = 2.0
 """Seconds between two queries if there are new jobs."""
@@ -222,22 +224,23 @@ def utc_clock() -> datetime:
 
 
 RUNNING_QUERY_INTERVAL_S = 30.0
-"""Seconds between two queries while a job runs. The run's files show its progress and its end."""
+"""Seconds between two queries while a job runs; long, because the run's files show its progress and its
+end."""
 
 
 class SlurmPoller:
-    """Queries jobs in a thread for callers that poll, at most once per `QUERY_INTERVAL_S`."""
+    """Queries jobs in a thread, for callers that poll; at most one query per `QUERY_INTERVAL_S`."""
 
     def __init__(self, clock: Callable[[], datetime] = utc_clock) -> None:
         self._clock = clock
         self._answer: tuple[set[str], Mapping[str, JobInfo] | None] = set(), None
-        """The job ids of the newest query, and Slurm's answer."""
+        """The job ids of the newest query, and Slurm's answer to it."""
         self._problem: tuple[str, datetime] | None = None
         self._asked_s = float("-inf")
         self._thread = threading.Thread()
 
     def jobs(self, ids: Sequence[str]) -> Mapping[str, JobInfo] | None:
-        """Return the newest answer about these jobs; None before the first answer."""
+        """Return the newest answer about the jobs with the given ids; None before the first answer."""
         wanted = set(ids)
         if not wanted:
             self._problem = None
@@ -247,7 +250,7 @@ class SlurmPoller:
             if time.monotonic() - self._asked_s >= (RUNNING_QUERY_INTERVAL_S if runs else QUERY_INTERVAL_S):
                 self._ask(ids)
             return self._answer[1]
-        # A job that is missing from an answer counts as unknown, so the answer must cover all jobs.
+        # A job that is missing from the answer would count as unknown, so wait for an answer about all jobs.
         deadline_s = time.monotonic() + ANSWER_S
         while not wanted <= self._answer[0] and time.monotonic() < deadline_s:
             self._ask(ids)
@@ -256,16 +259,16 @@ class SlurmPoller:
 
     @property
     def problem(self) -> str | None:
-        """Return why the state in Slurm is unknown and since when; None if the state is known."""
+        """Return why the state in Slurm is unknown, and since when; None if it is known."""
         if self._problem is None:
             return None
         text, since = self._problem
-        return f"Slurm cannot be reached since {since:%H:%M:%S} UTC: {text}"
+        return f"Slurm has been unreachable since {since:%H:%M:%S} UTC: {text}"
 
     def _ask(self, ids: Sequence[str]) -> None:
-        """Start a query unless one is in progress."""
+        """Start a query, unless one is in progress."""
         if not self._thread.is_alive():
-            # A daemon thread does not keep the program alive while a query has no answer.
+            # As a daemon, the thread does not keep the program alive while Slurm has not answered its query.
             self._thread = threading.Thread(target=self._run, args=(ids,), name="slurm", daemon=True)
             self._thread.start()
 
@@ -281,13 +284,13 @@ class SlurmPoller:
 
 
 class Waiting:
-    """Tells a waiting user the reason after some seconds, and again whenever the reason changes."""
+    """Tells a waiting user the reason for the wait after some seconds, and again when it changes."""
 
     def __init__(self, notify: Callable[[str], None], after_s: float = 0.0) -> None:
         self._notify, self._from_s, self._said = notify, time.monotonic() + after_s, ""
 
     def look(self, reason: str) -> None:
-        """Take the current reason, which is empty if there is none, and report a change."""
+        """Take the current reason ("" if there is none), and report it if it has changed."""
         if reason != self._said and time.monotonic() >= self._from_s:
             self._said = reason
             if reason:
@@ -297,10 +300,10 @@ class Waiting:
 def liveness_probe(
     run: RunDir, notify: Callable[[str], None] = lambda text: None, after_s: float = 0.0
 ) -> Callable[[], bool | None]:
-    """Return a function that polls whether a run's newest job is alive; it returns None if unknown.
+    """Return a function that polls whether a run's newest job is alive (None if unknown).
 
-    `notify` gets the reason why the job is pending or its state is unknown, whenever the reason changes. It
-    is not called before `after_s` have passed.
+    `notify` is called with the reason why the job is pending or its state is unknown, whenever the reason
+    changes. `notify` is not called before `after_s` seconds have passed.
     """
     poller, waiting, started = SlurmPoller(), Waiting(notify, after_s), set[int]()
 

@@ -1,4 +1,4 @@
-"""Ranks that another launcher has started, such as torchrun or mpirun on several hosts without Slurm."""
+"""Ranks started by another launcher, such as torchrun or mpirun on several hosts without Slurm."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ LAUNCHERS = {
     "torchrun": ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     "mpirun": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE")),
 }
-"""Maps a launcher to its variables for the rank, local rank, world size and local world size."""
+"""Maps each launcher to its variables for the rank, local rank, world size and local world size."""
 
 
 @dataclass(frozen=True)
 class LaunchedRank(Task):
-    """One rank that another launcher started; the launcher numbers the ranks host by host."""
+    """One rank that another launcher started; the launcher must number the ranks host by host."""
 
     launcher: str
     task: int
-    """The rank, in place of the task's index in a Slurm step."""
+    """The rank, which takes the place of a task's index in a Slurm step."""
     local_task: int
     tasks: tuple[int, ...]
     """The number of ranks on each host."""
     master_addr: str
-    """A host that all ranks can reach, often the host of rank 0."""
+    """The host in MASTER_ADDR, which all ranks can reach; often the host of rank 0."""
     master_port: int
     has_scheduler = False
 
@@ -80,10 +80,10 @@ class LaunchedRank(Task):
 
 
 def find_launched_rank(environ: Mapping[str, str] = os.environ) -> LaunchedRank | None:
-    """Return the rank that another launcher started as this process; None if there is only one rank.
+    """Return the rank of this process if another launcher started it; None if there is only one rank.
 
-    Returns None also for a process that a rank of trainkit started. Raises UsageError if the ranks are not
-    numbered host by host, or if the hosts have different numbers of ranks.
+    Also returns None for a process that a rank of trainkit started. Raises UsageError if ranks are not
+    numbered host by host, or if hosts have different numbers of ranks.
     """
     if RUN_DIR_VARIABLE in environ:
         return None
@@ -97,7 +97,8 @@ def find_launched_rank(environ: Mapping[str, str] = os.environ) -> LaunchedRank 
                 raise UsageError(
                     " ".join(f"{name}={environ[name]}" for name in names)
                     + ": ranks must be numbered host by host, with equal numbers of ranks on all hosts",
-                    hint="torchrun needs the same --nproc-per-node on every host, mpirun --map-by ppr:N:node",
+                    hint="use torchrun with the same --nproc-per-node on every host, "
+                    "or mpirun with --map-by ppr:N:node",
                 )
             tasks = (local_size,) * (size // local_size)
             return LaunchedRank(launcher, rank, local_rank, tasks, environ["MASTER_ADDR"], port)
@@ -105,9 +106,9 @@ def find_launched_rank(environ: Mapping[str, str] = os.environ) -> LaunchedRank 
 
 
 def _await_address(attempt: AttemptDir, task: LaunchedRank) -> RendezvousRecord:
-    """Wait until rank 0 publishes its address and port in a file of the shared run folder.
+    """Wait until rank 0 has published its address and port in a file of the shared run folder.
 
-    MASTER_PORT cannot be used, because the launcher may listen on it.
+    MASTER_PORT cannot be used, because the launcher itself may listen on it.
     """
     pause = PauseUntilFailure(attempt)
     try:
@@ -115,13 +116,13 @@ def _await_address(attempt: AttemptDir, task: LaunchedRank) -> RendezvousRecord:
     except TimeoutError:
         raise TrainkitError(
             f"{task.first} has not published {attempt.rendezvous_file} within {RENDEZVOUS_TIMEOUT_S:g} s",
-            hint=f"check {attempt.node_log(0)}; all hosts must share the filesystem of the run folder",
+            hint=f"check {attempt.node_log(0)}; the run folder must be on a filesystem that all hosts share",
         ) from None
     return read_record(RendezvousRecord, found)
 
 
 def _own_address(task: LaunchedRank) -> str:
-    """Return this host's address on its route to MASTER_ADDR, at which other hosts can reach it."""
+    """Return this host's address on its route to MASTER_ADDR, which other hosts can reach."""
     if task.num_nodes == 1:
         return LOCAL_ADDR
     own = address_towards(task.master_addr)
@@ -129,18 +130,18 @@ def _own_address(task: LaunchedRank) -> str:
     if own is None:
         raise UsageError(
             f"{here} has no IPv4 address or route on {socket.gethostname()}",
-            hint=f"`getent ahostsv4 {task.master_addr}` must print an address there",
+            hint=f"`getent ahostsv4 {task.master_addr}` must print an address on that host",
         )
     if own.startswith("127.") and task.master_addr not in ("localhost", LOCAL_ADDR):
         raise UsageError(
             f"{here} is {own} on {socket.gethostname()}, an address that other hosts cannot reach",
-            hint="name the host by its address in the network, or 127.0.0.1 if all ranks are on this host",
+            hint="use the host's address in the network, or 127.0.0.1 if all ranks are on this host",
         )
     return own
 
 
 class LauncherBackend(LocalBackend):
-    """The backend of a run whose ranks another launcher started: rank 0 supervises and records the end."""
+    """The backend of a run whose ranks another launcher started; rank 0 also supervises the run."""
 
     def start(self, run: RunDir, new: NewAttempt) -> AttemptRecord:
         entry = super().start(run, new)

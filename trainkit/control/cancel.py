@@ -1,4 +1,4 @@
-"""Cancel a run, or all runs of a group, so that the ranks save and exit or are killed immediately."""
+"""Cancels a run or all runs of a group: the ranks save and exit, or are killed immediately."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from trainkit.slurm.control import cancel, cancel_waiting, kill_steps, send_sign
 from trainkit.slurm.jobs import query_clusters, query_jobs
 
 WAIT_MARGIN_S = 30.0
-"""Seconds that ``--wait`` waits beyond the grace time."""
+"""Seconds that ``--wait`` waits after the grace time."""
 GROUP_POLL_S = 2.0
 POLL_S = 0.05
 
@@ -42,22 +42,22 @@ class CancelResult:
     """The result of `cancel_run` or `cancel_group`."""
 
     state: str
-    """``ended`` if the run had already ended, ``cancelled`` if it is over now, ``cancelling`` while it saves,
-    and ``restarted`` if another command has started it again since."""
+    """``ended`` if the run had already ended, ``cancelled`` if it has ended now, ``cancelling`` while it
+    saves, and ``restarted`` if another command has started it again in the meantime."""
     message: str
-    """A message for the user that names the folder."""
+    """A message for the user, which names the run folder."""
     facts: dict[str, object]
     """The values for ``--json``."""
     entry: AttemptRecord | None = None
-    """The attempt that is saving now."""
+    """The attempt that is saving now; None if no attempt is saving."""
 
 
 def cancel_run(run: RunDir, *, now: bool, wait: bool, warn: Callable[[str], None]) -> CancelResult:
-    """Ask a run to save and exit, or with `now` kill it; with `wait`, return once it has ended.
+    """Ask a run to save and exit, or kill it if `now` is set; with `wait`, return only once it has ended.
 
-    The cancellation is recorded under the run's lock. The supervisor reads this record before the next
-    attempt, and so obeys it even if the signal is lost. Raises UsageError if this host cannot reach the run,
-    and SlurmUnreachable if Slurm does not answer.
+    The cancellation is recorded under the run's lock. Because the supervisor reads the cancellation in
+    job.json before each attempt, it obeys even if the signal is lost. Raises UsageError if the run cannot be
+    reached from this host, and SlurmUnreachable if Slurm does not answer.
     """
     outcome = ""
     with run_lock(run):
@@ -66,16 +66,17 @@ def cancel_run(run: RunDir, *, now: bool, wait: bool, warn: Callable[[str], None
         if entry is not None:
             is_signalled = not now and entry.is_cancelled and _got_stop_signal(run, entry)
             try:
-                # Keep the job of the entry, because it may be a job that continues the recorded attempt.
+                # Keep the job of `entry`, because it may be a chained job that continues the recorded
+                # attempt.
                 entry = replace(entry, cancelled_at=mark_cancelled(run, now=now).cancelled_at)
             except OSError as error:
                 # A full disk must not prevent a cancellation.
                 warn(f"the cancellation could not be recorded ({error})")
-            # Cancel the chained jobs first, because the end of this job would start them.
+            # Cancel the chained jobs first, because they would start when the run's job ends.
             cancel_follow_ups(run, job, keep=entry.job)
             if now:
                 backend_of(entry).kill(run, entry)
-            elif not is_signalled:  # a second signal makes many scripts exit without a save
+            elif not is_signalled:  # a second signal makes many scripts exit without saving
                 outcome = backend_of(entry).signal(run, entry, signal.SIGTERM)
     if entry is None:
         return _end_lingering(run, job, now)
@@ -86,7 +87,7 @@ def cancel_run(run: RunDir, *, now: bool, wait: bool, warn: Callable[[str], None
         return _run_result(run, job_id, "cancelled", f"removed {job_id} from the queue")
     grace_s = LaunchPlan.read(run.plan_file, executes=False).grace_s
     if not wait:
-        saves = f"{job_id} is saving and ends within {grace_s:g} s"
+        saves = f"{job_id} is saving and will end within {grace_s:g} s"
         return replace(_run_result(run, job_id, "cancelling", saves), entry=entry)
     if backend_of(entry).wait_until_gone(run, entry, grace_s + WAIT_MARGIN_S):
         newest = read_job(run).newest or entry
@@ -99,13 +100,13 @@ def cancel_run(run: RunDir, *, now: bool, wait: bool, warn: Callable[[str], None
 
 
 def _got_stop_signal(run: RunDir, entry: AttemptRecord) -> bool:
-    """Return whether the processes of an attempt have got the stop signal of an earlier cancellation."""
+    """Return whether an earlier cancellation has already sent the stop signal to an attempt's processes."""
     found = read_events(run, "signal", attempt=entry.attempt)
     return any(event.text("signal") == signal.SIGTERM.name for event in found)
 
 
 def _end_lingering(run: RunDir, record: JobRecord, now: bool) -> CancelResult:
-    """Cancel the job of an ended run if Slurm still has the job and it hangs or would start again."""
+    """Cancel the job of an ended run if the job still exists in Slurm and hangs or would start again."""
     job = lingering_job(run, record)
     if job is None or not (now or job.state.is_waiting):
         return _run_result(run, None, "ended", f"{run.shown} has already ended")
@@ -124,11 +125,12 @@ def _naming(folder: RunFolder, message: str) -> str:
 
 
 def cancel_group(group: RunGroup, *, now: bool, wait: bool) -> CancelResult:
-    """Cancel all unfinished runs of a group, with a constant number of Slurm commands.
+    """Cancel all unfinished runs of a group with a constant number of Slurm commands.
 
-    Pending runs never start. Running ones save and exit, or with `now` are killed. With `wait`, return once
-    they have ended. Raises UsageError for a group whose array job is unknown. If a cluster does not answer,
-    its error is raised after the runs on the other clusters are cancelled.
+    Pending runs never start; running ones save and exit, or are killed if `now` is set. With `wait`, the
+    function returns only once the runs have ended. Raises UsageError if the id of the group's array job is
+    unknown. If a cluster does not answer, its error is raised after the runs on the other clusters have been
+    cancelled.
     """
     if group.record.process is not None:
         return _cancel_here(group, group.record.process, now, wait)
@@ -158,7 +160,7 @@ def cancel_group(group: RunGroup, *, now: bool, wait: bool) -> CancelResult:
     left = [] if group.record.cancelled_at else group.left
     if alive or left:
         refuse_copied_group(group, "cancel")
-        # A resumed trial has its own job outside the arrays.
+        # A resumed trial has a job of its own, which is not part of the arrays.
         own = [job for job in job_ids if base_id(job) not in group.jobs]
         _cancel_trials(group, running, pending, [*filter(answers, group.jobs), *own], now)
         pending += left
@@ -175,7 +177,7 @@ def cancel_group(group: RunGroup, *, now: bool, wait: bool) -> CancelResult:
 
 
 def _cancel_here(group: RunGroup, process: ProcessId, now: bool, wait: bool) -> CancelResult:
-    """Cancel a group of this machine, beginning with the process that would start its pending runs."""
+    """Cancel a group of this machine, starting with the process that would start its pending runs."""
     if process.alive() is None:
         raise UsageError(
             f"cannot tell from here whether {group.shown} is running: it was started on {process.host}",
@@ -183,8 +185,8 @@ def _cancel_here(group: RunGroup, process: ProcessId, now: bool, wait: bool) -> 
         )
     found = GroupFiles(group).status({}, datetime.now(timezone.utc)).trials
     group.update(cancelled_at=utc_now())
-    # A copy of the folder names the process of the original. The process holds the lock of the original
-    # folder only, so it is not signalled here.
+    # In a copy of the group's folder, the recorded process is that of the original. The process of the
+    # original holds the lock of the original folder only, so it is not signalled here.
     while process.alive() and group.has_process():
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGTERM)
@@ -198,7 +200,7 @@ def _cancel_here(group: RunGroup, process: ProcessId, now: bool, wait: bool) -> 
                 results[index] = cancel_run(group.run(index), now=now, wait=False, warn=print_note)
             except (OSError, TrainkitError) as error:
                 problems.append(error)
-    if problems:  # the runs without a problem are cancelled
+    if problems:  # all runs that could be cancelled have been
         raise problems[0]
     saving = [(group.run(index), result.entry) for index, result in results.items() if result.entry]
     running = [index for index, result in results.items() if result.state != "ended" and index not in pending]
@@ -231,7 +233,7 @@ def _group_result(group: RunGroup, num_running: int, num_pending: int, now: bool
         return CancelResult(state, f"all runs of {group.shown} have already ended", facts)
     done, shown = f" {'killed' if now else 'ended'}", ""
     if state == "cancelling":
-        verb = " is saving and ends" if num_running == 1 else " are saving and end"
+        verb = " is saving and will end" if num_running == 1 else " are saving and will end"
         done = f"{verb} within {_grace_s(group):g} s"
         shown = f"; `trainkit status {group.word}` shows them"
     counts = ((num_running, done), (num_pending, " removed from the queue"))
@@ -242,7 +244,7 @@ def _group_result(group: RunGroup, num_running: int, num_pending: int, now: bool
 def _cancel_trials(
     group: RunGroup, running: Sequence[int], pending: Sequence[int], jobs: Sequence[str], now: bool
 ) -> None:
-    """Cancel trials by index; `jobs` are their arrays, and the jobs of trials that run outside the arrays."""
+    """Cancel trials by index; `jobs` are their arrays and the jobs of trials outside the arrays."""
     group.update(cancelled_at=utc_now())
     created = [group.run(index) for index in (*running, *pending) if group.run(index).exists()]
     entries: list[tuple[RunDir, AttemptRecord]] = []
@@ -251,7 +253,7 @@ def _cancel_trials(
             entries.append((run, mark_cancelled(run, now=now)))
     started = [(run, entry) for run, entry in entries if int(run.name) in running]
     if now:
-        # Kill the steps before scancel, whose SIGTERM would make the ranks start a save.
+        # Kill the steps before calling scancel, whose SIGTERM would make the ranks start to save.
         steps = [(entry.job, step_of(run, entry)) for run, entry in started]
         with contextlib.suppress(UsageError):
             kill_steps([(job, step_id) for job, step_id in steps if step_id is not None])
@@ -259,11 +261,11 @@ def _cancel_trials(
     else:
         cancel_waiting(jobs)
         if running:
-            # A trial that has no folder yet has no agent that forwards another signal.
+            # A trial without a run folder has no agent yet that could translate the signal for its ranks.
             sent = sent_for(signal.SIGTERM, started) if len(started) == len(running) else signal.SIGTERM
             send_signal(jobs, sent.name)
     for run, entry in entries:
-        # No supervisor remains that could write how these attempts ended.
+        # No supervisor is left that could record the end of the attempts.
         if now or int(run.name) in pending:
             write_cancelled(run, entry, KILLED if now else "cancelled before it started")
 

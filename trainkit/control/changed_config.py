@@ -1,4 +1,4 @@
-"""Describe a run before its next attempt, and refuse config changes that are incompatible with it."""
+"""Describes a run before its next attempt, and refuses config changes that are incompatible with the run."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from trainkit.run.record import JobRecord
 from trainkit.run.rundir import AttemptDir, RunDir
 
 FIXED_KEYS = ("seed", "data.seq_len", "data.shuffle")
-"""The keys that determine the order of samples; the trainer also compares the data itself."""
+"""The keys that determine the order of the samples; the trainer also compares the data itself."""
 
 
 @dataclass(frozen=True)
 class RunSoFar:
-    """Describes a run before its next attempt; `run_so_far` gathers the values once."""
+    """The state of a run before its next attempt; `run_so_far` collects the values once."""
 
     run: RunDir
     job: JobRecord
@@ -42,25 +42,25 @@ class RunSoFar:
     end: AttemptEnd | None
     """The end of the newest attempt; None if the attempt left no record of its end."""
     saved: Sequence[Checkpoint]
-    """The checkpoints of the run, the newest last."""
+    """The checkpoints of the run, oldest first."""
 
     @property
     def step(self) -> int:
-        """Return the step of the newest checkpoint; 0 without one."""
+        """Return the step of the newest checkpoint; 0 if there is no checkpoint."""
         return self.saved[-1].step if self.saved else 0
 
 
 def run_so_far(run: RunDir, job: JobRecord, source: RunDir | AttemptDir) -> RunSoFar:
-    """Return the `RunSoFar` of a run, with the config and plan of `source`.
+    """Return the `RunSoFar` of a run, using the config and plan of `source`.
 
-    `source` is the run or one of its attempts.
+    `source` is the run itself or one of its attempts.
     """
     end = read_end(run.attempt(max(run.attempt_numbers(), default=0)))
     return RunSoFar(run, job, *config_and_plan(source), end, published(run.checkpoints_dir))
 
 
 def changes(before: RunConfig, after: RunConfig, ignored: Collection[str] = ()) -> Iterator[str]:
-    """Yield one line for each value that differs and is not `ignored`: ``optimizer.lr: 0.002 -> 0.01``."""
+    """Yield a line such as ``optimizer.lr: 0.002 -> 0.01`` for each changed value that is not `ignored`."""
     old, new = flat_values(before), flat_values(after)
     for key in sorted((old.keys() | new.keys()) - {*ignored}):
         if old.get(key) != new.get(key):
@@ -68,7 +68,7 @@ def changes(before: RunConfig, after: RunConfig, ignored: Collection[str] = ()) 
 
 
 def flat_values(config: RunConfig) -> dict[str, object]:
-    """Return the values of a config by dotted key."""
+    """Return the values of a config by dotted key, such as ``optimizer.lr``."""
     flat: dict[str, object] = {}
     for key, value in config.model_dump(mode="json", by_alias=True).items():
         if isinstance(value, dict):
@@ -79,7 +79,7 @@ def flat_values(config: RunConfig) -> dict[str, object]:
 
 
 def learning_rate_change(so_far: RunSoFar, after: RunConfig, peak: float) -> str | None:
-    """Describe the change of the learning rate at the step where a run resumes; None without a change."""
+    """Describe how the learning rate changes at the step where a run resumes; None if it does not change."""
     before, step, steps = so_far.config, so_far.step, after.train.steps
     if not so_far.saved or before.train.steps is None or steps is None:
         return None
@@ -97,11 +97,11 @@ def learning_rate_change(so_far: RunSoFar, after: RunConfig, peak: float) -> str
 
 
 def expected_time_s(so_far: RunSoFar, plan: LaunchPlan, steps: int | None) -> float | None:
-    """Return the seconds until step `steps`, at the speed of the newest attempt.
+    """Return the expected seconds until step `steps`, at the speed of the newest attempt.
 
-    Return None if the plan changes the speed, or if the speed is unknown.
+    Returns None if the plan changes the speed, or if the speed is unknown.
     """
-    names = ("layout", "batch", "device")  # the duration of a step depends on these values
+    names = ("layout", "batch", "device")  # the parts of a plan that affect the duration of a step
     if steps is None or any(getattr(plan, name) != getattr(so_far.plan, name) for name in names):
         return None
     measured = numbers(RunHistory(so_far.run).newest_steps(), "step_s")
@@ -109,29 +109,30 @@ def expected_time_s(so_far: RunSoFar, plan: LaunchPlan, steps: int | None) -> fl
 
 
 def missing_save(so_far: RunSoFar) -> str | None:
-    """Describe where a run starts that has saved nothing; return None if it has saved.
+    """Describe where a run without a save starts again; None if the run has saved.
 
-    A command that does not use `trainkit.loop` reports a save by its exit code alone.
+    A command that does not use `trainkit.loop` reports a save only by its exit code.
     """
     if so_far.saved:
         return None
     if not so_far.plan.workload.is_command:
-        return "none yet, so training starts again at step 0"
+        return "no checkpoint yet, so training starts again at step 0"
     ends = (read_end(so_far.run.attempt(number)) for number in so_far.run.attempt_numbers())
     if any(end is not None and end.saved for end in ends):
         return None
-    return "no save was seen, so the command starts from the beginning unless it finds its own checkpoint"
+    return "no save was reported, so the command starts from the beginning unless it finds its own checkpoint"
 
 
 def share_left(so_far: RunSoFar, steps: int | None) -> float:
-    """Return the share of a run's steps after its newest checkpoint; 1 if the number of steps is unknown."""
+    """Return the fraction of a run's steps that come after its newest checkpoint; 1 if unknown."""
     return 1.0 if steps is None else max(0.0, 1 - so_far.step / steps)
 
 
 def refuse_finished(so_far: RunSoFar, now: RunConfig, *, new_code: bool = False) -> None:
-    """Raise UsageError if the run has finished and no further work is requested.
+    """Raise UsageError if the run has finished and the new config requests no further work.
 
-    Further work is a different number of steps or epochs. For a command it is any changed value, or new code.
+    For the trainer, further work is a different number of steps or epochs. For a command, any changed value
+    or new code is further work.
     """
     run, before, plan = so_far.run, so_far.config, so_far.plan
     if so_far.end is None or so_far.end.state != "finished":
@@ -151,12 +152,12 @@ def refuse_finished(so_far: RunSoFar, now: RunConfig, *, new_code: bool = False)
     key, number = ("steps", f"{length[0]}") if length[1] is None else ("epochs", f"{length[1]:g}")
     raise UsageError(
         f"{run.shown} has finished: it has trained for all {number} {key}",
-        hint=f"`trainkit resume {run.word} --set train.{key}=N` with a larger N extends it",
+        hint=f"`trainkit resume {run.word} --set train.{key}=N` with a larger N extends the run",
     )
 
 
 def refuse_incompatible(so_far: RunSoFar, loaded: LoadedConfig, data: DataFacts | None) -> None:
-    """Raise ConfigError that names all values of the config that are incompatible with the newest checkpoint.
+    """Raise a ConfigError that names all config values that are incompatible with the newest checkpoint.
 
     `data` is None for a custom task.
     """
@@ -166,7 +167,7 @@ def refuse_incompatible(so_far: RunSoFar, loaded: LoadedConfig, data: DataFacts 
     try:
         manifest = newest.manifest()
     except (OSError, ValueError):
-        return  # the trainer skips a damaged checkpoint and checks the config against an earlier one
+        return  # the trainer will skip the damaged checkpoint, and check the config against an earlier one
     problems = list(_problems(manifest, loaded, data, newest.path.name))
     if problems:
         raise ConfigError(problems)
@@ -179,27 +180,27 @@ def _problems(
     hint = "use the old value, or start a new run"
     before: dict[str, object] = {"task": manifest.task, "optimizer.name": manifest.optimizer}
     before |= {key: manifest.data.get(key) for key in FIXED_KEYS}
-    if data is not None:  # for a custom task, the trainer compares the parameters
+    if data is not None:  # for a custom task, the trainer itself compares the parameters
         before["model.architecture"] = (manifest.model or {}).get("architecture")
     for key, old in before.items():
-        # Compare only the class of a task or an architecture, because its path may have changed.
+        # Compare only the class name of a task or an architecture, because the path may have changed.
         if old is not None and str(old).rpartition(":")[2] != str(now[key]).rpartition(":")[2]:
             yield loaded.problem(key, f"is {now[key]}, but {name} was trained with {old}", hint)
     if config.train.steps is not None and config.train.steps < manifest.step:
         message = f"is {config.train.steps}, but the run is already at {name}"
-        yield loaded.problem("train.steps", message, "it counts all steps of the run, from the first one")
+        yield loaded.problem("train.steps", message, "train.steps counts all steps from the start of the run")
     if data is not None and manifest.model is not None and not config.uses_transformers:
         try:
             trained = ModelConfig.model_validate(manifest.model)
         except ValidationError as error:
             key = ".".join(map(str, error.errors()[0]["loc"]))
             message = f"cannot be compared with the model of {name}: its {key} is not valid in this version"
-            yield loaded.problem("model", message, "resume with the version of trainkit that saved it")
+            yield loaded.problem("model", message, "resume with the trainkit version that saved it")
             return
         if _shape(trained, data.vocab_size) != _shape(config.model, data.vocab_size):
             yield loaded.problem("model", f"differs in shape from the model of {name}", hint)
 
 
 def _shape(model: ModelConfig, vocab_size: int) -> ModelShape:
-    """Return the shape of the parameters, without dropout, which may change."""
+    """Return the shape of the model's parameters, without dropout, which may change."""
     return replace(resolve_model_shape(model, vocab_size), dropout=0.0)

@@ -1,4 +1,4 @@
-"""Start a run again unchanged, with the config and plan of its newest attempt."""
+"""Starts a run again unchanged, with the config and plan of its newest attempt."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Requeued:
 
 
 def requeue_run(run: RunDir) -> Requeued:
-    """Requeue a run; a running job is signalled to save and requeue itself.
+    """Requeue a run; if its job is running, signal the job to save and requeue itself.
 
-    Raises UsageError for a pending job, and for a job that is being cancelled, because it has to end first.
+    Raises UsageError if the job is pending, or if it is being cancelled and has not ended yet.
     """
     refuse_by_hand(run)
     with run_lock(run):
@@ -44,38 +44,40 @@ def requeue_run(run: RunDir) -> Requeued:
             return Requeued(job, start_again(run, job, "requeue"), True)
         if entry.is_cancelled:
             raise UsageError(
-                f"{run.shown} is being cancelled: {entry.job_id} saves and ends",
-                hint=f"`trainkit cancel {run.word} --wait` returns once it has ended; requeue it then",
+                f"{run.shown} is being cancelled: {entry.job_id} is saving and will end",
+                hint=f"`trainkit cancel {run.word} --wait` returns once the run has ended; then requeue it",
             )
         end = read_end(run.attempt(entry.attempt))
         if end is not None and end.resumes:
-            # The run restarts anyway, so it needs no signal.
+            # The run is going to restart anyway, so its job needs no signal.
             own = backend_of(entry).job(entry)
             outcome = "waiting" if own is not None and own.state.is_waiting else "restarting"
         else:
-            # The signal alone can be lost, because no process receives it between two steps. So record the
-            # request too.
-            with suppress(OSError):  # on a full disk the signal has to suffice
+            # The signal alone can be lost, because no process receives it between two steps of the job.
+            # Because the signal can be lost, record the request too.
+            with suppress(OSError):  # if the disk is full, the signal has to suffice
                 change_newest(run, requeue_requested_at=utc_now())
             outcome = backend_of(entry).signal(run, entry, signal.SIGUSR2)
             if outcome == "waiting":
-                # Withdraw the request, because the pending job would requeue itself at its start.
+                # Withdraw the request; otherwise, the pending job would requeue itself when it starts.
                 change_newest(run, requeue_requested_at=None)
     if outcome == "waiting":
-        raise UsageError(f"{entry.job_id} is already pending", hint="`trainkit status` shows the reason")
+        raise UsageError(
+            f"{entry.job_id} is already pending", hint="`trainkit status` shows why it is pending"
+        )
     return Requeued(job, entry, False)
 
 
 def start_again(run: RunDir, job: JobRecord, reason: str) -> AttemptRecord:
-    """Start the next attempt of a run that has ended, with the config and plan of its newest one.
+    """Start the next attempt of an ended run, with the config and plan of its newest attempt.
 
-    Call with the run's lock held. Raises UsageError for a run that was never started, and for a run of the
-    trainer that has finished all its steps. A finished command may be started again, because only its user
-    knows whether work remains.
+    The caller must hold the run's lock. Raises UsageError if the run was never started, or if its trainer has
+    finished all steps. A finished command may be started again, because only the user knows whether work
+    remains.
     """
     newest = job.newest
     if newest is None:
-        hint = f"`trainkit resume {run.word}` starts it"
+        hint = f"`trainkit resume {run.word}` starts the run"
         raise UsageError(f"{run.shown} was never started", hint=hint)
     so_far = run_so_far(run, job, run.attempt(newest.attempt))
     config, plan = so_far.config, so_far.plan
@@ -84,16 +86,16 @@ def start_again(run: RunDir, job: JobRecord, reason: str) -> AttemptRecord:
     if not plan.has_supervisor or plan.attended_in is not None:
         step = "step that srun started, or under another launcher"
         where = f"a {plan.attended_in if plan.has_supervisor else step}"
-        raise UsageError(f"{run.shown} ran in {where}", hint=f"`trainkit resume {run.word}` plans it again")
+        raise UsageError(f"{run.shown} ran in {where}", hint=f"`trainkit resume {run.word}` makes a new plan")
     hosts = note_dead_job(run, job, print_note)
     plan = backend_of(newest).without_hosts(plan, hosts, print_note)
     return start_attempt(run, job, config, plan, reason)
 
 
 def note_dead_job(run: RunDir, record: JobRecord, warn: Callable[[str], None]) -> list[str]:
-    """Make the run avoid the hosts where its newest job ended before the supervisor began.
+    """Exclude the hosts on which the run's newest job ended before its supervisor began.
 
-    Returns these hosts. Raises SlurmUnreachable.
+    Returns the excluded hosts. Raises SlurmUnreachable.
     """
     entry = record.newest
     if entry is None or is_over(run.attempt(entry.attempt)):

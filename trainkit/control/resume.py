@@ -1,4 +1,4 @@
-"""Resume a run, with a config that may have changed or as a new run, and resume the rest of a group."""
+"""Resumes a run, possibly with a changed config or as a new run, and the remaining runs of a group."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class PlannedResume:
     loaded: LoadedConfig
     plan: LaunchPlan
     choice: NodesChoice | None = None
-    """The reason for the number of nodes, if `chooses_nodes` was set."""
+    """The reason for the chosen number of nodes, if `chooses_nodes` was set."""
 
 
 @contextmanager
@@ -62,12 +62,13 @@ def planned_resume(
     new_code: bool = False,
     chooses_nodes: bool = False,
 ) -> Iterator[PlannedResume]:
-    """Plan the next attempt of a run, with the folder of its submission as the current folder.
+    """Plan the next attempt of a run, with the folder of its submission as the working directory.
 
-    The run stays on its machine or cluster unless `target` or ``launch.backend`` in `flags` names another.
-    With `chooses_nodes`, the plan has the number of nodes that is expected to finish first. `starts_here` is
-    True if this command starts the attempt in the run's own folder. Raises UsageError or ConfigError if the
-    run cannot resume, for example because the new values are incompatible with the newest checkpoint.
+    The run stays on its machine or cluster, unless `target` or ``launch.backend`` in `flags` names another.
+    With `chooses_nodes`, the plan uses the number of nodes with which the run is expected to finish first.
+    `starts_here` means that this command starts the attempt in the run's own folder. Raises UsageError or
+    ConfigError if the run cannot resume, for example because the new values are incompatible with the newest
+    checkpoint.
     """
     refuse_replay(run)
     job = read_job(run)
@@ -93,7 +94,7 @@ def planned_resume(
         else:
             plan = plan_run(loaded, facts, workload, code_dir=code_dir, before=lr_of)
         if not plan.is_job:
-            plan = replace(plan, after=so_far.plan.after)  # keep the jobs that the run still waits for
+            plan = replace(plan, after=so_far.plan.after)  # the run still waits for the jobs in `after`
         if not workload.is_command:
             refuse_incompatible(so_far, loaded, facts.data)
         yield PlannedResume(so_far, loaded, plan, choice)
@@ -108,24 +109,22 @@ def resume_run(
     now: bool = False,
     foreground: bool = False,
 ) -> AttemptRecord:
-    """Start the next attempt of a run that has ended, with this config and plan; return its job.json entry.
+    """Start the next attempt of an ended run with this config and plan; return its job.json entry.
 
-    `new_code` replaces the run's copy of the code; `now` and `foreground` are described in `NewAttempt`.
+    `new_code` replaces the run's copy of the code; see `NewAttempt` for `now` and `foreground`.
     Raises UsageError if the run is still running.
     """
     with run_lock(run):
         job = read_whole_job(run)
-        # check again under the lock, because another command may have started the run
+        # Check under the lock that the run is not running, because another command may have started it in the
+        # meantime.
         require_not_running(run, job, "resume")
         with renewed_code(run, job, config, plan) if new_code else nullcontext(job) as job:
             return start_attempt(run, job, config, plan, "run" if foreground else "resume", now=now)
 
 
 def same_place(entry: AttemptRecord | None, loaded: LoadedConfig) -> Target | None:
-    """Return this machine as the target if the attempt ran here and the config does not set the backend.
-
-    Otherwise return None.
-    """
+    """Return this machine as the target if the attempt ran here and the config sets no backend, else None."""
     reason = None if entry is None else backend_of(entry).stays_here(entry)
     return Target("local", reason) if reason and loaded.config.launch.backend == "auto" else None
 
@@ -133,8 +132,8 @@ def same_place(entry: AttemptRecord | None, loaded: LoadedConfig) -> Target | No
 def resume_group(group: RunGroup) -> str:
     """Start the unsubmitted runs of a group; on this machine, start its unfinished runs too.
 
-    Returns the job id of the group, on Slurm the id of the newest array. Raises UsageError if the group's
-    process may still be alive, and if there is no run to start.
+    Returns the job id of the group, which is the id of the newest array on Slurm. Raises UsageError if the
+    group's process may still be alive, or if there is no run to start.
     """
     path, process = group.word, group.record.process
     if process is None:
@@ -147,7 +146,8 @@ def resume_group(group: RunGroup) -> str:
         )
     if alive and group.has_process():
         raise UsageError(
-            f"{group.shown} is running as {group.job_id}", hint=f"`trainkit cancel {path}` cancels its runs"
+            f"{group.shown} is running as {group.job_id}",
+            hint=f"`trainkit cancel {path}` cancels the runs of the group",
         )
     ends = (read_newest_end(group.run(index).path) for index in group.trials)
     if all(end is not None and end.state == "finished" for end in ends):
@@ -163,13 +163,13 @@ def _submit_remaining(group: RunGroup) -> str:
     refuse_copied_group(group, "resume")
     recover_parts(group)
     if not group.left:
-        hint = f"`trainkit resume {path}/INDEX` resumes one of them"
+        hint = f"`trainkit resume {path}/INDEX` resumes a single run"
         raise UsageError(f"all runs of {group.shown} are submitted", hint=hint)
     group.update(cancelled_at=None)
     if not submit_parts(group, print_note):
         raise UsageError(
-            f"Slurm accepts none of the {plural(len(group.left), 'unsubmitted run')} of {group.shown} now",
-            hint="each job of the group submits further runs when it ends",
+            f"Slurm now accepts none of the {plural(len(group.left), 'unsubmitted run')} of {group.shown}",
+            hint="every job of the group submits more runs when it ends",
         )
     return group.job_ids[-1]
 
@@ -194,7 +194,7 @@ def copy_newest_checkpoint(checkpoint: Path, run: RunDir) -> None:
 
 
 def copy_checkpoint(checkpoint: Path, run: RunDir) -> Path:
-    """Publish a copy of a checkpoint in another run, as hard links if the filesystem supports them.
+    """Publish a copy of a checkpoint in another run; use hard links if the filesystem supports them.
 
     Published checkpoints never change, so both runs can share the files.
     """

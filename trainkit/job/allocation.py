@@ -1,8 +1,8 @@
-"""The interface of the machine, or of a job's hosts, on which a run's attempts execute.
+"""The interface of the machine, or of a job's hosts, on which the attempts of a run execute.
 
-An allocation claims attempts, starts their processes and lists the ways to restart the run. It is released
-when the run continues in another allocation. Its watch follows the processes of one attempt. The supervisor
-treats all kinds of allocation alike.
+An allocation claims attempts, starts their processes and lists the ways to restart the run. When a run
+continues in another allocation, this one is released. An `AttemptWatch` follows the processes of one attempt.
+The supervisor treats all kinds of allocation alike.
 """
 
 from __future__ import annotations
@@ -44,44 +44,45 @@ from trainkit.trust import open_trusted
 CANCELLED = "cancelled before the ranks started"
 CANCELLED_AGAIN = "cancelled before the restart"
 DELETED_AFTER_S = 10.0
-"""Seconds that the attempt's folder must be missing to count as deleted, longer than a remount of the
+"""Seconds that the attempt's folder must be missing to count as deleted; longer than remounting the
 filesystem takes."""
 SIGNAL_RECORD_S = 2.0
-"""Seconds that the first agent has to record a signal from Slurm."""
+"""Seconds to wait for the first agent to record a signal from Slurm."""
 
 
 def refused(attempt: AttemptDir, entry: AttemptRecord | None) -> Decision | None:
-    """Return the decision that ends a start whose run folder differs from what was submitted, else None.
+    """Return the decision that refuses to start if the run folder differs from what was submitted, else None.
 
-    A refused start acts on nothing else in the run folder. `entry` is the record of the attempt that the
-    start would run, or None without one. The end of this attempt is written.
+    After a refusal, nothing but the end of the attempt is written to the run folder. `entry` is the job.json
+    entry of the attempt that would run; None without such an attempt.
     """
     try:
         read_submitted(attempt)
-        open_trusted(attempt.run.job_file).close()  # job.json names the folder of the code
+        open_trusted(attempt.run.job_file).close()  # job.json contains the path of the copied code
         read_submitted(attempt.run)
     except UsageError as error:
         log_line(error.render())
         decision = Decision("failed", error.message, EXIT_NO_RESTART)
         if entry is not None and not attempt.end_file.exists():
-            with contextlib.suppress(OSError):  # the folder may belong to another user
+            with contextlib.suppress(OSError):  # writing fails if the folder belongs to another user
                 write_end(attempt, entry, NOT_RUN, decision)
         return decision
     except (OSError, ValueError) as error:
-        # Running the attempt reports the error with its hint.
+        # Running the attempt will report the same error, with a hint.
         log_line(f"{attempt.path} cannot be compared with what was submitted: {error}")
     return None
 
 
 class Allocation:
-    """The machine or the hosts where one start of a run executes its attempts.
+    """The machine or the hosts on which one start of a run executes its attempts.
 
-    Its methods return the next attempt or a `Decision`. The defaults are the single-machine behaviour;
+    The methods return the next attempt or a `Decision`. The defaults are the behaviour on a single machine;
     SlurmAllocation overrides them.
     """
 
     lock_timeout_s: ClassVar[float]
-    """Seconds to wait for a lock of the run, mainly until the run's previous supervisor exits."""
+    """Seconds to wait for a lock of the run; the usual reason to wait is that the previous supervisor is
+    exiting."""
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
@@ -93,7 +94,7 @@ class Allocation:
         """Clean up; called last, when this start of the run has ended."""
 
     def claim(self) -> AttemptDir | Decision:
-        """Claim the first attempt to run; return a decision if there is nothing to do."""
+        """Claim the first attempt to run; return a decision if no attempt can or need be run."""
         raise NotImplementedError
 
     def claim_next(self, attempt: Attempt) -> Attempt | Decision:
@@ -111,21 +112,21 @@ class Allocation:
         return Attempt(following)
 
     def register(self, attempt: AttemptDir) -> str:
-        """Record a restarted attempt in job.json and return its job id; called with the run's lock held."""
+        """Add a restarted attempt to job.json and return its job id; called with the run's lock held."""
         raise NotImplementedError
 
     def close_dead_attempts(self, attempt: Attempt) -> Decision | None:
         """Write the ends of earlier attempts whose host died.
 
-        If their failures forbid a restart, returns the decision that ends `attempt` with the same outcome;
-        else None.
+        Returns the decision that ends `attempt` like the last dead attempt if the failures of the dead
+        attempts forbid a restart; else None.
         """
         return None
 
     def wait_for_turn(self, attempt: Attempt) -> Decision | None:
-        """Wait until a run may start; return a decision if the run ends instead.
+        """Wait for the run's turn in this machine's queue; return a decision if the run ends instead.
 
-        A restart does not wait again.
+        A restart does not wait for its turn again.
         """
         return None
 
@@ -139,17 +140,17 @@ class Allocation:
         return Hosts()
 
     def place(self, plan: LaunchPlan) -> dict[str, object]:
-        """Return what Slurm chose for this start, such as the partition, for the event log."""
+        """Return what Slurm chose for this start, for example the partition, for the event log."""
         return {}
 
     def watch(self, attempt: Attempt) -> AttemptWatch:
-        """Return the watch of an attempt's processes; `AttemptWatch.run` starts the processes."""
+        """Return the watch that starts the processes of an attempt (`AttemptWatch.run`) and polls them."""
         raise NotImplementedError
 
     def outcome(self, attempt: Attempt) -> Outcome:
         """Return the outcome of an attempt whose processes have ended.
 
-        The outcome takes the state of the job and its hosts into account.
+        The state of the job and its hosts in Slurm is taken into account.
         """
         observed, cause = attempt.observed, None
         if observed.stop_signal == RESTART_SIGNAL:
@@ -157,43 +158,43 @@ class Allocation:
         return outcome_of(attempt.folder, attempt.plan, observed, cause=cause)
 
     def record_suspect(self, attempt: Attempt, failure: RankFailure | None) -> bool:
-        """Record the host that a failure implicates; return whether the run has one host less to use."""
+        """Record the host that a failure implicates; return whether the run must continue without it."""
         return False
 
     def restart_options(self, attempt: Attempt) -> RestartOptions:
-        """Return the ways to restart the run now, according to the last read of job.json."""
+        """Return the ways to restart the run now, based on the last read of job.json."""
         return RestartOptions(restart=True)
 
     def after_notice(self, attempt: Attempt, received: signal.Signals) -> Decision:
-        """Decide what follows a stop signal that arrived while the run waited to restart."""
+        """Decide what follows a stop signal that arrived during the delay before a restart."""
         return Decision("stopped", CANCELLED_AGAIN, EXIT_STOPPED)
 
     def after_lock(self, attempt: Attempt, locked: RunLocked) -> Decision:
-        """Decide what follows if a lock of the run was not obtained in time."""
+        """Decide what to do if a lock of the run could not be obtained in time."""
         return Decision("failed", f"{locked.message}, perhaps another supervisor of the run", EXIT_FAILED)
 
     def leave_unclaimed(self, locked: RunLocked) -> Decision:
         """Return the decision that ends a start which could not claim an attempt.
 
-        Nothing is written to the run folder, because another process has its lock.
+        Writes nothing to the run folder, because another process holds the lock.
         """
         if locked.stopped:
             return Decision("stopped", locked.message, EXIT_STOPPED)
         return Decision("failed", locked.message, EXIT_FAILED)
 
     def release(self, attempt: Attempt, decision: Decision) -> Decision:
-        """Leave the allocation as decided.
+        """Leave the allocation as `decision` says.
 
-        Returns `decision`, or another decision if the run cannot resume.
+        Returns `decision`, or a different decision if `decision` cannot be carried out.
         """
         return decision
 
     def cancel_pending(self, job: JobRecord) -> None:
-        """Cancel the jobs that would continue a run that has ended; `job` is the run's job.json."""
+        """Cancel the pending jobs that would continue an ended run; `job` is the run's job.json."""
 
 
 class AttemptWatch(ProcessGroup):
-    """The processes of one attempt, from their start until `observed` records how they ended."""
+    """The processes of one attempt, from their start until `observed` contains how they ended."""
 
     poll_interval_s = 1.0
 
@@ -202,7 +203,8 @@ class AttemptWatch(ProcessGroup):
         self.live = live
         self.attempt, self.plan, self.observed = live.folder, live.plan, live.observed
         self.superseded_by: AttemptRecord | None = None
-        """The entry of the newer attempt that has taken the run over, so that this attempt saves and ends."""
+        """The job.json entry of a newer attempt that has taken over the run; if it is set, this attempt saves
+        and ends."""
         self._hangs = HangWatch(live.folder)
         self._missing_since_s: float | None = None
         self.capabilities: AttemptCapabilities | None = None
@@ -230,7 +232,7 @@ class AttemptWatch(ProcessGroup):
         is_moved = self.attempt.run.follow()
         if is_moved:
             self.observed.moved_to = str(self.attempt.run.path)
-            log_line(f"attempt {self.attempt.number}: its folder was moved to {self.observed.moved_to}")
+            log_line(f"attempt {self.attempt.number}: the run folder was moved to {self.observed.moved_to}")
         return is_moved
 
     def end_all(self) -> None:
@@ -238,11 +240,11 @@ class AttemptWatch(ProcessGroup):
         raise NotImplementedError
 
     def stop_ranks(self, as_if: str = signal.SIGTERM.name) -> None:
-        """Have the ranks save and exit as if this signal had arrived; the default signal stops the run."""
+        """Have the ranks save and exit as if they had received the signal `as_if`; SIGTERM stops the run."""
         raise NotImplementedError
 
     def leave(self, planned_stop: PlannedStop) -> None:
-        """Have the ranks save and exit for a restart of the run, unless they are already stopping."""
+        """Have the ranks save and exit for a restart; do nothing if they are already stopping."""
         if self.observed.stop_signal is None and self.running:
             log_line(f"attempt {self.attempt.number}: {planned_stop.why}")
             try:
@@ -251,20 +253,20 @@ class AttemptWatch(ProcessGroup):
                 self.observed.planned_stop = planned_stop
 
     def collect(self) -> None:
-        """Complete `observed` from the run folder.
+        """Read what the attempt left in the run folder into `observed`.
 
-        May raise OSError, and can be called again after that.
+        Raises OSError; can be called again after an error.
         """
 
     def kill_after_grace(self) -> None:
-        """Kill the remaining processes after the grace time; agents apply a shorter limit themselves."""
+        """Kill the remaining processes after the grace time; agents kill theirs somewhat earlier."""
         self.kill_within(self.plan.grace_s + 2 * KILL_MARGIN_S)
 
     def _poll_processes(self) -> None:
         """Poll the processes; called by `poll` unless the attempt was deleted."""
 
     def _requested_signal(self) -> str | None:
-        """Return the signal that a command's request in job.json means; None without a request."""
+        """Return the stop signal that a request in job.json stands for; None without a request."""
         entry = self.live.entry
         if entry.is_cancelled:
             return None if entry.cancelled_now else signal.SIGTERM.name

@@ -1,4 +1,4 @@
-"""An attempt as its supervisor sees it, and the capabilities of its plan."""
+"""An attempt as seen by its supervisor, and the capabilities of its plan."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from trainkit.shipped import Guard
 
 
 class Attempt:
-    """A live attempt: its folder and plan, the observations of its processes, and its outcome."""
+    """A live attempt: its folder, its plan, what was observed of its processes, and its outcome."""
 
     def __init__(self, folder: AttemptDir, plan: LaunchPlan | None = None) -> None:
         self.folder = folder
         self.observed = Observed()
         self.job = JobRecord()
-        """The job.json of the run at the last `update`."""
+        """The content of the run's job.json at the last `update`."""
         self.outcome: Outcome = NOT_RUN
         """The outcome of the attempt; `NOT_RUN` until it has ended."""
         self._plan = plan
@@ -47,12 +47,12 @@ class Attempt:
 
     @property
     def superseding(self) -> AttemptRecord | None:
-        """The entry of the newer attempt that has taken the run over; None without one."""
+        """The job.json entry of a newer attempt that has taken over the run; None without one."""
         return self.job.superseding(self.number)
 
     @property
     def plan(self) -> LaunchPlan:
-        """The submitted plan, which is read once, or the plan that was fitted to the nodes.
+        """The submitted plan (read only once), or the plan fitted to the available nodes.
 
         Raises OSError and UsageError.
         """
@@ -69,7 +69,7 @@ class Attempt:
 
 
 def _polled(watch: Watch) -> PlannedStop | None:
-    """Poll a watch of any package; raise TypeError if it returns something other than a PlannedStop."""
+    """Poll a capability's watch; raise TypeError if the result is neither None nor a PlannedStop."""
     found: object = watch.poll()
     if found is None or isinstance(found, PlannedStop):
         return found
@@ -77,9 +77,9 @@ def _polled(watch: Watch) -> PlannedStop | None:
 
 
 class AttemptCapabilities:
-    """The capabilities of one attempt.
+    """The capabilities that take part in one attempt.
 
-    Raises UsageError if a capability's package is not installed.
+    Raises UsageError if the package of a capability is not installed.
     """
 
     def __init__(self, attempt: AttemptDir, plan: LaunchPlan) -> None:
@@ -97,13 +97,13 @@ class AttemptCapabilities:
         self._watches = self._guard.each(lambda one: one.watch(self._attempt, self._plan, hosts))
 
     def poll(self, *, is_stopping: bool) -> PlannedStop | None:
-        """Poll the watches; return why the ranks must end, or None if they continue."""
+        """Poll the watches; return why the ranks must stop, or None if no watch asks for that."""
         polled = [(name, watch) for name, watch in self._watches if watch.while_stopping or not is_stopping]
         found = [self._guard.call(name, _polled, watch) for name, watch in polled]
         return next(filter(None, found), None)
 
     def pass_on_events(self) -> None:
-        """Pass the new events of the attempt to the capabilities. Raises OSError."""
+        """Pass the attempt's new events to the capabilities. Raises OSError."""
         if not self._listeners:
             return
         for event in events_of(self._events.records()):
@@ -112,12 +112,12 @@ class AttemptCapabilities:
                     self._guard.call(one.name, one.on_event, self._attempt, event)
 
     def end(self, end: AttemptEnd) -> None:
-        """Pass the last events and then the end of the attempt to the capabilities. Raises OSError."""
+        """Pass the last events to the capabilities, and then the end of the attempt. Raises OSError."""
         self.pass_on_events()
         for one in self._guard.capabilities:
             self._guard.call(one.name, one.on_end, self._attempt, self._plan, end)
 
     def close(self) -> None:
-        """Wait until the capabilities have sent everything."""
+        """Wait until the capabilities have sent all their data."""
         for one in self._guard.capabilities:
             self._guard.call(one.name, one.close)

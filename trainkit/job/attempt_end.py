@@ -1,4 +1,4 @@
-"""Judges an ended attempt, writes its end.json, and reads the end.json files of earlier attempts."""
+"""Decides what follows an ended attempt, and writes and reads the end.json files of attempts."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from trainkit.run.record import AttemptRecord, JobRecord, read_job
 from trainkit.run.rundir import AttemptDir
 
 LONG_ATTEMPT_S = 1800.0
-"""Seconds after which a trainer without checkpoints counts as progressing."""
+"""Seconds after which an attempt of a trainer without checkpoints counts as progress."""
 LATE_RECORDS = 1000
-"""The number of newest records to search for an attempt's last step. Records of the next attempt may come in
-between."""
+"""Number of metrics records, counted from the newest, to search for an attempt's last step. Metrics records
+of the next attempt may come after the attempt's own records."""
 
 
 def judge(live: Attempt, options: RestartOptions) -> Decision:
-    """Decide what follows an ended attempt, according to the last read of job.json."""
+    """Decide what follows an ended attempt, based on the last read of job.json."""
     attempt, plan, outcome = live.folder, live.plan, live.outcome
     killed, failure = signal_exit_code(signal.SIGKILL), outcome.failure
     if (entry := live.entry).is_cancelled:
@@ -52,19 +52,19 @@ def judge(live: Attempt, options: RestartOptions) -> Decision:
         attended_in=plan.attended_in or attempt.attended_in,
         is_done=attempt.done_file.exists(),
         ran_s=_duration_s(attempt, entry),
-        # If only the time for a save remains, another attempt is not worthwhile.
+        # If the remaining time only suffices for a save, another attempt is not worthwhile.
         is_total_used=remaining_s(live) <= plan.grace_s,
     )
     decision = decide(outcome, standing, plan.requeue, options)
     if decision.action != "failed" or failure is None or not failure.code or failure.final:
         return decision
     again = f"trainkit resume {quote(str(attempt.run.path))}"
-    hint = f"`{again} --new-code` after a fix; without --new-code the same code runs again"
+    hint = f"`{again} --new-code` after fixing the code; without --new-code, the same code runs again"
     return replace(decision, hint=hint)
 
 
 def is_requeue_requested(live: Attempt) -> bool:
-    """Return whether another attempt was requested, unless this one was cancelled or superseded."""
+    """Return whether a user requested another attempt; False if this attempt was cancelled or superseded."""
     is_asked = live.entry.requeue_requested_at is not None and not live.entry.is_cancelled
     return is_asked and live.superseding is None
 
@@ -72,14 +72,14 @@ def is_requeue_requested(live: Attempt) -> bool:
 def close_dead_attempts(
     live: Attempt, policy: RequeuePolicy, is_down: Callable[[str], bool]
 ) -> Decision | None:
-    """Write the ends of earlier attempts of this job whose host died before their supervisor could.
+    """Write end.json for earlier attempts of this job whose host died before their supervisor could write it.
 
-    Slurm restarts a job whenever its host dies, so a run that crashes its hosts must be stopped here. If the
-    failures forbid a restart, `live` gets their outcome, and the decision that ends it is returned; else
-    None.
+    Slurm requeues a job whenever its host dies, so a run that crashes its hosts must be stopped here. If the
+    failures of the dead attempts forbid a restart, sets the outcome of `live` to theirs and returns the
+    decision that ends `live`; else None.
 
-    `is_down` returns whether a host is down now. If the host is up, the job may have been preempted without
-    grace time.
+    `is_down` returns whether a host is down now. If a dead attempt's host is up, the job may have been
+    preempted without grace time.
     """
     attempt, entries = live.folder, live.job.attempts
     job_ids = {entry.job_id for entry in entries if entry.attempt == attempt.number}
@@ -91,7 +91,7 @@ def close_dead_attempts(
             ends = previous_ends(attempt, live.job).items()
             previous = tuple(end for number, end in ends if number < dead.number)
             lost_host = host if host and is_down(host) else None
-            # A lost host also explains the errors of ranks on other hosts.
+            # A lost host also explains errors of ranks on other hosts.
             failure = first_rank_failure(dead) if lost_host is None else None
             failure = failure or dead_host_failure(host, last_log_write(dead))
             outcome = dead_outcome(failure, lost_host)
@@ -113,7 +113,8 @@ def write_end(
 ) -> AttemptEnd:
     """Record in end.json and events.jsonl how the attempt ended and what follows. Raises OSError.
 
-    `entry` is the attempt's entry in job.json. `guessed` means that the attempt left no record of its end.
+    `entry` is the attempt's entry in job.json. `guessed` means that the attempt left no record of its end, so
+    that its outcome is only inferred.
     """
     run, number = attempt.run, attempt.number
     failure = None
@@ -123,7 +124,7 @@ def write_end(
     best = None
     with contextlib.suppress(OSError):  # end.json must be written even if the metrics cannot be read
         best = best_result(run)
-    # Write end.json first, because the events only repeat its content.
+    # Write end.json before the events, which only repeat its content.
     state = state_after(entry, decision)
     end = AttemptEnd(
         state=state,
@@ -156,7 +157,7 @@ def write_end(
 
 
 def state_after(entry: AttemptRecord, decision: Decision) -> str:
-    """Return the state of a run after this decision about its newest attempt."""
+    """Return the state of a run after `decision` about its newest attempt."""
     if decision.action == "finished":
         return "finished"
     if decision.resumes:
@@ -165,9 +166,9 @@ def state_after(entry: AttemptRecord, decision: Decision) -> str:
 
 
 def previous_ends(attempt: AttemptDir, job: JobRecord | None = None) -> dict[int, AttemptEnd]:
-    """Return the ends of earlier attempts by number, oldest first, since a command last started the run.
+    """Return the ends of the earlier attempts since a command last started the run, by number, oldest first.
 
-    `job` is the run's job.json, if it has been read.
+    `job` is the content of the run's job.json, if the caller has read it.
     """
     run = attempt.run
     job = job or read_job(run)
@@ -175,7 +176,7 @@ def previous_ends(attempt: AttemptDir, job: JobRecord | None = None) -> dict[int
     found = {}
     for number in earlier[len(earlier) - job.num_auto_restarts :]:
         one = run.attempt(number)
-        # Without a recorded end, the host died before the end could be written.
+        # If no end was recorded, the host died before the supervisor could write it.
         if (end := read_end(one)) is None:
             end = AttemptEnd(cause="node_fail", mark=progress_of(one, job.of_attempt(number)))
         found[number] = end
@@ -196,20 +197,20 @@ def progress_of(attempt: AttemptDir, entry: AttemptRecord) -> int:
 
 
 def reached_its_stop(attempt: AttemptDir) -> bool:
-    """Return whether the run's newest checkpoint is at `train.stop_at_step`, which ends the attempt."""
+    """Return whether the run's newest checkpoint is at `train.stop_at_step`, where the run pauses."""
     checkpoints = published(attempt.run.checkpoints_dir)
     if not checkpoints:
         return False
-    # This import is slow and rarely needed.
+    # Import here, because this import is slow and most attempts do not need it.
     from trainkit.config import read_effective
 
     return read_effective(attempt.config_file).train.stop_at_step == checkpoints[-1].step
 
 
 def remaining_s(live: Attempt) -> float:
-    """Return the seconds until the ranks must save so that the run keeps to its total time.
+    """Return the seconds until the ranks must save for the run to stay within its total time.
 
-    Infinite without a total time.
+    Returns infinity if the run has no total time.
     """
     attempt, plan = live.folder, live.plan
     if plan.requeue.total_s is None:
@@ -220,7 +221,7 @@ def remaining_s(live: Attempt) -> float:
 
 
 def _duration_s(attempt: AttemptDir, entry: AttemptRecord) -> float:
-    """Return the seconds that an attempt ran, until its last log write if it left no end."""
+    """Return how many seconds an attempt ran; if it recorded no end, until the last write to its logs."""
     is_newest = attempt.number >= max(attempt.run.attempt_numbers(), default=0)
     ended = None if is_newest else read_end(attempt)
     end = parse_time(None if ended is None else ended.time) or last_log_write(attempt)
@@ -229,7 +230,7 @@ def _duration_s(attempt: AttemptDir, entry: AttemptRecord) -> float:
 
 
 def last_log_write(attempt: AttemptDir) -> datetime | None:
-    """Return the time of the attempt's last write to one of its logs; None without logs."""
+    """Return the time of the last write to any of the attempt's logs; None without logs."""
     logs = (attempt.supervisor_log, *attempt.logs_dir.glob("*"))
     times = [log.stat().st_mtime for log in logs if log.is_file()]
     return datetime.fromtimestamp(max(times), timezone.utc) if times else None

@@ -1,8 +1,9 @@
-"""Finds the ranks that block the others in a hang, from the flight records of all ranks.
+"""Finds the ranks that block all others in a hang, using the flight records of all ranks.
 
-A rank waits for the members of a process group that have not made the same call. The ranks that wait for no
-other rank block all others. If ranks call a collective differently, the minority is at fault. If the records
-show neither, no rank is named. This module reads no files of the run.
+A rank waits for those members of a process group that have not made the same call. Ranks that wait for no
+other rank block the ranks that wait. If ranks call the same collective with different arguments, the minority
+is at fault. If the records show no rank at fault, no rank is named. This module does not read files of the
+run.
 """
 
 from __future__ import annotations
@@ -20,36 +21,38 @@ from trainkit.job.flight_records import Call, Flight, Group, short_frame, users_
 COMMUNICATES = re.compile(
     r"/torch/distributed/(?:distributed_c10d|_functional_collectives|pipelining/\w+)\.py:"
 )
-"""Matches frames that wait for other ranks, because calls such as gloo's receive leave no record."""
-UNKNOWN = "the records do not tell which rank is at fault"
+"""Matches the frames of calls that wait for other ranks; needed because some calls, such as gloo's receive,
+leave no record."""
+UNKNOWN = "the flight records do not show which rank is at fault"
 _ANSWER = {"send": "recv", "recv": "send"}
 MAX_SHOWN = 3
-"""The number of open collectives to describe if no rank is at fault."""
+"""Number of open collectives to describe if no rank is found to be at fault."""
 
 
 @dataclass(frozen=True)
 class Blame:
-    """The ranks that block the others."""
+    """The ranks that block the others, and a description of the fault."""
 
     ranks: tuple[int, ...]
-    """All ranks at fault; empty if the records do not show them."""
+    """All ranks at fault; empty if they cannot be determined."""
     text: str
-    """A description of the fault, without a subject if one rank is at fault."""
+    """A description of the fault; if exactly one rank is at fault, the caller puts the subject (the rank)
+    before it."""
     differs: bool = False
-    """True if the ranks make different calls, so that the program is at fault and no host."""
+    """True if ranks make different calls; the error is then in the program, and no host is at fault."""
 
 
 @dataclass(frozen=True)
 class _Wait:
-    """A call that has not ended, and the ranks that it waits for."""
+    """An unfinished call, and the ranks for which it waits."""
 
     call: Call
     waiting: tuple[int, ...]
-    """The ranks where the call has not ended."""
+    """The ranks on which the call has not ended."""
     inside: tuple[int, ...]
-    """The ranks that have made the call, including those where it has ended."""
+    """The ranks that have made the call, including those on which it has ended."""
     absent: tuple[int, ...]
-    """The ranks that have not made the call, as far as their records show."""
+    """The ranks that have not made the call, as far as the records show."""
 
 
 def find_blame(
@@ -59,7 +62,7 @@ def find_blame(
 ) -> Blame | None:
     """Find the ranks that block the others; return None if no record shows a waiting rank.
 
-    `silent` are the ranks that do not respond. `stacks` maps the other ranks to their frames, innermost
+    `silent` are the ranks that do not respond. `stacks` maps the responding ranks to their frames, innermost
     first.
     """
     stacks = stacks or {}
@@ -78,14 +81,14 @@ def find_blame(
     texts = [] if mismatch is None else [mismatch.text]
     if culprits:
         if named := sorted(culprits & failed):
-            what = "has not seen the end of collectives that ended on other ranks"
+            what = "has not completed collectives that completed on other ranks"
             texts.append(f"the device of {rank_list(named)} {what}")
         if others := culprits - failed:
             texts.append(_describe_absent(waits, others, silent, stacks))
     elif stalled:
         culprits, wait = stalled, next(wait for wait in waits if stalled & {*wait.waiting})
-        whose = f"the device of {rank_list(sorted(stalled))} has not reached"
-        texts.append(f"the others wait in {wait.call.shown_in_group}, which {whose}")
+        whose = f"the device of {rank_list(sorted(stalled))} has not started"
+        texts.append(f"the other ranks wait in {wait.call.shown_in_group}, which {whose}")
     elif mismatch is None:
         outliers, outlier_text = _out_of_step(calls) if not elsewhere else (set[int](), "")
         culprits = outliers or (_out_of_order(waits) if not elsewhere else set())
@@ -97,10 +100,10 @@ def find_blame(
 
 
 def blame_for_unlike_data(flights: Mapping[int, Flight], ended: int) -> tuple[int, ...]:
-    """Return the ranks whose call differs from the majority's; empty if that is unclear.
+    """Return the ranks whose collective differs from that of the majority; empty if that is unclear.
 
-    gloo ended the rank `ended`, which left no record, because the rank received unexpected data. If the other
-    ranks agree on the last collective that they all called, `ended` made the differing call.
+    gloo raised an error in the rank `ended` because of unexpected data, so this rank left no flight record.
+    If all other ranks agree on their last common collective, `ended` must have made the differing call.
     """
     calls = {rank: own for rank, own in _align(flights).items() if rank != ended}
     for group in {call.group for own in calls.values() for call in own if ended in call.group[2]}:
@@ -118,10 +121,10 @@ def blame_for_unlike_data(flights: Mapping[int, Flight], ended: int) -> tuple[in
 
 
 def blame_by_stacks(stacks: Mapping[int, Sequence[str]], silent: Collection[int] = ()) -> Blame | None:
-    """Find the ranks that do not wait while all others do, by their innermost frames; None if unclear.
+    """Find the ranks that are not waiting while all others are, by the innermost frames; None if unclear.
 
-    This works for ranks without flight records and without GPUs, because a rank may wait for its GPU in any
-    frame.
+    The search by stacks needs no flight records, but only works without GPUs, because a rank may wait for its
+    GPU in any frame.
     """
     waiting = sorted(rank for rank, stack in stacks.items() if stack and _waits(stack[0]))
     others = sorted({*silent, *(rank for rank, stack in stacks.items() if stack)} - {*waiting})
@@ -140,23 +143,24 @@ def blame_by_stacks(stacks: Mapping[int, Sequence[str]], silent: Collection[int]
 
 
 def _call_and_place(stack: Sequence[str]) -> str:
-    """Return the innermost function and the user's line, such as ``all_reduce at step (train.py:12)``."""
+    """Return the innermost function and line of user code, such as ``all_reduce at step (train.py:12)``."""
     name, place = stack[0].partition(" (")[0], users_frame(stack)
     return place if place == short_frame(stack[0]) else f"{name} at {place}"
 
 
 def _waits(frame: str) -> bool:
-    """Return whether a rank with this innermost frame visibly waits for others."""
+    """Return whether the innermost frame of a rank shows that the rank waits for others."""
     file, _, line = frame.rpartition(" (")[2].rstrip(")").rpartition(":")
     in_torch = COMMUNICATES.search(frame) or "/torch/autograd/graph.py:" in frame
     return bool(in_torch) or (line.isdigit() and ".wait(" in linecache.getline(file, int(line)))
 
 
 def _align(flights: Mapping[int, Flight]) -> dict[int, list[Call]]:
-    """Return the calls of each rank, with each group's ranks and with comparable call numbers.
+    """Return each rank's calls, with each group's ranks and with call numbers comparable between ranks.
 
-    gloo records neither. It counts sends and receives along with the collectives, but does not record them.
-    If they have shifted gloo's numbers, only the unfinished calls are kept, and all get the same number.
+    Flight records of gloo do not contain this information: gloo numbers sends and receives together with the
+    collectives, but does not record them. If unrecorded sends and receives have shifted gloo's numbers, only
+    unfinished calls are kept, all with the same number.
     """
     members: dict[tuple[str, str], set[int]] = {}
     for rank, flight in flights.items():
@@ -196,7 +200,7 @@ def _find_waits(
     silent: Collection[int],
     failed: Collection[int],
 ) -> list[_Wait]:
-    """Return the calls that have not ended; collectives with the most waiting ranks come first."""
+    """Return the unfinished calls; collectives with the most waiting ranks come first."""
     newest = {
         (call.group, rank): call.number for rank, own in calls.items() for call in own if not call.is_p2p
     }
@@ -216,8 +220,8 @@ def _find_waits(
             absent = absent if call.peer in flights or call.peer in silent else ()
             found[key] = _Wait(call, inside, inside, absent)
         elif not call.is_p2p and key not in found:
-            # A collective that is open on one rank has usually ended on no other, so an idle rank has not
-            # called it.
+            # If a collective is open on one rank, it has usually completed on no other rank, so an idle rank
+            # has not called it.
             is_open = bool(SYMMETRIC.search(call.op)) and (call.group, call.number) not in ended
             unrecorded = {
                 rank: -1 if flight.is_whole or (is_open and flight.is_idle) else None
@@ -242,14 +246,14 @@ def _find_waits(
 
 
 SYMMETRIC = re.compile("all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|barrier")
-"""Matches operations that end on one rank only after all ranks have taken part."""
+"""Matches operations that complete on a rank only after all ranks have taken part."""
 
 
 def _failed_devices(calls: Mapping[int, Sequence[Call]]) -> set[int]:
-    """Return the ranks with several open collectives that have ended on other ranks.
+    """Return the ranks with several open collectives that have completed on other ranks.
 
-    The collectives could not end without these ranks, so their devices took part but no longer report it. A
-    single open collective may still be in progress.
+    An open collective that has completed elsewhere must have had the rank's device take part, but the device
+    no longer reports completion. A single open collective may still be in progress.
     """
     ended = {(call.group, call.number) for own in calls.values() for call in own if call.is_done}
     newest = {(call.group, rank): call.number for rank, own in calls.items() for call in own}
@@ -278,7 +282,7 @@ def _failed_devices(calls: Mapping[int, Sequence[Call]]) -> set[int]:
 
 
 def _stalled_devices(calls: Mapping[int, Sequence[Call]]) -> set[int]:
-    """Return the ranks whose device has not reached a call that other devices have started."""
+    """Return the ranks whose device has not started a call that the devices of other ranks have started."""
     pending = {rank: [call for call in own if not call.is_done] for rank, own in calls.items()}
     begun = {(call.group, call.number) for own in pending.values() for call in own if call.has_started}
     return {
@@ -310,25 +314,25 @@ def _find_mismatch(calls: Mapping[int, Sequence[Call]], flights: Mapping[int, Fl
         by_size = sorted(ranks_of.values(), key=len)
         few = sorted(rank for ranks in by_size[:-1] for rank in ranks)
         text = [
-            f"{rank_list(ranks)} {', '.join(call.shown for call in called[ranks[0]])}" for ranks in by_size
+            f"{rank_list(ranks)} called {', '.join(call.shown for call in called[ranks[0]])}"
+            for ranks in by_size
         ]
         of = called[few[0]][0].position
-        # gloo counts sends and receives but does not record them, so its numbers may be shifted.
+        # The call numbers of gloo may be shifted, because gloo also numbers sends and receives but does not
+        # record them.
         is_sure = all(flight.is_whole for flight in flights.values()) or all(
             not called[rank][0].is_done for rank in few
         )
         decided = 2 * len(by_size[-1]) > len(called) and (group[0] != "gloo" or is_sure)
-        return Blame(
-            tuple(few) if decided else (), f"the ranks differ in what they called as {of}: {', '.join(text)}"
-        )
+        return Blame(tuple(few) if decided else (), f"the ranks disagree on {of}: {', '.join(text)}")
     return None
 
 
 def _out_of_step(calls: Mapping[int, Sequence[Call]]) -> tuple[set[int], str]:
-    """Find the ranks that wait in a different call than the majority, after the same calls before.
+    """Find the ranks that made the same calls as the majority but now wait in a different call.
 
-    Calls in groups without a common rank count as the same, because each rank is in one of the groups, such
-    as its node's group.
+    Calls in disjoint groups count as the same call, because each rank is in only one of the groups, for
+    example in its node's group.
     """
     ended = [
         {
@@ -357,7 +361,9 @@ def _out_of_step(calls: Mapping[int, Sequence[Call]]) -> tuple[set[int], str]:
             break
         subject = f"{rank_list(sorted(others))} " if len(others) > 1 else ""
         own, usual = next(iter(others.values())), next(iter(most.values()))
-        text = f"{_verb(others, 'have')} called {own.shown_in_group}, and the others {usual.shown_in_group}"
+        text = (
+            f"{_verb(others, 'have')} called {own.shown_in_group}, and the other ranks {usual.shown_in_group}"
+        )
         return {*others}, f"{subject}{text}"
     return set(), ""
 
@@ -370,11 +376,11 @@ def _are_alike(one: Call, other: Call) -> bool:
 
 
 def _out_of_order(waits: Sequence[_Wait]) -> set[int]:
-    """Return the ranks that call the collectives of several groups in another order than the majority.
+    """Return the ranks that call the collectives of several groups in a different order than the majority.
 
-    All ranks wait for one another. In each group, the smaller side is accused: either the ranks that have
-    called the collective or the ranks that have not. The accused ranks are at fault if all groups accuse the
-    same ones.
+    If groups are called in different orders, all ranks wait for one another. In each group, the smaller side
+    counts as suspect: either the ranks that have called the collective or those that have not. The suspects
+    are at fault if they are the same ranks in all groups.
     """
     blocked = {rank for wait in waits if wait.absent for rank in wait.waiting}
     accused = {
@@ -395,7 +401,7 @@ def _describe(wait: _Wait) -> str:
 
 
 def _verb(ranks: Collection[int], verb: str) -> str:
-    """Return a verb in the form for one rank or for several."""
+    """Return a verb in the singular or plural form, depending on the number of ranks."""
     return verb if len(ranks) > 1 else {"have": "has", "are": "is", "do": "does"}.get(verb, f"{verb}s")
 
 
@@ -405,7 +411,7 @@ def _describe_absent(
     silent: Collection[int],
     stacks: Mapping[int, Sequence[str]],
 ) -> str:
-    """Describe what the culprits have not called, which ranks wait for it, and where the culprits are."""
+    """Describe which call the culprits have not made, which ranks wait for it, and where the culprits are."""
     texts = []
     remaining = {*culprits}
     for wait in waits:
@@ -426,7 +432,7 @@ def _describe_absent(
 
 
 def _places(ranks: Collection[int], stacks: Mapping[int, Sequence[str]]) -> list[str]:
-    """Describe where ranks are, as far as their stacks show."""
+    """Describe where ranks are, as far as their stacks are known."""
     subjects = {
         rank: f"rank {rank}" if len(ranks) > 1 else "it" for rank in sorted(ranks) if stacks.get(rank)
     }

@@ -1,6 +1,8 @@
-"""Decides what follows an attempt that ran, died or could not begin. Reads and writes no files.
+"""Decides what follows an attempt that ran, died or could not start.
 
-A user's request, such as a cancellation or another attempt that took the run over, needs no decision.
+This module neither reads nor writes files.
+
+No decision is needed if a user cancelled the run, or if a newer attempt has taken over the run.
 """
 
 from __future__ import annotations
@@ -22,16 +24,17 @@ from trainkit.run.tracebacks import is_quit
 from trainkit.shipped import restart_cause
 
 RESTART_SIGNAL = "SIGUSR2"
-"""The signal that asks a supervisor to save, stop and restart."""
+"""The signal that asks a supervisor to save, stop and restart the run."""
 
 FAILURES: tuple[Cause, ...] = ("node_fail", "crash", "hang")
 
 UNCOUNTED: tuple[Cause, ...] = ("preempted", "asked")
-"""Causes that do not indicate a lack of progress. Causes of capabilities do not count either."""
+"""Causes that do not indicate a lack of progress. Causes that capabilities define are not counted as failures
+either."""
 MAX_ENDS_AT_STEP = 3
-"""The number of consecutive attempts that end at the same step and checkpoint before the run fails."""
+"""Number of consecutive attempts that may end at the same step and checkpoint before the run fails."""
 RANDOM_TYPES = ("Hang", "HostLost", "PreflightFailed", "OutOfMemory", "CheckpointError", "RankKilled")
-"""Failure types that can occur twice with the same message by chance."""
+"""Failure types that may occur twice with the same message by coincidence."""
 OWN_ERRORS = (
     "KeyError",
     "IndexError",
@@ -43,57 +46,57 @@ OWN_ERRORS = (
     "ZeroDivisionError",
     "NotImplementedError",
 )
-"""Suffixes of exception types that the same code raises again; errors of files, peers and GPUs are not
-included."""
+"""Suffixes of exception types that the same code would raise again; errors of files, peers and GPUs are not
+among them."""
 _BY_CHANCE = re.compile(
     r"connect|time[d ]? ?out|temporar|unavailable|unreachable|reset|network|socket|http|NCCL|CUDA|gloo",
     re.IGNORECASE,
 )
-"""Matches messages of exceptions that the network, a peer or the hardware may have caused."""
+"""Matches exception messages that point to the network, a peer or the hardware as the cause."""
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+")
 FIRST_STEP_S = 600.0
-"""Seconds after which a command may have made progress that is not visible."""
+"""Seconds after which a command may have made progress that trainkit cannot see."""
 MAX_DELAY_S = 60.0
 MAX_STARTS = 10
-"""The number of consecutive failures of Slurm to start the step before the run fails. The delays add up to
-four minutes."""
+"""Number of consecutive times that Slurm may fail to start the step before the run fails. The delays between
+ten attempts to start the step add up to four minutes."""
 
 
 @dataclass(frozen=True)
 class PlannedStop:
-    """A stop that the supervisor planned itself, or for a host that is being drained."""
+    """A stop planned by the supervisor, or a stop because a host is being drained."""
 
     cause: str
-    """``timeout`` if the run's jobs used up their total time, ``preempted`` for a drained host, or the cause
-    of a capability."""
+    """``timeout`` if the jobs of the run have used up its total time, ``preempted`` for a drained host, or
+    the cause of a capability."""
     why: str
     """The reason, for example ``restarts without b: rank 5 slow since step 1200 (compute)``."""
     host: str | None = None
-    """The host that the run will continue without."""
+    """The host without which the run will continue."""
 
 
 @dataclass
 class Observed:
-    """The supervisor's observations of an attempt's processes, from their start to their end."""
+    """What the supervisor observed of an attempt's processes, from their start to their end."""
 
     stop_signal: str | None = None
     """The signal that asked the job to stop; None without one."""
     supervisor_was_signalled: bool = False
-    """True if the supervisor got the signal too (never for SIGUSR2). During a preemption Slurm signals only
-    the steps."""
+    """True if the supervisor itself received the signal too (never for SIGUSR2). During a preemption, Slurm
+    signals only the steps."""
     planned_stop: PlannedStop | None = None
     """The stop that the supervisor planned; None otherwise."""
     hangs: list[HangRecord] = field(default_factory=list)
-    """The reports of hanging ranks. They are read before the ranks are killed, because a rank that a peer's
-    death unblocks deletes its report."""
+    """The reports of hanging ranks. The hang reports are read before the ranks are killed, because a rank
+    deletes its report when the death of a peer unblocks it."""
     killed_node: int | None = None
-    """The node rank of the agent that was killed before anything else ended."""
+    """The node rank of the agent that was killed before any other process ended."""
     step_may_still_run: bool = False
     """True if srun had to be killed, so that Slurm may still count the step as running."""
     moved_to: str | None = None
-    """The new path of a run folder that was moved, which ends the run; None if it was not moved."""
+    """The new path of the run folder if it was moved, which ends the run; None if it was not moved."""
     out_of_time: bool = False
-    """True if some processes were still running at the end of the grace time."""
+    """True if some processes were still running when the grace time was over."""
     exits: list[tuple[int, int]] = field(default_factory=list)
     """Pairs of node rank and exit code, in the order in which the agents ended."""
 
@@ -104,35 +107,32 @@ class Observed:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of an attempt: the supervisor's observations and their explanation.
-
-    See `job/outcome.py`.
-    """
+    """The outcome of an attempt, including what the supervisor observed; created by `job/outcome.py`."""
 
     exits: tuple[tuple[int, int], ...] = ()
     """Pairs of node rank and exit code, in the order in which the agents ended."""
     stop_signal: str | None = None
     """The signal that asked the job to stop; None without one."""
     cause: str | None = None
-    """The cause of the signal; None if a person cancelled the job."""
+    """The cause of the stop signal; None if a person cancelled the job."""
     planned_stop: PlannedStop | None = None
-    """The stop that the supervisor planned, or the stop for a drained host; None otherwise."""
+    """The stop that the supervisor planned, or the stop because a host is drained; None otherwise."""
     had_failed: bool = False
-    """True if the ranks had failed before the signal arrived, while the run waited to restart."""
+    """True if the ranks had already failed and the signal arrived during the delay before the restart."""
     out_of_time: bool = False
-    """True if some processes were still running at the end of the grace time."""
+    """True if some processes were still running when the grace time was over."""
     moved_to: str | None = None
-    """The new path of a run folder that was moved, which ends the run; None if it was not moved."""
+    """The new path of the run folder if it was moved, which ends the run; None if it was not moved."""
     launch_error: str | None = None
     """srun's message if Slurm could not start the step."""
     lost_nodes: tuple[str, ...] = ()
-    """Hosts that no longer respond."""
+    """The hosts that no longer respond."""
     hung: bool = False
     """True if ranks have reported a hang."""
     failure: RankFailure | None = None
-    """The first failure; None if there is none or it is unknown."""
+    """The first failure; None if nothing failed or the failure is unknown."""
     failed_after_signal: bool = False
-    """True if the first failure came after the stop signal, which may have interrupted the worker."""
+    """True if the first failure came after the stop signal, so that the signal may have caused it."""
 
     @property
     def exit_codes(self) -> list[int]:
@@ -140,9 +140,9 @@ class Outcome:
 
     @property
     def has_saved(self) -> bool:
-        """Return whether the exit codes of all workers mean success or a save.
+        """Return whether the exit codes of all workers mean success or a completed save.
 
-        For a command, the exit codes are the only evidence of a save.
+        The exit codes of a command are the only evidence that it has saved.
         """
         return bool(self.exits) and all(code in (EXIT_OK, EXIT_STOPPED) for code in self.exit_codes)
 
@@ -154,7 +154,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Standing:
-    """The state of a run when one of its attempts has ended."""
+    """The state of a run at the end of one of its attempts."""
 
     previous: tuple[AttemptEnd, ...] = ()
     """The ends of the previous attempts, oldest first."""
@@ -163,16 +163,15 @@ class Standing:
     step: int | None = None
     """The step at which the attempt ended."""
     ran_s: float = 0.0
-    """Seconds that the attempt ran."""
+    """The duration of the attempt in seconds."""
     is_total_used: bool = False
-    """True if the run's attempts have used up the total time of all time slices."""
+    """True if the attempts of the run have used up its total time."""
     workload: Workload = TRAINER
     """The kind of program that the workers ran."""
     attended_in: str | None = None
-    """The capability with which a person may have controlled a rank in a terminal; None without one."""
+    """The capability through which a person may have controlled a rank in a terminal; None without one."""
     is_done: bool = False
-    """True if a command has reported that it is done. If so, exit code 0 after a stop signal means finished.
-    """
+    """True if a command has reported that it is done; exit code 0 after a stop signal then means finished."""
 
 
 @dataclass(frozen=True)
@@ -184,29 +183,29 @@ class RestartOptions:
     resubmit: bool = False
     follow_up: bool = False
     unavailable_reason: str = ""
-    """The reason why no way is available, for the text of a decision."""
+    """Why the run cannot be restarted in any way; used in the text of a decision."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The supervisor's next action, and the reason for it."""
+    """What the supervisor does next, and why."""
 
     action: Action
     summary: str
     """A summary of how the attempt ended."""
     exit_code: int
     cause: str | None = None
-    """The cause of the restart or of the failure."""
+    """The cause of the restart, or of the failure."""
     delay_s: float = 0.0
     """Seconds to wait before the restart."""
     details: str = ""
-    """The second half of `reason`: the next action, or why there is none."""
+    """The second half of `reason`: what happens next, or why the run does not continue."""
     hint: str | None = None
-    """How to fix the failure, if its message does not say so."""
+    """A hint on how to fix the failure; None if the message contains one."""
 
     @property
     def reason(self) -> str:
-        """Return `summary` and `details` in one sentence."""
+        """Return `summary` and `details` as one sentence."""
         return "; ".join(filter(None, (self.summary, self.details)))
 
     @property
@@ -216,7 +215,7 @@ class Decision:
 
 
 def decide(result: Outcome, run: Standing, policy: RequeuePolicy, options: RestartOptions) -> Decision:
-    """Decide what follows one attempt of a run."""
+    """Decide what follows an attempt of a run."""
     codes, starts = result.exit_codes, run.previous
     run = replace(run, previous=tuple(attempt for attempt in starts if attempt.cause != "not_started"))
     was_stopped = result.stop_signal is not None
@@ -225,18 +224,18 @@ def decide(result: Outcome, run: Standing, policy: RequeuePolicy, options: Resta
         return Decision("finished", "all workers finished", EXIT_OK)
     saved = result.has_saved
     if result.moved_to is not None and not saved:
-        reason = f"its folder was moved to {result.moved_to}, and not all workers could save"
+        reason = f"the run folder was moved to {result.moved_to}, and not all workers could save"
         return Decision("failed", reason, EXIT_FAILED)
     if run.attended_in is not None and result.failure is not None and is_quit(result.failure.type or ""):
         return Decision("stopped", f"stopped in the {run.attended_in}", EXIT_STOPPED)
     if EXIT_NO_RESTART in codes:
         return Decision("failed", "a worker reported that a restart cannot help", EXIT_NO_RESTART)
-    # A save that fails after a cancellation is reported as a failure.
+    # If a save fails after a cancellation, the run counts as failed.
     is_interrupted = result.failed_after_signal and result.cause is not None
-    # A command may exit with any code if the signal ended one of its ranks.
+    # If the signal ended one of its ranks, a command may exit with any code.
     is_any_code = run.workload.is_command and not result.had_failed
     is_excused = is_any_code or result.out_of_time or is_interrupted
-    # Every worker that did not save was killed by the signal, or exited because it was stuck.
+    # True if every worker saved, was killed by the signal, or exited because it was stuck.
     expected = (EXIT_OK, EXIT_STOPPED, EXIT_STUCK)
     ended_on_signal = is_excused or all(code in expected or is_death_by_notice(code) for code in codes)
     if was_stopped and (saved or ended_on_signal):
@@ -252,9 +251,11 @@ def decide(result: Outcome, run: Standing, policy: RequeuePolicy, options: Resta
 def decide_no_start(
     summary: str, code: int, starts: Sequence[AttemptEnd], options: RestartOptions, *, in_place: bool
 ) -> Decision:
-    """Retry a job or step that could not start, a few times; `in_place` retries with growing delays.
+    """Retry a job or step that could not start, up to `MAX_STARTS` times with growing delays.
 
-    `starts` includes the attempts that could not start.
+    `in_place` means that the retry happens in this allocation.
+
+    `starts` are the previous attempts, including those that could not start.
     """
     count = len(list(takewhile(lambda attempt: attempt.cause == "not_started", reversed(starts))))
     if count + 1 >= MAX_STARTS:
@@ -264,26 +265,26 @@ def decide_no_start(
 
 
 def decide_requested(end: Decision, previous: Sequence[AttemptEnd], options: RestartOptions) -> Decision:
-    """Replace the decision `end` by another attempt that a person requested; no limit applies."""
+    """Return the decision to start another attempt because a person requested it; no limit applies."""
     summary = f"{end.summary}, and `trainkit requeue` requested another attempt"
     found = _resume(summary, "asked", end.exit_code, previous, options, in_place=not options.requeue)
     return replace(found, hint=end.hint)
 
 
 def decide_stranded(decision: Decision, result: Outcome, problem: str) -> Decision:
-    """Return the final decision after `decision` could not be carried out for the reason `problem`."""
+    """Return the final decision if `decision` could not be carried out; `problem` says why."""
     ended = replace(decision, action="stopped", details=not_again(problem))
     if decision.cause not in FAILURES:
         return ended
-    # Exit code 75 would mean that the state was saved.
+    # Exit code 75 (`EXIT_STOPPED`) would claim that the state was saved.
     code = next((code for code in result.exit_codes if code not in (EXIT_OK, EXIT_STOPPED)), EXIT_FAILED)
     return replace(ended, action="failed", exit_code=code)
 
 
 def decide_dead(result: Outcome, run: Standing, policy: RequeuePolicy) -> Decision:
-    """Decide what follows an attempt whose supervisor died and whose job Slurm has requeued by itself.
+    """Decide what follows an attempt whose supervisor died and whose job was requeued by Slurm itself.
 
-    If no host is lost, the job may also have been preempted without grace time.
+    If no host was lost, the job may also have been preempted without grace time.
     """
     if result.lost_nodes:
         return decide(result, run, policy, RestartOptions(requeue=True))
@@ -295,7 +296,7 @@ def decide_dead(result: Outcome, run: Standing, policy: RequeuePolicy) -> Decisi
 
 
 def not_again(why: str) -> str:
-    """Return the details of a decision after which the run does not restart."""
+    """Return the `details` of a decision not to restart the run."""
     return f"not started again: {why}"
 
 
@@ -304,7 +305,7 @@ def _after_request(
 ) -> Decision:
     saved = result.has_saved
     if saved and EXIT_STOPPED not in result.exit_codes:
-        summary = f"exited with 0 after {result.stop_signal}, without a sign that it is done"
+        summary = f"exited with 0 after {result.stop_signal} without reporting that it is done"
     elif saved and not run.step and not run.workload.is_command:
         summary = f"ended by {result.stop_signal} before the first step"
     elif saved:
@@ -321,7 +322,7 @@ def _after_request(
     else:
         summary = f"ended by {result.stop_signal}, and no worker reported a save"
     if result.moved_to is not None:
-        return Decision("stopped", f"{summary}: its folder was moved to {result.moved_to}", EXIT_STOPPED)
+        return Decision("stopped", f"{summary}: the run folder was moved to {result.moved_to}", EXIT_STOPPED)
     cause = result.cause
     if cause is None:
         return Decision("stopped", summary, EXIT_STOPPED)
@@ -337,8 +338,8 @@ def _after_request(
         limit = f"the time limit was reached {MAX_ENDS_AT_STEP} times in a row at step {run.step}"
     if limit is not None:
         return Decision("stopped", summary, EXIT_STOPPED, cause, details=not_again(limit))
-    # A signalled job leaves its allocation, with two exceptions: the stop was only meant to leave one host,
-    # or a person requested a restart of a job that cannot be requeued.
+    # After a signal, a job leaves its allocation, with two exceptions: the stop was only meant to exclude one
+    # host, or a person requested a restart and the job cannot be requeued.
     in_place = restart_cause(cause).in_place or (cause == "asked" and not options.requeue)
     return _resume(summary, cause, EXIT_STOPPED, run.previous, options, in_place=in_place)
 
@@ -363,9 +364,9 @@ def _after_failure(
     limit = _restart_limit(result, cause, run, policy)
     if limit is not None:
         return Decision("failed", summary, code, cause, details=limit and not_again(limit))
-    # After a stop signal the allocation is about to end, so no other attempt fits into it.
+    # After a stop signal, the allocation is about to end, so there is no time for another attempt in it.
     in_place = result.stop_signal is None
-    # The delay doubles with every failure without progress.
+    # The delay doubles with every consecutive failure without progress.
     failures = _num_failures_without_progress(run)
     delay_s = 0.0 if failures == 0 else min(MAX_DELAY_S, 2.0 ** (failures - 1))
     return _resume(summary, cause, code, run.previous, options, in_place=in_place, delay_s=delay_s)
@@ -376,7 +377,7 @@ def _failure_code(result: Outcome) -> int:
 
 
 def _restart_limit(result: Outcome, cause: Cause, run: Standing, policy: RequeuePolicy) -> str | None:
-    """Return why the run is not restarted after a failure; "" if it is obvious, None if it may restart."""
+    """Return why the run must not restart after a failure; "" if this is obvious, None if it may restart."""
     failure = repeatable_failure(result.failure)
     if result.stop_signal is not None and result.cause is None:
         return ""  # a person wanted the run to end
@@ -386,7 +387,7 @@ def _restart_limit(result: Outcome, cause: Cause, run: Standing, policy: Requeue
         return "it would fail again in the same way"
     if failure is not None and _is_own_error(failure, run):
         where = "" if failure.code is None else f" in {failure.code.place}"
-        return f"{str(failure.type).rpartition('.')[2]}{where} before the first step would happen again"
+        return f"{str(failure.type).rpartition('.')[2]}{where} before the first step would be raised again"
     if failure is not None and run.previous and _is_same(failure, run.progress, run.previous[-1]):
         where = "" if failure.step is None else f" at step {failure.step}"
         return f"the same failure{where} as in the previous attempt"
@@ -400,19 +401,19 @@ def _restart_limit(result: Outcome, cause: Cause, run: Standing, policy: Requeue
 
 
 def is_of_capability(cause: str | None) -> bool:
-    """Return whether the cause comes from a capability that restarts the run, which is not a failure."""
+    """Return whether the cause belongs to a capability that restarts the run, which is not a failure."""
     return cause is not None and cause not in get_args(Cause)
 
 
 def repeatable_failure(failure: RankFailure | None) -> RankFailure | None:
-    """Return a failure that could be recognized if it recurred; None for external or random causes."""
+    """Return the failure if its cause is in the run itself; None if the cause is external or random."""
     if failure is None or failure.was_signalled or (failure.type in RANDOM_TYPES and not failure.final):
         return None
     return failure
 
 
 def _is_own_error(failure: RankFailure, run: Standing) -> bool:
-    """Return whether the user's code raised a deterministic exception before the run made any progress."""
+    """Return whether the user's code raised a deterministic exception before the run made progress."""
     has_begun = run.progress or run.step or run.ran_s > FIRST_STEP_S
     has_run = any(end.mark or end.step or end.cause not in FAILURES for end in run.previous)
     is_own = failure.code is not None or run.workload.is_command
@@ -428,7 +429,7 @@ def _is_own_error(failure: RankFailure, run: Standing) -> bool:
 def _is_same(failure: RankFailure, progress: int, before: AttemptEnd) -> bool:
     """Return whether the previous attempt failed in the same way.
 
-    If the step is unknown, both must have the same progress.
+    If the step of the failure is unknown, both attempts must have made the same progress.
     """
     last = repeatable_failure(before.verdict)
     if last is None or _what(failure) != _what(last):
@@ -437,7 +438,7 @@ def _is_same(failure: RankFailure, progress: int, before: AttemptEnd) -> bool:
 
 
 def _what(failure: RankFailure) -> tuple[object, ...]:
-    # The output of a dying process may contain times and addresses, so its exit code is compared instead.
+    # The output of a crashing process may contain times and addresses, so only its exit code is compared.
     is_code = failure.type == "exit" and failure.exit_code is not None
     message = _ADDRESS.sub("", str(failure.message))
     return failure.type, failure.step, failure.exit_code if is_code else message
@@ -447,17 +448,12 @@ def _total_limit(run: Standing, policy: RequeuePolicy) -> str | None:
     if not run.is_total_used or policy.total_s is None:
         return None
     total = time_text(int(policy.total_s))
-    return (
-        f"its jobs have used up the {total} of resources.time; `trainkit resume` grants the same time again"
-    )
+    return f"the run has used up the {total} of resources.time; `trainkit resume` grants the same time again"
 
 
 def restarts_limit(previous: Sequence[AttemptEnd], policy: RequeuePolicy) -> str | None:
-    """Return why the run may not restart again: it has restarted `requeue.max` times.
-
-    Returns None if the run may restart.
-    """
-    # The end of a time slice that has saved something does not count as a restart.
+    """Return the reason if the run has used up its `requeue.max` restarts; None if it may restart."""
+    # The end of a time slice that saved a checkpoint does not count as a restart.
     progress = [0, *(end.mark or 0 for end in previous)]
     ends = zip(previous, pairwise(progress), strict=True)
     count = sum(policy.total_s is None or end.cause != "timeout" or now <= was for end, (was, now) in ends)
@@ -467,7 +463,7 @@ def restarts_limit(previous: Sequence[AttemptEnd], policy: RequeuePolicy) -> str
 
 
 def _num_failures_without_progress(run: Standing) -> int:
-    """Return the number of failures directly before this one that saved nothing new."""
+    """Return how many consecutive failures saved nothing new, not counting the current failure."""
     alike = (end.cause in FAILURES and (end.mark or 0) == run.progress for end in reversed(run.previous))
     return len(list(takewhile(bool, alike)))
 
@@ -475,7 +471,7 @@ def _num_failures_without_progress(run: Standing) -> int:
 def _makes_no_progress(run: Standing) -> bool:
     """Return whether MAX_ENDS_AT_STEP attempts in a row ended at the same step.
 
-    Preemptions and requests do not count.
+    Attempts that ended because of a preemption or a request do not count.
     """
     counted = [end for end in run.previous if end.cause not in UNCOUNTED and not is_of_capability(end.cause)]
     counted = counted[1 - MAX_ENDS_AT_STEP :]
@@ -496,7 +492,10 @@ def _resume(
     in_place: bool,
     delay_s: float = 0.0,
 ) -> Decision:
-    """Resume the run in the cheapest available way; `in_place` allows a restart in this allocation."""
+    """Return the decision to resume the run in the cheapest available way.
+
+    `in_place` permits a restart in this allocation.
+    """
     ways = RESUME_ACTIONS if in_place else RESUME_ACTIONS[1:]
     action = next((way for way in ways if getattr(options, way)), None)
     if action is None:

@@ -1,8 +1,8 @@
 """Flight records of torch: the collectives, sends and receives that each rank has called.
 
-A trainer rank that hangs writes its record itself (`trainer/progress.py`). For a script, torch writes the
-record when a collective times out or when the agent requests it. `blame.py` finds the ranks that block the
-others.
+A hanging trainer rank writes its record itself (`trainer/progress.py`). For a script, torch writes the record
+when a collective times out, or when the agent requests it. `blame.py` uses flight records to find the ranks
+that block the others.
 """
 
 from __future__ import annotations
@@ -29,19 +29,21 @@ from trainkit.run.rundir import AttemptDir
 from trainkit.run.tracebacks import is_of_user
 
 FLIGHT_VARIABLE = "TRAINKIT_JOB_FLIGHT_RECORDS"
-"""The prefix of the paths of flight records, to which torch adds the rank."""
+"""The path prefix of flight records; torch appends the rank."""
 DUMP_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-"""The variables with torch's path prefix for records, under the current name and an older one."""
+"""The environment variables for the path prefix of torch's flight records: the current name and an older
+one."""
 DUMP_S = 8.0
-"""Seconds that torch may take to write a requested record. It checks for requests every second, and resolves
-stacks."""
+"""Seconds that torch may take to write a requested record. torch checks for requests once per second, and
+symbolizes the stacks."""
 DUMP_POLL_S = 0.1
 MAX_BYTES = 32 << 20
-"""The size of the largest record that is read. 1000 collectives with their stacks take 0.2 MB."""
+"""The largest size of a record that is read; 1000 collectives with stacks take 0.2 MB."""
 MAX_TENSORS = 8
-"""The number of tensors of a call that are compared and shown."""
+"""Number of tensors per call that are compared and shown."""
 Group = tuple[str, str, tuple[int, ...]]
-"""The backend, name and ranks of a process group. Groups that torch splits off share a name."""
+"""Backend, name and ranks of a process group. Groups that were created by splitting another group share a
+name."""
 
 
 @dataclass(frozen=True)
@@ -56,16 +58,17 @@ class Call:
     label: str = ""
     """The name that the creator gave the group, such as ``mesh_dp``."""
     sizes: tuple[tuple[int, ...], ...] = ()
-    """The shapes of its tensors, as far as all ranks must agree on them."""
+    """The shapes of the tensors that all ranks must agree on."""
     dtypes: tuple[str, ...] = ()
     peer: int | None = None
     """The other rank of a send or receive."""
     is_done: bool = False
     is_p2p: bool = False
     has_started: bool = False
-    """True if the device has started the call. Only NCCL knows this, and only if it measures times."""
+    """True if the device has started the call. Only NCCL knows whether a device has started a call, and only
+    if it measures the times of calls."""
     place: str = ""
-    """The line of user code that made the call."""
+    """The line of user code from which the call was made."""
 
     @property
     def signature(self) -> tuple[object, ...]:
@@ -85,7 +88,7 @@ class Call:
 
     @property
     def position(self) -> str:
-        """Return the call's number in its group, such as ``number 812 of group dp``."""
+        """Return the number of the call in its group, such as ``collective 812 of group dp``."""
         kind = "send or receive" if self.is_p2p else "collective"
         return f"{kind} {self.number} of {self.label if self.label == 'all ranks' else f'group {self.label}'}"
 
@@ -103,27 +106,27 @@ class Flight:
     calls: tuple[Call, ...]
     """The calls in order; the oldest may be missing."""
     is_whole: bool = False
-    """True if the record begins with the first call of the rank."""
+    """True if the record starts with the first call of the rank."""
     is_idle: bool = False
     """True if all calls of the rank have ended."""
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Unpickles only numbers, texts, lists and dictionaries: a record must not import or call code."""
+    """Unpickler for numbers, strings, lists and dictionaries only, so that a record cannot run code."""
 
     def find_class(self, module_name: str, global_name: str) -> object:
         raise pickle.UnpicklingError(f"it contains {module_name}.{global_name}")
 
 
 def read_dump(path: Path) -> dict[str, object]:
-    """Read a record that torch has written.
+    """Read a flight record written by torch.
 
-    Raises ValueError if the file is not a record, and OSError if it does not exist.
+    Raises ValueError if the file is not a flight record, and OSError if it cannot be read.
     """
     with path.open("rb") as stream:
         content = stream.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:
-        raise ValueError(f"larger than {MAX_BYTES >> 20} MiB")
+        raise ValueError(f"the file is larger than {MAX_BYTES >> 20} MiB")
     try:
         dump = json.loads(content) if content[:1] == b"{" else _PlainUnpickler(io.BytesIO(content)).load()
     except (
@@ -137,12 +140,12 @@ def read_dump(path: Path) -> dict[str, object]:
     ) as error:
         raise ValueError(f"not a flight record: {error}") from error
     if not isinstance(dump, dict):
-        raise ValueError("not a flight record: no dictionary")
+        raise ValueError("not a flight record: it contains no dictionary")
     return dump
 
 
 def read_flights(attempt: AttemptDir, world_size: int) -> dict[int, Flight]:
-    """Read the records of an attempt's ranks; a damaged record is logged and skipped."""
+    """Read the flight records of an attempt's ranks; logs and skips a damaged record."""
     found = {}
     for folder in (attempt.stacks_dir, attempt.flight_dir):
         refresh_listing(folder)
@@ -159,10 +162,10 @@ def read_flights(attempt: AttemptDir, world_size: int) -> dict[int, Flight]:
 
 
 def flight_environ(attempt: AttemptDir, plan: LaunchPlan) -> dict[str, str]:
-    """Return the variables that make torch write records into the attempt's folder, and create the folder.
+    """Return the variables that make torch write flight records, and create the folder for the records.
 
-    Returns no variables if the user has chosen another place. torch ends a rank that cannot create its pipe,
-    so records on request are disabled if this filesystem has no pipes.
+    Returns no variables if the user has chosen another path. torch aborts a rank that cannot create its pipe,
+    so records on request are disabled if the filesystem does not support pipes.
     """
     if any(name in plan.environment.variables or name in os.environ for name in DUMP_VARIABLES):
         return {}
@@ -173,21 +176,23 @@ def flight_environ(attempt: AttemptDir, plan: LaunchPlan) -> dict[str, str]:
         os.mkfifo(probe)
         probe.unlink()
     except OSError as error:
-        log_line(f"flight records on request are disabled: no pipe in {attempt.flight_dir} ({error})")
+        log_line(
+            f"flight records on request are disabled: cannot create a pipe in {attempt.flight_dir} ({error})"
+        )
         return {DUMP_VARIABLES[0]: prefix}
     return {DUMP_VARIABLES[0]: prefix, FLIGHT_VARIABLE: prefix}
 
 
 def remove_pipes(attempt: AttemptDir, ranks: Iterable[int]) -> None:
-    """Remove the pipes of ranks that have ended, because opening such a pipe would block forever."""
+    """Remove the pipes of ended ranks, because opening a pipe without a reader would block forever."""
     for rank in ranks:
         (attempt.flight_dir / f"rank-{rank}.pipe").unlink(missing_ok=True)
 
 
 def request_dumps(attempt: AttemptDir, ranks: Iterable[int]) -> None:
-    """Have torch write the records of these local ranks, and wait up to `DUMP_S` for them.
+    """Have torch write the flight records of local ranks, and wait up to `DUMP_S` for them.
 
-    A rank with NCCL always reads its pipe, even while it hangs. Other ranks have no pipe.
+    A rank that uses NCCL reads its pipe even while it hangs. Ranks without NCCL have no pipe.
     """
     before = {}
     for rank in ranks:
@@ -195,7 +200,7 @@ def request_dumps(attempt: AttemptDir, ranks: Iterable[int]) -> None:
         try:
             pipe = os.open(f"{path}.pipe", os.O_WRONLY | os.O_NONBLOCK)
         except OSError:
-            continue  # no process reads the pipe: the rank does not use NCCL, or has ended
+            continue  # no process reads the pipe, because the rank does not use NCCL or has ended
         with contextlib.closing(os.fdopen(pipe, "wb")) as stream:
             before[path] = _changed_ns(path)
             stream.write(b"1")
@@ -215,7 +220,7 @@ def _changed_ns(path: Path) -> int:
 
 
 def _is_whole(path: Path) -> bool:
-    """Return whether a record is complete, because torch writes it in place."""
+    """Return whether a record has been written completely; torch does not write it atomically."""
     try:
         return bool(read_dump(path))
     except ValueError:
@@ -223,7 +228,7 @@ def _is_whole(path: Path) -> bool:
 
 
 def parse_flight(rank: int, dump: JsonObject, world_size: int) -> Flight:
-    """Convert torch's record of a rank. Raises ValueError for another format."""
+    """Convert a rank's record from torch's format. Raises ValueError if the format is unknown."""
     try:
         entries = sorted(dump.get("entries", []), key=lambda entry: entry["time_created_ns"])
         config = {str(name): dict(group) for name, group in dump.get("pg_config", {}).items()}
@@ -244,7 +249,7 @@ def parse_flight(rank: int, dump: JsonObject, world_size: int) -> Flight:
         is_idle = all(enqueued <= completed for enqueued, completed in status)
     except (AttributeError, KeyError, TypeError, IndexError) as error:
         raise ValueError(f"not a flight record: {error!r}") from error
-    # torch restarts its numbers when a program resets the recorder.
+    # torch's numbering starts again when a program resets the recorder.
     is_whole = all(found == {*range(len(found))} for found in ids.values()) and all(
         group[0] == "gloo" or number <= 1 for group, number in begins.items()
     )
@@ -258,7 +263,7 @@ def _ranks(ranks: Any) -> tuple[int, ...]:
 
 
 def _parse_call(entry: JsonObject, group: Group, label: str, words: str) -> Call:
-    """Convert one entry.
+    """Convert one entry of torch's record.
 
     NCCL marks a call that timed out as retired, but gloo marks a completed call as retired.
     """
@@ -291,12 +296,12 @@ def _parse_call(entry: JsonObject, group: Group, label: str, words: str) -> Call
 
 
 def _place(frames: Sequence[JsonObject]) -> str:
-    """Return the innermost line of user code, else of code outside torch."""
+    """Return the innermost line of user code or, if there is none, of any code outside torch."""
     return users_frame([f"{frame['name']} ({frame['filename']}:{frame['line']})" for frame in frames])
 
 
 def users_frame(stack: Sequence[str]) -> str:
-    """Return the innermost frame of user code, else of code outside torch; empty without one."""
+    """Return the innermost frame of user code, else of any code outside torch, else an empty string."""
     files = {frame: frame.rpartition(" (")[2] for frame in stack}
     own = [frame for frame, file in files.items() if is_of_user(file)]
     own += [frame for frame, file in files.items() if "/torch/" not in file]
@@ -304,13 +309,13 @@ def users_frame(stack: Sequence[str]) -> str:
 
 
 def short_frame(frame: str) -> str:
-    """Return ``name (file.py:12)`` for a frame with a full path."""
+    """Return ``name (file.py:12)`` for a frame that contains a full path."""
     name, _, place = frame.rpartition(" (")
     return f"{name} ({place.rpartition('/')[2]}" if name else frame
 
 
 def _whole_batches(calls: Sequence[Call]) -> tuple[Call, ...]:
-    """Return the calls with the state of their batch, which NCCL records only at the last call."""
+    """Return each call with the state of its batch, which NCCL records only for the batch's last call."""
     last = {(call.group, call.is_p2p, call.number): call for call in calls}
     found = []
     for call in calls:

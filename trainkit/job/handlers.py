@@ -1,4 +1,4 @@
-"""Finds the processes that handle a stop signal, as the kernel lists them, and the processes that forward it.
+"""Finds out from the kernel which processes handle a stop signal and which may forward it.
 
 This file needs only the standard library, because `trainkit.job.startup` loads it in the interpreter of any
 script.
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from typing import Any
 
 SAVES_ON = (signal.SIGTERM, signal.SIGUSR2)
-"""The signals that ask a command to save. If the command handles several, the first counts."""
+"""The signals that ask a command to save, in order of priority."""
 SHELLS = ("sh", "bash", "dash", "zsh", "ksh")
 PASSED_ON_S = 5.0
-"""Seconds after Slurm's signal during which a parent process may forward the same signal."""
+"""Seconds after Slurm's signal during which a parent process may still forward the same signal."""
 FROM_TERMINAL = {signal.SIGINT, signal.SIGQUIT}
-"""The signals that a shell without a terminal makes its ``&`` jobs ignore."""
+"""Signals that a non-interactive shell makes its background jobs (``&``) ignore."""
 
 
 def _lines(pid: int) -> list[str]:
@@ -33,7 +33,10 @@ def _lines(pid: int) -> list[str]:
 
 
 def signal_mask(pid: int, name: str) -> set[int]:
-    """Return the signals in a mask of /proc/PID/status, such as SigCgt; empty if the process has ended."""
+    """Return the signals in a mask of /proc/PID/status, for example in the mask SigCgt.
+
+    The result is empty if the process has ended.
+    """
     mask = next((int(line.split()[1], 16) for line in _lines(pid) if line.startswith(f"{name}:")), 0)
     return {number for number in range(1, 65) if mask & 1 << number - 1}
 
@@ -48,17 +51,17 @@ def is_shell(pid: int) -> bool:
 
 
 def is_in_foreground(pid: int) -> bool:
-    """Return whether a shell waits for this child, which delays the shell's traps until the child ends."""
+    """Return whether a shell runs this child in the foreground, which delays the traps of the shell."""
     if signal_mask(pid, "SigIgn") & FROM_TERMINAL:
         return False
-    # The child's handlers may have replaced ignored signals.
+    # A background child may have set handlers for signals that it was started to ignore.
     return not signal_mask(pid, "SigCgt") >= FROM_TERMINAL
 
 
 def hear_once(agent: int, own_handlers: Callable[[set[int]], set[int]]) -> None:
-    """Call a handler only once if Slurm signals all processes and a parent forwards the signal too.
+    """Make a handler run only once if Slurm signals all processes and a parent forwards the same signal.
 
-    This has no effect below an agent if no process in between handles a stop signal. `own_handlers` removes
+    Does nothing if no process between this one and the agent handles a stop signal. `own_handlers` removes
     the signals that a process only filters.
     """
     if not _is_passed_on(agent, own_handlers):
@@ -87,7 +90,7 @@ def hear_once(agent: int, own_handlers: Callable[[set[int]], set[int]]) -> None:
 
 
 def _is_passed_on(agent: int, own_handlers: Callable[[set[int]], set[int]]) -> bool:
-    """Return whether a process between the agent and this one handles a stop signal and can forward it."""
+    """Return whether a process between the agent and this one handles a stop signal and may forward it."""
     child, parent = os.getpid(), os.getppid()
     while parent not in (agent, 0, 1):
         is_waiting = is_shell(parent) and is_in_foreground(child)

@@ -20,16 +20,16 @@ from trainkit.run.rundir import AttemptDir
 
 @dataclass(frozen=True)
 class HangRecord:
-    """The report of a rank that has made no progress for too long."""
+    """The hang report of a rank that has made no progress for too long."""
 
     rank: int
     node_rank: int
     host: str
     step: int | None
-    """The step that was being computed; None before the first step."""
+    """The step that the rank was computing; None before the first step."""
     phase: str
     beat: int
-    """The number of phases of its step that the rank had entered; orders ranks within a step."""
+    """The number of phases of its step that the rank had entered; orders the ranks within a step."""
     waited_s: float
     """Seconds without progress."""
     limit_s: float
@@ -42,48 +42,48 @@ class HangRecord:
 
     @property
     def summary(self) -> str:
-        """Return the report in one sentence."""
+        """Return the report as one sentence."""
         usual = "" if self.usual_s is None else f"; a step usually takes {self.usual_s:.2g} s"
         return f"no progress for {self.waited_s:.0f} s, in {self.phase}{usual}"
 
     @property
     def position(self) -> tuple[int, int]:
-        """Return the step and phase, comparable between ranks."""
+        """Return the step and the phase as values that are comparable between ranks."""
         return (-1 if self.step is None else self.step, self.beat)
 
 
 def read_hangs(attempt: AttemptDir) -> list[HangRecord]:
-    """Read the reports of hanging ranks, by rank; empty if there are none."""
+    """Read the hang reports, ordered by rank; empty if there are none."""
     return read_each(HangRecord, attempt.hangs_dir)
 
 
 def missing_ranks(plan: LaunchPlan, records: Sequence[HangRecord]) -> list[int]:
-    """Return the ranks without a report, whose processes are stopped or whose hosts are lost."""
+    """Return the ranks without a report; their processes are stopped or their hosts are lost."""
     reported = {record.rank for record in records}
     return [rank for rank in range(plan.world_size) if rank not in reported]
 
 
 def silent_hosts(attempt: AttemptDir, plan: LaunchPlan, records: Sequence[HangRecord]) -> list[str]:
-    """Return the hosts where no rank reported the hang."""
+    """Return the hosts on which no rank reported the hang."""
     reported = {record.node_rank for record in records}
     hosts = (_host_of(attempt, node, records) for node in range(plan.num_nodes) if node not in reported)
     return [host for host in hosts if host is not None]
 
 
 SILENT = "a command without output"
-"""The start of the phase in a report about a command that prints nothing."""
+"""The start of the phase in a hang report about a command without output."""
 CONNECT_HINT = (
     "the ranks found each other but cannot exchange tensors: `trainkit doctor --nodes N` measures the links "
-    "between hosts, `launch.network` names the interface, and `launch.network: debug` sets NCCL_DEBUG=INFO"
+    "between hosts, `launch.network` sets the interface, and `launch.network: debug` sets NCCL_DEBUG=INFO"
 )
 
 
 def hang_failure(attempt: AttemptDir, plan: LaunchPlan, records: Sequence[HangRecord]) -> RankFailure:
     """Return a failure of type ``Hang`` for the rank that blocks the others; `records` must not be empty.
 
-    The flight records name all blocking ranks, or show that they are unknown. If no record shows a waiting
-    rank, the failure names the first rank without a report, else the rank that is behind the others. If no
-    rank is behind, the failure names no host.
+    If flight records show a waiting rank, they determine which ranks the failure names, if any. If no
+    record shows a waiting rank, the failure names the first rank without a hang report, or else the rank that
+    is furthest behind. If no rank is behind the others, the failure names no host.
     """
     behind, is_distinct = _furthest_behind(records)
     missing = missing_ranks(plan, records)
@@ -94,7 +94,7 @@ def hang_failure(attempt: AttemptDir, plan: LaunchPlan, records: Sequence[HangRe
         failure = blamed_failure(attempt, plan, blame, records)
         own = next((record for record in records if record.rank == failure.rank), behind)
         who = "" if own.rank == failure.rank or failure.rank is None else f"rank {own.rank}: "
-        # The phase of a silent command already names the blocking rank.
+        # The phase of a command without output already names the blocking rank.
         text = blame.text if is_silence else f"{blame.text}; {who}{own.summary}"
         return replace(failure, message=text, time=min(record.time for record in records), step=own.step)
     if missing:
@@ -105,7 +105,7 @@ def hang_failure(attempt: AttemptDir, plan: LaunchPlan, records: Sequence[HangRe
         rank, node_rank, host = behind.rank, behind.node_rank, behind.host
         message = behind.summary
         if not is_distinct or is_silence:
-            # On GPUs, every rank waits for its own device, whichever device does not respond.
+            # On GPUs, every rank waits for its own device, no matter which device fails to respond.
             host, message = None, f"{message}; no rank is behind the others"
     return RankFailure(
         rank=rank,
@@ -124,9 +124,10 @@ def hang_failure(attempt: AttemptDir, plan: LaunchPlan, records: Sequence[HangRe
 def find_blocking(
     attempt: AttemptDir, plan: LaunchPlan, stacks: Mapping[int, Sequence[str]], *, is_silence: bool
 ) -> Blame | None:
-    """Find the ranks that block the others, from flight records and the stacks of responding ranks.
+    """Find the ranks that block the others, using flight records and the stacks of the responding ranks.
 
-    `is_silence` means a command for which only the stacks are known, not each rank's step and phase.
+    `is_silence` means that the attempt runs a command of which only the stacks are known, not the step and
+    phase of each rank.
     """
     silent = [rank for rank in range(plan.world_size) if rank not in stacks]
     blame = find_blame(read_flights(attempt, plan.world_size), silent, stacks)
@@ -138,9 +139,9 @@ def find_blocking(
 def blamed_failure(
     attempt: AttemptDir, plan: LaunchPlan, blame: Blame, records: Sequence[HangRecord] = ()
 ) -> RankFailure:
-    """Return a failure for the ranks at fault.
+    """Return a failure that names the ranks at fault.
 
-    The failure names a host only if all these ranks are on it and the host may be at fault.
+    The failure names a host only if all ranks at fault run on the same host and the host may be at fault.
     """
     nodes = [node_of(plan, rank) for rank in blame.ranks]
     return RankFailure(
@@ -155,9 +156,9 @@ def blamed_failure(
 
 
 def _furthest_behind(records: Sequence[HangRecord]) -> tuple[HangRecord, bool]:
-    """Return the rank that is furthest behind, and whether it is distinguishable from the others.
+    """Return the report of the rank that is furthest behind, and whether it is clearly behind the others.
 
-    Among ranks at the same position, a rank whose stack differs from the majority's blocks the majority.
+    Among ranks at the same position, a rank whose stack differs from the majority's blocks the others.
     """
     position = min(record.position for record in records)
     same = [record for record in records if record.position == position]
@@ -174,14 +175,14 @@ def node_of(plan: LaunchPlan, rank: int) -> int:
 
 
 def _host_of(attempt: AttemptDir, node_rank: int, records: Sequence[HangRecord]) -> str | None:
-    """Return the host of a node, from a report of its ranks or the rendezvous; None if unknown."""
+    """Return the host of a node, according to a hang report or the rendezvous; None if unknown."""
     for record in records:
         if record.node_rank == node_rank and record.host:
             return record.host
     hosts = read_rendezvous(attempt).hosts
     if node_rank < len(hosts):
         return hosts[node_rank]
-    # Only a local run has no rendezvous file.
+    # Only a run on a single machine has no rendezvous file.
     return None if attempt.rendezvous_file.exists() else socket.gethostname()
 
 
@@ -195,7 +196,8 @@ def _describe_missing(missing: Sequence[int], waiting: HangRecord) -> str:
 
 
 GATHER_S = 5.0
-"""Seconds to collect reports. Ranks that wait for each other report almost at the same time."""
+"""Seconds to wait for hang reports of other ranks after the first report. Ranks that wait for each other
+report their hang almost at the same time."""
 
 
 class HangWatch:
@@ -206,14 +208,14 @@ class HangWatch:
         self._first_s: float | None = None
 
     def poll(self) -> list[HangRecord]:
-        """Return the reports of a hang, or an empty list until every rank has had time to write one."""
+        """Return the reports of a hang; empty until every rank has had time to write one."""
         records = read_hangs(self._attempt)
         if not records:
-            self._first_s = None  # the rank made progress after all
+            self._first_s = None  # the rank has made progress again
         elif self._first_s is None:
             self._first_s = time.monotonic()
         elif time.monotonic() > self._first_s + GATHER_S:
-            # Without this, reports from other hosts may be missing from the list.
+            # Without refreshing the folder, the list may lack reports from other hosts.
             refresh_listing(self._attempt.hangs_dir)
             return read_hangs(self._attempt)
         return []

@@ -1,4 +1,4 @@
-"""Creates the outcome of an attempt from the supervisor's observations and their explanation."""
+"""Builds the outcome of an attempt from what its supervisor observed, and explains it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainkit.run.files import parse_time, seconds_between
 from trainkit.run.rundir import AttemptDir
 
 NOT_RUN = Outcome()
-"""The outcome of an attempt that has started no process."""
+"""The outcome of an attempt that has not started any process."""
 
 
 def outcome_of(
@@ -32,7 +32,8 @@ def outcome_of(
 ) -> Outcome:
     """Return the outcome of an attempt whose processes have ended.
 
-    Pass `failure` if it was searched for, and `planned_stop` if it differs from the one in `observed`.
+    Pass `failure` if the caller has already looked for it, and `planned_stop` if it differs from the one in
+    `observed`.
 
     May raise OSError.
     """
@@ -50,7 +51,7 @@ def outcome_of(
 
 
 def only_observed(observed: Observed) -> Outcome:
-    """Return the outcome of an attempt from the observations alone."""
+    """Return the outcome of an attempt as far as the observations alone show it."""
     return Outcome(
         exits=tuple(observed.exits),
         stop_signal=observed.stop_signal,
@@ -62,19 +63,19 @@ def only_observed(observed: Observed) -> Outcome:
 
 
 def dead_outcome(failure: RankFailure, lost_host: str | None) -> Outcome:
-    """Return the outcome of an attempt whose supervisor has died, along with the host if it is lost."""
+    """Return the outcome of an attempt whose supervisor died; `lost_host` is its host if that is lost."""
     if lost_host is None:
         return Outcome(failure=failure)
     return Outcome(((0, signal_exit_code(signal.SIGKILL)),), lost_nodes=(lost_host,), failure=failure)
 
 
 def without_cause(outcome: Outcome) -> Outcome:
-    """Return the outcome without a cause, for a run that a person has cancelled."""
+    """Return the outcome without a cause, because a person has cancelled the run."""
     return replace(outcome, cause=None)
 
 
 def _is_after_signal(attempt: AttemptDir, failure: RankFailure | None) -> bool:
-    """Return whether a failure came after the first stop signal of the attempt."""
+    """Return whether a failure happened after the first stop signal of the attempt."""
     if failure is None:
         return False
     stop = next(read_events(attempt.run, "signal", attempt=attempt.number), None)

@@ -1,7 +1,7 @@
-"""The checks of a node that a job runs before its ranks start; `doctor` shows them among other checks.
+"""The checks of a node before the ranks of a job start; `trainkit doctor` also runs these checks.
 
-The supervisor checks the run folder before the step starts, and every agent checks its own node. The run does
-not use a failed node again.
+The supervisor checks the run folder before the step starts, and every agent checks its own node. If a node
+has failed a check, the run does not use it again.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ class Finding:
     value: str
     hint: str = ""
     host: str | None = None
-    """The host that was checked; None for a check that concerns no single host."""
+    """The host that was checked; None if the check is not about a single host."""
 
 
 def warn_if(is_bad: bool, name: str, value: str, hint: str) -> Finding:
-    """Return a warning with its hint if `is_bad`, else a finding that the check passed."""
+    """Return a warning with a hint if `is_bad`, else a finding that the check passed."""
     return Finding(name, "warning", value, hint) if is_bad else Finding(name, "ok", value)
 
 
 class PreflightFailed(TrainkitError):
-    """A check failed before the ranks started."""
+    """Raised if a check fails before the ranks have started."""
 
     def __init__(
         self, message: str, hint: str = "", *, is_node: bool = True, exit_code: int = EXIT_FAILED
     ) -> None:
         super().__init__(message, hint, exit_code)
         self.is_node = is_node
-        """True if the problem belongs to this node, so that another node could pass the check."""
+        """True if the problem is specific to this node, so that another node could pass the check."""
 
 
 def _require(subject: str, finding: Finding) -> None:
-    """Raise PreflightFailed if a check of this node has failed; `subject` names the checked thing."""
+    """Raise PreflightFailed if the check of this node failed; `subject` names what was checked."""
     if finding.state == "failure":
         raise PreflightFailed(f"{subject} {finding.value}", finding.hint)
 
@@ -71,9 +71,9 @@ def require_gpus(
     is_task: bool = False,
     torch: TorchBuild | None = None,
 ) -> None:
-    """Raise PreflightFailed if a rank's GPU is missing, lost, needs a reset, or cannot run `torch`.
+    """Raise PreflightFailed if the GPU of a rank is missing, lost, needs a reset, or cannot run this `torch`.
 
-    `is_task` has the same meaning as in `gpu_index`.
+    `is_task` means the same as in `gpu_index`.
     """
     visible, granted = environ.get("CUDA_VISIBLE_DEVICES"), environ.get("SLURM_GPUS_ON_NODE")
     count, listed = nvml.nvmlDeviceGetCount(), visible_gpus(visible)
@@ -84,49 +84,50 @@ def require_gpus(
         if name is None or (name.isdigit() and int(name) >= count):
             raise _missing_gpu(rank, name, count, visible, granted, is_task=is_task)
         if not name.isdigit():
-            continue  # a UUID may be abbreviated, and a MIG slice reports no errors
+            continue  # a UUID may be abbreviated, and a MIG device reports no errors
         _require(f"GPU {name} of {socket.gethostname()}", check_gpu(nvml, name))
         if torch is not None:
             found = None
-            with contextlib.suppress(nvml.NVMLError):  # a GPU that failed since then fails its rank later
+            with contextlib.suppress(nvml.NVMLError):  # if the GPU fails now, the rank itself will report it
                 gpu = gpu_handle(nvml, name)
                 capability = nvml.nvmlDeviceGetCudaComputeCapability(gpu)
                 found = torch.problem(str(nvml.nvmlDeviceGetName(gpu)), capability, driver_cuda(nvml))
-            if found is not None:  # the node is fine, because other nodes of this kind would fail too
+            if found is not None:  # the node is not at fault, because other nodes of this kind would fail too
                 raise PreflightFailed(*found, is_node=False, exit_code=EXIT_NO_RESTART)
 
 
 def _missing_gpu(
     rank: int, name: str | None, count: int, visible: str | None, granted: str | None, *, is_task: bool
 ) -> PreflightFailed:
-    """Return the failure of a rank whose GPU `name` is missing, or which has no GPU.
+    """Return the failure of a rank whose GPU `name` is missing, or that has no GPU (None).
 
-    NVML sees `count` GPUs on this host.
+    `count` is the number of GPUs that NVML sees on this host.
     """
     host = socket.gethostname()
     limits = {"CUDA_VISIBLE_DEVICES": visible}
     if granted is not None and granted.isdigit() and int(granted) <= rank:
-        limits["SLURM_GPUS_ON_NODE"] = granted  # a container may have removed the other variable
+        limits["SLURM_GPUS_ON_NODE"] = granted  # a container may have unset the variable CUDA_VISIBLE_DEVICES
     limit = next((f"{key}={value}" for key, value in limits.items() if value is not None), None)
     if limit is not None and name is None:
-        message = f"local rank {rank} has no GPU: its process on {host} has {limit}"
+        message = f"local rank {rank} has no GPU: the environment of its process on {host} has {limit}"
         return PreflightFailed(message, GPU_BINDING_HINT, is_node=False, exit_code=EXIT_NO_RESTART)
     chosen = "" if visible is None else f" and CUDA_VISIBLE_DEVICES={visible}"
     message = f"local rank {rank} has no GPU: {host} has {count}{chosen}"
     if is_task and count == 1 and visible is not None:
-        # The node may be fine, because a task that a cgroup confines to one GPU sees this GPU as number 0.
+        # The node may be fine: in a task that a cgroup restricts to one GPU, this GPU has index 0.
         hint = (
-            "check `nvidia-smi` there, and which program sets CUDA_VISIBLE_DEVICES: a single GPU has index 0"
+            "check `nvidia-smi` on the host, and what sets CUDA_VISIBLE_DEVICES: "
+            "a single visible GPU has index 0"
         )
         return PreflightFailed(message, hint, is_node=False)
-    hint = "a GPU may have fallen off the bus: check `nvidia-smi` and the kernel log there"
+    hint = "a GPU may have fallen off the bus: check `nvidia-smi` and the kernel log on this host"
     return PreflightFailed(message, hint)
 
 
 def check_gpu(nvml: Any, name: str) -> Finding:
-    """Check that a GPU responds and that its driver reports no errors.
+    """Check that a GPU responds, and that its driver reports no errors.
 
-    `name` is as in CUDA_VISIBLE_DEVICES.
+    `name` is an entry of CUDA_VISIBLE_DEVICES.
     """
     try:
         problem = next(_gpu_problems(nvml, gpu_handle(nvml, name)), None)
@@ -135,18 +136,19 @@ def check_gpu(nvml: Any, name: str) -> Finding:
     if problem is None:
         return Finding(f"GPU {name}", "ok", "no errors")
     hint = (
-        "`nvidia-smi -q -d ECC,ROW_REMAPPER` there shows details; administrators can reset or replace the GPU"
+        "`nvidia-smi -q -d ECC,ROW_REMAPPER` on the host shows details; "
+        "administrators can reset or replace the GPU"
     )
     return Finding(f"GPU {name}", "failure", problem, hint)
 
 
 def unknown_values(nvml: Any) -> tuple[type[Exception], ...]:
-    """Return the NVML exceptions for a value that a GPU does not have or does not reveal."""
+    """Return the NVML exceptions for values that a GPU does not have or does not show to this user."""
     return nvml.NVMLError_NotSupported, nvml.NVMLError_FunctionNotFound, nvml.NVMLError_NoPermission
 
 
 def _gpu_problems(nvml: Any, handle: Any) -> Iterator[str]:
-    """Yield the problems of a GPU, but skip counters that its model lacks."""
+    """Yield the problems of a GPU; skip counters that its model does not have."""
     unknown = unknown_values(nvml)
     with contextlib.suppress(*unknown):
         action = _recovery_action(nvml, handle)
@@ -155,7 +157,7 @@ def _gpu_problems(nvml: Any, handle: Any) -> Iterator[str]:
     with contextlib.suppress(*unknown):
         _, _, is_pending, has_failed = nvml.nvmlDeviceGetRemappedRows(handle)
         if has_failed:
-            yield "failed to remap a broken row of its memory"
+            yield "failed to remap a broken memory row"
         if is_pending:
             yield "has broken memory rows that a reset would remap"
     with contextlib.suppress(*unknown):
@@ -170,7 +172,7 @@ def _gpu_problems(nvml: Any, handle: Any) -> Iterator[str]:
 
 
 def _recovery_action(nvml: Any, handle: Any) -> int:
-    """Return the recovery action that the driver requires, for example after an Xid error; 0 for none."""
+    """Return the recovery action that the driver requests, for example after an Xid error; 0 for none."""
     field = getattr(nvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)
     if field is None:
         return 0
@@ -179,22 +181,22 @@ def _recovery_action(nvml: Any, handle: Any) -> int:
 
 
 SUPERVISOR_VIEW_VARIABLE = "TRAINKIT_JOB_SUPERVISOR_VIEW"
-"""The variable with the supervisor's view of the run folder, which the agents compare with their own view.
+"""The variable with the supervisor's view of the run folder, which each agent compares with its own view.
 """
 PROBE_BYTES = 65_536
-"""The number of bytes to write as a test, because only a write reveals an exhausted quota."""
+"""Number of bytes of the test write, because an exhausted quota shows only in a write."""
 MIN_FREE_MIB = 16
-"""A folder for temporary files with less free space than this fails the check."""
+"""The free space in MiB below which a folder for temporary files fails the check."""
 FEW_FREE_MIB = 512
 MAX_CLOCK_OFFSET_S = 5.0
-CLOCK_HINT = "ask the administrators to synchronize it; `chronyc tracking` shows the offset"
+CLOCK_HINT = "ask the administrators to synchronize the clock; `chronyc tracking` shows the offset"
 
 
 def supervisor_view(attempt: AttemptDir) -> str:
-    """Return the supervisor's view of the run folder, for `SUPERVISOR_VIEW_VARIABLE`.
+    """Return the supervisor's view of the run folder, as the value of `SUPERVISOR_VIEW_VARIABLE`.
 
-    The value consists of the plan's digest and the clock offset. Raises PreflightFailed if the folder cannot
-    be written.
+    The supervisor's view consists of the digest of the plan and the clock offset. Raises PreflightFailed if
+    the folder cannot be written.
     """
     return f"{plan_digest(attempt)} {_clock_offset_s(attempt):.3f}"
 
@@ -206,10 +208,10 @@ def require_node(
     environ: Mapping[str, str] = os.environ,
     checks_disk: bool = True,
 ) -> None:
-    """Raise PreflightFailed if these ranks cannot run on this node.
+    """Raise PreflightFailed if the ranks of an agent cannot run on this node.
 
-    Only one task of a node has `checks_disk` set, because otherwise thousands of tasks would write to the
-    same file server at once.
+    `checks_disk` is set for only one task per node; otherwise, thousands of tasks would write to the same
+    file server at once.
     """
     if checks_disk:
         offset_s = _clock_offset_s(attempt)
@@ -219,30 +221,30 @@ def require_node(
                 raise PreflightFailed(
                     f"{attempt.plan_file} on {socket.gethostname()} differs from the file that the first "
                     "node of the job sees",
-                    hint="all nodes must share the filesystem of the run folder",
+                    hint="the run folder must be on a filesystem that all nodes share",
                 )
-            # If the supervisor's clock is off as well, the file server's clock is the wrong one.
+            # If the supervisor's clock is off too, the clock of the file server is wrong.
             if abs(float(supervisor_offset_s)) <= MAX_CLOCK_OFFSET_S:
                 _require(f"the clock of {socket.gethostname()} is", check_clock(offset_s))
         for folder in temporary_folders(environ).values():
             _require(f"{folder} on {socket.gethostname()}", check_space("", folder))
     if plan.device == "cuda":
         torch, starts_ranks = None, not plan.workload.is_command and plan.environment.python is None
-        if starts_ranks:  # otherwise another interpreter may have another torch
+        if starts_ranks:  # a command, or another interpreter, may use another torch
             spec = find_spec("torch")
             torch = TorchBuild.read(sys.executable, None if spec is None else spec.origin)
-        # Without a driver, the ranks themselves report a broken GPU.
+        # If the driver is missing, the ranks themselves report a broken GPU.
         with contextlib.suppress(NoDriver), nvml() as driver:
             require_gpus(driver, local_ranks, environ, is_task=plan.per == "gpu", torch=torch)
 
 
 def plan_digest(attempt: AttemptDir) -> str:
-    """Return a digest with which two hosts compare their plan.json."""
+    """Return a digest by which two hosts check that they see the same plan.json."""
     return hashlib.sha256(attempt.plan_file.read_bytes()).hexdigest()[:16]
 
 
 def clock_offset_s(folder: Path) -> float:
-    """Return the seconds by which this host's clock is ahead of the clock of a folder's file server.
+    """Return by how many seconds this host's clock is ahead of the clock of a folder's file server.
 
     Raises OSError if the folder cannot be written.
     """
@@ -254,33 +256,33 @@ def clock_offset_s(folder: Path) -> float:
         written_s, ended_s = Path(name).stat().st_mtime, time.time()
     finally:
         os.unlink(name)
-    # A slow server may set the file's time at any moment between these two readings.
+    # A slow server may set the file's time at any moment between the readings `started_s` and `ended_s`.
     return min(0.0, ended_s - written_s) + max(0.0, started_s - written_s)
 
 
 def _clock_offset_s(attempt: AttemptDir) -> float:
-    """Return `clock_offset_s` of the run folder; raise PreflightFailed if it cannot be written."""
+    """Return `clock_offset_s` of the run folder; raise PreflightFailed if the folder cannot be written."""
     try:
         return clock_offset_s(attempt.path)
     except OSError as error:
         raise PreflightFailed(
             f"{attempt.path} cannot be written on {socket.gethostname()}: {error.strerror or error}",
-            hint="check `df -h` and `quota`; the run folder must be writable on every node",
+            hint="check `df -h` and `quota`; every node must be able to write to the run folder",
             is_node=error.errno not in NO_SPACE,
         ) from error
 
 
 def check_clock(offset_s: float) -> Finding:
-    """Check that this host's clock agrees with the clock of the run folder's file server."""
+    """Check this host's clock against the clock of the run folder's file server."""
     if abs(offset_s) <= MAX_CLOCK_OFFSET_S:
-        return Finding("clock", "ok", f"{abs(offset_s):.1f} s from the run folder's file server")
+        return Finding("clock", "ok", f"{abs(offset_s):.1f} s off the clock of the run folder's file server")
     where = "ahead of" if offset_s > 0 else "behind"
     value = f"{abs(offset_s):.0f} s {where} the clock of the run folder's file server"
     return Finding("clock", "failure", value, CLOCK_HINT)
 
 
 def free_mib(folder: Path) -> float | None:
-    """Return the free space of a folder, infinite without a limit; None if the folder does not exist."""
+    """Return a folder's free space in MiB, infinite without a limit; None if the folder does not exist."""
     try:
         found = os.statvfs(folder)
     except FileNotFoundError:
@@ -303,7 +305,7 @@ def check_space(name: str, folder: Path) -> Finding:
         return Finding(name, "ok", f"{value} free in {folder}")
     hint = f"remove the files that other jobs left in {folder}, or set TMPDIR to another folder"
     if folder == Path("/dev/shm"):
-        hint = "in a container, `docker run --shm-size=8g` enlarges it; data loaders with processes need it"
+        hint = "data loader workers need space in it; in a container, `docker run --shm-size=8g` enlarges it"
     if free < MIN_FREE_MIB:
         return Finding(name, "failure", f"has only {free:.1f} MiB free", hint)
     return Finding(name, "warning", f"{value} free in {folder}", hint)

@@ -1,8 +1,9 @@
-"""Child processes that never outlive their parent, and synchronous signal handling in the parent.
+"""Child processes that never outlive their parent, and synchronous signal handling in the parent process.
 
-The supervisor and the agents block the stop signals and SIGCHLD, and receive them one at a time with
-`wait_for_signal`. So no code runs inside a signal handler. Children inherit the blocked mask: a stop signal
-that arrives while a child's interpreter starts stays pending instead of killing the child.
+The supervisor and the agents block the stop signals and SIGCHLD, and receive them one by one with
+`wait_for_signal`. As a result, no trainkit code runs inside a signal handler in the supervisor and the
+agents. Children inherit the blocked signals, so a stop signal that arrives while a child's interpreter starts
+stays pending instead of killing the child.
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ SIGSET_BYTES = 128
 GIVE_UP_S = 10.0
 WATCHED = {signal.SIGCHLD, *NOTICE_SIGNALS}
 PAUSE_SIGNALS = {signal.SIGTSTP, signal.SIGCONT}
-"""Signals with which `trainkit run` forwards Ctrl-Z and `fg` to the supervisor."""
+"""Signals with which `trainkit run` passes Ctrl-Z and `fg` on to the supervisor."""
 
-# Without -P (Python 3.11+) the submission folder comes first on sys.path, so a user's `queue.py` there would
-# shadow the standard library's.
+# Without -P (Python 3.11+), the submission folder comes first on sys.path, so a user's `queue.py` in it would
+# shadow that of the standard library.
 PYTHON_OPTIONS = ("-u", "-P") if sys.version_info >= (3, 11) else ("-u",)
 
 
 def module_argv(module: str, *arguments: str) -> tuple[str, ...]:
-    """Return the argv that runs one of trainkit's modules with this interpreter."""
+    """Return the command line that runs one of trainkit's modules with this interpreter."""
     return (sys.executable, *PYTHON_OPTIONS, "-m", module, *arguments)
 
 
@@ -57,9 +58,9 @@ def block_signals(*more: signal.Signals) -> None:
 
 
 def wait_for_signal(timeout_s: float, *more: signal.Signals) -> signal.Signals | None:
-    """Return the next stop signal or SIGCHLD, in an agent also `AGENT_SIGNAL`; None after the timeout.
+    """Return the next stop signal, SIGCHLD or (in an agent) `AGENT_SIGNAL`; None after the timeout.
 
-    `more` are other blocked signals to wait for.
+    `more` contains other blocked signals to wait for.
     """
     from ctypes import byref, c_long, create_string_buffer, get_errno
 
@@ -69,8 +70,8 @@ def wait_for_signal(timeout_s: float, *more: signal.Signals) -> signal.Signals |
         libc.sigaddset(awaited, int(number))
     deadline_s = time.monotonic() + timeout_s
     while True:
-        # Python's sigtimedwait is not used: if the process was stopped until after the timeout, it returns
-        # any signal.
+        # Python's sigtimedwait is not used, because it returns an arbitrary signal if the process was stopped
+        # past the timeout.
         nanoseconds = max(0, int((deadline_s - time.monotonic()) * 1e9))
         received = libc.sigtimedwait(awaited, None, byref((c_long * 2)(*divmod(nanoseconds, 10**9))))
         if received > 0:
@@ -80,13 +81,13 @@ def wait_for_signal(timeout_s: float, *more: signal.Signals) -> signal.Signals |
 
 
 def wait_for_notice(delay_s: float) -> signal.Signals | None:
-    """Wait before a restart; return the stop signal that arrived in the meantime, else None.
+    """Sleep before a restart; return the stop signal that arrived in the meantime, else None.
 
-    SIGUSR2, which requests a restart, ends the wait early.
+    SIGUSR2, which requests a restart, only ends the wait early.
     """
     deadline_s = time.monotonic() + delay_s
     while True:
-        # A pending signal is received even without a delay.
+        # Receive a pending signal even if there is no delay.
         received = wait_for_signal(deadline_s - time.monotonic())
         if received in (None, signal.SIGUSR2):
             return None
@@ -95,7 +96,7 @@ def wait_for_notice(delay_s: float) -> signal.Signals | None:
 
 
 def log_line(text: str) -> None:
-    """Print a line without secrets, and ignore I/O errors because a full disk must not end the job."""
+    """Print a line with secrets masked; ignore I/O errors, because a full disk must not end the job."""
     with contextlib.suppress(OSError):
         os.write(1, f"{mask_secrets(text)}\n".encode(errors="replace"))
 
@@ -104,21 +105,21 @@ DISK_PATIENCE_S = 300.0
 DISK_RETRY_S = 5.0
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _UNAVAILABLE = (errno.EIO, errno.ESTALE, errno.ESHUTDOWN, errno.ENOTCONN, errno.ETIMEDOUT)
-"""Errors of a network filesystem whose server restarts, or which is being remounted."""
+"""Errors of a network filesystem while its server restarts or it is being remounted."""
 T = TypeVar("T")
 
 
 def fail_on_disk_error() -> None:
-    """Make `retry_on_disk_error` raise immediately, because a user waits in a terminal and can free space."""
+    """Make `retry_on_disk_error` raise immediately, because a user at a terminal can free space."""
     global DISK_PATIENCE_S
     DISK_PATIENCE_S = 0.0
 
 
 def retry_on_disk_error(action: Callable[[], T]) -> T:
-    """Call `action`, and retry for five minutes while the disk or quota is full or the disk is unavailable.
+    """Call `action`; retry it for up to five minutes while the disk is full, over quota or unavailable.
 
-    Returns the result of `action`. Raises other errors immediately, and the disk error if a stop signal
-    arrives.
+    Returns the result of `action`. Raises other errors immediately, and raises the disk error if a stop
+    signal arrives.
     """
     deadline_s, logged = time.monotonic() + DISK_PATIENCE_S, False
     while True:
@@ -137,7 +138,7 @@ def retry_on_disk_error(action: Callable[[], T]) -> T:
 
 
 def redirect_output(log: Path) -> None:
-    """Append everything that this process prints to a file."""
+    """Append everything that this process prints to the file `log`."""
     with log.open("ab") as stream:
         os.dup2(stream.fileno(), sys.stdout.fileno())
         os.dup2(stream.fileno(), sys.stderr.fileno())
@@ -145,7 +146,7 @@ def redirect_output(log: Path) -> None:
 
 @cache
 def _libc() -> CDLL:
-    # The import is local because a dry run starts no processes.
+    # Import ctypes here, because a dry run starts no processes.
     from ctypes import CDLL
 
     return CDLL(None, use_errno=True)
@@ -154,8 +155,8 @@ def _libc() -> CDLL:
 def dies_with(
     parent_pid: int, number: signal.Signals, before_exec: Callable[[], None] | None = None
 ) -> Callable[[], None]:
-    """Return a `preexec_fn` that has the kernel send `number` to the child when its parent dies."""
-    # The library must be loaded before the fork, because afterwards another thread may hold the import lock.
+    """Return a `preexec_fn` that makes the kernel send a signal to the child when its parent dies."""
+    # Load the library before the fork, because after the fork, another thread may still hold the import lock.
     libc = _libc()
 
     def prepare() -> None:
@@ -183,11 +184,11 @@ def start_child(
     cwd: str | None = None,
     stdin: int | IO[bytes] = subprocess.DEVNULL,
 ) -> subprocess.Popen[bytes]:
-    """Start a process in a separate process group; the kernel kills it when this process dies.
+    """Start a process in its own process group; the kernel kills the process when this one dies.
 
-    With `keeps_mask`, the process starts with the stop signals blocked and must unblock them or wait for them
-    itself. The process and its children ignore the `ignored` signals unless they install a handler. They do
-    not ignore signals of the terminal, even if a script ignored these in a `trainkit run … &`.
+    With `keeps_mask`, the new process starts with the stop signals blocked, and must unblock them or wait for
+    them itself. The new process and its children ignore the signals in `ignored` unless they install a
+    handler. Terminal signals are not ignored, even if the script that ran `trainkit run … &` ignored them.
     """
 
     def before_exec() -> None:
@@ -211,14 +212,14 @@ def start_child(
 
 
 def ended(child: subprocess.Popen[bytes]) -> bool:
-    """Return whether a child has ended, without reaping it, so that its pid is not reused."""
+    """Return whether a child has ended; does not reap it, so that its pid is not reused."""
     if child.returncode is not None:
         return True
     return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def exit_code(child: subprocess.Popen[bytes]) -> int:
-    """Reap an ended child and return its exit code, which is 128+n after death by signal n."""
+    """Reap an ended child and return its exit code (128+n after death by signal n)."""
     code = child.wait()
     return signal_exit_code(-code) if code < 0 else code
 
@@ -229,7 +230,7 @@ def kill_group(child: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
 
 
 def first_failed(children: Sequence[subprocess.Popen[bytes]]) -> int | None:
-    """Wait until all children have ended, or until one has failed; return the index of the failed child."""
+    """Wait until all children have ended or one has failed; return the index of the failed child."""
     while True:
         codes = [child.poll() for child in children]
         failed = next((index for index, code in enumerate(codes) if code), None)
@@ -249,12 +250,12 @@ def _signal(kill: Callable[[int, int], None], pid: int, number: signal.Signals) 
         kill(pid, number)
     except ProcessLookupError:
         return
-    except PermissionError:  # the process runs below sudo
-        log_line(f"cannot send {number.name} to process {pid}: it belongs to another user")
+    except PermissionError:  # the process was started with sudo
+        log_line(f"cannot send {number.name} to process {pid}, which belongs to another user")
 
 
 def end_descendants() -> None:
-    """Kill and reap all descendants of this process, except those stuck in the kernel."""
+    """Kill and reap all descendants of this process, except processes that are stuck in the kernel."""
     deadline_s = time.monotonic() + GIVE_UP_S
     while (found := descendants(os.getpid())) and time.monotonic() < deadline_s:
         signal_all(found, signal.SIGKILL)
@@ -267,14 +268,14 @@ def end_descendants() -> None:
 def ranks_below(pid: int) -> list[int]:
     """Return the pids of the ranks that a launcher has started.
 
-    Ranks are descendants with RANK whose parents lack RANK.
+    A descendant is a rank if RANK is set for it, but not for its parent.
     """
     ranks = {child for child in descendants(pid) if rank_of(child) is not None}
     return sorted(child for child in ranks if parent_pid(child) not in ranks)
 
 
 def proc_file(pid: int, name: str) -> bytes:
-    """Read the kernel's file about a process; empty if the process has ended or is another user's."""
+    """Read the file `name` in /proc/PID; empty if the process has ended or belongs to another user."""
     try:
         return (PROC / str(pid) / name).read_bytes()
     except OSError:
@@ -282,7 +283,7 @@ def proc_file(pid: int, name: str) -> bytes:
 
 
 def link_of(pid: int, name: str) -> str:
-    """Read the kernel's link about a process, such as ``exe``; empty if it cannot be read."""
+    """Read a link in /proc/PID, such as ``exe``; empty if it cannot be read."""
     try:
         return str((PROC / str(pid) / name).readlink())
     except OSError:
@@ -290,19 +291,19 @@ def link_of(pid: int, name: str) -> str:
 
 
 def environ_of(pid: int) -> dict[str, str]:
-    """Return the environment in which a process started; empty if it cannot be read."""
+    """Return the environment with which a process was started; empty if it cannot be read."""
     lines = proc_file(pid, "environ").split(b"\0")
     return dict(os.fsdecode(line).partition("=")[::2] for line in lines)
 
 
 def rank_of(pid: int) -> int | None:
-    """Return the value of RANK in a process's environment; None without RANK or if the process has ended."""
+    """Return RANK from a process's environment; None if it is not set or the process has ended."""
     rank = environ_of(pid).get("RANK", "")
     return int(rank) if rank.isdigit() else None
 
 
 def exit_code_of_zombie(pid: int) -> int | None:
-    """Return the exit code of a zombie process, negative for a signal; None if it is not a zombie."""
+    """Return the exit code of a zombie process, negative after death by a signal; None if it is no zombie."""
     fields = proc_file(pid, "stat").rpartition(b")")[2].split()
     return os.waitstatus_to_exitcode(int(fields[49])) if fields[:1] == [b"Z"] else None
 
@@ -312,15 +313,15 @@ PIDFD_INFO_EXIT = 8
 
 
 def exit_code_of(handle: int, pid: int) -> int | None:
-    """Return the exit code of an ended process with this pidfd, negative for a signal; None if unknown.
+    """Return the exit code of an ended process from its pidfd, negative after a signal; None if unknown.
 
-    Before Linux 6.15, the exit code is available only until the parent has waited for the process.
+    Before Linux 6.15, the exit code is available only until the parent has reaped the process.
     """
     if (code := exit_code_of_zombie(pid)) is not None:
         return code
     info = bytearray(64)
     struct.pack_into("Q", info, 0, PIDFD_INFO_EXIT)
-    with contextlib.suppress(OSError):  # the kernel is older than Linux 6.15
+    with contextlib.suppress(OSError):  # the kernel may be older than Linux 6.15
         fcntl.ioctl(handle, PIDFD_GET_INFO, info)
         mask, status = struct.unpack_from("Q52xi", info)
         if mask & PIDFD_INFO_EXIT:
@@ -329,9 +330,9 @@ def exit_code_of(handle: int, pid: int) -> int | None:
 
 
 def signal_handled_by(pid: int, configured: str) -> signal.Signals:
-    """Return the signal that asks a command to save: `configured`, or for ``auto`` the handled signal.
+    """Return the signal that asks a command to save: `configured`, or for ``auto`` the one that it handles.
 
-    Most scripts handle SIGTERM. A script that handles neither signal gets SIGTERM, which ends it.
+    Most scripts handle SIGTERM. A script that handles none of the signals gets SIGTERM, which ends it.
     """
     if configured != "auto":
         return signal.Signals[f"SIG{configured}"]
@@ -350,12 +351,12 @@ def parent_pid(pid: int) -> int | None:
     try:
         stat = process_stat(pid)
     except OSError:
-        return None  # the process is another user's, and /proc is mounted with hidepid
+        return None  # the process belongs to another user, and /proc is mounted with hidepid
     return None if stat is None else stat.parent_pid
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process exists and has not ended; its parent may not have waited for it yet."""
+    """Return whether a process exists and has not ended; a zombie counts as ended."""
     stat = proc_file(pid, "stat").rpartition(b")")[2].split()
     return bool(stat) and stat[0] not in (b"Z", b"X")
 
@@ -366,7 +367,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def children_by_parent() -> dict[int, list[int]]:
-    """Map each parent pid to the pids of its children, for all current processes."""
+    """Return the pids of the children of every parent process, for all current processes."""
     children: dict[int, list[int]] = {}
     for folder in PROC.iterdir():
         if folder.name.isdigit() and (parent := parent_pid(int(folder.name))) is not None:
@@ -377,7 +378,7 @@ def children_by_parent() -> dict[int, list[int]]:
 def children_of(pid: int) -> list[int]:
     """Return the children of a process.
 
-    A child that ends during the call, and the child next to it, may be missing.
+    If a child ends during the call, that child and its neighbour in the list may be missing.
     """
     tasks = PROC / str(pid) / "task"
     try:
@@ -387,7 +388,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def tree_of(pid: int) -> dict[int, list[int]]:
-    """Map a process and each of its descendants to their children, as `children_of` returns them."""
+    """Return the children of a process and of each of its descendants, as found by `children_of`."""
     children, found = dict[int, list[int]](), [pid]
     for parent in found:
         children[parent] = children_of(parent)
@@ -405,33 +406,35 @@ def descendants(pid: int, children: Mapping[int, list[int]] | None = None) -> li
 
 
 PEER_EXIT_S = 5.0
-"""Seconds that the other members have to exit and report by themselves after one member has failed."""
+"""Seconds that the other members of a group have to exit and report by themselves after one member has
+failed."""
 KILL_MARGIN_S = 5.0
-"""Seconds after the grace time until an agent kills the remaining workers, which watch the grace time too."""
+"""Seconds after the end of the grace time until an agent kills workers that have not ended by themselves."""
 
 
 class ProcessGroup:
-    """Child processes by rank, from the start of the first to the exit of the last.
+    """Child processes by rank, managed from the start of the first to the exit of the last.
 
-    The members of a supervisor's group are its agents or srun. The members of an agent's group are its
+    The members of a supervisor's group are the agents, or srun. The members of an agent's group are its
     workers.
     """
 
     poll_interval_s = 5.0
-    """Seconds between calls of `poll` if no signal or exit occurs."""
+    """Seconds between two calls of `poll` if no signal arrives and no member exits."""
     pauses_by: ClassVar[tuple[signal.Signals, ...]] = ()
-    """The blocked signals that stop the members until SIGCONT."""
+    """Blocked signals that stop the members until SIGCONT arrives."""
 
     def __init__(self) -> None:
         self.running: dict[int, subprocess.Popen[bytes]] = {}
-        """The members that are running, by rank."""
+        """The running members, by rank."""
         self.deadline_s: float | None = None
-        """The monotonic time at which the running members are killed; None without a deadline."""
+        """The monotonic time at which the remaining members are killed; None without a deadline."""
         self.received_at = ""
-        """The time of the newest stop signal, taken before the signal was forwarded and ended any member."""
+        """The time of the newest stop signal, taken before the signal is forwarded and may end a member."""
         self._poll_error = ""
         self.attended: int | None = None
-        """The member that a person controls in a terminal. While it runs, other failures do not end it."""
+        """The member that a person controls in a terminal; while it runs, failures of other members do not
+        end it."""
 
     def start(self) -> None:
         """Start every member and add it to `running`."""
@@ -443,30 +446,30 @@ class ProcessGroup:
             os.kill(member.pid, received)  # Popen.send_signal would reap a member that has just ended
 
     def on_signal(self, received: signal.Signals) -> None:
-        """React to a stop signal after it has been forwarded."""
+        """React to a stop signal that has been forwarded."""
         raise NotImplementedError
 
     def on_exit(self, rank: int, code: int, killed: bool) -> None:
-        """React to the end of a member; `killed` means that this group killed it."""
+        """React to the exit of a member; `killed` means that this group killed it."""
         raise NotImplementedError
 
     def died_of_notice(self, code: int) -> bool:
-        """Return whether a forwarded signal killed a member, so that the others keep their grace time."""
+        """Return whether the forwarded signal killed a member, so that the others keep their grace time."""
         return False
 
     def keeps(self, rank: int, member: subprocess.Popen[bytes]) -> bool:
-        """Return whether an ended member keeps its group, for example because its children still save."""
+        """Return whether an ended member must not be reaped yet, for example while its children save."""
         return False
 
     def exit_code(self, rank: int, member: subprocess.Popen[bytes]) -> int:
-        """Reap an ended member and return the exit code that counts for it."""
+        """Reap an ended member and return the exit code to use for it."""
         return exit_code(member)
 
     def poll(self) -> None:
-        """Do regular work; called every `poll_interval_s`, and after every signal and exit."""
+        """Do periodic work; called every `poll_interval_s`, and after every signal and exit."""
 
     def run(self) -> None:
-        """Start the members, forward stop signals, and wait until all have ended or the deadline passes."""
+        """Start the members and forward stop signals until all have ended or the deadline has passed."""
         try:
             self.start()
             while self.running:
@@ -475,7 +478,7 @@ class ProcessGroup:
             self._kill_running()
 
     def kill_within(self, seconds: float) -> None:
-        """Kill the members that still run after `seconds`, or earlier if an earlier deadline is set."""
+        """Kill the members that still run after `seconds`; an earlier deadline stays in force."""
         deadline_s = time.monotonic() + seconds
         self.deadline_s = deadline_s if self.deadline_s is None else min(self.deadline_s, deadline_s)
 
@@ -495,11 +498,11 @@ class ProcessGroup:
         self._reap()
 
     def pause(self) -> signal.Signals | None:
-        """Handle one of `pauses_by`; return the SIGCONT or stop signal that ended the pause."""
+        """Handle one of the signals `pauses_by`; return the SIGCONT or stop signal that ended the pause."""
         raise NotImplementedError
 
     def _poll(self) -> None:
-        """Call `poll` and log its OSErrors; a briefly unavailable filesystem must not end the members."""
+        """Call `poll` and log any OSError, because a brief filesystem outage must not end the members."""
         problem = ""
         try:
             self.poll()
@@ -512,7 +515,7 @@ class ProcessGroup:
     def _reap(self) -> None:
         for rank, member in list(self.running.items()):
             if ended(member) and not self.keeps(rank, member):
-                kill_group(member)  # this kills remaining children, such as a worker's data loaders
+                kill_group(member)  # kills remaining children too, such as a worker's data loaders
                 self._record_exit(rank, member, killed=False)
 
     def _record_exit(self, rank: int, member: subprocess.Popen[bytes], killed: bool) -> None:

@@ -21,12 +21,12 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 RUN_DIR_VARIABLE = "TRAINKIT_JOB_RUN_DIR"
 ATTEMPT_VARIABLE = "TRAINKIT_JOB_ATTEMPT"
 NONCE_VARIABLE = "TRAINKIT_JOB_NONCE"
-"""The variable with an attempt's nonce, with which ranks recognize their rank 0 if another job uses the same
-address."""
+"""The variable with an attempt's nonce, by which ranks recognize their own rank 0 if another job uses the
+same address."""
 ATTENDED_VARIABLE = "TRAINKIT_JOB_ATTENDED"
-"""The variable that is set if a person controls a rank in a terminal. Ranks may then wait for hours."""
+"""The variable that is set while a person controls a rank in a terminal, so that ranks may wait for hours."""
 TERMINAL_VARIABLE = "TRAINKIT_JOB_TERMINAL"
-"""The variable with the terminal of `trainkit run`."""
+"""The variable with the path of the terminal of `trainkit run`."""
 RANK_VARIABLES = (
     *scheduler.RANK_VARIABLES,
     NONCE_VARIABLE,
@@ -34,12 +34,12 @@ RANK_VARIABLES = (
     LAUNCHER_PID_VARIABLE,
     RANK_PID_VARIABLE,
 )
-"""Variables that make a process a rank; a job that is started inside another job must not inherit them."""
+"""Variables that make a process a rank; a job submitted from inside another job must not inherit them."""
 
 
 @dataclass(frozen=True)
 class RankEnv:
-    """The rank of one process, the sizes of the job and the rendezvous address."""
+    """The rank of one process, the number of ranks, and the rendezvous address."""
 
     rank: int
     local_rank: int
@@ -50,7 +50,7 @@ class RankEnv:
     master_addr: str
     master_port: int
     source: str
-    """The source of the values: ``environment``, ``single process`` or ``agent``."""
+    """Where the values come from: ``environment``, ``single process`` or ``agent``."""
     nonce: str = field(default="", repr=False)
     """A random value that all ranks of an attempt share; empty if another launcher started them."""
 
@@ -69,9 +69,9 @@ class RankEnv:
 
 
 def find_rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv:
-    """Return the rank environment of this process; without one, the environment of a single process.
+    """Return the rank environment of this process; if it has none, that of a single process.
 
-    Raises UsageError if the variables are incomplete or contradict each other.
+    Raises UsageError if the variables are incomplete or contradictory.
     """
     if "RANK" not in environ and "WORLD_SIZE" not in environ:
         return RankEnv(0, 0, 1, 1, 0, 1, "127.0.0.1", 0, source="single process")
@@ -109,9 +109,10 @@ _DEVICE_NAME = re.compile(r"\d+|(?:GPU|MIG)-.+")
 
 
 def visible_gpus(listed: str | None) -> list[str] | None:
-    """Return the GPUs in a value of CUDA_VISIBLE_DEVICES, by index or UUID; None if it is not set.
+    """Return the entries of a CUDA_VISIBLE_DEVICES value, by index or UUID; None if the variable is not set.
 
-    As in CUDA, an entry that names no GPU ends the list. Slurm sets ``NoDevFiles`` for a task without GPUs.
+    As in CUDA, the first entry that is not a GPU ends the list. For example, Slurm sets ``NoDevFiles`` for a
+    task without GPUs.
     """
     if listed is None:
         return None
@@ -125,10 +126,10 @@ GPU_BINDING_HINT = (
 
 
 def gpu_index(local_rank: int, num_visible: int, *, is_task: bool) -> int | None:
-    """Return the index of a rank's GPU among the visible GPUs; None if the rank has none.
+    """Return the index of a rank's GPU among the visible GPUs; None if there is none for this rank.
 
-    Slurm can bind one GPU to each task, with ``--gpus-per-task=1`` or ``--gpu-bind``. A rank that is a
-    separate task (`is_task`) then sees only its own GPU, as index 0.
+    With ``--gpus-per-task=1`` or ``--gpu-bind``, for example, Slurm can bind one GPU to each task. If Slurm
+    binds GPUs to tasks, a rank that is a task of its own (`is_task`) sees only its own GPU, with index 0.
     """
     if is_task and num_visible == 1:
         return 0
@@ -139,15 +140,15 @@ _SIZE_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_W
 
 
 def refuse_foreign_ranks(environ: Mapping[str, str] = os.environ) -> None:
-    """Raise UsageError if another launcher, such as torchrun or mpirun, started this process as a rank.
+    """Raise UsageError if this process is a rank of another launcher, such as torchrun or mpirun.
 
-    Otherwise each of the launcher's ranks would train a separate run.
+    If this were allowed, each rank of the other launcher would train a separate run.
     """
     for name in _SIZE_VARIABLES:
         size = environ.get(name, "")
         if size.isdigit() and int(size) > 1:
             raise UsageError(
-                f"this process is one of {size} ranks of another launcher ({name}={size}), and each of them "
+                f"this process is one of {size} ranks of another launcher ({name}={size}), and each rank "
                 "would train a separate run",
                 hint="on one machine, start `trainkit run --gpus-per-node N` once; on several hosts, start "
                 "`srun … trainkit run`, or without Slurm use torchrun or mpirun -x MASTER_ADDR=HOST "
@@ -162,10 +163,10 @@ STALE_STORE_S = 3600.0
 
 
 def store_file(nonce: str) -> Path | None:
-    """Return the file through which ranks of one machine find each other; None without /dev/shm.
+    """Return the file through which the ranks of one machine find each other; None without /dev/shm.
 
-    The file is in memory, so that a full disk does not prevent ranks from starting. Only the ranks of the
-    attempt know its name.
+    The store file is in memory, so that a full disk does not prevent ranks from starting. Only the attempt's
+    ranks know the name of the store file.
     """
     if not nonce or not os.access(SHARED_MEMORY, os.W_OK):
         return None
@@ -173,12 +174,12 @@ def store_file(nonce: str) -> Path | None:
 
 
 def _store_prefix() -> str:
-    """Return the name prefix of stores whose processes are visible here, which excludes other containers."""
+    """Return the name prefix of this container's store files, whose processes are visible here."""
     return f"trainkit-{Path('/proc/self/ns/pid').stat().st_ino}-"
 
 
 def old_stores() -> set[Path]:
-    """Return this user's stores that no rank has used for `STALE_STORE_S`."""
+    """Return this user's store files that no rank has used for `STALE_STORE_S`."""
     before, found = time.time() - STALE_STORE_S, set()
     for path in SHARED_MEMORY.glob(f"{_store_prefix()}*"):
         with contextlib.suppress(FileNotFoundError):

@@ -1,18 +1,19 @@
-"""Protects the processes that a rank starts from stop signals, whichever library starts them.
+"""Protects the processes that a rank starts from stop signals, no matter which library starts them.
 
-Slurm signals every process of a step. So the SIGTERM of a preemption would also end the workers of a
-DataLoader, and their loss would raise an error in the rank while it saves. Each process that a rank starts
-therefore gets a filter in front of the default action or the inherited handler of these signals. The filter
-drops signals from Slurm, and passes on signals from other senders, such as ``Process.terminate()`` of the
-rank.
+Slurm signals every process of a step, not only the ranks. The SIGTERM of a preemption would therefore also
+end the workers of a DataLoader, and their loss would raise an error in the rank while it saves. Therefore,
+each process that a rank starts gets a filter before the default action or inherited handler of every stop
+signal. The filter drops signals from Slurm, but passes on signals from other senders, such as the rank's
+``Process.terminate()``.
 
-The filter is a signal handler in machine code, which has two advantages. It ends at `exec`, whereas programs
-would inherit a blocked or ignored signal for good. It also sees the sender, which no Python handler does.
-Nothing else changes: `getsignal` returns the same value as without the filter. A process that installs a
-handler, or blocks a signal and waits for it, gets every signal.
+The filter is a signal handler in machine code, for two reasons. Unlike a blocked or ignored signal, the
+filter does not survive `exec`, so other programs do not inherit it. The filter also sees the sender of the
+signal, which a Python handler cannot. The filter changes nothing else; for example, `getsignal` returns the
+same value as without the filter. A process that installs its own handler, or that blocks a signal and waits
+for it, gets every signal.
 
 This file needs only the standard library, because `trainkit.job.startup` loads it in the interpreter of any
-script. It imports little, because every Python in a job loads it.
+script. This file imports little, because every Python in a job loads it.
 """
 
 from __future__ import annotations
@@ -33,18 +34,20 @@ if TYPE_CHECKING:
 
 NOTICES = {signal.SIGTERM, signal.SIGUSR2, signal.SIGINT}
 MARKS: dict[int, int] = {signal.SIGTERM: 56, signal.SIGUSR2: 57, signal.SIGINT: 58}
-"""Maps each stop signal to a real-time signal that has the filter too while no handler handles the stop
-signal. So /proc shows which processes handle the signal themselves."""
+"""Maps each stop signal to a real-time signal that also has the filter, as long as the process does not
+handle the stop signal itself. The real-time signals let the agent see in /proc which stop signals a process
+handles itself."""
 AGENT_VARIABLE = "TRAINKIT_JOB_AGENT_PID"
 LAUNCHER_PID_VARIABLE = "TRAINKIT_JOB_LAUNCHER_PID"
 RANK_PID_VARIABLE = "TRAINKIT_JOB_RANK_PID"
-"""The variable with the pid of the rank that receives stop signals; processes below it are protected."""
+"""The variable with the pid of the rank that receives stop signals; processes below that rank are
+protected."""
 
 TORCH_HANDLERS = "torch.utils.data._utils.signal_handling"
 PAGE, READ_WRITE, READ_EXECUTE, PRIVATE_ANONYMOUS = 4096, 3, 5, 0x22
 SA_SIGINFO, SA_ONSTACK, SA_RESTART = 0x4, 0x08000000, 0x10000000
 SIGACTION = 152
-"""The size of a `struct sigaction` in bytes: the handler, a mask of 128 bytes, the flags and a pointer."""
+"""The size of a `struct sigaction` in bytes: the handler, a 128-byte mask, the flags and a pointer."""
 FLAGS = slice(136, 140)
 
 _before_fork = _thread._local()
@@ -59,9 +62,9 @@ def spare_children() -> None:
 
 
 def spare_this_process(*, even_with_handler: bool = False) -> None:
-    """Protect this process, which a rank or an agent started, and the processes that it forks.
+    """Protect this process, which a rank or an agent started, and the processes that it will fork.
 
-    A handler that the process installs itself gets every signal, unless `even_with_handler`.
+    A handler that the process installs itself gets every signal, unless `even_with_handler` is set.
     """
     global _filter
     _register()
@@ -72,12 +75,12 @@ def spare_this_process(*, even_with_handler: bool = False) -> None:
 
 
 def own_handlers(caught: Collection[int]) -> set[int]:
-    """Return the signals that a process handles itself, given the signals that /proc lists as caught."""
+    """Return the signals that a process handles itself, given those that /proc lists as caught."""
     return {*caught} - {number for number, mark in MARKS.items() if mark in caught}
 
 
 def after_import(name: str, act: Callable[[ModuleType], None]) -> None:
-    """Call `act` with a module as soon as the module is imported."""
+    """Call `act` with the module `name` as soon as it is imported."""
     if name in sys.modules:
         act(sys.modules[name])
     else:
@@ -112,14 +115,14 @@ def _register() -> None:
     if _signal.signal.__name__ == "signal_and_filter":
         return
     os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_spare_forked)
-    # `signal.signal` calls this function, wherever it was imported before.
+    # `signal.signal` calls this function, even where it was imported before.
     _signal.signal = _with_filter(_signal.signal)
     after_import(TORCH_HANDLERS, _filter_before_torch)
 
 
 def _block() -> None:
-    """Block stop signals before a fork, because a signal that the child received too early would end it."""
-    # The filter is created here, because at the time of the fork another thread may hold an import lock.
+    """Block stop signals before a fork, because a signal that reaches the child too early would end it."""
+    # Create the filter here, because at the time of the fork another thread may hold an import lock.
     _before_fork.filter = _new_filter()
     _before_fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)
 
@@ -153,7 +156,7 @@ def _with_filter(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _filter_before_torch(module: Any) -> None:
-    """Put the filter also in front of the handler that torch installs in a DataLoader worker."""
+    """Put the filter also before the handler that torch installs in a DataLoader worker."""
     install = module._set_worker_signal_handlers
 
     def install_and_filter() -> None:
@@ -168,19 +171,19 @@ def _filter_before_torch(module: Any) -> None:
 
 @lru_cache(None)
 def _new_filter() -> Filter | None:
-    """Return the filter of this process; None if it cannot have one, which a rank reports once."""
+    """Return the filter of this process; if it cannot have one, return None and report that once per rank."""
     agent = os.environ.get(AGENT_VARIABLE, "") or os.environ[RANK_PID_VARIABLE]
     try:
         return Filter(_ancestors(int(agent)))
     except (ImportError, OSError) as error:
         if os.environ.get(RANK_PID_VARIABLE) == str(os.getpid()) and "SLURM_JOB_ID" in os.environ:
-            text = f"trainkit: a preemption can end processes that this rank starts, before it saves: {error}"
+            text = f"trainkit: a preemption may end child processes of this rank before it saves: {error}"
             os.write(2, f"{text}\n".encode(errors="replace"))
         return None
 
 
 class Filter:
-    """Signal handlers that drop signals from `senders`, and pass on signals from other processes."""
+    """Signal handlers that drop signals from `senders` and pass on signals from all other processes."""
 
     def __init__(self, senders: Sequence[int]) -> None:
         from ctypes import CDLL, c_void_p, cast
@@ -192,20 +195,20 @@ class Filter:
         self._libc.mmap.restype = c_void_p
         self._calls = [cast(self._libc[name], c_void_p).value or 0 for name in ("signal", "raise")]
         self._addresses: dict[int, int] = {}
-        """Maps a handler to the address of the filter in front of it."""
+        """Maps a handler to the address of the filter before it."""
         self._inherited: dict[int, Any] = {}
         self.even_with_handler = False
         self._before(int(signal.SIG_DFL))
 
     def install(self, *, is_new_program: bool) -> None:
-        """Install the filter; in a new program, only in front of default actions."""
+        """Install the filter; in a new program, only before default actions."""
         for number in NOTICES:
             handler = self._inherited[number] = _signal.getsignal(number)
             if not is_new_program or _is_default(number, handler):
                 self.put_before(number)
 
     def follow(self, number: int, handler: object) -> None:
-        """Install the filter again after a call of `signal.signal`, or leave the signal to the handler."""
+        """Install the filter again after a `signal.signal` call, or leave the signal to the new handler."""
         is_own = not _is_default(number, handler) and handler != self._inherited[number]
         if not is_own or self.even_with_handler:
             self.put_before(number)
@@ -213,7 +216,7 @@ class Filter:
             self._libc.signal(MARKS[number], None)
 
     def put_before(self, number: int) -> None:
-        """Put the filter in front of a signal's current action."""
+        """Put the filter before a signal's current action."""
         handler, action = self._action(number)
         if handler == signal.SIG_IGN or handler in self._addresses.values():
             return
@@ -234,21 +237,21 @@ class Filter:
         return int.from_bytes(action[:8], sys.byteorder), action
 
     def _before(self, handler: int) -> int:
-        """Return the address of the filter in front of a handler.
+        """Return the address of the filter before a handler.
 
-        Raises OSError if this process cannot add code.
+        Raises OSError if this process is not allowed to add executable memory.
         """
         from ctypes import c_long, c_void_p, memmove
 
         if handler not in self._addresses:
             code = self._code(self._senders, handler, *self._calls)
-            # The memory is never unmapped, because the filter is called until the process ends.
+            # The memory is never unmapped, because the filter stays in use until the process ends.
             address = self._libc.mmap(None, PAGE, READ_WRITE, PRIVATE_ANONYMOUS, -1, c_long(0))
             if address in (None, c_void_p(-1).value):
                 raise OSError("no memory for a signal filter")
             memmove(address, code, len(code))
             if self._libc.mprotect(c_void_p(address), PAGE, READ_EXECUTE) != 0:
-                raise OSError("this system does not let a process add code, which a signal filter needs")
+                raise OSError("a signal filter needs executable memory, which this system does not allow")
             self._addresses[handler] = address
         return self._addresses[handler]
 

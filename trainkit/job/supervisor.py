@@ -1,12 +1,12 @@
 """The supervisor of a run: claims an attempt, runs it, judges its end, then restarts, requeues or exits.
 
-On one machine, its command is ``python -m trainkit.job.supervisor RUN_DIR --attempt N [--now]``. The shell of
-a Slurm job runs ``python -m trainkit.job.supervisor RUN_DIR --step srun … python -m trainkit.job.node.agent
-RUN_DIR``.
+On one machine, the command line of the supervisor is ``python -m trainkit.job.supervisor RUN_DIR --attempt N
+[--now]``. The script of a Slurm job runs ``python -m trainkit.job.supervisor RUN_DIR --step srun … python -m
+trainkit.job.node.agent RUN_DIR``.
 
 On one machine, SIGTERM and SIGINT mean save and exit, and SIGUSR2 means save and restart. In a Slurm job, the
-cause of the signal decides (`backends/slurm/attempt_watch.py`). Even if the run folder or its disk fails, the
-exit code shows how the run ended: 0 finished, 75 saved and resumable, any other code failed.
+meaning of a signal depends on its cause (`backends/slurm/attempt_watch.py`). Even if the run folder or its
+disk fails, the exit code tells how the run ended: 0 finished, 75 saved and resumable, any other code failed.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from trainkit.run.submitted import NotSubmitted, read_submitted
 
 
 def supervise_job(run: RunDir, arguments: Sequence[str], backend: str = "sbatch") -> int:
-    """Supervise this start of a job or of a local process; return its exit code.
+    """Supervise this start of a Slurm job or local run; return the exit code.
 
-    `arguments` are the arguments of the start for the backend named `backend`.
+    `arguments` are the command-line arguments for the backend named `backend`.
     """
     _prepare_process()
     try:
@@ -67,12 +67,12 @@ def supervise_job(run: RunDir, arguments: Sequence[str], backend: str = "sbatch"
 def _prepare_process() -> None:
     processes.block_signals()
     processes.adopt_orphans()
-    # The submitting terminal may close; workers inherit the ignored SIGHUP.
+    # The terminal of the submission may close; workers inherit the ignored SIGHUP.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def supervise(allocation: Allocation) -> int:
-    """Run attempts until the run ends or leaves the allocation; return the exit code."""
+    """Run attempts until the run ends or leaves the allocation; return the exit code of the supervisor."""
     run = allocation.run
     try:
         found = allocation.claim()
@@ -83,9 +83,7 @@ def supervise(allocation: Allocation) -> int:
         log_line(error.render())
         return error.exit_code
     except OSError as error:
-        log_line(
-            f"error: {run.path}: {error}\n\nhint: nothing is lost: `trainkit resume` starts the run again"
-        )
+        log_line(f"error: {run.path}: {error}\n\nhint: nothing is lost: `trainkit resume` resumes the run")
         return EXIT_FAILED
     if isinstance(found, Decision):
         return found.exit_code
@@ -98,7 +96,7 @@ def supervise(allocation: Allocation) -> int:
     except RunLocked as locked:
         code = supervisor.leave_locked(attempt, locked)
     else:
-        # The record may have changed during the wait for the lock.
+        # job.json may have changed while this process waited for the lock.
         attempt.update()
         newer = attempt.superseding
         if newer is None:
@@ -110,21 +108,21 @@ def supervise(allocation: Allocation) -> int:
 
 
 class Supervisor:
-    """The state machine of one start: run an attempt, judge and record it, then restart, leave or end."""
+    """Runs an attempt, judges and records it, then restarts, leaves the allocation, or ends the run."""
 
     def __init__(self, allocation: Allocation) -> None:
         self.allocation = allocation
         self._capabilities: dict[int, AttemptCapabilities] = {}
 
     def run(self, attempt: Attempt) -> int:
-        """Run attempts until the run ends or leaves the allocation; return the exit code of this start."""
+        """Run attempts until the run ends or leaves the allocation; return the supervisor's exit code."""
         earlier = map(attempt.run.attempt, attempt.run.attempt_numbers())
         unended = [one for one in earlier if one.number < attempt.number and not one.end_file.exists()]
         refusal = self.allocation.close_dead_attempts(attempt)
         if refusal is not None:
             return self._end(attempt, refusal)
         for dead in unended:
-            # The supervisor of this attempt could not report its end.
+            # The supervisor of the dead attempt could not report its end.
             self._report_end(Attempt(dead), read_end(dead) or AttemptEnd())
         while True:
             decision = self._run_attempt(attempt)
@@ -146,7 +144,7 @@ class Supervisor:
             return self._end(attempt, decision)
 
     def leave_locked(self, attempt: Attempt, locked: RunLocked) -> int:
-        """Leave without running an attempt, because the supervisor's lock could not be obtained."""
+        """Leave without running an attempt, because the lock of the run could not be obtained."""
         log_line(locked.render())
         try:
             decision = self._after_lock(attempt, locked)
@@ -163,13 +161,13 @@ class Supervisor:
             return self.allocation.after_lock(attempt, locked)
         received = processes.wait_for_notice(0.0) or signal.SIGTERM
         if not attempt.observed.exits:
-            # No rank has started, which counts like a signal that ended the ranks before they could save.
+            # No rank has started; treat this as if the signal had ended the ranks before they could save.
             attempt.observed.exits = [(0, signal_exit_code(received))]
             attempt.outcome = only_observed(attempt.observed)
         return self.allocation.after_notice(attempt, received)
 
     def _run_attempt(self, attempt: Attempt) -> Decision:
-        """Run one attempt, from the start of its processes to the decision on what follows."""
+        """Run one attempt, and return the decision on what follows."""
         folder = attempt.folder
         attempt.update()
         if attempt.entry.is_cancelled:
@@ -178,7 +176,7 @@ class Supervisor:
             plan = attempt.plan = self.allocation.fitted(attempt)
             if (ended := self.allocation.wait_for_turn(attempt)) is not None:
                 return ended
-            read_submitted(folder)  # the wait may have taken hours
+            read_submitted(folder)  # the run folder may have changed during the wait, which can take hours
             enter_work_folder(attempt.run, attempt.job, plan)
             watch = self.allocation.watch(attempt)
             watch.capabilities = self._capabilities_of(attempt)
@@ -190,14 +188,13 @@ class Supervisor:
                 if watch.superseded_by is not None:
                     with contextlib.suppress(OSError):
                         watch.collect()
-                    # A command also exits with 0 after a save, and the newer attempt continues from this
-                    # save.
+                    # A command also exits with 0 after a save, from which the newer attempt then continues.
                     is_done = folder.done_file.exists()
                     is_finished = plan.workload.is_finished(was_stopped=True, is_done=is_done)
                     if not is_finished or set(attempt.observed.exit_codes) != {EXIT_OK}:
                         return Decision("stopped", watch.superseded_by.takeover, EXIT_STOPPED)
             finally:
-                # Nothing else is known until the attempt is judged.
+                # Nothing more is known until the attempt is judged.
                 attempt.outcome = only_observed(attempt.observed)
             return retry_on_disk_error(lambda: self._judge(attempt, watch))
         except NotSubmitted as error:
@@ -224,7 +221,7 @@ class Supervisor:
                 return self.allocation.after_notice(attempt, received)
             attempt.update()
             options = self.allocation.restart_options(attempt)
-            if not options.restart:  # the remaining time is too short by now
+            if not options.restart:  # the remaining time is now too short
                 return judge(attempt, options)
             try:
                 return retry_on_disk_error(lambda: self.allocation.claim_next(attempt))
@@ -232,10 +229,10 @@ class Supervisor:
                 log_line(locked.render())
                 return self._after_lock(attempt, locked)
         except (OSError, ValueError, TrainkitError) as error:
-            return Decision("failed", f"could not be restarted: {error}", EXIT_FAILED, decision.cause)
+            return Decision("failed", f"the run could not be restarted: {error}", EXIT_FAILED, decision.cause)
 
     def _leave(self, attempt: Attempt, decision: Decision) -> int:
-        """Leave the allocation, so that the run continues in another; return the exit code of this start."""
+        """Leave the allocation so that the run continues in another; return the supervisor's exit code."""
         self.conclude(attempt, decision)
         try:
             retry_on_disk_error(lambda: attempt.plan)
@@ -245,7 +242,7 @@ class Supervisor:
         return decision.exit_code if done is decision else self.conclude(attempt, done)
 
     def _end(self, attempt: Attempt, decision: Decision) -> int:
-        """End the run; return the exit code of this start."""
+        """End the run; return the exit code of the supervisor."""
         code = self.conclude(attempt, decision)
         self._cancel_pending(attempt)
         return code
@@ -256,19 +253,20 @@ class Supervisor:
             self.allocation.cancel_pending(attempt.job)
 
     def _conclude_last(self, attempt: Attempt, decision: Decision) -> Decision:
-        """Record the end of the run, and return the decision; an earlier `trainkit requeue` replaces it.
+        """Record the end of the run and return the decision; an earlier `trainkit requeue` replaces it.
 
-        The run's lock prevents commands from changing the record in the meantime. A later command finds a run
-        that has ended.
+        The lock of the run keeps commands from changing job.json in the meantime. Commands that run after
+        this find an ended run.
         """
         attempt.update()
         with contextlib.ExitStack() as held:
-            # A cancellation is final, and its command may be waiting for this end.
+            # A cancellation cannot be overridden, so no lock is needed; `trainkit cancel` may be waiting for
+            # the run to end.
             if not attempt.entry.is_cancelled:
                 try:
                     held.enter_context(run_lock(attempt.run, self.allocation.lock_timeout_s))
                 except (OSError, TrainkitError) as error:
-                    log_line(f"attempt {attempt.number} ends without the lock of the run: {error}")
+                    log_line(f"attempt {attempt.number} ends without holding the run's lock: {error}")
                 attempt.update()
                 if decision.action != "finished" and is_requeue_requested(attempt):
                     with contextlib.suppress(OSError, ValueError, TrainkitError):
@@ -288,25 +286,25 @@ class Supervisor:
         try:
             end = write_end(attempt.folder, attempt.entry, attempt.outcome, decision)
         except OSError as error:
-            log_line(f"attempt {attempt.number}: its end could not be written ({error})")
+            log_line(f"attempt {attempt.number}: the end of the attempt could not be recorded ({error})")
         self._report_end(attempt, end)
         return decision.exit_code
 
     def _capabilities_of(self, attempt: Attempt) -> AttemptCapabilities:
-        """Return the capabilities of an attempt. Raises OSError and UsageError."""
+        """Return the capabilities that take part in an attempt. Raises OSError and UsageError."""
         if attempt.number not in self._capabilities:
             self._capabilities[attempt.number] = AttemptCapabilities(attempt.folder, attempt.plan)
         return self._capabilities[attempt.number]
 
     def _report_end(self, attempt: Attempt, end: AttemptEnd) -> None:
-        """Have the capabilities of an attempt react to its recorded end."""
+        """Let the capabilities of an attempt react to its recorded end."""
         try:
             self._capabilities_of(attempt).end(end)
         except (OSError, TrainkitError) as error:
             log_line(f"warning: cannot report the end of attempt {attempt.number}: {error}")
 
     def close(self) -> None:
-        """Wait until the capabilities have sent everything."""
+        """Wait until the capabilities have sent all their data."""
         for capabilities in self._capabilities.values():
             capabilities.close()
 

@@ -1,7 +1,7 @@
-"""The working folder of a command: a copy of the run's code, with the command's output files.
+"""The working directory of a command: a copy of the run's code, and the command's output files.
 
-The snapshot in ``code/`` never changes, and all trials of a sweep share it. A command that writes to ``out/``
-must not change the snapshot, and must not find files there that another run wrote.
+The code snapshot in ``code/`` never changes, and all trials of a sweep share it. A command that writes to
+``out/`` must neither change the snapshot nor find files there that another run wrote.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from trainkit.run.record import JobRecord
 from trainkit.run.rundir import RunDir
 
 WORK_DIR_VARIABLE = "TRAINKIT_JOB_WORK_DIR"
-"""The variable with the folder in which a command runs."""
+"""The variable with the directory in which a command runs."""
 NUM_THREADS = 8
-"""The number of threads that copy files. On a shared filesystem each file takes milliseconds."""
+"""Number of threads that copy files; on a shared filesystem, each file takes milliseconds."""
 
 
 def enter_work_folder(run: RunDir, job: JobRecord, plan: LaunchPlan) -> None:
-    """Pass to the agents the folder in which they start a command. Raises OSError."""
-    os.environ.pop(WORK_DIR_VARIABLE, None)  # a job that submitted this one may have set it
+    """Tell the agents in which directory to start a command. Raises OSError."""
+    os.environ.pop(WORK_DIR_VARIABLE, None)  # the job that submitted this one may have set the variable
     folder = retry_on_disk_error(lambda: prepare_work_folder(run, job)) if plan.workload.is_command else None
     if folder is not None:
         os.environ[WORK_DIR_VARIABLE] = str(folder)
 
 
 def prepare_work_folder(run: RunDir, job: JobRecord) -> Path | None:
-    """Return the folder in which a run's command starts; None without a code snapshot.
+    """Return the directory in which a run's command starts; None without a code snapshot.
 
-    The folder is created at the first start. If the run has received new code since then, files that the run
-    has not changed are replaced, and its outputs remain. Raises OSError.
+    The first start of a run creates the working directory. If the run has received new code since its last
+    start, files that the run has not changed are replaced; its outputs are kept. Raises OSError.
     """
     if job.cwd is None and run.work_dir.exists():
-        # If job.json was lost, continue in the folder with the outputs.
+        # If job.json was lost, use the folder that contains the outputs.
         return run.work_dir / str(read_json(run.work_file)["subfolder"])
     code = job.code
     if code is None:
         return None
     snapshot, subfolder = Path(code.code), code.subfolder
-    before = sorted(run.path.glob("code.[0-9][0-9][0-9]"))  # the earlier snapshots of the run
+    before = sorted(run.path.glob("code.[0-9][0-9][0-9]"))  # earlier snapshots of the run's code
     record = {"num_replaced_snapshots": len(before), "subfolder": subfolder}
     if not run.work_dir.exists():
         stage = Path(tempfile.mkdtemp(prefix=".work.", dir=run.path))
@@ -72,7 +72,7 @@ def prepare_work_folder(run: RunDir, job: JobRecord) -> Path | None:
 
 
 def _renew(work: Path, before: Path, after: Path) -> None:
-    """Copy new code into a working folder; a file that the run changed is kept as ``NAME.before-CODE``."""
+    """Copy new code into a working directory; keep a file that the run changed as ``NAME.before-CODE``."""
     new = list(_files(after))
     changed = [name for name in new if not _is_same(work / name, after / name)]
     for name in changed:
@@ -94,7 +94,7 @@ def _renew(work: Path, before: Path, after: Path) -> None:
 
 
 def _files(root: Path) -> Iterator[str]:
-    """Yield the relative paths of files and links below a folder, except Python's caches and Git's files."""
+    """Yield the relative paths of files and links below a folder, without Python's caches and Git's files."""
     for folder, folders, files in os.walk(root):
         links = [name for name in folders if Path(folder, name).is_symlink()]
         folders[:] = [name for name in folders if name not in ("__pycache__", GIT, *links)]
@@ -104,7 +104,7 @@ def _files(root: Path) -> Iterator[str]:
 def _copy(source: Path, target: Path, names: list[str]) -> None:
     for folder in sorted({Path(name).parent for name in names}):
         ensure_folder(target / folder, parents=True)
-    from concurrent.futures import ThreadPoolExecutor  # only runs with a copy of their code need it
+    from concurrent.futures import ThreadPoolExecutor  # only runs with a copy of their code need this import
 
     with ThreadPoolExecutor(NUM_THREADS) as threads:
         list(threads.map(lambda name: _copy_file(source / name, target / name), names))
@@ -113,7 +113,7 @@ def _copy(source: Path, target: Path, names: list[str]) -> None:
 def _copy_file(source: Path, target: Path) -> None:
     shutil.copy2(source, target, follow_symlinks=False)
     if not target.is_symlink():
-        target.chmod(target.stat().st_mode | 0o200)  # the files of the snapshot are read-only
+        target.chmod(target.stat().st_mode | 0o200)  # files in the snapshot are read-only
 
 
 def _is_same(one: Path, other: Path) -> bool:

@@ -16,12 +16,12 @@ from typing import TypeVar
 from trainkit.errors import SlurmError, UsageError
 
 QUERY_TIMEOUT_S = 12.0
-"""Timeout of a query. Slurm's commands give up a bit earlier by default, so that they can report the reason.
-A command of trainkit ends within 15 s when Slurm does not answer."""
+"""Timeout of a query; Slurm's commands give up somewhat earlier by default, so that they can report the
+reason. With a timeout of 12 s, a command of trainkit ends within 15 s if Slurm does not answer."""
 JOB_TIMEOUT_S = 30.0
-"""Timeout of requests from inside a job, where no person waits and a busy controller may answer late."""
+"""Timeout of requests from inside a job, where nobody is waiting and a busy controller may answer late."""
 QUERY_PATIENCE_S = 5.0
-"""Seconds for which a query is retried; short, because Slurm's commands retry by themselves."""
+"""Seconds for which a query is retried; the value is small because Slurm's commands retry by themselves."""
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 8.0
 
@@ -32,12 +32,12 @@ _OUTPUT_VARIABLES = ("SQUEUE_", "SACCT_", "SINFO_", "SCANCEL_", "SCONTROL_")
 _ACCOUNTING = ("sacct", "sacctmgr")
 
 NO_ANSWER_S = 5.0
-"""Seconds after an unanswered request during which a query gets only SHORT_TIMEOUT_S and no retry."""
+"""Seconds after an unanswered request during which a query gets only SHORT_TIMEOUT_S and is not retried."""
 SHORT_TIMEOUT_S = 1.5
 _Place = tuple[str, str, str]
 _last: dict[_Place, tuple[float, bool]] = {}
-"""Maps a controller, named by PATH, SLURM_CONF and cluster, to the time of the last request and whether it
-answered."""
+"""Maps a controller (identified by PATH, SLURM_CONF and cluster) to the time of the last request and whether
+it was answered."""
 ANSWER_VALID_S = 10.0
 
 T = TypeVar("T")
@@ -76,10 +76,10 @@ def run_slurm(
 ) -> str:
     """Run a Slurm command once, without a shell, and return its stdout; invalid UTF-8 becomes U+FFFD.
 
-    The command addresses `cluster`, which may be several names with commas; by default, the cluster of the
-    environment. `with_stderr` puts the command's stderr before the stdout. Raises UsageError if the program
-    is not installed, SlurmUnreachable if Slurm cannot be reached or does not answer within `timeout_s`, and
-    SlurmRefused if Slurm refuses the request.
+    The command addresses `cluster`, which may be a comma-separated list; by default, it addresses the cluster
+    of the environment. `with_stderr` puts the command's stderr before its stdout in the result. Raises
+    UsageError if the program is not installed, SlurmUnreachable if Slurm does not answer within `timeout_s`,
+    and SlurmRefused if Slurm refuses the request.
     """
     program = argv[0]
     environ = os.environ if environ is None else environ
@@ -95,7 +95,8 @@ def run_slurm(
     if cluster:
         argv = [program, f"--clusters={cluster}", *argv[1:]]
     place = _place(environ, cluster)
-    # Several queries in a row must not each wait for a controller that does not answer.
+    # Use a short timeout if the controller has just failed to answer, so that several queries in a row do not
+    # each wait for it.
     if timeout_s <= QUERY_TIMEOUT_S and _was(place, False, NO_ANSWER_S):
         timeout_s = min(timeout_s, SHORT_TIMEOUT_S)
     began_s = time.monotonic()
@@ -124,7 +125,7 @@ def run_slurm(
         if isinstance(failed, SlurmUnreachable):
             _note_unanswered(program, place, began_s)
         raise failed
-    # The controller does not answer queries of the accounting database, `--version` or `--help`.
+    # Queries of the accounting database, `--version` and `--help` are not answered by the controller.
     if program not in _ACCOUNTING and argv[1:] not in (["--version"], ["--help"]):
         _last[place] = time.monotonic(), True
     return stderr + stdout if with_stderr else stdout
@@ -148,8 +149,9 @@ def _place(environ: Mapping[str, str], cluster: str = "") -> _Place:
 def require_controller(clusters: Sequence[str] = ()) -> None:
     """Raise SlurmUnreachable unless Slurm answers a query or has answered one within ANSWER_VALID_S.
 
-    Call this before a submission. If the answer to a submission is lost, looking the job up takes minutes
-    while Slurm is down. With several `clusters`, sbatch itself skips clusters that do not answer.
+    Call this before submitting a job, because if the answer to a submission is lost while Slurm is down,
+    finding out about the job takes minutes. With several `clusters`, sbatch itself skips clusters that do not
+    answer.
     """
     cluster = clusters[0] if len(clusters) == 1 else ""
     place = _place(os.environ, cluster)
@@ -158,12 +160,12 @@ def require_controller(clusters: Sequence[str] = ()) -> None:
 
 
 def failure(program: str, returncode: int, text: str) -> SlurmUnreachable | SlurmRefused:
-    """Return the error for a command's exit code and output; an unknown message counts as a refusal."""
-    # sbatch prints such a line before each retry.
+    """Return the error for a command's exit code and output; an unknown message means that Slurm refused."""
+    # sbatch prints a line with "sleeping and retrying" before each retry of its own.
     lines = [line for line in text.splitlines() if not line.endswith("sleeping and retrying")]
     undelivered = [line for line in lines if _UNDELIVERED.search(line)]
-    # With two controllers, a request may get lost at one and never reach the other. Assume that it was
-    # carried out.
+    # If there are two controllers, the answer of one may be lost although the request never reached the
+    # other. The request is assumed to have been carried out.
     is_lost = returncode < 0 or any(_LOST.search(line) for line in lines if line not in undelivered)
     is_away = is_lost or bool(undelivered)
     known = UNREACHABLE_HINTS if is_away else REFUSAL_HINTS
@@ -202,7 +204,7 @@ _UNDELIVERED = re.compile(
     r"|System submissions disabled"
     r"|invalid entry for --cluster"
 )
-"""Matches messages that mean Slurm never received the request."""
+"""Matches messages that mean that Slurm never received the request."""
 _LOST = re.compile(
     r"Unable to contact slurm controller"
     r"|Socket timed out"
@@ -224,13 +226,13 @@ _LOST = re.compile(
     r"|failed to open persistent connection"
     r"|DBD_\w+ failure"
 )
-"""Matches messages that mean Slurm may have carried out the request, but its answer was lost."""
+"""Matches messages that mean that the answer was lost, so Slurm may have carried out the request."""
 
-UNREACHABLE_HINT = "`scontrol ping` shows whether Slurm's controller is up; try again when it is"
+UNREACHABLE_HINT = "`scontrol ping` shows whether Slurm's controller is up; try again once it is up"
 UNREACHABLE_HINTS = (
     (
         r"invalid entry for --cluster",
-        "the cluster is down, or missing in `sacctmgr show clusters`: if missing, log in to that cluster",
+        "the cluster is down, or `sacctmgr show clusters` does not list it: then log in to that cluster",
     ),
     (
         r"configuration source",
@@ -255,38 +257,41 @@ REFUSAL_HINTS = (
     (r"No partition specified", "this cluster has no default partition: choose one with --partition"),
     (
         r"Invalid account|[Ii]nvalid qos|QOS usage threshold|unknown association",
-        "`sacctmgr show associations user=$USER` lists what you can give as --account and --qos",
+        "`sacctmgr show associations user=$USER` lists the possible values of --account and --qos",
     ),
     (
         r"accounting/QOS policy|MaxJobCount|limit reached",
-        "this exceeds a limit of your account or QOS: request less, wait, or choose another --qos",
+        "the job exceeds a limit of your account or QOS: request less, wait, or choose another --qos",
     ),
     (r"[Tt]ime ?[Ll]imit", "`scontrol show partition` shows MaxTime: request less with --time"),
     (
         r"node configuration is not available|More processors requested|CPU count"
         r"|Memory (?:specification|required)|Insufficient GRES",
-        "no node has all of this: `sinfo -o '%P %D %c %m %G %f'` lists CPUs, memory, GPUs and features",
+        "no node has all requested resources: `sinfo -o '%P %D %c %m %G %f'` lists what the nodes have",
     ),
     (r"partition configuration not available|Node count", "request less --nodes or --time"),
     (r"Invalid (?:generic resource|GRES|Trackable)", "`sinfo -o '%P %G'` lists the GPUs"),
-    (r"feature", "`sinfo -o '%P %f'` lists the features that a constraint can name"),
+    (r"feature", "`sinfo -o '%P %f'` lists the features that --constraint can name"),
     (r"[Rr]eservation", "`scontrol show reservation` lists the reservations and their users"),
     (r"[Nn]ode name specified|nodes not in this partition", "`sinfo -N` lists the nodes of every partition"),
-    (r"dependency", "a job that this one depends on is unknown to Slurm or has already failed"),
-    (r"array spec", "`scontrol show config` shows MaxArraySize: indices must be below it"),
+    (r"dependency", "a job that this job depends on is unknown to Slurm or has already failed"),
+    (r"array spec", "`scontrol show config` shows MaxArraySize: array indices must be below it"),
     (r"too long", "use a shorter --run-dir, or submit from a shell with fewer variables"),
     (
         r"(?:unrecognized|invalid|unknown) option|ambiguous",
         "this version of Slurm does not support the option: see `sbatch --help`",
     ),
-    (r"group not permitted|[Pp]ermission denied", "you may not use this partition, or the job is not yours"),
+    (
+        r"group not permitted|[Pp]ermission denied",
+        "you may not use this partition, or the job is another user's",
+    ),
     (
         r"[Ii]nvalid job id",
         "Slurm does not know this job, or has forgotten it: `squeue --me` lists your jobs",
     ),
     (r"already (?:completing|finished|done)|already completing or completed", "the job has already ended"),
-    (r"Only one cluster", "name several clusters with --clusters, not with the variable SLURM_CLUSTERS"),
-    (r"presently disabled", "the job has --no-requeue, or its current state does not allow this"),
+    (r"Only one cluster", "to name several clusters, use --clusters, not the variable SLURM_CLUSTERS"),
+    (r"presently disabled", "the job has the option --no-requeue, or its current state does not allow this"),
 )
 
 
@@ -318,13 +323,13 @@ def plain_environ(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without the user's output settings, so that Slurm's output can be parsed."""
     plain = {name: value for name, value in environ.items() if not name.startswith(_OUTPUT_VARIABLES)}
     plain["SLURM_TIME_FORMAT"] = "%s"
-    # By default, Slurm truncates the indices of a pending array to 64 characters.
+    # By default, Slurm truncates the list of a pending array's indices to 64 characters.
     plain["SLURM_BITSTR_LEN"] = "0"
     return plain
 
 
 def retrying(request: Callable[[], T], patience_s: float = QUERY_PATIENCE_S) -> T:
-    """Call `request`, and retry with exponential backoff while it raises SlurmUnreachable.
+    """Call `request`; retry it with exponential backoff while it raises SlurmUnreachable.
 
     Raises the last error after `patience_s`. Use this for idempotent requests only, never for a submission.
     """
@@ -341,7 +346,7 @@ def retrying(request: Callable[[], T], patience_s: float = QUERY_PATIENCE_S) -> 
 
 
 def safe_value(value: str, what: str) -> str:
-    """Return the value if it is safe as a command-line argument.
+    """Return the value if it is safe to pass as a command-line argument.
 
     Raises UsageError if a command could parse the value as an option.
     """
@@ -352,15 +357,16 @@ def safe_value(value: str, what: str) -> str:
 
 FIELD = "\x1f"
 RECORD = "\x1e"
-"""The separator of records; a newline cannot be used because job names may contain newlines."""
+"""The separator between records; a newline cannot be used, because job names may contain newlines."""
 
 
 def records(text: str, num_fields: int, end: str = RECORD) -> Iterator[list[str]]:
-    """Yield the fields of every complete record; the last field may contain separators."""
+    """Yield the fields of every complete record; the last field may itself contain the field separator."""
     for record in text.split(f"{end}\n"):
         fields = record.split(FIELD, num_fields - 1)
         if len(fields) == num_fields:
-            # For several clusters, squeue prints the cluster's name on a line before the cluster's jobs.
+            # When queried about several clusters, squeue prints each cluster's name on a line before its
+            # jobs.
             fields[0] = fields[0].rpartition("\n")[2]
             yield fields
 

@@ -1,4 +1,4 @@
-"""Controls jobs: requeues, cancels and signals them, and runs steps in them. Knows Slurm's versions."""
+"""Controls jobs: requeues, cancels and signals them, and runs steps in them; also parses Slurm versions."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from trainkit.slurm.environment import scrubbed
 from trainkit.slurm.states import checked_job_id
 
 CONTROL_PATIENCE_S = 60.0
-"""Seconds for which a requeue is retried, enough for a restart of the controller. Slurm delays a requeued job
-by 120 s anyway."""
+"""Seconds for which a requeue is retried; enough for a restart of the controller. Retrying a requeue for this
+long costs little, because Slurm delays a requeued job by 120 s anyway."""
 
 _GONE = re.compile(r"[Ii]nvalid job id|already (?:completing|finished|done)|No running or pending steps")
 _PENDING = re.compile(r"[Jj]ob is (?:pending|no longer running)")
@@ -50,7 +50,8 @@ def requeue(job_id: str, *, patience_s: float = CONTROL_PATIENCE_S) -> None:
         try:
             run_slurm(argv, JOB_TIMEOUT_S, cluster=cluster)
         except SlurmRefused as error:
-            # If Slurm refuses a retry, the first request succeeded and only its answer was lost.
+            # If Slurm refuses a retry because of the job's state, the first request succeeded and only its
+            # answer was lost.
             if attempts == 1 or not _PENDING.search(error.sentence):
                 raise
 
@@ -58,7 +59,7 @@ def requeue(job_id: str, *, patience_s: float = CONTROL_PATIENCE_S) -> None:
 
 
 def exclude_hosts(job_id: str, hosts: str) -> None:
-    """Replace the list of hosts that a pending job excludes; `hosts` is a host list.
+    """Replace the list of hosts that a pending job excludes; `hosts` is a Slurm host list.
 
     Raises SlurmRefused for a running job; a requeued job counts as pending immediately.
     """
@@ -67,12 +68,12 @@ def exclude_hosts(job_id: str, hosts: str) -> None:
 
 
 def cancel(job_ids: Sequence[str]) -> None:
-    """Cancel jobs or array tasks in one call for each cluster; ignore jobs that have already ended."""
+    """Cancel jobs or array tasks with one call per cluster; ignore jobs that have already ended."""
     _scancel([], map(checked_job_id, job_ids))
 
 
 def cancel_waiting(job_ids: Sequence[str]) -> None:
-    """Cancel the pending ones among these jobs and array tasks; running ones continue."""
+    """Cancel the pending ones among `job_ids`; running jobs and array tasks continue."""
     _scancel(["--state=PENDING"], map(checked_job_id, job_ids))
 
 
@@ -84,9 +85,9 @@ def send_signal(job_ids: Sequence[str], signal: str) -> None:
 def kill_steps(
     steps: Sequence[tuple[str, str]], signal: str = "KILL", *, patience_s: float = QUERY_PATIENCE_S
 ) -> None:
-    """Kill steps, given as (job id, step id), immediately with SIGKILL, or send them another signal.
+    """Kill steps, given as (job id, step id), with SIGKILL, or send them another signal.
 
-    Cancelling the whole job instead would send SIGTERM first, and SIGKILL after KillWait (30 s by default).
+    Cancelling the whole job would send SIGTERM first, and SIGKILL only after KillWait (30 s by default).
     """
     named = ((*split_job(checked_job_id(job)), step_id) for job, step_id in steps)
     names = (on_cluster(f"{job_id}.{step_id}", cluster) for job_id, cluster, step_id in named)
@@ -94,9 +95,9 @@ def kill_steps(
 
 
 def _scancel(options: Sequence[str], names: Iterable[str], patience_s: float = QUERY_PATIENCE_S) -> None:
-    """Run scancel for these jobs or steps, if any; ignore the ones that have already ended.
+    """Run scancel for jobs or steps, if there are any; ignore those that have already ended.
 
-    All clusters get the request before the first error is raised.
+    The request is sent to all clusters before the first error is raised.
     """
     problems = list[SlurmRefused | SlurmUnreachable]()
     for cluster, own in by_cluster(names).items():
@@ -150,7 +151,7 @@ def parse_version(text: str) -> Version:
 
 
 def has_expedited_requeue(slurm: tuple[int, ...], config: Mapping[str, str]) -> bool:
-    """Return whether this version has `sbatch --requeue=expedite` and the site has enabled it."""
+    """Return whether this Slurm version supports `sbatch --requeue=expedite` and the site has enabled it."""
     settings = f"{config.get('SlurmctldParameters', '')},{config.get('SchedulerParameters', '')}"
     return slurm >= (25, 11, 0) and "enable_expedited_requeue" in settings.split(",")
 
@@ -160,8 +161,9 @@ def run_step(
 ) -> str:
     """Run a command once on each node of a running job, as a separate step; return its stdout.
 
-    The step overlaps with other steps. Without --mem=0, Slurm would refuse the step if the first step uses
-    all memory of the job. Raises SlurmRefused if Slurm does not start the step or the command fails.
+    The step overlaps with other steps, so that they share the job's resources. Without --mem=0, Slurm would
+    refuse the step if another step uses all memory of the job. Raises SlurmRefused if Slurm does not start
+    the step, or if the command fails.
     """
     job_id, cluster = split_job(checked_job_id(job_id))
     step = [

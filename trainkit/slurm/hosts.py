@@ -1,4 +1,4 @@
-"""Parses Slurm's counts of tasks per host (`2(x3),1`), and queries the states and addresses of hosts."""
+"""Parses Slurm's notation for tasks per host (`2(x3),1`), and queries the states and addresses of hosts."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _COUNT = re.compile(r"(?P<count>\d+)(?:\(x(?P<repeat>\d{1,6})\))?", re.ASCII)
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Parse the tasks or CPUs of each node: `2(x3),1` becomes [2, 2, 2, 1].
+    """Parse the number of tasks or CPUs of each node: `2(x3),1` becomes [2, 2, 2, 1].
 
-    Raises UsageError for any other form.
+    Raises UsageError for text in any other form.
     """
     counts: list[int] = []
     for item in text.strip().split(","):
@@ -30,14 +30,15 @@ def tasks_per_node(text: str) -> list[int]:
 HOSTS_TIMEOUT_S = 10.0
 _NOT_RESPONDING = "*"
 _DOWN = re.compile(r"down|fail|unk|error", re.IGNORECASE)
-"""Matches host states that cannot run a step. A draining host still runs its current job."""
+"""Matches the states of hosts that cannot run a step. The state of a draining host does not match, because
+the host still runs its current job."""
 _DRAINED = re.compile(r"drain|reboot|power|[@^!%]", re.IGNORECASE)
 
 
 def node_states(hosts: Sequence[str]) -> dict[str, str]:
     """Return the state of each host in sinfo's terms, such as ``allocated`` or ``down*``.
 
-    Hosts that Slurm does not know are omitted. Raises SlurmUnreachable.
+    The result omits hosts that Slurm does not know. Raises SlurmUnreachable.
     """
     argv = [
         "sinfo",
@@ -56,20 +57,20 @@ def is_unavailable(state: str) -> bool:
 
 
 def is_drained(state: str) -> bool:
-    """Return whether an administrator is taking a host in this state out of service or rebooting it."""
+    """Return whether an administrator is draining or rebooting a host in this state."""
     return _DRAINED.search(state) is not None
 
 
 def is_down(state: str) -> bool:
     """Return whether Slurm considers a host down.
 
-    A host that merely does not respond may be busy or being upgraded.
+    A host that merely does not respond does not count, because it may be busy or being upgraded.
     """
     return _DOWN.search(state) is not None
 
 
 def hosts_of_job(job_id: str) -> list[str]:
-    """Return the current hosts of a job; a --no-kill job permanently loses a host that goes down.
+    """Return the current hosts of a job; a job with --no-kill permanently loses a host that goes down.
 
     Raises SlurmUnreachable, and SlurmRefused for a job that Slurm no longer knows.
     """
@@ -82,7 +83,7 @@ _NODE_ADDR = re.compile(r"(?:^|\s)NodeAddr=(?P<addr>\S+)")
 
 
 def node_addr(name: str, *, patience_s: float = QUERY_PATIENCE_S) -> str:
-    """Return the NodeAddr of a node, which is the node's name unless the administrators set another one.
+    """Return the NodeAddr of a node, which is the node's name unless administrators set another address.
 
     Raises SlurmUnreachable, and SlurmRefused for a node that Slurm does not know.
     """

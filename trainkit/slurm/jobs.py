@@ -1,6 +1,6 @@
-"""Queries the states of jobs with one call of squeue, and one of sacct for jobs that left the queue.
+"""Queries the states of jobs: squeue for all jobs, then sacct for those that have left the queue.
 
-Without accounting, a job that squeue no longer lists is `unknown`, never finished.
+If a site has no accounting, a job that squeue no longer lists is `unknown`, but never finished.
 """
 
 from __future__ import annotations
@@ -53,21 +53,21 @@ _QUEUE_FIELDS = (
     "Name",
 )
 _ACCOUNTING_FIELDS = ("JobID", "State", "NodeList", "NNodes", "Start", "End", "ExitCode", "JobName")
-UNKNOWN_JOB = "neither squeue nor sacct lists it"
+UNKNOWN_JOB = "neither squeue nor sacct lists the job"
 _NO_NODES = ("None assigned", "(null)", "N/A")
 _ACCOUNTING_TIMEOUT_S = 10.0
 _LONGEST_ARGUMENT = 100_000
-"""The maximum length of a list of job ids in an argument; Linux limits an argument to 128 KiB."""
+"""The maximum length of a list of job ids in one argument; Linux limits an argument to 128 KiB."""
 _LOG_NOT_OPENED = 53
-"""The signal that Slurm reports if a node cannot open the output file of the batch script.
+"""The signal number that Slurm reports if a node cannot open the batch script's output file; no process sends
+this signal.
 
-No process sends this signal. The number is what remains of Slurm's internal error 4021 in an exit status, on
-all versions of Slurm.
+The number is what remains of Slurm's internal error 4021 in an exit status, in all versions of Slurm.
 """
 
 
 class SlurmJob(JobInfo):
-    """A job with Slurm's reasons and signals."""
+    """A job with the reasons and signals that Slurm reports."""
 
     @property
     def log_not_opened(self) -> bool:
@@ -79,7 +79,7 @@ class SlurmJob(JobInfo):
 
 
 def query_jobs(ids: Iterable[str]) -> dict[str, JobInfo]:
-    """Return the jobs with these ids as `query_clusters` does, but raise the first cluster's error."""
+    """Return the jobs with these ids like `query_clusters`, but raise an error if any cluster reports one."""
     known, problems = query_clusters(ids)
     if problems:
         raise next(iter(problems.values()))
@@ -87,12 +87,12 @@ def query_jobs(ids: Iterable[str]) -> dict[str, JobInfo]:
 
 
 def query_clusters(ids: Iterable[str]) -> tuple[dict[str, JobInfo], dict[str, TrainkitError]]:
-    """Return the jobs with these ids, and the errors of clusters that do not answer.
+    """Return the jobs with these ids, and the errors of the clusters that do not answer.
 
-    The jobs are in the order of the ids, first of the default cluster, then of the others under the names of
-    `on_cluster`. The id of an array selects all its tasks, and each task has a separate key. Tasks that were
-    cancelled while pending may share one entry under the array's id. A job that neither squeue nor sacct
-    lists is included as `unknown`. Runs at most two commands for each cluster.
+    The jobs are in the order of the ids; jobs of the default cluster come first, then those of other
+    clusters, named as by `on_cluster`. The id of an array selects all its tasks, each of which gets its own
+    key. Tasks that were cancelled while pending may share one entry under the array's id. A job that neither
+    squeue nor sacct lists is included as `unknown`. At most two commands are run per cluster.
     """
     known, problems = dict[str, JobInfo](), dict[str, TrainkitError]()
     for cluster, own in sorted(by_cluster(map(checked_job_id, ids)).items()):
@@ -143,14 +143,14 @@ def _query_queue(wanted: Sequence[str], cluster: str) -> str:
     try:
         return query(argv, cluster=cluster)
     except SlurmRefused as error:
-        # squeue reports this error for a single job that it no longer lists.
+        # squeue reports "invalid job id" if asked about a single job that it no longer lists.
         if "invalid job id" in error.sentence.lower():
             return ""
         raise
 
 
 def parse_queue(text: str) -> dict[str, JobInfo]:
-    """Parse the output of squeue into jobs by id; expand an array's pending tasks, which share a record."""
+    """Parse squeue's output into jobs by id; expand the pending tasks of an array, which share a record."""
     found: dict[str, JobInfo] = {}
     for fields in records(text, len(_QUEUE_FIELDS)):
         number, array, task, word, reason, nodes, num_nodes, start, end, restarts, exit_code, name = fields
@@ -192,7 +192,7 @@ def _add(found: dict[str, JobInfo], info: JobInfo) -> None:
 
 
 def _query_accounting(missing: Sequence[str], cluster: str) -> tuple[dict[str, JobInfo], str]:
-    """Return the jobs that accounting lists, and the reason why the state of all other jobs is unknown."""
+    """Return the jobs that accounting lists, and why the state of all other jobs is unknown."""
     bases = ",".join(dict.fromkeys(map(base_id, missing)))
     if len(bases) > _LONGEST_ARGUMENT:
         bases = bases[:_LONGEST_ARGUMENT].rpartition(",")[0]
@@ -209,12 +209,12 @@ def _query_accounting(missing: Sequence[str], cluster: str) -> tuple[dict[str, J
         text = query(argv, timeout_s=_ACCOUNTING_TIMEOUT_S, patience_s=0.0, cluster=cluster)
     except TrainkitError as error:
         problem = error.message.splitlines()[-1]
-        return {}, f"squeue no longer lists it, and accounting does not answer: {problem}"
+        return {}, f"squeue no longer lists the job, and accounting does not answer: {problem}"
     return parse_accounting(text), UNKNOWN_JOB
 
 
 def parse_accounting(text: str) -> dict[str, JobInfo]:
-    """Parse the output of sacct into jobs by id, for jobs that squeue does not list."""
+    """Parse sacct's output into jobs by id, for jobs that squeue does not list."""
     found: dict[str, JobInfo] = {}
     for fields in records(text, len(_ACCOUNTING_FIELDS), end=FIELD):
         job_id, word, nodes, *rest = fields
@@ -225,7 +225,7 @@ def parse_accounting(text: str) -> dict[str, JobInfo]:
 
 
 def _exit_of(text: str) -> tuple[int | None, int | None]:
-    """Parse `1:0` or `0:9` into (exit code, signal), or the wait(2) status that squeue 22.05 prints."""
+    """Parse an exit status into (exit code, signal): `1:0`, `0:9`, or the wait(2) status of squeue 22.05."""
     code, colon, signal = text.partition(":")
     if not code.isdigit():
         return None, None
@@ -240,7 +240,7 @@ _PAIR = re.compile(r"(?:^|\s)(?P<name>[A-Z][A-Za-z/:_]*)=(?P<value>\S*)")
 
 @dataclass(frozen=True)
 class JobDetails:
-    """The details of one job, from scontrol. Times are in UTC."""
+    """The details of one job, from scontrol, with times in UTC."""
 
     state: JobState
     slurm_state: str
@@ -248,7 +248,7 @@ class JobDetails:
     is_preempted: bool
     """True if the job is being preempted or was preempted."""
     restarts: int
-    """The number of requeues."""
+    """Number of times that Slurm has requeued the job."""
     may_requeue: bool
     end_time: datetime | None
     """The time at which the job reaches its time limit."""
@@ -269,7 +269,7 @@ def job_details(
 
 
 def parse_job(text: str) -> JobDetails:
-    """Parse `scontrol show job`: `Name=value` pairs, with free text before UserId and at the end."""
+    """Parse `scontrol show job`: `Name=value` pairs, and free text before UserId and at the end."""
     # If a name occurs several times, the first value counts.
     found: dict[str, str] = dict(reversed(_PAIR.findall(text.partition(" UserId=")[2])))
     word = found.get("JobState", "")

@@ -1,4 +1,4 @@
-"""Maps Slurm's states to job states, and explains Slurm's reasons. Runs no commands."""
+"""Maps Slurm's states to job states, and explains Slurm's reasons in words. This module runs no commands."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ _STATES = {
 
 
 def state_in_queue(word: str, restarts: int | None) -> JobState:
-    """Return the job state for squeue's state `word`.
+    """Return the job state for the state `word` that squeue prints.
 
-    squeue shows a requeued job first as COMPLETING, then as PENDING. So PREEMPTED and NODE_FAIL mean that the
-    job has ended for good.
+    squeue shows a job that is being requeued as COMPLETING, then as PENDING. PREEMPTED and NODE_FAIL are
+    therefore states of jobs that have ended for good.
     """
     state = _state(word)
     return JobState.REQUEUED if state is JobState.PENDING and restarts else state
 
 
 def state_in_accounting(word: str) -> JobState:
-    """Return the job state for sacct's state `word`, for a job that squeue does not list.
+    """Return the job state for the state `word` that sacct prints, for a job that squeue does not list.
 
-    `word` may have details, as in `CANCELLED by 1000`. Accounting lags behind, so a job that it reports as
-    pending or running counts as UNKNOWN.
+    `word` may contain details, as in `CANCELLED by 1000`. Accounting data lags behind, so a job that sacct
+    still shows as pending or running counts as UNKNOWN.
     """
     state = _state(word)
     return state if state.is_terminal else JobState.UNKNOWN
@@ -57,12 +57,12 @@ def _state(word: str) -> JobState:
 
 
 def unknown_sentence(word: str, source: str) -> str:
-    """Return why a job is unknown although `source`, such as squeue, lists it with the state `word`."""
+    """Return why a job is unknown although `source` (for example squeue) lists it with the state `word`."""
     if word.partition(" ")[0] == "REVOKED":
-        return "another cluster of its federation has taken it: `squeue --federation` shows which"
+        return "another cluster of the federation has taken the job: `squeue --federation` shows which one"
     if _state(word) is JobState.UNKNOWN:
         return f"{source} reports the unknown state {word}"
-    return f"squeue no longer lists it, but {source} still reports {word}"
+    return f"squeue no longer lists the job, but {source} still reports {word}"
 
 
 _SENTENCES = {
@@ -72,35 +72,35 @@ _SENTENCES = {
     "DependencyNeverSatisfied": "will never start, because a job that it depends on failed: cancel it",
     "BeginTime": "waiting for its begin time; a requeued job waits about two minutes",
     "Cleaning": "is being cleaned up after its last run",
-    "Reservation": "waiting for its reservation to begin",
-    "ReservationDeleted": "its reservation was deleted: choose another or none",
-    "ReservationInvalid": "its reservation is no longer valid: choose another or none",
-    "ReqNodeNotAvail": "nodes that it needs are down, drained or reserved, for example for maintenance",
+    "Reservation": "waiting for the job's reservation to begin",
+    "ReservationDeleted": "the job's reservation was deleted: choose another or none",
+    "ReservationInvalid": "the job's reservation is no longer valid: choose another or none",
+    "ReqNodeNotAvail": "nodes that the job needs are down, drained or reserved, for example for maintenance",
     "Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions": (
-        "nodes that it needs are down, drained or reserved for jobs of higher priority"
+        "nodes that the job needs are down, drained or reserved for jobs of higher priority"
     ),
     "Nodes required for job are DOWN, DRAINED, REBOOTING or reserved "
     "for jobs in higher priority partitions": (
-        "nodes that it needs are down, drained, rebooting or reserved for jobs of higher priority"
+        "nodes that the job needs are down, drained, rebooting or reserved for jobs of higher priority"
     ),
-    "MaxPoweredUpNodes": "its cluster already has its maximum number of nodes powered up",
-    "PowerNotAvail": "its cluster has too little power to start it",
-    "PowerReserved": "the power that it needs is reserved for other jobs",
-    "PartitionDown": "its partition is not starting jobs at the moment",
-    "PartitionInactive": "its partition accepts no jobs and starts none at the moment",
-    "PartitionNodeLimit": "requests more nodes than its partition has up or allows per job",
+    "MaxPoweredUpNodes": "the cluster already has its maximum number of nodes powered up",
+    "PowerNotAvail": "the cluster has too little electrical power available to start the job",
+    "PowerReserved": "the power that the job needs is reserved for other jobs",
+    "PartitionDown": "the partition is not starting jobs at the moment",
+    "PartitionInactive": "the partition accepts no jobs and starts none at the moment",
+    "PartitionNodeLimit": "requests more nodes than are up in its partition, or more than it allows per job",
     "PartitionTimeLimit": "requests more time than its partition allows",
     "PartitionConfig": "requests more than its partition allows",
-    "BadConstraints": "its constraints can never be satisfied: cancel it and change the request",
-    "Constraints": "its constraints cannot be satisfied now",
+    "BadConstraints": "the job's constraints can never be satisfied: cancel it and change the request",
+    "Constraints": "the job's constraints cannot be satisfied now",
     "JobHeldUser": "is held by its user: `scontrol release JOB` releases it",
     "JobHeldAdmin": "is held by an administrator",
     "JobHoldMaxRequeue": "is held because it was requeued too often: `scontrol release JOB` releases it",
-    "JobArrayTaskLimit": "its array already runs its maximum number of tasks",
+    "JobArrayTaskLimit": "the array already runs its maximum number of tasks",
     "JobLaunchFailure": "could not be launched, for example because of a broken node or a missing folder",
     "launch failed requeued held": "could not be launched and is held: `scontrol release JOB` releases it",
     "launch failure limit exceeded requeued held": (
-        "is held because it could not be launched several times: `scontrol release JOB` releases it"
+        "is held because several attempts to launch it failed: `scontrol release JOB` releases it"
     ),
     "job requeued in held state": "was requeued and is held: `scontrol release JOB` releases it",
     "job requeued in special exit state": (
@@ -111,29 +111,29 @@ _SENTENCES = {
         "is held because its node could not read the login environment: `scontrol release JOB` releases it"
     ),
     "Licenses": "waiting for a license that other jobs use",
-    "NodeDown": "a node that it needs is down",
-    "FrontEndDown": "no front-end node is up to start it",
-    "BlockMaxError": "its hardware has failed too often to be prepared: an administrator must check it",
-    "BlockFreeAction": "its hardware is being released by another job",
-    "FedJobLock": "waiting for the clusters of its federation to agree which one starts it",
-    "MpiPortsBusy": "waiting for ports that MPI needs on its nodes",
+    "NodeDown": "a node that the job needs is down",
+    "FrontEndDown": "no front-end node is up to start the job",
+    "BlockMaxError": "the job's hardware has failed too often to be prepared: an administrator must check it",
+    "BlockFreeAction": "the job's hardware is being released by another job",
+    "FedJobLock": "waiting for the clusters of the federation to agree which one starts the job",
+    "MpiPortsBusy": "waiting for ports that MPI needs on the job's nodes",
     "NvidiaImexChannels": "waiting for an IMEX channel, through which GPUs of several nodes share memory",
-    "InvalidAccount": "its account does not exist, or you may not charge it: cancel it and choose another",
-    "InvalidQOS": "its QOS does not exist, or you may not use it: cancel it and choose another",
+    "InvalidAccount": "the account does not exist, or you may not charge it: cancel the job, choose another",
+    "InvalidQOS": "the QOS does not exist, or you may not use it: cancel the job, choose another",
     "SchedDefer": "waiting for the next pass of the scheduler",
     "InactiveLimit": "reached the limit of idle time",
     "DeadLine": "can no longer end before its deadline",
     "BurstBufferResources": "waiting for space in a burst buffer",
-    "BurstBufferStageIn": "its data is being copied into a burst buffer",
-    "BurstBufferOperation": "its burst buffer failed: an administrator must check it",
-    "Burst buffer pre run error": "its burst buffer failed: an administrator must check it",
-    "QOSNotAllowed": "its QOS is not allowed in its partition or account",
-    "AccountNotAllowed": "its account is not allowed in its partition",
-    "AccountingPolicy": "its account or QOS has reached a limit",
-    "QOSUsageThreshold": "its account has used more than this QOS allows",
-    "Prolog": "its nodes are being prepared",
+    "BurstBufferStageIn": "the job's data is being copied into a burst buffer",
+    "BurstBufferOperation": "the burst buffer failed: an administrator must check it",
+    "Burst buffer pre run error": "the burst buffer failed: an administrator must check it",
+    "QOSNotAllowed": "the QOS is not allowed in the job's partition or account",
+    "AccountNotAllowed": "the account is not allowed in the job's partition",
+    "AccountingPolicy": "the job's account or QOS has reached a limit",
+    "QOSUsageThreshold": "the account has used more than the QOS allows",
+    "Prolog": "the job's nodes are being prepared",
     "MaxMemPerLimit": "requests more memory per CPU or node than allowed",
-    # reasons of jobs that have ended
+    # The reasons below are given for jobs that have ended.
     "SystemFailure": "Slurm or a node failed",
     "NonZeroExitCode": "ended with an error",
     "RaisedSignal": "was killed by a signal",
@@ -148,10 +148,10 @@ _RESERVATION = re.compile(r"Reservation[ _](?P<name>.+)[ _](?P<what>was[ _]delet
 
 
 def reason_sentence(reason: str) -> str:
-    """Explain squeue's reason in a sentence about the job, without the subject.
+    """Explain squeue's reason in a sentence about the job, leaving out the subject.
 
-    An unknown reason is returned unchanged, and a missing one as an empty text. Details are kept, as in
-    `ReqNodeNotAvail, UnavailableNodes:node3`.
+    Returns an unknown reason unchanged, and "" if there is no reason. Details of a reason are kept, for
+    example those of `ReqNodeNotAvail, UnavailableNodes:node3`.
     """
     text = reason.strip()
     if text.startswith("(") and text.endswith(")"):
@@ -160,7 +160,7 @@ def reason_sentence(reason: str) -> str:
         return ""
     if (known := _explained(text)) is not None:
         return known
-    # squeue joins the reasons of an array's pending tasks when it shows the tasks on one line.
+    # If squeue shows the pending tasks of an array on one line, it joins their reasons.
     names = text.split(",")
     if all(several := [_explained(name) for name in names]):
         return "; ".join(filter(None, several))
@@ -168,7 +168,7 @@ def reason_sentence(reason: str) -> str:
     known, details = _explained(name), text[len(name) :].lstrip(",: _")
     if known is None:
         return reason
-    # scontrol replaces spaces by underscores, but host names may contain underscores too.
+    # scontrol replaces spaces with underscores, but host names may contain underscores too.
     details = details if ":" in details else details.replace("_", " ")
     if not details or details.endswith(":"):
         return known
@@ -176,7 +176,7 @@ def reason_sentence(reason: str) -> str:
 
 
 def _explained(reason: str) -> str | None:
-    """Return the sentence for a reason without details; None for an unknown reason."""
+    """Return the sentence for a reason without details; None if the reason is unknown."""
     plain = reason.replace("_", " ")
     if plain in _SENTENCES:
         return _SENTENCES[plain]
@@ -185,7 +185,9 @@ def _explained(reason: str) -> str | None:
         relation = "is below" if _MINIMUM.match(reason) else "would exceed"
         return f"{relation} a limit of its {whose}: {reason}"
     if (match := _RESERVATION.fullmatch(reason)) is not None:
-        return f"its reservation {match['name']} {match['what'].replace('_', ' ')}: choose another or none"
+        return (
+            f"the job's reservation {match['name']} {match['what'].replace('_', ' ')}: choose another or none"
+        )
     return None
 
 
@@ -193,9 +195,9 @@ _JOB = re.compile(rf"{JOB_ID.pattern}(?:;[\w.-]+)?", re.ASCII)
 
 
 def checked_job_id(text: str) -> str:
-    """Return a job id unchanged, with or without a cluster; raise UsageError if it is malformed."""
+    """Return a job id, with or without a cluster, unchanged; raise UsageError if it is malformed."""
     if not _JOB.fullmatch(text):
         raise UsageError(
-            f"{text!r} is not a Slurm job id", hint="for example 1234, or 1234_5 for a task of an array"
+            f"{text!r} is not a Slurm job id", hint="a job id looks like 1234, or 1234_5 for an array task"
         )
     return text

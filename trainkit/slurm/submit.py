@@ -1,7 +1,7 @@
-"""Submits a script exactly once: if sbatch's answer is lost, looks the job up before a retry.
+"""Submits a script exactly once: if sbatch's answer is lost, looks for the job before trying again.
 
 Each job has a unique submission token in its comment. The caller writes the token into the script (`#SBATCH
---comment=…`), so that a dry run shows exactly what would run.
+--comment=…`), so that a dry run shows exactly what would be submitted.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ from trainkit.slurm.environment import scrubbed
 SUBMIT_TIMEOUT_S = 60.0
 SUBMIT_PATIENCE_S = 60.0
 SETTLE_S = 10.0
-"""Seconds without the token in squeue after which a lost submission counts as not accepted. The controller
-handles requests in order, so squeue lists an accepted job within seconds."""
+"""If squeue does not list the token for this many seconds, a submission without an answer counts as not
+accepted. An accepted job would be listed by squeue within seconds, because the controller handles requests in
+order."""
 POLL_INTERVAL_S = 1.0
 CLOCK_SKEW_S = 5
 
@@ -52,13 +53,13 @@ _WILL_START = re.compile(
 
 @dataclass(frozen=True)
 class Answer:
-    """An estimate of `sbatch --test-only`: when and where a job would start."""
+    """The estimate by `sbatch --test-only` of when and where a job would start."""
 
     start_time: datetime | None = None
-    """The expected start; None if the job would not start or Slurm gives no time."""
+    """The expected start time; None if the job would not start or Slurm reports no time."""
     nodes: tuple[str, ...] = ()
     remark: str = ""
-    """Slurm's explanation if it gives no time."""
+    """Slurm's explanation if it reports no start time."""
     refused: bool = False
     """True if Slurm would reject the job."""
 
@@ -75,20 +76,20 @@ def submit_script(
 ) -> str:
     """Submit a script and return the job id; for an array, the id of the whole array.
 
-    If `clusters` names several, Slurm takes the cluster where the job would start first, and the returned id
-    includes this cluster (see `on_cluster`). `is_only_job` means that no other job uses this script. If
-    sbatch's answer is lost, `notify` gets a message, and the token is looked up until it is certain whether
-    the job exists. A printed id is trusted only if sbatch prints nothing else, because a site's banner may
-    contain numbers.
+    If `clusters` names several, Slurm chooses the cluster where the job would start first, and the returned
+    id includes that cluster (see `on_cluster`). `is_only_job` means that no other job has the same script. If
+    sbatch's answer is lost, `submit_script` calls `notify` with a message and looks for a job with the token
+    until it is known whether Slurm accepted the job. If sbatch printed more than an id, the id is not trusted
+    by itself, because a site's banner may contain numbers.
 
     Raises SlurmRefused with Slurm's message, or SlurmUnreachable. If SlurmUnreachable has `may_have_arrived`
-    set, the job may exist; call `find_by_token(token)` before you submit the script again.
+    set, the job may exist; call `find_by_token(token)` before submitting the script again.
     """
     if not _TOKEN.fullmatch(token):
         raise ValueError(f"a token must be one word: {token!r}")
     script = str(path.absolute())
     argv, environ = ["sbatch", "--parsable", *extra_argv, script], scrubbed(os.environ)
-    # The variable would remain set in the job, whose Slurm commands already address the job's cluster.
+    # The job must not inherit SLURM_CLUSTERS, because its Slurm commands use the job's own cluster anyway.
     named = environ.pop("SLURM_CLUSTERS", "")
     names, script = ",".join(clusters) or named, script if is_only_job else ""
     clusters = names.split(",") if names else ()
@@ -98,7 +99,7 @@ def submit_script(
         try:
             printed = run_slurm(argv, SUBMIT_TIMEOUT_S, environ=environ, cwd=cwd, cluster=names)
         except SlurmUnreachable as lost:
-            what = "checking whether the job was accepted" if lost.may_have_arrived else "retrying"
+            what = "checking whether Slurm accepted the job" if lost.may_have_arrived else "retrying"
             notify(f"{lost.message}; {what}")
             found = _find_until_known(find, script, lost, give_up)
             if found is None and time.monotonic() >= give_up:
@@ -108,33 +109,33 @@ def submit_script(
             return is_id[0] if is_id else _confirm(find, printed, script)
         if found is not None:
             return found
-        # Slurm has not listed the job for SETTLE_S, so the job does not exist.
+        # Slurm has not listed the job for SETTLE_S, so it was not accepted.
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
 def cancel_command(job: str) -> str:
-    """Return the command that cancels a job, given the name that `submit_script` returns."""
+    """Return the command that cancels a job; `job` is a return value of `submit_script`."""
     job_id, cluster = split_job(job)
     return f"scancel --clusters={cluster} {job_id}" if cluster else f"scancel {job_id}"
 
 
 def _confirm(find: Callable[..., str | None], printed: str, script: str) -> str:
-    """Return the id of an accepted job if sbatch printed something other than only an id.
+    """Return the id of an accepted job if sbatch printed anything other than just an id.
 
     Raises SlurmUnreachable if Slurm lists neither a job with the token nor a new job with one of the printed
     ids.
     """
     shown = f"{printed.strip()[:200]!r}"
     lost = SlurmUnreachable(
-        f"sbatch printed more than a job id, and Slurm lists no such job: {shown}"
+        f"sbatch printed more than a job id, and Slurm lists no job with this id: {shown}"
         if printed.strip()
-        else "sbatch printed no job id, and Slurm lists no such job",
+        else "sbatch printed no job id, and Slurm lists no new job of this script",
         hint="`squeue --me` shows whether the job exists",
         may_have_arrived=True,
     )
     found = _find_until_known(find, script, lost, time.monotonic() + SUBMIT_PATIENCE_S)
-    if found is None:  # the site may have replaced the comment
+    if found is None:  # the site may have replaced the job's comment
         found = find(
             printed=[line.strip() for line in printed.splitlines() if _JOB_ID.fullmatch(line.strip())]
         )
@@ -146,9 +147,9 @@ def _confirm(find: Callable[..., str | None], printed: str, script: str) -> str:
 def _find_until_known(
     find: Callable[[], str | None], script: str, lost: SlurmUnreachable, give_up: float
 ) -> str | None:
-    """Look a submission up until it is found; return the job id, or None if Slurm did not accept it.
+    """Look for a submitted job until it is found; return its id, or None if Slurm did not accept the job.
 
-    Raises SlurmUnreachable if Slurm cannot be reached until `give_up`.
+    Raises SlurmUnreachable if Slurm remains unreachable until the time `give_up`.
     """
     settle_s = SETTLE_S if lost.may_have_arrived else 0.0
     missing_since: float | None = None
@@ -161,7 +162,7 @@ def _find_until_known(
                 if lost.may_have_arrived:
                     what = f"{script or 'the job'} may or may not have been submitted ({lost.message})"
                     raise SlurmUnreachable(
-                        f"the answer of sbatch was lost and Slurm cannot be queried: {what}",
+                        f"sbatch's answer was lost and Slurm cannot be queried: {what}",
                         hint="once `scontrol ping` shows that the controller is up, check with `squeue --me`",
                         may_have_arrived=True,
                     ) from None
@@ -185,11 +186,11 @@ def find_by_token(
     printed: Sequence[str] = (),
     patience_s: float = QUERY_PATIENCE_S,
 ) -> str | None:
-    """Return the id of this user's newest job with the token, or None; for an array, the array's id.
+    """Return the id of this user's newest job with the token (of an array, the array's id), or None.
 
     Jobs submitted before `since` (Unix seconds) are ignored, because a run folder that was deleted and
     created again has the same token. A site's plugin may rewrite comments, so a job also matches by its
-    `script` or by an id in `printed`. squeue lists a job until some minutes after its end. Raises
+    `script`, or by an id in `printed`. squeue still lists a job for some minutes after its end. Raises
     SlurmUnreachable.
     """
     layout = FIELD.join(("%F", "%V", "%k", "%o")) + RECORD
@@ -199,10 +200,10 @@ def find_by_token(
         try:
             found = query(argv, environ=scrubbed(os.environ), patience_s=patience_s, cluster=cluster)
         except SlurmUnreachable as error:
-            away = error  # another cluster may have the job
+            away = error  # another cluster may have accepted the job
             continue
         for job_id, submitted, comment, command in records(found, 4):
-            # Old versions of Slurm do not print the submit time. The token alone decides in this case.
+            # Old versions of Slurm do not print the submit time, so the token alone decides.
             is_recent = int(submitted) >= int(since) - CLOCK_SKEW_S if submitted.isdigit() else not since
             is_printed = on_cluster(base_id(job_id), cluster) in printed
             if is_recent and (token in comment.split() or (script and command == script) or is_printed):
@@ -219,9 +220,9 @@ def query_start(
     extra_argv: Sequence[str] = (),
     clusters: Sequence[str] = (),
 ) -> tuple[Answer, str]:
-    """Estimate when and where Slurm would start a script, given as text, without submitting it.
+    """Estimate when and where Slurm would start a script without submitting it; the script is given as text.
 
-    Also returns Slurm's message, with the time in the local time zone.
+    Also returns Slurm's message, which contains the time in the local time zone.
 
     Raises SlurmRefused if Slurm would not accept the script, SlurmUnreachable, and OSError if the script
     cannot be written to a temporary file.
@@ -231,14 +232,14 @@ def query_start(
         path = Path(folder, "submit.sbatch")
         path.write_text(script, encoding="utf-8", errors="surrogateescape")
         argv = ["sbatch", "--test-only", *extra_argv, str(path)]
-        # sbatch prints the estimate to stderr.
+        # sbatch --test-only prints the estimate to stderr.
         names = ",".join(clusters)
         printed = run_slurm(argv, timeout_s, environ, path.parent, cluster=names, with_stderr=True)
     return parse_start_estimate(printed)
 
 
 def parse_start_estimate(text: str) -> tuple[Answer, str]:
-    """Parse the message of `sbatch --test-only`; raise SlurmRefused if the message is not an estimate."""
+    """Parse the message of `sbatch --test-only`; raise SlurmRefused if it is not an estimate."""
     match = _WILL_START.search(text)
     if match is None:
         raise SlurmRefused(f"cannot parse the output of sbatch --test-only: {text.strip()!r}", stderr=text)
@@ -249,23 +250,23 @@ def parse_start_estimate(text: str) -> tuple[Answer, str]:
 
 
 ASK_TIMEOUT_S = 5.0
-"""Timeout of one estimate; a busy controller is slow to answer."""
+"""Timeout of one estimate; a busy controller answers slowly."""
 ENOUGH_S = 8.0
-"""Seconds after which no further partitions are queried."""
+"""Seconds after which estimates for further partitions are no longer requested."""
 AT_ONCE = 4
 TOO_BUSY = "Slurm was too busy to answer"
-# Slurm prints these words also if nodes are only temporarily out of service. It would accept the job, which
-# would then wait.
+# Slurm prints "not available" or "busy" also if nodes are only temporarily out of service. Slurm would then
+# accept the job, which would wait in the queue.
 MAY_CHANGE = re.compile(r"not available|busy")
 
 
 def ask_starts(
     requests: Sequence[Sequence[str]], enough_s: float | None = None, clusters: Sequence[str] = ()
 ) -> list[Answer]:
-    """Estimate when Slurm would start a job for each of these lists of sbatch options, several at once.
+    """Estimate when Slurm would start a job for each list of sbatch options; queries run in parallel.
 
-    All answers arrive within `enough_s`. Without `enough_s`, no query begins after ENOUGH_S. Raises
-    SlurmUnreachable if Slurm answers none of the queries.
+    With `enough_s`, all answers arrive within that time; without it, no query begins after ENOUGH_S.
+    Raises SlurmUnreachable if Slurm answers none of the queries.
     """
     answered: list[Sequence[str]] = []
     lost: list[TrainkitError] = []
@@ -287,7 +288,7 @@ def ask_starts(
         answered.append(options)
         return found
 
-    from concurrent.futures import ThreadPoolExecutor  # most submissions need no estimate, so import it late
+    from concurrent.futures import ThreadPoolExecutor  # most submissions need no estimate
 
     with ThreadPoolExecutor(AT_ONCE) as threads:
         answers = list(threads.map(ask, requests))

@@ -128,14 +128,14 @@ def test_a_template_may_have_put_something_before_srun() -> None:
     made = plan("resources.spare_nodes=1")
     argv = step_argv(step(made, "nice"), made, ["h1", "h2"])
     assert argv[:3] == ["nice", "srun", "--nodelist=h1,h2"]
-    with pytest.raises(TrainkitError, match="the step of the script has no srun: mpirun x"):
+    with pytest.raises(TrainkitError, match="the step in the script does not use srun: mpirun x"):
         step_argv(["mpirun", "x"], made, ["h1", "h2"])
 
 
 @pytest.mark.parametrize("spares", [0, 1])
 def test_too_few_hosts(spares: int) -> None:
     made = plan(f"resources.spare_nodes={spares}")
-    with pytest.raises(TrainkitError, match="needs 2 nodes, but only 1 of the job's hosts are good: h1"):
+    with pytest.raises(TrainkitError, match="needs 2 nodes, but only 1 of the job's hosts are usable: h1"):
         step_argv(step(made), made, ["h1"])
 
 

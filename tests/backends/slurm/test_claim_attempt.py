@@ -92,7 +92,7 @@ def says(monkeypatch: pytest.MonkeyPatch, job: JobDetails | None) -> None:
 
 
 def leaves_to(job_id: str, claimed: AttemptDir | NothingToDo) -> bool:
-    words = f"job {job_id} runs or is pending for this run; "
+    words = f"job {job_id} is running or pending for this run; "
     return isinstance(claimed, NothingToDo) and claimed.reason.startswith(words)
 
 

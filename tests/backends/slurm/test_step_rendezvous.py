@@ -123,7 +123,7 @@ def test_a_node_without_any_address_is_named(
         slurm_rendezvous(attempt, plan(), task_of())
     said(caught.value.message)
     slurm.add("scontrol", "echo 'Node host0 not found' >&2; exit 1")
-    with pytest.raises(TrainkitError, match="does not give its NodeAddr: scontrol"):
+    with pytest.raises(TrainkitError, match="does not report its NodeAddr: scontrol"):
         slurm_rendezvous(attempt, plan(), task_of())
 
 

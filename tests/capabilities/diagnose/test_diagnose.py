@@ -402,7 +402,7 @@ TEN = "2026-01-01T00:00:10.000Z"
 
 @pytest.mark.parametrize(
     "reason",
-    ["ended by SIGINT, and no worker reported a save", "exited with 0 after SIGTERM, without a sign"],
+    ["ended by SIGINT, and no worker reported a save", "exited with 0 after SIGTERM without reporting"],
 )
 def test_a_stop_that_was_recorded_is_no_failure(run: RunDir, reason: str) -> None:
     add_events(run, ("01", "signal", {"signal": "SIGTERM"}))

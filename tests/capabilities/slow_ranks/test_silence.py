@@ -137,7 +137,7 @@ STEP, LOG, LOAD = "step (/me/train.py:9)", "log (/me/train.py:30)", "load (/me/d
             [[WAITS, STEP]] * 3 + [[WAITS, LOG]],
             None,
             "ranks 0-2 wait in all_reduce at step (train.py:9); rank 3 waits in all_reduce at log"
-            " (train.py:30); the records do not tell which rank is at fault",
+            " (train.py:30); the flight records do not show which rank is at fault",
         ),
         (
             [[WAITS, STEP]] * 3 + [None],
@@ -198,7 +198,7 @@ def test_the_rank_that_is_elsewhere_is_shown() -> None:
     waits, reads = {"Main": ["wait (dist.py:1)"]}, {"Main": ["read (disk.py:3)"]}
     replies = [Reply(rank, "a", 7, "py-spy", reads if rank == 2 else waits) for rank in range(4)]
     said(explain_silence(replies).text)
-    blind = Reply(1, "a", 7, "", problem="py-spy, which can read its stacks, is not installed")
+    blind = Reply(1, "a", 7, "", problem="py-spy, which could read the stacks of the rank, is not installed")
     assert explain_silence([blind]).text == f"rank 1 on a: {blind.problem}"
 
 

@@ -93,4 +93,4 @@ def test_a_named_interface_must_exist() -> None:
     said(line)
     with pytest.raises(UsageError, match="has no such interface") as caught:
         network_environ("ib7", "anything")
-    assert "its interfaces are" in caught.value.hint
+    assert "interfaces are" in caught.value.hint

@@ -1,1 +1,1 @@
-"""The backend for one machine: a supervisor process for each run, a queue of GPUs, and groups of runs."""
+"""The backend for this machine: a supervisor process for each run, a queue for GPUs, and groups of runs."""

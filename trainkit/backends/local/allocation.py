@@ -39,7 +39,7 @@ SECOND_INTERRUPT_S = 3.0
 
 
 class LocalAttemptWatch(AttemptWatch):
-    """The agents of one attempt on this machine, one for each node of the plan."""
+    """The agents of one attempt on this machine: one agent for each node of the plan."""
 
     pauses_by = (signal.SIGTSTP,)
 
@@ -49,14 +49,14 @@ class LocalAttemptWatch(AttemptWatch):
         self._nonce = new_nonce()
 
     def pause(self) -> signal.Signals | None:
-        """Suspend all descendants until SIGCONT or a stop signal arrives, and extend the deadline."""
+        """Suspend all descendants until SIGCONT or a stop signal; extend the deadline by that time."""
         paused_s, received = time.monotonic(), None
         for event, sent in (("paused", signal.SIGSTOP), ("continued", signal.SIGCONT)):
             processes.signal_all(processes.descendants(os.getpid()), sent)
             try:
                 log_event(self.attempt.run, self.attempt.number, event)
-            except OSError as error:  # `status` then still shows the run as running
-                log_line(f"{event}, but the event cannot be recorded ({error})")
+            except OSError as error:  # without the event, `trainkit status` still shows the run as running
+                log_line(f"{event}, but this event cannot be recorded ({error})")
             while received in (None, signal.SIGCHLD, signal.SIGTSTP):
                 received = processes.wait_for_signal(self.poll_interval_s, *processes.PAUSE_SIGNALS)
         if self.deadline_s is not None:
@@ -65,8 +65,8 @@ class LocalAttemptWatch(AttemptWatch):
 
     def start(self) -> None:
         _remove_stale_stores()
-        # The nonce is passed in the environment, because every user of the machine can read a process's
-        # arguments.
+        # Pass the nonce in the environment, because every user of the machine can read the arguments of a
+        # process.
         environ = {**os.environ, NONCE_VARIABLE: self._nonce}
         port = ["--master-port", str(choose_port())]
         for node_rank in range(self.plan.num_nodes):
@@ -92,7 +92,7 @@ class LocalAttemptWatch(AttemptWatch):
         self.on_signal(received)
 
     def _poll_processes(self) -> None:
-        """Carry out a recorded request if the command was killed before it could send the signal."""
+        """Carry out a recorded request whose command was killed before it could send the signal."""
         self.live.update()
         entry = self.live.entry
         asked_s = seconds_between(
@@ -119,15 +119,14 @@ class LocalAttemptWatch(AttemptWatch):
             self._stop_requested_s = time.monotonic()
             self.kill_after_grace()
         if observed.stop_signal in (None, RESTART_SIGNAL):
-            # A signal to end the run overrides a signal to restart it. Both override a stop that the
-            # supervisor planned.
+            # A signal that ends the run overrides a signal to restart it, and both override a planned stop.
             observed.stop_signal, observed.planned_stop = received.name, None
         self._follow()
         try:
             fields = {"time": self.received_at or utc_now(), "signal": received.name}
             log_event(self.attempt.run, self.attempt.number, "signal", **fields)
         except OSError as error:
-            log_line(f"cannot write the event of {received.name}: {error}")
+            log_line(f"cannot record the signal {received.name} in events.jsonl: {error}")
 
     def died_of_notice(self, code: int) -> bool:
         return self.observed.stop_signal is not None and is_death_by_notice(code)
@@ -150,7 +149,7 @@ class LocalAttemptWatch(AttemptWatch):
 
 
 def _remove_stale_stores() -> None:
-    """Remove the stores of attempts whose processes were all killed, so that no process uses them again."""
+    """Remove store files of attempts whose processes were all killed, so that no process uses them again."""
     if stale := old_stores():
         environs = (processes.environ_of(int(one.name)) for one in PROC.iterdir() if one.name.isdigit())
         stale -= {store_file(environ.get(NONCE_VARIABLE, "")) for environ in environs}
@@ -160,22 +159,22 @@ def _remove_stale_stores() -> None:
 
 QUEUE_POLL_S = 1.0
 QUEUE_PATIENCE = 60
-"""The number of queue errors after which a run starts without waiting for its turn."""
+"""The number of queue errors after which a run starts without waiting for its turn in the queue."""
 NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
-"""Errors of a folder that do not go away by waiting."""
+"""Errors of a folder that waiting does not resolve."""
 
 
 class LocalAllocation(Allocation):
-    """The allocation of a local run, whose nodes are all this machine."""
+    """The allocation of a local run, all of whose nodes are this machine."""
 
     lock_timeout_s = 10.0
 
     def __init__(self, run: RunDir, number: int, *, now: bool = False) -> None:
-        """Create the allocation; `number` is the first attempt, which the starting command has recorded."""
+        """Create the allocation; `number` is the first attempt, which the command has recorded."""
         super().__init__(run)
         self._number, self._now, self._queue_errors = number, now, 0
         self._place: QueuePlace | None = None
-        """The GPUs and cores that the run has locked until this process exits."""
+        """The GPUs or cores that the run keeps locked until this process exits."""
 
     def claim(self) -> AttemptDir | Decision:
         refuse_missing(self.run)
@@ -184,8 +183,8 @@ class LocalAllocation(Allocation):
             entry = record_of(self.run.attempt(self._number))
         if (entry.pid, entry.host) != (os.getpid(), os.uname().nodename):
             reason = (
-                f"attempt {self._number} is not in {self.run.job_file}: the command that started it was"
-                " interrupted"
+                f"attempt {self._number} is not in {self.run.job_file}: the command that started the attempt"
+                " was interrupted"
             )
             log_line(reason)
             return Decision("failed", reason, EXIT_FAILED)
@@ -196,8 +195,8 @@ class LocalAllocation(Allocation):
         return self.run.attempt(self._number)
 
     def register(self, attempt: AttemptDir) -> str:
-        # `trainkit requeue` sends its signal with the lock held, so a pending signal was for the previous
-        # attempt.
+        # `trainkit requeue` signals with the lock held, so a signal that is pending now was meant for the
+        # previous attempt.
         if signal.SIGUSR2 in signal.sigpending():
             signal.sigwait({signal.SIGUSR2})
         return add_attempt(self.run, attempt.number, os.getpid(), AUTO_RESTART).job_id
@@ -210,10 +209,10 @@ class LocalAllocation(Allocation):
             if reason != said:
                 said = reason
                 log_line(f"attempt {attempt.number} {reason}")
-                with contextlib.suppress(OSError):  # the supervisor's log has the reason too
+                with contextlib.suppress(OSError):  # the supervisor's log contains the reason too
                     log_event(self.run, attempt.number, "waiting", reason=reason)
             received = processes.wait_for_notice(QUEUE_POLL_S)
-            # A command that was killed may have recorded its request without sending a signal.
+            # A command that was killed may have recorded its request without sending the signal.
             attempt.update()
             if received is not None or attempt.entry.is_cancelled:
                 self._place.leave()
@@ -230,7 +229,7 @@ class LocalAllocation(Allocation):
             may_pass = not self._now and error.errno not in NOT_WRITABLE
             if may_pass and self._queue_errors < QUEUE_PATIENCE:
                 return f"waits for the queue of this machine ({error.strerror})"
-            log_line(f"starts without waiting for its turn: the queue of this machine has failed ({error})")
+            log_line(f"starts without waiting for its turn: this machine's queue has failed ({error})")
             place.leave()
             return None
 

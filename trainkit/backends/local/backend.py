@@ -1,4 +1,4 @@
-"""The backend that runs on this machine, with a supervisor process for each run."""
+"""The backend that executes runs on this machine, with a supervisor process for each run."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ KILL_TIMEOUT_S = 10.0
 
 
 class LocalBackend(Backend):
-    """Runs on this machine.
+    """Executes runs on this machine.
 
-    The supervisor process of a run survives the terminal, unless the run is in the foreground.
+    The supervisor of a run survives the terminal, unless the run is in the foreground.
     """
 
     poll_s = 0.05
@@ -65,21 +65,21 @@ class LocalBackend(Backend):
         return replace(plan, after=tuple(names), reasons={**plan.reasons, "after": reason})
 
     def allocation(self, run: RunDir, arguments: Sequence[str]) -> Allocation:
-        from trainkit.backends.local.allocation import LocalAllocation  # only the supervisor needs it
+        from trainkit.backends.local.allocation import LocalAllocation  # only supervisors need it
 
         number, *options = arguments
         return LocalAllocation(run, int(number), now="--now" in options)
 
     def start(self, run: RunDir, new: NewAttempt) -> AttemptRecord:
         attempt = open_attempt(run, new.config_text, new.plan_text)
-        # A stop signal stays pending while the supervisor's interpreter starts.
+        # Keeps a stop signal pending while the interpreter of the supervisor starts.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {*NOTICE_SIGNALS, *PAUSE_SIGNALS})
         pid = None
         try:
             pid = self._supervisor(attempt, new)
             entry = add_attempt(run, attempt.number, pid, new.reason)
         except OSError:
-            # job.json does not name this supervisor, so it would exit by itself
+            # job.json does not contain this supervisor, which would exit by itself
             if pid not in (None, os.getpid()):
                 signal_all([pid], signal.SIGKILL)
             discard_attempt(attempt)
@@ -91,7 +91,8 @@ class LocalBackend(Backend):
         except OSError as error:
             raise TrainkitError(
                 f"{entry.job_id} was started, but {run.shown} cannot be written: {error.strerror}",
-                hint=f"free disk space, which the run needs too, or end it with `trainkit cancel {run.word}`",
+                hint="free disk space, which the run needs too, "
+                f"or end the run with `trainkit cancel {run.word}`",
             ) from error
         return entry
 
@@ -115,7 +116,7 @@ class LocalBackend(Backend):
             raise
 
     def _supervisor(self, attempt: AttemptDir, new: NewAttempt) -> int:
-        """Start an attempt's supervisor in the working directory of the submission; return its pid."""
+        """Start the supervisor of an attempt in the working directory of the submission; return its pid."""
         now = ("--now",) if new.now or new.foreground else ()
         options = ("--attempt", str(attempt.number), *now)
         argv = module_argv("trainkit.job.supervisor", str(attempt.run.path), *options)
@@ -123,7 +124,7 @@ class LocalBackend(Backend):
         environ = {SUBMITTED_VARIABLE: submitted_hash(new.config_text, json.loads(new.plan_text))}
         environ |= {} if trial is None else {"SLURM_ARRAY_TASK_ID": str(trial[1])}
         if new.foreground and os.isatty(0):
-            from trainkit.job.rank_env import TERMINAL_VARIABLE  # a dry run does not need it
+            from trainkit.job.rank_env import TERMINAL_VARIABLE  # a dry run does not need this import
 
             environ[TERMINAL_VARIABLE] = os.ttyname(0)
         log, cwd = attempt.supervisor_log, new.job.cwd
@@ -132,7 +133,7 @@ class LocalBackend(Backend):
     def stays_here(self, entry: AttemptRecord) -> str | None:
         if os.uname().nodename != entry.host and boot_id() != entry.boot_id:
             return None
-        return "local: it ran on this machine; --backend sbatch submits it to Slurm"
+        return "local: the run was on this machine; --backend sbatch submits it to Slurm"
 
     def alive(self, run: RunDir, entry: AttemptRecord) -> bool | None:
         return is_alive(run, entry)
@@ -145,19 +146,19 @@ class LocalBackend(Backend):
     def live_entry(self, run: RunDir, job: JobRecord, command: str) -> AttemptRecord | None:
         entry = job.attempts[-1]
         if is_over(run.attempt(entry.attempt)):
-            # The supervisor is about to exit and ignores signals.
+            # The supervisor is about to exit and no longer handles signals.
             self.wait_until_gone(run, entry, SUPERVISOR_EXIT_S)
         alive = self.alive(run, entry)
         if alive is None:
             raise UsageError(
                 f"cannot tell from here whether {run.shown} is running: it was started on {entry.host}",
-                hint=f"run `trainkit {command} {quote(str(run.path))}` on that host; if it is gone for good, "
-                f"`trainkit resume {run.word} --as DIR` continues in a new folder",
+                hint=f"run `trainkit {command} {quote(str(run.path))}` on that host; if that host is gone "
+                f"for good, `trainkit resume {run.word} --as DIR` continues the run in a new folder",
             )
         return entry if alive else None
 
     def signal(self, run: RunDir, entry: AttemptRecord, number: signal.Signals) -> str:
-        from trainkit.run.history import Attempt, attempts_of  # a dry run does not need it
+        from trainkit.run.history import Attempt, attempts_of  # a dry run does not need this import
 
         events = read_events(run, "waiting", "started", attempt=entry.attempt)
         waits = attempts_of(events).get(entry.attempt, Attempt(0)).waits_for is not None
@@ -174,14 +175,14 @@ class LocalBackend(Backend):
         if not self.wait_until_gone(run, entry, KILL_TIMEOUT_S):
             raise TrainkitError(
                 f"{entry.job_id} did not end within {KILL_TIMEOUT_S:g} s of SIGKILL",
-                hint=f"`ps -o pid,stat,wchan {entry.pid}` shows what it waits for",
+                hint=f"`ps -o pid,stat,wchan {entry.pid}` shows what the process waits for",
             )
         try:
             write_cancelled(run, entry, KILLED)
         except OSError as error:
             raise TrainkitError(
-                f"{entry.job_id} was killed, but that could not be recorded ({error})",
-                hint="free space on its disk; `trainkit status` shows the run as died until it is resumed",
+                f"{entry.job_id} was killed, but its end could not be recorded ({error})",
+                hint="free disk space; `trainkit status` shows the run as died until it is resumed",
             ) from None
 
 
@@ -193,13 +194,12 @@ def _start_process(
     *,
     foreground: bool = False,
 ) -> subprocess.Popen[bytes]:
-    """Start a process that survives the terminal; a foreground process instead ends with this process."""
+    """Start a process that survives the terminal, or with `foreground` one that ends with this process."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(OWN_PREFIX)}
     with output.open("ab") as log:
         return subprocess.Popen(
             argv,
-            # Rank 0 reads the stdin of the shell, unless it is a terminal. The command itself keeps a
-            # terminal.
+            # If the shell's stdin is a terminal, this command keeps it; otherwise, rank 0 reads it.
             stdin=0 if foreground and not os.isatty(0) else subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -1,9 +1,9 @@
-"""The queue of this machine: runs wait in order until enough GPUs or CPU cores are free.
+"""The queue of this machine: runs wait in order of submission until enough GPUs or CPU cores are free.
 
-A run needs as many GPUs or cores as it has ranks. Each GPU, core and waiting run is a file in a folder of
-this user and machine. The supervisor that owns the file keeps it locked until it exits, so a killed process
-or a machine crash leaves no lock behind. GPUs that processes without such a lock use, such as those of other
-users, are not free either.
+A run needs as many GPUs or cores as it has ranks. Each GPU, each core and each waiting run has a lock file in
+a folder of this user and machine. The owning supervisor keeps the file locked until it exits, so a killed
+process or a machine crash leaves no lock behind. GPUs used by processes that hold no lock, for example those
+of other users, do not count as free either.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ from trainkit.run.rundir import AttemptDir, RunDir
 
 LOCK_TIMEOUT_S = 10.0
 MAX_USERS = 3
-"""The maximum number of runs that a message names as users of busy GPUs or cores."""
+"""Maximum number of runs that a message lists as users of busy GPUs or cores."""
 
 
 class Unit(NamedTuple):
     """A GPU or a CPU core."""
 
     key: str
-    """A name that does not depend on the GPU's name in CUDA_VISIBLE_DEVICES."""
+    """A name of the GPU or core that does not depend on CUDA_VISIBLE_DEVICES."""
     user: str | None = None
-    """The process that uses a GPU, as far as the driver reports it."""
+    """A process that uses the GPU, if the driver reports one."""
 
 
 @dataclass
 class QueuePlace:
-    """The place of an attempt in the queue, and its locks."""
+    """An attempt's place in the queue, and the locks that the attempt holds."""
 
     attempt: AttemptDir
     plan: LaunchPlan
     submitted_at: str | None
-    """The time at which the attempt was submitted, which decides the order."""
+    """The time at which the attempt was submitted; determines the order in the queue."""
     folder: Path = field(default_factory=lambda: state_folder() / "queue" / os.uname().nodename)
     _ticket: tuple[Path, int] | None = None
 
     def take(self, *, now: bool) -> str | None:
-        """Lock the attempt's GPUs or cores until this process exits, and hide all others from its ranks.
+        """Lock the attempt's GPUs or cores until this process exits, and hide all others from the ranks.
 
-        Returns the reason to wait, or None once everything is locked. With `now`, the attempt also gets GPUs
-        or cores that are in use. Raises OSError if the folder cannot be written or locked.
+        Returns the reason to wait, or None once everything is locked. With `now`, the attempt takes GPUs or
+        cores even if they are in use. Raises OSError if the folder cannot be written or locked.
         """
         if (reason := _unfinished(self.plan)) is not None:
             return reason
@@ -79,13 +79,13 @@ class QueuePlace:
                 return f"waits for {what} ({len(taken)} free, in use by {in_use})"
             self.leave()
         if self.plan.device == "cuda" and units:
-            # By default the driver and CUDA number the GPUs differently.
+            # Without this variable, the driver and CUDA number the GPUs differently.
             os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
             os.environ[VISIBLE] = ",".join([*taken, *users][:count])
         return None
 
     def leave(self) -> None:
-        """Leave the queue, because the attempt has its GPUs or cores, or will not start."""
+        """Leave the queue, because the attempt has its GPUs or cores or is not going to start."""
         if self._ticket is not None:
             path, descriptor = self._ticket
             self._ticket = None
@@ -108,7 +108,7 @@ class QueuePlace:
         return ahead
 
     def _lock_free(self, units: Mapping[str, Unit], count: int) -> tuple[dict[str, int], dict[str, str]]:
-        """Return the descriptors of up to `count` free units, and the users of the busy units before them."""
+        """Return file descriptors of the locks of up to `count` free units, and the users of busy units."""
         taken, users = dict[str, int](), dict[str, str]()
         for name, (key, user) in units.items():
             if len(taken) == count:
@@ -133,10 +133,7 @@ def _named(users: list[str]) -> str:
 
 
 def _gpus() -> dict[str, Unit]:
-    """Return the GPUs that this process may use, by their name in CUDA_VISIBLE_DEVICES.
-
-    The result is empty without a driver.
-    """
+    """Return the GPUs that this process may use, by name in CUDA_VISIBLE_DEVICES; empty without a driver."""
     listed = visible_gpus(os.environ.get(VISIBLE))
     with suppress(NoDriver), nvml() as driver, suppress(driver.NVMLError):
         count = driver.nvmlDeviceGetCount()
@@ -147,7 +144,7 @@ def _gpus() -> dict[str, Unit]:
 
 def _gpu(driver: Any, name: str) -> Unit:
     key, users = name, list[str]()
-    with suppress(driver.NVMLError):  # this may be a lost GPU or a MIG slice, which the ranks report
+    with suppress(driver.NVMLError):  # the GPU may be lost or a MIG device, which the ranks will report
         handle = gpu_handle(driver, name)
         key = str(driver.nvmlDeviceGetUUID(handle))
         users = [_process(item.pid) for item in driver.nvmlDeviceGetComputeRunningProcesses(handle)]
@@ -160,19 +157,19 @@ def _process(pid: int) -> str:
 
 
 def _unfinished(plan: LaunchPlan) -> str | None:
-    """Return a message about the first unfinished run that a plan waits for; None if all have finished."""
+    """Return a message about the first unfinished run for which a plan waits; None if all have finished."""
     for folder in plan.after:
         for run in _runs(Path(folder)):
             end = read_newest_end(run.path)
             if end is None or end.resumes:
                 return f"waits for {run.path}{_trouble(run)} to finish"
             if end.state != "finished":
-                return f"waits for {run.path}, which ended as {end.state}, to be resumed and to finish"
+                return f"waits until {run.path}, which ended as {end.state}, is resumed and finishes"
     return None
 
 
 def _trouble(run: RunDir) -> str:
-    """Return what a user must do first, if a run does not continue by itself; else an empty text."""
+    """Return what a user must do first if a run does not continue by itself; else an empty string."""
     if not run.path.exists():
         return ", which does not exist," if group_of(run) is None else ""
     newest = read_job(run).newest

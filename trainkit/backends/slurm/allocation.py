@@ -83,21 +83,23 @@ from trainkit.slurm.hosts import is_drained, is_unavailable, node_states
 from trainkit.slurm.jobs import JobDetails, job_details
 
 NOTICE_S = 5.0
-"""Seconds to wait for the supervisor's stop signal after a signal killed a rank. slurmstepd may signal the
-rank first."""
+"""Seconds to wait for the supervisor's own stop signal after a signal killed a rank, because slurmstepd may
+signal the rank first."""
 NOTICE_POLL_S = 0.5
 QUERY_PATIENCE_RESTART_S = 300.0
-"""Seconds for which queries are retried while Slurm's controller is unavailable, if a step may be restarted.
+"""Seconds for which queries are retried while Slurm's controller is unavailable and a step may have to be
+restarted.
 """
 REQUEUE_PATIENCE_S = 600.0
-"""Seconds for which a requeue is retried while the controller is unavailable. Giving up would leave a saved
+"""Seconds for which a requeue is retried while the controller is unavailable; giving up would leave a saved
 run without a job."""
 ROOM_PATIENCE_S = 20.0
-"""Seconds that an ending job waits until Slurm accepts another job of its group."""
+"""Seconds that an ending job keeps trying to submit more trials of its group if Slurm has no room for
+them."""
 
 
 def query_job(job_id: str, patience_s: float = QUERY_PATIENCE_S) -> JobDetails | None:
-    """Return the job's current state in Slurm; None if Slurm does not answer or no longer knows the job."""
+    """Return a job's current state in Slurm; None if Slurm does not answer or no longer knows the job."""
     try:
         return job_details(job_id, timeout_s=JOB_TIMEOUT_S, patience_s=patience_s)
     except TrainkitError as error:
@@ -109,45 +111,45 @@ class SlurmAllocation(Allocation):
     """The allocation of one start of a Slurm job."""
 
     lock_timeout_s = 600.0
-    """A dead node keeps its locks on a network filesystem for about 90 s, and much longer on some
-    filesystems."""
+    """On a network filesystem, locks of a dead node disappear after about 90 s, on some filesystems much
+    later."""
 
     def __init__(self, run: RunDir, job_id: str, step: Sequence[str]) -> None:
         super().__init__(run)
         self.job_id = job_id
         self.step = step
-        """The argv of the step, as written in the batch script."""
+        """The command line of the step, as in the batch script."""
         self.hosts = expand_hosts(os.environ["SLURM_JOB_NODELIST"])
         self.bad: set[str] = set()
-        """Hosts on which no further step is started, because they are lost, slow or have failed."""
+        """Hosts on which no more steps are started, because they are lost or slow or have failed."""
         self.restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-        """The job's restart count when this start of the job began."""
+        """The job's restart count at the beginning of this start."""
         self.step_may_still_run = False
-        """True if an earlier step could not be ended on all hosts, so that Slurm may still count it as
+        """True if an earlier step could not be ended on all hosts, so that Slurm may still count that step as
         running."""
         self.job: JobDetails | None = None
-        """The job at the last query; None if Slurm did not answer."""
+        """The job as of the last query; None if Slurm did not answer."""
         self._host_watch: subprocess.Popen[bytes] | None = None
 
     def begin(self) -> None:
-        """Remove the record of this start, because the start has not failed."""
+        """Remove the record of this start, which has not failed because its supervisor has begun."""
         try:
             forget_start(self.run, self.job_id)
         except OSError as error:
             log_line(f"cannot remove the record of this start: {error}")
 
     def end(self) -> None:
-        """Submit further trials of this run's group for which Slurm had no room before."""
+        """Submit more trials of this run's group if Slurm had no room for them before."""
         run = self.run
         try:
             if (group := group_of(run)) is not None and group[0].left:
                 require_submitted_group(group[0])
                 submit_parts(group[0], log_line, size=1, patience_s=ROOM_PATIENCE_S)
         except (TrainkitError, OSError) as error:
-            log_line(f"cannot submit further trials of {run.path.parent}: {error}")
+            log_line(f"cannot submit more trials of {run.path.parent}: {error}")
 
     def claim(self) -> AttemptDir | Decision:
-        # Without this, a resume from another host may be missing from the list.
+        # Without refreshing the list, an attempt that was resumed from another host may be missing from it.
         refresh_listing(self.run.attempts_dir)
         if (numbers := self.run.attempt_numbers()) and self.run.exists():
             newest = self.run.attempt(numbers[-1])
@@ -155,7 +157,7 @@ class SlurmAllocation(Allocation):
             refusal = refused(newest, entry if entry.job_id == self.job_id else None)
             if refusal is not None:
                 return refusal
-        elif (found := group_of(self.run)) is not None:  # only the run folder of an array task can be missing
+        elif (found := group_of(self.run)) is not None:  # only an array task can start without a run folder
             require_submitted_group(found[0])
             create_task_run(self.run, self.job_id)
         attempt = retry_on_disk_error(lambda: claim_attempt(self.run, self.job_id, self.lock_timeout_s))
@@ -178,8 +180,8 @@ class SlurmAllocation(Allocation):
         try:
             close_failed_starts(self.run, attempt.job, now, cluster, log_line)
         except OSError as error:
-            log_line(f"cannot record the starts of earlier jobs that failed ({error})")
-        # If an attempt cannot be read, running it reports the reason.
+            log_line(f"cannot record the failed starts of earlier jobs ({error})")
+        # If an attempt cannot be read, running it will report the reason.
         with contextlib.suppress(OSError, ValueError, TrainkitError):
             return close_dead_attempts(attempt, attempt.plan.requeue, self.is_down)
         return None
@@ -187,7 +189,7 @@ class SlurmAllocation(Allocation):
     def fitted(self, attempt: Attempt) -> LaunchPlan:
         plan = attempt.plan
         fitting, changes = plan.at(len(self.good_hosts)), dict[str, Any]()
-        # The value is, for example, 64(x2),128.
+        # The value looks like 64(x2),128.
         counts = re.findall(r"(\d+)(?:\(|,|$)", os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
         threads = min(map(int, counts), default=0) // plan.workers_per_node
         if (
@@ -240,7 +242,7 @@ class SlurmAllocation(Allocation):
     def _outcome(self, live: Attempt, observed: Observed, before: Outcome) -> Outcome:
         """Return the outcome of an attempt.
 
-        `before` is the outcome before the signal, if the signal arrived while the run waited to restart.
+        `before` is the outcome before the signal, if a signal arrived during the delay before a restart.
         """
         attempt, plan = live.folder, live.plan
         stop, codes = observed.stop_signal, observed.exit_codes
@@ -249,7 +251,8 @@ class SlurmAllocation(Allocation):
             return outcome_of(attempt, plan, observed)
         self.step_may_still_run |= observed.step_may_still_run
         saved = all(code in (EXIT_OK, EXIT_STOPPED) for code in codes)
-        # A restart needs the controller, so a failure waits for it. A stop signal leaves no time to wait.
+        # After a failure, query longer, because a restart needs the controller. After a stop signal,
+        # there is no time to wait.
         is_urgent = saved or stop is not None
         self.job = query_job(self.job_id, QUERY_PATIENCE_S if is_urgent else QUERY_PATIENCE_RESTART_S)
         is_running = self.job is not None and self.job.state is JobState.RUNNING
@@ -257,25 +260,26 @@ class SlurmAllocation(Allocation):
             ends = self.job is not None and is_ending(self.job, self.restarts, plan.grace_s)
             if not ends or reached_its_stop(attempt):
                 return outcome_of(attempt, plan, observed)
-            # The ranks received a signal that could not be recorded, for example because the disk is full.
+            # The ranks received a signal that was not recorded, for example because the disk is full.
             stop = RESTART_SIGNAL if is_running else signal.SIGTERM.name
-        # If Slurm does not answer, no host is ruled out. The next start fails if a host is lost.
+        # If Slurm does not answer, no host is excluded; if a host is lost, the next start fails and reports
+        # it.
         lost = lost_hosts(self.job_id, self.good_hosts, is_running=is_running) or ()
         error = before.launch_error
         failure = find_first_failure(attempt, plan, observed, before.lost_nodes, error)
         sent, was_signalled = signal_of_death(failure, codes), observed.supervisor_was_signalled
         if stop is None and not (lost or observed.hangs):
             stop, was_signalled = self._find_notice(attempt, plan, observed, sent)
-            # The signal arrives only once, but a disk error below repeats this whole method.
+            # The signal is received only once, but this whole method is repeated after a disk error below.
             observed.stop_signal, observed.supervisor_was_signalled = stop, was_signalled
         if stop is None and not any(attempt.errors_dir.glob("rank-*.json")):
             output = attempt.supervisor_log.read_text(encoding="utf-8", errors="replace")
             error = launch_error(output)
             lost = lost or self._replaceable(hosts_without_launch(output), plan)
         if observed.hangs and not lost:
-            # Slurm may take minutes to detect that a host is unreachable.
+            # Slurm may need minutes to notice that a host is unreachable.
             lost = self._replaceable(silent_hosts(attempt, plan, observed.hangs), plan)
-        if lost or error is not None:  # a lost host or a failed launch precedes all failures of ranks
+        if lost or error is not None:  # lost hosts and failed launches precede all failures of ranks
             failure = find_first_failure(attempt, plan, observed, lost, error)
         # srun's fan-out tree waits up to a minute for a lost host, so the step may still be running.
         self.step_may_still_run |= bool(lost)
@@ -306,10 +310,10 @@ class SlurmAllocation(Allocation):
     def _find_notice(
         self, attempt: AttemptDir, plan: LaunchPlan, observed: Observed, sent: str | None
     ) -> tuple[str | None, bool]:
-        """Find the stop signal of ranks that ended before the signal was recorded.
+        """Find out which stop signal ended the ranks, if they ended before the signal was recorded.
 
-        Also returns whether the supervisor got the signal. Returns no signal if the ranks crashed. `sent` is
-        the signal that killed a rank; the supervisor may receive the same signal later.
+        Also returns whether the supervisor received the signal. If the ranks crashed, returns no signal.
+        `sent` is the signal that killed a rank; the supervisor may receive the same signal a little later.
         """
         # A command's signal handler may exit with any code.
         is_any_code = plan.workload.is_command and all(code < SIGNALLED for code in observed.exit_codes)
@@ -323,7 +327,7 @@ class SlurmAllocation(Allocation):
         return stop, was_signalled
 
     def _await_notice(self, attempt: AttemptDir) -> tuple[str | None, bool]:
-        """Wait up to `NOTICE_S` for a stop signal; return its name, and whether this process got it."""
+        """Wait up to `NOTICE_S` for a stop signal; return its name, and whether this process received it."""
         deadline_s = time.monotonic() + NOTICE_S
         while (found := signal_of_ranks(attempt)) is None and (
             remaining_s := deadline_s - time.monotonic()
@@ -349,7 +353,7 @@ class SlurmAllocation(Allocation):
     ) -> Cause | None:
         """Return why the job was asked to stop.
 
-        `was_signalled` means that this process was signalled too; `lost` means that a host is lost.
+        `was_signalled` means that this process received the signal too; `lost` means that a host is lost.
         """
         if stop_signal is None:
             return None
@@ -365,7 +369,7 @@ class SlurmAllocation(Allocation):
         )
 
     def _replaceable(self, hosts: Sequence[str], plan: LaunchPlan) -> tuple[str, ...]:
-        """Return the unresponsive hosts if the allocation can replace all of them, else an empty tuple."""
+        """Return the unresponsive hosts if the run can continue without all of them, else an empty tuple."""
         return tuple(hosts) if len(self.good_hosts) - len(hosts) >= plan.fewest_nodes else ()
 
     def is_down(self, host: str) -> bool:
@@ -379,14 +383,15 @@ class SlurmAllocation(Allocation):
     def record_suspect(self, attempt: Attempt, failure: RankFailure | None) -> bool:
         """Stop using the host that a failure implicates, and record the host for later jobs.
 
-        If ranks were only killed or hung on a host, the run uses it until this has happened twice.
+        If the only evidence against a host is that its ranks were killed or hung, the run keeps using the
+        host until this happens a second time.
         """
         before = len(self.bad)
         hosts, guard = self.job_hosts, Guard(attempt.plan.parts, log_line)
         for _, avoided in guard.each(lambda one: one.hosts_to_leave(attempt.folder, attempt.plan, hosts)):
             self.bad |= {*avoided}
         suspect = None if failure is None else suspect_host(failure)
-        # Slurm could not exclude a host by any other name
+        # Slurm could not exclude a host under any other name
         if suspect is not None and suspect[0] in self.hosts:
             self._note(attempt, *suspect, str(failure and failure.message))
         return len(self.bad) > before
@@ -412,8 +417,8 @@ class SlurmAllocation(Allocation):
         may_requeue = job is None or job.may_requeue
         is_ours = job is not None and job.state is JobState.RUNNING and not self.is_being_requeued
         return RestartOptions(
-            # Slurm sends the warning signal before the time limit only once, so a step that starts later does
-            # not get it.
+            # Slurm sends the warning before the time limit only once, so a step that starts after the warning
+            # would not get it.
             restart=is_ours
             and len(self.good_hosts) >= plan.fewest_nodes
             and not is_nearly_over(job, plan.grace_s),
@@ -424,14 +429,15 @@ class SlurmAllocation(Allocation):
         )
 
     def after_notice(self, attempt: Attempt, received: signal.Signals) -> Decision:
-        # Either Slurm is ending the allocation or a person cancelled the job; the job's state tells which.
+        # Either Slurm is ending the allocation, or a person cancelled the job; the state of the job tells
+        # which.
         observed = replace(attempt.observed, stop_signal=received.name, supervisor_was_signalled=True)
         attempt.outcome = self._outcome(attempt, observed, attempt.outcome)
         attempt.update()
         return judge(attempt, self.restart_options(attempt))
 
     def after_lock(self, attempt: Attempt, locked: RunLocked) -> Decision:
-        # The job starts again later, because the file server eventually releases the locks of a dead host.
+        # Start the job again later, because the file server will eventually release the locks of a dead host.
         self.job = query_job(self.job_id)
         attempt.update()
         starts = list(previous_ends(attempt.folder, attempt.job).values())
@@ -443,9 +449,9 @@ class SlurmAllocation(Allocation):
 
     def leave_unclaimed(self, locked: RunLocked) -> Decision:
         unclaimed = super().leave_unclaimed(locked)
-        # The lock is never taken over. A host that Slurm has lost may only be cut off from the controller and
-        # still write to the run folder. The file server releases the locks of a dead host, usually within two
-        # minutes, sometimes only after the host reboots.
+        # The lock is never taken by force, because a host that Slurm considers lost may only be cut off from
+        # the controller, and still write to the run folder. The file server releases the locks of a dead
+        # host, usually within two minutes, but sometimes only after the host reboots.
         try:
             plan = LaunchPlan.from_dict(read_submitted(self.run))
             self.job = query_job(self.job_id)
@@ -458,7 +464,7 @@ class SlurmAllocation(Allocation):
                 log_line(f"not requeued: requeue.max is {plan.requeue.max}")
                 return replace(unclaimed, exit_code=EXIT_FAILED)
             if not self.is_being_requeued:
-                log_line(f"requeuing job {self.job_id} to try again later")
+                log_line(f"requeuing job {self.job_id} so that it tries again later")
                 requeue(self.job_id, patience_s=REQUEUE_PATIENCE_S)
             self._leave_requeued(plan)
         except (OSError, ValueError, TrainkitError) as error:
@@ -483,10 +489,10 @@ class SlurmAllocation(Allocation):
         return decision
 
     def _request_requeue(self, attempt: Attempt) -> None:
-        """Requeue the job with the run's lock held, unless a requeue would undo another user action.
+        """Requeue the job with the run's lock held, unless that would undo another user action.
 
-        The lock makes `trainkit cancel` run either before or after the requeue. It is released while Slurm
-        does not answer, so that `trainkit cancel` need not wait.
+        Because of the lock, a `trainkit cancel` happens either before or after the requeue. While Slurm does
+        not answer, the lock is released, so that `trainkit cancel` need not wait.
         """
         give_up_s = time.monotonic() + REQUEUE_PATIENCE_S
         while not self.is_being_requeued:
@@ -497,11 +503,11 @@ class SlurmAllocation(Allocation):
             except SlurmUnreachable:
                 if time.monotonic() > give_up_s:
                     raise
-                # Slurm may have carried out the request and only its answer was lost
+                # Slurm may have carried out the request, and only its answer was lost
                 self.job = query_job(self.job_id) or self.job
 
     def _refuse_unwanted(self, attempt: Attempt) -> None:
-        """Raise TrainkitError if a requeue would undo what somebody has done in the meantime."""
+        """Raise TrainkitError if a requeue would undo what a user has done in the meantime."""
         attempt.update()
         newest = attempt.job.newest
         if newest is not None and newest.job_id != self.job_id:
@@ -510,7 +516,7 @@ class SlurmAllocation(Allocation):
             raise TrainkitError("the run was cancelled in the meantime")
 
     def _leave_requeued(self, plan: LaunchPlan) -> None:
-        """Exclude bad hosts from the job's next start, and wait until Slurm ends this start."""
+        """Exclude bad hosts from the next start of the job, and wait until Slurm ends this start."""
         if self.bad and plan.slurm is not None:
             exclude_from(self.job_id, self.hosts_to_exclude(), plan.slurm)
         if not (self.is_completing or self.is_being_requeued):
@@ -518,11 +524,11 @@ class SlurmAllocation(Allocation):
 
     @property
     def is_being_requeued(self) -> bool:
-        """Return whether Slurm is already requeuing the job or has restarted it."""
+        """Return whether Slurm is already requeuing the job, or has restarted it."""
         return self.is_queued or (self.job is not None and self.job.restarts > self.restarts)
 
     def was_cancelled_meanwhile(self) -> bool:
-        """Return whether a person has cancelled the job since the last query; a requeue would undo this."""
+        """Return whether a person has cancelled the job since the last query; a requeue would undo that."""
         if self.job is None or self.job.state is not JobState.RUNNING:
             return False
         now = query_job(self.job_id, QUERY_PATIENCE_S)
@@ -538,13 +544,13 @@ class SlurmAllocation(Allocation):
 
     @property
     def is_completing(self) -> bool:
-        """Return whether Slurm is ending the job and waits only for this batch shell."""
+        """Return whether Slurm is ending the job and is only waiting for this batch shell."""
         return self.job is not None and self.job.state is JobState.COMPLETING
 
     def cancel_pending(self, job: JobRecord) -> None:
-        """Cancel the chained jobs, and also this job if Slurm is requeuing it after the loss of a host.
+        """Cancel the chained jobs, and this job too if Slurm is requeuing it after losing a host.
 
-        A start of the job that already runs on other hosts is left alone.
+        If another start of this job already runs on other hosts, it is left alone.
         """
         if shutil.which("scancel") is None:
             return
@@ -552,7 +558,7 @@ class SlurmAllocation(Allocation):
         try:
             cancel_waiting(waiting)
             if self.is_completing and self.is_being_requeued:
-                # The job enters the queue only after this shell has exited.
+                # The job is put in the queue only after this shell has exited.
                 cancel([self.job_id])
         except TrainkitError as error:
             log_line(f"cannot cancel {', '.join(waiting) or self.job_id}: {error.message}")

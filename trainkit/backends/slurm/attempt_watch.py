@@ -1,6 +1,7 @@
-"""Runs and watches the srun of one attempt in a Slurm job, and infers the cause of a stop signal.
+"""Runs and watches the srun of one attempt in a Slurm job, and finds the cause of a stop signal.
 
-The cause follows from the job's state in Slurm, or without an answer from the processes that got the signal.
+The cause is derived from the job's state in Slurm or, if Slurm does not answer, from the set of processes
+that received the signal.
 """
 
 from __future__ import annotations
@@ -42,16 +43,18 @@ from trainkit.slurm.jobs import JobDetails
 
 SRUN = 0
 EARLY_S = 60.0
-"""Seconds by which Slurm may send the warning signal earlier than requested before the time limit."""
+"""Seconds by which Slurm may send the warning signal earlier than was requested."""
 SLACK_S = 30.0
-"""Seconds that may pass between a signal and the query, or between the start of a step and a signal."""
+"""Seconds that may pass between a signal and the query about its cause, or between the start of a step and a
+signal."""
 
 
 class SlurmAttemptWatch(AttemptWatch):
-    """Watches the srun of one attempt.
+    """The srun of one attempt.
 
-    srun ends the whole step immediately on SIGTERM and SIGINT, but forwards SIGUSR2 to the tasks. So the
-    trainer's ranks get every stop signal as SIGUSR2, whichever signal the supervisor received.
+    On SIGTERM and SIGINT, srun ends the whole step immediately, but it forwards SIGUSR2 to the tasks. The
+    trainer's ranks therefore get every stop signal as SIGUSR2, no matter which signal the supervisor
+    received.
     """
 
     def __init__(
@@ -63,20 +66,22 @@ class SlurmAttemptWatch(AttemptWatch):
     ) -> None:
         super().__init__(live)
         self._until_s = time.monotonic() + remaining_s
-        """Monotonic time at which the ranks must save because the run's jobs have used up their total time.
+        """The monotonic time at which the ranks must save because the run will have used up its total time.
         """
         self.step = step
         self.supervisor_view = supervisor_view
-        """The supervisor's view of the run folder, which the agents compare with their own view."""
+        """The supervisor's view of the run folder, which each agent compares with its own view."""
         self._is_ending = False
         self._failed_s: float | None = None
         self._srun_exit: tuple[int, bool, bool, datetime] | None = None
-        """srun's exit code, whether srun was killed, whether it had been asked to end the step, and the time.
+        """srun's exit code, whether srun was killed, whether it had been asked to end the step, and the time
+        of its exit.
 
-        Recorded without reading the run folder, which may be unavailable at this moment.
+        srun's exit is recorded without reading the run folder, which may be unavailable at that moment.
         """
         self._unconfirmed_since_s: float | None = None
-        """Monotonic time of a stop signal that the ranks may not have received; inf once it was handled."""
+        """The monotonic time of a stop signal that the ranks may not have received; inf once the signal has
+        been handled."""
 
     def start(self) -> None:
         environ = {
@@ -88,13 +93,13 @@ class SlurmAttemptWatch(AttemptWatch):
         if self.plan.slurm is not None and self.plan.slurm.fills_nodes:
             num_cpus = (self.plan.threads_per_worker or 1) * self.plan.workers_per_node
             of_task = str(num_cpus // int(self.plan.slurm.srun["ntasks-per-node"]))
-            # The variable that srun reads depends on its version. srun warns if an option exceeds the job's
-            # value.
+            # Different versions of srun read different variables; if an option exceeds the job's value, srun
+            # prints a warning.
             environ |= dict.fromkeys(("SRUN_CPUS_PER_TASK", "SLURM_CPUS_PER_TASK"), of_task)
             if given := environ.get("SLURM_TRES_PER_TASK"):  # for example cpu=8 or cpu:8
                 environ["SLURM_TRES_PER_TASK"] = re.sub(r"\b(cpu[=:])\d+", rf"\g<1>{of_task}", given)
-        # If an NFS client looks for the file before it exists, it caches for a minute that the file is
-        # missing.
+        # Create the file here, because if an NFS client looks for the file too early, it caches for a minute
+        # that the file is missing.
         with contextlib.suppress(OSError):  # the tasks create the file too
             self.attempt.rendezvous_file.touch(mode=0o600)
         with self.attempt.supervisor_log.open("ab") as log:
@@ -103,10 +108,10 @@ class SlurmAttemptWatch(AttemptWatch):
             )
 
     def forward_signal(self, received: signal.Signals) -> None:
-        """Only record the time of the signal.
+        """Record only the time of the signal.
 
-        `_forward_unconfirmed` later signals the ranks that Slurm missed. A second signal could kill a rank
-        that is saving.
+        If the ranks did not get the signal from Slurm, `_forward_unconfirmed` sends it later. Forwarding the
+        signal immediately could kill a rank that is already saving.
         """
         if self._unconfirmed_since_s is None:
             self._unconfirmed_since_s = time.monotonic()
@@ -127,8 +132,8 @@ class SlurmAttemptWatch(AttemptWatch):
     def _end_if_superseded(self) -> None:
         """Have the ranks save and exit if another start of the job has claimed the next attempt.
 
-        The other start waits for this one to exit. If only the slurmd of a host dies, Slurm considers the
-        host lost and restarts the job on other hosts.
+        The other start waits for this one to exit. Two starts can overlap if only the slurmd of a host dies:
+        Slurm considers the host lost and restarts the job on other hosts.
         """
         if self.superseded_by is not None:
             return
@@ -142,7 +147,7 @@ class SlurmAttemptWatch(AttemptWatch):
     def stop_ranks(self, as_if: str = signal.SIGTERM.name) -> None:
         self._unconfirmed_since_s = float("inf")
         self.observed.stop_signal = self.observed.stop_signal or as_if
-        # The agents send a command's ranks the signal that the command handles.
+        # The agents send the ranks of a command the signal that the command handles.
         if (
             SRUN in self.running
             and signal_of_ranks(self.attempt) is None
@@ -152,7 +157,7 @@ class SlurmAttemptWatch(AttemptWatch):
         self.kill_after_grace()
 
     def _forward_unconfirmed(self) -> None:
-        """Send SIGUSR2 to ranks that missed the signal, which came to this shell only or before the step."""
+        """Send SIGUSR2 to the ranks if the signal reached only this shell, or came before the step."""
         if self._unconfirmed_since_s is None:
             if self.observed.stop_signal is None and self._requested_signal() is not None:
                 self._unconfirmed_since_s = time.monotonic()
@@ -164,21 +169,21 @@ class SlurmAttemptWatch(AttemptWatch):
             self.stop_ranks(self._requested_signal() or signal.SIGTERM.name)
 
     def _leave_early(self) -> None:
-        """Have the ranks save and exit once the jobs of the run have used up their total time."""
+        """Have the ranks save and exit once the run's jobs have used up its total time."""
         is_running = self.observed.stop_signal is None and SRUN in self.running
         if is_running and time.monotonic() >= self._until_s:
-            self.leave(PlannedStop("timeout", "the jobs of the run have used up their total time"))
+            self.leave(PlannedStop("timeout", "the run has used up its total time"))
 
     def leave(self, planned_stop: PlannedStop) -> None:
         if signal_of_ranks(self.attempt) is None:
             super().leave(planned_stop)
 
     def _end_after_failure(self) -> None:
-        """End the step if a rank or an agent has failed, because its peers may wait for it forever."""
+        """End the step if a rank or agent has failed, because the other ranks might wait for it forever."""
         if self._failed_s is None:
             self.observed.killed_node = node_of_killed_task(self.attempt)
-            # An exited task without a failure record has failed, unless a stop signal came before. After a
-            # stop signal, the other tasks may still be saving.
+            # A task that exited without a failure record has failed, unless a stop signal came before. After
+            # a stop signal, the other tasks may still be saving.
             if any(self.attempt.errors_dir.glob("rank-*.json")) or (
                 first_task_exit(self.attempt) is not None
                 and self.observed.stop_signal is None
@@ -190,13 +195,13 @@ class SlurmAttemptWatch(AttemptWatch):
             first = first_rank_failure(self.attempt)
             has_notice = self.observed.stop_signal is not None or signal_of_ranks(self.attempt) is not None
             if has_notice and first is not None and first.died_of_notice:
-                # The rank's agent got the signal too late, and other ranks may be saving.
+                # The rank's agent received the signal too late, and other ranks may still be saving.
                 self.kill_after_grace()
             else:
                 self.end_all()
 
     def end_all(self) -> None:
-        """Have srun kill the remaining tasks; later calls do nothing."""
+        """Have srun kill the remaining tasks; later calls have no effect."""
         if SRUN in self.running and not self._is_ending:
             self._is_ending = True
             os.kill(self.running[SRUN].pid, signal.SIGTERM)
@@ -204,16 +209,16 @@ class SlurmAttemptWatch(AttemptWatch):
 
     def _kill_running(self) -> None:
         if SRUN in self.running:
-            # srun waits for an unresponsive host, and killing srun would leave the tasks there running.
+            # srun waits for an unresponsive host; if srun is killed, tasks on that host may keep running.
             self.observed.step_may_still_run = True
             self._signal_step(signal.SIGKILL)
         super()._kill_running()
 
     def _signal_step(self, number: signal.Signals) -> bool:
-        """Send a signal to the step's tasks through Slurm; return whether this was possible."""
+        """Send a signal to the step's tasks through Slurm; return whether that was possible."""
         step_id = read_rendezvous(self.attempt).step_id
         if step_id is None:
-            return False  # the step has not reached its rendezvous
+            return False  # the step has not reached its rendezvous yet
         try:
             kill_steps([(str(slurm_job_id()), step_id)], number.name, patience_s=0.0)
         except TrainkitError as error:
@@ -230,8 +235,8 @@ class SlurmAttemptWatch(AttemptWatch):
         code, was_killed, was_terminated, ended_at = self._srun_exit
         if code == EXIT_OK and was_aborted(self.attempt):
             code = signal_exit_code(signal.SIGTERM)
-        # srun returns the exit code of the task that was killed last. The failure records contain the code of
-        # the first task.
+        # srun returns the exit code of the task that was killed last, but failure records show which task
+        # failed first.
         if not was_terminated and not was_killed:
             self.observed.killed_node = node_of_killed_task(self.attempt)
         first_code = first_exit_code(self.attempt) if code not in (EXIT_OK, EXIT_STOPPED) else None
@@ -241,10 +246,10 @@ class SlurmAttemptWatch(AttemptWatch):
         if self.observed.stop_signal is None:
             self.observed.stop_signal = signal_of_ranks(self.attempt)
         if self.observed.stop_signal is None and any(map(is_death_by_notice, self.observed.exit_codes)):
-            # The requested signal arrived before the ranks had installed their handlers.
+            # The ranks received the requested signal before they had installed their signal handlers.
             self.live.update()
             self.observed.stop_signal = self._requested_signal()
-        # Agents kill their workers after the grace time, so srun may exit late without having been killed.
+        # Agents kill their workers after the grace time, so srun may exit late even though it was not killed.
         signals = read_events(self.attempt.run, "signal", attempt=self.attempt.number)
         since_s = (seconds_between(event.time, ended_at) or 0.0 for event in signals)
         is_late = was_killed or any(seconds >= self.plan.grace_s for seconds in since_s)
@@ -252,7 +257,7 @@ class SlurmAttemptWatch(AttemptWatch):
 
 
 def signal_of_ranks(attempt: AttemptDir) -> str | None:
-    """Return the stop signal that the tasks received, as recorded by the first agent; None without one."""
+    """Return the stop signal that the tasks received, according to the first agent; None without a record."""
     found = read_events(attempt.run, "signal", attempt=attempt.number)
     names = [event.text("signal") for event in found]
     overriding = [name for name in names if name != RESTART_SIGNAL] or names
@@ -271,17 +276,17 @@ def termination_cause(
 ) -> Cause | None:
     """Return the cause of a stop signal; None if a person cancelled the job.
 
-    `supervisor_was_signalled` means that the batch shell received the signal too. Slurm signals only the
-    steps during the grace time of a preemption. `restarts` is the job's restart count when this start began.
-    `lost` means that one of the job's hosts does not respond. `notice` is the warning signal before the time
-    limit.
+    `supervisor_was_signalled` means that the batch shell received the signal too. During the grace time of a
+    preemption, Slurm signals only the steps. `restarts` is the job's restart count at the beginning of this
+    start. `lost` means that one of the job's hosts does not respond. `notice` is the warning signal before
+    the time limit.
     """
     if job is None:
         if stop_signal == RESTART_SIGNAL:
             return "timeout"
         return None if supervisor_was_signalled or stop_signal == signal.SIGINT.name else "preempted"
     if job.restarts > restarts or job.state.is_waiting:
-        # Slurm is requeuing the job, which was preempted without grace time or lost a host.
+        # Slurm is requeuing the job, because it was preempted without grace time or lost a host.
         return "node_fail" if lost else "preempted"
     if job.is_preempted:
         return "preempted"
@@ -301,19 +306,19 @@ def termination_cause(
 
 
 def is_ending(job: JobDetails, restarts: int, grace_s: float) -> bool:
-    """Return whether Slurm is ending this start of a job or will do so soon."""
+    """Return whether Slurm is ending this start of a job, or is about to."""
     return is_taken(job, restarts) or is_nearly_over(job, grace_s)
 
 
 def is_taken(job: JobDetails | None, restarts: int) -> bool:
-    """Return whether Slurm is ending this start: preempted, cancelled, out of time, or requeued."""
+    """Return whether Slurm is ending this start: preempted, cancelled, out of time or requeued."""
     if job is None:
         return False
     return job.state is not JobState.RUNNING or job.restarts > restarts or job.is_preempted
 
 
 def is_nearly_over(job: JobDetails | None, grace_s: float) -> bool:
-    """Return whether a job's remaining time is close to the grace time or less; False if unknown."""
+    """Return whether a job's remaining time is not much longer than the grace time; False if unknown."""
     if job is None or job.end_time is None:
         return False
     return job.end_time - datetime.now(timezone.utc) < timedelta(seconds=grace_s + EARLY_S + SLACK_S)

@@ -1,4 +1,4 @@
-"""The backends that run on Slurm: a job that sbatch submits, or a step that exists already."""
+"""The backends for Slurm: one for jobs submitted with sbatch, one for steps that already exist."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ from trainkit.quoting import log_path
 
 
 class SlurmBackend(Backend):
-    """Runs that are Slurm jobs; Slurm alone knows the state of a job."""
+    """Executes runs as Slurm jobs, whose state only Slurm knows."""
 
     poll_s = 1.0
     ask_every_s = 10.0
@@ -99,7 +99,8 @@ class SlurmBackend(Backend):
             return plan
         if plan.clusters:
             notify(
-                f"cannot exclude {', '.join(hosts)}: a job that may run on another cluster cannot name hosts"
+                f"cannot exclude {', '.join(hosts)}: "
+                "a job that may run on another cluster cannot exclude hosts"
             )
             return plan
         return replace(plan, slurm=with_excluded(plan.slurm, excludable(hosts, plan.slurm, notify)))
@@ -117,7 +118,7 @@ class SlurmBackend(Backend):
         return query_start(script, clusters=plan.clusters)[1]
 
     def allocation(self, run: RunDir, arguments: Sequence[str]) -> Allocation:
-        from trainkit.backends.slurm.allocation import SlurmAllocation  # only the supervisor needs it
+        from trainkit.backends.slurm.allocation import SlurmAllocation  # only supervisors need it
 
         job_id = slurm_job_id()
         if job_id is None:
@@ -128,24 +129,24 @@ class SlurmBackend(Backend):
         return query_jobs([entry.job]).get(entry.job)
 
     def alive(self, run: RunDir, entry: AttemptRecord) -> bool:
-        # A job that squeue does not list is not running, whatever accounting reports.
+        # A job that squeue does not list is not running, whatever accounting reports about it.
         return in_queue(self.job(entry))
 
     def status(
         self, run: RunDir, entry: AttemptRecord, waiting: Sequence[str], jobs: Mapping[str, JobInfo] | None
     ) -> JobStatus:
         if jobs is None or entry.job not in jobs:
-            # Jobs of runs that have ended are not queried. For any other run, the job's cluster does not
-            # answer.
+            # The jobs of ended runs are not queried. For any other run, no entry means that the job's cluster
+            # does not answer.
             return JobStatus(False if is_over(run.attempt(entry.attempt)) else None)
         job = jobs.get(entry.job)
         if not in_queue(job):
-            # `jobs` lacks the chained jobs of a run that recorded its end.
+            # `jobs` does not contain the chained jobs of a run that has recorded its end.
             job = next((item for item in map(jobs.get, waiting) if in_queue(item)), job)
         return JobStatus(in_queue(job), job)
 
     def live_entry(self, run: RunDir, job: JobRecord, command: str) -> AttemptRecord | None:
-        """Return the attempt with its job, or with a queued chained job if its job has ended."""
+        """Return the attempt with its job, or with a queued chained job if its own job has ended."""
         entry = job.attempts[-1]
         if is_over(run.attempt(entry.attempt)):
             return None
@@ -165,7 +166,7 @@ class SlurmBackend(Backend):
             return "cancelled"
         end = read_end(run.attempt(entry.attempt))
         if number == signal.SIGTERM and end is not None and end.resumes and end.action != "restart":
-            # The ranks have saved and exited. The rest of the job would only start the next attempt.
+            # The ranks have saved and exited, and the rest of the job would only start the next attempt.
             cancel([entry.job])
             write_cancelled(run, entry, "cancelled before the restart")
             return "cancelled"
@@ -175,7 +176,7 @@ class SlurmBackend(Backend):
     def kill(self, run: RunDir, entry: AttemptRecord) -> None:
         step_id = step_of(run, entry)
         if step_id is not None:
-            # This must precede scancel, whose SIGTERM would make the ranks start to save.
+            # Kill the step before calling scancel, whose SIGTERM would make the ranks start to save.
             with contextlib.suppress(UsageError):
                 kill_steps([(entry.job, step_id)])
         cancel([entry.job])
@@ -186,7 +187,7 @@ class SlurmBackend(Backend):
 
 
 class SbatchBackend(SlurmBackend):
-    """A job that sbatch submits."""
+    """Executes runs as jobs submitted with sbatch."""
 
     name = "sbatch"
     template = "submit.sbatch.j2"
@@ -199,10 +200,10 @@ class SbatchBackend(SlurmBackend):
         return ScriptParts(directives(run, attempt, plan.slurm, array), step, _restarts_of_starts(plan))
 
     def start(self, run: RunDir, new: NewAttempt) -> AttemptRecord:
-        """Submit a run's next attempt and cancel its pending chained jobs.
+        """Submit the next attempt of a run, and cancel the run's pending chained jobs.
 
-        A rejected submission leaves the run unchanged. If Slurm's answer was lost, the attempt is kept
-        because the job may exist. Raises UsageError if the run folder cannot be written.
+        If the submission is rejected, the run stays unchanged. If Slurm's answer is lost, the attempt is
+        kept, because its job may exist. Raises UsageError if the run folder cannot be written.
         """
         assert new.script is not None
         assert new.plan.slurm is not None
@@ -220,7 +221,8 @@ class SbatchBackend(SlurmBackend):
         except OSError as error:
             raise TrainkitError(
                 f"{job.partition(';')[0]} was submitted, but {run.shown} cannot be written: {error.strerror}",
-                hint=f"free disk space, which the job needs too, or cancel it with `{cancel_command(job)}`",
+                hint="free disk space, which the job needs too, "
+                f"or cancel the job with `{cancel_command(job)}`",
             ) from error
         return entry
 
@@ -244,7 +246,7 @@ class SbatchBackend(SlurmBackend):
 
 
 class StepBackend(SlurmBackend):
-    """The Slurm step that this process is a task of, as in ``srun … trainkit run``."""
+    """Executes a run in the Slurm step of which this process is a task, as in ``srun … trainkit run``."""
 
     def start(self, run: RunDir, new: NewAttempt) -> AttemptRecord:
         task = find_slurm_task()
@@ -258,15 +260,16 @@ class StepBackend(SlurmBackend):
 
 
 def sent_for(number: signal.Signals, runs: Sequence[tuple[RunDir, AttemptRecord]]) -> signal.Signals:
-    """Return the signal that Slurm must send to the steps of runs so that they save.
+    """Return the signal that Slurm must send to the steps of runs so that their ranks save.
 
-    `number` is SIGTERM or SIGUSR2. A command's agents send the command the signal that it handles. SIGTERM
-    from Slurm would also end the shell that started the training, and a `tee` that it prints to. Before the
-    rendezvous, an agent may not be listening yet. If a full disk prevented the record of a cancellation, an
-    agent would take the agents' signal for a requeue.
+    `number` is the intended signal, SIGTERM or SIGUSR2. If possible, the result is the signal for the agents,
+    which send a command the signal that it handles. A SIGTERM from Slurm would also end the shell that
+    started the training process, and a `tee` to which it prints. The agents' signal cannot be used before the
+    rendezvous, because an agent may not be listening yet. The agents' signal also cannot be used if a
+    cancellation could not be recorded, because agents would take the signal for a requeue.
     """
     has_agents = all(
-        read_plan(run.attempt(entry.attempt)).is_command  # a damaged plan must not prevent a cancellation
+        read_plan(run.attempt(entry.attempt)).is_command  # a damaged plan must not prevent cancelling the run
         and read_rendezvous(run.attempt(entry.attempt)).port is not None
         and (number == signal.SIGUSR2 or entry.is_cancelled)
         for run, entry in runs
@@ -280,10 +283,10 @@ def step_of(run: RunDir, entry: AttemptRecord) -> str | None:
 
 
 def cancel_follow_ups(run: RunDir, record: JobRecord, keep: str = "") -> None:
-    """Cancel the pending chained jobs except `keep`; call with the run's lock held.
+    """Cancel the pending chained jobs except `keep`; the caller must hold the run's lock.
 
-    Raises SlurmUnreachable. If the run is over and its other cluster does not answer, a note is printed
-    instead.
+    Raises SlurmUnreachable. If the run is over and its cluster is another one that does not answer, prints a
+    note instead.
     """
     waiting, newest = [job for job in record.waiting if job != keep], record.newest
     if newest is None or not waiting:
@@ -296,13 +299,13 @@ def cancel_follow_ups(run: RunDir, record: JobRecord, keep: str = "") -> None:
         ids = " ".join(split_job(job)[0] for job in waiting)
         print_note(
             f"{error.message}: `scancel --clusters={newest.elsewhere} {ids}` cancels the chained jobs "
-            "that may still be pending on it"
+            "that may still be pending on that cluster"
         )
     set_follow_ups(run, [])
 
 
 def _write_attempt(run: RunDir, new: NewAttempt, script: str) -> AttemptDir:
-    """Write all files of the run's next attempt, or none."""
+    """Write all files of the run's next attempt, or none if one cannot be written."""
     attempt = run.next_attempt()
     try:
         open_attempt(run, new.config_text, new.plan_text)
@@ -314,7 +317,7 @@ def _write_attempt(run: RunDir, new: NewAttempt, script: str) -> AttemptDir:
         discard_attempt(attempt)
         raise UsageError(
             f"{run.shown} cannot be written: {error.strerror or error}; nothing was submitted",
-            hint="check its disk and your quota, or choose another folder with --run-dir",
+            hint="check the disk and your quota, or choose another folder with --run-dir",
         ) from error
     return attempt
 
@@ -323,7 +326,7 @@ def _write_attempt(run: RunDir, new: NewAttempt, script: str) -> AttemptDir:
 def removed_unless_submitted(
     remove: Callable[[], None], token: str, clusters: Sequence[str]
 ) -> Iterator[None]:
-    """Call `remove` if the job that the block submitted certainly does not exist."""
+    """Call `remove` if it is certain that the job submitted in the `with` block does not exist."""
     began = time.time()
     try:
         yield
@@ -352,16 +355,17 @@ def _cancel_interrupted(token: str, since: float, clusters: Sequence[str]) -> bo
 def submit_follow_ups(attempt: AttemptDir, job: str, request: SlurmRequest, count: int) -> list[str]:
     """Submit an attempt's script `count` more times, as chained jobs that continue `job`; return their ids.
 
-    Call with the run's lock held. A rejected submission is only reported, because the run itself has started.
+    The caller must hold the run's lock. If Slurm rejects a chained job, only a note is printed, because the
+    run itself has started.
     """
     run = attempt.run
-    # A job can only depend on jobs of the same cluster.
+    # A job can only depend on jobs of its own cluster.
     job_id, cluster = split_job(job)
     ids: list[str] = []
     for number in range(1, count + 1):
         token = submission_token(run, attempt.number, number)
-        # Slurm counts a job that was removed from the queue as failed, so each job depends on all jobs before
-        # it.
+        # Slurm counts a job that was removed from the queue as failed, so each chained job depends on all
+        # jobs before it.
         dependency = ",".join(f"afternotok:{before}" for before in (job_id, *ids))
         options = (
             f"--comment={request.comment(token)}",
@@ -400,14 +404,14 @@ def _restarts_of_starts(plan: LaunchPlan) -> int:
 
 
 def directives(run: RunDir, attempt: int, request: SlurmRequest, array: str | None) -> Options:
-    """Return the options of the `#SBATCH` lines by name; True for an option without a value."""
+    """Return the options of the `#SBATCH` lines, by name; the value of an option without a value is True."""
     comment = request.comment(submission_token(run, attempt))
     log = log_path(str(run.attempt(attempt).supervisor_log))
     options = {**request.sbatch, "comment": comment, "output": log, "open-mode": "append"}
     if array is not None:
         options |= {"array": array, "output": _array_log(RunGroup(run.path))}
     if attempt > 1:
-        options.pop("dependency", None)  # only the first attempt waits for other jobs
+        options.pop("dependency", None)  # only the first attempt has to wait for other jobs
     return {name: value for name, value in options.items() if value is not False}
 
 
@@ -415,6 +419,6 @@ def _array_log(group: RunGroup) -> str:
     if "\\" in str(group.path):
         raise UsageError(
             f"{group.path} contains a backslash, so Slurm would write all tasks of an array to the same log",
-            hint="choose a folder without one with --run-dir",
+            hint="choose a folder without a backslash with --run-dir",
         )
     return f"{log_path(str(group.logs_dir))}/{group.log_file('%a').name}"

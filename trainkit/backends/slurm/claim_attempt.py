@@ -1,4 +1,4 @@
-"""Claims the attempt that one start of a Slurm job runs."""
+"""Determines which attempt a start of a Slurm job executes, and claims that attempt."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ from trainkit.slurm.environment import cluster_name
 from trainkit.slurm.jobs import job_details
 
 ENTRY_TIMEOUT_S = 20.0
-"""Seconds that the submitting command may take to record the job's id."""
+"""Seconds that the submitting command may take to record the job id."""
 
 
 @dataclass(frozen=True)
 class NothingToDo:
-    """The reason why a start of a job runs no attempt."""
+    """Why a start of a job executes no attempt."""
 
     reason: str
     cancelled: AttemptDir | None = None
-    """The attempt to close, if the job was cancelled before it started any process."""
+    """The attempt to close if the job was cancelled before it started any process; None otherwise."""
 
 
 def claim_attempt(run: RunDir, job_id: str, lock_timeout_s: float | None = None) -> AttemptDir | NothingToDo:
-    """Claim the attempt that this start of the job runs.
+    """Claim the attempt that this start of the job executes.
 
     Returns NothingToDo if the job was cancelled while pending, if it is a chained job of an ended run, or if
-    another job executes this run. Another job executes it if the script was submitted twice or an old job was
-    requeued. Raises RunLocked as `run_lock` does, UsageError if the run is gone or cannot be locked, and
+    another job executes this run. The last case occurs if the script was submitted twice, or if an old job
+    was requeued. Raises RunLocked like `run_lock`, UsageError if the run is gone or cannot be locked, and
     OSError.
     """
     with contextlib.suppress(TimeoutError):
@@ -60,7 +60,7 @@ def claim_attempt(run: RunDir, job_id: str, lock_timeout_s: float | None = None)
         )
     refuse_missing(run)
     while True:
-        # Slurm is queried without the lock, because `trainkit cancel` needs the lock.
+        # Query Slurm without holding the lock, because `trainkit cancel` needs it.
         newest = (job := read_job_to_change(run)).newest
         carrier = None if newest is None else _carrier(run, job, newest, job_id)
         with run_lock(run, lock_timeout_s):
@@ -70,24 +70,24 @@ def claim_attempt(run: RunDir, job_id: str, lock_timeout_s: float | None = None)
             if carrier is None:
                 return _claim(run, job, job_id)
             follow_ups = job.follow_ups or []
-            if job_id in follow_ups:  # the chained jobs behind this one depend on it
+            if job_id in follow_ups:  # the chained jobs after this one depend on it
                 set_follow_ups(run, follow_ups[: follow_ups.index(job_id)])
             path = quote(str(run.path))
-            hint = f"`trainkit cancel {path}` would end it"
-            return NothingToDo(f"job {carrier} runs or is pending for this run; {hint}")
+            hint = f"`trainkit cancel {path}` ends that job"
+            return NothingToDo(f"job {carrier} is running or pending for this run; {hint}")
 
 
 def _names(job: JobRecord, job_id: str) -> bool:
-    """Return whether job.json lists the job, as the job of an attempt or as a chained job."""
+    """Return whether job.json lists the job, either as the job of an attempt or as a chained job."""
     return bool(job.of_job(job_id, cluster_name())) or job_id in (job.follow_ups or [])
 
 
 def _carrier(run: RunDir, job: JobRecord, newest: AttemptRecord, job_id: str) -> str | None:
-    """Return the job that already runs a run's newest attempt; None if this job may run it.
+    """Return the other job that executes a run's newest attempt; None if this job may execute it.
 
-    Slurm knows whether the other job is pending or running. If Slurm does not answer, the supervisor's lock
-    decides. A chained job ignores the lock, because its dependency has ended and a dead host may still hold
-    the lock.
+    Slurm is asked whether the other job is pending or running; if Slurm does not answer, the supervisor's
+    lock decides. A chained job ignores the supervisor's lock, because its dependency has ended, and a dead
+    host may still hold the lock.
     """
     other = newest.job_id
     # If an array task was found by its token, its recorded id lacks the array index.
@@ -99,28 +99,29 @@ def _carrier(run: RunDir, job: JobRecord, newest: AttemptRecord, job_id: str) ->
         try:
             state = job_details(newest.job).state
         except SlurmRefused:
-            return None  # Slurm no longer lists the job
+            return None  # Slurm no longer knows the job
         except TrainkitError as error:
             log_line(f"cannot query job {other}: {error.message}")
     if state is JobState.UNKNOWN:
         return other if job_id not in (job.follow_ups or []) and is_supervised(run) else None
-    # A completing job is about to exit, and its supervisor will release the lock.
+    # A completing job is about to exit, which releases its supervisor's lock.
     is_live = state.is_waiting or (state.is_active and state is not JobState.COMPLETING)
     return other if is_live else None
 
 
 def _claim(run: RunDir, job: JobRecord, job_id: str) -> AttemptDir | NothingToDo:
-    """Carry out `claim_attempt` with the lock held, if no other job executes the run."""
+    """Do the part of `claim_attempt` that needs the lock, given that no other job executes the run."""
     refresh_listing(run.attempts_dir)
     own, newest = job.of_job(job_id, cluster_name()), run.attempt(run.attempt_numbers()[-1])
     follows, has_ended = not own and job_id in (job.follow_ups or []), is_over(newest)
     if any(entry.is_cancelled for entry in own):
         is_open = own[-1].is_cancelled and not has_ended
         closed = run.attempt(own[-1].attempt) if is_open else None
-        return NothingToDo("it was cancelled before it started", closed)
+        return NothingToDo("the job was cancelled before it started", closed)
     if follows and has_ended:
         return NothingToDo("the run has ended")
-    # After a preemption, Slurm 24.11 starts a job that requeued itself once more after its end.
+    # After a preemption, Slurm 24.11 starts a job that requeued itself once more, even after the job has
+    # ended.
     if own and (end := read_end(run.attempt(own[-1].attempt))) is not None and end.action == "finished":
         return NothingToDo("the run has finished")
     if own and own[-1].pid is None:
@@ -128,13 +129,13 @@ def _claim(run: RunDir, job: JobRecord, job_id: str) -> AttemptDir | NothingToDo
         return run.attempt(own[-1].attempt)
     entry = job.of_attempt(newest.number)
     if entry.is_cancelled:
-        # The run was cancelled while another job ran this attempt.
+        # The run was cancelled while another job was executing this attempt.
         closed = None if own or has_ended else newest
         return NothingToDo("the run was cancelled; `trainkit resume` starts it again", closed)
     if entry.attempt:
         newest = reopen_attempt(newest)
-    # This start is not in job.json yet, because the job was requeued or its submission was never
-    # acknowledged.
+    # job.json does not contain this start yet, because the job was requeued, or because its submission was
+    # never acknowledged.
     reason = AUTO_RESTART if own or follows else "submit"
     register_start(newest, job_id, reason)
     log_event(run, newest.number, "submitted", job_id=job_id, reason=reason)
@@ -142,6 +143,6 @@ def _claim(run: RunDir, job: JobRecord, job_id: str) -> AttemptDir | NothingToDo
 
 
 def register_start(attempt: AttemptDir, job_id: str, reason: str) -> None:
-    """Record that this process of a Slurm job runs an attempt; call with the lock held."""
+    """Record that this process of a Slurm job executes an attempt; the caller must hold the lock."""
     backend = LaunchPlan.read(attempt.plan_file).backend
     add_slurm_attempt(attempt.run, attempt.number, job_id, reason, backend, **claimed_by(os.getpid()))

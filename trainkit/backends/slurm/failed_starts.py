@@ -1,8 +1,8 @@
 """Starts of a run's jobs that ended before the supervisor began, for example on a broken node.
 
 The batch script (templates/partials/begin.sh.j2) writes ``starts/JOB.RESTARTS`` into the folder of its run or
-group. The file contains the host and, if possible, the exit code. The supervisor removes the file of its own
-start.
+group. The file in ``starts/`` contains the host and, if possible, the exit code. When a supervisor begins, it
+removes the file of its own start.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trainkit.run.rundir import STARTS_FOLDER, RunDir
 from trainkit.scheduler import JobInfo, JobState, base_id, is_job_id
 
 _BY_FAILURE = (JobState.FAILED, JobState.NODE_FAIL, JobState.OUT_OF_MEMORY)
-"""Job states that mean a failure, not a cancellation, a preemption or the time limit."""
+"""Job states that mean a failure, as opposed to a cancellation, a preemption or the time limit."""
 
 
 @dataclass(frozen=True)
@@ -31,17 +31,17 @@ class FailedStart:
 
     job_id: str
     host: str
-    """The host of the batch script."""
+    """The host on which the batch script ran."""
     exit_code: int | None
-    """The exit code, 128+n after death by signal n; None if unknown."""
+    """The exit code (128+n after death by signal n); None if unknown."""
     restarts: int = 0
-    """The number of times that the job had been requeued."""
+    """Number of times that the job had been requeued before this start."""
     file: Path | None = None
-    """The record that the batch script wrote; None if only Slurm knows about the start."""
+    """The file that the batch script wrote; None if only Slurm's records show the start."""
 
     @property
     def how(self) -> str:
-        """Return how the start ended, for messages."""
+        """Return how the start ended, as text for messages."""
         return "killed" if self.exit_code is None else describe_exit(self.exit_code)
 
     @property
@@ -55,21 +55,22 @@ def forget_start(run: RunDir, job_id: str, environ: Mapping[str, str] = os.envir
     Raises OSError.
     """
     group = group_of(run)
-    # The tasks of an array write their records into the group's folder.
+    # The tasks of an array write their records to the group's folder.
     for folder in (run.path, *([] if group is None else [group[0].path])):
         name = f"{job_id}.{environ.get('SLURM_RESTART_COUNT') or 0}"
         (folder / STARTS_FOLDER / name).unlink(missing_ok=True)
 
 
 def failed_starts(run: RunDir, record: JobRecord, job: JobInfo | None) -> list[FailedStart]:
-    """Return the starts that failed since the supervisor last began, oldest first; only reads files.
+    """Return the failed starts since a supervisor last began, oldest first; only reads files.
 
-    `job` is Slurm's information about the newest job of the run, None if unknown.
+    `job` is Slurm's data about the newest job of the run; None if unknown.
     """
     found = [start for start in _recorded(run, record) if _is_over(start, job)]
     if found or job is None or job.state not in _BY_FAILURE or not job.nodes:
         return found
-    # The script did not begin, or could not write to the run folder on its host.
+    # Slurm reports a failure without a record: the script did not begin, or could not write to the run
+    # folder.
     entry = record.newest
     if entry is None or entry.job_id != job.job_id or entry.has_started:
         return []
@@ -82,7 +83,7 @@ def _is_over(start: FailedStart, job: JobInfo | None) -> bool:
         return True
     if job is None:
         return False
-    # Without an exit code, the script was killed or is still running.
+    # If no exit code was recorded, the script was killed or is still running.
     is_earlier = job.job_id != start.job_id or (job.restarts or 0) > start.restarts or job.state.is_waiting
     return is_earlier or job.state in (*_BY_FAILURE, JobState.UNKNOWN)
 
@@ -105,11 +106,11 @@ def _read(folder: Path) -> Iterator[FailedStart]:
             if is_job_id(job_id):
                 yield FailedStart(job_id, host, code if isinstance(code, int) else None, int(restarts), file)
         except (OSError, ValueError, LookupError, TypeError):
-            continue  # a full disk cut the record off, or the supervisor removed it
+            continue  # a full disk truncated the record, or the supervisor has removed it
 
 
 def batch_log(run: RunDir, record: JobRecord, job_id: str) -> Path:
-    """Return the log with the output of a job's batch script, which is in the job's first attempt."""
+    """Return the log of a job's batch script, which is in the folder of the job's first attempt."""
     own = [entry.attempt for entry in record.of_job(job_id)]
     return run.attempt(min(own, default=max(run.attempt_numbers(), default=1))).supervisor_log
 
@@ -117,17 +118,18 @@ def batch_log(run: RunDir, record: JobRecord, job_id: str) -> Path:
 def note_bad_hosts(
     run: RunDir, record: JobRecord, job: JobInfo | None, cluster: str, notify: Callable[[str], None]
 ) -> tuple[list[FailedStart], list[str]]:
-    """Make the next starts of a run avoid hosts where starts failed; return the starts and the hosts.
+    """Make the next starts of a run avoid the hosts of failed starts; return these starts and hosts.
 
-    `job` is as in `failed_starts`. `notify` gets a sentence about records that could not be written.
+    `job` is the same as in `failed_starts`. `notify` is called with a sentence about each record that could
+    not be written.
     """
     starts, hosts = failed_starts(run, record, job), []
     for start in starts:
-        # Slurm may also have preempted a job whose script recorded no exit code.
+        # If the script recorded no exit code, Slurm may have preempted the job.
         is_asked = start.exit_code is not None and is_death_by_notice(start.exit_code)
         if not is_asked and (start.exit_code or (job is not None and job.state in _BY_FAILURE)):
             hosts.append(start.host)
-            reason = f"a job ended there before its supervisor began: {start.how}"
+            reason = f"a job ended on this host before its supervisor began: {start.how}"
             number = _attempt_of(run, record, start.job_id)
             try:
                 note_failure(cluster, start.host, "start", reason, run=str(run.path), attempt=number)
@@ -139,7 +141,7 @@ def note_bad_hosts(
 def close_failed_starts(
     run: RunDir, record: JobRecord, job: JobInfo, cluster: str, notify: Callable[[str], None]
 ) -> None:
-    """Replace the records of failed starts by events when a supervisor begins, after `note_bad_hosts`."""
+    """Replace the records of failed starts with events when a supervisor begins, after `note_bad_hosts`."""
     for start in note_bad_hosts(run, record, job, cluster, notify)[0]:
         try:
             number, known = _attempt_of(run, record, start.job_id), {"exit_code": start.exit_code}
@@ -151,6 +153,6 @@ def close_failed_starts(
 
 
 def _attempt_of(run: RunDir, record: JobRecord, job_id: str) -> int:
-    """Return the attempt that a start of a job would have run; the newest one for an unknown job."""
+    """Return the attempt that a start of a job would have executed; the newest one for an unknown job."""
     own = [entry.attempt for entry in record.of_job(job_id)]
     return max(own or run.attempt_numbers(), default=1)

@@ -1,8 +1,8 @@
-"""Submits a group's trials to Slurm in chunks, each of which is a job array.
+"""Submits the trials of a group to Slurm in chunks; each chunk is a job array.
 
-Slurm limits the size of an array and the number of jobs. The command that starts a group submits as many
-trials as Slurm accepts. Each job of the group submits more when it ends, and `trainkit resume GROUP` does so
-too.
+Chunks are needed because Slurm limits the size of an array and the number of jobs. The command that starts a
+group submits as many trials as Slurm accepts. Each job of the group submits more trials when it ends, and so
+does `trainkit resume GROUP`.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ DEFAULT_MAX_ARRAY_SIZE = 1001
 LOCK = ".parts.lock"
 RETRY_S = 2.0
 TASK = "${SLURM_ARRAY_TASK_ID:?}"
-"""The name of a trial's folder in the batch script of a group."""
+"""The placeholder for the name of a trial's folder in a group's batch script."""
 _MAX_TASKS = re.compile(r"(?:^|,)max_array_tasks=(?P<count>\d+)")
 _NO_ROOM = re.compile(r"(?:QOS|Assoc)\w*Submit\w*Limit|MaxJobCount|job submit limit")
-"""Matches sbatch's messages that a user, an account or the cluster has reached its maximum number of jobs."""
+"""Matches messages of sbatch that a user, an account or the cluster has reached its maximum number of
+jobs."""
 
 
 def next_chunk(unsubmitted: Sequence[int], size: int, max_size: int) -> tuple[int, list[int]]:
     """Return the index offset and the trials of the next chunk, at most `size` of the unsubmitted trials.
 
-    The number of a task must be below `max_size`, Slurm's MaxArraySize.
+    The index of an array task must be below `max_size`, Slurm's MaxArraySize.
     """
     offset = 0 if unsubmitted[0] < max_size else unsubmitted[0]
     return offset, [index for index in unsubmitted[:size] if index - offset < max_size]
@@ -55,19 +56,19 @@ def submit_parts(
     size: int | None = None,
     patience_s: float = 0.0,
 ) -> int:
-    """Submit trials in chunks until all are submitted or Slurm accepts no more; return their number.
+    """Submit trials in chunks until all are submitted or Slurm accepts no more; return how many.
 
-    The first chunk has at most `size` trials. A chunk for which Slurm has no room is halved. If Slurm has no
-    room for a single trial, the submission is retried for `patience_s`. When all jobs of a group end at once,
-    the other jobs see that this one submits; they exit and make room. Does nothing while another process
-    submits, or for a cancelled group.
+    The first chunk has at most `size` trials. If Slurm has no room for a chunk, the chunk is halved. If Slurm
+    has no room even for a single trial, the submission is retried for `patience_s`. If all jobs of a group
+    end at the same time, only one of them submits; the others see that, exit and make room. Does nothing
+    while another process submits trials, or if the group is cancelled.
 
-    If the group has no job yet, raises TrainkitError as `submit_script` does. Otherwise `notify` gets the
-    message.
+    If the group has no job yet, raises TrainkitError like `submit_script`; otherwise, calls `notify` with the
+    error message.
     """
     try:
         with file_lock(group.path / LOCK, 0.0):
-            group.read_again()  # another process may have submitted chunks
+            group.read_again()  # another process may have submitted chunks in the meantime
             return _submit(group, notify, size, time.monotonic() + patience_s)
     except LockBusy:
         return 0
@@ -87,12 +88,13 @@ def _submit(group: RunGroup, notify: Callable[[str], None], size: int | None, un
         parts, (offset, indices) = group.record.parts, next_chunk(unsubmitted, size, max_size)
         part = Part(indices[-1], offset)
         try:
-            # The chunk is recorded before its job may start, because the folder names depend on it.
+            # Record the chunk before its job can start, because the names of the trials' folders depend on
+            # the chunk.
             group.update(parts=[*parts, part])
             job = _sbatch(group, part, indices, notify)
         except (TrainkitError, OSError) as error:
             if not (isinstance(error, SlurmUnreachable) and error.may_have_arrived):
-                with suppress(OSError):  # otherwise `recover_parts` looks the chunk up
+                with suppress(OSError):  # if this fails, `recover_parts` looks for the chunk later
                     group.update(parts=parts)
             has_room = not (isinstance(error, SlurmRefused) and _NO_ROOM.search(error.sentence))
             most = size = 0 if has_room else len(indices) // 2
@@ -110,18 +112,18 @@ def _submit(group: RunGroup, notify: Callable[[str], None], size: int | None, un
             except OSError as error:
                 job_id = split_job(job)[0]
                 message = f"{job_id} was submitted, but {group.path} cannot be written: {error.strerror}"
-                hint = "free disk space; `trainkit status` then finds the job"
+                hint = "free some disk space; `trainkit status` will then find the job"
                 raise SlurmUnreachable(message, hint, may_have_arrived=True) from error
             count += len(indices)
             size = min(2 * size, most)
             if group.record.cancelled_at is not None:
-                # A command that cancelled the group in the meantime did not know this job.
+                # A command that cancelled the group in the meantime did not know about this job.
                 cancel(group.jobs[-1:])
     return count
 
 
 def _sbatch(group: RunGroup, part: Part, indices: Sequence[int], notify: Callable[[str], None]) -> str:
-    """Submit the last chunk of a group; return the id of its array."""
+    """Submit the newest chunk of a group; return the id of its array."""
     number, limit = len(group.record.parts), group.record.array.partition("%")[2]
     token, script = submission_token(RunDir(group.path), number), group.script_of(part)
     tasks = [index - part.offset for index in indices]
@@ -134,14 +136,14 @@ def _sbatch(group: RunGroup, part: Part, indices: Sequence[int], notify: Callabl
     text = read_trusted(group.script_file)
     if part.offset:
         if TASK not in text:
-            hint = f"use {TASK} in your submit.sbatch.j2, as the template of trainkit does"
+            hint = f"use {TASK} in your submit.sbatch.j2, as trainkit's own template does"
             raise UsageError(
                 f"{group.script_file} does not contain {TASK}, which names the folder of a trial", hint=hint
             )
         write_atomic(script, text.replace(TASK, f"$(({TASK} + {part.offset}))"))
         logs = log_path(str(group.logs_dir))
         options.append(f"--output={logs}/{group.log_file('%a', part.offset).name}")
-    if number > 1 and limit:  # the limit applies to all arrays together
+    if number > 1 and limit:  # the limit applies to all arrays of the group together
         options.append(f"--dependency=afterany:{group.record.parts[-2].job_id}")
     return submit_script(
         script,
@@ -155,23 +157,23 @@ def _sbatch(group: RunGroup, part: Part, indices: Sequence[int], notify: Callabl
 
 
 def clusters_of(group: RunGroup) -> Sequence[str]:
-    """Return the clusters that may get a group's next array; after the first array, only its cluster."""
+    """Return the clusters that may get a group's next array; all arrays use the cluster of the first."""
     if group.job_id is None:
         return PlanRecord(group.record.plan).record("slurm").texts("clusters")
     return (group.record.elsewhere,) if group.record.elsewhere else ()
 
 
 def _note_job(group: RunGroup, known: Sequence[Part], part: Part, job: str) -> None:
-    """Record the job of a group's last chunk, and the group's cluster if Slurm returned one."""
+    """Record the job of a group's newest chunk, and the group's cluster if Slurm returned one."""
     job_id, cluster = split_job(job)
     named = {"cluster": cluster} if cluster else {}
     group.update(parts=[*known, replace(part, job_id=job_id)], job_id=group.job_id or job_id, **named)
 
 
 def recover_parts(group: RunGroup) -> None:
-    """Look up the last chunk by its token if its submission was never acknowledged.
+    """Look for the newest chunk by its token if its submission was never acknowledged.
 
-    If Slurm does not know the chunk and no trial of it has begun, its trials count as unsubmitted. Does
+    If Slurm does not know the chunk and none of its trials has begun, its trials count as unsubmitted. Does
     nothing while another process submits chunks. Raises SlurmUnreachable.
     """
     if group.record.process is not None or (group.parts and group.parts[-1].job_id is not None):
@@ -189,7 +191,7 @@ def _recover_last(group: RunGroup) -> None:
     token, script = submission_token(RunDir(group.path), len(known) + 1), group.script_of(part)
     try:
         since = script.stat().st_mtime
-    except FileNotFoundError:  # the script was never written, so nothing was submitted
+    except FileNotFoundError:  # because the script was never written, no job was submitted
         job = None
     else:
         job = find_by_token(token, since=since, clusters=clusters_of(group))

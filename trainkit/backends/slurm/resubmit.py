@@ -1,8 +1,8 @@
 """Continues a run in another job: resubmits the run, excludes bad hosts and finds lost hosts.
 
-``python -m trainkit.backends.slurm.resubmit`` is a step that watches the host of its job's batch shell from
-another host. Spare nodes require ``--no-kill``, with which Slurm does nothing if the batch host dies along
-with the supervisor. Without the watch, the other hosts would idle until the time limit.
+``python -m trainkit.backends.slurm.resubmit`` runs as a step on another host and watches the host of its
+job's batch shell. A job with spare nodes uses ``--no-kill``, so Slurm does nothing if the batch host dies,
+and the supervisor with it. Without the watch, the other hosts would be idle until the time limit.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ TEST_TIMEOUT_S = 20.0
 
 
 def await_eviction() -> None:
-    """Wait until Slurm ends this batch shell of a requeued job, or for at most EVICTION_S.
+    """Wait until Slurm ends this batch shell of a requeued job, but at most EVICTION_S.
 
-    Returns immediately on SIGTERM, because the next start of the job waits for this process's lock.
+    Returns immediately on SIGTERM, because the next start of the job waits for a lock that this process
+    holds.
     """
     deadline_s = time.monotonic() + EVICTION_S
     while (remaining_s := deadline_s - time.monotonic()) > 0:
@@ -58,12 +59,12 @@ def await_eviction() -> None:
 def resubmit(
     run: RunDir, job_id: str, exclude: Sequence[str] = (), lock_timeout_s: float | None = None
 ) -> str:
-    """Submit the run's next attempt with the script of the ending job; return the new job's id.
+    """Submit the run's next attempt with the script of the ending job; return the id of the new job.
 
-    Call this in the batch shell of the ending job, which the new job depends on. For an array, only this task
-    is resubmitted. Hosts in `exclude` are excluded as far as Slurm could start the job without them. Raises
-    TrainkitError if the run was cancelled, if it stays locked or if Slurm refuses the job. Raises OSError if
-    the run folder cannot be written.
+    Call this function in the batch shell of the ending job; the new job depends on the ending job. In an
+    array, only the calling task is resubmitted. The hosts in `exclude` are excluded as far as Slurm can still
+    start the job without them. Raises TrainkitError if the run was cancelled, if it stays locked, or if Slurm
+    refuses the job. Raises OSError if the run folder cannot be written.
     """
     with run_lock(run, lock_timeout_s):
         newest = run.attempt(run.attempt_numbers()[-1])
@@ -108,21 +109,21 @@ def _submit(following: AttemptDir, job_id: str, plan: LaunchPlan, exclude: Seque
     new_id = submit_script(
         following.script_file, token=token, cwd=run.path, extra_argv=options, notify=log_line
     )
-    new_id = split_job(new_id)[0]  # the new job is on this cluster, like the job that it depends on
+    new_id = split_job(new_id)[0]  # the new job is on the same cluster as the job that it depends on
     copy_submitit_pickle(run, job_id, new_id)
     return f"{new_id}_{task}" if task else new_id
 
 
 def exclude_from(job_id: str, hosts: Sequence[str], request: SlurmRequest) -> None:
-    """Exclude hosts from the next start of a requeued job with the resource request `request`.
+    """Exclude hosts from the next start of a requeued job; `request` is the job's resource request.
 
-    A failure is logged and does not prevent the requeue.
+    A failure is only logged, because it must not prevent the requeue.
     """
     _exclude(hosts, request, lambda excluded: exclude_hosts(job_id, excluded))
 
 
 def _exclude(hosts: Sequence[str], request: SlurmRequest, act: Callable[[str], None]) -> None:
-    """Call `act` with the list of all excluded hosts, if any can be excluded; log a failure."""
+    """Call `act` with the list of all hosts that can be excluded, if there are any; log a failure."""
     try:
         if excluded := excludable(hosts, request):
             act(str(with_excluded(request, excluded).sbatch["exclude"]))
@@ -135,8 +136,9 @@ def excludable(
 ) -> list[str]:
     """Return the hosts that Slurm can exclude and still start the job.
 
-    Excluding too many hosts would leave the job pending forever. `notify` gets a sentence for each host that
-    cannot be excluded. Raises SlurmUnreachable, and TrainkitError if this host cannot run the test.
+    If too many hosts were excluded, the job would stay pending forever. `notify` is called with a sentence
+    about each host that cannot be excluded. Raises SlurmUnreachable, and TrainkitError if `sbatch
+    --test-only` cannot run on this host.
     """
     if not hosts or _refusal(hosts, request) is None:
         return list(hosts)
@@ -153,7 +155,7 @@ def excludable(
 def _refusal(hosts: Sequence[str], request: SlurmRequest) -> str | None:
     """Return why Slurm would refuse the job without these hosts; None if Slurm would accept it.
 
-    Raises SlurmUnreachable, and TrainkitError if this host cannot run the test.
+    Raises SlurmUnreachable, and TrainkitError if `sbatch --test-only` cannot run on this host.
     """
     options = {**with_excluded(request, hosts).sbatch, "comment": False, "dependency": False}
     try:
@@ -168,8 +170,9 @@ def _refusal(hosts: Sequence[str], request: SlurmRequest) -> str | None:
 def lost_hosts(job_id: str, hosts: Sequence[str], *, is_running: bool) -> tuple[str, ...] | None:
     """Return the hosts of a job that can no longer start processes; None if Slurm does not answer.
 
-    Slurm reports lost hosts as down, failed or not responding. In a running job, hosts that Slurm has removed
-    from the job count too. From an ending job, Slurm also removes good hosts as they finish.
+    A lost host is one that Slurm reports as down, failed or not responding. For a running job, hosts that
+    Slurm has removed from the job are included. For an ending job, removed hosts are not included, because
+    Slurm also removes good hosts when they are done.
     """
     if not hosts:
         return ()
@@ -179,12 +182,12 @@ def lost_hosts(job_id: str, hosts: Sequence[str], *, is_running: bool) -> tuple[
         log_line(f"cannot query the hosts of {job_id}: {error.message}")
         return None
     if is_running and not remaining:
-        return None  # the job ended between the two queries, so its hosts are not lost
+        return None  # the job ended between the two queries, so none of its hosts counts as lost
     return tuple(host for host in hosts if host not in remaining or is_unavailable(states.get(host, "")))
 
 
 def start_host_watch(watched: str, host: str, log: Path) -> subprocess.Popen[bytes]:
-    """Start a step on `host` that watches the host of this batch shell; see `main`."""
+    """Start a step on `host` that watches the host of this batch shell (see `main`)."""
     argv = [
         "srun",
         "--overlap",
@@ -201,21 +204,21 @@ def start_host_watch(watched: str, host: str, log: Path) -> subprocess.Popen[byt
 
 
 HOST_POLL_S = 60.0
-"""Seconds between two checks of the batch host. Each check is two RPCs, and the controller takes minutes to
-mark a host down."""
+"""Seconds between two checks of the batch host; each takes two RPCs, and Slurm needs minutes to mark a host
+down."""
 
 
 def requeue_if_down(job_id: str, host: str) -> bool:
-    """Requeue the job if its batch host is down, or cancel it if it has --no-requeue.
+    """Requeue the job if its batch host is down; cancel it instead if it has --no-requeue.
 
-    Returns whether the host is down.
+    Returns whether the batch host is down.
     """
     if not is_down(node_states([host]).get(host, "")):
         return False
     job = job_details(job_id)
     if job.restarts > int(os.environ.get("SLURM_RESTART_COUNT", "0")):
         return True  # the job has already been requeued
-    action = "requeuing" if job.may_requeue else "cancelling (the job must not be requeued)"
+    action = "requeuing" if job.may_requeue else "cancelling (because of --no-requeue)"
     print(f"{host}, the host of the supervisor, is down: {action} {job_id}", flush=True)
     if job.may_requeue:
         requeue(job_id)
@@ -227,7 +230,7 @@ def requeue_if_down(job_id: str, host: str) -> bool:
 def main(host: str) -> int:
     """Watch the batch host of this step's job until the host dies; return the exit code."""
     replace_unencodable()
-    # The warning signal is for the ranks.
+    # The warning signal before the time limit is meant for the ranks.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     while True:
         time.sleep(HOST_POLL_S)

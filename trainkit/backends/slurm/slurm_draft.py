@@ -1,4 +1,4 @@
-"""The launch draft for a Slurm job, which derives the values of a launch plan from the cluster."""
+"""The launch draft for a Slurm job; derives values of the launch plan from properties of the cluster."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainkit.plan.launch_draft import BOUND_GPU_WARNING, LaunchDraft
 from trainkit.plan.workload import PER_RANK
 
 SHARE_OF_TIME = 4
-"""The warning signal comes no earlier than in the last 1/SHARE_OF_TIME of the job's time."""
+"""The warning signal is sent at the earliest when 1/SHARE_OF_TIME of the job's time is left."""
 
 _PASSED_ON = (
     "time_min",
@@ -55,7 +55,7 @@ _KEYS = {
     **{"requeue": "requeue.on", "no-requeue": "requeue.on", "array": "--array", "dependency": "--after"},
 }
 """Maps sbatch options to the config key or command option that sets them; `resources.extra` must not set
-them."""
+these options."""
 
 _OWN_SBATCH = (
     "output",
@@ -68,7 +68,7 @@ _OWN_SBATCH = (
     "export-file",
     "input",
 )
-"""sbatch options that trainkit sets itself."""
+"""The sbatch options that trainkit sets itself."""
 
 _OWN_SRUN = (
     "nodes",
@@ -95,34 +95,35 @@ _OWN_SRUN = (
 )
 
 _REQUEUED_BY_SLURM = ("preempted", "node_fail")
-"""Causes after which Slurm itself requeues a job that has --requeue."""
+"""The causes after which Slurm itself requeues a job that has --requeue."""
 
 
 @dataclass
 class SlurmDraft(LaunchDraft):
-    """Derives a plan for a Slurm job."""
+    """Derives the launch plan of a Slurm job."""
 
     def __post_init__(self) -> None:
         assert self.target.cluster is not None
         self.cluster = self.target.cluster
         self.asked = ResourceRequest.of(self.loaded.config.resources, self.cluster)
-        """The resources that the config requests; `request` adds the workers of a node."""
+        """The resources that the config requests; `request` adds the number of workers per node."""
         refused = partition_refusals(self.asked, self.cluster)
         default = self.cluster.partition(None)
         named = self.asked.partitions or ([] if default is None else [default])
         self.partitions = [item for item in named if item.name not in refused] or named
-        """The requested partitions that may start the job, else the default partition."""
+        """The requested partitions that would accept the job; without a requested one, the default
+        partition."""
         self.partition = next(iter(self.partitions), None)
         gpu_type = self.asked.gpu_type
         self.kinds = {
             item.name: item.matching(self.asked.constraint, gpu_type) or item.nodes
             for item in self.partitions
         }
-        """The nodes that the job may get, by partition; empty if unknown."""
+        """The kinds of nodes that the job may get, by partition; empty if unknown."""
         self.nodes = tuple(kind for kinds in self.kinds.values() for kind in kinds)
         self.gpu_types: dict[str, str] = {}
-        """The GPU type of each partition; Slurm chooses the partition."""
-        # A GPU type that no node has is reported by `limit_problems`.
+        """The GPU type of each partition, because Slurm may choose among several partitions."""
+        # `limit_problems` reports a GPU type that no node has.
         self._gpu_type = gpu_type if any(kind.num_gpus(gpu_type) for kind in self.nodes) else None
 
     def detected_device(self) -> str:
@@ -137,11 +138,13 @@ class SlurmDraft(LaunchDraft):
         return device
 
     def detected_gpus(self) -> int:
-        # The smallest number of GPUs per node among the partitions that have GPUs.
+        # Use the smallest number of GPUs per node among the partitions that have GPUs.
         count = min(filter(None, map(self._gpus_per_node_of, self.kinds.values())), default=0)
         if self.partition is None or not self.nodes:
             message = "is auto, but the number of GPUs per node is unknown"
-            self._unknown("resources.gpus_per_node", message, "set it, or choose another partition")
+            self._unknown(
+                "resources.gpus_per_node", message, "set resources.gpus_per_node, or choose another partition"
+            )
             return 1
         if not count:
             message = f"is auto, but the nodes of {self._where} have no GPU"
@@ -164,7 +167,7 @@ class SlurmDraft(LaunchDraft):
         return f"partition {names}" if len(self.kinds) == 1 else f"partitions {names}"
 
     def _gpus_per_node_of(self, kinds: tuple[NodeKind, ...]) -> int:
-        """Return the highest number of GPUs per node that enough nodes have; the maximum if none suffices."""
+        """Return the largest number of GPUs that enough nodes have; the maximum if no number suffices."""
         gpu_type = self._gpu_type
         counts = sorted({kind.num_gpus(gpu_type) for kind in kinds}, reverse=True)
         for count in filter(None, counts):
@@ -174,7 +177,7 @@ class SlurmDraft(LaunchDraft):
         return max(counts, default=0)
 
     def derived_threads(self, world_size: int) -> tuple[int | None, str]:
-        # Consider the nodes with a GPU for every worker; if there are none, all nodes with GPUs.
+        # Consider the nodes that have a GPU for every worker; if there are none, all nodes with GPUs.
         workers, device = world_size // self.asked.nodes, self.loaded.config.device
         placed = ((item, kind) for item in self.partitions for kind in self.kinds[item.name])
         some = [(item, kind) for item, kind in placed if kind.num_gpus(self._gpu_type)]
@@ -202,19 +205,19 @@ class SlurmDraft(LaunchDraft):
         return lead_s
 
     def _time_limit_s(self) -> float:
-        """Return the job's shortest time limit in seconds; infinite if there is no limit or it is unknown."""
+        """Return the job's shortest possible time limit in seconds; infinite without a known limit."""
         partition, resources = self.partition, self.loaded.config.resources
         if self.asked.time_s is not None:
             notes = []
             if resources.time_min is not None:
-                notes.append(f"or as little as {resources.time_min}, if the job starts sooner with less")
+                notes.append(f"or as little as {resources.time_min}, if a shorter job can start sooner")
             if resources.slice is not None:
-                notes.append(f"{resources.slice} a job, until all jobs of the run took {resources.time}")
+                notes.append(f"{resources.slice} per job, until the run has used {resources.time} in total")
             if notes:
                 self.reasons["time"] = "; ".join(reversed(notes))
-            # The backfill scheduler of Slurm 22.05 and 24.11 lowers the limit to exactly time-min. Slurm
-            # 26.05 lowers it only as far as needed. All versions signal before the real end, and keep the
-            # lowered limit when the job is requeued.
+            # The backfill scheduler of Slurm 22.05 and 24.11 lowers the limit to exactly --time-min. Slurm
+            # 26.05 lowers the limit only as far as necessary. All versions send the warning signal relative
+            # to the lowered limit, and keep that limit when the job is requeued.
             return self.asked.time_min_s or self.asked.time_s
         if partition is None or partition.job_time_s is None:
             return math.inf
@@ -225,33 +228,35 @@ class SlurmDraft(LaunchDraft):
         return partition.job_time_s
 
     def per(self, launcher: str) -> Literal["gpu", "node"]:
-        """Return the unit of a Slurm task."""
+        """Return what a Slurm task of the job stands for, a GPU or a node."""
         if launcher in PER_RANK:
             return self.loaded.config.launch.per
         self.reasons["per"] = f"node: {launcher} starts the ranks of a node itself"
         return "node"
 
     def _check_bindings(self, per: str, workers_per_node: int) -> None:
-        """Refuse options that leave a rank without a separate GPU; the ranks check explicit lists of GPUs."""
+        """Report options that leave a rank without its own GPU; the ranks check explicit lists of GPUs."""
         launch, extra = self.loaded.config.launch, self.loaded.config.resources.extra
         is_unbound = "none" in (launch.srun_extra.get("gpu-bind"), extra.get("gpu-bind"))
         for key, value, num_gpus, sharing in _bound_gpus(self.loaded.config):
             seen = f"is {value}: a task would see {plural(num_gpus, 'GPU')}"
             if per == "node" and num_gpus < workers_per_node:
                 hint = "remove it, or set launch.per: gpu" if launch.per == "node" else "remove it"
-                self.problem(key, f"{seen}, but starts all {workers_per_node} ranks of its node", hint)
+                self.problem(key, f"{seen}, but it starts all {workers_per_node} ranks of its node", hint)
             elif per == "gpu" and sharing > 1:
                 message = f"is {value}: ranks would share a GPU"
                 self.problem(key, message, "bind a different GPU to every task")
             elif per == "gpu" and num_gpus > 1:
-                self.problem(key, f"{seen}, but is only one rank", "bind one GPU to every task, or remove it")
+                self.problem(
+                    key, f"{seen}, but it is only one rank", "bind one GPU to every task, or remove it"
+                )
             elif per == "gpu" and not is_unbound:
                 self.warnings.append(f"{key} is {value}: {BOUND_GPU_WARNING}")
 
     def request(
         self, device: str, workers_per_node: int, threads: int | None, notice: str, per: str
     ) -> SlurmRequest:
-        """Return the Slurm options, after checking the request against the limits of the cluster."""
+        """Return the Slurm request, after checking it against the limits of the cluster."""
         config = self.loaded.config
         for key, message, hint in _reserved_options(config):
             self.problem(key, message, hint)
@@ -264,7 +269,7 @@ class SlurmDraft(LaunchDraft):
             if key not in reported:
                 self.problem(key, message, hint)
         if asked.gpu_types and asked.gpus_per_node and not self.cluster.partitions:
-            message = "names several types, but the partitions, which determine the type, are unknown"
+            message = "names several types, but the partitions, which decide the type, are unknown"
             self._unknown("resources.gpu_type", message, "name one type")
         sbatch = self._sbatch(asked, tasks, threads, notice)
         srun: Options = {
@@ -273,7 +278,8 @@ class SlurmDraft(LaunchDraft):
             "ntasks-per-node": tasks,
             "kill-on-bad-exit": 0,
             "wait": 0,
-            # torch has its own rendezvous, and the cluster's default may be a plugin that its nodes lack.
+            # torch has its own rendezvous, and the cluster's default MPI type may be a plugin that its nodes
+            # lack.
             "mpi": "none",
             **config.launch.srun_extra,
         }
@@ -291,23 +297,23 @@ class SlurmDraft(LaunchDraft):
             and "gpus-per-task" not in sbatch,
         )
         if request.clusters:
-            choice = f", whichever starts the job first; planned for {request.clusters[0]}"
+            choice = f", whichever starts the job first; the plan is made for {request.clusters[0]}"
             self.reasons["clusters"] = listed(request.clusters, "or") + choice * (len(request.clusters) > 1)
         for item in self.partitions:
             if not item.is_up:
-                waits = "Slurm rejects its jobs, or leaves them pending until it is up"
+                waits = "Slurm rejects the partition's jobs, or leaves them pending until it is up"
                 self.warnings.append(f"partition {item.name} is not up: {waits}")
         spare = config.resources.spare_nodes
         if spare:
             self.reasons["spare_nodes"] = (
-                f"{spare}: the job gets {asked.all_nodes} nodes, and {asked.nodes} of them train"
+                f"{spare}: the job gets {asked.all_nodes} nodes, of which {asked.nodes} train"
             )
         return with_excluded(request, self._bad_nodes(asked))
 
     def _sbatch(
         self, asked: ResourceRequest, tasks_per_node: int, threads: int | None, notice: str
     ) -> Options:
-        """Return the options of sbatch; `notice` is the warning signal option, such as ``USR2@120``."""
+        """Return the sbatch options; `notice` is the value of the --signal option, such as ``USR2@120``."""
         config, resources = self.loaded.config, self.loaded.config.resources
         options: Options = {
             "job-name": config.name,
@@ -315,12 +321,12 @@ class SlurmDraft(LaunchDraft):
             "ntasks-per-node": tasks_per_node,
         }
         if asked.spare_nodes:
-            options["no-kill"] = True  # the job survives the loss of a node
+            options["no-kill"] = True  # the job must survive the loss of a node
         if threads is not None:
             options["cpus-per-task"] = threads * asked.workers_per_node // tasks_per_node
         if asked.gpus_per_node is not None:
-            # Slurm reads several types as a request for all of them on each node. So a list of partitions
-            # selects the type instead.
+            # Slurm would read several types as a request for all of them on each node, so a list of
+            # partitions selects the type.
             kind = f"{asked.gpu_type}:" if asked.gpu_type else ""
             prefix = "gpu:" if self.cluster.gpu_option == "gres" else ""
             options[self.cluster.gpu_option] = f"{prefix}{kind}{asked.gpus_per_node}"
@@ -343,7 +349,7 @@ class SlurmDraft(LaunchDraft):
         return options | resources.extra
 
     def _partition_names(self, asked: ResourceRequest) -> str | None:
-        """Return the partitions to name in the request, which may follow from the GPU types."""
+        """Return the partitions to request, which may follow from the requested GPU types."""
         refused = partition_refusals(asked, self.cluster)
         able = [item for item in asked.partitions if item.name not in refused]
         if able and (len(asked.names) > 1 or asked.gpu_types):
@@ -358,7 +364,7 @@ class SlurmDraft(LaunchDraft):
         return self.loaded.config.resources.partition
 
     def _bad_nodes(self, asked: ResourceRequest) -> list[str]:
-        """Return recently failed hosts to exclude, as many as the job can spare."""
+        """Return recently failed hosts to exclude, but no more than the job can do without."""
         bad, capacity = self.cluster.bad_nodes, spare_capacity(asked)
         named = asked.named_nodes if bad else []
         excluded = [host for host in bad if host not in named][:capacity]
@@ -372,7 +378,7 @@ class SlurmDraft(LaunchDraft):
         return excluded
 
     def _unknown(self, key: str, message: str, hint: str) -> None:
-        """Report a problem with a value that only the cluster can determine.
+        """Report a problem with a value that only the cluster's data could determine.
 
         Raises SlurmError if Slurm did not answer.
         """
@@ -382,11 +388,11 @@ class SlurmDraft(LaunchDraft):
 
 
 def _reserved_options(config: RunConfig) -> Iterator[KeyProblem]:
-    """Yield a problem for every extra option that another key or trainkit itself sets."""
+    """Yield a problem for each option in `resources.extra` that trainkit or another config key sets."""
     for option, value in config.resources.extra.items():
         key = f"resources.extra.{option}"
         if option in _KEYS:
-            yield key, "has its own key", f"use {_KEYS[option]}"
+            yield key, "has a config key of its own", f"use {_KEYS[option]}"
         elif option.startswith("tres-per-") and parse_gpus(str(value)):
             yield key, "asks for GPUs", f"use {_KEYS['gres']}"
         elif option in _OWN_SBATCH:
@@ -410,15 +416,15 @@ def _bound_gpus(config: RunConfig) -> Iterator[tuple[str, str, int, int]]:
 
 
 FULL_RANGES = (24, 11)
-"""The first Slurm version known to accept a list of node counts such as ``--nodes=2,4``.
+"""The first Slurm version known to accept a list of node counts, such as ``--nodes=2,4``.
 
-This version also gives a job with tasks as many nodes as possible. Slurm 22.05 accepts only a range, and
-derives the node count from the tasks: with ``--ntasks-per-node`` it allocates the smallest count.
+From this version on, a job with a task option gets as many nodes as possible too. Slurm 22.05 accepts only a
+range, and with ``--ntasks-per-node`` it allocates the smallest number of nodes in this range.
 """
 
 
 def in_one_job(plans: Sequence[LaunchPlan], version: tuple[int, ...]) -> list[LaunchPlan]:
-    """Return the plans for several node counts, largest first, adapted to a single job."""
+    """Return the plans for several node counts, largest first, adapted to share a single job."""
     is_old, sizes = version < FULL_RANGES, [plan.num_nodes for plan in reversed(plans)]
     is_range = is_old or sizes == list(range(sizes[0], sizes[-1] + 1))
     nodes = f"{sizes[0]}-{sizes[-1]}" if is_range else ",".join(map(str, sizes))
@@ -431,9 +437,9 @@ def _in_one_job(
     assert plan.slurm is not None
     assert first.slurm is not None
     assert least.slurm is not None
-    # The job survives the loss of a node, and the run continues on the remaining nodes.
+    # With no-kill, the job survives the loss of a node, and the run continues on the remaining nodes.
     sbatch: Options = {**first.slurm.sbatch, "nodes": nodes, "no-kill": True}
-    # The smallest node count decides how many bad nodes the job can exclude.
+    # The smallest node count limits how many bad nodes the job can exclude.
     if "exclude" in least.slurm.sbatch:
         sbatch["exclude"] = least.slurm.sbatch["exclude"]
     srun = plan.slurm.srun

@@ -1,8 +1,9 @@
-"""The step of a Slurm job: its argv, its tasks, their rendezvous, and the processes that Slurm signals.
+"""The step of a Slurm job: its command line, tasks and rendezvous, and which processes Slurm signals.
 
-At the rendezvous the first task publishes the port on which rank 0 listens. The batch shell has
-SLURM_PROCID=0 too, but it is not a task of a step. Only SLURM_STEP_ID distinguishes them: before Slurm 26.05
-the batch shell has no SLURM_STEP_ID, and since then a job's shells have the numbers of special steps.
+At the rendezvous, the first task publishes the port on which rank 0 listens. The batch shell has
+SLURM_PROCID=0 too, although it is not a task of a step. Only SLURM_STEP_ID distinguishes the batch shell from
+tasks: before Slurm 26.05, the batch shell has no SLURM_STEP_ID; since then, it has the number of a special
+step.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ from trainkit.slurm.control import kill_steps
 from trainkit.slurm.hosts import node_addr, tasks_per_node
 
 FIRST_SPECIAL_STEP = -16
-"""The lowest number of a special step. Steps from here to -1 are batch, extern and interactive steps without
-ranks.
+"""The lowest number of a special step. The numbers from FIRST_SPECIAL_STEP to -1 are those of batch, extern
+and interactive steps, which have no ranks.
 
-The numbers have 32 bits: Slurm 26.05 writes -6 where older versions write 4294967290.
+The numbers have 32 bits; Slurm 26.05 writes -6 where older versions write 4294967290.
 """
 BATCH_STEP = -5
 RESOLVE_PATIENCE_S = 20.0
@@ -54,7 +55,7 @@ PATIENCE_S = 0.5
 
 
 def slurm_job_id(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the id of this process's job, ``123_4`` for a task of an array; None outside of a job."""
+    """Return the id of this process's job (``123_4`` for an array task); None outside a job."""
     if environ.get("SLURM_ARRAY_JOB_ID") and environ.get("SLURM_ARRAY_TASK_ID"):
         return f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
     return environ.get("SLURM_JOB_ID")
@@ -63,21 +64,22 @@ def slurm_job_id(environ: Mapping[str, str] = os.environ) -> str | None:
 def step_argv(
     step: Sequence[str], plan: LaunchPlan, hosts: Sequence[str], overlap: bool = False
 ) -> list[str]:
-    """Return the argv that starts the ranks on the first of these hosts, based on the script's step.
+    """Return the command line that starts the ranks on the first of these hosts; `step` is the script's step.
 
-    Without spare nodes or a range of nodes, the step uses all hosts of the job and its argv is unchanged. A
-    step on an unreachable host cannot be ended; Slurm may still count it as running and its memory as used.
-    Set `overlap` in this case. Raises TrainkitError if there are fewer hosts than the plan has nodes, or if
-    the step does not use srun.
+    Without spare nodes or a range of nodes, the step uses all hosts of the job and stays unchanged. A step on
+    an unreachable host cannot be ended, so Slurm may still count it as running and its memory as used. Set
+    `overlap` if a step on an unreachable host may still be running. Raises TrainkitError if there are fewer
+    hosts than nodes in the plan, or if the step does not use srun.
     """
     if len(hosts) < plan.num_nodes:
-        good = f"{len(hosts)} of the job's hosts are good: {','.join(hosts) or 'none'}"
+        good = f"{len(hosts)} of the job's hosts are usable: {','.join(hosts) or 'none'}"
         raise TrainkitError(f"the step needs {plan.num_nodes} nodes, but only {good}")
     options = ["--overlap", "--mem=0"] if overlap else []
     if plan.may_lose_nodes:
         options.append(f"--nodelist={','.join(hosts[: plan.num_nodes])}")
     if plan.sizes and plan.slurm is not None:
-        # The script has the options for the largest node count. If options repeat, Slurm takes the last one.
+        # The script contains the options for the largest node count; if an option is repeated, Slurm uses the
+        # last value.
         sized = {f"--{name}=": plan.slurm.srun[name] for name in ("nodes", "ntasks")}
         step = [word for word in step if not word.startswith(tuple(sized))]
         options += [f"{name}{value}" for name, value in sized.items()]
@@ -86,33 +88,32 @@ def step_argv(
     srun = next((index for index, word in enumerate(step) if PurePath(word).name == "srun"), None)
     if srun is None:
         raise TrainkitError(
-            f"the step of the script has no srun: {' '.join(step)}",
-            hint="a step can only be restarted, or moved to other hosts, when srun starts it",
+            f"the step in the script does not use srun: {' '.join(step)}",
+            hint="a step can be restarted or moved to other hosts only if srun starts it",
         )
     return [*step[: srun + 1], *options, *step[srun + 1 :]]
 
 
 class StepListener:
-    """A child of the agent that records the stop signals it receives, because its ranks receive them too.
+    """A child process of the agent that records stop signals, because its ranks receive the same signals.
 
-    The processes that Slurm signals depend on `ProctrackType`, on the Slurm version and on the kind of
-    request.
+    Which processes Slurm signals depends on `ProctrackType`, on the Slurm version and on the kind of request.
     """
 
     def __init__(self) -> None:
-        """Start the listener; call this after the ranks have started, with the stop signals blocked."""
+        """Start the listener; call this after starting the ranks, with the stop signals blocked."""
         self._reader, writer = os.pipe()
         self._heard: set[int] = set()
         before_listening = processes.dies_with(os.getpid(), signal.SIGKILL)
         if os.fork() == 0:
             try:
-                os.setpgid(0, 0)  # the ranks have separate process groups too
+                os.setpgid(0, 0)  # like the ranks, the listener has its own process group
                 before_listening()
-                # Close inherited files, because an agent's connection stays open until every process has
+                # Close inherited files, because a connection of the agent stays open until every process has
                 # closed it.
                 for file in list(Path("/proc/self/fd").iterdir()):
                     if int(file.name) > 2 and int(file.name) != writer:
-                        # The directory listing's own file is already closed.
+                        # The file descriptor with which the directory was listed is already closed.
                         with contextlib.suppress(OSError):
                             os.close(int(file.name))
                 while True:
@@ -134,10 +135,10 @@ class StepListener:
 
 @dataclass(frozen=True)
 class SlurmTask(Task):
-    """One task of a step."""
+    """One task of a Slurm step."""
 
     job_id: str
-    """The id of the job, such as ``123``, or ``123_4`` for a task of an array."""
+    """The job id, such as ``123``, or ``123_4`` for an array task."""
     step_id: str
     restart_count: int
     task: int
@@ -147,13 +148,13 @@ class SlurmTask(Task):
     tasks: tuple[int, ...]
     """The number of tasks on each node."""
     hosts: tuple[str, ...]
-    """The hosts by node rank, not necessarily in alphabetical order."""
+    """The hosts in the order of the node ranks, which need not be alphabetical."""
     launcher_port: str = ""
     """The port of the step's srun, which distinguishes steps even after Slurm has reset its job ids."""
 
     @property
     def rank(self) -> int:
-        # Ranks are counted node by node, whatever the order of srun's tasks.
+        # Ranks are numbered node by node, whatever the order of srun's tasks.
         return sum(self.tasks[: self.node_rank]) + self.local_task
 
     @property
@@ -185,24 +186,24 @@ def reason_not_a_task(environ: Mapping[str, str] = os.environ) -> str | None:
     step = _number(environ, "SLURM_STEP_ID") if "SLURM_STEP_ID" in environ else BATCH_STEP
     step -= 2**32 if step >= 2**31 else 0
     if step == BATCH_STEP:
-        return "this is the batch shell of a Slurm job, not a task of a step: srun starts tasks"
+        return "this is the batch shell of a Slurm job, not a task of a step: start tasks with srun"
     if FIRST_SPECIAL_STEP <= step < 0:
-        return "this is the interactive shell of an allocation: srun starts tasks from it"
+        return "this is the interactive shell of an allocation, not a task of a step: start tasks with srun"
     return None
 
 
 def find_slurm_task(environ: Mapping[str, str] = os.environ) -> SlurmTask | None:
-    """Return the step task that this process runs as; None if this process is not a task.
+    """Return the task of a Slurm step as which this process runs; None if this process is not a task.
 
-    Raises UsageError if Slurm's variables are incomplete, contradict each other, or describe a step across
-    components of a heterogeneous job.
+    Raises UsageError if Slurm's variables are incomplete or contradictory, or if the step spans components of
+    a heterogeneous job.
     """
     if reason_not_a_task(environ) is not None:
         return None
     if int(environ.get("SLURM_HET_SIZE") or 1) > 1 and not _is_in_one_component(environ):
         raise UsageError(
             "this step spans components of a heterogeneous job, which trainkit does not support",
-            hint="request nodes of one kind, or start the ranks in one component with srun --het-group=0",
+            hint="request nodes of one kind, or use srun --het-group=0 to start the ranks in one component",
         )
     tasks = tuple(tasks_per_node(_text(environ, "SLURM_STEP_TASKS_PER_NODE")))
     found = SlurmTask(
@@ -233,9 +234,9 @@ def find_slurm_task(environ: Mapping[str, str] = os.environ) -> SlurmTask | None
 
 
 def step_task() -> SlurmTask:
-    """Return the step task that this process runs as; raise NotATask if this process is not a task.
+    """Return the task of a Slurm step as which this process runs; raise NotATask if it is not a task.
 
-    Raises UsageError as `find_slurm_task` does.
+    Raises UsageError like `find_slurm_task`.
     """
     if (task := find_slurm_task()) is None:
         raise NotATask(f"this is not a task of a Slurm step: {reason_not_a_task()}")
@@ -243,12 +244,12 @@ def step_task() -> SlurmTask:
 
 
 def _is_in_one_component(environ: Mapping[str, str]) -> bool:
-    """Return whether all nodes of this step belong to one component of the heterogeneous job."""
+    """Return whether all nodes of this step belong to a single component of the heterogeneous job."""
     hosts = expand_hosts(_text(environ, "SLURM_STEP_NODELIST"))
     components = [
         expand_hosts(nodes) for name, nodes in environ.items() if name.startswith("SLURM_NODELIST_HET_GROUP_")
     ]
-    # Components can share a node. A step across these components lists the node twice.
+    # If components share a node, a step across them lists this node twice.
     return len(set(hosts)) == len(hosts) and any(set(hosts) <= set(nodes) for nodes in components)
 
 
@@ -272,10 +273,10 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 
 
 def slurm_rendezvous(attempt: AttemptDir, plan: LaunchPlan, task: SlurmTask) -> Rendezvous:
-    """Return the rendezvous of an agent that is a task of a Slurm step; wait for rank 0's port.
+    """Return the rendezvous of an agent that is a task of a Slurm step; waits for rank 0's port.
 
-    Raises TrainkitError if the step does not match the plan or no port is published in time, and
-    StopSignalReceived if a stop signal arrives in the meantime.
+    Raises TrainkitError if the step does not match the plan or the port is not published in time, and
+    StopSignalReceived if a stop signal arrives during the wait.
     """
     check_step(plan, task)
     per_gpu = plan.per == "gpu"
@@ -291,7 +292,7 @@ def slurm_rendezvous(attempt: AttemptDir, plan: LaunchPlan, task: SlurmTask) -> 
 
 
 def resolves(name: str) -> bool:
-    """Return whether a name or address resolves on this host."""
+    """Return whether a name or address can be resolved on this host."""
     try:
         return bool(socket.getaddrinfo(name, None))
     except (OSError, UnicodeError):
@@ -299,10 +300,11 @@ def resolves(name: str) -> bool:
 
 
 def master_address(task: SlurmTask, published: str | None = None) -> str:
-    """Return the name of the step's first host if it resolves here, else its NodeAddr.
+    """Return the name of the step's first host if it can be resolved here, else the host's NodeAddr.
 
-    `published` is the address that the first task uses, which saves a request to Slurm's controller. Raises
-    TrainkitError if neither resolves, and StopSignalReceived if a stop signal arrives in the meantime.
+    `published` is the address that the first task uses; passing it saves a request to Slurm's controller.
+    Raises TrainkitError if neither can be resolved, and StopSignalReceived if a stop signal arrives in the
+    meantime.
     """
     if task.num_nodes == 1:
         return LOCAL_ADDR
@@ -315,7 +317,7 @@ def master_address(task: SlurmTask, published: str | None = None) -> str:
     try:
         addr = node_addr(name)
     except TrainkitError as error:
-        problem = f", and Slurm does not give its NodeAddr: {error.message}"
+        problem = f", and Slurm does not report its NodeAddr: {error.message}"
     if addr is not None:
         problem = f", and neither does its NodeAddr {addr}" if addr != name else ", which is its NodeAddr too"
     # The name server may be unavailable for a moment.
@@ -327,13 +329,14 @@ def master_address(task: SlurmTask, published: str | None = None) -> str:
         if time.monotonic() >= deadline_s:
             raise TrainkitError(
                 f"the node name {name} does not resolve on {socket.gethostname()}{problem}",
-                hint=f"`getent hosts {name}` and `scontrol show node {name}` must print an address there",
+                hint=f"`getent hosts {name}` and `scontrol show node {name}` "
+                "must print an address on that host",
             )
         pause(RESOLVE_RETRY_S)
 
 
 def _peer_address(name: str) -> str:
-    """Return the address of another host, to find the interface towards it; its name if unknown."""
+    """Return an address of another host, for finding the interface on the route; its name if unknown."""
     if resolves(name):
         return name
     try:
@@ -350,7 +353,7 @@ def check_step(plan: LaunchPlan, task: SlurmTask) -> None:
         raise FatalError(
             f"the plan needs {_shape(planned)} (--per {plan.per}), but Slurm started {_shape(task.tasks)}: "
             f"step {task.job_id}.{task.step_id} on {','.join(task.hosts)}",
-            hint="use the srun line that trainkit writes: it starts the tasks of plan.json",
+            hint="use the srun line that trainkit writes, which starts the tasks that plan.json describes",
         )
 
 
@@ -361,9 +364,9 @@ def _shape(tasks: tuple[int, ...]) -> str:
 
 
 def publish_port(attempt: AttemptDir, task: SlurmTask, addr: str) -> RendezvousRecord:
-    """Choose a free port on this host, on which rank 0 runs, and publish the port to the other tasks.
+    """Choose a free port on this host, where rank 0 runs, and publish it to the other tasks.
 
-    Only the user can read the file.
+    Only this user can read the file with the port.
     """
     port = choose_port()
     record = RendezvousRecord(task.key, task.step_id, addr, port, new_nonce(), list(task.hosts))
@@ -380,13 +383,13 @@ def await_port(
 ) -> RendezvousRecord:
     """Wait for the port that the step's first task publishes; return the content of the rendezvous file.
 
-    Raises TrainkitError after the timeout and, in a step without a supervisor, if another task has failed.
+    Raises TrainkitError after the timeout; in a step without a supervisor, also if another task has failed.
     """
     try:
         record = wait_for_json(
             attempt.rendezvous_file,
             timeout_s,
-            accept=lambda record: bool(record["step"] == task.key),  # the file may be from an earlier start
+            accept=lambda record: bool(record["step"] == task.key),  # the file may be of an earlier start
             pause=pause if is_supervised else PauseUntilFailure(attempt),
             creates=True,
         )
@@ -394,6 +397,6 @@ def await_port(
         raise TrainkitError(
             f"the first task of step {task.job_id}.{task.step_id}, on {task.hosts[0]}, "
             f"has not published {attempt.rendezvous_file} within {timeout_s:g} s",
-            hint=f"check {attempt.node_log(0)}; all nodes must share the filesystem of the run folder",
+            hint=f"check {attempt.node_log(0)}; the run folder must be on a filesystem that all nodes share",
         ) from None
     return read_record(RendezvousRecord, record)

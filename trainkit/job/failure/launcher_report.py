@@ -1,8 +1,9 @@
-"""Finds in a launcher's output what failed first.
+"""Finds out from a launcher's output which process failed first.
 
-torchrun, accelerate and DeepSpeed report a rank, and srun reports a task. The first three exit with 1, or
-with the exit code of the failed rank as a byte; for example, 247 is -9, death by SIGKILL. So an agent also
-watches the ranks of its launcher.
+torchrun, accelerate and DeepSpeed report ranks; srun reports tasks. torchrun, accelerate and DeepSpeed exit
+with 1 or with the exit code of the failed rank modulo 256, for example 247 for -9 (killed by SIGKILL).
+Because the exit code of a launcher can be ambiguous, an agent also watches the ranks that its launcher
+started.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _TORCHRUN = re.compile(
     r"time\s*: (?P<time>\S+)\n\s*host\s*: (?P<host>\S*)\n"
     r"\s*rank\s*: (?P<rank>\d+) .*\n\s*exitcode\s*: (?P<code>-?\d+)"
 )
-"""Matches a rank in the report of torchrun, which accelerate uses for more than one rank."""
+"""Matches the entry of a rank in torchrun's error report; accelerate prints the same report if it starts more
+than one rank."""
 _OTHERS = "Failures:"
 _ROOT_CAUSE = "Root Cause (first observed failure)"
 _ACCELERATE = re.compile(r"in \w+_launcher\n.*\n.* died with <Signals\.\w+: (?P<number>\d+)>")
@@ -37,37 +39,42 @@ _SPAWN = re.compile(
     r"|.*ProcessExitedException: process (?P<killed>\d+) terminated with signal (?P<name>SIG\w+))",
     re.MULTILINE,
 )
-"""Matches the report of torch.multiprocessing.spawn."""
+"""Matches the error report of torch.multiprocessing.spawn."""
 _DEEPSPEED = re.compile(r"exits with return code = -(?P<number>\d+)")
-"""Matches DeepSpeed's report, which follows the command of the last rank, whichever rank has ended."""
+"""Matches DeepSpeed's error report, which names the command of the last rank, whichever rank failed."""
 AT_ONCE_S = 5.0
-"""Seconds within which ranks count as failing together. torchrun itself kills remaining ranks after 30 s."""
+"""Seconds within which rank failures count as simultaneous. torchrun itself kills remaining ranks after 30
+s."""
 
 
 @dataclass(frozen=True)
 class RankExit:
-    """The end of a rank below a launcher."""
+    """The exit of a rank that a launcher started."""
 
     code: int
-    """The exit code; negative for a signal."""
+    """The exit code; negative for death by a signal."""
     rank: int | None = None
-    """The global rank; None if the launcher does not report it."""
+    """The global rank; None if the launcher's output does not contain it."""
     index: int = 0
-    """The line number of the report in the launcher's output."""
+    """The line number of the exit report in the launcher's output."""
     host: str = ""
     time: str = ""
 
     @property
     def killed_outside_launcher(self) -> bool:
-        """Return whether a signal from outside ended the rank.
+        """Return whether a signal from outside the launcher killed the rank.
 
-        Launchers send SIGTERM themselves, and a rank raises SIGABRT itself.
+        SIGTERM and SIGABRT do not count, because launchers send SIGTERM themselves, and a rank may abort
+        itself.
         """
         return self.code < 0 and self.code not in (-signal.SIGTERM, -signal.SIGABRT)
 
 
 def first_exit(lines: Sequence[str]) -> RankExit | None:
-    """Return the rank that failed first; None if the launcher names none, or one that it ended itself."""
+    """Return the rank that failed first.
+
+    Returns None if the launcher reports no rank, or only one that it terminated itself.
+    """
     text = "\n".join(lines)
     start = text.rfind(_ROOT_CAUSE)
     if start < 0:
@@ -82,8 +89,7 @@ def first_exit(lines: Sequence[str]) -> RankExit | None:
     roots = [item for item in exits if item.index > _line(text, start)]
     if not roots:
         return None
-    # torchrun names the rank with the lowest number as the first, among the ranks that ended since its last
-    # check.
+    # Among the ranks that ended since its last check, torchrun reports the lowest rank as the first failure.
     first = roots[0]
     for item in exits:
         later_s = seconds_between(roots[0].time, parse_time(item.time))
@@ -94,7 +100,7 @@ def first_exit(lines: Sequence[str]) -> RankExit | None:
 
 
 def _first_of_script(lines: Sequence[str], text: str) -> RankExit | None:
-    """Return the rank that failed first if a script has started the ranks itself."""
+    """Return the rank that failed first if the script starts its ranks itself."""
     for found in reversed(list(_SPAWN.finditer(text))):
         index = _line(text, found.end())
         if found["killed"] is None:
@@ -109,14 +115,14 @@ def _line(text: str, position: int) -> int:
 
 
 class LaunchedRanks:
-    """The processes of a launcher's ranks.
+    """The processes of the ranks that a launcher started.
 
-    A thread watches each process, because only the parent of a process can wait for it.
+    A thread watches each process, because otherwise only the parent of a process can wait for it.
     """
 
     def __init__(self) -> None:
         self.first_exit: RankExit | None = None
-        """The exit of the first rank that failed; None if none has failed."""
+        """The exit of the rank that failed first; None if no rank has failed."""
         self._codes: dict[int, int | None] = {}
         self._lock = threading.Lock()
         self._watched: dict[int, threading.Thread | None] = {}
@@ -126,7 +132,7 @@ class LaunchedRanks:
 
     @property
     def codes(self) -> list[int | None]:
-        """The exit codes of the ranks that have ended; None for a code that could not be read in time."""
+        """The exit codes of the ranks that have ended; None for each code that could not be read in time."""
         for pid, thread in self._watched.items():
             if thread is not None and not (PROC / str(pid)).exists():
                 thread.join(timeout=1.0)
@@ -134,12 +140,12 @@ class LaunchedRanks:
 
     @property
     def have_saved(self) -> bool:
-        """Return whether all ended ranks report a save or success, and at least one reports a save."""
+        """Return whether all ended ranks report success or a save, and at least one of them a save."""
         codes = {*self.codes}
         return EXIT_STOPPED in codes and codes <= {EXIT_OK, EXIT_STOPPED}
 
     def watch(self, ranks: Mapping[int, int]) -> None:
-        """Watch further processes, given as a mapping from pid to rank."""
+        """Watch more processes; `ranks` maps their pids to ranks."""
         for pid, rank in ranks.items():
             if pid not in self._watched:
                 self._watched[pid] = None
@@ -159,7 +165,7 @@ class LaunchedRanks:
         self.record(pid, rank, code)
 
     def record(self, pid: int, rank: int, code: int | None) -> None:
-        """Record the exit code of a process as its parent knows it."""
+        """Record the exit code of a process, as known to the parent process."""
         with self._lock:
             self._codes[pid] = self._codes.get(pid) if code is None else code
             if code and self.first_exit is None:
@@ -182,7 +188,7 @@ _ABORTED = re.compile(
 
 
 def launch_error(text: str) -> str | None:
-    """Return srun's message that Slurm could not start the step; None without one."""
+    """Return srun's message if Slurm could not start the step, else None."""
     found = _NOT_STARTED.search(text)
     return None if found is None else found[0]
 
@@ -193,33 +199,33 @@ def hosts_without_launch(text: str) -> tuple[str, ...]:
 
 
 def first_task_exit(attempt: AttemptDir) -> tuple[str, str] | None:
-    """Return (host, message) of the first task that failed according to srun, even without a record."""
+    """Return (host, message) of the first task that failed according to srun's output."""
     exits = ((found["host"], found["how"]) for found in _TASK_EXIT.finditer(_output(attempt)))
     return next((found for found in exits if found[1] != f"Exited with exit code {EXIT_STOPPED}"), None)
 
 
 def was_aborted(attempt: AttemptDir) -> bool:
-    """Return whether srun aborted the step, so that its exit code ignores tasks that it lost contact with.
+    """Return whether srun aborted the step; srun's exit code then ignores tasks that it lost contact with.
 
-    If srun lost contact with all tasks, for example because their host is cut off, its exit code is 0.
+    If srun has lost contact with all tasks, for example because their host is cut off, its exit code is 0.
     """
     return _ABORTED.search(_output(attempt)) is not None
 
 
 def node_of_killed_task(attempt: AttemptDir) -> int | None:
-    """Return the node rank of the first failed task if this task was killed, else None."""
+    """Return the node rank of the first failed task if it was killed, else None."""
     host, how = first_task_exit(attempt) or ("", "")
     hosts = read_rendezvous(attempt).hosts
     return hosts.index(host) if how in ("Killed", "Terminated", _OUT_OF_MEMORY) and host in hosts else None
 
 
 def was_terminated(attempt: AttemptDir) -> bool:
-    """Return whether SIGTERM killed the first failed task."""
+    """Return whether the first failed task was killed by SIGTERM."""
     return (first_task_exit(attempt) or ("", ""))[1] == "Terminated"
 
 
 def ran_out_of_memory(attempt: AttemptDir) -> bool:
-    """Return whether the memory limit of the job killed the first failed task."""
+    """Return whether the first failed task was killed because of the job's memory limit."""
     return (first_task_exit(attempt) or ("", ""))[1] == _OUT_OF_MEMORY
 
 

@@ -1,8 +1,8 @@
-"""Collects the stacks of the ranks of a running attempt; requests and replies are files.
+"""Collects the stacks of the ranks of a running attempt; requests and replies are exchanged as files.
 
-``attempts/NNN/stacks/requests/ID.json`` is a request, ``…/requests/ID/rank-NNNN.json`` a reply. Each agent
-reads the request and signals its ranks, which reply themselves. The agent replies for ranks that cannot, and
-adds the lock files of compile caches that they may wait for.
+A request is ``attempts/NNN/stacks/requests/ID.json``, a reply ``…/requests/ID/rank-NNNN.json``. Each agent
+reads the request and signals its ranks, which write the replies. If a rank cannot reply, the agent replies,
+and adds the lock files of compile caches that the rank may be waiting for.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Reply:
     host: str
     pid: int
     how: str
-    """The source of the stacks: ``asked`` if the rank replied itself, ``py-spy``, or empty without stacks."""
+    """The source of the stacks: ``asked`` if the rank replied itself, ``py-spy``, or empty if there are no
+    stacks."""
     threads: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """The frames of each thread, innermost first; the training thread comes first."""
     step: int | None = None
@@ -49,13 +50,13 @@ class Reply:
     since_s: float | None = None
     """Seconds since the rank entered the phase."""
     problem: str = ""
-    """The reason why there are no stacks."""
+    """Why there are no stacks."""
     lock: LockFile | None = None
-    """The lock file that a rank which did not reply itself may wait for."""
+    """The lock file for which the rank may be waiting; set only if the rank did not reply itself."""
 
     @property
     def is_stopped(self) -> bool:
-        """Return whether the rank's process cannot run at all."""
+        """Return whether the kernel state of the rank's process prevents it from running."""
         return self.problem in STATE_PROBLEMS.values()
 
     @property
@@ -65,7 +66,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Request:
-    """One request for stacks."""
+    """A request for the stacks of one rank or of all ranks."""
 
     file: Path
 
@@ -79,25 +80,25 @@ class Request:
         return rank if isinstance(rank, int) else None
 
     def with_flights(self) -> bool:
-        """Return whether torch must also write which collectives the ranks have called."""
+        """Return whether torch must also write flight records of the ranks' collectives."""
         return read_json(self.file).get("flights") is True
 
     def reply_file(self, rank: int) -> Path:
         return self.replies_dir / f"rank-{rank:04d}.json"
 
     def reply(self, reply: Reply) -> None:
-        """Write the reply of a rank."""
+        """Write a rank's reply."""
         write_json(self.reply_file(reply.rank), asdict(reply))
 
     def replies(self) -> list[Reply]:
-        """Return the replies so far, by rank."""
+        """Return the replies received so far, by rank."""
         return read_each(Reply, self.replies_dir)
 
     def withdraw(self) -> None:
-        """Remove the request and its replies."""
+        """Delete the request and its replies."""
         self.file.unlink(missing_ok=True)
         shutil.rmtree(self.replies_dir, ignore_errors=True)
-        with contextlib.suppress(OSError):  # there are other requests
+        with contextlib.suppress(OSError):  # the folder is not empty if there are other requests
             self.file.parent.rmdir()
 
 
@@ -107,9 +108,9 @@ def find_requests(attempt: AttemptDir) -> list[Request]:
 
 
 def request_stacks(attempt: AttemptDir, rank: int | None, *, flights: bool = False) -> Request:
-    """Request the stacks of one rank, or of all ranks if None; `flights` adds a command's flight records.
+    """Request the stacks of `rank`, or of all ranks if None.
 
-    Raises OSError if the folder cannot be written.
+    `flights` also requests a command's flight records. Raises OSError if the folder cannot be written.
     """
     request = Request(attempt.stacks_dir / "requests" / f"{os.urandom(6).hex()}.json")
     for folder in (attempt.stacks_dir, request.file.parent, request.replies_dir):
@@ -121,7 +122,8 @@ def request_stacks(attempt: AttemptDir, rank: int | None, *, flights: bool = Fal
 def gather(attempt: AttemptDir, num_ranks: int, rank: int | None, timeout_s: float) -> list[Reply]:
     """Request the stacks of `rank`, or of all ranks if None; return the replies by rank.
 
-    Some replies are missing after the timeout. Raises OSError if the run folder cannot be written.
+    Replies that arrive after the timeout are not returned. Raises OSError if the run folder cannot be
+    written.
     """
     request, deadline_s = request_stacks(attempt, rank), time.monotonic() + timeout_s
     wanted = num_ranks if rank is None else 1
@@ -134,7 +136,7 @@ def gather(attempt: AttemptDir, num_ranks: int, rank: int | None, timeout_s: flo
 
 
 def group_replies(replies: Sequence[Reply]) -> list[list[Reply]]:
-    """Group the replies by main stack, smallest group first, and omit replies without stacks."""
+    """Group the replies by main stack, smallest group first; omit replies without stacks."""
     groups: dict[tuple[str, ...], list[Reply]] = {}
     for reply in replies:
         if reply.threads:
@@ -144,7 +146,7 @@ def group_replies(replies: Sequence[Reply]) -> list[list[Reply]]:
 
 @dataclass(frozen=True)
 class Silence:
-    """An explanation of what the ranks of a silent command wait for."""
+    """An explanation of what the ranks of a command without output wait for."""
 
     text: str
     """The explanation in one sentence."""
@@ -169,7 +171,7 @@ def explain_silence(replies: Sequence[Reply], blame: Blame | None = None) -> Sil
         subject = f"rank {blame.ranks[0]} " if len(blame.ranks) == 1 else ""
         return Silence(f"{subject}{blame.text}", blame.ranks[0] if blame.ranks else None, host)
     if not replies:
-        return Silence("none of its ranks could be inspected in time")
+        return Silence("no rank could be inspected in time")
     groups = group_replies(replies)
     first = groups[0][0] if groups else replies[0]
     where = f" is in {first.main_stack[0]}" if first.main_stack else f": {first.problem}"
@@ -177,11 +179,12 @@ def explain_silence(replies: Sequence[Reply], blame: Blame | None = None) -> Sil
 
 
 REPLY_S = 3.0
-"""Seconds that a rank may take to reply itself."""
+"""Seconds that a rank has to reply itself before py-spy reads its stacks."""
 REQUEST_POLL_S = 0.05
 SPY_TIMEOUT_S = 20.0
 WAITS_FOR_LOCK = "file_baton.py:"
-"""The torch file in which a rank waits for an extension's lock, as it appears in one of the innermost frames.
+"""The name of the torch file in which a rank waits for the lock of an extension build, as it appears in a
+stack frame.
 """
 
 STATE_PROBLEMS = {
@@ -192,7 +195,7 @@ STATE_PROBLEMS = {
 
 
 def describe_state(pid: int) -> str:
-    """Return why a process cannot run Python code, by its kernel state; empty if it can or has ended."""
+    """Return why the kernel does not let a process run; empty if the process can run or has ended."""
     try:
         stat = process_stat(pid)
     except OSError:
@@ -201,18 +204,18 @@ def describe_state(pid: int) -> str:
 
 
 class StackCollector:
-    """Replies to requests for the ranks of one agent."""
+    """Answers requests for the stacks of one agent's ranks."""
 
     def __init__(self, attempt: AttemptDir, replies_itself: bool) -> None:
         self._attempt = attempt
         self._replies_itself = replies_itself
-        """True if the ranks are the built-in trainer, which replies itself."""
+        """True if the ranks run the built-in trainer, which replies itself."""
         self._handled: set[Path] = set()
 
     def poll(self, ranks: Callable[[], Mapping[int, int]]) -> None:
-        """Reply to new requests, each in a separate thread.
+        """Answer new requests, each in a thread of its own.
 
-        `ranks` returns the running ranks and their pids.
+        `ranks` returns the pids of the running ranks.
         """
         for request in find_requests(self._attempt):
             if request.file not in self._handled:
@@ -233,7 +236,7 @@ class StackCollector:
 
 
 def _await_replies(request: Request, ranks: Mapping[int, int]) -> dict[int, int]:
-    """Signal ranks to reply and wait; return the ranks that did not reply, with their pids."""
+    """Signal ranks to reply and wait for the replies; return the ranks without a reply, with their pids."""
     for pid in ranks.values():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, STACKS_SIGNAL)
@@ -246,15 +249,15 @@ def _await_replies(request: Request, ranks: Mapping[int, int]) -> dict[int, int]
 
 
 def spy_on(rank: int, pid: int) -> Reply:
-    """Read a process's stacks with py-spy; return them or the problem, and the lock in its way."""
+    """Read a process's stacks with py-spy; return the stacks, or the problem and a lock file in the way."""
     host = socket.gethostname()
-    # The interpreter's folder is searched too, because it need not be on PATH.
+    # Also search the interpreter's folder, which need not be on PATH.
     spy = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
     problem = describe_state(pid)
     if spy is None:
-        problem = problem or "py-spy, which can read its stacks, is not installed"
+        problem = problem or "py-spy, which could read the stacks of the rank, is not installed"
         return Reply(rank, host, pid, "", problem=problem, lock=find_lock(pid))
-    for candidate in (pid, *processes.descendants(pid)):  # the rank may run below a shell
+    for candidate in (pid, *processes.descendants(pid)):  # the rank may be a child of a shell
         try:
             threads = _spy(spy, candidate)
         except (OSError, ValueError, KeyError, subprocess.SubprocessError) as error:
@@ -266,7 +269,7 @@ def spy_on(rank: int, pid: int) -> Reply:
 
 
 def _spy(spy: str, pid: int) -> dict[str, list[str]]:
-    """Return the frames of each thread of a Python process from py-spy's dump, the main thread first."""
+    """Return the frames of each thread of a Python process by running `py-spy dump`, main thread first."""
     argv = [spy, "dump", "--json", "--pid", str(pid)]
     done = subprocess.run(argv, capture_output=True, encoding="utf-8", timeout=SPY_TIMEOUT_S)
     if done.returncode != 0:
@@ -280,31 +283,32 @@ def _spy(spy: str, pid: int) -> dict[str, list[str]]:
     }
 
 
-# torch locks the build of an extension with a file, which remains if the process that created it is killed. A
-# process that needs the extension then waits forever, without output.
+# torch protects the build of an extension with a lock file, which remains if the process that created it is
+# killed. If the lock file remains, any process that needs the extension waits forever, without any output.
 EXTENSIONS = (
     ("TORCH_EXTENSIONS_DIR", ""),
     ("XDG_CACHE_HOME", "torch_extensions"),
     ("HOME", ".cache/torch_extensions"),
 )
-"""The variables that set the folder of the extensions, in order, each with the folder below its value."""
+"""The environment variables that determine the folder for extensions, in order of priority, each with the
+subfolder to append."""
 
 
 @dataclass(frozen=True)
 class LockFile:
-    """A lock file that a rank waits for, or may wait for."""
+    """A lock file that a rank waits for, or may be waiting for."""
 
     path: str
     time: str
-    """The creation time, which is also the time of the last change because the file is empty."""
+    """The creation time of the file, which is also the time of its last change because the file is empty."""
     is_certain: bool
-    """True if the rank's stack shows that it waits for such a file, and this is the only such file."""
+    """True if the rank's stack shows that it waits for a lock file, and no other lock file exists."""
 
 
 def find_lock(pid: int, stack: Sequence[str] = ()) -> LockFile | None:
-    """Return the newest lock file that a process may wait for.
+    """Return the newest lock file that a process may be waiting for.
 
-    A given stack must show that the process waits for a lock.
+    If `stack` is given, it must show that the process waits for a lock.
     """
     if stack and not any(WAITS_FOR_LOCK in frame for frame in stack[:3]):
         return None

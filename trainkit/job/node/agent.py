@@ -1,11 +1,11 @@
-"""The agent of a node or GPU: starts its workers, forwards signals to them and returns their exit code.
+"""The agent of a node or of one task: starts workers, forwards signals to them and returns their exit code.
 
 On one machine, the command is ``python -m trainkit.job.node.agent RUN_DIR --attempt N --node-rank I
---master-port P``. A task of a step runs ``python -m trainkit.job.node.agent RUN_DIR``, and Slurm's variables
-determine its node and ranks. `trainkit run` calls `run_task` itself, in a step and as a rank of another
-launcher.
+--master-port P``. A task of a Slurm step runs ``python -m trainkit.job.node.agent RUN_DIR``; Slurm's
+variables determine its node and ranks. `trainkit run` calls `run_task` itself, both in a Slurm step and as a
+rank of another launcher.
 
-`trainkit.job.signals.combine_exit_codes` determines the exit code.
+`trainkit.job.signals.combine_exit_codes` combines the workers' exit codes.
 """
 
 from __future__ import annotations
@@ -81,14 +81,14 @@ from trainkit.shipped import Guard
 
 POLL_S = 2.0
 RELAY_S = 0.1
-"""Seconds between two checks whether a signal has been forwarded, while processes that wait for it are
-stopped."""
+"""Seconds between two checks whether a wrapper has forwarded the stop signal, while the processes below it
+are stopped."""
 DRAIN_S = 0.2
-"""Seconds between two reads of a pipe that no other process reads any more."""
+"""Seconds between two reads of a pipe that no other process reads anymore."""
 NOTICE_PATIENCE_S = 10.0
 """Seconds by which the agent may receive a signal later than its rank, if Slurm sends it to both."""
 HANG_REPORT_S = 2.0
-"""Seconds after the first hang report in which the other ranks can write their reports."""
+"""Seconds that the other ranks have to write their reports after the first hang report."""
 
 
 class Agent(ProcessGroup):
@@ -100,26 +100,28 @@ class Agent(ProcessGroup):
         self.plan, self.workload = plan, plan.workload
         self.attended = plan.attended_rank
         self.has_launcher = plan.workload.has_launcher
-        """True if the only child is a launcher, such as torchrun, which starts the ranks of the node."""
+        """True if the only child is a launcher such as torchrun, which starts the ranks of the node
+        itself."""
         self.rendezvous = rendezvous
         self.codes: list[int] = []
-        """The exit codes in the order in which the workers ended."""
+        """The exit codes of the workers, in the order in which the workers ended."""
         self.received: signal.Signals | None = None
-        """The last stop signal."""
+        """The most recent stop signal; None before the first."""
         self._notice = CommandNotice(plan)
         self._died_s: dict[int, float] = {}
-        """The monotonic time at which a member was found to have ended before any stop signal."""
+        """Maps each member that ended before any stop signal to the monotonic time at which its end was
+        noticed."""
         self._pipes = OutputPipes()
         self._held_s = 0.0
         self._listener: Listener | None = None
         self._guard = Guard(plan.parts, log_line)
         self._companions: list[tuple[str, Companion]] = []
         self._ranks = LaunchedRanks()
-        """The ranks of a launcher."""
+        """The ranks that a launcher has started."""
         self._collector = StackCollector(attempt, replies_itself=not plan.workload.is_command)
         self._oom_kills = count_oom_kills()
         self._hang_s: float | None = None
-        """The monotonic time at which the first hang was seen."""
+        """The monotonic time at which the first hang report was seen."""
 
     poll_interval_s = POLL_S
 
@@ -128,7 +130,7 @@ class Agent(ProcessGroup):
         network, reason = network_environ(self.plan.environment.network, rendezvous.peer)
         if not self.plan.is_here:
             print(f"node {rendezvous.node_rank} is {socket.gethostname()}; {reason}", flush=True)
-        # gloo records its calls too, but torch writes only NCCL's records.
+        # gloo also records its calls, but torch writes only the records of NCCL to files.
         flight = flight_environ(self.attempt, self.plan) if self.plan.device == "cuda" else {}
         local_ranks = rendezvous.local_ranks[:1] if self.has_launcher else rendezvous.local_ranks
         ignored = (signal.SIGUSR2,) if self.workload.ignores_usr2 else ()
@@ -154,13 +156,13 @@ class Agent(ProcessGroup):
                 )
             self._notice.groups[self.running[rank_env.rank].pid] = rank_env.rank
         if isinstance(rendezvous.task, Task):
-            # The listener starts after the ranks, so that all ranks have received whatever signal it
-            # receives.
+            # Start the listener after the ranks, so that every signal that it receives has reached all ranks
+            # too.
             self._listener = rendezvous.task.listen()
         self._companions = self._guard.each(lambda one: one.companion(self.attempt, self.plan, rendezvous))
 
     def _input_of(self, rank: int) -> AbstractContextManager[int | IO[bytes]]:
-        """Return the stdin of a rank; a command's rank 0 gets the run's input file or the shell's stdin."""
+        """Return the stdin of a rank: for rank 0 of a command, the run's input file or the shell's stdin."""
         if rank == 0 and self.workload.is_command:
             with contextlib.suppress(FileNotFoundError):
                 return self.attempt.run.input_file.open("rb")
@@ -169,10 +171,10 @@ class Agent(ProcessGroup):
         return contextlib.nullcontext(subprocess.DEVNULL)
 
     def forward_signal(self, received: signal.Signals) -> None:
-        """Forward a stop signal to the ranks that Slurm has not signalled itself.
+        """Forward a stop signal to the ranks that have not received it from Slurm.
 
-        A command gets only one signal, the one that it handles, because a second signal may interrupt its
-        save. A launcher gets none if its ranks are running, because at the second signal it would kill ranks
+        A command gets only one signal, the one that it handles, because a second signal might interrupt its
+        save. A launcher with running ranks gets no signal, because a second signal would make it kill ranks
         that are saving.
         """
         is_for_agents = received == AGENT_SIGNAL
@@ -198,11 +200,11 @@ class Agent(ProcessGroup):
         self.kill_within(self.plan.grace_s + KILL_MARGIN_S)
 
     def poll(self) -> None:
-        """End the workers if a newer attempt has taken over or a peer failed; serve requests for stacks."""
+        """End the workers if a newer attempt took over or a peer failed; answer requests for stacks."""
         attempt = self.attempt
         newer = superseding_attempt(attempt)
         if newer is not None:
-            log_line(f"attempt {newer} has superseded this one: ending the ranks here")
+            log_line(f"attempt {newer} has superseded this one: ending the ranks on this node")
             self.kill_within(0.0)
             return
         self._collector.poll(self._pids)
@@ -215,7 +217,8 @@ class Agent(ProcessGroup):
         if self.workload.is_command and not self.has_launcher:
             self._hold_pipes()
             self._notice.send_to_repeated(self.running)
-        # Without a supervisor, nothing else ends these workers, which may wait in a collective forever.
+        # Without a supervisor, nothing else would end the workers, which may be waiting in a collective
+        # forever.
         is_unsupervised = not self.plan.has_supervisor and self.deadline_s is None
         if is_unsupervised and (has_hangs or any(attempt.errors_dir.glob("rank-*.json"))):
             self.kill_within(PEER_EXIT_S)
@@ -223,7 +226,7 @@ class Agent(ProcessGroup):
             self._guard.call(name, companion.poll)
 
     def _hold_pipes(self) -> None:
-        """Keep the output pipes of saving processes open, and read orphaned pipes after a stop signal."""
+        """Keep the output pipes of processes open that may have to save; after a stop signal, read them."""
         if self.received is None and time.monotonic() > self._held_s + POLL_S:
             self._held_s = time.monotonic()
             for rank, member in self.running.items():
@@ -234,7 +237,7 @@ class Agent(ProcessGroup):
             self.poll_interval_s = min(self.poll_interval_s, DRAIN_S)
 
     def _pids(self) -> dict[int, int]:
-        """Return the pids of the ranks on this node, by rank."""
+        """Return the pids of this node's ranks, by rank."""
         if not self.has_launcher:
             return {rank: worker.pid for rank, worker in self.running.items()}
         pids = [pid for launcher in self.running.values() for pid in processes.ranks_below(launcher.pid)]
@@ -242,7 +245,7 @@ class Agent(ProcessGroup):
         return {rank: pid for pid, rank in ranks.items() if rank is not None}
 
     def _dump_silent_ranks(self, has_hangs: bool) -> None:
-        """Have ranks without a hang report dump their stacks; faulthandler handles SIGQUIT."""
+        """Make ranks without a hang report dump their stacks with SIGQUIT, which faulthandler handles."""
         if not has_hangs:
             self._hang_s, self.poll_interval_s = None, POLL_S
         elif self._hang_s is None:
@@ -251,7 +254,7 @@ class Agent(ProcessGroup):
             self._hang_s = float("inf")
             for rank, pid in self._pids().items():
                 if not self.attempt.rank_hang(rank).exists():
-                    problem = describe_state(pid) or "requesting its stacks with SIGQUIT"
+                    problem = describe_state(pid) or "requesting the stacks of the rank with SIGQUIT"
                     log_line(f"rank {rank} does not respond: {problem}")
                     os.kill(pid, signal.SIGQUIT)
 
@@ -260,7 +263,7 @@ class Agent(ProcessGroup):
 
     def keeps(self, rank: int, member: subprocess.Popen[bytes]) -> bool:
         if self.received is None:
-            # Slurm may have signalled the member before this agent.
+            # Slurm may have signalled the worker before it signalled this agent.
             died_s = self._died_s.setdefault(rank, time.monotonic())
             is_early = time.monotonic() < died_s + NOTICE_PATIENCE_S
             if not self.workload.is_command:
@@ -274,8 +277,8 @@ class Agent(ProcessGroup):
             return code
         if not self.has_launcher:
             return self._notice.exit_code(rank, code, signal_exit_code(self.received))
-        # A launcher exits with 1 whatever its ranks return. After a stop signal, its ranks ended as
-        # requested.
+        # A launcher exits with 1, no matter which exit codes its ranks return. If a launcher ends after a
+        # stop signal, its ranks ended because they were asked to.
         saved = EXIT_STOPPED if self._ranks.have_saved else signal_exit_code(self.received)
         return saved if code == EXIT_FAILED else code
 
@@ -292,8 +295,8 @@ class Agent(ProcessGroup):
             self.kill_within(PEER_EXIT_S)
         self.codes.append(code)
         if killed or code in (EXIT_OK, EXIT_STOPPED) or self.died_of_notice(code):
-            return  # this agent or the stop signal killed the worker, which is not a failure of the worker
-        with contextlib.suppress(OSError):  # a full disk must not prevent the end of the other workers
+            return  # this agent or the stop signal killed the worker, so the worker has not failed
+        with contextlib.suppress(OSError):  # a full disk must not keep the other workers from being ended
             which = rank if dead is None else "?" if dead.rank is None else dead.rank
             print(f"rank {which} ended with {describe_exit(code)}", flush=True)
             out_of_memory = self._ran_out_of_memory(code)
@@ -308,11 +311,12 @@ class Agent(ProcessGroup):
             )
 
     def _killed_rank(self, worker: int, code: int) -> RankExit | None:
-        """Return the rank whose death ended the launcher; None if there is none or it is unknown."""
+        """Return the rank whose death ended the launcher; None if no rank died or the rank is unknown."""
         if not self.workload.is_command:
             return None
         dead = killed_rank(self.attempt, worker, code, self._ranks.first_exit)
-        # If a command is the only worker, the reported ranks are the processes that it started itself.
+        # If a command is the only worker, the "ranks" in its output may be processes that the command started
+        # itself.
         is_worker = len(self.rendezvous.local_ranks) == 1 if self.has_launcher else self.plan.world_size > 1
         return replace(dead, rank=worker) if dead is not None and is_worker else dead
 
@@ -324,8 +328,8 @@ class Agent(ProcessGroup):
 
     def run(self) -> None:
         if self.workload.is_command:
-            # The ranks of torchrun are in separate sessions, so they can only be found as descendants. A
-            # process that saves may outlive the shell that started it.
+            # The ranks of torchrun run in sessions of their own, so they can only be found as descendants. A
+            # saving process may outlive the shell that started it.
             processes.adopt_orphans()
         try:
             super().run()
@@ -342,7 +346,7 @@ class Agent(ProcessGroup):
 
 @whole_paths()
 def main(argv: Sequence[str] | None = None) -> int:
-    """Read the command line and run one node's agent; return its exit code."""
+    """Read the command line and run the agent of one node; return its exit code."""
     replace_unencodable()
     run_dir, *options = sys.argv[1:] if argv is None else argv
     values = {name: int(value) for name, value in zip(options[::2], options[1::2], strict=True)}
@@ -356,12 +360,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_agent(attempt: AttemptDir, plan: LaunchPlan, rendezvous: Rendezvous) -> int:
-    """Run the workers of an agent until all have ended; return their combined exit code."""
+    """Run an agent's workers until all have ended; return their combined exit code."""
     agent = Agent(attempt, plan, rendezvous)
     agent.run()
     codes = agent.codes
     if EXIT_STOPPED in codes:
-        # Some workers saved, so ignore workers that the stop signal killed because they do not handle it.
+        # Because some workers saved, ignore the exit codes of workers that do not handle the stop signal and
+        # were killed by it.
         codes = [code for code in codes if not agent.died_of_notice(code)]
     return combine_exit_codes(codes)
 
@@ -369,7 +374,7 @@ def run_agent(attempt: AttemptDir, plan: LaunchPlan, rendezvous: Rendezvous) -> 
 def run_step_task(run: RunDir, number: int) -> int:
     """Run the node agent as the current task of the job step; return its exit code.
 
-    Call this with the signals blocked.
+    The caller must have blocked the signals.
     """
     attempt = run.attempt(number)
     try:
@@ -381,9 +386,9 @@ def run_step_task(run: RunDir, number: int) -> int:
 
 
 def run_task(attempt: AttemptDir, task: Task) -> int:
-    """Wait for the plan, and run the agent of a task; return its exit code.
+    """Wait for the plan, and run the agent of this task; return its exit code.
 
-    Call this with the signals blocked.
+    The caller must have blocked the signals.
     """
     try:
         plan = await_plan(attempt)
@@ -396,7 +401,7 @@ def run_task(attempt: AttemptDir, task: Task) -> int:
 
 
 def run_node(attempt: AttemptDir, plan: LaunchPlan, task: Task) -> int:
-    """Run the agent of a step's task or of another launcher's rank; return its exit code."""
+    """Run the agent of one task of a step, or of one rank of another launcher; return its exit code."""
     redirect_output(attempt.node_log(task.node_rank))
     rank = plan.first_rank_of(min(task.node_rank, plan.num_nodes - 1)) + task.local_task
     local_ranks = (task.local_task,) if plan.per == "gpu" else range(plan.workers_per_node)
@@ -412,14 +417,14 @@ def run_node(attempt: AttemptDir, plan: LaunchPlan, task: Task) -> int:
 
 
 def asked_by(received: signal.Signals, attempt: AttemptDir) -> signal.Signals:
-    """Return the stop signal that a received signal stands for; AGENT_SIGNAL stands for another one."""
+    """Return the stop signal that `received` means; AGENT_SIGNAL means SIGTERM if the run is cancelled."""
     if received != AGENT_SIGNAL:
         return received
     return signal.SIGTERM if record_of(attempt).is_cancelled else signal.SIGUSR2
 
 
 def _refuse(attempt: AttemptDir, rank: int, node_rank: int, error: Exception) -> int:
-    """Record why a rank cannot start, such as a missing command or interface, as its failure."""
+    """Record the failure of a rank that cannot start, for example because its command does not exist."""
     refusal = error if isinstance(error, TrainkitError) else TrainkitError(f"cannot start a rank: {error}")
     print(refusal.render(), flush=True)
     record_refusal(attempt, rank, node_rank, refusal)
@@ -427,17 +432,18 @@ def _refuse(attempt: AttemptDir, rank: int, node_rank: int, error: Exception) ->
 
 
 def superseding_attempt(attempt: AttemptDir) -> int | None:
-    """Return the newest later attempt whose ranks have started on other hosts; None without one.
+    """Return the newest later attempt whose ranks have started on other hosts; None if there is none.
 
-    This ends the old ranks on a host that was cut off and becomes reachable again. An attempt that is pending
-    or never started does not count.
+    If a host was cut off and becomes reachable again, the old ranks on it are ended because of this attempt.
+    Attempts that are pending or have not started their ranks are ignored.
     """
     run = attempt.run
-    # The file of the next attempt is not looked up by name. An NFS client would cache for a minute that the
-    # file is missing, and the next attempt's agent on this node would wait for this minute.
+    # List the folder of attempts instead of looking up the next attempt by name. After a failed look-up, an
+    # NFS client would cache for a minute that the file is missing, and delay the next attempt's agent on this
+    # node.
     newest = run.latest_number() or 0
     later = range(newest, attempt.number, -1)
-    # The first task has published its port, so the ranks of this attempt start.
+    # A port in the rendezvous file means that the ranks of that attempt are starting.
     return next((number for number in later if read_rendezvous(run.attempt(number)).port), None)
 
 

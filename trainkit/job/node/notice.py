@@ -1,11 +1,13 @@
 """Finds the processes of a command that must get a stop signal, and protects them until they have saved.
 
-A shell, `time`, `accelerate launch` or a Python with `subprocess` does not handle stop signals. The signal
-would end it, and with it the training below that saves. Programs that only start others, such as `uv run` and
-`timeout`, are skipped. Any other process above a training that handles the signal gets it, such as torchrun
-or a shell with a trap. If this process is a shell or only waits for a child, the training is stopped until
-the kernel lists the forwarded signal as pending there. If none arrives, trainkit sends the signal. The
-training sees only one signal, however many arrive in the meantime.
+A shell, `time`, `accelerate launch`, or Python code that uses `subprocess` does not handle stop signals. A
+stop signal would end this kind of wrapper, and with it the training process that must save. Programs that
+only start another program and forward signals, such as `uv run` and `timeout`, are skipped. Any other process
+above the training process also gets the signal if it handles it, for example torchrun or a shell with a trap.
+If the process above is a shell or only waits for a child, the training process is stopped (SIGSTOP) until the
+kernel lists the forwarded signal as pending for the training process. If the process above does not forward
+the signal in time, trainkit sends the signal to the training process. The training process handles only one
+signal, no matter how many arrive while it is stopped.
 """
 
 from __future__ import annotations
@@ -30,20 +32,21 @@ from trainkit.plan.workload import STARTERS
 
 ENDED_BY = (*NOTICE_SIGNALS, signal.SIGUSR1)
 _DATA_WORKER = {signal.SIGBUS, signal.SIGSEGV, signal.SIGFPE, signal.SIGTERM}
-"""Signals that a worker of torch's DataLoader handles in C, only in order to die."""
+"""Signals that a worker of torch's DataLoader handles in C only to report its death."""
 STOPS_S = 1.0
-"""Seconds that a process may take to stop; a process that reads from a disk stops only afterwards."""
+"""Seconds that a process may take to stop after SIGSTOP; a process that is reading from a disk stops only
+afterwards."""
 STOP_POLL_S = 0.002
 PASSED_ON_SHARE = 0.25
-"""The fraction of the grace time after which no process is expected to forward a stop signal any more."""
+"""The fraction of the grace time after which no process is expected to forward the stop signal anymore."""
 
 
 def takers(
     roots: Iterable[int], children: Mapping[int, list[int]], numbers: Collection[signal.Signals] = SAVES_ON
 ) -> dict[int, signal.Signals]:
-    """Map the topmost processes that handle one of these signals, including `roots`, to their first one.
+    """Return the topmost processes at or below `roots` that handle a signal of `numbers`, with that signal.
 
-    One of `STARTERS` is included only if no process below it handles one of the signals.
+    A process of `STARTERS` is included only if no process below it handles one of the signals.
     """
     found: dict[int, signal.Signals] = {}
     for pid in roots:
@@ -54,15 +57,15 @@ def takers(
                 found |= started
                 continue
             found[pid] = number
-            # A shell calls its trap only after the program in its foreground has ended, so this program must
-            # get the signal too.
+            # A shell runs its trap only after its foreground program has ended, so that program must get the
+            # signal too.
             below = [child for child in below if is_in_foreground(child)] if is_shell(pid) else []
         found |= takers(below, children, numbers)
     return found
 
 
 def savers_below(pid: int, children: Mapping[int, list[int]]) -> Iterator[int]:
-    """Yield the topmost programs below a process that handle a stop signal, so that it may forward one."""
+    """Yield the topmost programs below a process that handle a stop signal."""
     for child in children.get(pid, []):
         if not _is_multiprocessing(child) and _handled(child) & {*SAVES_ON}:
             yield child
@@ -76,7 +79,7 @@ def _first_handled(pid: int, numbers: Collection[signal.Signals]) -> signal.Sign
 
 
 def _handled(pid: int) -> set[int]:
-    """Return the signals that a process handles or, without a handler, waits for."""
+    """Return the signals that a process handles, or waits for without a handler."""
     caught = own_handlers(signal_mask(pid, "SigCgt"))
     if caught >= _DATA_WORKER and signal.SIGILL not in caught:  # faulthandler also handles SIGILL
         return set()
@@ -85,7 +88,7 @@ def _handled(pid: int) -> set[int]:
 
 
 def _is_multiprocessing(pid: int) -> bool:
-    """Return whether a process is a worker of a Python program, either a fork of its parent or spawned."""
+    """Return whether a process was started by Python's multiprocessing, either forked or spawned."""
     argv, parent = processes.proc_file(pid, "cmdline"), processes.parent_pid(pid)
     return b"--multiprocessing-fork" in argv or (
         parent is not None and argv == processes.proc_file(parent, "cmdline")
@@ -93,7 +96,7 @@ def _is_multiprocessing(pid: int) -> bool:
 
 
 def _is_starter(pid: int) -> bool:
-    """Return whether a process runs one of `STARTERS`, which may be a script of Python or Perl."""
+    """Return whether a process runs one of `STARTERS`, possibly as a Python or Perl script."""
     name = processes.proc_file(pid, "comm").decode(errors="replace").strip()
     if name.startswith(("python", "perl")):
         words = processes.proc_file(pid, "cmdline").decode(errors="replace").split("\0")[1:]
@@ -102,12 +105,12 @@ def _is_starter(pid: int) -> bool:
 
 
 def _only_waits(pid: int) -> bool:
-    """Return whether a process is a shell, or is just waiting for a child to end, which no training does."""
+    """Return whether a process is a shell or just waits for a child, which no training process does."""
     return is_shell(pid) or processes.proc_file(pid, "wchan").startswith(b"do_wait")
 
 
 def _await_stop(pids: Iterable[int]) -> None:
-    """Wait until these processes have stopped, because running ones would handle the next signal first."""
+    """Wait until the processes have stopped; a running process would handle the next signal too early."""
     deadline_s = time.monotonic() + STOPS_S
     for pid in pids:
         while processes.is_running(pid) and not processes.is_stopped(pid) and time.monotonic() < deadline_s:
@@ -115,47 +118,47 @@ def _await_stop(pids: Iterable[int]) -> None:
 
 
 def was_signalled(pid: int) -> bool:
-    """Return whether a stop signal may have ended a process, or its child whose exit code a shell returns."""
+    """Return whether a stop signal may have ended a process, or the child whose exit code it returned."""
     code = processes.exit_code_of_zombie(pid) or EXIT_OK
     return (signal_exit_code(-code) if code < 0 else code) in map(signal_exit_code, ENDED_BY)
 
 
 @dataclass
 class _Relay:
-    """A process that has got the stop signal, and the processes that it may forward the signal to.
+    """A process that received the stop signal, and the processes below it to which it may forward the signal.
 
-    The processes below are stopped in the meantime.
+    The processes below are stopped (SIGSTOP) until the signal is forwarded.
     """
 
     rank: int
     above: int
     below: dict[int, signal.Signals]
-    """The signal for each process that is still stopped."""
+    """Maps each process that is still stopped to the signal that it handles."""
     waiting: set[int]
-    """The processes that only wait, and may forward the signal themselves."""
+    """The processes that only wait for a child, and may forward the signal in turn."""
     until_s: float
-    """The monotonic time after which the process counts as not forwarding the signal."""
+    """The monotonic time after which the signal is not expected to be forwarded anymore."""
 
 
 class CommandNotice:
-    """The stop signal to the members of an agent that run a command, and to saving processes below them."""
+    """Sends the stop signal to members that run a command, and to the saving processes below them."""
 
     def __init__(self, plan: LaunchPlan) -> None:
         self.configured, self.has_launcher = plan.workload.signal, plan.workload.has_launcher
         named = self.configured != "auto"
         self._numbers = (signal.Signals[f"SIG{self.configured}"],) if named else SAVES_ON
         self._asked: set[bytes] = set()
-        """The command lines of the processes below members that were asked to save."""
+        """The command lines of the processes below members that have been asked to save."""
         self.groups: dict[int, int] = {}
-        """Maps the pid of each member, which is also its process group, to the member's rank."""
+        """Maps the pid of each member, which is also the id of its process group, to the member's rank."""
         self._heard: signal.Signals | None = None
-        """The stop signal, if Slurm has sent it to the command's processes as well."""
+        """The stop signal if Slurm has sent it to the command's processes too; None if it has not."""
         self._savers: dict[int, LaunchedRanks] = {}
-        """The processes below each member that handle the stop signal, by rank."""
+        """The processes below each member that handle the stop signal, by the member's rank."""
         self._kept: dict[int, set[int]] = {}
-        """The processes that may outlive the member, by rank."""
+        """The processes that may outlive each member, by the member's rank."""
         self._orphaned: set[int] = set()
-        """The ranks whose member has failed since the signal."""
+        """The ranks whose member has failed since the stop signal."""
         self._relays: list[_Relay] = []
         self._patience_s = min(PASSED_ON_S, plan.grace_s * PASSED_ON_SHARE)
 
@@ -166,16 +169,16 @@ class CommandNotice:
     def send(
         self, members: Mapping[int, subprocess.Popen[bytes]], heard: signal.Signals | None = None
     ) -> None:
-        """Ask the processes of each member to save, unless they have `heard` the signal from Slurm."""
+        """Ask the processes of each member to save, unless Slurm has sent them the signal `heard`."""
         self._heard = heard
         for rank, member in members.items():
             self._savers[rank], self._kept[rank] = LaunchedRanks(), set()
             self._send(rank, member)
 
     def send_to_repeated(self, members: Mapping[int, subprocess.Popen[bytes]]) -> None:
-        """Ask processes to save that a member has restarted since, as a shell in a loop does.
+        """Ask processes to save that a member, such as a shell with a loop, started again after the signal.
 
-        Restarted processes are recognized by their command line.
+        Processes that were started again are recognized by their command line.
         """
         if not self._asked:
             return
@@ -192,8 +195,8 @@ class CommandNotice:
         children, configured = processes.children_by_parent(), self.configured
         has_ended, found = processes.ended(member), dict[int, signal.Signals]()
         orphans, below_member = self._orphans_of(rank, children), dict[int, signal.Signals]()
-        # A child that ends at this moment is listed below the member or, like the child's children, below
-        # this agent.
+        # A child that ends at this moment is still listed below the member, but children of that child may
+        # already be below this agent.
         roots = [*children.get(member.pid, []), *orphans] if has_ended else self._ranks_of(member.pid)
         for root in roots:
             handlers = takers([root], children, self._numbers)
@@ -201,15 +204,16 @@ class CommandNotice:
             if not has_ended and not handlers:
                 handlers = {root: processes.signal_handled_by(root, configured)}
             found |= handlers
-        if not roots and not has_ended:  # this launcher has not started a rank yet
+        if not roots and not has_ended:  # the launcher has not started a rank yet
             os.kill(member.pid, signal.SIGTERM)
         found = {pid: number for pid, number in found.items() if pid not in self._kept[rank]}
-        # Find the processes before the signal, because it may end a shell between them.
+        # Find the processes before sending the signal, because the signal may end a shell between two of
+        # them.
         below = {pid: {*savers_below(pid, children)} for pid in found}
         waiting = {*filter(_only_waits, found)}
         kept = {*found}.union(*(below[pid] for pid in waiting)) - {member.pid}
         if not has_ended and all(is_shell(pid) or _is_starter(pid) for pid in below_member):
-            # Slurm has ended a shell in between, and so has also signalled the processes that the shell left
+            # If Slurm ended a shell in between, it has also signalled the processes that the shell left
             # behind.
             kept.update(takers(orphans, children, self._numbers))
         self._kept[rank] |= kept
@@ -225,7 +229,7 @@ class CommandNotice:
     def _signal(
         self, rank: int, numbers: Mapping[int, signal.Signals], below: Mapping[int, Iterable[int]]
     ) -> None:
-        """Signal processes; before that, stop the processes `below` the ones that only wait."""
+        """Signal the processes in `numbers`; before that, stop the processes `below` those that only wait."""
         relays = []
         for pid in numbers.keys() & below.keys():
             handled = {saver: _first_handled(saver, self._numbers) for saver in below[pid]}
@@ -240,14 +244,14 @@ class CommandNotice:
         self._relays += relays
 
     def poll(self) -> bool:
-        """Continue processes that got the forwarded signal or will not get it; return whether some remain."""
+        """Continue stopped processes that need not wait for a forwarded signal; return whether any remain."""
         for relay in [*self._relays]:
-            # This is checked first, because a process that has ended has forwarded the signal before.
+            # Check this first, because a process forwards its signal before it ends.
             is_over = not processes.is_running(relay.above) or time.monotonic() > relay.until_s
             for pid in [*relay.below]:
                 pending = signal_mask(pid, "ShdPnd") & {*ENDED_BY}
                 if pending or is_over or not processes.is_running(pid):
-                    # A signal that is already pending does not arrive a second time.
+                    # A signal that is already pending would not arrive a second time.
                     number = signal.Signals(min(pending)) if pending else relay.below[pid]
                     below = {*savers_below(pid, processes.tree_of(pid))} if pid in relay.waiting else {}
                     self._kept[relay.rank].update(below)
@@ -260,21 +264,21 @@ class CommandNotice:
         return bool(self._relays)
 
     def _ranks_of(self, member: int) -> list[int]:
-        """Return the ranks to notify: `member`, or the ranks that a launcher has started so far."""
+        """Return the processes to notify: `member`, or the ranks that a launcher has started so far."""
         if not self.has_launcher:
             return [member]
-        # A launcher of a single process, such as accelerate, does not set RANK.
+        # A launcher that starts a single process, such as accelerate, does not set RANK.
         return processes.ranks_below(member) or processes.descendants(member)[:1]
 
     def _is_notice_for(self, pid: int, heard: signal.Signals) -> bool:
-        """Return whether a command's rank that received this signal from Slurm needs no other signal."""
+        """Return whether a process that received the signal `heard` from Slurm needs no further signal."""
         if self.configured == "auto":
-            # The rank may have had a handler that restored the default action.
+            # The process may have had a handler that restored the default action after the first signal.
             return heard != signal.SIGUSR2 or not processes.ignores(pid, heard)
         return heard.name == f"SIG{self.configured}"
 
     def _orphans_of(self, rank: int, children: Mapping[int, list[int]]) -> list[int]:
-        """Return the processes that a member started and, by ending, left to this agent."""
+        """Return the processes of a member that became children of this agent when the member ended."""
 
         def is_of_rank(pid: int) -> bool:
             group, environ = _group_of(pid), processes.environ_of(pid)
@@ -285,17 +289,18 @@ class CommandNotice:
         return list(filter(is_of_rank, children.get(os.getpid(), [])))
 
     def may_be_of_notice(self, rank: int, member: subprocess.Popen[bytes]) -> bool:
-        """Return whether Slurm may have signalled a member that has failed.
+        """Return whether a failed member may have failed because Slurm signalled it.
 
-        Either the member died of the signal, or it is a shell or one of `STARTERS` and has left processes
-        that save. For example, make exits with 2 if Slurm has ended its recipe, and a trap may exit with any
-        code. The crash of any other program is reported at once, whatever it has left.
+        The signal may have killed the member; or the member is a shell or one of `STARTERS`, and left saving
+        processes behind. For example, make exits with 2 if a signal has ended its recipe, and a shell with a
+        trap may exit with any code. A crash of any other program is reported immediately, whatever processes
+        the program leaves behind.
         """
         if was_signalled(member.pid):
             return True
         if processes.exit_code_of_zombie(member.pid) in (None, EXIT_OK, EXIT_STOPPED):
             return False
-        # The name is the only information that remains.
+        # Only the name of an ended process can still be read.
         name = processes.proc_file(member.pid, "comm").decode(errors="replace").strip()
         if name not in (*SHELLS, *STARTERS):
             return False
@@ -303,30 +308,30 @@ class CommandNotice:
         return bool(takers(self._orphans_of(rank, children), children, self._numbers))
 
     def keeps(self, rank: int, member: subprocess.Popen[bytes]) -> bool:
-        """Return whether a process that an ended member started is still saving."""
+        """Return whether a process started by an ended member is still saving."""
         if rank not in self._savers or self.has_launcher:
             return False
-        # This includes make, which exits with 2 if Slurm has ended its recipe.
+        # For example, make has failed if a signal ended its recipe, because make then exits with 2.
         has_failed = processes.exit_code_of_zombie(member.pid) not in (EXIT_OK, EXIT_STOPPED)
         if has_failed and rank not in self._orphaned:
             self._orphaned.add(rank)
-            for _ in range(2):  # other processes get a new parent during the first pass
+            for _ in range(2):  # a second pass finds processes that got a new parent during the first
                 self._send(rank, member)
         return any(map(processes.is_running, self._kept[rank]))
 
     def exit_code(self, rank: int, code: int, of_notice: int) -> int:
-        """Return the exit code of the processes below a member that saved, else the member's `code`."""
+        """Return the exit code of the saving processes below a member, else the member's own `code`."""
         codes = {*self._savers[rank].codes} if rank in self._savers else set()
         if not codes or code == EXIT_STOPPED:
             return code
         if codes <= {EXIT_OK, EXIT_STOPPED}:
             return EXIT_STOPPED if EXIT_STOPPED in codes else EXIT_OK
-        # A wrapper may exit with 1 whatever its child returns.
+        # A wrapper may exit with 1, whatever exit code its child returned.
         failed = any(one is not None and one > EXIT_OK and one != EXIT_STOPPED for one in codes)
         return of_notice if code == EXIT_FAILED and not failed else code
 
     def reap_orphans(self) -> None:
-        """Reap the processes that members have left to this agent, and record the exit codes of savers."""
+        """Reap orphaned processes of this agent's members, and record the exit codes of those that saved."""
         for pid in processes.children_of(os.getpid()) if self.groups else ():
             code = processes.exit_code_of_zombie(pid)
             if code is None or pid in self.groups:

@@ -1,4 +1,4 @@
-"""Keeps a command's pipes open for processes that are still saving after the reader has ended."""
+"""Keeps a command's output pipes open for processes that are still saving after the reader has ended."""
 
 from __future__ import annotations
 
@@ -13,33 +13,34 @@ from trainkit.job.processes import link_of, proc_file
 from trainkit.run.process import PROC
 
 DEAD_READER_S = 3.0
-"""Seconds that a pipe is kept after its reader has ended, because the stop signal that ended the reader may
-still arrive."""
+"""Seconds for which a pipe is kept open after its reader has ended, because the stop signal that ended the
+reader may reach the agent a little later."""
 
 
 @dataclass
 class _Pipe:
     log: Path
     reader: int
-    """The agent's own end of the pipe."""
+    """The agent's own file descriptor for the read end of the pipe."""
     others: dict[int, str]
-    """Maps the pid of each process that reads the pipe to the link of its end."""
+    """Maps the pid of each other reader of the pipe to the /proc link of its file descriptor."""
     unread_since_s: float | None = None
 
 
 class OutputPipes:
-    """The pipes from processes that handle a stop signal, for example to `tee`.
+    """Pipes written by processes that handle a stop signal, for example pipes to `tee`.
 
-    Slurm may signal every process of a step, and `tee` dies of the signal. The next line that the training
-    prints while it saves would then raise BrokenPipeError. So the agent opens each of these pipes too. After
-    the stop signal, it copies pipes that no other process reads to the log of the rank.
+    Slurm may signal every process of a step, and the signal kills `tee`. After a signal that kills `tee`, the
+    next line that a saving process prints would raise BrokenPipeError. To prevent BrokenPipeError, the agent
+    also keeps the pipe open. After the stop signal, the agent copies the content of pipes without another
+    reader to the rank's log.
     """
 
     def __init__(self) -> None:
         self._pipes: dict[str, _Pipe] = {}
 
     def hold(self, writers: Iterable[int], tree: Collection[int], log: Path) -> None:
-        """Open the pipes of these processes that other processes of the same tree read."""
+        """Open the pipes to which `writers` write and which other processes of `tree` read."""
         ends = {(pid, fd): link_of(pid, f"fd/{fd}") for pid in writers for fd in (1, 2)}
         new = {link for link in ends.values() if link.startswith("pipe:") and link not in self._pipes}
         if not new:
@@ -55,13 +56,17 @@ class OutputPipes:
                     self._pipes[link] = _Pipe(log, own, readers[link])
 
     def poll(self, *, has_notice: bool) -> bool:
-        """Copy unread pipes to the log, or close them without a stop signal; return whether any remain."""
+        """Copy pipes without a reader to the log; close them if there was no stop signal.
+
+        Returns whether any pipe remains.
+        """
         is_unread = False
         for link, pipe in list(self._pipes.items()):
             if any(link_of(pid, end) == link for pid, end in pipe.others.items()):
                 continue
             pipe.unread_since_s = pipe.unread_since_s or time.monotonic()
-            # Without a stop signal, the writer must die of the broken pipe, as with `head`.
+            # Before a stop signal, the writer must get the broken pipe as usual, for example if the reader is
+            # `head`.
             is_recent = time.monotonic() < pipe.unread_since_s + DEAD_READER_S
             is_open = _append(pipe) if has_notice else is_recent
             is_unread |= is_open
@@ -81,7 +86,7 @@ def _reading_ends(pid: int, links: Collection[str]) -> Iterator[tuple[str, str]]
 
 
 def _append(pipe: _Pipe) -> bool:
-    """Append the content of a pipe to the log; return whether there may be more."""
+    """Append the content of a pipe to the log; return whether more may follow."""
     with contextlib.suppress(BlockingIOError):
         while read := os.read(pipe.reader, 65536):
             with contextlib.suppress(OSError), pipe.log.open("ab") as log:  # the disk may be full

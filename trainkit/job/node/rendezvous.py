@@ -1,4 +1,4 @@
-"""The rendezvous of an attempt: the node and ranks of each agent, and the address on which rank 0 listens."""
+"""The rendezvous of an attempt: the node and ranks of each agent, and the address where rank 0 listens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainkit.run.files import wait_for_json
 from trainkit.run.rundir import AttemptDir
 
 LOCAL_ADDR = "127.0.0.1"
-"""The address of rank 0 if all nodes are this machine."""
+"""The address of rank 0 if all nodes of the run are this machine."""
 
 NUM_CANDIDATES = 64
 LOWEST_PORT = 10_000
@@ -30,7 +30,7 @@ DEFAULT_EPHEMERAL = (32_768, 60_999)
 
 
 def ephemeral_range() -> tuple[int, int]:
-    """Return the kernel's port range for outgoing connections, as (first, last), both included."""
+    """Return the kernel's port range for outgoing connections as (first, last), both inclusive."""
     try:
         low, high = EPHEMERAL_RANGE.read_text().split()
         return int(low), int(high)
@@ -39,14 +39,14 @@ def ephemeral_range() -> tuple[int, int]:
 
 
 def candidate_ports() -> list[int]:
-    """Return random ports that no outgoing connection uses; empty if the kernel may use all ports."""
+    """Return random ports outside the range for outgoing connections; empty if the range covers all ports."""
     low, high = ephemeral_range()
     pool = [port for port in range(LOWEST_PORT, HIGHEST_PORT) if not low <= port <= high]
     return secrets.SystemRandom().sample(pool, min(NUM_CANDIDATES, len(pool)))
 
 
 def is_free(port: int) -> bool:
-    """Return whether rank 0 could listen on a port; binds to all addresses, as TCPStore does."""
+    """Return whether rank 0 could listen on a port; tests all addresses, as TCPStore does."""
     with socket.socket() as probe:
         try:
             probe.bind(("", port))
@@ -56,7 +56,7 @@ def is_free(port: int) -> bool:
 
 
 def choose_port() -> int:
-    """Choose a free port on this machine for a rendezvous; raise TrainkitError if there is none."""
+    """Choose a free port on this machine for a rendezvous; raise TrainkitError if no port is free."""
     candidates = candidate_ports()
     if not candidates:
         with socket.socket() as probe:
@@ -66,20 +66,20 @@ def choose_port() -> int:
         if is_free(port):
             return port
     raise TrainkitError(
-        f"no free port for the rendezvous: tried {len(candidates)} "
+        f"no free port for the rendezvous: tried {len(candidates)} ports "
         f"between {min(candidates)} and {max(candidates)}",
-        hint="`ss -ltn` shows what listens on this machine",
+        hint="`ss -ltn` shows which ports of this machine are in use",
     )
 
 
 RENDEZVOUS_TIMEOUT_S = 300.0
 FAILURE_POLL_S = 2.0
 VISIBLE_TIMEOUT_S = 65.0
-"""Seconds to wait for a file, because an NFS client may cache for a minute that the file is missing."""
+"""Seconds to wait for a file to appear, because an NFS client may cache for a minute that it is missing."""
 
 
 class StopSignalReceived(Exception):
-    """A stop signal arrived before the workers had started."""
+    """Raised if a stop signal arrives before the workers have started."""
 
     def __init__(self, received: signal.Signals) -> None:
         super().__init__(received.name)
@@ -87,26 +87,26 @@ class StopSignalReceived(Exception):
 
 
 class NotATask(TrainkitError):
-    """Raised if this process is not a task of a scheduler's step."""
+    """Raised if this process is not a task of a Slurm step."""
 
 
 class Listener(Protocol):
-    """Records the stop signals that the ranks of an agent receive."""
+    """Records the stop signals that arrive at the ranks of an agent."""
 
     def has_heard(self, number: signal.Signals) -> bool:
-        """Return whether the ranks have received a signal that the agent has just received."""
+        """Return whether the ranks have also received the signal that the agent has just received."""
 
 
 class Task(ABC):
-    """The role of an agent: a task in the step of a scheduler, or a rank of another launcher."""
+    """The role of an agent: a task in a scheduler's step, or a rank of another launcher."""
 
     has_scheduler = True
-    """True if the key is unique to this start, and a signal reaches all tasks."""
+    """True if `key` is unique to this start of the step, and a signal reaches all tasks."""
     task: int
-    """The index among all tasks."""
+    """The index of this task among all tasks."""
     node_rank: int
     local_task: int
-    """The index among the tasks of the node."""
+    """The index of this task among the tasks of its node."""
     tasks: tuple[int, ...]
     """The number of tasks on each node."""
 
@@ -126,12 +126,12 @@ class Task(ABC):
     @property
     @abstractmethod
     def rank(self) -> int:
-        """The task's rank; for a task per node, the rank of the node's first worker."""
+        """The rank of the task; with one task per node, the rank of the node's first worker."""
 
     @property
     @abstractmethod
     def first(self) -> str:
-        """The task that announces the run, as text for messages."""
+        """The task that announces the run, as named in messages."""
 
     @property
     @abstractmethod
@@ -140,23 +140,23 @@ class Task(ABC):
 
     @abstractmethod
     def meet(self, attempt: AttemptDir, plan: LaunchPlan) -> Rendezvous:
-        """Return the rendezvous of the task's agent; wait until the first task has published it.
+        """Return the rendezvous of the task's agent, which the first task publishes.
 
-        Raises TrainkitError if the step does not match the plan or nothing is published in time, and
-        StopSignalReceived if a stop signal arrives in the meantime.
+        Raises TrainkitError if the step does not match the plan or the rendezvous is not published in time,
+        and StopSignalReceived if a stop signal arrives during the wait.
         """
 
     def listen(self) -> Listener | None:
-        """Start a listener if the ranks may be signalled too.
+        """Start a listener if Slurm may also signal the ranks directly.
 
-        Call this after the ranks have started, with the signals blocked.
+        Call this after starting the ranks, with the signals blocked.
         """
         return None
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The node and ranks of one agent, and the address of rank 0."""
+    """The node and the ranks of one agent, and the address of rank 0."""
 
     node_rank: int
     local_ranks: tuple[int, ...]
@@ -165,70 +165,71 @@ class Rendezvous:
     peer: str | None
     """Another host of the job; None if all ranks are on this host."""
     nonce: str = ""
-    """A random value with which the ranks of an attempt recognize their rank 0 if another job uses the same
-    address."""
+    """A random value by which the ranks of an attempt recognize their own rank 0, in case another job uses
+    the same address."""
     task: Task | None = None
-    """The role of the agent; None for a local run, whose supervisor starts and signals all agents."""
+    """The role of the agent; None in a local run, whose supervisor starts and signals all agents."""
 
     @property
     def has_rank_0(self) -> bool:
-        """Return whether rank 0 is one of the agent's workers."""
+        """Return whether rank 0 is among the agent's workers."""
         return self.node_rank == 0 and 0 in self.local_ranks
 
 
 def record_notice(attempt: AttemptDir, received: signal.Signals, task: Task, time: str = "") -> None:
-    """Record a signal for the supervisor of a step, or for rank 0 of another launcher."""
+    """Record a stop signal, for the supervisor of a step or for rank 0 of another launcher."""
     if task.has_scheduler and not task.is_first:
-        return  # the scheduler has signalled all tasks, and the first one records the signal
+        return  # the scheduler has signalled all tasks, and the first task records the signal
     if not task.has_scheduler and any(attempt.errors_dir.glob("rank-*.json")):
-        return  # a launcher ends the other ranks with a signal after a failure
-    with contextlib.suppress(OSError):  # the ranks have received the signal, even if the disk is full
+        return  # after a failure, a launcher ends the other ranks with a signal
+    with contextlib.suppress(OSError):  # the ranks have received the signal even if it cannot be recorded
         more = {"time": time} if time else {}
         log_event(attempt.run, attempt.number, "signal", signal=received.name, **more)
 
 
 def recorded_notices(attempt: AttemptDir) -> list[signal.Signals]:
-    """Return the signals that `record_notice` has recorded."""
+    """Return the stop signals that `record_notice` has recorded for an attempt."""
     events = read_events(attempt.run, "signal", attempt=attempt.number)
     return [signal.Signals[str(event.values["signal"])] for event in events]
 
 
 def await_plan(attempt: AttemptDir, timeout_s: float = VISIBLE_TIMEOUT_S) -> LaunchPlan:
-    """Wait until this host sees the plan of the attempt, and return the plan.
+    """Wait until the attempt's plan is visible on this host, and return it.
 
-    Raises TrainkitError after the timeout, and StopSignalReceived if a stop signal arrives in the meantime.
+    Raises TrainkitError after the timeout, and StopSignalReceived if a stop signal arrives during the wait.
     """
     try:
         return LaunchPlan.from_dict(wait_for_json(attempt.plan_file, timeout_s, pause=pause))
     except TimeoutError as error:
         raise TrainkitError(
             f"cannot read {attempt.plan_file} on {socket.gethostname()}: {error}",
-            hint="all nodes must share the filesystem of the run folder",
+            hint="the run folder must be on a filesystem that all nodes share",
         ) from error
 
 
 def pause(seconds: float) -> None:
-    """Wait; raise StopSignalReceived if a stop signal arrives in the meantime."""
+    """Sleep; raise StopSignalReceived if a stop signal arrives in the meantime."""
     received = processes.wait_for_signal(seconds)
     if received is not None and received != signal.SIGCHLD:
         raise StopSignalReceived(received)
 
 
 def new_nonce() -> str:
-    """Return a new nonce for an attempt; it must never be in a file that others can read."""
+    """Return a new nonce for an attempt; never write it to a file that others can read."""
     return secrets.token_hex(16)
 
 
 def local_rendezvous(plan: LaunchPlan, node_rank: int, master_port: int, nonce: str = "") -> Rendezvous:
-    """Return the rendezvous of an agent of a local run, whose nodes are all this machine."""
+    """Return the rendezvous of one agent of a local run, in which every node is this machine."""
     ranks = tuple(range(plan.workers_of(node_rank)))
     return Rendezvous(node_rank, ranks, LOCAL_ADDR, master_port, None, nonce)
 
 
 class PauseUntilFailure:
-    """Pauses while a task waits for other tasks, which may have ended.
+    """Pauses while a task waits for other tasks, which may fail during the wait.
 
-    Raises TrainkitError if another task has failed, and StopSignalReceived if any task got a stop signal.
+    Raises TrainkitError if another task has failed, and StopSignalReceived if any task received a stop
+    signal.
     """
 
     def __init__(self, attempt: AttemptDir) -> None:
@@ -243,7 +244,7 @@ class PauseUntilFailure:
         failed = sorted(self._attempt.errors_dir.glob("rank-*.json"))
         if failed:
             raise TrainkitError(
-                "another rank failed before the rendezvous", hint=f"its record is {failed[0]}"
+                "another rank failed before the rendezvous", hint=f"its failure record is {failed[0]}"
             )
         for received in recorded_notices(self._attempt):
             raise StopSignalReceived(received)

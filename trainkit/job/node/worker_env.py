@@ -1,6 +1,6 @@
-"""The environment and argv of the workers that an agent starts.
+"""The environment variables and command lines of the workers that an agent starts.
 
-The variables of a worker include the network interfaces for gloo and NCCL.
+The environment variables include the network interfaces for gloo and NCCL.
 """
 
 from __future__ import annotations
@@ -38,18 +38,19 @@ from trainkit.shipped import Guard, in_ranks, with_launcher
 
 STARTUP_FOLDER = Path(__file__).parents[1] / "startup"
 ALLOCATOR_VARIABLES = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
-"""The variables with which a user may have configured torch's allocator, under current and older names."""
+"""The variables with which a user may have configured torch's allocator, by their current and older names."""
 BUFFER_VARIABLES = {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"}
-"""The variables with which a user may have configured torch's flight recorder, under current and older names.
+"""The variables with which a user may have configured torch's flight recorder, by their current and older
+names.
 """
 NUM_RECORDED = 2000
-"""The number of collectives that torch remembers, its default since 2.13. Recording costs 1.5 us per call,
-and 3 MB."""
+"""Number of collectives that torch's flight recorder keeps; this has been the default since torch 2.13.
+Recording costs 1.5 us per call and 3 MB of memory."""
 AT_START_VARIABLE = "TRAINKIT_JOB_AT_START"
-"""The variable with the files that `trainkit.job.python_start` loads."""
+"""The variable that lists the files for `trainkit.job.python_start` to load."""
 DONE_FILE_VARIABLE = "TRAINKIT_JOB_DONE_FILE"
-"""The variable with the path of a file that a command creates when it is done. Exit code 0 after a stop
-signal then means finished."""
+"""The variable with the path of a file that a command creates when it is done, so that exit code 0 after a
+stop signal means finished."""
 
 
 def worker_rank(plan: LaunchPlan, rendezvous: Rendezvous, local_rank: int) -> RankEnv:
@@ -69,9 +70,9 @@ def worker_rank(plan: LaunchPlan, rendezvous: Rendezvous, local_rank: int) -> Ra
 
 
 def configured_environ(plan: LaunchPlan, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a process that is not a rank yet: inherited variables, then `launch.env`."""
+    """Return the environment of a process that is not a rank yet: inherited variables and `launch.env`."""
     environ = {name: value for name, value in inherited.items() if name not in RANK_VARIABLES}
-    # On Slurm the script has already set PYTHONPATH, with the code snapshot in front.
+    # On Slurm, the job script has already set PYTHONPATH, which begins with the code snapshot.
     kept = {"PYTHONPATH"} if plan.is_job else set()
     return environ | {name: value for name, value in plan.environment.variables.items() if name not in kept}
 
@@ -85,10 +86,10 @@ def worker_environ(
     defaults: Mapping[str, str],
     code: CodeCopy | None = None,
 ) -> dict[str, str]:
-    """Return a worker's environment: inherited variables, `launch.env`, trainkit's defaults, its rank.
+    """Return a worker's environment: inherited variables, `launch.env`, trainkit's defaults, and its rank.
 
-    `defaults` are the defaults of this host and attempt, such as the network interface. If there is a copy of
-    the code, Python imports packages of the original folder from the copy instead.
+    `defaults` are variables of this host and attempt, such as the network interface. If there is a copy of
+    the code, Python imports the packages of the original folder from this copy.
     """
     environ = configured_environ(plan, inherited)
     environ.setdefault(
@@ -98,18 +99,19 @@ def worker_environ(
     for name, value in defaults.items():
         environ.setdefault(name, value)
     if plan.is_here and plan.device == "cuda":
-        # Prefer the GPUs that the supervisor reserved for the run; else use the GPUs in launch.env.
+        # Prefer the GPUs that the supervisor reserved for the run to those in launch.env.
         visible = inherited.get(VISIBLE, environ.get(VISIBLE))
         if visible is not None or plan.num_nodes > 1:
             environ[VISIBLE] = gpu_slice(plan, rank_env.node_rank, visible)
     if "SLURM_ARRAY_TASK_ID" in environ and attempt.run.name.isdigit():
-        # A group of several arrays numbers the tasks of each array anew.
+        # If a group consists of several arrays, each array numbers its tasks from 0, so use the run's own
+        # index.
         environ["SLURM_ARRAY_TASK_ID"] = attempt.run.name
     if not plan.workload.has_launcher:
         environ.update(rank_env.to_environ())
         environ[NONCE_VARIABLE] = rank_env.nonce
     if (venv := plan.environment.venv) is not None:
-        # These variables are what bin/activate sets.
+        # Set the same variables as bin/activate.
         environ["VIRTUAL_ENV"] = venv
         environ["PATH"] = f"{venv}/bin:{environ.get('PATH', os.defpath)}"
         environ.pop("PYTHONHOME", None)
@@ -139,15 +141,16 @@ def worker_environ(
             _keep_git_inside(environ, plan, [str(attempt.run.path), str(Path(code.code).parent)])
         return environ
     if plan.device == "cuda" and not ALLOCATOR_VARIABLES & environ.keys():
-        # Changing sizes, for example in the last batch of a validation, would otherwise fragment the memory.
+        # Without expandable segments, changing sizes, for example in the last batch of a validation, would
+        # fragment the memory.
         environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     return environ
 
 
 def _keep_git_inside(environ: dict[str, str], plan: LaunchPlan, folders: Sequence[str]) -> None:
-    """Keep Git from using a repository above these folders, or one that the submitting shell names.
+    """Keep Git from using a repository above these folders, or one set in the submitting shell's environment.
 
-    A run folder inside the project would otherwise show Git the project's current state.
+    Without this, Git commands in a run folder inside the project would show the current state of the project.
     """
     for name in GIT_LOCATIONS - plan.environment.variables.keys():
         environ.pop(name, None)
@@ -158,39 +161,39 @@ def _keep_git_inside(environ: dict[str, str], plan: LaunchPlan, folders: Sequenc
 def _add_for_command(environ: dict[str, str], plan: LaunchPlan, attempt: AttemptDir) -> None:
     environ[DONE_FILE_VARIABLE] = str(attempt.done_file)
     if not plan.workload.has_launcher:
-        # Set the variable as torchrun does, so that a framework uses these ranks and not the ranks that
-        # Slurm's variables suggest. With Slurm's variables, Lightning would also ignore SIGTERM.
+        # Set the same variable as torchrun, so that a framework uses these ranks instead of those in Slurm's
+        # variables. With Slurm's variables, Lightning would also ignore SIGTERM.
         environ["TORCHELASTIC_RUN_ID"] = f"{attempt.run.path.name}-{attempt.number}"
         return
-    # The time that torchrun waits for its ranks after SIGTERM; its default is 30 s.
+    # torchrun waits this long for its ranks after SIGTERM; its default is 30 s.
     environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(plan.grace_s)))
     if plan.workload.launcher == "accelerate" and plan.device == "cpu":
-        # Without this variable, accelerate on a host without GPUs runs every rank as a single process.
+        # Without this variable, accelerate on a host without GPUs treats every rank as a single process.
         environ.setdefault("ACCELERATE_USE_CPU", "true")
 
 
 @cache
 def rank_folders(temporary: str | None, run: RunDir, keeps: bool) -> OwnFolders:
-    """Return the private folders of the ranks on this host; print a note if they are not in TMPDIR.
+    """Return the private folders of the ranks on this host; print a note if they are outside TMPDIR.
 
     Raises OSError.
     """
     environ = {} if temporary is None else {"TMPDIR": temporary}
     found = own_folders(environ, run.caches_dir / own_host(), keeps=keeps)
-    shared = f"temporary files are in {found.temporary}: every user can create files in {temporary}"
+    shared = f"temporary files are in {found.temporary}, because every user can create files in {temporary}"
     if note := found.note or (shared if temporary not in (None, found.temporary) else ""):
         log_line(note)
     return found
 
 
 def with_own_folders(environ: Mapping[str, str], plan: LaunchPlan, run: RunDir) -> dict[str, str]:
-    """Return the environment with private folders for temporary files and caches."""
-    # Users set launch.env.TMPDIR if ranks must share a folder with other programs.
+    """Return the environment, extended by private folders for temporary files and caches."""
+    # If ranks must share a folder with other programs, users set launch.env.TMPDIR.
     return rank_folders(environ.get("TMPDIR"), run, "TMPDIR" in plan.environment.variables).added_to(environ)
 
 
 def own_threads(plan: LaunchPlan, rank_env: RankEnv, inherited: Mapping[str, str]) -> int:
-    """Return the number of CPU threads per worker on this node, for a plan that sets none."""
+    """Return the number of CPU threads per worker on this node, for a plan that does not set this number."""
     given = inherited.get("SLURM_CPUS_PER_TASK", "")
     num_cpus = len(os.sched_getaffinity(0))
     if given.isdigit():
@@ -200,9 +203,9 @@ def own_threads(plan: LaunchPlan, rank_env: RankEnv, inherited: Mapping[str, str
 
 
 def gpu_slice(plan: LaunchPlan, node_rank: int, visible: str | None) -> str:
-    """Return CUDA_VISIBLE_DEVICES for one node of a local run, whose nodes share this machine's GPUs.
+    """Return CUDA_VISIBLE_DEVICES for one node of a local run; all its nodes share the GPUs of this machine.
 
-    `visible` is the inherited CUDA_VISIBLE_DEVICES; None means all GPUs, numbered from 0.
+    `visible` is the inherited value of CUDA_VISIBLE_DEVICES; None means all GPUs, numbered from 0.
     """
     count = plan.workers_per_node
     names = visible.split(",") if visible else [str(index) for index in range(plan.world_size)]
@@ -210,7 +213,7 @@ def gpu_slice(plan: LaunchPlan, node_rank: int, visible: str | None) -> str:
 
 
 def worker_argv(plan: LaunchPlan, rank_env: RankEnv, run: RunDir) -> tuple[str, ...]:
-    """Return the argv of an agent's child process: a rank, or the launcher of all ranks on a node."""
+    """Return the command line of an agent's child process: a rank, or the launcher of all ranks of a node."""
     if not plan.workload.is_command:
         trainer = module_argv("trainkit.trainer", str(run.path))
         python = plan.environment.python
@@ -223,9 +226,9 @@ def worker_argv(plan: LaunchPlan, rank_env: RankEnv, run: RunDir) -> tuple[str, 
 PRESETS = {
     "auto": ("", {}),
     "ib": ("; InfiniBand for NCCL", {"NCCL_IB_DISABLE": "0"}),
-    "socket": ("; NCCL uses sockets only", {"NCCL_IB_DISABLE": "1"}),
+    "socket": ("; NCCL is limited to sockets", {"NCCL_IB_DISABLE": "1"}),
     "debug": (
-        "; debug logs of NCCL and torch.distributed",
+        "; NCCL and torch.distributed write debug logs",
         {"NCCL_DEBUG": "INFO", "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "TORCH_CPP_LOG_LEVEL": "INFO"},
     ),
 }
@@ -235,26 +238,26 @@ IFF_UP = 0x1
 IFF_LOOPBACK = 0x8
 IFF_RUNNING = 0x40
 VIRTUAL = ("docker", "virbr")
-"""Prefixes of interfaces that reach no other host; NCCL avoids them too."""
+"""Prefixes of the names of interfaces that reach no other host; NCCL avoids them too."""
 DISCARD_PORT = 9
 INFINIBAND = Path("/sys/class/infiniband")
 
 
 def network_environ(preset: str, peer: str | None) -> tuple[dict[str, str], str]:
-    """Return the variables for a preset or a named interface, and the reason for them in one sentence.
+    """Return the variables for a network preset or an interface name, and a sentence that explains them.
 
     `peer` is another host of the job, or None if all ranks are on this host. gloo gets the interface on the
-    route to `peer`. NCCL prefers InfiniBand and can use several interfaces. So NCCL chooses by itself, unless
-    the config names an interface or this host has only one.
+    route to `peer`. NCCL prefers InfiniBand and can use several interfaces. NCCL is therefore left to choose
+    its interfaces itself, unless the config names one or this host has only one.
 
-    Raises UsageError if this host has no such interface, or no InfiniBand device for the preset ``ib``.
+    Raises UsageError if this host has no interface `preset`, or no InfiniBand device for the preset ``ib``.
     """
     if preset not in PRESETS:
         names = [name for _, name in socket.if_nameindex()]
         if preset not in names:
             raise UsageError(
                 f"launch.network is {preset}, but {socket.gethostname()} has no such interface",
-                hint=f"its interfaces are {', '.join(names)}; presets are {', '.join(PRESETS)}",
+                hint=f"this host's interfaces are {', '.join(names)}; presets are {', '.join(PRESETS)}",
             )
         return {"GLOO_SOCKET_IFNAME": preset, **_nccl(preset)}, f"interface {preset}: set by launch.network"
     if peer is None:
@@ -273,7 +276,7 @@ def network_environ(preset: str, peer: str | None) -> tuple[dict[str, str], str]
 
 
 def _nccl(name: str) -> dict[str, str]:
-    # NCCL treats a name as a prefix. Without the equals sign, eth1 would include eth10.
+    # NCCL treats an interface name as a prefix. Without the equals sign, eth1 would also match eth10.
     return {"NCCL_SOCKET_IFNAME": f"={name}"}
 
 
@@ -287,7 +290,7 @@ def address_towards(host: str) -> str | None:
     try:
         found = socket.getaddrinfo(host, DISCARD_PORT, socket.AF_INET, socket.SOCK_DGRAM)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(found[0][4])  # this selects a route but sends nothing
+            probe.connect(found[0][4])  # looks up a route, but sends nothing
             return str(probe.getsockname()[0])
     except OSError:
         return None
@@ -316,7 +319,7 @@ def _flags(name: str) -> int:
 
 
 def _ask(request: int, name: str) -> bytes | None:
-    """Return the kernel's answer about an interface, a struct ifreq; None if it lacks the property."""
+    """Return the kernel's answer to a request about an interface (a struct ifreq); None without an answer."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             return fcntl.ioctl(probe.fileno(), request, struct.pack("256s", name.encode()[:15]))

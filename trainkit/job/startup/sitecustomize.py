@@ -1,7 +1,7 @@
-"""Runs when a Python interpreter starts in a job; PYTHONPATH of every rank begins with this folder.
+"""Runs when a Python interpreter starts in a job, because PYTHONPATH of every rank begins with this folder.
 
-Python imports only the first module of this name, so this file imports the next one itself. Any Python
-version may read this file, so its syntax is that of Python 2.7.
+Python imports only the first module named sitecustomize, so this file imports the next one itself. Any
+version of Python may read this file, so its syntax is that of Python 2.7.
 """
 
 import os
@@ -19,7 +19,7 @@ if __name__ == "sitecustomize":
             SourceFileLoader(module.__name__, module.__file__).exec_module(module)
         except Exception as error:
             sys.stderr.write("trainkit cannot prepare this Python: %s: %s\n" % (type(error).__name__, error))  # noqa: UP031
-    # If there is no other sitecustomize, Python reports that the module does not exist, as it would without
-    # this file.
+    # If no other sitecustomize exists, Python reports that this module is missing, as it would without this
+    # file.
     del sys.modules[__name__]
     import sitecustomize  # type: ignore # noqa: F401
