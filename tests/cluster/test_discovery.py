@@ -73,7 +73,7 @@ def discovered(fake: FakeSlurm, storage: str = "accounting_storage/slurmdbd", sa
     return cluster
 
 
-def test_discover_cluster(fake: FakeSlurm) -> None:
+def test_discover_cluster(fake):
     fake.add("apptainer")
     fake.add("enroot")
     cluster = discovered(fake)
@@ -92,7 +92,7 @@ def test_discover_cluster(fake: FakeSlurm) -> None:
     assert "name=me" in next(call for call in fake.calls if call[0] == "sacctmgr")
 
 
-def test_partitions() -> None:
+def test_partitions():
     cpu, gpu = parse_partitions(PARTITIONS, parse_nodes(NODES))
     assert (cpu.is_default, cpu.is_up, cpu.max_time_s, cpu.default_time_s, cpu.max_nodes) == (
         *(False, False, None, None, None),
@@ -106,7 +106,7 @@ def test_partitions() -> None:
     assert (cpu.num_nodes, gpu.num_nodes) == (2, 3)
 
 
-def test_nodes_that_are_alike_are_counted_together() -> None:
+def test_nodes_that_are_alike_are_counted_together():
     """Equal nodes form one group, with the CPUs and memory that jobs can use."""
     a100 = NodeKind(1, 56, 500000, {"a100": 4}, ("ib",))
     assert parse_nodes(NODES) == {
@@ -155,11 +155,11 @@ def test_nodes_that_are_alike_are_counted_together() -> None:
         ("", {}),
     ],
 )
-def test_gpus(gres: str, gpus: dict[str, int]) -> None:
+def test_gpus(gres, gpus):
     assert parse_gpus(gres) == gpus
 
 
-def test_a_user_without_accounts() -> None:
+def test_a_user_without_accounts():
     assert parse_accounts("") == ()
 
 
@@ -167,7 +167,7 @@ def test_a_user_without_accounts() -> None:
     ("storage", "sacctmgr"),
     [("(null)", ""), ("accounting_storage/none", ""), ("accounting_storage/slurmdbd", "echo no >&2; exit 1")],
 )
-def test_no_accounting(fake: FakeSlurm, storage: str, sacctmgr: str) -> None:
+def test_no_accounting(fake, storage, sacctmgr):
     cluster = discovered(fake, storage, sacctmgr)
     assert (cluster.accounts, cluster.qos) == (None, None)
     assert ("sacctmgr" in fake.programs) == bool(sacctmgr)
@@ -186,7 +186,7 @@ def test_no_accounting(fake: FakeSlurm, storage: str, sacctmgr: str) -> None:
         ("echo 'sbatch: fatal: Could not establish a configuration source' >&2; exit 1", True),
     ],
 )
-def test_has_slurm(fake: FakeSlurm, body: str | None, answer: bool) -> None:
+def test_has_slurm(fake, body, answer):
     if body is not None:
         fake.add("sbatch", body)
     assert has_slurm() is answer

@@ -44,7 +44,7 @@ def found(cluster: Cluster = WEST, **values: Any) -> list[tuple[str, str, str]]:
     return list(limit_problems(request(cluster, **values), cluster))
 
 
-def test_what_fits() -> None:
+def test_what_fits():
     assert found() == []
     assert found(nodes=4, gpus_per_node=8, cpus_per_node=64, mem="500G", time="2-00:00:00") == []
     assert found(partition="cpu", gpus_per_node=None, cpus_per_node=96, workers_per_node=96) == []
@@ -58,7 +58,7 @@ def test_what_fits() -> None:
 
 
 @pytest.mark.parametrize("parents", [None, ("bio", "root")])
-def test_a_partition_accepts_the_accounts_below_its_own(parents: tuple[str, ...] | None) -> None:
+def test_a_partition_accepts_the_accounts_below_its_own(parents):
     """Slurm has accepted sub-accounts since 23.02. An account with unknown parents is accepted too."""
     account, partition = Account("physics", True, parents=parents), replace(GPU, allowed_accounts=("bio",))
     for version, number in (((23, 2), 0), ((22, 5), 1)):
@@ -192,7 +192,7 @@ where: no accounts, qos: brief, time: '11', account: other
 
 
 @pytest.mark.parametrize(("changes", "problem"), messages(PROBLEMS))
-def test_one_problem(changes: str, problem: str) -> None:
+def test_one_problem(changes, problem):
     values = yaml.safe_load(f"{{{changes}}}")
     cluster = OTHERS.get(values.pop("where", ""), WEST)
     [(key, message, hint)] = found(cluster, **values)
@@ -201,36 +201,36 @@ def test_one_problem(changes: str, problem: str) -> None:
         assert found(cluster, **values | {"time": fits[1]}) == []
 
 
-def test_all_problems_at_once() -> None:
+def test_all_problems_at_once():
     keys = [key for key, _, _ in found(nodes=11, time="3-0", gpus_per_node=9, workers_per_node=9, mem="1T")]
     assert keys == ["resources.time", "resources.nodes", "resources.gpus_per_node", "resources.mem"]
 
 
-def test_one_of_several_partitions_has_to_fit() -> None:
+def test_one_of_several_partitions_has_to_fit():
     assert found(partition="debug,gpu") == []
     assert [key for key, _, _ in found(partition="debug,cpu")] == ["resources.time"]
     said("\n".join(message for _, message, _ in found(partition="gpu,nope")))
 
 
-def test_a_qos_can_override_limits_of_the_partition() -> None:
+def test_a_qos_can_override_limits_of_the_partition():
     assert found(qos="long", time="30-0") == []
     lifted = replace(WEST, qos=(Qos("long", overrides=("nodes",)),))
     assert found(lifted, qos="long", nodes=11) == []
     assert [key for key, _, _ in found(lifted, qos="long", nodes=13)] == ["resources.nodes"]
 
 
-def test_unknown_overrides_of_a_qos() -> None:
+def test_unknown_overrides_of_a_qos():
     unknown = replace(WEST, qos=(Qos("brief", 600, overrides=None),), accounts=None)
     assert found(unknown, qos="brief", partition="debug", time="10", nodes=2) == []
     assert found(replace(WEST, qos=None, accounts=None), qos="any", time="30-0") == []
     said("\n".join(message for _, message, _ in found(unknown, qos="brief", time="30-0")))
 
 
-def test_accounting_knows_no_capitals() -> None:
+def test_accounting_knows_no_capitals():
     assert found(account="Physics", qos="LONG", time="30-0") == []
 
 
-def test_nothing_is_refused_where_nothing_is_known() -> None:
+def test_nothing_is_refused_where_nothing_is_known():
     assert found(Cluster("unknown"), partition="any", nodes=10**6, time="0", qos="any", account="any") == []
     bare = Cluster("bare", (Partition("gpu", is_default=True),))
     assert found(bare, nodes=10**6, mem="900T", constraint="any", gpu_type="any") == []
@@ -246,22 +246,22 @@ def test_nothing_is_refused_where_nothing_is_known() -> None:
         ("(a|b)&c,d", ("a", "b", "c", "d")),
     ],
 )
-def test_features_of_a_constraint(constraint: str | None, names: tuple[str, ...]) -> None:
+def test_features_of_a_constraint(constraint, names):
     assert features_of(constraint) == names
 
 
-def test_with_an_or_any_node_may_do() -> None:
+def test_with_an_or_any_node_may_do():
     assert found(constraint="h100|a100", nodes=9) == []
     assert found(constraint="[h100*2&a100*2]", nodes=10) == []
 
 
-def test_the_reason_of_one_partition_for_the_table_of_all() -> None:
+def test_the_reason_of_one_partition_for_the_table_of_all():
     [(key, message, _)] = partition_problems(request(WEST), WEST, CPU)
     assert key == "resources.gpus_per_node"
     said(message)
 
 
-def test_a_misspelt_type_does_not_hide_that_there_are_too_few_gpus() -> None:
+def test_a_misspelt_type_does_not_hide_that_there_are_too_few_gpus():
     keys = [
         key for key, _, _ in found(gpu_type="h10", constraint="ibb", gpus_per_node=16, workers_per_node=16)
     ]

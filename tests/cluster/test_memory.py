@@ -1,7 +1,5 @@
 """Tests the memory of a job and the kills by the OOM killer, as the kernel reports them."""
 
-from pathlib import Path
-
 import pytest
 
 from trainkit.cluster import machine as memory
@@ -44,15 +42,7 @@ USED = f"{3 << 29}\n"
         ("1:cpu:/x", None, "", None, None),
     ],
 )
-def test_the_control_group_of_a_job(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    own: str,
-    file: str | None,
-    text: str,
-    memory_gib: float | None,
-    oom_kills: int | None,
-) -> None:
+def test_the_control_group_of_a_job(tmp_path, monkeypatch, own, file, text, memory_gib, oom_kills):
     """The limit comes from the cgroup of the job, the number of kills from the cgroup of this process."""
     (tmp_path / "self").mkdir()
     (tmp_path / "self/cgroup").write_text(f"{own}\n")
@@ -79,9 +69,7 @@ MIB = "55d0c-7ffd ---p 00000000 00:00 0    [rollup]\nRss: 999999 kB\nPss:  {} kB
         ({1: MIB.format(300 << 10), 2: "Pss"}, 0.293),
     ],
 )
-def test_the_memory_of_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[int, str | None], memory_gib: float | None
-) -> None:
+def test_the_memory_of_processes(tmp_path, monkeypatch, files, memory_gib):
     for pid, text in files.items():
         (tmp_path / f"{pid}").mkdir()
         if text is not None:

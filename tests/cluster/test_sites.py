@@ -201,7 +201,7 @@ def problems(capsys: pytest.CaptureFixture[str], *options: str) -> list[str]:
 
 
 @pytest.mark.parametrize("number", range(len(ROWS)), ids=[row[1] for row in ROWS])
-def test_gres(number: int, written: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_gres(number, written, capsys):
     _, _, text = ROWS[number]
     gpus = {"": int(text)} if text.isdigit() else yaml.safe_load(f"{{{text}}}")
     partition, total = f"g{number}", sum(gpus.values())
@@ -223,7 +223,7 @@ def test_gres(number: int, written: dict[str, Any], capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("number", range(len(table())))
-def test_partition(number: int, written: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_partition(number, written, capsys):
     _, section, rows = table()[number]
     assert written[f"p{number}"] == {**yaml.safe_load(f"{{{section}}}"), "nodes": NODES}
     for options, said in rows:

@@ -1,7 +1,6 @@
 """Tests values that a command replaces in a loaded config."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +16,7 @@ def loaded(tmp_path: Path) -> LoadedConfig:
     return load_config(file, environ={}, cwd=tmp_path)
 
 
-def test_the_others_stay_as_they_are(loaded: LoadedConfig) -> None:
+def test_the_others_stay_as_they_are(loaded):
     values = {"name": "other", "optimizer.lr": 0.5, "launch.env": {"A": "b"}, "checkpoint.async": False}
     changed = with_values(loaded, values, "a test")
     assert changed.config.name == "other"
@@ -30,7 +29,7 @@ def test_the_others_stay_as_they_are(loaded: LoadedConfig) -> None:
     assert loaded.config.name == "mine"
 
 
-def test_arguments_of_a_task(loaded: LoadedConfig) -> None:
+def test_arguments_of_a_task(loaded):
     """Arguments of a task may have any name, and the original config keeps its values."""
     first = with_values(loaded, {"task_args.width": 32, "task_args.depth": 2}, "a test")
     second = with_values(first, {"task_args.width": 64}, "a test")
@@ -47,7 +46,7 @@ def test_arguments_of_a_task(loaded: LoadedConfig) -> None:
         ({"train.epochs": 2.0}, "a test: train.epochs: is 2 and train.steps is 7"),
     ],
 )
-def test_what_is_not_allowed(loaded: LoadedConfig, values: dict[str, Any], problem: str) -> None:
+def test_what_is_not_allowed(loaded, values, problem):
     with pytest.raises(ConfigError) as caught:
         with_values(loaded, values, "a test")
     (found,) = caught.value.problems

@@ -24,7 +24,7 @@ def problem(tmp_path: Path, *overrides: str) -> str:
     return error.value.message
 
 
-def test_epochs_survive_the_run_folder(tmp_path: Path) -> None:
+def test_epochs_survive_the_run_folder(tmp_path):
     first = load(tmp_path, "train.epochs=2").config
     (tmp_path / "config.yaml").write_text(dump_effective(first))
     again = load_config(tmp_path / "config.yaml", overrides=["seed=1"], layers=False, cwd=tmp_path).config
@@ -42,9 +42,7 @@ def test_epochs_survive_the_run_folder(tmp_path: Path) -> None:
         ("{steps: 10, epochs: null}", "seed=1", (10, None), ""),
     ],
 )
-def test_a_later_length_replaces_an_earlier_one(
-    tmp_path: Path, file: str, flag: str, length: tuple[int | None, float | None], note: str
-) -> None:
+def test_a_later_length_replaces_an_earlier_one(tmp_path, file, flag, length, note):
     (tmp_path / "run.yaml").write_text(f"train:\n  {file}\n")
     loaded = load_config("run.yaml", overrides=[flag], environ={}, cwd=tmp_path)
     assert (loaded.config.train.steps, loaded.config.train.epochs) == length
@@ -52,7 +50,7 @@ def test_a_later_length_replaces_an_earlier_one(
 
 
 @pytest.mark.parametrize("also", [(), ("train.steps=null",)])
-def test_epochs_win_over_the_default_of_steps(tmp_path: Path, also: tuple[str, ...]) -> None:
+def test_epochs_win_over_the_default_of_steps(tmp_path, also):
     loaded = load(tmp_path, "train.epochs=0.5", *also)
     assert (loaded.config.train.epochs, loaded.config.train.steps) == (0.5, None)
     assert loaded.origins["train.steps"] == ("--set train.steps=null" if also else "default")
@@ -112,12 +110,12 @@ notify.mail=me@x.org notify.on=[stalled,slow]
 
 
 @pytest.mark.parametrize(("overrides", "message"), messages(CONTRADICTIONS))
-def test_contradictions(tmp_path: Path, overrides: str, message: str) -> None:
+def test_contradictions(tmp_path, overrides, message):
     first, *others = overrides.split()
     assert problem(tmp_path, first, *others) == f"--set {first}: {message}"
 
 
-def test_what_does_not_contradict(tmp_path: Path) -> None:
+def test_what_does_not_contradict(tmp_path):
     assert load(tmp_path, "schedule.name=wsd", "schedule.decay_steps=180").config.schedule.decay_steps == 180
     load(tmp_path, EIGHT_BIT, "optimizer.state_dtype=fp32", "optimizer.betas=[0.9, 0.999]")
     for tp in (2, 4, 8):
@@ -127,7 +125,7 @@ def test_what_does_not_contradict(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["HF_TOKEN", "WANDB_API_KEY", "MY_PASSWORD"])
-def test_a_secret_must_not_be_written_down(tmp_path: Path, name: str) -> None:
+def test_a_secret_must_not_be_written_down(tmp_path, name):
     said(problem(tmp_path, f"launch.env.{name}=abc"))
 
 
@@ -142,9 +140,7 @@ def test_a_secret_must_not_be_written_down(tmp_path: Path, name: str) -> None:
         ("A", "\0", "has a NUL character, which an environment variable cannot contain"),
     ],
 )
-def test_variables_that_a_batch_script_would_drop(
-    tmp_path: Path, name: str, value: str, message: str
-) -> None:
+def test_variables_that_a_batch_script_would_drop(tmp_path, name, value, message):
     file = tmp_path / "config.yaml"
     file.write_text(f"launch:\n  env:\n    A1: x\n    {json.dumps(name)}: {json.dumps(value)}\n")
     with pytest.raises(ConfigError) as error:
@@ -153,7 +149,7 @@ def test_variables_that_a_batch_script_would_drop(
     assert (found.message, found.line, bool(found.hint)) == (message, 4, True)
 
 
-def test_bash_sets_these_variables_itself() -> None:
+def test_bash_sets_these_variables_itself():
     for name in OF_BASH:
         script = f"export {name}=77 2>/dev/null; /usr/bin/env"
         done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
@@ -170,7 +166,7 @@ def test_bash_sets_these_variables_itself() -> None:
 @pytest.mark.parametrize(
     "key", ["model.init_from", "data.source", "data.cache_dir", "data.tokenizer", "model.hf"]
 )
-def test_what_is_no_path(tmp_path: Path, key: str, path: str, message: str) -> None:
+def test_what_is_no_path(tmp_path, key, path, message):
     assert f"--set {key}={path}: {key}: {message}" in problem(tmp_path, f"{key}={path}")
     assert message in problem(tmp_path, f"{key}={path}")
     file = tmp_path / "config.yaml"
@@ -180,14 +176,14 @@ def test_what_is_no_path(tmp_path: Path, key: str, path: str, message: str) -> N
 
 
 @pytest.mark.parametrize("url", ["https://hooks.example.org/services/T0P", "hooks.example.org/x", "a b"])
-def test_the_url_of_a_webhook_must_not_be_written_down(tmp_path: Path, url: str) -> None:
+def test_the_url_of_a_webhook_must_not_be_written_down(tmp_path, url):
     text = problem(tmp_path, f"notify.webhook={url}")
     said(text)
     said(problem(tmp_path, "notify.webhook=MY_HOOK", f"launch.env.MY_HOOK={url}"))
 
 
 @pytest.mark.parametrize("line", ["export HF_TOKEN=hf_abcdefgh", "A_KEY='long enough' python x.py"])
-def test_a_secret_in_a_line_of_setup(tmp_path: Path, line: str) -> None:
+def test_a_secret_in_a_line_of_setup(tmp_path, line):
     text = problem(tmp_path, f"launch.setup=[{json.dumps(line)}]")
     assert "launch.setup: sets " in text
     said(text)
@@ -199,7 +195,7 @@ def test_a_secret_in_a_line_of_setup(tmp_path: Path, line: str) -> None:
     "line",
     ["export HF_TOKEN=$(cat ~/.token)", 'HF_TOKEN="$MINE" x', "MAX_TOKENS=4096 x", "x max_tokens=40960000"],
 )
-def test_what_is_no_secret_in_a_line_of_setup(tmp_path: Path, line: str) -> None:
+def test_what_is_no_secret_in_a_line_of_setup(tmp_path, line):
     assert load(tmp_path, f"launch.setup=[{json.dumps(line)}]").config.launch.setup == (line,)
 
 
@@ -214,21 +210,21 @@ def test_what_is_no_secret_in_a_line_of_setup(tmp_path: Path, line: str) -> None
         ),
     ],
 )
-def test_a_pattern_that_cannot_be_used(tmp_path: Path, pattern: str, words: str) -> None:
+def test_a_pattern_that_cannot_be_used(tmp_path, pattern, words):
     assert words in (problem(tmp_path, f"logging.pattern={pattern}") or "")
 
 
 @pytest.mark.parametrize(
     "other", ["parallel.cp=2", "parallel.pp=2", "model.architecture=mine.py:Mine", "task=mine.py:Mine"]
 )
-def test_document_mask(tmp_path: Path, other: str) -> None:
+def test_document_mask(tmp_path, other):
     said(problem(tmp_path, "data.document_mask=true", other))
     load(tmp_path, "data.document_mask=true", "parallel.tp=2")
     load(tmp_path, other)
 
 
 @pytest.mark.parametrize("name", ["last", "local-12", "4711", "4711_3"])
-def test_a_name_that_means_another_run(tmp_path: Path, name: str) -> None:
+def test_a_name_that_means_another_run(tmp_path, name):
     with pytest.raises(ConfigError) as error:
         load_config(None, overrides=[f'name="{name}"'], environ={}, cwd=tmp_path)
     [problem] = error.value.problems

@@ -72,7 +72,7 @@ def load(*overrides: str, **flags: Any) -> LoadedConfig:
         ),
     ],
 )
-def test_parts_of_values(overrides: list[str], key: str, expected: object) -> None:
+def test_parts_of_values(overrides, key, expected):
     value = load(*overrides).config.model_dump(mode="json", by_alias=True)
     for name in key.split("."):
         value = value[name]
@@ -82,7 +82,7 @@ def test_parts_of_values(overrides: list[str], key: str, expected: object) -> No
     assert json.dumps(value, sort_keys=True) == json.dumps(expected, sort_keys=True)
 
 
-def test_defaults_origins_and_named_flags() -> None:
+def test_defaults_origins_and_named_flags():
     Path("run.yaml").write_text('launch: {env: {KEEP: "1"}}\n')
     loaded = load("optimizer.betas.1=0.9", "launch.env.NEW=2", **{"launch.env.NONE": None})
     assert loaded.config.optimizer.betas == (0.9, 0.9)
@@ -127,7 +127,7 @@ task_args.blocks.2.dim=1
 
 
 @pytest.mark.parametrize(("override", "expected"), messages(REFUSED))
-def test_what_is_refused(override: str, expected: str) -> None:
+def test_what_is_refused(override, expected):
     with pytest.raises(ConfigError) as caught:
         load(override)
     assert expected in str(caught.value)
@@ -143,7 +143,7 @@ def test_what_is_refused(override: str, expected: str) -> None:
         ("data: {source: {web: 0.7, code: 0.3}}", "data.source.code=wide"),
     ],
 )
-def test_the_part_that_is_refused_is_named_and_not_what_was_right(content: str, override: str) -> None:
+def test_the_part_that_is_refused_is_named_and_not_what_was_right(content, override):
     Path("run.yaml").write_text(content + "\n")
     with pytest.raises(ConfigError) as caught:
         load(override)
@@ -154,7 +154,7 @@ def test_the_part_that_is_refused_is_named_and_not_what_was_right(content: str, 
     assert [problem.origin for problem in caught.value.problems] == ["run.yaml:4"]
 
 
-def test_a_mapping_that_is_added_conflicts_with_another_value_of_its_key() -> None:
+def test_a_mapping_that_is_added_conflicts_with_another_value_of_its_key():
     with pytest.raises(ConfigError, match=r"conflicts with --set tags\+=\{a: 1\}"):
         load("tags+={a: 1}", tags=["x"])
     with pytest.raises(ConfigError, match="conflicts with a flag"):
@@ -162,7 +162,7 @@ def test_a_mapping_that_is_added_conflicts_with_another_value_of_its_key() -> No
     assert load(**{"launch.env+": {"A": "1"}, "launch.env": {"A": "1"}}).config.launch.env["A"] == "1"
 
 
-def test_a_sweep_of_an_item(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_of_an_item(capsys):
     sweep = ["--sweep", "optimizer.betas.0=0.8,0.9", "--sweep", "launch.env.DROP=null,3"]
     assert main(["submit", "run.yaml", "--backend", "local", "--dry-run", "--json", *sweep]) == 0
     out, err = capsys.readouterr()

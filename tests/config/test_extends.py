@@ -22,7 +22,7 @@ def message(tmp_path: Path, files: dict[str, str], **options: object) -> str:
     return error.value.message
 
 
-def test_later_files_win_and_this_file_wins_over_all(tmp_path: Path) -> None:
+def test_later_files_win_and_this_file_wins_over_all(tmp_path):
     files = {
         "run.yaml": "extends: [a.yaml, sub/b.yaml]\nname: run\n",
         "a.yaml": "name: a\nseed: 1\ntrain: {steps: 1, log_every: 1}\n",
@@ -39,7 +39,7 @@ def test_later_files_win_and_this_file_wins_over_all(tmp_path: Path) -> None:
     assert loaded.origins["train.log_every"] == "a.yaml:3"
 
 
-def test_one_file_extended_twice_is_no_circle(tmp_path: Path) -> None:
+def test_one_file_extended_twice_is_no_circle(tmp_path):
     files = {
         "run.yaml": "extends: [a.yaml, b.yaml]\n",
         "a.yaml": "extends: base.yaml\nseed: 1\n",
@@ -51,34 +51,34 @@ def test_one_file_extended_twice_is_no_circle(tmp_path: Path) -> None:
     assert load(tmp_path, files).config.seed == 9
 
 
-def test_circle(tmp_path: Path) -> None:
+def test_circle(tmp_path):
     files = {"run.yaml": "seed: 1\nextends: a.yaml\n", "a.yaml": "extends: run.yaml\n"}
     said(message(tmp_path, files))
 
 
-def test_shipped_configs_and_profiles_are_found_from_anywhere(tmp_path: Path) -> None:
+def test_shipped_configs_and_profiles_are_found_from_anywhere(tmp_path):
     config = load(tmp_path, {"run.yaml": "extends: models/nano.yaml\n"}, profile="smoke").config
     assert (config.model.preset, config.train.steps) == ("nano", 20)
 
 
-def test_missing(tmp_path: Path) -> None:
+def test_missing(tmp_path):
     text = message(tmp_path, {"run.yaml": "name: x\nextends:\n  - model/tiny.yaml\n  - zzz.yaml\n"})
     said(text)
 
 
 @pytest.mark.parametrize("value", ["1", "[a.yaml, 2]", "{a: b}", '""'])
-def test_not_names(tmp_path: Path, value: str) -> None:
+def test_not_names(tmp_path, value):
     text = message(tmp_path, {"run.yaml": f"extends: {value}\n", "a.yaml": "seed: 1\n"})
     said(text)
 
 
-def test_problems_of_an_extended_file_have_its_lines(tmp_path: Path) -> None:
+def test_problems_of_an_extended_file_have_its_lines(tmp_path):
     files = {"run.yaml": "extends: a.yaml\nnodes: 1\n", "a.yaml": "\ntrain: {stepz: 1}\n"}
     said(message(tmp_path, files))
 
 
 @pytest.mark.parametrize("place", ["sub/profiles", "profiles", "configs/profiles"])
-def test_profile_places(tmp_path: Path, place: str) -> None:
+def test_profile_places(tmp_path, place):
     files = {"sub/run.yaml": "seed: 1\n", f"{place}/fast.yaml": "seed: 2\n"}
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -87,7 +87,7 @@ def test_profile_places(tmp_path: Path, place: str) -> None:
     assert (loaded.config.seed, loaded.origins["seed"]) == (2, f"{place}/fast.yaml:1")
 
 
-def test_no_such_profile(tmp_path: Path) -> None:
+def test_no_such_profile(tmp_path):
     files = {"run.yaml": "seed: 1\n", "profiles/big.yaml": "seed: 1\n"}
     said(message(tmp_path, files, profile="smok"))
     # a profile is a name, not a path

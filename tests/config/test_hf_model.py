@@ -51,7 +51,7 @@ def problem(tmp_path: Path, *overrides: str) -> str:
     return found.render()
 
 
-def test_the_sizes_of_a_llama(tmp_path: Path) -> None:
+def test_the_sizes_of_a_llama(tmp_path):
     folder = write(tmp_path / "model", rope_scaling=SCALING)
     loaded = load(tmp_path)
     model = loaded.config.model
@@ -75,13 +75,13 @@ def test_the_sizes_of_a_llama(tmp_path: Path) -> None:
         {"rope_scaling": None, "head_dim": 16, "num_key_value_heads": 2},
     ],
 )
-def test_both_ways_to_write_the_rotary_embedding(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_both_ways_to_write_the_rotary_embedding(tmp_path, changes):
     write(tmp_path / "model", **changes)
     model = load(tmp_path).config.model
     assert (model.rope_theta, model.rope_scaling) == (500000.0, None)
 
 
-def test_qwen2_has_biases(tmp_path: Path) -> None:
+def test_qwen2_has_biases(tmp_path):
     write(
         tmp_path / "model", model_type="qwen2", tie_word_embeddings=True, layer_types=["full_attention"] * 3
     )
@@ -104,7 +104,7 @@ def test_qwen2_has_biases(tmp_path: Path) -> None:
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "rope_scaling has no low_freq_factor"),
     ],
 )
-def test_other_models_need_transformers(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
+def test_other_models_need_transformers(tmp_path, changes, reason):
     folder = write(tmp_path / "model", **changes)
     assert find_hf_model(str(folder), tmp_path).reason == reason
     model = load(tmp_path).config.model
@@ -113,7 +113,7 @@ def test_other_models_need_transformers(tmp_path: Path, changes: dict[str, Any],
     said(found)
 
 
-def test_lora_needs_transformers(tmp_path: Path) -> None:
+def test_lora_needs_transformers(tmp_path):
     write(tmp_path / "model")
     assert load(tmp_path, "model.lora={r: 8}").config.model.architecture == "transformers"
 
@@ -146,15 +146,13 @@ THEIRS = "model.architecture=transformers"
         (["model.lora={r: 8}", "model.architecture=llama"], "lora: is set, but model.architecture is llama"),
     ],
 )
-def test_contradictions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], expected: str
-) -> None:
+def test_contradictions(tmp_path, monkeypatch, overrides, expected):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     write(tmp_path / "model")
     assert expected in problem(tmp_path, *overrides)
 
 
-def test_a_downloaded_model_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_downloaded_model_is_found_by_its_name(tmp_path, monkeypatch):
     import huggingface_hub.constants
 
     hub = tmp_path / "hub"
@@ -168,14 +166,14 @@ def test_a_downloaded_model_is_found_by_its_name(tmp_path: Path, monkeypatch: py
     assert load(tmp_path, "model.hf=org/name").config.model.hf == str(snapshot)
 
 
-def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
+def test_a_model_without_a_tokenizer(tmp_path):
     folder = write(tmp_path / "model")
     (folder / "tokenizer.json").unlink()
     said(problem(tmp_path))
     assert load(tmp_path, "data.tokenizer=bytes").config.data.tokenizer == "bytes"
 
 
-def test_a_shipped_config_does_not_set_sizes(tmp_path: Path) -> None:
+def test_a_shipped_config_does_not_set_sizes(tmp_path):
     folder = write(tmp_path / "model")
     for name in ("quickstart", "models/8b"):
         config = load_config(name, overrides=[f"model.hf={folder}"], cwd=tmp_path, environ={}).config
@@ -193,12 +191,12 @@ def test_a_shipped_config_does_not_set_sizes(tmp_path: Path) -> None:
         ({"vocab_size": 0}, "config.json: model.vocab_size: must be "),
     ],
 )
-def test_values_that_no_model_has(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_values_that_no_model_has(tmp_path, changes, message):
     write(tmp_path / "model", **changes)
     assert message in problem(tmp_path)
 
 
-def test_a_damaged_config_json(tmp_path: Path) -> None:
+def test_a_damaged_config_json(tmp_path):
     folder = write(tmp_path / "model")
     (folder / "config.json").write_text("{")
     assert f"{folder / 'config.json'} cannot be read: " in problem(tmp_path)

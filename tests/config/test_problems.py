@@ -27,7 +27,7 @@ def default_hint(key: str) -> str:
     return f"\n  hint: the default is {show_value(default_values()[key])}"
 
 
-def test_all_at_once(tmp_path: Path) -> None:
+def test_all_at_once(tmp_path):
     text = "train:\n  stps: 3\n  log_every: 0\nschedule: {name: cosin}\nresources:\n  time: 090\n"
     said("\n".join(problems(tmp_path, "model.dropout=1", "x", text=text, TRAINKIT_SEED="-1")))
 
@@ -98,7 +98,7 @@ launch.env={A: [1], B: "${HOME}"}
         ),
     ],
 )
-def test_message(tmp_path: Path, override: str, message: str | None) -> None:
+def test_message(tmp_path, override, message):
     found = problems(tmp_path, override)
     if message is None:
         message = (
@@ -142,7 +142,7 @@ def test_message(tmp_path: Path, override: str, message: str | None) -> None:
         ("train.steps.x=1", None),
     ],
 )
-def test_closest_match(tmp_path: Path, override: str, hint: str | None) -> None:
+def test_closest_match(tmp_path, override, hint):
     key = override.partition("=")[0]
     if hint is None:
         expected = (
@@ -155,25 +155,25 @@ def test_closest_match(tmp_path: Path, override: str, hint: str | None) -> None:
     assert problems(tmp_path, override) == [expected]
 
 
-def test_dotted_key_in_a_file(tmp_path: Path) -> None:
+def test_dotted_key_in_a_file(tmp_path):
     said("\n".join(problems(tmp_path, text="train.steps: 3\n")))
 
 
-def test_unknown_variable(tmp_path: Path) -> None:
+def test_unknown_variable(tmp_path):
     said("\n".join(problems(tmp_path, TRAINKIT_TRAIN_STEPS="3")))
 
 
-def test_an_overruled_value_is_not_judged_but_its_name_is(tmp_path: Path) -> None:
+def test_an_overruled_value_is_not_judged_but_its_name_is(tmp_path):
     text = "seed: many\ntrian: 1\n"
     said("\n".join(problems(tmp_path, "seed=3", text=text)))
 
 
-def test_a_newer_version_is_the_only_problem(tmp_path: Path) -> None:
+def test_a_newer_version_is_the_only_problem(tmp_path):
     text = "new_key: 1\nconfig_version: 3\ntrain: {steps: [1, 2]}\n"
     said("\n".join(problems(tmp_path, "seed=x", text=text)))
 
 
-def test_a_long_value_is_cut(tmp_path: Path) -> None:
+def test_a_long_value_is_cut(tmp_path):
     [found] = problems(tmp_path, f"seed=[{', '.join(map(str, range(100)))}]")
     shown = found.removesuffix(default_hint("seed")).partition(" not ")[2]
     assert shown.startswith("[0, 1, 2")
@@ -181,23 +181,23 @@ def test_a_long_value_is_cut(tmp_path: Path) -> None:
     assert len(shown) == 80
 
 
-def test_a_tracker_is_true_or_a_mapping(tmp_path: Path) -> None:
+def test_a_tracker_is_true_or_a_mapping(tmp_path):
     found = problems(tmp_path, "logging.wandb={projekt: x}", "logging.mlflow=sqlite.db")
     said("\n".join(found))
 
 
-def test_a_password_in_a_tracking_uri_is_not_shown(tmp_path: Path) -> None:
+def test_a_password_in_a_tracking_uri_is_not_shown(tmp_path):
     [found] = problems(tmp_path, "logging.mlflow={tracking_uri: 'https://me:hunter2@host'}")
     said(found)
 
 
-def test_the_file_store_of_mlflow(tmp_path: Path) -> None:
+def test_the_file_store_of_mlflow(tmp_path):
     [found] = problems(tmp_path, "logging.mlflow={tracking_uri: 'file:///data/mlruns'}")
     said(found)
 
 
 @pytest.mark.parametrize("key", all_keys())
-def test_every_key_can_say_what_it_may_hold(key: str) -> None:
+def test_every_key_can_say_what_it_may_hold(key):
     assert allowed_values(tuple(key.split(".")))
 
 
@@ -210,9 +210,7 @@ def test_every_key_can_say_what_it_may_hold(key: str) -> None:
         ("resources: {nodes: 1}\nparameters: {lr: 1}\nmethod: grid\n", ["parameters", "method"]),
     ],
 )
-def test_a_file_with_a_section_of_trainkit_alone_is_not_of_another_program(
-    tmp_path: Path, text: str, keys: list[str]
-) -> None:
+def test_a_file_with_a_section_of_trainkit_alone_is_not_of_another_program(tmp_path, text, keys):
     if not keys:
         (tmp_path / "run.yaml").write_text(text)
         assert load_config("run.yaml", environ={}, cwd=tmp_path).config.task_args["fit"] == {"x": 1}

@@ -14,7 +14,7 @@ OTHER = "from pydantic import BaseModel\nclass Other(BaseModel):\n    name: str\
 
 
 @pytest.mark.parametrize(("code", "is_loaded"), [(CONFIG, False), (OTHER, True), (CONFIG + OTHER, True)])
-def test_a_plugin_of_pydantic_is_for_models_of_others(tmp_path: Path, code: str, is_loaded: bool) -> None:
+def test_a_plugin_of_pydantic_is_for_models_of_others(tmp_path, code, is_loaded):
     """A tracker may install such a plugin, with all its imports."""
     info = tmp_path / "tracker-1.0.dist-info"
     info.mkdir()

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 from pydantic import BaseModel
@@ -19,13 +18,13 @@ SHIPPED = [file for file in FILES if file not in PROFILES]
 
 
 @pytest.mark.parametrize("file", SHIPPED, ids=[str(file.relative_to(shipped_configs())) for file in SHIPPED])
-def test_shipped_config(file: Path, tmp_path: Path) -> None:
+def test_shipped_config(file, tmp_path):
     assert file.read_text().startswith("# ")
     load_config(file, environ={}, cwd=tmp_path)
 
 
 @pytest.mark.parametrize("file", PROFILES, ids=[file.stem for file in PROFILES])
-def test_profile_of_one_config(file: Path, tmp_path: Path) -> None:
+def test_profile_of_one_config(file, tmp_path):
     """The models in these configs come from a hub, and any other model can replace them."""
     assert file.read_text().startswith("# ")
     recipe, _, profile = file.stem.partition(".")
@@ -39,17 +38,17 @@ def test_profile_of_one_config(file: Path, tmp_path: Path) -> None:
     assert loaded.config.precision.dtype == "bf16"
 
 
-def test_quickstart_and_a_model_of_every_useful_size_ship() -> None:
+def test_quickstart_and_a_model_of_every_useful_size_ship():
     names = {str(file.relative_to(shipped_configs())) for file in SHIPPED}
     assert names >= {"quickstart.yaml", "models/tiny.yaml", "models/8b.yaml", "profiles/smoke.yaml"}
 
 
-def test_every_model_config_is_named_for_its_preset(tmp_path: Path) -> None:
+def test_every_model_config_is_named_for_its_preset(tmp_path):
     for file in (shipped_configs() / "models").glob("*.yaml"):
         assert load_config(file, environ={}, cwd=tmp_path).config.model.preset == file.stem.partition("-")[0]
 
 
-def test_every_field_has_one_sentence() -> None:
+def test_every_field_has_one_sentence():
     def check(model: type[BaseModel]) -> None:
         for name, field in model.model_fields.items():
             assert field.description, name
@@ -60,12 +59,12 @@ def test_every_field_has_one_sentence() -> None:
     check(RunConfig)
 
 
-def test_frozen() -> None:
+def test_frozen():
     with pytest.raises(ValueError, match="frozen"):
         RunConfig().train.steps = 3  # type: ignore[misc]
 
 
-def test_config_and_plan_load_neither_torch_nor_numpy() -> None:
+def test_config_and_plan_load_neither_torch_nor_numpy():
     code = (
         "import sys, trainkit.config, trainkit.plan.make_plan, trainkit.cluster.machine\n"
         "print(sorted({'torch', 'numpy', 'tokenizers'} & set(sys.modules)))"

@@ -29,7 +29,6 @@ from trainkit.job.flight_records import (
 from trainkit.plan.launch import WorkerEnvironment
 from trainkit.plan.workload import Workload
 from trainkit.run.files import write_json
-from trainkit.run.rundir import AttemptDir
 
 ENTRY = {
     "record_id": 0,
@@ -62,7 +61,7 @@ class Evil:
         return os.mkdir, ("/tmp/made-by-a-flight-record",)
 
 
-def test_pickles_and_json_say_the_same(tmp_path: Path) -> None:
+def test_pickles_and_json_say_the_same(tmp_path):
     for name, content in (("pickle", pickle.dumps(DUMP, 2)), ("json", json.dumps(DUMP).encode())):
         (tmp_path / name).write_bytes(content)
         [call] = parse_flight(1, read_dump(tmp_path / name), 2).calls
@@ -84,14 +83,14 @@ NO_RECORDS = [
 
 
 @pytest.mark.parametrize("number", range(len(NO_RECORDS)))
-def test_what_is_no_record_is_refused(tmp_path: Path, number: int) -> None:
+def test_what_is_no_record_is_refused(tmp_path, number):
     (tmp_path / "rank-0").write_bytes(NO_RECORDS[number])
     with pytest.raises(ValueError, match=r"not a flight record|Expecting property name"):
         read_dump(tmp_path / "rank-0")
     assert not Path("/tmp/made-by-a-flight-record").exists()
 
 
-def test_a_record_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_that_is_too_large_is_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr(flight_records, "MAX_BYTES", 100)
     (tmp_path / "rank-0").write_bytes(pickle.dumps(DUMP))
     with pytest.raises(ValueError, match="larger than"):
@@ -101,14 +100,12 @@ def test_a_record_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     "broken", [{"entries": [{}]}, {"entries": 5}, {"pg_config": []}, {"pg_config": {"0": 1}}]
 )
-def test_other_formats_are_refused(broken: dict[str, Any]) -> None:
+def test_other_formats_are_refused(broken):
     with pytest.raises(ValueError, match="not a flight record"):
         parse_flight(0, DUMP | broken, 2)
 
 
-def test_records_of_the_trainer_and_of_torch_and_damaged_ones(
-    attempt: AttemptDir, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_records_of_the_trainer_and_of_torch_and_damaged_ones(attempt, capfd):
     assert read_flights(attempt, 3) == {}
     for folder in (attempt.flight_dir, attempt.stacks_dir):
         folder.mkdir()
@@ -119,7 +116,7 @@ def test_records_of_the_trainer_and_of_torch_and_damaged_ones(
     assert f"cannot read the flight record {attempt.flight_dir / 'rank-2'}" in "".join(capfd.readouterr())
 
 
-def test_torch_writes_a_record_on_request(attempt: AttemptDir) -> None:
+def test_torch_writes_a_record_on_request(attempt):
     """One rank has a monitor that reads its pipe, as NCCL's monitor does, and one rank has no NCCL."""
     plan = launch_plan(device="cuda", workload=Workload(("train",)))
     environ = flight_environ(attempt, plan)
@@ -149,7 +146,7 @@ def test_torch_writes_a_record_on_request(attempt: AttemptDir) -> None:
     assert not Path(f"{prefix}3.pipe").exists()
 
 
-def test_a_place_of_the_users_own_stays(attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_of_the_users_own_stays(attempt, monkeypatch):
     plan = launch_plan(device="cuda")
     name = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
     assert flight_environ(attempt, replace(plan, environment=WorkerEnvironment({name: "/mine/rank-"}))) == {}
@@ -158,9 +155,7 @@ def test_a_place_of_the_users_own_stays(attempt: AttemptDir, monkeypatch: pytest
     assert not attempt.flight_dir.exists()
 
 
-def test_without_pipes_torch_is_not_asked_for_any(
-    attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_pipes_torch_is_not_asked_for_any(attempt, monkeypatch):
     def refuse(path: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 
@@ -175,9 +170,7 @@ SHOW = ("python3", "-c", "import os; print(os.environ.get('TORCH_NCCL_DEBUG_INFO
 @pytest.mark.parametrize(
     ("rank", "folder", "shown"), [("3", ".", True), (None, ".", False), ("3", "gone", False)]
 )
-def test_only_a_rank_that_sees_the_folder_makes_a_pipe(
-    tmp_path: Path, rank: str | None, folder: str, shown: bool
-) -> None:
+def test_only_a_rank_that_sees_the_folder_makes_a_pipe(tmp_path, rank, folder, shown):
     """torch ends a process that cannot make its pipe, for example in a container without the run folder."""
     prefix = str(tmp_path / folder / "rank-")
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(STARTUP), "TRAINKIT_JOB_AGENT_PID": str(os.getpid())}

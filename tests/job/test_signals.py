@@ -104,7 +104,7 @@ def test_a_process_that_a_worker_forks_has_signals_of_its_own():
     assert done.stdout == f"{-signal.SIGTERM} False\n", done.stderr
 
 
-def test_below_a_background_job_a_command_hears_the_signals_of_the_terminal(tmp_path: Path) -> None:
+def test_below_a_background_job_a_command_hears_the_signals_of_the_terminal(tmp_path):
     """A shell finds its foreground processes by these signals, as in handlers.is_in_foreground."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in FROM_TERMINAL}
     try:

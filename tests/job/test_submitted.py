@@ -4,12 +4,11 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from slurm_job import Slurm, step
+from slurm_job import step
 
 from tests.backends.slurm.test_allocation_hosts import plan as planned
 from tests.support.groups import make_group
@@ -33,7 +32,7 @@ from trainkit.run.submitted import (
 )
 
 
-def test_the_plan_of_each_number_of_nodes_is_the_one_that_was_submitted() -> None:
+def test_the_plan_of_each_number_of_nodes_is_the_one_that_was_submitted():
     made = planned("resources.nodes=1-4", "train.global_batch_size=16", "train.device_batch_size=4").to_dict()
     made["of_a_newer_version"] = True
     submitted = submitted_hash("config", made)
@@ -57,9 +56,7 @@ def submitted(run: RunDir) -> str:
     return submitted_hash(attempt.config_file.read_text(), read_json(attempt.plan_file))
 
 
-def test_a_job_runs_what_it_was_submitted_with(
-    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_runs_what_it_was_submitted_with(run, slurm, monkeypatch):
     monkeypatch.setenv(SUBMITTED_VARIABLE, submitted(run))
     code = "import os; raise SystemExit(5 if os.environ['TRAINKIT_JOB_ATTEMPT'] == '1' else 0)"
     assert step(run, code)[1]["state"] == "finished", "the restart too"
@@ -101,13 +98,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "change", [change_config, change_plan, damage_plan, change_run, change_launcher_file]
 )
-def test_nothing_runs_of_a_folder_that_was_changed(
-    run: RunDir,
-    slurm: Slurm,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    change: Callable[[RunDir], Path],
-) -> None:
+def test_nothing_runs_of_a_folder_that_was_changed(run, slurm, monkeypatch, capfd, change):
     plan = {**read_json(run.attempt(1).plan_file), "launcher_files": {"accelerate.yaml": "a: b\n"}}
     for folder in (run, run.attempt(1)):
         folder.plan_file.write_text(json.dumps(plan))
@@ -124,9 +115,7 @@ def test_nothing_runs_of_a_folder_that_was_changed(
     assert (slurm.requeued, Path("executed").exists(), run.attempt_numbers()) == (0, False, [1])
 
 
-def test_of_another_run_in_its_place_no_record_is_believed(
-    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_of_another_run_in_its_place_no_record_is_believed(run, slurm, monkeypatch, capfd):
     """The attempt in the folder belongs to another job, which may be running."""
     add_slurm_attempt(run, 1, "8", "submit", "sbatch")
     monkeypatch.setenv(SUBMITTED_VARIABLE, "0:1")
@@ -137,9 +126,7 @@ def test_of_another_run_in_its_place_no_record_is_believed(
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root gives files away")
-def test_of_files_of_somebody_else_nothing_runs(
-    run: RunDir, slurm: Slurm, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_of_files_of_somebody_else_nothing_runs(run, slurm, capfd):
     """Files of another user are not run, even by a job of an earlier version whose script has no hash."""
     add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     os.chown(run.job_file, 65534, 65534)
@@ -151,9 +138,7 @@ def test_of_files_of_somebody_else_nothing_runs(
     assert read_json(run.attempt(1).end_file)["state"] == "failed"
 
 
-def test_of_a_folder_that_changed_while_the_run_waited_for_its_turn_nothing_runs(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_a_folder_that_changed_while_the_run_waited_for_its_turn_nothing_runs(run, monkeypatch):
     monkeypatch.setenv(SUBMITTED_VARIABLE, submitted(run))
     monkeypatch.setattr(LocalAllocation, "wait_for_turn", lambda self, attempt: change_plan(run) and None)
     attempt = Attempt(run.attempt(1))
@@ -162,9 +147,7 @@ def test_of_a_folder_that_changed_while_the_run_waited_for_its_turn_nothing_runs
     said(decision.reason)
 
 
-def test_a_task_of_an_array_runs_what_its_group_was_submitted_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_of_an_array_runs_what_its_group_was_submitted_with(tmp_path, monkeypatch):
     group = make_group(tmp_path, {0: {}, 1: {"seed": 5}})
     record = group.record
     named = submitted_group_hash(record.config, record.plan, group.trials.values())

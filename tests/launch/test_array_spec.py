@@ -21,7 +21,7 @@ from trainkit.scheduler import array_indices
         ("%4", (), 4, "%4"),
     ],
 )
-def test_arrays(text: str, indices: tuple[int, ...], limit: int | None, directive: str) -> None:
+def test_arrays(text, indices, limit, directive):
     spec = parse_array(text)
     assert (spec.indices, spec.limit, spec.directive) == (indices, limit, directive)
 
@@ -41,7 +41,7 @@ def test_arrays(text: str, indices: tuple[int, ...], limit: int | None, directiv
         ("-1", "not the indices of a job array"),
     ],
 )
-def test_no_arrays(text: str, message: str) -> None:
+def test_no_arrays(text, message):
     with pytest.raises(UsageError) as caught:
         parse_array(text)
     assert message in caught.value.message
@@ -49,6 +49,6 @@ def test_no_arrays(text: str, message: str) -> None:
 
 
 @given(st.sets(st.integers(0, 300), min_size=1))
-def test_slurm_reads_the_same_indices(indices: set[int]) -> None:
+def test_slurm_reads_the_same_indices(indices):
     spec = ArraySpec(tuple(sorted(indices)), None)
     assert array_indices(spec.directive) == sorted(indices)

@@ -1,4 +1,3 @@
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +25,7 @@ from trainkit.launch.environment import (
         (None, (), None),
     ],
 )
-def test_runtime(image: str | None, available: tuple[str, ...], expected: str | None) -> None:
+def test_runtime(image, available, expected):
     assert container_program(LaunchConfig(container=image), available) == expected
     if image is not None:
         assert container_program(LaunchConfig(container=image, container_runtime="pyxis")) == "pyxis"
@@ -36,7 +35,7 @@ def problems(cwd: str = "/nowhere", **launch: Any) -> list[tuple[str, str]]:
     return [(key, message) for key, message, _ in container_problems(LaunchConfig(**launch), cwd)]
 
 
-def test_nothing_is_wrong(tmp_path: Path) -> None:
+def test_nothing_is_wrong(tmp_path):
     image = tmp_path / "x.sif"
     image.touch()
     assert problems(container=str(image), container_mounts=["/a", "/a:/b", "/a:/b:ro"]) == []
@@ -59,12 +58,12 @@ def test_nothing_is_wrong(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_is_wrong(launch: dict[str, Any]) -> None:
+def test_what_is_wrong(launch):
     [(key, message)] = problems(**launch)
     said(f"{key}: {message}")
 
 
-def test_an_image_that_is_gone(tmp_path: Path) -> None:
+def test_an_image_that_is_gone(tmp_path):
     [(key, message)] = problems(container=f"{tmp_path}/gone.sif")
     said(f"{key}: {message}")
 
@@ -81,5 +80,5 @@ def test_an_image_that_is_gone(tmp_path: Path) -> None:
         ("image.sqsh", "pyxis", "/p/image.sqsh"),
     ],
 )
-def test_image_is_the_same_wherever_the_step_runs(image: str, runtime: str, expected: str) -> None:
+def test_image_is_the_same_wherever_the_step_runs(image, runtime, expected):
     assert absolute_image(image, runtime, "/p") == expected

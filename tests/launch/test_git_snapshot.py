@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -223,9 +222,7 @@ SHAPES = [
 
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.__name__)
-def test_git_answers_as_in_the_folder(
-    project: Path, run: RunDir, shape: Callable[[Path], None], is_packed: bool
-) -> None:
+def test_git_answers_as_in_the_folder(project, run, shape, is_packed):
     shape(project)
     if is_packed:
         git(project, "repack", "-qad")
@@ -243,7 +240,7 @@ def repositories_below_git(root: Path) -> list[Path]:
     return [path.parent.relative_to(root) for path in root.rglob(".git")]
 
 
-def test_a_later_commit_is_not_seen(project: Path, run: RunDir) -> None:
+def test_a_later_commit_is_not_seen(project, run):
     """The copy of the copy, which a repeated run gets, does not see the commit either."""
     dirty(project)
     before = answers(project)
@@ -260,7 +257,7 @@ def test_a_later_commit_is_not_seen(project: Path, run: RunDir) -> None:
 
 
 @pytest.mark.parametrize("shape", [dirty, cloned, submodules, sha256], ids=lambda shape: shape.__name__)
-def test_what_holds_without_the_original(project: Path, run: RunDir, shape: Callable[[Path], None]) -> None:
+def test_what_holds_without_the_original(project, run, shape):
     """The original was deleted, its objects were pruned, or a node does not see its disk."""
     shape(project)
     git(project, "status")
@@ -273,7 +270,7 @@ def test_what_holds_without_the_original(project: Path, run: RunDir, shape: Call
     assert answers(run.work_dir) == before
 
 
-def test_what_a_run_does_in_its_copy_stays_there(project: Path, run: RunDir) -> None:
+def test_what_a_run_does_in_its_copy_stays_there(project, run):
     clean(project)
     everything = {path: path.read_bytes() for path in project.rglob("*") if path.is_file()}
     take(project, run)
@@ -293,7 +290,7 @@ def test_what_a_run_does_in_its_copy_stays_there(project: Path, run: RunDir) -> 
     assert answers(run.code_dir) == answers(project)
 
 
-def test_new_code_brings_its_commit_and_keeps_those_of_the_run(project: Path, run: RunDir) -> None:
+def test_new_code_brings_its_commit_and_keeps_those_of_the_run(project, run):
     clean(project)
     take(project, run)
     work = prepare_work_folder(run, read_job(run))
@@ -313,7 +310,7 @@ def test_new_code_brings_its_commit_and_keeps_those_of_the_run(project: Path, ru
         assert answers(work) == answers(project)
 
 
-def test_no_program_of_the_repository_runs(project: Path, run: RunDir) -> None:
+def test_no_program_of_the_repository_runs(project, run):
     clean(project)
     ran, script = project.parent / "ran", project.parent / "script"
     script.write_text(f"#!/bin/sh\ntouch {ran}\ncat\n")
@@ -340,7 +337,7 @@ def test_no_program_of_the_repository_runs(project: Path, run: RunDir) -> None:
     assert str(script) not in (run.work_dir / ".git/config").read_text()
 
 
-def test_a_filter_of_the_repository_does_not_make_its_files_seem_changed(project: Path, run: RunDir) -> None:
+def test_a_filter_of_the_repository_does_not_make_its_files_seem_changed(project, run):
     """A filter such as nbstripout makes Git store other bytes than the file has.
 
     The copy lacks its config.
@@ -372,11 +369,11 @@ def test_a_filter_of_the_repository_does_not_make_its_files_seem_changed(project
         ("https://host/ghp_0123456789abcdefghijklmnopqrstuvwxyz/r", "https://host/***/r"),
     ],
 )
-def test_a_remote_without_credentials(value: str, kept: str) -> None:
+def test_a_remote_without_credentials(value, kept):
     assert without_credentials(value) == kept
 
 
-def test_no_credential_reaches_the_run(project: Path, run: RunDir) -> None:
+def test_no_credential_reaches_the_run(project, run):
     clean(project)
     secret = "s3cr3t-0123456789"
     for key in ("remote.origin.url", "remote.origin.pushurl", "branch.main.remote", "submodule.x.url"):
@@ -399,7 +396,7 @@ print(subprocess.run(["git", "describe", "--tags", "--dirty"], capture_output=Tr
 """
 
 
-def test_a_run_inside_of_the_project_asks_git(project: Path) -> None:
+def test_a_run_inside_of_the_project_asks_git(project):
     """The repository around the run has a later commit at the resume. GIT_DIR is set, as in a hook."""
     dirty(project)
     (project / "ask.py").write_text(ASK)
@@ -419,7 +416,7 @@ def test_a_run_inside_of_the_project_asks_git(project: Path) -> None:
     assert answers(run.work_dir)["rev-parse HEAD"] != answers(project)["rev-parse HEAD"]
 
 
-def test_a_folder_that_git_ignores_has_no_repository(project: Path) -> None:
+def test_a_folder_that_git_ignores_has_no_repository(project):
     """Git reports the missing repository, and does not answer from the repository around the run."""
     clean(project)
     write(project, "data/t.sh")
@@ -430,7 +427,7 @@ def test_a_folder_that_git_ignores_has_no_repository(project: Path) -> None:
     assert "Git finds no repository in the copy of the code: git ignores" in done.stderr
 
 
-def test_a_chmod_in_the_second_of_the_last_change_is_a_change(project: Path) -> None:
+def test_a_chmod_in_the_second_of_the_last_change_is_a_change(project):
     begin(project)
     data, found = (project / ".git/index").read_bytes(), os.lstat(project / "same.py")
     (entry,) = (entry for entry in index_entries(data, 20) if entry.name == b"same.py")

@@ -13,7 +13,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -53,9 +52,7 @@ server:/scratch {scratch} {kind} rw,relatime,{options} 0 0
         (0.5, 1, "a checkpoint needs 1.0 GiB, but FOLDER has only 512.0 MiB free"),
     ],
 )
-def test_the_space_for_checkpoints(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_gib: float, num_runs: int, said: str | None
-) -> None:
+def test_the_space_for_checkpoints(tmp_path, monkeypatch, free_gib, num_runs, said):
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=free_gib * 2**30))
     folder = tmp_path / "not" / "yet"
     plan = LaunchPlan("local", 1, 1, "cpu", Layout(), Batch(1, 1, 1, 1), 1e-3, 1, 20.0, {})
@@ -81,9 +78,7 @@ def test_the_space_for_checkpoints(
         (5, {}, "warning: at least 7 checkpoints of 1.0 GiB: 7.0 GiB of 5.0 GiB free"),
     ],
 )
-def test_the_space_for_all_checkpoints(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_gib: int, train: dict[str, Any], said: str
-) -> None:
+def test_the_space_for_all_checkpoints(tmp_path, monkeypatch, free_gib, train, said):
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=free_gib * 2**30))
     plan = LaunchPlan("local", 1, 1, "cpu", Layout(), Batch(1, 1, 1, 1), 1e-3, 1, 20.0, {})
     checkpoint = {"keep_last": None, "every_steps": 30}
@@ -113,7 +108,7 @@ def problem(tmp_path: Path, kind: str, options: str, folder: str = "me/runs/x") 
         ("ext4", "localflock", None),
     ],
 )
-def test_locks_of_one_host(tmp_path: Path, kind: str, options: str, named: str | None) -> None:
+def test_locks_of_one_host(tmp_path, kind, options, named):
     found = problem(tmp_path, kind, options)
     assert (found is None) == (named is None)
     if found is not None:
@@ -121,7 +116,7 @@ def test_locks_of_one_host(tmp_path: Path, kind: str, options: str, named: str |
     assert problem(tmp_path, kind, options, "../elsewhere") is None
 
 
-def test_the_mounts_of_this_machine_and_none_at_all(tmp_path: Path) -> None:
+def test_the_mounts_of_this_machine_and_none_at_all(tmp_path):
     assert local_locks(tmp_path) is None
     assert local_locks(tmp_path, tmp_path / "none") is None
 
@@ -143,9 +138,7 @@ def test_the_mounts_of_this_machine_and_none_at_all(tmp_path: Path) -> None:
         ("", {"shared": 0o2775, "shared/work": 0o2770}, None),
     ],
 )
-def test_who_could_replace_a_run(
-    tmp_path: Path, foreign: str, modes: dict[str, int], refused: str | None
-) -> None:
+def test_who_could_replace_a_run(tmp_path, foreign, modes, refused):
     (tmp_path / "shared/work/run").mkdir(parents=True)
     if foreign:
         os.chown(tmp_path / foreign, 61234, -1)
@@ -193,9 +186,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("shared/work/run", 0, 0, 0o755, None),
     ],
 )
-def test_which_groups_are_trusted(
-    mine: Path, tmp_path: Path, name: str, owner: int, group: int, mode: int, refused: str | None
-) -> None:
+def test_which_groups_are_trusted(mine, tmp_path, name, owner, group, mode, refused):
     os.chown(tmp_path / name, owner, group)
     (tmp_path / name).chmod(mode)
     if refused is None:
@@ -206,7 +197,7 @@ def test_which_groups_are_trusted(
 
 
 @as_root
-def test_a_link_on_the_way_is_judged_with_the_folders_it_leads_through(tmp_path: Path) -> None:
+def test_a_link_on_the_way_is_judged_with_the_folders_it_leads_through(tmp_path):
     (tmp_path / "mine/run").mkdir(parents=True)
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs/link").symlink_to("../mine")
@@ -224,7 +215,7 @@ def test_a_link_on_the_way_is_judged_with_the_folders_it_leads_through(tmp_path:
         refuse_foreign(tmp_path / "link/run", "go away")
 
 
-def test_links_that_lead_in_a_circle(tmp_path: Path) -> None:
+def test_links_that_lead_in_a_circle(tmp_path):
     (tmp_path / "link").symlink_to("../" + tmp_path.name + "/link")
     with pytest.raises(OSError, match="Too many levels of symbolic links"):
         refuse_foreign(tmp_path / "link", "go away")
@@ -250,7 +241,7 @@ def in_user_namespace(place: Path) -> str:
 
 
 @as_root
-def test_in_a_container_that_does_not_know_whose_the_root_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_container_that_does_not_know_whose_the_root_is(monkeypatch):
     with TemporaryDirectory() as name, ProcessPoolExecutor(1, get_context("fork")) as child:
         monkeypatch.chdir("/")
         run, theirs = Path(name, "run"), Path(name, "theirs")
@@ -268,9 +259,7 @@ def test_in_a_container_that_does_not_know_whose_the_root_is(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
-def test_the_folder_of_runs_is_for_its_owner_to_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, umask: int
-) -> None:
+def test_the_folder_of_runs_is_for_its_owner_to_change(tmp_path, monkeypatch, umask):
     monkeypatch.chdir(tmp_path)
     before = os.umask(umask)
     try:
@@ -300,7 +289,7 @@ def create(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("mode", [0o700, 0o755, 0o2775, 0o777, 0o1777, 0o703])
-def test_a_folder_that_everybody_can_write_to(tmp_path: Path, mode: int) -> None:
+def test_a_folder_that_everybody_can_write_to(tmp_path, mode):
     (tmp_path / "run").mkdir()
     (tmp_path / "run").chmod(mode)
     if not mode & 0o002:
@@ -312,12 +301,12 @@ def test_a_folder_that_everybody_can_write_to(tmp_path: Path, mode: int) -> None
     assert list((tmp_path / "run").iterdir()) == []
 
 
-def test_a_new_folder_where_only_its_owner_can_rename_it(tmp_path: Path) -> None:
+def test_a_new_folder_where_only_its_owner_can_rename_it(tmp_path):
     tmp_path.chmod(0o1777)
     assert (create(tmp_path / "deep" / "run").stat().st_mode & 0o777) == 0o700
 
 
-def test_a_new_folder_that_everybody_could_replace(tmp_path: Path) -> None:
+def test_a_new_folder_that_everybody_could_replace(tmp_path):
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     (tmp_path / "link").symlink_to("open")
@@ -341,7 +330,7 @@ def test_a_folder_whose_name_is_not_utf_8(tmp_path, monkeypatch, is_cwd):
     assert not is_cwd or not any(folder.iterdir())
 
 
-def test_new_folders_count_up(tmp_path: Path) -> None:
+def test_new_folders_count_up(tmp_path):
     config = RunConfig.model_validate({"name": "mine"})
     names = [create_run(config, PLAN, ["trainkit"]).name for _ in range(3)]
     assert names == ["mine", "mine-2", "mine-3"]
@@ -367,9 +356,7 @@ def test_copy_of_a_checkpoint_is_published_by_a_rename(tmp_path):
     assert [path.name for path in target.checkpoints_dir.iterdir()] == ["step-00000005"]
 
 
-def test_a_held_folder_is_followed_also_with_its_parents(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_held_folder_is_followed_also_with_its_parents(tmp_path, monkeypatch):
     run = RunDir(tmp_path / "runs" / "mine")
     run.path.mkdir(parents=True)
     run.hold()
@@ -388,9 +375,7 @@ def test_a_held_folder_is_followed_also_with_its_parents(
 
 
 @pytest.mark.parametrize("code", [None, errno.ESTALE, errno.ENOENT])
-def test_a_folder_that_took_the_place_of_the_held_one_is_not_written_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int | None
-) -> None:
+def test_a_folder_that_took_the_place_of_the_held_one_is_not_written_to(tmp_path, monkeypatch, code):
     run = RunDir(tmp_path / "mine")
     run.path.mkdir()
     run.provenance_file.write_text("{}")
@@ -409,7 +394,7 @@ def test_a_folder_that_took_the_place_of_the_held_one_is_not_written_to(
     assert not run.events_file.parent.exists()
 
 
-def test_a_held_folder_whose_file_system_numbers_it_anew_is_the_same(tmp_path: Path) -> None:
+def test_a_held_folder_whose_file_system_numbers_it_anew_is_the_same(tmp_path):
     run = RunDir(tmp_path / "mine")
     for folder in (run.path, tmp_path / "other"):
         folder.mkdir()
@@ -422,7 +407,7 @@ def test_a_held_folder_whose_file_system_numbers_it_anew_is_the_same(tmp_path: P
     assert (run.path, run.was_replaced) == (tmp_path / "mine", False)
 
 
-def test_one_of_two_commands_gets_an_empty_folder(tmp_path: Path) -> None:
+def test_one_of_two_commands_gets_an_empty_folder(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     with new_folder("x", folder), pytest.MonkeyPatch.context() as patch:

@@ -12,7 +12,7 @@ def interrupt() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_it_comes_when_the_block_is_over() -> None:
+def test_it_comes_when_the_block_is_over():
     done = []
     with pytest.raises(KeyboardInterrupt):  # noqa: PT012
         with defer_sigint():
@@ -24,7 +24,7 @@ def test_it_comes_when_the_block_is_over() -> None:
         interrupt()
 
 
-def test_a_second_one_comes_at_once() -> None:
+def test_a_second_one_comes_at_once():
     done = []
     with pytest.raises(KeyboardInterrupt), defer_sigint():  # noqa: PT012
         interrupt()
@@ -34,7 +34,7 @@ def test_a_second_one_comes_at_once() -> None:
     assert done == ["so far"]
 
 
-def test_without_one_nothing_is_different() -> None:
+def test_without_one_nothing_is_different():
     before = signal.getsignal(signal.SIGINT)
     with defer_sigint():
         pass
@@ -43,7 +43,7 @@ def test_without_one_nothing_is_different() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_where_it_is_ignored_it_stays_so() -> None:
+def test_where_it_is_ignored_it_stays_so():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     done = []
     with defer_sigint():

@@ -52,7 +52,7 @@ def state_of(login: Login, run: RunDir) -> str:
     return str(login.status(run)["state"])
 
 
-def test_a_run_starts_when_the_other_has_finished(login: Login) -> None:
+def test_a_run_starts_when_the_other_has_finished(login):
     first = RunDir(start_waiter(login))
     job_id = login.job_id(first)
     runs = [
@@ -83,7 +83,7 @@ def test_a_run_starts_when_the_other_has_finished(login: Login) -> None:
         assert "dependency" not in run.attempt(2).script_file.read_text()
 
 
-def test_a_run_whose_wait_is_hopeless_says_so(login: Login) -> None:
+def test_a_run_whose_wait_is_hopeless_says_so(login):
     start_waiter(login)
     run = login.submit("--after", "first", "--name", "second", "--", "true")
     release_waiter(login, 3)
@@ -103,7 +103,7 @@ def test_a_run_whose_wait_is_hopeless_says_so(login: Login) -> None:
     assert state_of(login, run) == "cancelled"
 
 
-def test_a_run_starts_when_a_whole_group_has_finished(login: Login) -> None:
+def test_a_run_starts_when_a_whole_group_has_finished(login):
     group = RunGroup(start_waiter(login, "--array", "0-2"))
     run = login.submit("--after", "first", "--name", "second", "--", "true")
     assert f"--dependency=afterok:{group.job_id}\n" in run.script_file.read_text()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.on_slurm.login import Login, settings
+from tests.on_slurm.login import settings
 from tests.support.runs import FAST
 from trainkit.run.files import read_json, read_jsonl
 from trainkit.run.group import RunGroup
@@ -15,7 +15,7 @@ from trainkit.run.rundir import RunDir
 
 
 @pytest.mark.slow
-def test_layouts_are_one_array_and_one_summary(login: Login) -> None:
+def test_layouts_are_one_array_and_one_summary(login):
     args = ["--nodes", "1", "--gpus-per-node", "2", "--steps", "9", "--warmup", "2", "--out", "out"]
     layouts = ["--layout", "dp_shard=2", "--layout", "dp_replicate=2"]
     done = login.trainkit(
@@ -38,7 +38,7 @@ def test_layouts_are_one_array_and_one_summary(login: Login) -> None:
 
 
 @pytest.mark.slow
-def test_repeats_are_rounds_of_one_array(login: Login) -> None:
+def test_repeats_are_rounds_of_one_array(login):
     args = ["--gpus-per-node", "1", "--steps", "9", "--warmup", "2", "--out", "rounds", "--follow", "--json"]
     sweep = ["--sweep", "model.num_layers=1,0", "--repeats", "2"]
     done = login.trainkit("bench", str(login.config), *settings(*FAST), *args, *sweep, timeout_s=300.0)

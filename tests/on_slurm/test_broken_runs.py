@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import pytest
 
 from tests.on_slurm.broken_runs import BROKEN, diagnosed, make
-from tools.slurm_cluster.cluster import Cluster
 
 QUICK = (
     *("cancel-now", "scancel-by-hand", "rank-killed", "command-rank-killed", "exception-on-one-rank"),
@@ -18,7 +16,7 @@ QUICK = (
 
 @pytest.mark.slow(seconds=10)
 @pytest.mark.parametrize("name", random.Random(18).sample(QUICK, 4))
-def test_the_cause_and_the_first_rank(cluster: Cluster, tmp_path: Path, name: str) -> None:
+def test_the_cause_and_the_first_rank(cluster, tmp_path, name):
     login, run = make(name, cluster, tmp_path)
     found = diagnosed(login, run, 1)
     assert BROKEN[name].is_right(found, cluster.hosts), found

@@ -10,7 +10,6 @@ import pytest
 from tests.on_slurm.login import Login
 from tests.support.tables import messages
 from tests.support.torch_builds import make_torch
-from tools.slurm_cluster.cluster import Cluster
 from tools.slurm_cluster.config_files import MEM_MB
 from trainkit.cluster.discovery import NODES_ARGV, PARTITIONS_ARGV, parse_assoc_mgr, parse_nodes
 from trainkit.run.rundir import RunDir
@@ -55,7 +54,7 @@ def problems(login: Login, *args: str) -> list[str]:
     return [line for line in said[0].stderr.removeprefix("error: ").splitlines() if not line.startswith("  ")]
 
 
-def test_everything_that_slurm_takes_and_never_starts(knowing: Login) -> None:
+def test_everything_that_slurm_takes_and_never_starts(knowing):
     args = ["--partition", "debug", "--nodes", "2", "--time", "00:10:00", "--set", "device=cpu"]
     assert problems(knowing, *args) == [
         "2 problems",
@@ -86,7 +85,7 @@ ONE_THING_TOO_MUCH = """
 """
 
 
-def test_one_thing_too_much(login: Login) -> None:
+def test_one_thing_too_much(login):
     for typed, message in messages(ONE_THING_TOO_MUCH):
         done = login.trainkit("submit", QUICKSTART, *typed.split())
         said = done.stderr.replace("\n\nhint: ", "\n  hint: ")
@@ -95,9 +94,7 @@ def test_one_thing_too_much(login: Login) -> None:
     assert not (login.folder / "runs").exists()
 
 
-def test_a_node_is_taken_as_it_is_and_the_time_that_the_partition_gives(
-    knowing: Login, cuda: dict[str, str]
-) -> None:
+def test_a_node_is_taken_as_it_is_and_the_time_that_the_partition_gives(knowing, cuda):
     done = knowing.trainkit("submit", QUICKSTART, "--set", "resources.time=null", "--dry-run", env=cuda)
     assert done.returncode == 0, done.stderr
     asked = {"--gpus-per-node=4", "--ntasks-per-node=4", "--cpus-per-task=2", "--signal=USR2@120"}
@@ -110,7 +107,7 @@ def test_a_node_is_taken_as_it_is_and_the_time_that_the_partition_gives(
     assert (source if profile.exists() else "no profile found, so Slurm was") in done.stderr
 
 
-def test_what_slurm_would_not_take(login: Login, cuda: dict[str, str]) -> None:
+def test_what_slurm_would_not_take(login, cuda):
     args = ["check", QUICKSTART, "--set", "resources.reservation=nope"]
     done = login.trainkit(*args, env=cuda)
     assert done.returncode == 2
@@ -119,7 +116,7 @@ def test_what_slurm_would_not_take(login: Login, cuda: dict[str, str]) -> None:
     assert login.trainkit(*args, "--no-estimate", env=cuda).returncode == 0
 
 
-def test_nodes_out_of_service_are_no_problem_of_the_config(knowing: Login) -> None:
+def test_nodes_out_of_service_are_no_problem_of_the_config(knowing):
     name = knowing.cluster.hosts[0]
     knowing.run(["scontrol", "update", f"nodename={name}", "state=drain", "reason=test"], check=True)
     args = ["--partition", "debug", "--time", "5", "--set", "device=cpu"]
@@ -128,7 +125,7 @@ def test_nodes_out_of_service_are_no_problem_of_the_config(knowing: Login) -> No
     assert "Requested node configuration is not available" in done.stdout
 
 
-def test_init(login: Login, cuda: dict[str, str]) -> None:
+def test_init(login, cuda):
     done = login.trainkit("init")
     assert done.returncode == 0, done.stderr
     profile = profile_of(login)
@@ -153,7 +150,7 @@ def test_init(login: Login, cuda: dict[str, str]) -> None:
     assert (login.folder / "first-run.yaml").read_text() == first_run
 
 
-def test_the_first_run_completes_without_its_gpus(login: Login) -> None:
+def test_the_first_run_completes_without_its_gpus(login):
     assert login.trainkit("init").returncode == 0
     short = ("train.steps=2", "train.eval_every=null", "device=cpu", "model.preset=nano", "data.seq_len=32")
     options = [word for pair in short for word in ("--set", pair)]
@@ -164,9 +161,7 @@ def test_the_first_run_completes_without_its_gpus(login: Login) -> None:
     assert login.cluster.job(login.job_id(run))["Partition"] == "low"
 
 
-def test_without_accounting(
-    cluster_without_accounting: Cluster, tmp_path: Path, cuda: dict[str, str]
-) -> None:
+def test_without_accounting(cluster_without_accounting, tmp_path, cuda):
     login = Login(cluster_without_accounting, tmp_path)
     done = login.trainkit("init")
     assert done.returncode == 0, done.stderr
@@ -176,7 +171,7 @@ def test_without_accounting(
     assert problems(login, "--partition", "hgih")
 
 
-def test_an_ordinary_user_gets_the_same_answers(login: Login) -> None:
+def test_an_ordinary_user_gets_the_same_answers(login):
     nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
     assert login.run([*nobody, *PARTITIONS_ARGV], check=True).stdout == login.run(PARTITIONS_ARGV).stdout
     kinds = parse_nodes(login.run([*nobody, *NODES_ARGV], check=True).stdout)

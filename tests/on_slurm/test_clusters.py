@@ -46,7 +46,7 @@ def named(login: Login, other: Login) -> tuple[str, str]:
 
 
 @needs_tmux
-def test_a_run_is_where_there_is_room(login: Login, other: Login) -> None:
+def test_a_run_is_where_there_is_room(login, other):
     with login.other_job("--nodes=2"):
         run = login.submit(*SHAPE, *named(login, other), "--", "python", "listens.py")
         (job_id,) = other.jobs()
@@ -85,7 +85,7 @@ def test_a_run_is_where_there_is_room(login: Login, other: Login) -> None:
         login.wait_until_idle()
 
 
-def test_a_group_and_follow_ups(login: Login, other: Login) -> None:
+def test_a_group_and_follow_ups(login, other):
     one = ("--nodes", "1", "--gpus-per-node", "1", *named(login, other))
     with login.other_job("--nodes=2"):
         sweep = ("--sweep", "seed=1,2,3", "--array", "%2", "--", "python", "listens.py")
@@ -114,7 +114,7 @@ def test_a_group_and_follow_ups(login: Login, other: Login) -> None:
         other.wait_until_idle()
 
 
-def test_a_job_waits_only_for_one_of_its_own_cluster(login: Login, other: Login) -> None:
+def test_a_job_waits_only_for_one_of_its_own_cluster(login, other):
     there = ("--clusters", other.cluster.name)
     run = login.submit(*there, *HOLD, "--", "true")
     job_id = login.job_id(run)
@@ -131,7 +131,7 @@ def test_a_job_waits_only_for_one_of_its_own_cluster(login: Login, other: Login)
 
 
 @needs_tmux
-def test_a_shell_there(login: Login, other: Login) -> None:
+def test_a_shell_there(login, other):
     shape = ("--nodes", "1", "--gpus-per-node", "1", "--time", "5", "--clusters", other.cluster.name)
     with terminal(login, "shell", str(login.config), *shape) as shell:
         shell.wait_for("Granted job allocation")
@@ -139,7 +139,7 @@ def test_a_shell_there(login: Login, other: Login) -> None:
         assert login.jobs() == []
 
 
-def test_a_cluster_that_is_away(login: Login, other: Login) -> None:
+def test_a_cluster_that_is_away(login, other):
     alone = ("--clusters", other.cluster.name)
     here, there = login.submit(*HOLD, "--", "true"), login.submit(*alone, *HOLD, "--", "true")
     other.cluster.stop_slurmctld()

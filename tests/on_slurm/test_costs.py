@@ -22,7 +22,7 @@ def eight_hosts(clusters_possible: None, slurm_version: str | None) -> Iterator[
 
 @pytest.mark.slow(seconds=30)
 @pytest.mark.parametrize("seed", [2])
-def test_a_run_costs_little_and_goes_on_without_a_lost_host(eight_hosts: Cluster, seed: int) -> None:
+def test_a_run_costs_little_and_goes_on_without_a_lost_host(eight_hosts, seed):
     with Opens(eight_hosts.folder / "home") as opens:
         table, login = Table(NUM_HOSTS), new_login(eight_hosts, opens.folder)
         job = start(login, table, opens, "shrink", f"2-{NUM_HOSTS}")

@@ -33,7 +33,7 @@ def failed_hosts(run: RunDir) -> list[str]:
 
 
 @pytest.mark.slow(seconds=15)
-def test_a_broken_node_is_left_out_by_the_requeue(login: Login) -> None:
+def test_a_broken_node_is_left_out_by_the_requeue(login):
     bad = login.cluster.hosts[0]  # an idle cluster uses this host first
     options = (*ON_ONE, *HOLD, *killed_on(bad), *PRINTS_HOST)
     runs = [
@@ -55,7 +55,7 @@ def test_a_broken_node_is_left_out_by_the_requeue(login: Login) -> None:
 
 
 @pytest.mark.slow(seconds=15)
-def test_a_start_that_failed_is_explained_and_the_resume_avoids_its_node(login: Login) -> None:
+def test_a_start_that_failed_is_explained_and_the_resume_avoids_its_node(login):
     bad = login.cluster.hosts[2]
     line, pinned = "echo 'the node has no scratch disk'; kill -9 $$", f"resources.extra.nodelist={bad}"
     options = (*ON_ONE, *settings(pinned), *setup(line), *PRINTS_HOST)
@@ -86,7 +86,7 @@ def test_a_start_that_failed_is_explained_and_the_resume_avoids_its_node(login: 
 
 
 @pytest.mark.slow(seconds=20)
-def test_the_environment_is_gone(login: Login) -> None:
+def test_the_environment_is_gone(login):
     """The run is tried on one other node unless the policy forbids it.
 
     `trainkit requeue` excludes the last node.
@@ -112,7 +112,7 @@ def test_the_environment_is_gone(login: Login) -> None:
 
 
 @pytest.mark.slow(seconds=15)
-def test_the_folder_of_submission_is_gone(login: Login) -> None:
+def test_the_folder_of_submission_is_gone(login):
     """The job needs only its copy of the code."""
     there = login.folder / "there"
     there.mkdir()

@@ -16,7 +16,6 @@ import pytest
 
 from tests.on_slurm.login import ASK_TRAINKIT_S, HOLD, Login, settings, wait_for
 from tests.support.runs import FAST, losses
-from tools.slurm_cluster.cluster import Cluster
 from trainkit.run.files import read_json
 from trainkit.run.group import RunGroup
 from trainkit.run.record import read_job
@@ -67,7 +66,7 @@ def counting_calls(login: Login) -> tuple[dict[str, str], Path]:
     return {"PATH": f"{folder}:{path}"}, log
 
 
-def test_a_sweep_trains_each_point_as_a_run_of_its_own(login: Login) -> None:
+def test_a_sweep_trains_each_point_as_a_run_of_its_own(login):
     fast = ["--gpus-per-node", "1", *settings(*FAST, *TRAINED)]
     trials = ["--sweep", "optimizer.lr=1e-3,1e-2", "--sweep", "train.device_batch_size=4"]
     args = [*fast, "--name", "fast", *trials]
@@ -102,7 +101,7 @@ def test_a_sweep_trains_each_point_as_a_run_of_its_own(login: Login) -> None:
     assert "finished after step 3 of 3" in login.trainkit("logs", "fast/1").stdout
 
 
-def test_a_point_is_steered_alone(login: Login) -> None:
+def test_a_point_is_steered_alone(login):
     group = submit(login, "--array", "3-5", *LISTENS)
     runs = {index: group.run(index) for index in (3, 4, 5)}
     for run in runs.values():
@@ -131,7 +130,7 @@ def test_a_point_is_steered_alone(login: Login) -> None:
     wait_for_states(login, group, cancelled=3)
 
 
-def test_points_that_wait(login: Login) -> None:
+def test_points_that_wait(login):
     group = submit(login, "--array", "0-9%4", *HOLD, *LISTENS)
     assert [path.name for path in group.path.iterdir() if path.is_dir()] == ["logs"] or (
         sorted(path.name for path in group.path.iterdir() if path.is_dir()) == ["code", "logs"]
@@ -175,7 +174,7 @@ def quick(ask: Callable[[], T]) -> T:
     return answer
 
 
-def test_ten_thousand_tasks_in_two_seconds_and_two_calls(login: Login) -> None:
+def test_ten_thousand_tasks_in_two_seconds_and_two_calls(login):
     group = submit(login, "--array", "0-9999", *HOLD, *LISTENS)
     counted, log = counting_calls(login)
     for state in ("pending", "cancelled"):
@@ -187,7 +186,7 @@ def test_ten_thousand_tasks_in_two_seconds_and_two_calls(login: Login) -> None:
         login.trainkit("cancel", str(group.path))
 
 
-def test_a_task_that_fails_before_its_run_begins(login: Login) -> None:
+def test_a_task_that_fails_before_its_run_begins(login):
     group = submit(login, "--array", "0-1", *settings("launch.setup=['echo looking; exit 9']"), *LISTENS)
     seen = wait_for_states(login, group, died=2)
     reason = seen["points"][0]["reason"]
@@ -200,7 +199,7 @@ def test_a_task_that_fails_before_its_run_begins(login: Login) -> None:
     assert "supervisor | looking" in log
 
 
-def test_points_in_a_folder_with_a_hostile_name_without_accounting(login: Login, cluster: Cluster) -> None:
+def test_points_in_a_folder_with_a_hostile_name_without_accounting(login, cluster):
     folder = login.folder / "a b;'$(touch x)"
     group = submit(login, "--array", "0-1", "--run-dir", str(folder), "--", "true")
     assert group.path == folder

@@ -8,7 +8,6 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from tests.on_slurm.login import TRAINKIT, Login, wait_for
 from tests.support.tmux import Tmux, needs_tmux
@@ -30,7 +29,7 @@ def leave(shell: Tmux) -> None:
 
 
 @needs_tmux
-def test_a_shell_in_an_allocation_of_two_nodes(login: Login) -> None:
+def test_a_shell_in_an_allocation_of_two_nodes(login):
     config = login.folder / "shell.yaml"
     config.write_text("name: x\ndevice: cpu\nlaunch: {env: {FROM_CONFIG: it's here}}\n")
     with terminal(
@@ -59,7 +58,7 @@ def test_a_shell_in_an_allocation_of_two_nodes(login: Login) -> None:
     assert not list((login.folder / "runs").glob(".shell*"))
 
 
-def test_a_shell_needs_a_terminal_and_what_it_would_start_can_be_copied(login: Login) -> None:
+def test_a_shell_needs_a_terminal_and_what_it_would_start_can_be_copied(login):
     shell = ("shell", "--nodes", "1", "--constraint", "rack1|rack2")
     done = login.trainkit(*shell)
     assert (done.returncode, done.stderr.splitlines()[0]) == (2, "error: a shell needs a terminal")
@@ -72,7 +71,7 @@ def test_a_shell_needs_a_terminal_and_what_it_would_start_can_be_copied(login: L
 
 
 @needs_tmux
-def test_attach_to_a_node_of_a_busy_job(login: Login) -> None:
+def test_attach_to_a_node_of_a_busy_job(login):
     args = ["--nodes", "2", "--gpus-per-node", "1", "--set", "resources.extra.exclusive=true"]
     run = login.submit_listeners(*args)
     for node in (0, 1):
@@ -90,7 +89,7 @@ def test_attach_to_a_node_of_a_busy_job(login: Login) -> None:
 
 
 @needs_tmux
-def test_the_debugger_of_a_rank_on_another_host(login: Login, tmp_path: Path) -> None:
+def test_the_debugger_of_a_rank_on_another_host(login, tmp_path):
     """The login node does not see the temporary files of the host."""
     login.script("import os\nnode = os.environ['SLURMD_NODENAME']\nbreakpoint()\nprint('over')\n")
     of_host = tempfile.mkdtemp(prefix="of-host-")  # the path must be shorter than the limit for sockets

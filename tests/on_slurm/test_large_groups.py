@@ -36,7 +36,7 @@ def limit(cluster: Cluster, max_jobs: int) -> None:
     cluster.run(["sacctmgr", "--immediate", *change], timeout_s=30, check=True)
 
 
-def test_all_run_and_each_once(login: Login) -> None:
+def test_all_run_and_each_once(login):
     waits = 'while [ ! -e "$0/go" ]; do sleep 0.2; done; echo "$SLURM_ARRAY_TASK_ID" >> "$0/ran"'
     group = submit(login, "--array", "0-12", "--", "sh", "-c", waits, str(login.folder))
     assert 1 <= len(group.trials) - len(group.left) <= MAX_JOBS
@@ -59,7 +59,7 @@ def test_all_run_and_each_once(login: Login) -> None:
     assert all("finished" in log for log in logs)
 
 
-def test_it_is_cancelled_as_one(login: Login) -> None:
+def test_it_is_cancelled_as_one(login):
     cancelled_as_one(login, num_trials=15, max_jobs=MAX_JOBS)
 
 
@@ -76,7 +76,7 @@ def cancelled_as_one(login: Login, num_trials: int, max_jobs: int) -> None:
     assert len(RunGroup(group.path).left) >= num_trials - max_jobs
 
 
-def test_what_is_left_is_submitted_by_hand(login: Login, cluster: Cluster, tmp_path: Path) -> None:
+def test_what_is_left_is_submitted_by_hand(login, cluster, tmp_path):
     """A person submits the remaining trials, for example after all jobs of the group have left the queue."""
     group = submit(login, "--array", "0-14", *HOLD, "--", "true")
     left = len(group.left)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.on_slurm.login import Login, agents_of, log_of, settings, wait_for
+from tests.on_slurm.login import agents_of, log_of, settings, wait_for
 from tests.on_slurm.test_secrets import files_with
 from tests.support.webhooks import SECRET, webhook
 from tools.slurm_cluster.network import MACHINE_INDEX
@@ -35,7 +35,7 @@ The ranks save on a stop signal, and attempt 2 finishes.
 """
 
 
-def test_runs_restart_without_a_slow_host_and_report_it(login: Login) -> None:
+def test_runs_restart_without_a_slow_host_and_report_it(login):
     """A run with a spare node restarts in its allocation. Other runs restart after a requeue."""
     script, hosts = login.script(LISTENS_ONCE), login.cluster.hosts
     policy = settings("requeue.slow_hosts=restart", "requeue.slow_after_s=1")

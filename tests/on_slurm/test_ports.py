@@ -6,12 +6,10 @@ import json
 import sys
 from pathlib import Path
 
-from tests.on_slurm.login import Login
-
 CAMPAIGN = Path(__file__).resolve().parents[2] / "benchmarks/port_clashes.py"
 
 
-def test_two_jobs_and_two_steps_of_one_job_at_once(login: Login) -> None:
+def test_two_jobs_and_two_steps_of_one_job_at_once(login):
     """Half of the ports are taken, as in the longer campaign in benchmarks/."""
     argv = [sys.executable, str(CAMPAIGN), "--starts", "3", "--seed", "7", "--folder", str(login.folder)]
     done = login.run(argv, timeout_s=150)

@@ -49,7 +49,7 @@ def collected(login: Login, job: RunDir) -> tuple[int, dict[str, Any]]:
 
 
 @pytest.mark.slow(seconds=20)
-def test_a_job_names_the_host_that_flipped_a_bit(login: Login) -> None:
+def test_a_job_names_the_host_that_flipped_a_bit(login):
     config = write_tutorial(login.folder)
     login.script(FAULTY, "faulty.py")
     config.write_text(config.read_text().replace("curves.py:Frequency", "faulty.py:Faulty"))

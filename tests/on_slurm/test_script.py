@@ -17,7 +17,7 @@ def quoted(login: Login) -> Login:
 
 @pytest.mark.parametrize("command", [(), ("--", "python", "listens.py", "two words")])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_dry_run_is_what_is_submitted(quoted: Login, backend: str, command: tuple[str, ...]) -> None:
+def test_the_dry_run_is_what_is_submitted(quoted, backend, command):
     setting = settings("resources.extra.hold=true", "launch.setup=['echo ü']", "resources.comment=it's %j")
     args = ["--backend", backend, "--nodes", "2", *setting]
     files = set(quoted.folder.rglob("*"))
@@ -31,7 +31,7 @@ def test_the_dry_run_is_what_is_submitted(quoted: Login, backend: str, command: 
     assert run.attempt(1).script_file.read_bytes() == held
 
 
-def test_editing_after_the_submit_changes_nothing_but_without_a_copy(login: Login) -> None:
+def test_editing_after_the_submit_changes_nothing_but_without_a_copy(login):
     login.script("from lib.part import WORD\nprint('it says', WORD, open('data.txt').read())")
     (login.folder / "lib").mkdir()
     part, data = login.folder / "lib/part.py", login.folder / "data.txt"
@@ -49,7 +49,7 @@ def test_editing_after_the_submit_changes_nothing_but_without_a_copy(login: Logi
 
 
 @pytest.mark.parametrize("what", ["--nodes=2", "--array=0-3"])
-def test_test_only_asks_slurm_and_submits_nothing(login: Login, what: str) -> None:
+def test_test_only_asks_slurm_and_submits_nothing(login, what):
     files = set(login.folder.rglob("*"))
     done = login.trainkit("submit", str(login.config), what, "--test-only")
     assert done.returncode == 0, done.stderr

@@ -64,7 +64,7 @@ while True:
 
 
 @pytest.mark.smoke
-def test_a_preemption_that_tells_only_the_ranks_saves(login: Login) -> None:
+def test_a_preemption_that_tells_only_the_ranks_saves(login):
     """Slurm also reports the preemption in the log of an earlier attempt, whose rank was killed."""
     dies = login.script(DIES_ONCE)
     login.script(SAVES_ON_USR2, "saves_on_usr2.py")
@@ -93,7 +93,7 @@ def test_a_preemption_that_tells_only_the_ranks_saves(login: Login) -> None:
         assert [(one["name"], one["rank"]) for one in found] == [("killed", 1), ("preempted", None)]
 
 
-def test_a_requeued_job_goes_on_as_the_next_attempt(login: Login) -> None:
+def test_a_requeued_job_goes_on_as_the_next_attempt(login):
     run = train(login, "--nodes", "1")
     reader = login.start([*TRAINKIT, "logs", str(run.path), "--follow"])
     refused = login.trainkit("resume", str(run.path))
@@ -121,7 +121,7 @@ def listeners(login: Login) -> list[RunDir]:
     return [login.submit_listeners("--backend", backend, *ON_TWO_HOSTS) for backend in BACKENDS]
 
 
-def test_cancel_saves(login: Login) -> None:
+def test_cancel_saves(login):
     runs = listeners(login)
     for name in ("last", str(runs[0].path)):
         done = login.trainkit("cancel", name, "--wait")
@@ -133,7 +133,7 @@ def test_cancel_saves(login: Login) -> None:
     login.wait_until_idle()
 
 
-def test_a_notice_for_the_batch_shell_alone_reaches_the_ranks(login: Login) -> None:
+def test_a_notice_for_the_batch_shell_alone_reaches_the_ranks(login):
     run = login.submit_listeners(*ON_TWO_HOSTS)
     login.run(["scancel", "--batch", "--signal=TERM", login.job_id(run)], check=True)
     end = login.wait_for_end(run)
@@ -144,7 +144,7 @@ def test_a_notice_for_the_batch_shell_alone_reaches_the_ranks(login: Login) -> N
     assert [log_of(run, rank).splitlines()[-1] for rank in range(2)] == ["asked by SIGTERM"] * 2
 
 
-def test_cancel_now_kills(login: Login) -> None:
+def test_cancel_now_kills(login):
     runs = listeners(login)
     for run in runs:
         assert login.trainkit("cancel", str(run.path), "--now").returncode == 0
@@ -156,7 +156,7 @@ def test_cancel_now_kills(login: Login) -> None:
         assert login.wait_for_end(run)["reason"] == "killed by cancel --now"
 
 
-def test_what_does_not_listen_is_killed_after_the_grace_time(login: Login) -> None:
+def test_what_does_not_listen_is_killed_after_the_grace_time(login):
     deaf = login.script(DEAF)
     run = login.submit("--set", "requeue.grace_s=1", *ON_TWO_HOSTS, "--", "python", deaf)
     login.wait_for_log(run, "deaf")
@@ -168,7 +168,7 @@ def test_what_does_not_listen_is_killed_after_the_grace_time(login: Login) -> No
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_cancel_of_a_job_that_just_starts(login: Login, backend: str) -> None:
+def test_cancel_of_a_job_that_just_starts(login, backend):
     run = login.submit("--backend", backend, *ON_TWO_HOSTS, "--", "python", "listens.py")
     wait_for(
         lambda: login.cluster.job(login.job_id(run))["JobState"] == "RUNNING", "the start", poll_s=ASK_SLURM_S
@@ -179,7 +179,7 @@ def test_cancel_of_a_job_that_just_starts(login: Login, backend: str) -> None:
     login.wait_until_idle()
 
 
-def test_a_job_whose_id_was_never_learned_is_found_and_a_damaged_record_named(login: Login) -> None:
+def test_a_job_whose_id_was_never_learned_is_found_and_a_damaged_record_named(login):
     run = login.submit("--gpus-per-node", "1", *HOLD, "--", "true")
     job_id = login.job_id(run)
     assert login.status(run)["state"] == "pending"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from tests.on_slurm.broken_cases import changed_host
-from tests.on_slurm.login import Login, agents_of, log_of, settings
+from tests.on_slurm.login import agents_of, log_of, settings
 from trainkit.cluster.bad_nodes import excluded, memory_file, note_failure
 
 
-def test_the_job_has_a_node_to_spare_and_leaves_out_one_that_failed(login: Login) -> None:
+def test_the_job_has_a_node_to_spare_and_leaves_out_one_that_failed(login):
     name, bad = login.cluster.name, login.cluster.hosts[0]
     note_failure(name, bad, "died", "it did not answer", run="/runs/big", attempt=3, environ=login.env)
     args = ["--nodes", "2", "--gpus-per-node", "2", *settings("resources.spare_nodes=1")]
@@ -31,7 +31,7 @@ def test_the_job_has_a_node_to_spare_and_leaves_out_one_that_failed(login: Login
     assert (forgotten.returncode, "exclude:" in forgotten.stdout) == (0, False)
 
 
-def test_a_host_that_fails_a_check_is_given_up_and_left_out_from_then_on(login: Login) -> None:
+def test_a_host_that_fails_a_check_is_given_up_and_left_out_from_then_on(login):
     small = "/var/tmp/small"  # each host has a separate /var/tmp
     mount = ["sh", "-c", f"mkdir {small} && mount -t tmpfs -o size=8m tmpfs {small}"]
     with changed_host(login, 2, mount, ["sh", "-c", f"umount --lazy {small} && rmdir {small}"]):

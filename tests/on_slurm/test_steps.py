@@ -41,7 +41,7 @@ def env_of(printed: str) -> list[dict[str, object]]:
 
 
 @pytest.mark.smoke
-def test_srun_trainkit_run(nano: Login) -> None:
+def test_srun_trainkit_run(nano):
     batch = settings("train.global_batch_size=32")
     done = nano.run(["srun", "--nodes=2", "trainkit", "run", "nano.yaml", *batch], TIMEOUT_S)
     assert done.returncode == 0, done.stderr
@@ -56,7 +56,7 @@ def test_srun_trainkit_run(nano: Login) -> None:
     assert list((nano.folder / "runs/.steps").iterdir()) == []
 
 
-def test_nodes_with_different_numbers_of_ranks_in_a_bigger_allocation(nano: Login) -> None:
+def test_nodes_with_different_numbers_of_ranks_in_a_bigger_allocation(nano):
     step = ["srun", "-n", "3", "-N", "2", "trainkit", "run", "nano.yaml"]
     step += settings("train.global_batch_size=24")
     done = nano.run(["salloc", "--nodes=3", "--ntasks=12", *step], TIMEOUT_S)
@@ -69,7 +69,7 @@ def test_nodes_with_different_numbers_of_ranks_in_a_bigger_allocation(nano: Logi
     assert list(losses(run.path)) == [1, 2]
 
 
-def test_what_is_wrong_ends_all_tasks(nano: Login) -> None:
+def test_what_is_wrong_ends_all_tasks(nano):
     argv = ["srun", "--ntasks=2", "--nodes=2", "trainkit", "run", "nano.yaml"]
     done = nano.run([*argv, "--set", "train.steps=none"])
     assert done.returncode == 2
@@ -82,7 +82,7 @@ def test_what_is_wrong_ends_all_tasks(nano: Login) -> None:
     assert "error: cannot create a run folder at runs: runs is not a folder" in done.stderr
 
 
-def test_what_a_process_is_in_the_batch_shell_and_in_steps(login: Login) -> None:
+def test_what_a_process_is_in_the_batch_shell_and_in_steps(login):
     job = login.script(
         """
         #SBATCH --nodes=3 --ntasks=6 --ntasks-per-node=2 --output=out
@@ -118,7 +118,7 @@ def test_what_a_process_is_in_the_batch_shell_and_in_steps(login: Login) -> None
     assert sorted(one["local_rank"] for one in uneven if one["node_rank"] == 0) in ([0, 1, 2], [0, 1, 2, 3])
 
 
-def test_a_heterogeneous_step_is_refused_and_one_component_of_it_is_not(login: Login) -> None:
+def test_a_heterogeneous_step_is_refused_and_one_component_of_it_is_not(login):
     components = ["salloc", "--ntasks=1", ":", "--ntasks=2", "srun"]
     for command in (["env"], ["run", str(login.config)]):
         done = login.run([*components, "--het-group=0,1", "trainkit", *command])
@@ -130,7 +130,7 @@ def test_a_heterogeneous_step_is_refused_and_one_component_of_it_is_not(login: L
     assert not (login.folder / "runs").exists()
 
 
-def test_a_step_that_is_not_the_plan_ends_for_good(login: Login) -> None:
+def test_a_step_that_is_not_the_plan_ends_for_good(login):
     """Somebody edits the srun line of the script and submits it."""
     run = login.submit("--nodes", "2", "--gpus-per-node", "2", *HOLD, "--", "true")
     lines = run.script_file.read_text().splitlines()

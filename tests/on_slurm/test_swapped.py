@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.on_slurm.login import HOLD, Login, wait_for
+from tests.on_slurm.login import HOLD, wait_for
 from trainkit.errors import EXIT_NO_RESTART
 from trainkit.run.group import RunGroup
 from trainkit.run.rundir import RunDir
@@ -16,7 +16,7 @@ def replaced(file: Path, old: str, new: str) -> None:
     file.write_text(file.read_text().replace(old, new))
 
 
-def test_nothing_runs_of_a_folder_that_is_not_what_was_submitted(login: Login) -> None:
+def test_nothing_runs_of_a_folder_that_is_not_what_was_submitted(login):
     ran = login.folder / "ran"
     ran.mkdir()
 

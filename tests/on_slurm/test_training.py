@@ -28,7 +28,7 @@ def quickstart(login: Login, num_ranks: int, *args: str) -> RunDir:
     return run
 
 
-def test_four_ranks_on_two_hosts(login: Login) -> None:
+def test_four_ranks_on_two_hosts(login):
     """The run uses submitit with two ranks per node.
 
     The README trains with sbatch and one task per rank.

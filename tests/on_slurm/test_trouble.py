@@ -83,7 +83,7 @@ def jobs_ever(login: Login) -> set[str]:
     return set(login.run(["squeue", "--noheader", "--states=all", "--format=%i"], check=True).stdout.split())
 
 
-def test_an_answer_that_was_lost_is_one_job(login: Login, sbatch: FakeSbatch) -> None:
+def test_an_answer_that_was_lost_is_one_job(login, sbatch):
     sbatch.does(f'$real "$@" > /dev/null; echo "{TIMED_OUT}" >&2; exit 1')
     for run, said in submitted_by_both(login, "python", "-c", "print('ran')"):
         assert "checking whether the job was accepted" in said
@@ -91,7 +91,7 @@ def test_an_answer_that_was_lost_is_one_job(login: Login, sbatch: FakeSbatch) ->
     assert (sbatch.num_calls, len(jobs_of(login))) == (2, 2)
 
 
-def test_a_number_in_a_banner_is_no_job(login: Login, sbatch: FakeSbatch) -> None:
+def test_a_number_in_a_banner_is_no_job(login, sbatch):
     """sbatch prints numbers around the id, for a run, for an array and for a job that resubmits its run."""
     sbatch.does("printf 'Balance (SUs):\\n4821\\n'; $real \"$@\"; code=$?; echo 4822; exit $code")
     by_other_jobs = ("--time", "1", *settings("requeue.on=[timeout]"))
@@ -112,7 +112,7 @@ def test_a_number_in_a_banner_is_no_job(login: Login, sbatch: FakeSbatch) -> Non
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_refusal_leaves_the_run_as_it_was(login: Login, sbatch: FakeSbatch, backend: str) -> None:
+def test_a_refusal_leaves_the_run_as_it_was(login, sbatch, backend):
     run = login.finish(login.submit("--backend", backend, "--", "true"))
     login.wait_until_idle()  # submitit writes a last line into the log
     sbatch.does(f'echo "{REFUSED}" >&2; exit 1')
@@ -130,7 +130,7 @@ def test_a_refusal_leaves_the_run_as_it_was(login: Login, sbatch: FakeSbatch, ba
     assert not (login.folder / "runs/new").exists()
 
 
-def test_the_controller_is_away_at_a_submit(login: Login) -> None:
+def test_the_controller_is_away_at_a_submit(login):
     login.cluster.stop_slurmctld()
     submit = ["submit", str(login.config)]
     submits = [[*submit, "--backend", backend, "--json", "--", "true"] for backend in BACKENDS]
@@ -143,7 +143,7 @@ def test_the_controller_is_away_at_a_submit(login: Login) -> None:
     assert len(jobs_of(login)) == 2
 
 
-def test_the_controller_is_restarted_while_jobs_save_to_come_back(login: Login) -> None:
+def test_the_controller_is_restarted_while_jobs_save_to_come_back(login):
     command = [*ON_TWO_HOSTS, "--", "python", login.script(SAVES_SLOWLY)]
     runs = [login.submit("--backend", backend, *command) for backend in BACKENDS]
     job_ids = [login.job_id(run) for run in runs]
@@ -161,7 +161,7 @@ def test_the_controller_is_restarted_while_jobs_save_to_come_back(login: Login) 
     assert login.wait_for_end(runs[1], 2)["state"] == "cancelled"
 
 
-def test_a_cluster_without_accounting(login: Login) -> None:
+def test_a_cluster_without_accounting(login):
     login.cluster.stop_accounting()
     run = login.submit_listeners(*ON_TWO_HOSTS)
     assert login.status(run)["state"] in ("starting", "running")
@@ -178,7 +178,7 @@ def test_a_cluster_without_accounting(login: Login) -> None:
     assert login.trainkit("status").returncode == 0
 
 
-def test_the_log_folder_is_deleted_before_the_start(login: Login) -> None:
+def test_the_log_folder_is_deleted_before_the_start(login):
     """Newer versions of Slurm create the folder and start the run. Slurm 22.05 does not start the job."""
     run = login.submit(*HOLD, "--", "echo", "ran")
     shutil.rmtree(run.attempt(1).logs_dir)
@@ -193,7 +193,7 @@ def test_the_log_folder_is_deleted_before_the_start(login: Login) -> None:
         assert run.attempt(1).supervisor_log.exists()
 
 
-def test_a_log_that_no_version_of_slurm_can_open(login: Login) -> None:
+def test_a_log_that_no_version_of_slurm_can_open(login):
     run = log_folder_replaced(login)
     a_job_without_a_log_is_explained_and_resumes(login, run)
 
@@ -214,14 +214,14 @@ def a_job_without_a_log_is_explained_and_resumes(login: Login, run: RunDir) -> N
     assert login.wait_for_end(run, 2)["state"] == "finished"
 
 
-def test_the_log_folder_is_deleted_while_it_runs(login: Login) -> None:
+def test_the_log_folder_is_deleted_while_it_runs(login):
     run = login.submit_listeners(*ON_TWO_HOSTS)
     shutil.rmtree(run.attempt(1).logs_dir)
     assert login.trainkit("cancel", str(run.path), "--wait").returncode == 0
     assert login.wait_for_end(run)["reason"] == "saved after SIGTERM"
 
 
-def test_a_full_disk_at_submit(login: Login) -> None:
+def test_a_full_disk_at_submit(login):
     with shared_small_disk(login.cluster, login.folder / "disk", "1m") as disk:
         for leave_bytes in (0, 8_000, 16_000, 24_000, 32_000, 40_000):
             filler = fill(disk, leave_bytes)
@@ -236,7 +236,7 @@ def test_a_full_disk_at_submit(login: Login) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_disk_that_gets_full_while_it_runs(login: Login, backend: str) -> None:
+def test_a_disk_that_gets_full_while_it_runs(login, backend):
     with shared_small_disk(login.cluster, login.folder / "disk", "1m") as disk:
         run = login.submit_listeners(*ON_TWO_HOSTS, "--backend", backend, "--run-dir", str(disk / "run"))
         filler = fill(disk)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.on_slurm import survival
-from tests.on_slurm.login import Login, settings
+from tests.on_slurm.login import settings
 from tests.on_slurm.survival import RESTART_S, wait_for_steps, wait_until_over
 from tests.support.tasks import write_tutorial
 
@@ -21,7 +19,7 @@ VALUES = (
 
 
 @pytest.mark.slow(seconds=25)
-def test_preempted(login: Login, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_preempted(login, tmp_path_factory):
     config = write_tutorial(login.folder)
     folder = tmp_path_factory.mktemp("whole")
     alone = survival.undisturbed(folder, write_tutorial(folder), 2, [*VALUES, "data.num_workers=0"])
@@ -36,7 +34,7 @@ def test_preempted(login: Login, tmp_path_factory: pytest.TempPathFactory) -> No
     login.wait_until_idle()
 
 
-def test_the_tutorial_is_short(tmp_path: Path) -> None:
+def test_the_tutorial_is_short(tmp_path):
     config = write_tutorial(tmp_path)
     lines = [line for line in (config.parent / "curves.py").read_text().splitlines() if line.strip()]
     assert len(lines) < 60

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
-from tests.on_slurm.login import TRAINKIT, Login, settings, wait_for
+from tests.on_slurm.login import TRAINKIT, settings, wait_for
 from tests.on_slurm.survival import start_preempting
 from tests.on_slurm.test_signals import train
 from tests.support.tmux import Tmux, needs_tmux
@@ -16,7 +15,7 @@ from trainkit.capabilities.health.samples import health_file
 
 @needs_tmux
 @pytest.mark.slow(seconds=30)
-def test_a_run_of_two_hosts_and_its_preemption(login: Login, tmp_path: Path) -> None:
+def test_a_run_of_two_hosts_and_its_preemption(login, tmp_path):
     run = train(login, "--partition", "low", *settings("logging.health_every_s=1"))
     hosts = login.cluster.hosts[:2]
     wait_for(lambda: all(health_file(run, host).exists() for host in hosts), "a sample of each host")

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.wrappers import disturb, prepare
-from tests.on_slurm.login import Login
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_no_step_is_lost_below_a_wrapper(login: Login, nodes: int) -> None:
+def test_no_step_is_lost_below_a_wrapper(login, nodes):
     prepare(login.folder, uv=None)
     names = ["tee", "nested sh", "check_call", "trap that forwards"]
     cells = disturb(login, names, ["preempted", "cancel"], nodes)

@@ -112,7 +112,7 @@ DAMAGES: dict[str, tuple[Callable[[Checkpoint], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_damage_that_shows_without_reading_tensors(checkpoint: Checkpoint, kind: str) -> None:
+def test_damage_that_shows_without_reading_tensors(checkpoint, kind):
     spoil, words = DAMAGES[kind]
     spoil(checkpoint)
     assert find_damage(checkpoint, reads_tensors=False) == words
@@ -120,7 +120,7 @@ def test_damage_that_shows_without_reading_tensors(checkpoint: Checkpoint, kind:
 
 
 @pytest.mark.parametrize("is_flipped", [True, False], ids=["flipped", "no hash"])
-def test_damage_that_only_the_hashes_show(checkpoint: Checkpoint, is_flipped: bool) -> None:
+def test_damage_that_only_the_hashes_show(checkpoint, is_flipped):
     if is_flipped:
         flip(checkpoint.path / SHARDS[0])
     else:
@@ -129,14 +129,14 @@ def test_damage_that_only_the_hashes_show(checkpoint: Checkpoint, is_flipped: bo
     said(find_damage(checkpoint))
 
 
-def test_ranks_share_the_reading(checkpoint: Checkpoint) -> None:
+def test_ranks_share_the_reading(checkpoint):
     flip(shard(checkpoint))
     found = [hash_damage(checkpoint, part, 3) for part in range(3)]
     assert found == ["", found[1], ""]
     said(found[1])
 
 
-def test_no_flipped_byte_of_a_manifest_goes_unseen(checkpoint: Checkpoint) -> None:
+def test_no_flipped_byte_of_a_manifest_goes_unseen(checkpoint):
     whole = checkpoint.manifest_file.read_bytes()
     for position in range(len(whole)):
         flip(checkpoint.manifest_file, position)
@@ -144,7 +144,7 @@ def test_no_flipped_byte_of_a_manifest_goes_unseen(checkpoint: Checkpoint) -> No
         checkpoint.manifest_file.write_bytes(whole)
 
 
-def test_published_are_those_with_a_plain_name_by_step(tmp_path: Path) -> None:
+def test_published_are_those_with_a_plain_name_by_step(tmp_path):
     assert [listing(tmp_path / "none") for listing in (published, partials, rejects)] == [[], [], []]
     for step in (100, 20, 123_456_789):
         make(tmp_path, step)
@@ -156,7 +156,7 @@ def test_published_are_those_with_a_plain_name_by_step(tmp_path: Path) -> None:
     assert [path.name for path in rejects(tmp_path)] == ["step-00000040.rejected"]
 
 
-def test_set_aside_never_overwrites(tmp_path: Path) -> None:
+def test_set_aside_never_overwrites(tmp_path):
     names = []
     for count in range(3):
         checkpoint = make(tmp_path, 7)
@@ -168,9 +168,7 @@ def test_set_aside_never_overwrites(tmp_path: Path) -> None:
     assert published(tmp_path) == []
 
 
-def test_remove_interrupted_leaves_nothing_that_looks_published(
-    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_remove_interrupted_leaves_nothing_that_looks_published(checkpoint, monkeypatch):
     def killed(path: Path) -> None:
         raise KeyboardInterrupt
 
@@ -197,12 +195,12 @@ def test_remove_interrupted_leaves_nothing_that_looks_published(
         (None, 2, []),
     ],
 )
-def test_obsolete(keep_last: int | None, best: int | None, gone: list[int]) -> None:
+def test_obsolete(keep_last, best, gone):
     checkpoints = [Checkpoint(Path("x"), step) for step in (3, 1, 4, 2)]
     assert [item.step for item in obsolete(checkpoints, keep_last, best)] == gone
 
 
-def test_newest_intact(tmp_path: Path) -> None:
+def test_newest_intact(tmp_path):
     checkpoints = [make(tmp_path, step) for step in (1, 2, 3)]
     assert newest_intact(checkpoints) == checkpoints[2]
     flip(shard(checkpoints[2]))
@@ -210,7 +208,7 @@ def test_newest_intact(tmp_path: Path) -> None:
     assert newest_intact([checkpoints[2]]) is None
 
 
-def test_best_link_moves_and_survives_a_leftover(tmp_path: Path) -> None:
+def test_best_link_moves_and_survives_a_leftover(tmp_path):
     first, second = make(tmp_path, 1), make(tmp_path, 2)
     assert best_step(tmp_path) is None
     (tmp_path / "best").symlink_to("step-00000007.rejected")
@@ -225,7 +223,7 @@ def test_best_link_moves_and_survives_a_leftover(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/../../x", "a\0b"])
-def test_a_manifest_names_only_files_of_its_folder(checkpoint: Checkpoint, name: str) -> None:
+def test_a_manifest_names_only_files_of_its_folder(checkpoint, name):
     value = {**json.loads(checkpoint.manifest_file.read_text())}
     value["files"] = {name: {"bytes": 1, "sha256": ""}}
     write(checkpoint, {**value, "sha256": seal(value)})
@@ -236,7 +234,7 @@ def test_a_manifest_names_only_files_of_its_folder(checkpoint: Checkpoint, name:
 
 
 @pytest.mark.parametrize("make_it", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
-def test_what_is_no_file_is_damage(checkpoint: Checkpoint, make_it: Callable[[Path], object]) -> None:
+def test_what_is_no_file_is_damage(checkpoint, make_it):
     for file in (checkpoint.path / SHARDS[0], checkpoint.manifest_file):
         if file.name == SHARDS[0]:
             files = checkpoint.content()["files"]

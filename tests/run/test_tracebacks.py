@@ -57,9 +57,7 @@ INNER = """\
         ),
     ],
 )
-def test_the_exception_that_ends_a_program(
-    text: str, kind: str | None, message: str | None, place: str | None
-) -> None:
+def test_the_exception_that_ends_a_program(text, kind, message, place):
     own = text.splitlines()
     assert _found(last_exception(own)) == (kind, message, place)
     mixed = [line for one in own for line in (f"[rank2]: {one}", "[rank1]: x")]

@@ -1,7 +1,5 @@
 """Tests the environment of a submission, and which cluster slurm.conf names."""
 
-from pathlib import Path
-
 import pytest
 
 from trainkit.slurm.environment import cluster_name, conf_file, other_cluster, scrubbed
@@ -49,16 +47,16 @@ INHERITED = {
 }
 
 
-def test_inside_a_job() -> None:
+def test_inside_a_job():
     kept = {name: value for name, value in OWN.items() if name != "CUDA_VISIBLE_DEVICES"}
     assert scrubbed({**OWN, **INHERITED}) == kept
 
 
-def test_on_a_login_node_the_choice_of_gpus_is_the_users_own() -> None:
+def test_on_a_login_node_the_choice_of_gpus_is_the_users_own():
     assert scrubbed(OWN) == OWN
 
 
-def test_the_cluster_that_sbatch_was_given_is_that_of_every_command() -> None:
+def test_the_cluster_that_sbatch_was_given_is_that_of_every_command():
     assert scrubbed({"SBATCH_CLUSTERS": "east"}) == {"SLURM_CLUSTERS": "east"}
     assert scrubbed({"SBATCH_CLUSTERS": "east", "SLURM_CLUSTERS": "west"}) == {"SLURM_CLUSTERS": "west"}
 
@@ -73,18 +71,18 @@ def test_the_cluster_that_sbatch_was_given_is_that_of_every_command() -> None:
         ("", None),
     ],
 )
-def test_name(tmp_path: Path, text: str, name: str | None) -> None:
+def test_name(tmp_path, text, name):
     file = tmp_path / "slurm.conf"
     file.write_text(text)
     assert conf_file({"SLURM_CONF": str(file)}) == file
     assert cluster_name({"SLURM_CONF": str(file)}) == name
 
 
-def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read(tmp_path):
     assert cluster_name({"SLURM_CONF": str(tmp_path / "nope")}) is None
 
 
-def test_another_cluster_that_jobs_are_sent_to(tmp_path: Path) -> None:
+def test_another_cluster_that_jobs_are_sent_to(tmp_path):
     file = tmp_path / "slurm.conf"
     file.write_text("ClusterName=west\n")
     environ = {"SLURM_CONF": str(file)}
@@ -94,9 +92,7 @@ def test_another_cluster_that_jobs_are_sent_to(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["etc/slurm.conf", "etc/slurm/slurm.conf"])
-def test_the_file_of_a_slurm_below_a_prefix_of_its_own(
-    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_file_of_a_slurm_below_a_prefix_of_its_own(tmp_path, place, monkeypatch):
     monkeypatch.setattr("trainkit.slurm.environment.CONFIG_FILES", ())
     sbatch, link = tmp_path / "slurm-24/bin/sbatch", tmp_path / "bin/sbatch"
     for file in (sbatch, link):
@@ -111,7 +107,7 @@ def test_the_file_of_a_slurm_below_a_prefix_of_its_own(
     assert cluster_name({"PATH": str(link.parent)}) == "west"
 
 
-def test_a_job_id_means_something_on_its_own_cluster(tmp_path: Path) -> None:
+def test_a_job_id_means_something_on_its_own_cluster(tmp_path):
     file = tmp_path / "slurm.conf"
     file.write_text("ClusterName=west\n")
     here = {"SLURM_CONF": str(file)}

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -26,7 +25,7 @@ HOSTILE_NAMES = [
 
 
 @pytest.mark.parametrize("name", HOSTILE_NAMES)
-def test_names_come_back_as_they_were_given(cluster: Cluster, tmp_path: Path, name: str) -> None:
+def test_names_come_back_as_they_were_given(cluster, tmp_path, name):
     job_id = send(cluster, tmp_path, "true\n", extra_argv=[f"--job-name={name}", "--hold"])
     other = send(cluster, tmp_path, "true\n", extra_argv=["--hold"])
     jobs = query_jobs([job_id, other])
@@ -44,14 +43,12 @@ def test_names_come_back_as_they_were_given(cluster: Cluster, tmp_path: Path, na
         ("kill -9 $$\n", JobState.FAILED, 0, 9),
     ],
 )
-def test_ends(
-    cluster: Cluster, tmp_path: Path, body: str, state: JobState, code: int, number: int | None
-) -> None:
+def test_ends(cluster, tmp_path, body, state, code, number):
     job = wait_for(cluster, send(cluster, tmp_path, body), JobState.COMPLETED, JobState.FAILED)
     assert (job.state, job.exit_code, job.exit_signal, job.state.is_terminal) == (state, code, number, True)
 
 
-def test_a_running_job(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_running_job(cluster, tmp_path):
     job_id = send(cluster, tmp_path, SLEEP, "--nodes=2", "--gpus-per-node=4")
     waiting_id = send(cluster, tmp_path, SLEEP, "--nodes=4", "--gpus-per-node=4")
     job = wait_for(cluster, job_id, JobState.RUNNING)
@@ -66,7 +63,7 @@ def test_a_running_job(cluster: Cluster, tmp_path: Path) -> None:
     assert (waiting.nodes, waiting.sentence) == ("", "waiting for nodes to become free; next in line")
 
 
-def test_requeued_is_not_the_end(cluster: Cluster, tmp_path: Path) -> None:
+def test_requeued_is_not_the_end(cluster, tmp_path):
     job_id = send(cluster, tmp_path, SLEEP)
     wait_for(cluster, job_id, JobState.RUNNING)
     requeue(job_id)
@@ -75,7 +72,7 @@ def test_requeued_is_not_the_end(cluster: Cluster, tmp_path: Path) -> None:
     assert query_jobs([job_id])[job_id].restarts == 1
 
 
-def test_preempted_is_not_the_end(cluster: Cluster, tmp_path: Path) -> None:
+def test_preempted_is_not_the_end(cluster, tmp_path):
     step = "trap 'echo term; exit 3' TERM; echo start $SLURM_RESTART_COUNT; while :; do sleep 0.1; done"
     (tmp_path / "step.sh").write_text(f"{step}\n")
     body = f"srun --nodes=1 --ntasks=1 sh step.sh\n{SLEEP}"
@@ -145,7 +142,7 @@ def wait_for_accounting(cluster: Cluster, num_ended: int) -> None:
         time.sleep(0.2)
 
 
-def test_forgotten_jobs(forgetful: Cluster, tmp_path: Path) -> None:
+def test_forgotten_jobs(forgetful, tmp_path):
     """squeue has forgotten the jobs. Accounting has their ends, and without accounting they are unknown."""
     good = send(forgetful, tmp_path, "exit 0\n")
     bad = send(forgetful, tmp_path, "exit 7\n", '--job-name="two words"')

@@ -45,7 +45,7 @@ from trainkit.slurm.states import checked_job_id, reason_sentence, state_in_acco
         ("", 0, JobState.UNKNOWN),
     ],
 )
-def test_in_queue(word: str, restarts: int | None, state: JobState) -> None:
+def test_in_queue(word, restarts, state):
     assert state_in_queue(word, restarts) is state
 
 
@@ -71,11 +71,11 @@ def test_in_queue(word: str, restarts: int | None, state: JobState) -> None:
         ("", JobState.UNKNOWN),
     ],
 )
-def test_in_accounting(word: str, state: JobState) -> None:
+def test_in_accounting(word, state):
     assert state_in_accounting(word) is state
 
 
-def test_what_has_ended() -> None:
+def test_what_has_ended():
     ended = {"completed", "failed", "cancelled", "timeout", "preempted", "node_fail", "out_of_memory"}
     assert {state.value for state in JobState if state.is_terminal} == ended
     for state in JobState:
@@ -134,7 +134,7 @@ SENTENCES = {
 
 
 @pytest.mark.parametrize("reason", SENTENCES)
-def test_sentence(reason: str) -> None:
+def test_sentence(reason):
     assert reason_sentence(reason) == SENTENCES[reason]
 
 
@@ -153,12 +153,12 @@ PENDING = (
 
 
 @pytest.mark.parametrize("reason", PENDING)
-def test_every_reason_is_explained(reason: str) -> None:
+def test_every_reason_is_explained(reason):
     assert " " in reason_sentence(reason)
 
 
 @pytest.mark.parametrize("reason", ["", "None", "N/A", "(null)"])
-def test_no_reason(reason: str) -> None:
+def test_no_reason(reason):
     assert reason_sentence(reason) == ""
 
 
@@ -166,18 +166,18 @@ def test_no_reason(reason: str) -> None:
     "reason",
     ["SomethingNew", "QOSmax", "held by the dean", "Nodes required, but moved", "What, UnavailableNodes:n3"],
 )
-def test_unknown_reasons_are_shown_as_they_are(reason: str) -> None:
+def test_unknown_reasons_are_shown_as_they_are(reason):
     assert reason_sentence(reason) == reason
 
 
 @pytest.mark.parametrize("text", ["1", "123456789", "123_0", "123_42"])
-def test_job_ids(text: str) -> None:
+def test_job_ids(text):
     assert is_job_id(text)
     for name in (text, on_cluster(text, "west-2")):
         assert checked_job_id(name) == name
 
 
-def test_jobs_of_other_clusters() -> None:
+def test_jobs_of_other_clusters():
     names = [on_cluster("7", None), on_cluster("7", "east"), on_cluster("8_[1-2]", "east"), "9", "7"]
     assert names == ["7", "7;east", "8_[1-2];east", "9", "7"]
     assert by_cluster(names) == {"": ["7", "9"], "east": ["7", "8_[1-2]"]}
@@ -187,13 +187,13 @@ def test_jobs_of_other_clusters() -> None:
 @pytest.mark.parametrize(
     "text", ["", "-1", "a", "1 ", "1;", "1; 2", "1_", "_1", "1_[2-3]", "1.0", "1_2_3", "--all", "1\n", "١"]
 )
-def test_no_job_ids(text: str) -> None:
+def test_no_job_ids(text):
     assert not is_job_id(text)
     with pytest.raises(UsageError, match="is not a Slurm job id"):
         checked_job_id(text)
 
 
-def test_base_id() -> None:
+def test_base_id():
     for cluster in (None, "east", "my_cluster", "my-2_b-c"):
         names = [on_cluster(text, cluster) for text in ("12", "12_3", "12_[4-9%2]", "12+1")]
         assert list(map(base_id, names)) == [on_cluster("12", cluster)] * 4
@@ -209,11 +209,11 @@ def test_base_id() -> None:
         ("3-1", []),
     ],
 )
-def test_array_indices(spec: str, indices: list[int]) -> None:
+def test_array_indices(spec, indices):
     assert array_indices(spec) == indices
 
 
 @pytest.mark.parametrize("spec", ["", "a", "1-", "1--2", "1,,2", "-1", "1-2:", "0-9:0", "1;2"])
-def test_no_array_indices(spec: str) -> None:
+def test_no_array_indices(spec):
     with pytest.raises(UsageError, match="not the indices of a job array"):
         array_indices(spec)

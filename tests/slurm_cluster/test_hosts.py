@@ -3,11 +3,10 @@
 import time
 from pathlib import Path
 
-from tools.slurm_cluster.cluster import Cluster
 from tools.slurm_cluster.network import MACHINE_INDEX
 
 
-def test_local_disks_are_private_and_others_shared(cluster: Cluster, tmp_path: Path) -> None:
+def test_local_disks_are_private_and_others_shared(cluster, tmp_path):
     show = f"hostname > /var/tmp/mine; hostname > /dev/shm/mine; hostname > {tmp_path}/$SLURM_NODEID"
     cluster.run(["srun", "-N4", "sh", "-c", show], check=True)
     assert [(tmp_path / str(rank)).read_text().strip() for rank in range(4)] == cluster.hosts
@@ -18,7 +17,7 @@ def test_local_disks_are_private_and_others_shared(cluster: Cluster, tmp_path: P
     assert not Path("/var/tmp/mine").exists()
 
 
-def test_processes_of_other_hosts_are_not_seen(cluster: Cluster) -> None:
+def test_processes_of_other_hosts_are_not_seen(cluster):
     cluster.run(
         ["sbatch", "--nodelist", cluster.hosts[1], "--output=/dev/null", "--wrap=sleep 987"], check=True
     )
@@ -33,7 +32,7 @@ def test_processes_of_other_hosts_are_not_seen(cluster: Cluster) -> None:
     assert not is_seen(1)
 
 
-def test_names_are_known_on_the_machine_and_on_the_hosts(cluster: Cluster) -> None:
+def test_names_are_known_on_the_machine_and_on_the_hosts(cluster):
     names = [*cluster.hosts, cluster.state.machine]
     for host in (None, 1):
         found = cluster.run(["getent", "ahostsv4", names[3]], host=host, check=True).stdout.split()[0]

@@ -27,7 +27,7 @@ def wait_for_log(folder: Path, text: str, timeout_s: float = 20) -> None:
         time.sleep(0.05)
 
 
-def test_hosts_without_power_and_without_network(cluster: Cluster, tmp_path: Path) -> None:
+def test_hosts_without_power_and_without_network(cluster, tmp_path):
     job_id = submit(cluster, tmp_path, STEP, "-N4")
     wait_for_log(tmp_path, "start")
     began = time.monotonic()
@@ -43,7 +43,7 @@ def test_hosts_without_power_and_without_network(cluster: Cluster, tmp_path: Pat
     wait_for_log(tmp_path, "start 1")
 
 
-def test_the_daemon_of_a_host_dies_and_its_job_goes_on(cluster: Cluster, tmp_path: Path) -> None:
+def test_the_daemon_of_a_host_dies_and_its_job_goes_on(cluster, tmp_path):
     script = f"#!/bin/sh\nwhile [ ! -e {tmp_path}/go ]; do sleep 0.1; done; echo done\n"
     job_id = submit(cluster, tmp_path, script, "--nodelist", cluster.hosts[1])
     cluster.wait_for_job(job_id, "RUNNING", timeout_s=150)

@@ -54,7 +54,7 @@ def second(clusters_possible: None) -> Cluster:
     return up(accounting=False, options={"MinJobAge": "2"}, owner=Pid.of(os.getpid()))
 
 
-def test_a_second_one_without_accounting(cluster: Cluster, second: Cluster, tmp_path: Path) -> None:
+def test_a_second_one_without_accounting(cluster, second, tmp_path):
     try:
         assert max(second.state.up_s, cluster.state.up_s) < 30
         assert not set(cluster.hosts) & set(second.hosts)
@@ -78,7 +78,7 @@ def test_a_second_one_without_accounting(cluster: Cluster, second: Cluster, tmp_
     assert cluster.node_states() == dict.fromkeys(cluster.hosts, "idle")
 
 
-def test_what_a_killed_process_left_behind_goes_with_the_next(clusters_possible: None) -> None:
+def test_what_a_killed_process_left_behind_goes_with_the_next(clusters_possible):
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNED], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -93,7 +93,7 @@ def test_what_a_killed_process_left_behind_goes_with_the_next(clusters_possible:
     assert traces(state) == []
 
 
-def test_one_that_does_not_start_says_why_and_leaves_nothing(clusters_possible: None, tmp_path: Path) -> None:
+def test_one_that_does_not_start_says_why_and_leaves_nothing(clusters_possible, tmp_path):
     before = {state.folder for state in all_states()}
     with pytest.raises(
         RuntimeError, match=r"(?s)slurmctld exited; its output:.*Can't find plugin for select/none-such"
@@ -103,14 +103,14 @@ def test_one_that_does_not_start_says_why_and_leaves_nothing(clusters_possible: 
     assert str(tmp_path / "cluster") not in {state.folder for state in all_states()} - before
 
 
-def test_a_folder_with_something_in_it_is_refused(clusters_possible: None, tmp_path: Path) -> None:
+def test_a_folder_with_something_in_it_is_refused(clusters_possible, tmp_path):
     (tmp_path / "mine").touch()
     with pytest.raises(RuntimeError, match="is not empty: a cluster needs an empty folder"):
         up(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
-def test_after_a_restart_of_the_machine_no_process_is_taken_for_its_own(clusters_possible: None) -> None:
+def test_after_a_restart_of_the_machine_no_process_is_taken_for_its_own(clusters_possible):
     state = lifecycle.claim(
         None, accounting=False, options={}, owner=None, num_hosts=4, slurm=None, confined=False
     )
@@ -130,7 +130,7 @@ def test_after_a_restart_of_the_machine_no_process_is_taken_for_its_own(clusters
 
 
 @needs_tmux
-def test_a_shell_of_its_own(clusters_possible: None, tmp_path: Path) -> None:
+def test_a_shell_of_its_own(clusters_possible, tmp_path):
     """`make cluster` in a terminal shows a prompt, runs the commands, and leaves nothing behind."""
     environ = {**os.environ, "SHELL": "/bin/bash", "TMUX_TMPDIR": str(tmp_path)}
     with Tmux(tmp_path, 150, 50, ROOT, environ) as window:
@@ -152,7 +152,7 @@ def test_a_shell_of_its_own(clusters_possible: None, tmp_path: Path) -> None:
     assert traces(state) == []
 
 
-def test_a_shell_that_is_killed_with_its_terminal(clusters_possible: None) -> None:
+def test_a_shell_that_is_killed_with_its_terminal(clusters_possible):
     process = subprocess.Popen(
         [sys.executable, "-m", "tools.slurm_cluster", "shell", "--no-accounting"],
         cwd=ROOT,

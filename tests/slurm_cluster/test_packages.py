@@ -52,9 +52,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_only_what_is_missing_is_installed_and_nothing_is_started(
-    machine: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_only_what_is_missing_is_installed_and_nothing_is_started(machine, capfd):
     assert packages.missing() == ["iproute2", "util-linux"]
     packages.install_missing()
     options = (
@@ -72,7 +70,7 @@ def test_only_what_is_missing_is_installed_and_nothing_is_started(
     assert len((machine / "log").read_text().splitlines()) == 3
 
 
-def test_daemons_are_forbidden_while_packages_are_installed(tmp_path: Path) -> None:
+def test_daemons_are_forbidden_while_packages_are_installed(tmp_path):
     policy = tmp_path / "policy-rc.d"
     with packages.no_daemons_started(policy):
         assert subprocess.run([policy]).returncode == 101
@@ -83,7 +81,7 @@ def test_daemons_are_forbidden_while_packages_are_installed(tmp_path: Path) -> N
     assert policy.read_text() == "mine"
 
 
-def test_what_is_missing_is_named(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_named(machine, monkeypatch):
     (machine / "apt-get").unlink()
     with pytest.raises(packages.NotPossible) as error:
         packages.install_missing()
@@ -105,7 +103,7 @@ def pytest_as_nobody(folder: Path, *args: str, **env: str) -> subprocess.Complet
     )
 
 
-def test_without_root_one_loud_line_and_in_ci_a_failure(tmp_path: Path) -> None:
+def test_without_root_one_loud_line_and_in_ci_a_failure(tmp_path):
     done = pytest_as_nobody(tmp_path)
     why = "only root can create the namespaces of its hosts"
     assert done.returncode == 0, done.stdout + done.stderr
@@ -119,6 +117,6 @@ def test_without_root_one_loud_line_and_in_ci_a_failure(tmp_path: Path) -> None:
     assert "1 passed, 2 errors" in done.stdout
 
 
-def test_fast_tests_start_no_cluster(tmp_path: Path) -> None:
+def test_fast_tests_start_no_cluster(tmp_path):
     done = pytest_as_nobody(tmp_path, "-m", "not slow", CI="true")
     assert (done.returncode, "1 passed, 2 deselected" in done.stdout) == (0, True), done.stdout

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from tools.slurm_cluster import releases
-from tools.slurm_cluster.cluster import Cluster
 from tools.slurm_cluster.packages import NotPossible
 
 APT_GET = """#!/bin/sh
@@ -34,7 +33,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_the_installed_version_needs_no_packages(machine: Path) -> None:
+def test_the_installed_version_needs_no_packages(machine):
     assert releases.find(None) is None
     assert releases.find("23.02") is None
     assert not releases.is_installed("24.11")
@@ -44,15 +43,13 @@ def test_the_installed_version_needs_no_packages(machine: Path) -> None:
     assert releases.is_installed(None)
 
 
-def test_a_version_that_was_unpacked_is_not_downloaded_again(machine: Path) -> None:
+def test_a_version_that_was_unpacked_is_not_downloaded_again(machine):
     (releases.CACHE / "slurm-24.11").mkdir(parents=True)
     assert releases.find("24.11") == releases.CACHE / "slurm-24.11"
     assert not (machine / "log").exists()
 
 
-def test_a_download_that_fails_is_named_and_leaves_nothing(
-    machine: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_download_that_fails_is_named_and_leaves_nothing(machine, capfd):
     with pytest.raises(NotPossible) as error:
         releases.find("24.11")
     assert str(error.value) == "`apt-get … update` failed: E: there is no such release"
@@ -61,7 +58,7 @@ def test_a_download_that_fails_is_named_and_leaves_nothing(
     assert [path.name for path in releases.CACHE.iterdir()] == ["lock"]
 
 
-def test_what_prevents_it_is_said(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_prevents_it_is_said(machine, monkeypatch):
     with pytest.raises(NotPossible, match=r"no Debian release with Slurm 21\.08 is known") as error:
         releases.find("21.08")
     assert error.value.hint == "choose one of 22.05, 24.11, 26.05"
@@ -74,7 +71,7 @@ def test_what_prevents_it_is_said(machine: Path, monkeypatch: pytest.MonkeyPatch
         releases.find("24.11")
 
 
-def test_every_part_of_the_cluster_is_of_the_version(cluster: Cluster, slurm_version: str | None) -> None:
+def test_every_part_of_the_cluster_is_of_the_version(cluster, slurm_version):
     programs = ("sbatch", "srun", "scontrol", "sacct", "slurmd")
     shown = [cluster.run([name, "-V"], check=True).stdout for name in programs]
     shown += cluster.run(["srun", "-N4", "srun", "-V"], check=True).stdout.splitlines(keepends=True)

@@ -51,13 +51,13 @@ def step(made: LaunchPlan, *before: str) -> list[str]:
     ]
 
 
-def test_without_spares_the_step_is_that_of_the_script() -> None:
+def test_without_spares_the_step_is_that_of_the_script():
     made = plan()
     assert step_argv(step(made), made, ["h1", "h2"]) == step(made)
 
 
 @pytest.mark.parametrize("per", ["gpu", "node"])
-def test_with_spares_the_step_has_its_hosts(per: str) -> None:
+def test_with_spares_the_step_has_its_hosts(per):
     made = plan("resources.spare_nodes=1", "resources.gpus_per_node=4", f"launch.per={per}")
     argv = step_argv(step(made), made, ["h19", "h1", "h2"])
     assert argv[:2] == ["srun", "--nodelist=h19,h1"]
@@ -65,7 +65,7 @@ def test_with_spares_the_step_has_its_hosts(per: str) -> None:
     assert {"--nodes=2", f"--ntasks={8 if per == 'gpu' else 2}"} < set(argv)
 
 
-def test_of_a_range_the_step_has_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_range_the_step_has_what_is_there(tmp_path, monkeypatch):
     made = plan("resources.nodes=1-4", "train.global_batch_size=16", "train.device_batch_size=4")
     argv = step_argv(step(made), made.at(3), ["h19", "h1", "h2"])
     assert argv[1:4] == ["--nodelist=h19,h1", "--nodes=2", "--ntasks=2"]
@@ -93,9 +93,7 @@ def test_of_a_range_the_step_has_what_is_there(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(("per", "of_task"), [("gpu", "32"), ("node", "128")])
-def test_ranks_of_an_exclusive_job_use_the_cpus_of_its_nodes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, per: str, of_task: str
-) -> None:
+def test_ranks_of_an_exclusive_job_use_the_cpus_of_its_nodes(tmp_path, monkeypatch, per, of_task):
     made = plan("resources.gpus_per_node=4", "resources.cpus_per_gpu=8", f"launch.per={per}")
     started: list[dict[str, str]] = []
     monkeypatch.setattr(processes, "start_child", lambda *args, environ, **more: started.append(environ))
@@ -124,7 +122,7 @@ def test_ranks_of_an_exclusive_job_use_the_cpus_of_its_nodes(
     assert allocation.fitted(Attempt(attempt, fitted)).threads_per_worker == 16
 
 
-def test_a_template_may_have_put_something_before_srun() -> None:
+def test_a_template_may_have_put_something_before_srun():
     made = plan("resources.spare_nodes=1")
     argv = step_argv(step(made, "nice"), made, ["h1", "h2"])
     assert argv[:3] == ["nice", "srun", "--nodelist=h1,h2"]
@@ -133,13 +131,13 @@ def test_a_template_may_have_put_something_before_srun() -> None:
 
 
 @pytest.mark.parametrize("spares", [0, 1])
-def test_too_few_hosts(spares: int) -> None:
+def test_too_few_hosts(spares):
     made = plan(f"resources.spare_nodes={spares}")
     with pytest.raises(TrainkitError, match="needs 2 nodes, but only 1 of the job's hosts are good: h1"):
         step_argv(step(made), made, ["h1"])
 
 
-def test_lost_is_what_slurm_calls_so_or_has_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_is_what_slurm_calls_so_or_has_taken_away(monkeypatch):
     states = {"h1": "allocated", "h2": "down*", "h3": "mixed*", "h4": "idle", "h5": "draining", "h6": "fail"}
     monkeypatch.setattr(resubmit, "hosts_of_job", lambda job_id: ["h1", "h2", "h3", "h5", "h6", "h7"])
     monkeypatch.setattr(resubmit, "node_states", lambda hosts: states)
@@ -153,9 +151,7 @@ def test_lost_is_what_slurm_calls_so_or_has_taken_away(monkeypatch: pytest.Monke
     assert lost_hosts("7", hosts, is_running=True) is None
 
 
-def test_a_slurm_that_does_not_answer_has_not_lost_any(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_slurm_that_does_not_answer_has_not_lost_any(monkeypatch, capfd):
     def away(job_id: str) -> list[str]:
         raise SlurmUnreachable("squeue cannot reach Slurm")
 
@@ -165,7 +161,7 @@ def test_a_slurm_that_does_not_answer_has_not_lost_any(
 
 
 @pytest.mark.parametrize("policy", ["ignore", "exclude", "restart"])
-def test_hosts_of_slow_ranks_are_avoided_where_the_config_says_so(tmp_path: Path, policy: str) -> None:
+def test_hosts_of_slow_ranks_are_avoided_where_the_config_says_so(tmp_path, policy):
     attempt = RunDir(tmp_path).attempt(1)
     attempt.create()
     for rank, host in enumerate(("h18", "h1", "elsewhere")):

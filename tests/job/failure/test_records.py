@@ -254,14 +254,14 @@ NCCL = "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error\nLast err
         ("index 3 is out of bounds", False),
     ],
 )
-def test_hardware_and_what_only_looks_like_it(message: str, is_suspect: bool) -> None:
+def test_hardware_and_what_only_looks_like_it(message, is_suspect):
     failure = RankFailure(host="h1", type="RuntimeError", message=message, exit_code=1)
     assert suspect_host(failure) == (("h1", "culprit") if is_suspect else None)
 
 
 @pytest.mark.parametrize("number", [2, 9, 10, 11, 12, 15])
 @pytest.mark.parametrize("more", [{"type": "exit"}, {"type": "RankKilled"}, {"type": "exit", "node": True}])
-def test_a_death_by_a_signal_that_asks_to_end_is_no_fault_of_the_node(number, more) -> None:
+def test_a_death_by_a_signal_that_asks_to_end_is_no_fault_of_the_node(number, more):
     failure = RankFailure(host="h1", message="killed", exit_code=128 + number, **more)
     assert failure.died_of_notice == (number not in (9, 11))
     if failure.died_of_notice:
@@ -282,7 +282,7 @@ def test_a_death_by_a_signal_that_asks_to_end_is_no_fault_of_the_node(number, mo
         (None, [124], None),
     ],
 )
-def test_the_signal_of_which_the_first_died(failure, codes, name) -> None:
+def test_the_signal_of_which_the_first_died(failure, codes, name):
     assert signal_of_death(failure, codes) == name
 
 
