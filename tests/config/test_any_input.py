@@ -28,7 +28,7 @@ values = st.recursive(
 variables = st.dictionaries(st.text("ABEIJNOPRSTX_", max_size=10), text, max_size=2)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(
     content=st.dictionaries(keys, values, max_size=4), sets=st.dictionaries(keys, values), environ=variables
 )

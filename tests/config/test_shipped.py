@@ -1,14 +1,16 @@
 """Tests the schema as interfaces promise it, and that all shipped configs load without changes."""
 
 import json
+import os
 import sys
+from pathlib import Path
 
 import pytest
 from pydantic import BaseModel
 
 from tests.support.programs import run_program
 from trainkit.config import RunConfig, load_config
-from trainkit.folders import shipped_configs
+from trainkit.folders import find_shipped_config, shipped_config_names, shipped_configs
 
 FILES = sorted(
     file for file in shipped_configs().rglob("*.yaml") if file.parent.name != "clusters"
@@ -71,3 +73,64 @@ def test_config_and_plan_load_neither_torch_nor_numpy():
     )
     result = run_program(sys.executable, "-c", code, check=True)
     assert result.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("quickstart", "quickstart.yaml"),
+        ("quickstart.yaml", "quickstart.yaml"),
+        ("configs/quickstart.yaml", "quickstart.yaml"),
+        ("./configs/quickstart.yaml", "quickstart.yaml"),
+        ("models/8b", "models/8b.yaml"),
+        ("models/8b.yaml", "models/8b.yaml"),
+        ("configs/models/8b.yaml", "models/8b.yaml"),
+    ],
+)
+def test_names_of_a_shipped_config(name, file, tmp_path):
+    assert find_shipped_config(name) == shipped_configs() / file
+    loaded = load_config(name, cwd=tmp_path, environ={})
+    assert str(shipped_configs() / file) in {origin.rpartition(":")[0] for origin in loaded.origins.values()}
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "configs", "models", "8b", "/quickstart", "../configs/quickstart", "quickstart.json"]
+)
+def test_what_is_no_name_of_a_shipped_config(name):
+    assert find_shipped_config(name) is None
+
+
+def test_a_file_wins_over_a_shipped_config(tmp_path):
+    (tmp_path / "quickstart").write_text("seed: 1\n")
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "8b.yaml").write_text("seed: 2\n")
+    assert load_config("quickstart", cwd=tmp_path, environ={}).config.seed == 1
+    assert load_config("models/8b.yaml", cwd=tmp_path, environ={}).config.seed == 2
+    # A folder is no config, and a shipped name in it still refers to the shipped config.
+    assert load_config("models/7b", cwd=tmp_path, environ={}).config.model.preset == "7b"
+
+
+def test_every_name_that_is_listed_is_found():
+    assert shipped_config_names()[0] == "quickstart"
+    assert all(find_shipped_config(name) is not None for name in shipped_config_names())
+
+
+ROOT = Path(__file__).parents[2]
+CONFIG = "from trainkit.config.schema import RunConfig\nRunConfig(name='a')\n"
+OTHER = "from pydantic import BaseModel\nclass Other(BaseModel):\n    name: str\n"
+
+
+@pytest.mark.parametrize(("code", "is_loaded"), [(CONFIG, False), (OTHER, True), (CONFIG + OTHER, True)])
+def test_a_plugin_of_pydantic_is_for_models_of_others(tmp_path, code, is_loaded):
+    """A tracker may install such a plugin, with all its imports."""
+    info = tmp_path / "tracker-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tracker\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[pydantic]\ntracker = tracker\n")
+    (tmp_path / "tracker.py").write_text("raise ImportError('it was loaded')\n")
+    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    environ.pop("PYDANTIC_DISABLE_PLUGINS", None)
+    argv = [sys.executable, "-c", code]
+    done = run_program(*argv, env=environ)
+    assert done.returncode == 0, done.stderr
+    assert ("it was loaded" in done.stderr) == is_loaded

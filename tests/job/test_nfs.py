@@ -14,13 +14,12 @@ from tests.support.nfs import FAST_S, nfs_clients
 from tests.support.runs import launch_plan
 from trainkit.backends.launcher import LaunchedRank
 from trainkit.backends.slurm.claim_attempt import claim_attempt
-from trainkit.backends.slurm.step import SlurmTask, await_port, publish_port
+from trainkit.backends.slurm.step import SlurmTask
 from trainkit.job import hangs
 from trainkit.job.failure.records import first_exit_code
 from trainkit.job.hangs import HangRecord, HangWatch
 from trainkit.job.node.agent import superseding_attempt
 from trainkit.job.node.rendezvous import await_plan
-from trainkit.job.step_run import announce, await_announcement
 from trainkit.run.files import read_json, refresh_listing, write_json
 from trainkit.run.record import add_slurm_attempt, claim_entry, create_job
 from trainkit.run.rundir import AttemptDir, RunDir
@@ -69,27 +68,6 @@ def test_the_clients_of_these_tests_cache_as_those_of_nfs_do(hosts):
     assert (other / "file").read_text() == "bb"  # the client asks the server when it opens the file
     refresh_listing(other)
     assert sorted(path.name for path in other.iterdir()) == ["file", "late"]
-
-
-def test_the_port_of_the_first_task(hosts):
-    first, other = (RunDir(host / "run") for host in hosts)
-    first.path.mkdir()
-    attempt = create(first, 1)
-    port, waited_s = waiting(
-        lambda: await_port(other.attempt(1), TASK), lambda: publish_port(attempt, TASK, "host0")
-    )
-    assert port
-    assert waited_s < FAST_S
-
-
-def test_the_announcement_of_an_interactive_step(hosts):
-    first, other = hosts
-    found, waited_s = waiting(
-        lambda: await_announcement(other / "runs", TASK),
-        lambda: announce(first / "runs", TASK, RunDir(first).attempt(1)),
-    )
-    assert isinstance(found, AttemptDir)
-    assert waited_s < FAST_S
 
 
 def test_the_ranks_of_another_launcher(hosts):

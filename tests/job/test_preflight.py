@@ -208,10 +208,7 @@ def test_a_gpu_that_is_missing(visible, shown):
 @pytest.mark.parametrize("visible", ["0", "0,1", "", "NoDevFiles", "GPU-8a4f", "0,-1,1"])
 @pytest.mark.parametrize("local_ranks", [(0, 1, 2, 3), (3,)])
 def test_ranks_that_may_use_too_few_gpus_are_not_the_fault_of_the_node(visible, local_ranks):
-    """The ranks would fail on any node.
-
-    For example, Slurm has bound an agent with four ranks to one GPU.
-    """
+    """The ranks would fail on any node. For example, Slurm has bound an agent with four ranks to one GPU."""
     with failing(f"has CUDA_VISIBLE_DEVICES={visible}$", is_node=False) as caught:
         check_gpus(FakeNvml(*[WELL] * 4), local_ranks, visible)
     assert caught.value.exit_code == EXIT_NO_RESTART

@@ -97,7 +97,6 @@ print(child.exitcode, bool(stop), flush=True)
 
 
 def test_a_process_that_a_worker_forks_has_signals_of_its_own():
-    """A pool can end a forked process without stopping the worker, and a stop signal does not end it."""
     argv = [sys.executable, "-c", FORKS]
     folder = Path(trainkit.__file__).parents[1]
     done = run_program(*argv, cwd=folder)

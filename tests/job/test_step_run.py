@@ -12,13 +12,7 @@ from trainkit.errors import TrainkitError
 from trainkit.job import step_run
 from trainkit.job.failure.records import record_silent_death
 from trainkit.job.hangs import HangRecord
-from trainkit.job.step_run import (
-    announce,
-    announcement_file,
-    await_announcement,
-    run_first_task,
-    withdraw,
-)
+from trainkit.job.step_run import announce, announcement_file, await_announcement, run_first_task, withdraw
 from trainkit.locks import file_lock
 from trainkit.plan.launch import Batch, Layout
 from trainkit.run.files import read_json, write_json

@@ -286,10 +286,7 @@ def test_a_host_by_a_name_that_slurm_does_not_know_is_not_given_up(run, slurm, m
     monkeypatch.setattr(allocation, "note_failure", lambda cluster, host, *args, **more: notes.append(host))
     given = allocation.SlurmAllocation(run, "7", [])
     for host in ("node1.cluster.local", "node1"):
-        given.record_suspect(
-            Attempt(run.attempt(1)),
-            RankFailure(host=host, node=True, message="no GPU"),
-        )
+        given.record_suspect(Attempt(run.attempt(1)), RankFailure(host=host, node=True, message="no GPU"))
     assert (notes, given.good_hosts) == (["node1"], [])
 
 

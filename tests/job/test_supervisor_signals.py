@@ -334,7 +334,6 @@ def test_a_notice_may_come_to_the_supervisor(run, slurm):
 
 @pytest.mark.parametrize("job", [RUNNING, None])
 def test_a_death_by_a_signal_that_nobody_sent_to_the_job_is_a_crash_of_no_node(run, slurm, suspects, job):
-    """Somebody has killed a rank. The rank is named, and its node can still be used."""
     slurm.job = job
     end = step(run, dies_by(15, record=True))[1]
     assert (end["state"], end["cause"], suspects) == ("failed", "crash", [])

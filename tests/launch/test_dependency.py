@@ -62,11 +62,7 @@ RESUME = "resume it first: `trainkit resume 'runs/my first'`"
             ([run("runs/my first", state, "12", "exit code 3")], f"my first is {state} (exit code 3)", RESUME)
             for state in ("failed", "cancelled", "stopped", "died", "incomplete")
         ),
-        (
-            [run("runs/1", "unknown", "12")],
-            "1 is unknown",
-            "`trainkit status runs/1` shows",
-        ),
+        ([run("runs/1", "unknown", "12")], "1 is unknown", "`trainkit status runs/1` shows"),
         (
             [run("runs/1", "running", "local-12")],
             "1 runs on this machine, and Slurm cannot wait for it",

@@ -47,7 +47,8 @@ def test_a_run_of_a_group_is_made_when_it_is_named(group):
     assert not group.run(3).exists()
 
 
-def test_who_only_reads_makes_no_folder(group):
+def test_who_only_reads_makes_no_folder(group, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")  # Slurm is not asked
     for text in ("12_4", "group/4", str(group.path / "4")):
         assert find_to_read(text).path == group.run(4).path
         status = look_at(group.run(4), print)[1]

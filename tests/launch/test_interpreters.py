@@ -257,7 +257,6 @@ def test_other_version_files(tmp_path, text, found):
 
 
 def test_packages_are_found_as_a_job_finds_them(tmp_path):
-    """The packages are found without importing torch."""
     package = make_torch(tmp_path / "site")
     python = (str(getattr(sys, "_base_executable", sys.executable)), "-S")
     found = find_packages(python, ["torch", "json", "site"], {"PYTHONPATH": str(package.parent)}, tmp_path)

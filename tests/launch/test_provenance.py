@@ -17,10 +17,7 @@ from trainkit.launch.snapshot import collect_provenance, git_state
         ("data.tokenizer=bytes train.tokens_per_step=1", None),
         ("-- train.py --api-key abcd1234efgh --token=abcd", "-- train.py --api-key *** --token=***"),
         ("--password x --max-tokens 4096", "--password *** --max-tokens 4096"),
-        (
-            "sh -c 'cd x && train --api-key abcd1234efgh --lr 1'",
-            "sh -c 'cd x && train --api-key *** --lr 1'",
-        ),
+        ("sh -c 'cd x && train --api-key abcd1234efgh --lr 1'", "sh -c 'cd x && train --api-key *** --lr 1'"),
         ("--use-token --max-tokens=4096 hf_abcdefgh12345678", "--use-token --max-tokens=4096 ***"),
     ],
 )

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import shutil
+import signal
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
@@ -21,7 +22,7 @@ from tests.support.said import said
 from trainkit.config.schema import RunConfig
 from trainkit.control.resume import copy_checkpoint
 from trainkit.errors import UsageError
-from trainkit.launch.create import create_run, new_folder
+from trainkit.launch.create import create_run, defer_sigint, new_folder
 from trainkit.launch.submission import disk_forecast
 from trainkit.locks import local_locks
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
@@ -415,3 +416,50 @@ def test_one_of_two_commands_gets_an_empty_folder(tmp_path):
         with pytest.raises(UsageError, match="another command is creating a run there"):
             new_folder("x", folder).__enter__()
     assert [path.name for path in folder.iterdir()] == [".lock"]
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_it_comes_when_the_block_is_over():
+    done = []
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        with defer_sigint():
+            interrupt()
+            done.append("all of it")
+        done.append("what comes after")
+    assert done == ["all of it"]
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+
+
+def test_a_second_one_comes_at_once():
+    done = []
+    with pytest.raises(KeyboardInterrupt), defer_sigint():  # noqa: PT012
+        interrupt()
+        done.append("so far")
+        interrupt()
+        done.append("not here")
+    assert done == ["so far"]
+
+
+def test_without_one_nothing_is_different():
+    before = signal.getsignal(signal.SIGINT)
+    with defer_sigint():
+        pass
+    with pytest.raises(ValueError, match="no"), defer_sigint():
+        raise ValueError("no")
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_where_it_is_ignored_it_stays_so():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    done = []
+    with defer_sigint():
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        interrupt()
+        interrupt()
+        done.append("all of it")
+    assert done == ["all of it"]
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN

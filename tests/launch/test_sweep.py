@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.support.groups import make_group, planned
 from tests.support.programs import run_program
@@ -22,10 +24,11 @@ from trainkit.launch.config_request import ConfigRequest
 from trainkit.launch.create import create_submission, start_group
 from trainkit.launch.plan_run import Gatherer, plan_run
 from trainkit.launch.submission import PlannedTrial, Submission, plan_submission
-from trainkit.launch.sweep import ArraySpec, LoadedTrial, group_trials
+from trainkit.launch.sweep import ArraySpec, LoadedTrial, group_trials, parse_array
 from trainkit.plan.workload import TRAINER
 from trainkit.run.files import difference, read_json
 from trainkit.run.group import RunGroup
+from trainkit.scheduler import array_indices
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 
 LRS: dict[int, dict[str, Any]] = {index: {"optimizer.lr": 0.1 * (index + 1)} for index in range(3)}
@@ -248,3 +251,48 @@ def test_each_bad_point_is_reported_however_points_are_loaded(request_of_config)
     with pytest.raises(ConfigError) as caught:
         plan(trials, array)
     said("\n".join(problem.render() for problem in caught.value.problems))
+
+
+@pytest.mark.parametrize(
+    ("text", "indices", "limit", "directive"),
+    [
+        ("0-3", (0, 1, 2, 3), None, "0-3"),
+        ("0-9%4", tuple(range(10)), 4, "0-9%4"),
+        ("5,1,3", (1, 3, 5), None, "1,3,5"),
+        ("1-2,4,5-6%1", (1, 2, 4, 5, 6), 1, "1-2,4-6%1"),
+        ("0-20:10", (0, 10, 20), None, "0,10,20"),
+        ("7", (7,), None, "7"),
+        ("%4", (), 4, "%4"),
+    ],
+)
+def test_arrays(text, indices, limit, directive):
+    spec = parse_array(text)
+    assert (spec.indices, spec.limit, spec.directive) == (indices, limit, directive)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "not the indices of a job array: ''"),
+        ("a-b", "not the indices of a job array"),
+        ("0-9%", "'' is not a number of concurrent tasks"),
+        ("0-9%0", "'0' is not a number"),
+        ("0-9%x", "'x' is not a number"),
+        ("1,1", "an index is repeated"),
+        ("0-3,2", "an index is repeated"),
+        ("9-0", "there are no tasks"),
+        ("0-200000", "200,001 tasks; the maximum is 100,000"),
+        ("-1", "not the indices of a job array"),
+    ],
+)
+def test_no_arrays(text, message):
+    with pytest.raises(UsageError) as caught:
+        parse_array(text)
+    assert message in caught.value.message
+    assert caught.value.hint
+
+
+@given(st.sets(st.integers(0, 300), min_size=1))
+def test_slurm_reads_the_same_indices(indices):
+    spec = ArraySpec(tuple(sorted(indices)), None)
+    assert array_indices(spec.directive) == sorted(indices)

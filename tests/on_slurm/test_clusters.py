@@ -77,7 +77,7 @@ def test_a_run_is_where_there_is_room(login, other):
 
     with other.other_job("--nodes=2"):
         done = login.trainkit("resume", str(run.path))
-        assert f" is on the cluster {login.cluster.name}\n" in done.stderr
+        assert f" cluster {login.cluster.name}\n" in done.stderr
         login.wait_for_log(run, "attempt 4 rank 0", attempt=4)
         assert "cluster" not in login.status(run)
         assert other.status(run)["cluster"] == login.cluster.name
@@ -149,7 +149,7 @@ def test_a_cluster_that_is_away(login, other):
         for words in (("cancel", str(there.path)), again):
             done = login.trainkit(*words)
             assert done.returncode == 3, done.stderr
-            assert "hint: the cluster is down, or missing in `sacctmgr show clusters`" in done.stderr
+            assert "sacctmgr show clusters" in done.stderr
         run = login.submit(*named(login, other), "--", "true")
         assert read_job(run).attempts[0].cluster == login.cluster.name
     finally:

@@ -61,7 +61,7 @@ def test_a_shell_in_an_allocation_of_two_nodes(login):
 def test_a_shell_needs_a_terminal_and_what_it_would_start_can_be_copied(login):
     shell = ("shell", "--nodes", "1", "--constraint", "rack1|rack2")
     done = login.trainkit(*shell)
-    assert (done.returncode, done.stderr.splitlines()[0]) == (2, "error: a shell needs a terminal")
+    assert (done.returncode, "needs a terminal" in done.stderr) == (2, True)
     done = login.trainkit(*shell, "--dry-run")
     assert done.returncode == 0, done.stderr
     assert "--constraint=rack1|rack2" in shlex.split(done.stdout.splitlines()[0])
@@ -97,14 +97,7 @@ def test_the_debugger_of_a_rank_on_another_host(login, tmp_path):
     run = login.submit("--nodes", "2", "--gpus-per-node", "1", "--set", setting, "--", "python", "script.py")
     folder = run.attempt(1).path / "debugger"
     wait_for(lambda: len([*folder.glob("rank-*.json")]) == 2, "both ranks at breakpoint()")
-    hidden = [
-        "unshare",
-        "--mount",
-        "sh",
-        "-c",
-        'mount -t tmpfs none "$0" && exec "$@"',
-        of_host,
-    ]
+    hidden = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', of_host]
     environ = {**login.cluster.environ, **login.env}
     with Tmux(tmp_path, 140, 40, login.folder, environ) as window:
         window.type([*hidden, *TRAINKIT, "debug", str(run.path), "--rank", "1"])

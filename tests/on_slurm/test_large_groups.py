@@ -41,7 +41,7 @@ def test_all_run_and_each_once(login):
     group = submit(login, "--array", "0-12", "--", "sh", "-c", waits, str(login.folder))
     assert 1 <= len(group.trials) - len(group.left) <= MAX_JOBS
     shown = login.trainkit("status", str(group.path))
-    assert "Slurm accepts no more jobs of this user" in shown.stdout
+    assert "Slurm accepts no more" in shown.stdout
     (login.folder / "go").touch()
     wait_for_states(login, group, finished=13)
     ran = (login.folder / "ran").read_text().split()
@@ -77,11 +77,10 @@ def cancelled_as_one(login: Login, num_trials: int, max_jobs: int) -> None:
 
 
 def test_what_is_left_is_submitted_by_hand(login, cluster, tmp_path):
-    """A person submits the remaining trials, for example after all jobs of the group have left the queue."""
     group = submit(login, "--array", "0-14", *HOLD, "--", "true")
     left = len(group.left)
     refused = login.trainkit("resume", str(group.path))
-    assert (refused.returncode, f"accepts none of the {left} unsubmitted runs" in refused.stderr) == (2, True)
+    assert (refused.returncode, f"none of the {left} unsubmitted" in refused.stderr) == (2, True)
     limit(cluster, -1)
     try:
         done = login.trainkit("resume", str(group.path))

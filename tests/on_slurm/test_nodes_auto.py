@@ -107,4 +107,4 @@ def test_without_the_controller_the_request_stays(login):
     login.cluster.stop_slurmctld()
     done = login.trainkit("submit", "quickstart", *AUTO, "--set", "resources.nodes=2", "--dry-run")
     assert (done.returncode, "#SBATCH --nodes=2\n" in done.stdout) == (0, True), done.stderr
-    assert "the request is unchanged: 2 nodes" in done.stderr
+    assert "unchanged: 2 nodes" in done.stderr

@@ -77,4 +77,4 @@ def test_a_job_names_the_host_that_flipped_a_bit(login):
     for words in (("resume", str(job.path)), ("replay", str(job.path), "--step", "3")):
         refused = login.trainkit(*words)
         assert refused.returncode == 2, refused.stdout
-        assert f"is a replay of runs/{run.name}\n" in refused.stderr
+        assert f" replay of runs/{run.name}\n" in refused.stderr

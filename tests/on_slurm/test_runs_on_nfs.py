@@ -85,7 +85,6 @@ def test_a_run_starts_and_restarts_at_once(cluster, nfs):
 
 
 def test_interactive_steps_and_saves(cluster, nfs):
-    """The first task announces the run to the others, and a resume finds the checkpoints of other hosts."""
     login = Login(cluster, nfs)
     (nfs / "nano.yaml").write_text(NANO)
     step = ["srun", "--nodes=2", "--ntasks-per-node=1", "trainkit", "run", "nano.yaml"]

@@ -32,7 +32,7 @@ def test_the_dry_run_is_what_is_submitted(quoted, backend, command):
 
 
 def test_editing_after_the_submit_changes_nothing_but_without_a_copy(login):
-    login.script("from lib.part import WORD\nprint('it says', WORD, open('data.txt').read())")
+    login.script("from lib.part import WORD\nprint(WORD, open('data.txt').read())")
     (login.folder / "lib").mkdir()
     part, data = login.folder / "lib/part.py", login.folder / "data.txt"
     part.write_text("WORD = 'before'\n")
@@ -43,7 +43,7 @@ def test_editing_after_the_submit_changes_nothing_but_without_a_copy(login):
     part.write_text("WORD = 'after'\n")
     data.write_text("after")
     login.run(["scontrol", "release", login.job_id(copied), login.job_id(plain)], check=True)
-    assert log_of(login.finish(copied)) == "it says before before\n"
+    assert log_of(login.finish(copied)) == "before before\n"
     assert log_of(login.finish(plain)) == "edited\n"
     assert not plain.code_dir.exists()
 

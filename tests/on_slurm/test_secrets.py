@@ -58,7 +58,7 @@ def test_a_secret_on_the_command_line_is_refused(login):
         login.script("pass", "train.py")
         done = login.trainkit("submit", str(login.config), *args, env=SECRETS)
         assert done.returncode == 2, args
-        assert "the value of HF_TOKEN would be written into" in done.stderr
+        assert "value of HF_TOKEN would" in done.stderr
         assert token not in done.stdout + done.stderr
     shown = login.trainkit("submit", str(login.config), "--dry-run", *args, env=SECRETS)
     assert token not in shown.stdout

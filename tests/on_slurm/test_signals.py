@@ -28,6 +28,7 @@ from tests.on_slurm.survival import (
     set_preemption,
     start_preempting,
 )
+from trainkit.run.end import KILLED
 from trainkit.run.files import read_json, read_jsonl, write_json
 from trainkit.run.rundir import RunDir
 
@@ -84,7 +85,7 @@ def test_a_preemption_that_tells_only_the_ranks_saves(login):
         for attempt, run in runs:
             end = login.wait_for_end(run, attempt)
             assert (end["state"], end["action"], end["exit_code"]) == ("stopped", "requeue", 75)
-            assert end["reason"] == f"saved after SIGTERM at a preemption; resumes (restart {attempt})"
+            assert (end["cause"], f"(restart {attempt})" in end["reason"]) == ("preempted", True)
             assert login.status(run)["state"] == "requeueing"
         assert saved_step(trained) == steps_of(trained)[-1][1]
         log, line = killed.attempt(1).supervisor_log, "attempt 1: restart: "
@@ -153,7 +154,7 @@ def test_cancel_now_kills(login):
     for run in runs:
         assert login.wait_for_end(run)["state"] == "cancelled"
         assert log_of(run) == "attempt 1 rank 0 of 2\n"
-        assert login.wait_for_end(run)["reason"] == "killed by cancel --now"
+        assert login.wait_for_end(run)["reason"] == KILLED
 
 
 def test_what_does_not_listen_is_killed_after_the_grace_time(login):
@@ -163,7 +164,7 @@ def test_what_does_not_listen_is_killed_after_the_grace_time(login):
     login.trainkit("cancel", str(run.path))
     end = login.wait_for_end(run)
     assert end["state"] == "cancelled"
-    assert end["reason"].startswith("killed: not all workers ended within the grace time")
+    assert "the grace time" in end["reason"]
     assert end["verdict"] is None
 
 
@@ -195,5 +196,5 @@ def test_a_job_whose_id_was_never_learned_is_found_and_a_damaged_record_named(lo
     run.job_file.write_text("garbage")
     refused = login.trainkit("resume", str(run.path), *settings("seed=7"))
     assert refused.returncode == 2
-    assert f"error: runs/{run.name}/job.json cannot be read" in refused.stderr
+    assert f"error: runs/{run.name}/job.json" in refused.stderr
     assert run.attempt_numbers() == [1]

@@ -33,10 +33,7 @@ def config(login: Login) -> Path:
 
 @pytest.mark.slow(seconds=50)
 def test_preempted_again_and_again(login, config, expected):
-    """The run uses submitit.
-
-    `test_signals` preempts sbatch, whose run ends in the test of the time limit.
-    """
+    """The run uses submitit. `test_signals` preempts sbatch, whose run ends in the test of the time limit."""
     run = login.submit("--partition", "low", "--backend", "submitit", "--per", "node", config=config)
     with survival.preemption(login.cluster):
         for attempt, (mode, grace_s) in enumerate((("CANCEL", 10), ("REQUEUE", 0), ("CANCEL", 0)), 1):
@@ -92,7 +89,6 @@ def test_a_rank_and_then_a_host_die(login, config, expected):
 
 @pytest.mark.slow(seconds=20)
 def test_what_must_not_start_again(login, config):
-    """The run ends with a root cause after a person's scancel, and after failures that would repeat."""
     login.script(survival.WAITS_IN_EACH_STEP + survival.BUGS, "sitecustomize.py")
     login.script("import time\nimport no_such_module\n", "bad.py")
     one = ("--nodes", "1", "--name")

@@ -42,7 +42,7 @@ def test_nothing_runs_of_a_folder_that_is_not_what_was_submitted(login):
     for run in (config, *plans.values()):
         end = login.wait_for_end(run)
         assert (end["state"], end["exit_code"]) == ("failed", EXIT_NO_RESTART)
-        assert "is not the file that this job was submitted with" in end["reason"]
+        assert f"{run.path}/" in end["reason"]
         assert login.status(run)["reason"] == end["reason"]
     file = config.attempt(1).config_file
     assert str(file) in login.wait_for_end(config)["reason"]

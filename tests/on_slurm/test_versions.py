@@ -66,24 +66,23 @@ def test_it_is_that_version(cluster, login, slurm_version):
     test_control_on_cluster.test_discover_cluster(cluster)
 
 
-def test_ranks_have_everything_that_trainers_read(login):
-    test_commands.test_a_command_is_a_rank_with_everything_that_trainers_read(login)
-
-
-def test_a_preemption_saves_and_requeues(login):
-    test_signals.test_a_preemption_that_tells_only_the_ranks_saves(login)
-
-
-def test_preemptions_are_neither_crashes_nor_faults_of_nodes(login):
-    test_preemptions.test_preemptions_are_neither_crashes_nor_faults_of_nodes(login)
-
-
-def test_a_run_is_requeued_cancelled_and_resumed(login):
-    test_cgroups.test_a_run_is_requeued_cancelled_and_resumed(login)
-
-
-def test_cancel_saves(login):
-    test_signals.test_cancel_saves(login)
+@pytest.mark.parametrize(
+    "test",
+    [
+        test_commands.test_a_command_is_a_rank_with_everything_that_trainers_read,
+        test_signals.test_a_preemption_that_tells_only_the_ranks_saves,
+        test_signals.test_cancel_saves,
+        test_preemptions.test_preemptions_are_neither_crashes_nor_faults_of_nodes,
+        test_cgroups.test_a_run_is_requeued_cancelled_and_resumed,
+        test_steps.test_what_a_process_is_in_the_batch_shell_and_in_steps,
+        pytest.param(test_interactive.test_a_shell_in_an_allocation_of_two_nodes, marks=needs_tmux),
+        test_trouble.test_the_log_folder_is_deleted_before_the_start,
+        test_trouble.test_a_log_that_no_version_of_slurm_can_open,
+    ],
+    ids=lambda test: test.__name__,
+)
+def test_as_on_the_installed_version(login, test):
+    test(login)
 
 
 def test_a_step_and_a_job_of_submitit_train_alike(login):
@@ -108,20 +107,3 @@ def test_states_of_jobs(cluster, tmp_path):
     test_jobs_on_cluster.test_a_running_job(cluster, tmp_path)
     cluster.cancel_all()
     test_jobs_on_cluster.test_requeued_is_not_the_end(cluster, tmp_path)
-
-
-def test_what_a_process_is_in_the_batch_shell_and_in_steps(login):
-    test_steps.test_what_a_process_is_in_the_batch_shell_and_in_steps(login)
-
-
-@needs_tmux
-def test_what_a_process_is_in_an_interactive_shell(login):
-    test_interactive.test_a_shell_in_an_allocation_of_two_nodes(login)
-
-
-def test_the_log_folder_is_deleted_before_the_start(login):
-    test_trouble.test_the_log_folder_is_deleted_before_the_start(login)
-
-
-def test_a_log_that_cannot_be_opened(login):
-    test_trouble.test_a_log_that_no_version_of_slurm_can_open(login)

@@ -189,16 +189,7 @@ class Lost(dict):
         raise RuntimeError("no items")
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        Raises,
-        lambda: [Raises()],
-        lambda: {"a": Raises()},
-        Lost,
-        MagicMock,
-    ],
-)
+@pytest.mark.parametrize("make", [Raises, lambda: [Raises()], lambda: {"a": Raises()}, Lost, MagicMock])
 def test_any_object_has_some_text(make):
     value = make()
     found = trial_values({"x": value, "lr": 0.1})

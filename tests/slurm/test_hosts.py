@@ -5,12 +5,7 @@ import pytest
 from trainkit.errors import UsageError
 from trainkit.scheduler import expand_hosts
 from trainkit.slurm.client import SlurmUnreachable
-from trainkit.slurm.hosts import (
-    hosts_of_job,
-    is_unavailable,
-    node_states,
-    tasks_per_node,
-)
+from trainkit.slurm.hosts import hosts_of_job, is_unavailable, node_states, tasks_per_node
 
 HOST_LISTS = {
     "node1": ["node1"],

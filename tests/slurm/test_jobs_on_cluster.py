@@ -143,7 +143,6 @@ def wait_for_accounting(cluster: Cluster, num_ended: int) -> None:
 
 
 def test_forgotten_jobs(forgetful, tmp_path):
-    """squeue has forgotten the jobs. Accounting has their ends, and without accounting they are unknown."""
     good = send(forgetful, tmp_path, "exit 0\n")
     bad = send(forgetful, tmp_path, "exit 7\n", '--job-name="two words"')
     array = send(forgetful, tmp_path, "exit $SLURM_ARRAY_TASK_ID\n", "--array=0-1")

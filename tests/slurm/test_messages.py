@@ -10,16 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.said import said
-from trainkit.slurm.client import (
-    FIELD,
-    RECORD,
-    SlurmRefused,
-    cleaned,
-    failure,
-    records,
-    seconds_of,
-    time_of,
-)
+from trainkit.slurm.client import FIELD, RECORD, SlurmRefused, cleaned, failure, records, seconds_of, time_of
 
 SUBMIT = "sbatch: error: Batch job submission failed: "
 RETRYING = "Slurm temporarily unable to accept job, sleeping and retrying"

@@ -113,6 +113,8 @@ SENTENCES = {
     ),
     "job_requeued_in_held_state": f"was requeued and is held: {HELD}",
     "Licenses": "waiting for a license that other jobs use",
+    "Dependency": "waiting for the jobs that it depends on",
+    "DependencyNeverSatisfied": "will never start, because a job that it depends on failed: cancel it",
     "InvalidQOS": "its QOS does not exist, or you may not use it: cancel it and choose another",
     "Reservation maint_1 was deleted": "its reservation maint_1 was deleted: choose another or none",
     "Reservation_maint_1_is_invalid": "its reservation maint_1 is invalid: choose another or none",

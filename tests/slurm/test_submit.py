@@ -202,10 +202,7 @@ def test_lost_again_and_again_ends(fake, script, monkeypatch):
 
 
 def test_a_site_that_rewrites_comments(fake, script):
-    """A job without its token is recognized by its script.
-
-    An older job of the same script does not count.
-    """
+    """A job without its token is recognized by its script. An older job of the same script does not count."""
     fake.add("sbatch", LOST)
     fake.add(
         "squeue",
@@ -218,7 +215,6 @@ def test_a_site_that_rewrites_comments(fake, script):
 
 
 def test_a_site_that_rewrites_comments_and_prints_more(fake, script):
-    """Only a new job with the printed id counts, among several jobs with one script."""
     now = "$(/bin/date +%s)"
     fake.add("sbatch", "echo 4821; echo 9; echo 7")
     fake.add("squeue", f"{LISTING} 4821 1700000000 x /x; {LISTING} 8 {now} x /x; {LISTING} 9 {now} x /x")
@@ -228,7 +224,6 @@ def test_a_site_that_rewrites_comments_and_prints_more(fake, script):
 
 @pytest.mark.parametrize("printed", ["", "Welcome", "4821\n--> OK", "4821\n4822"])
 def test_an_accepted_job_that_is_not_listed(fake, script, printed):
-    """The job is neither taken for accepted nor submitted again."""
     fake.add("sbatch", f"printf '{printed}'")
     fake.add("squeue", f"{LISTING} 4821 1700000000 x /x")
     with pytest.raises(SlurmUnreachable, match="Slurm lists no such job") as caught:
@@ -239,7 +234,6 @@ def test_an_accepted_job_that_is_not_listed(fake, script, printed):
 
 
 def test_several_clusters(fake, script, monkeypatch):
-    """The job's commands get no SLURM_CLUSTERS. After a lost answer, each cluster is searched for the job."""
     monkeypatch.setenv("SLURM_CLUSTERS", "north")
     fake.add(
         "sbatch",

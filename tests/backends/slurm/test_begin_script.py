@@ -197,7 +197,6 @@ def test_the_copy_is_enough(script):
 
 
 def test_a_start_that_still_runs_has_not_failed(script):
-    """A start that still runs has not failed, even if Slurm does not answer."""
     script.bash("kill -9 $PPID $$")
     running = SlurmJob("7", JobState.RUNNING, restarts=0)
     assert failed_starts(script.run, read_job(script.run), running) == []

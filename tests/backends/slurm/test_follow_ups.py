@@ -343,7 +343,6 @@ def test_a_run_on_another_cluster_is_not_taken_for_dead(run, monkeypatch, tmp_pa
 
 @pytest.mark.parametrize(("plan", "clusters"), [('{"slurm": {"clusters": ["east"]}}', ["east"]), ("{", [])])
 def test_a_job_is_found_whatever_its_plan(run, monkeypatch, plan, clusters):
-    """A job with a damaged plan can still be cancelled."""
     attempt = run.attempt(2)
     attempt.create()
     attempt.script_file.write_text("#!/bin/bash\n")

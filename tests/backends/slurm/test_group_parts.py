@@ -105,7 +105,6 @@ def test_one_array_where_it_fits(tmp_path, connect):
 
 
 def test_a_look_at_a_group_writes_nothing(tmp_path, connect):
-    """Reading a group writes no file, whether or not Slurm knows the submitted jobs."""
     connect(Slurm(1001, 10_000))
     group = group_of(tmp_path, 5)
     before = group.sweep_file.stat()
@@ -146,7 +145,6 @@ def test_the_run_of_a_point_in_a_later_array(tmp_path, connect):
 
 
 def test_a_refusal_of_another_kind(tmp_path, connect, monkeypatch):
-    """A new group has it; what is submitted of another is kept, and a notice says it."""
     slurm, group, notices = connect(Slurm(2, 9)), group_of(tmp_path, 4), []
     refuse = Mock(side_effect=SlurmRefused("Invalid qos", stderr="sbatch: error: Invalid qos specification"))
     monkeypatch.setattr(group_parts, "submit_script", refuse)

@@ -166,7 +166,6 @@ def test_hosts_that_slurm_cannot_be_asked_about_do_not_keep_the_run_from_going_o
 
 
 def test_a_full_disk_at_the_end_of_a_job(run, sbatch, monkeypatch):
-    """The chained job is not submitted, and an error line says so instead of a traceback."""
     monkeypatch.setattr("trainkit.job.processes.DISK_PATIENCE_S", 0.0)
     monkeypatch.setattr(resubmit_module, "reopen_attempt", Mock(side_effect=FULL))
     decision = Decision("resubmit", "saved", 75, "timeout")

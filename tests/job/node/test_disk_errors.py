@@ -63,7 +63,6 @@ def test_a_notice_ends_the_wait(monkeypatch):
 
 @pytest.mark.parametrize("code", NO_SPACE)
 def test_a_full_disk_and_a_full_quota_are_said_alike(code, tmp_path, monkeypatch):
-    """The disk is full while a run writes its metrics, events, record, folder or copy of the code."""
     why, write = os.strerror(code), os.write
     file = tmp_path / "metrics.jsonl"
     append_jsonl(file, {"step": 1})
