@@ -8,7 +8,6 @@ import pytest
 import yaml
 
 from tests.support.said import said
-from tests.support.tables import messages
 from trainkit.cluster.limits import ResourceRequest, limit_problems, partition_problems
 from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, Qos, features_of
 from trainkit.config.running import ResourcesConfig
@@ -92,111 +91,53 @@ OTHERS = {
     ),
     "profile": replace(WEST, out_of_date_hint="west.yaml says so"),
 }
-PROBLEMS = """
+PROBLEMS = """\
 where: no default
-    resources.partition is not set, and west has no default partition
-    hint: west has gpu and cpu
 where: one hidden, partition: other
-    resources.partition is other, but west has no such partition
-    hint: west has gpu
 where: account
-    resources.partition is gpu, which account physics may not use
-    hint: it may use cpu and debug
 where: qos, qos: normal
-    resources.qos is normal, which partition gpu does not accept
-    hint: it accepts long
 where: qos, qos: long, partition: cpu, gpus_per_node: null
-    resources.qos is long, which partition cpu does not accept
 where: less CPUs
-    resources.cpus_per_gpu is 8: 4 x 8 = 32 CPUs per node, but the nodes of partition gpu have 24
 where: several nodes
-    resources.nodes is 1, but a job in partition gpu needs at least 2 nodes
-    hint: --nodes 2 is enough
 where: less memory, mem: 100G
-    resources.mem is 100G, but a job in partition gpu can use at most 64000M of a node
 where: memory per CPU, mem: 100G
-    resources.mem is 100G, but a job in partition gpu can use at most 64000M of a node
 where: accounts
-    resources.account is physics, which partition gpu does not accept
-    hint: it accepts teaching and bio
 where: denied, account: bio
-    resources.account is bio, which partition gpu does not accept
 where: subaccount
-    resources.account is physics, which partition gpu does not accept
 where: subaccount, partition: cpu, gpus_per_node: null
-    resources.account is physics, which partition cpu does not accept
-    hint: it accepts bio
 where: reservation
-    resources.reservation is not set, but partition gpu takes only jobs with a reservation
-    hint: `scontrol show reservation` lists them
 where: groups
-    resources.partition is gpu, which only members of ai or hpc may use
-    hint: your groups: users and lab
 where: profile, time: 3-0
-    resources.time is 3-00:00:00, but partition gpu allows at most 2-00:00:00
-    hint: --time 2-00:00:00 fits; west.yaml says so
 partition: gqu
-    resources.partition is gqu, but west has no such partition
-    hint: did you mean gpu? west has gpu, cpu and debug
 time: 2-00:00:01
-    resources.time is 2-00:00:01, but partition gpu allows at most 2-00:00:00
-    hint: --time 2-00:00:00 fits
 time: '0'
-    resources.time sets no limit, but partition gpu allows at most 2-00:00:00
-    hint: --time 2-00:00:00 fits
 partition: debug
-    resources.time is 01:00:00, but partition debug allows at most 00:30:00
-    hint: --time 00:30:00 fits
 partition: debug, time: '10', nodes: 3
-    resources.nodes is 3, but a job in partition debug can have at most 2 nodes
 nodes: 5, workers_per_node: 8, gpus_per_node: 8, cpus_per_node: 64
-    resources.nodes is 5, but partition gpu has 4 nodes with 8 GPUs and 64 CPUs
 gpus_per_node: 16, workers_per_node: 16
-    resources.gpus_per_node is 16, but the nodes of partition gpu have at most 8 GPUs
-    hint: request at most --gpus-per-node 8; more --nodes give as many GPUs
 partition: cpu
-    resources.gpus_per_node is 4, but the nodes of partition cpu have no GPUs
 cpus_per_node: 80
-    resources.cpus_per_gpu is 20: 4 x 20 = 80 CPUs per node, but the nodes of partition gpu have 64
 gpus_per_node: null, workers_per_node: 80, cpus_per_node: 80
-    resources.gpus_per_node is 80, but the nodes of partition gpu have 64 CPUs and every process needs one
 mem: 501G
-    resources.mem is 501G, but the nodes of partition gpu have 500G
 gpu_type: h10
-    resources.gpu_type is h10, but no node of partition gpu has such a GPU
-    hint: did you mean h100? they have h100 and a100
 constraint: ibb
-    resources.constraint names ibb, but no node of partition gpu has that feature
-    hint: did you mean ib? they have ib, h100 and a100
 gpu_type: h100, nodes: 5
-    resources.nodes is 5, but partition gpu has 4 nodes with 4 GPUs of type h100 and 32 CPUs
 constraint: ib&a100, nodes: 9
-    resources.nodes is 9, but partition gpu has 8 nodes with 4 GPUs, 32 CPUs, feature ib and feature a100
 constraint: h100&a100
-    resources.constraint is h100&a100, but no node of partition gpu has all of these features
 constraint: h100, gpu_type: a100
-    resources.constraint is h100, but no node of partition gpu with a100 GPUs has all of these features
 account: phisics
-    resources.account is phisics, but you have no such account on west
-    hint: did you mean physics? your accounts: physics and teaching
 qos: lang
-    resources.qos is lang, but west has no such QOS
-    hint: did you mean long? west has normal, long and brief
 qos: long, account: teaching
-    resources.qos is long, which account teaching may not use
-    hint: it may use normal
 where: no accounts, qos: brief, time: '11', account: other
-    resources.time is 00:11:00, but QOS brief allows at most 00:10:00
-    hint: --time 00:10:00 fits
-"""
+""".splitlines()
 
 
-@pytest.mark.parametrize(("changes", "problem"), messages(PROBLEMS))
-def test_one_problem(changes, problem):
+@pytest.mark.parametrize("changes", PROBLEMS)
+def test_one_problem(changes):
     values = yaml.safe_load(f"{{{changes}}}")
     cluster = OTHERS.get(values.pop("where", ""), WEST)
     [(key, message, hint)] = found(cluster, **values)
-    assert f"{key} {message}" + (f"\n  hint: {hint}" if hint else "") == problem
+    said(f"{key} {message}\nhint: {hint}")
     if (fits := re.match(r"--time (\S+) fits", hint)) is not None:
         assert found(cluster, **values | {"time": fits[1]}) == []
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from tests.support.fake_gpus.pynvml import FakeNvml
+from tests.support.said import said
 from trainkit.cluster import machine as memory
 from trainkit.cluster.machine import (
     NVIDIA_DRIVER,
@@ -65,7 +66,8 @@ def test_this_machine():
 @pytest.mark.skipif(NVIDIA_DRIVER.exists(), reason="there is a GPU here")
 def test_without_a_driver():
     machine = detect_machine()
-    assert (machine.num_gpus, machine.gpu_reason) == (0, "there is no NVIDIA driver on this machine")
+    assert machine.num_gpus == 0
+    said(machine.gpu_reason)
 
 
 def test_memory_counts_what_can_be_swapped_out(tmp_path):

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.support.said import said
-from tests.support.tables import messages
 from trainkit.config import LoadedConfig, dump_effective, load_config
 from trainkit.config.validation import OF_BASH
 from trainkit.errors import ConfigError
@@ -53,66 +52,34 @@ def test_a_later_length_replaces_an_earlier_one(tmp_path, file, flag, length, no
 def test_epochs_win_over_the_default_of_steps(tmp_path, also):
     loaded = load(tmp_path, "train.epochs=0.5", *also)
     assert (loaded.config.train.epochs, loaded.config.train.steps) == (0.5, None)
-    assert loaded.origins["train.steps"] == ("--set train.steps=null" if also else "default")
+    assert loaded.origins["train.steps"] == (f"--set {also[0]}" if also else "default")
 
 
 EIGHT_BIT = "optimizer.name=adamw_8bit"
 
 
-CONTRADICTIONS = """
+CONTRADICTIONS = """\
 train.steps=null
-    train.steps: is null, and so is train.epochs
-    hint: set one of them
 train.epochs=2 train.steps=10
-    train.epochs: is 2 and train.steps is 10: only one of them can be set
-    hint: set one of them to null; train.steps comes from --set train.steps=10
 schedule.decay_steps=5
-    schedule.decay_steps: is 5, but schedule.name is cosine
-    hint: only wsd uses schedule.decay_steps
 schedule.decay_steps=181 schedule.name=wsd
-    schedule.decay_steps: is 181, which together with schedule.warmup_steps 20 exceeds train.steps 200
-    hint: null uses a fifth of the run
 precision.float8=rowwise precision.dtype=fp16
-    precision.float8: is rowwise, but precision.dtype is fp16
-    hint: float8 requires precision.dtype: bf16
 precision.float8=gather parallel.offload=true
-    precision.float8: is gather, but parallel.offload is true
-    hint: precision.float8: true gathers in bf16, as offload requires
 precision.tf32=true
-    precision.tf32: is true, but precision.dtype is bf16
-    hint: remove it: TF32 is for fp32, and slower
 optimizer.state_dtype=bf16 optimizer.name=adamw_8bit
-    optimizer.state_dtype: is bf16, but optimizer.name is adamw_8bit, which keeps the running averages in 8
-    bits
-    hint: remove it, or set optimizer.name to adamw
 optimizer.name=adamw_8bit parallel.tp=3
-    optimizer.name: is adamw_8bit, which does not support parallel.tp 3
-    hint: parallel.tp can be 1, 2, 4 or 8
 optimizer.name=adamw_8bit parallel.tp=16
-    optimizer.name: is adamw_8bit, which does not support parallel.tp 16
-    hint: parallel.tp can be 1, 2, 4 or 8
 checkpoint.best_metric=val_accuracy
-    checkpoint.best_metric: is val_accuracy, but task is causal_lm, which has the metrics val_loss and loss
-    hint: use one of these, or null
 checkpoint.best_metric=val_accuracy task=mine.py:Mine train.eval_every=null
-    checkpoint.best_metric: is val_accuracy, but train.eval_every is null: there is no validation
-    hint: set train.eval_every
 notify.mail=me@x.org resources.mail_user=you@x.org
-    notify.mail: is set, and so is resources.mail_user
-    hint: remove one of them
 notify.mail=me@x.org resources.mail_type=ALL
-    notify.mail: is set, and so is resources.mail_type
-    hint: remove one of them
 notify.mail=me@x.org notify.on=[stalled,slow]
-    notify.mail: is set, but notify.on contains no event that Slurm can email: finished, failed, requeued
-    hint: add one of these events, or remove notify.mail
-"""
+""".splitlines()
 
 
-@pytest.mark.parametrize(("overrides", "message"), messages(CONTRADICTIONS))
-def test_contradictions(tmp_path, overrides, message):
-    first, *others = overrides.split()
-    assert problem(tmp_path, first, *others) == f"--set {first}: {message}"
+@pytest.mark.parametrize("overrides", CONTRADICTIONS)
+def test_contradictions(tmp_path, overrides):
+    said(problem(tmp_path, *overrides.split()))
 
 
 def test_what_does_not_contradict(tmp_path):
@@ -200,18 +167,14 @@ def test_what_is_no_secret_in_a_line_of_setup(tmp_path, line):
 
 
 @pytest.mark.parametrize(
-    ("pattern", "words"),
+    "pattern",
     [
-        ("step (", "is no regular expression: missing )"),
-        ("loss (?P<loss>.)", "which has no group step"),
-        *(
-            (f"(?P<step>.) (?P<{name}>.)", f"whose group {name} would replace the {name} of each record")
-            for name in ("time", "attempt", "source")
-        ),
+        *("step (", "loss (?P<loss>.)"),
+        *(f"(?P<step>.) (?P<{name}>.)" for name in ("time", "attempt", "source")),
     ],
 )
-def test_a_pattern_that_cannot_be_used(tmp_path, pattern, words):
-    assert words in (problem(tmp_path, f"logging.pattern={pattern}") or "")
+def test_a_pattern_that_cannot_be_used(tmp_path, pattern):
+    said(problem(tmp_path, f"logging.pattern={pattern}"))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from tests.support.said import said
-from tests.support.tables import messages
 from trainkit.cli.main import main
 from trainkit.config import LoadedConfig, load_config
 from trainkit.config.load import with_values
@@ -99,40 +98,25 @@ def test_defaults_origins_and_named_flags():
         load("optimizer.betas.1=0.9", **{"optimizer.betas.1": 0.5})
 
 
-REFUSED = """
+REFUSED = """\
 optimizer.betas.2=0.5
-    optimizer.betas: has items 0 to 1, not 2; += appends an item
-optimizer.betas.2=0.5
-    optimizer.betas must be a list of 2, each a number of at least 0 and below 1
 launch.modules.0=x
-    launch.modules: is empty, not 0; += appends an item
 optimizer.lr+=1
-    optimizer.lr: is 0.0003: += appends to a list
-    hint: optimizer.lr must be a number
 optimizer.lr.0=1
-    optimizer.lr: is 0.0003, which has no item 0
 optimizer+=1
-    optimizer: is a section: += appends to a list
 optimizer.beta.0=1
-    optimizer.beta: unknown key
-    hint: did you mean optimizer.betas?
 optimizer.betas+=0.5
-    optimizer.betas: must be a list of 2
 optimizer.betas.0=wide
-    optimizer.betas: must be a list of 2, each a number of at least 0 and below 1, not
 launch.env.NONE=null
-    launch.env: has no entry NONE to remove: KEEP, DROP
 task_args.blocks.2.dim=1
-    task_args: has items 0 to 1, not 2
-"""
+""".splitlines()
 
 
-@pytest.mark.parametrize(("override", "expected"), messages(REFUSED))
-def test_what_is_refused(override, expected):
+@pytest.mark.parametrize("override", REFUSED)
+def test_what_is_refused(override):
     with pytest.raises(ConfigError) as caught:
         load(override)
-    assert expected in str(caught.value)
-    assert f"--set {override}" in str(caught.value)
+    said(caught.value.message)
 
 
 @pytest.mark.parametrize(

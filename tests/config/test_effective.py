@@ -2,7 +2,7 @@
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.said import said
@@ -13,6 +13,7 @@ from trainkit.errors import ConfigError
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 
 
+@settings(max_examples=50)
 @given(
     env=st.dictionaries(names, names, max_size=3),
     secrets=st.lists(st.from_regex(r"\A[A-Za-z_][A-Za-z0-9_]*\Z"), max_size=3),

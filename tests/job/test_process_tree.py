@@ -334,7 +334,7 @@ def test_what_saves_below_a_wrapper_is_asked_once_and_kept(start_job, name):
 
 def test_what_a_shell_starts_again_after_the_notice_is_asked_too(start_job):
     counts = SAVES_LONG.replace("sys.exit(75)", "open(f'{RUN_DIR}/saves', 'a').write('.'); sys.exit(75)")
-    job = start_job(counts, typed=lambda line: ["bash", "-c", f"until {line}; do true; done"], grace_s=8.0)
+    job = start_job(counts, typed=lambda line: ["bash", "-c", f"until {line}; do true; done"], grace_s=5.0)
     job.worker_pids()
     os.kill(job.entry.pid, signal.SIGTERM)
     job.wait()

@@ -1,20 +1,16 @@
 """Tests the working folder of a command."""
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
 from tests.support.folders import content
-from tests.support.programs import run_program
-from tests.support.said import said
 from trainkit.job.work_folder import prepare_work_folder
 from trainkit.launch.snapshot import copy_code
 from trainkit.plan.workload import Workload
-from trainkit.run.files import read_json, write_json
+from trainkit.run.files import write_json
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
 
@@ -50,7 +46,7 @@ def test_outputs_stay_and_code_is_only_replaced_by_new_code(project, tmp_path):
     with (work / "log.json").open("a") as log:  # the copy is writable, and the snapshot does not change
         log.write("a line of the run\n")
     assert prepare_work_folder(run, read_job(run)) == work
-    said(content(work)["log.json"])
+    assert content(work)["log.json"] == "log.csv, first\na line of the run\n"
     assert content(run.code_dir) == first
 
     run.code_dir.rename(run.path / "code.001")
@@ -119,21 +115,3 @@ def test_without_a_snapshot_there_is_none(tmp_path):
     run.path.mkdir()
     write_json(run.job_file, {"cwd": "/", "code": None, "attempts": []})
     assert prepare_work_folder(run, read_job(run)) is None
-
-
-def test_a_local_command_writes_into_its_run(project, tmp_path):
-    (project / "train.py").write_text(
-        "import os, pathlib; pathlib.Path('out').mkdir(); pathlib.Path('out/w').write_text(os.environ['PWD'])"
-    )
-    argv = [
-        *("trainkit", "submit", "--backend", "local", "--follow", "--run-dir", str(tmp_path / "run")),
-        *("--set", "device=cpu", "--", "python", "train.py"),
-    ]
-    environ = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
-    done = run_program(sys.executable, "-m", *argv, cwd=project, env=environ)
-    assert done.returncode == 0, done.stderr
-    run = RunDir(tmp_path / "run")
-    assert (run.work_dir / "out" / "w").read_text() == str(run.work_dir)
-    assert not (project / "out").exists()
-    assert "relative outputs go there" in done.stderr
-    assert read_json(run.job_file)["cwd"] == str(project)

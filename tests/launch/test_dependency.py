@@ -52,34 +52,23 @@ def test_a_run_that_has_finished_is_not_waited_for():
     assert dependency_ids("first", [run("runs/first", "finished", "local-12")]) == []
 
 
-RESUME = "resume it first: `trainkit resume 'runs/my first'`"
-
-
 @pytest.mark.parametrize(
-    ("runs", "message", "hint"),
+    "runs",
     [
         *(
-            ([run("runs/my first", state, "12", "exit code 3")], f"my first is {state} (exit code 3)", RESUME)
+            [run("runs/my first", state, "12", "exit code 3")]
             for state in ("failed", "cancelled", "stopped", "died", "incomplete")
         ),
-        ([run("runs/1", "unknown", "12")], "1 is unknown", "`trainkit status runs/1` shows"),
-        (
-            [run("runs/1", "running", "local-12")],
-            "1 runs on this machine, and Slurm cannot wait for it",
-            "`trainkit logs runs/1 -f` returns when it has ended",
-        ),
-        (
-            tasks("failed", "running", "died", "failed", "cancelled", "failed"),
-            "g/0 is failed; 5 of 6 runs will not finish",
-            "resume it first: `trainkit resume runs/g/0`",
-        ),
+        [run("runs/1", "unknown", "12")],
+        [run("runs/1", "running", "local-12")],
+        tasks("failed", "running", "died", "failed", "cancelled", "failed"),
     ],
+    ids=lambda runs: f"{len(runs)} {runs[0].state}",
 )
-def test_what_cannot_finish_is_refused(runs, message, hint):
+def test_what_cannot_finish_is_refused(runs):
     with pytest.raises(UsageError) as caught:
         dependency_ids("name", runs, ["12"])
-    assert caught.value.message == f"--after name: runs/{message}"
-    assert caught.value.hint.startswith(hint)
+    said(f"{caught.value.message}\nhint: {caught.value.hint}")
 
 
 def test_a_whole_array_is_one_dependency():

@@ -241,4 +241,4 @@ class TestSetup:
         (tmp_path / "rc").write_text(script(tmp_path, setup=["false"]))
         done = run_program("bash", "--rcfile", "rc", "-i", "-c", "false; echo alive", cwd=tmp_path)
         assert done.stdout == "alive\n"
-        assert "trainkit: launch.setup failed with exit code 1 at: false" in done.stderr
+        assert "launch.setup failed" in done.stderr

@@ -23,35 +23,23 @@ def find(*files: str, subfolder: str = "", inherited: str = "") -> tuple[str, ..
     return tuple(found)
 
 
-def test_working_directory():
+def test_where_python_looks():
     assert find() == ("/code",)
     assert find("sub/a.py", subfolder="sub") == ("/code/sub",)
     assert find("a.py", subfolder="empty") == ("/code/empty",)
-
-
-def test_projects_around_it():
-    files = ("tools/exp/a.py", "tools/setup.py", "src/pkg/__init__.py", "pyproject.toml")
-    assert find(*files, subfolder="tools/exp") == ("/code/tools/exp", "/code/tools", "/code/src")
-
-
-def test_what_pythonpath_has_of_the_source():
+    around = ("tools/exp/a.py", "tools/setup.py", "src/pkg/__init__.py", "pyproject.toml")
+    assert find(*around, subfolder="tools/exp") == ("/code/tools/exp", "/code/tools", "/code/src")
     inherited = "/source/lib:/elsewhere:relative::/source/gone:/sourcery"
     assert find("lib/a.py", inherited=inherited) == ("/code", "/code/lib")
+    like_modules = ("logging/x.txt", "sub/io.py", "queue.yaml", "types/deep/__init__.py")
+    assert find(*like_modules) == ("/code",)
 
 
-@pytest.mark.parametrize("name", ["queue.py", "types/__init__.py"])
-def test_a_module_that_would_take_the_place_of_pythons_own(name):
-    found, [note] = find_import_path(tree(name, "logging/x.txt", "sub/io.py"), "/code", "")
-    assert found == []
-    said(note)
-
-
-def test_folders_that_only_sound_like_modules_of_python():
-    assert find("logging/x.txt", "sub/io.py", "queue.yaml", "types/deep/__init__.py") == ("/code",)
-
-
-def test_colon():
-    found, [note] = find_import_path(tree("a.py"), "/code:1", "")
+@pytest.mark.parametrize(
+    ("name", "code"), [("queue.py", "/code"), ("types/__init__.py", "/code"), ("a.py", "/code:1")]
+)
+def test_a_folder_that_cannot_be_on_the_path(name, code):
+    found, [note] = find_import_path(tree(name, "logging/x.txt", "sub/io.py"), code, "")
     assert found == []
     said(note)
 

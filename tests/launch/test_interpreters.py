@@ -62,8 +62,9 @@ def test_an_older_python_is_not_given_what_it_does_not_know(tmp_path):
 
 @pytest.mark.parametrize("key", ["venv", "uv", "conda", "python"])
 def test_what_is_not_a_path_is_a_problem_of_its_key(tmp_path, key):
-    message = "${ENVS}/a is not a path: trainkit does not evaluate ${…}"
-    assert wrong(tmp_path, **{key: "${ENVS}/a"}) == [(f"launch.{key}", message, "write the path itself")]
+    [(found, message, hint)] = wrong(tmp_path, **{key: "${ENVS}/a"})
+    assert found == f"launch.{key}"
+    said(f"{message}\n{hint}")
 
 
 def test_virtual_environment_that_is_none(tmp_path):
@@ -214,7 +215,7 @@ def test_packages_that_the_trainer_needs(tmp_path):
 
     said(problem(""))
     with_both = str(packages)
-    assert problem(with_both) == f"has trainkit 0.0.1, but this is trainkit {__version__}"
+    said(problem(with_both).replace(__version__, "VERSION"))
     (packages / "trainkit.py").write_text(f"__version__ = {__version__!r}  # another size")
     assert problem(with_both) is None
     (packages / "torch.py").unlink()

@@ -69,14 +69,13 @@ def test_a_torch_that_is_too_old_is_refused(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     config = tmp_path / "run.yaml"
-    targets = [LOCAL, Target("sbatch", "a test", Cluster("unknown"))]
-    for target in targets:
-        config.write_text("device: cpu\n")
+    config.write_text("device: cpu\n")
+    for target in (LOCAL, Target("sbatch", "a test", Cluster("unknown"))):
         loaded = load_config(config, environ={}, cwd=tmp_path)
         with pytest.raises(ConfigError) as caught:
             plan_run(loaded, gather(loaded, target=target))
-        expected = f"{sys.executable} has torch 2.6.0, and the trainer requires torch 2.11 or newer"
-        assert [problem.message for problem in caught.value.problems] == [expected]
+        [problem] = caught.value.problems
+        said(problem.message)
         command = Workload((sys.executable,))
         plan_run(loaded, gather(loaded, command, target=target), command)  # a command may need no torch
 

@@ -90,13 +90,9 @@ def test_secrets_in_a_diff(line, masked):
 
 
 def test_a_private_key_in_a_diff():
-    lines = [
-        "-----BEGIN RSA PRIVATE KEY-----",
-        "MIIEvQIBADANBgkqhkiG9w0BAQEFAASC",
-        "-----END RSA PRIVATE KEY-----",
-    ]
-    masked = mask_diff("".join(f"+{line}\n" for line in lines))
-    assert masked.startswith("+-----BEGIN RSA PRIVATE KEY-----***")
+    begin, inside = "-----BEGIN RSA PRIVATE KEY-----", "MIIEvQIBADANBgkqhkiG9w0BAQEFAASC"
+    masked = mask_diff(f"+{begin}\n+{inside}\n+{begin.replace('BEGIN', 'END')}\n")
+    assert masked.startswith(f"+{begin}***")
     assert "MIIE" not in masked
 
 

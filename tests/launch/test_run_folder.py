@@ -39,54 +39,28 @@ server:/scratch {scratch} {kind} rw,relatime,{options} 0 0
 """
 
 
-@pytest.mark.parametrize(
-    ("free_gib", "num_runs", "said"),
-    [
-        (400, 1, None),  # this is less than a twentieth
-        (99, 1, "  disk                up to 5 checkpoints of 1.0 GiB: 5.0 GiB of 99.0 GiB free in FOLDER"),
-        (
-            99,
-            20,
-            "warning: 20 runs with up to 5 checkpoints of 1.0 GiB: 100.0 GiB of 99.0 GiB free in FOLDER",
-        ),
-        (3, 1, "warning: up to 5 checkpoints of 1.0 GiB: 5.0 GiB of 3.0 GiB free in FOLDER"),
-        (0.5, 1, "a checkpoint needs 1.0 GiB, but FOLDER has only 512.0 MiB free"),
-    ],
-)
-def test_the_space_for_checkpoints(tmp_path, monkeypatch, free_gib, num_runs, said):
+@pytest.mark.parametrize(("free_gib", "num_runs"), [(400, 1), (99, 1), (99, 20), (3, 1), (0.5, 1)])
+def test_the_space_for_checkpoints(tmp_path, monkeypatch, free_gib, num_runs):
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=free_gib * 2**30))
     folder = tmp_path / "not" / "yet"
-    plan = LaunchPlan("local", 1, 1, "cpu", Layout(), Batch(1, 1, 1, 1), 1e-3, 1, 20.0, {})
-    assert disk_forecast(folder, plan, RunConfig()) is None  # nothing is known about a COMMAND
-    plan = replace(plan, checkpoint_bytes=2**30)
+    assert disk_forecast(folder, FORECAST, RunConfig()) is None  # nothing is known about a COMMAND
     try:
-        found = disk_forecast(folder, plan, RunConfig(), num_runs)
+        said(str(disk_forecast(folder, replace(FORECAST, checkpoint_bytes=2**30), RunConfig(), num_runs)))
     except UsageError as error:
-        found = error.message
-    short = "; lower checkpoint.keep_last (now 3), or free disk space" if said and "warning" in said else ""
-    assert found == (said and said.replace("FOLDER", "not/yet") + short)
+        said(error.message)
+
+
+FORECAST = LaunchPlan("local", 1, 1, "cpu", Layout(), Batch(1, 1, 1, 1), 1e-3, 1, 20.0, {})
 
 
 @pytest.mark.parametrize(
-    ("free_gib", "train", "said"),
-    [
-        (400, {}, "  disk                at least 7 checkpoints of 1.0 GiB: 7.0 GiB of 400.0 GiB free"),
-        (
-            400,
-            {"steps": None, "epochs": 3},
-            "  disk                at least 1 checkpoint of 1.0 GiB: 1.0 GiB",
-        ),
-        (5, {}, "warning: at least 7 checkpoints of 1.0 GiB: 7.0 GiB of 5.0 GiB free"),
-    ],
+    ("free_gib", "train"), [(400, {}), (400, {"steps": None, "epochs": 3}), (5, {})], ids=str
 )
-def test_the_space_for_all_checkpoints(tmp_path, monkeypatch, free_gib, train, said):
+def test_the_space_for_all_checkpoints(tmp_path, monkeypatch, free_gib, train):
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=free_gib * 2**30))
-    plan = LaunchPlan("local", 1, 1, "cpu", Layout(), Batch(1, 1, 1, 1), 1e-3, 1, 20.0, {})
     checkpoint = {"keep_last": None, "every_steps": 30}
     config = RunConfig.model_validate({"checkpoint": checkpoint, "train": train})
-    found = str(disk_forecast(tmp_path, replace(plan, checkpoint_bytes=2**30), config))
-    assert found.startswith(said)
-    assert ("; set checkpoint.keep_last (now null" in found) == said.startswith("warning")
+    said(disk_forecast(tmp_path, replace(FORECAST, checkpoint_bytes=2**30), config))
 
 
 def problem(tmp_path: Path, kind: str, options: str, folder: str = "me/runs/x") -> str | None:
@@ -122,35 +96,39 @@ def test_the_mounts_of_this_machine_and_none_at_all(tmp_path):
     assert local_locks(tmp_path, tmp_path / "none") is None
 
 
+def answer(place: Path) -> str:
+    try:
+        refuse_foreign(place, "go away")
+    except UsageError as error:
+        return error.render()
+    return "accepted"
+
+
 @as_root
 @pytest.mark.parametrize(
-    ("foreign", "modes", "refused"),
+    ("foreign", "modes"),
     [
-        ("shared/work/run", {}, "shared/work/run belongs to user 61234, who could replace the run"),
-        ("shared/work", {}, "shared/work belongs to user 61234, who could replace "),
-        ("shared/work", {"shared/work": 0o775}, None),  # the folder belongs to a project
+        ("shared/work/run", {}),
+        ("shared/work", {}),
+        ("shared/work", {"shared/work": 0o775}),  # the folder belongs to a project
         # each member of the project owns the files that they created
-        ("shared/work", {"shared/work": 0o3770}, None),
-        ("shared", {}, "shared belongs to user 61234, who could replace shared/work/run"),
-        ("shared", {"shared": 0o2775}, None),
-        ("shared", {".": 0o1777}, "shared belongs to user 61234, who could replace "),
-        ("", {"shared": 0o777}, "every user can write to "),
-        ("", {"shared": 0o1777, "shared/work/run": 0o775}, None),
-        ("", {"shared": 0o2775, "shared/work": 0o2770}, None),
+        ("shared/work", {"shared/work": 0o3770}),
+        ("shared", {}),
+        ("shared", {"shared": 0o2775}),
+        ("shared", {".": 0o1777}),
+        ("", {"shared": 0o777}),
+        ("", {"shared": 0o1777, "shared/work/run": 0o775}),
+        ("", {"shared": 0o2775, "shared/work": 0o2770}),
     ],
+    ids=str,
 )
-def test_who_could_replace_a_run(tmp_path, foreign, modes, refused):
+def test_who_could_replace_a_run(tmp_path, foreign, modes):
     (tmp_path / "shared/work/run").mkdir(parents=True)
     if foreign:
         os.chown(tmp_path / foreign, 61234, -1)
     for name, mode in modes.items():
         (tmp_path / name).chmod(mode)
-    if refused is None:
-        refuse_foreign(tmp_path / "shared/work/run", "go away")
-    else:
-        with pytest.raises(UsageError, match=refused) as caught:
-            refuse_foreign(tmp_path / "shared/work/run", "go away")
-        assert caught.value.hint.endswith("go away")
+    said(answer(tmp_path / "shared/work/run"))
 
 
 GROUP, OTHER_GROUP = 61235, 61236
@@ -171,30 +149,26 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @as_root
 @pytest.mark.parametrize(
-    ("name", "owner", "group", "mode", "refused"),
+    ("name", "owner", "group", "mode"),
     [
-        ("shared", 0, OTHER_GROUP, 0o2775, None),  # an administrator has chosen the group
-        ("shared", 61234, GROUP, 0o2770, None),  # the owner is the head of a project
-        ("shared", 61234, OTHER_GROUP, 0o2775, "shared belongs to user 61234"),
-        ("shared", 61234, GROUP, 0o755, "shared belongs to user 61234"),
-        ("shared/work", 61233, GROUP, 0o2775, None),
-        ("shared/work", 61233, OTHER_GROUP, 0o2755, None),
+        ("shared", 0, OTHER_GROUP, 0o2775),  # an administrator has chosen the group
+        ("shared", 61234, GROUP, 0o2770),  # the owner is the head of a project
+        ("shared", 61234, OTHER_GROUP, 0o2775),
+        ("shared", 61234, GROUP, 0o755),
+        ("shared/work", 61233, GROUP, 0o2775),
+        ("shared/work", 61233, OTHER_GROUP, 0o2755),
         # other users can add files to the folder, but cannot replace any
-        ("shared/work", 61233, OTHER_GROUP, 0o3775, None),
-        ("shared/work", 61233, OTHER_GROUP, 0o775, "group 61236, which is none of yours, can write to"),
-        ("shared/work/run", 61233, OTHER_GROUP, 0o1775, "run, and could change what the run executes"),
-        ("shared/work/run", 61234, GROUP, 0o2775, "run belongs to user 61234, who could replace the run"),
-        ("shared/work/run", 0, 0, 0o755, None),
+        ("shared/work", 61233, OTHER_GROUP, 0o3775),
+        ("shared/work", 61233, OTHER_GROUP, 0o775),
+        ("shared/work/run", 61233, OTHER_GROUP, 0o1775),
+        ("shared/work/run", 61234, GROUP, 0o2775),
+        ("shared/work/run", 0, 0, 0o755),
     ],
 )
-def test_which_groups_are_trusted(mine, tmp_path, name, owner, group, mode, refused):
+def test_which_groups_are_trusted(mine, tmp_path, name, owner, group, mode):
     os.chown(tmp_path / name, owner, group)
     (tmp_path / name).chmod(mode)
-    if refused is None:
-        refuse_foreign(mine, "go away")
-    else:
-        with pytest.raises(UsageError, match=refused):
-            refuse_foreign(mine, "go away")
+    said(answer(mine))
 
 
 @as_root
@@ -234,11 +208,7 @@ def in_user_namespace(place: Path) -> str:
         return f"no namespace: {os.strerror(ctypes.get_errno())}"
     Path("/proc/self/uid_map").write_text("5 61233 1")
     assert (ours, os.geteuid(), Path("/").stat().st_uid) == (0, 5, 65534)
-    try:
-        refuse_foreign(place, "go away")
-    except UsageError as error:
-        return error.message
-    return "accepted"
+    return answer(place)
 
 
 @as_root

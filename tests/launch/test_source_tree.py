@@ -42,6 +42,7 @@ def known(folder: Path, run: Path | None = None) -> SourceTree:
 
 
 IN_REPOSITORY = [".gitignore", "pkg/deep/module.py", "tracked.py", "untracked.py"]
+PUBLIC_KEY = "deploy/id_ed25519.pub"
 
 
 def test_files_in_conflict_are_there_once(repository):
@@ -62,39 +63,26 @@ def test_nothing_of_runs(repository):
     git(repository, "add", "runs/analyse.py")
     write(repository, "runs/junk.py")
     tree = known(repository, mine)
-    assert sorted(set(tree.files) - set(IN_REPOSITORY)) == [
-        "experiments/notes.py",
-        "pkg/runs/x.py",
-        "runs/analyse.py",
-    ]
-
-
-def test_nothing_of_the_copy_of_the_code_of_another_run(repository):
+    expected = {*IN_REPOSITORY, "experiments/notes.py", "pkg/runs/x.py", "runs/analyse.py"}
+    assert set(tree.files) == expected
+    # Nor of a run that never started, or of the copy of its code.
+    write(repository, "out/held/job.json", "out/held/plan.json", "out/held/code/tracked.py")
     copy = make_run(repository / "out" / "first") / "code"
-    copy.mkdir()
-    git(copy, "init")
     write(copy, "tracked.py")
+    git(copy, "init")
     git(copy, "add", ".")
     git(copy, "commit", "-m", "copied")
-    assert sorted(known(repository).files) == IN_REPOSITORY
-
-
-def test_nothing_of_a_run_that_never_started(repository):
-    write(repository, "out/held/job.json", "out/held/plan.json", "out/held/code/tracked.py")
-    assert sorted(known(repository).files) == IN_REPOSITORY
+    assert set(known(repository, mine).files) == expected
 
 
 def test_secrets_are_left_out_unless_they_are_tracked(repository):
     write(repository, "certs/ca.pem", ".env.example")
     git(repository, "add", ".")
-    write(repository, ".env", "deploy/id_ed25519", "deploy/id_ed25519.pub", "server.pem")
+    write(repository, ".env", "deploy/id_ed25519", PUBLIC_KEY, "server.pem")
     tree = known(repository)
-    assert set(tree.left_out) == {
-        (".env", "looks like a secret"),
-        ("deploy/id_ed25519", "looks like a secret"),
-        ("server.pem", "looks like a secret"),
-    }
-    assert {"certs/ca.pem", ".env.example", "deploy/id_ed25519.pub"} <= set(tree.files)
+    names = {".env", "deploy/id_ed25519", "server.pem"}
+    assert set(tree.left_out) == {(name, "looks like a secret") for name in names}
+    assert set(tree.files) - set(IN_REPOSITORY) == {"certs/ca.pem", ".env.example", PUBLIC_KEY}
 
 
 def test_environment_of_a_git_hook_does_not_matter(repository, tmp_path, monkeypatch):

@@ -71,8 +71,9 @@ def test_what_is_kept(shell, line, kept):
 
 
 def test_no_word_of_a_script_is_taken(shell):
-    assert shell("echo '$ask train\necho next' > s; bash < s")[1:] == ["next"]
-    assert shell("printf 'a\\nb\\n' | while read w; do $ask train >/dev/null; echo $w; done") == ["a", "b"]
+    script, loop = "$ask train\necho next", "while read w; do $ask train >/dev/null; echo $w; done"
+    assert shell(f"echo '{script}' > s; bash < s")[1:] == ["next"]
+    assert shell(f"printf 'a\\nb\\n' | {loop}") == ["a", "b"]
 
 
 def test_a_pipe_that_never_ends(shell):
@@ -81,7 +82,7 @@ def test_a_pipe_that_never_ends(shell):
         assert "without data" in shell("exec $ask train", stdin=reading)[0]
         printed = shell("exec $ask python3 - 2>&1", stdin=reading)
         said(printed[0])
-        assert printed[-2].endswith("nothing has come from it for 0.4 s")
+        assert printed[-2].endswith(" for 0.4 s")
     finally:
         os.close(reading)
         os.close(writing)
@@ -139,7 +140,7 @@ def test_the_points_of_a_sweep_read_the_same(shell, tmp_path):
 
 
 def test_a_closed_one_is_empty(shell):
-    assert "read 0" in shell("$tk run --name c -- wc -c <&- | sed 's/^/read /'")
+    assert shell("$tk run --name c -- wc -c <&-")[-1] == "0"
 
 
 def test_a_secret_is_not_kept(tmp_path):

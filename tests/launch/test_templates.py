@@ -70,24 +70,20 @@ def test_text_and_filters(project, template, x, y, text):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    "text",
     [
-        ("one\ntwo {{ workdri | quote }}\n", ":2: UndefinedError: 'workdri' is undefined"),
-        ("a\n{% if x %}\n", ":2: Unexpected end of template"),
-        ("a\n{{ x | qoute }}", ":2: No filter named 'qoute'."),
-        ("a\n\n{{ 1 / 0 }}", ":3: ZeroDivisionError: division by zero"),
-        (
+        *("one\ntwo {{ workdri | quote }}\n", "a\n{% if x %}\n", "a\n{{ x | qoute }}", "a\n\n{{ 1 / 0 }}"),
+        *(
             "a\n{{ x | directive }}",
-            ":2: 'a\\nb' cannot be written in an #SBATCH line: it contains a line break",
+            "a\n{{ none | quote }}",
+            "a\n{% include 'gone.j2' %}",
+            "\necho ${#name}\n",
         ),
-        ("a\n{{ none | quote }}", ":2: NoneType 'None' cannot be written in a script"),
-        ("a\n{% include 'gone.j2' %}", ":2: there is no template 'gone.j2' in "),
-        ("\necho ${#name}\n", ":2: Missing end of comment tag"),
     ],
 )
-def test_errors_lead_to_their_line(project, text, message):
+def test_errors_lead_to_their_line(project, text):
     path = write(project, text)
-    assert refusal(project, x="a\nb").message.startswith(f"{path}{message}")
+    said(refusal(project, x="a\nb").message.replace(str(shipped_templates()), "SHIPPED"))
     path.write_bytes(b"\xff")
     assert refusal(project).message.startswith("mine.j2: UnicodeDecodeError: ")
 

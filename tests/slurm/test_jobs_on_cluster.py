@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.slurm.on_cluster import SLEEP, send, wait_for, wait_for_text
+from tests.slurm.on_cluster import SLEEP, send, wait_for
 from tools.slurm_cluster.cluster import Cluster, running
 from trainkit.cluster.discovery import discover_cluster
 from trainkit.scheduler import JobState, expand_hosts
@@ -70,22 +70,6 @@ def test_requeued_is_not_the_end(cluster, tmp_path):
     seen = lifetime(cluster, job_id)
     assert seen[-2:] == [JobState.REQUEUED, JobState.RUNNING]
     assert query_jobs([job_id])[job_id].restarts == 1
-
-
-def test_preempted_is_not_the_end(cluster, tmp_path):
-    step = "trap 'echo term; exit 3' TERM; echo start $SLURM_RESTART_COUNT; while :; do sleep 0.1; done"
-    (tmp_path / "step.sh").write_text(f"{step}\n")
-    body = f"srun --nodes=1 --ntasks=1 sh step.sh\n{SLEEP}"
-    low = send(cluster, tmp_path, body, "--partition=low", "--nodes=4", "--exclusive")
-    wait_for_text(tmp_path / "log", "start")
-    high = send(cluster, tmp_path, "sleep 1\n", "--partition=high", "--nodes=4", "--exclusive")
-    wait_for_text(tmp_path / "log", "term")
-    # Slurm checks the end of the grace time every 30 s.
-    seen = lifetime(cluster, low, timeout_s=400)
-    assert seen[-2:] == [JobState.REQUEUED, JobState.RUNNING]
-    wait_for(cluster, high, JobState.COMPLETED)
-    wait_for_text(tmp_path / "log", "start 1")
-    assert query_jobs([low])[low].restarts == 1
 
 
 def lifetime(cluster: Cluster, job_id: str, timeout_s: float = 240) -> list[JobState]:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.support.said import said
 from trainkit.errors import UsageError
 from trainkit.scheduler import JobState, array_indices, base_id, by_cluster, is_job_id, on_cluster
 from trainkit.slurm.states import checked_job_id, reason_sentence, state_in_accounting, state_in_queue
@@ -89,55 +90,23 @@ LIMITS = (
     *("QOSMaxUnknownMinutesPerJob", "MaxGRESPerAccount", "MaxCpuRunMinsPerAccount", "MaxNodeRunMinsPerUser"),
 )
 """Some of the 170 limits of all versions. The part that they share says whose limit it is."""
-REQUIRED = "Nodes required for job are"
-HELD, DOWN = "`scontrol release JOB` releases it", "nodes that it needs are down, drained"
-SENTENCES = {
-    "Resources": "waiting for nodes to become free; next in line",
-    "(Priority)": "other jobs have a higher priority",
-    **{
-        name: f"would exceed a limit of its {'account' if name.startswith('Assoc') else 'QOS'}: {name}"
-        for name in LIMITS
-    },
-    "QOSMinCpuNotSatisfied": "is below a limit of its QOS: QOSMinCpuNotSatisfied",
-    "QOSMinGRES": "is below a limit of its QOS: QOSMinGRES",
-    "MaxPoweredUpNodes": "its cluster already has its maximum number of nodes powered up",
-    "Nodes_required_for_job_are_DOWN,_DRAINED_or_reserved_for_jobs_in_higher_priority_partitions": (
-        f"{DOWN} or reserved for jobs of higher priority"
-    ),
-    f"{REQUIRED} DOWN, DRAINED, REBOOTING or reserved for jobs in higher priority partitions": (
-        f"{DOWN}, rebooting or reserved for jobs of higher priority"
-    ),
-    "launch_failed_requeued_held": f"could not be launched and is held: {HELD}",
-    "launch failure limit exceeded requeued held": (
-        f"is held because it could not be launched several times: {HELD}"
-    ),
-    "job_requeued_in_held_state": f"was requeued and is held: {HELD}",
-    "Licenses": "waiting for a license that other jobs use",
-    "Dependency": "waiting for the jobs that it depends on",
-    "DependencyNeverSatisfied": "will never start, because a job that it depends on failed: cancel it",
-    "InvalidQOS": "its QOS does not exist, or you may not use it: cancel it and choose another",
-    "Reservation maint_1 was deleted": "its reservation maint_1 was deleted: choose another or none",
-    "Reservation_maint_1_is_invalid": "its reservation maint_1 is invalid: choose another or none",
+REASONS = [
+    *("Resources", "(Priority)", *LIMITS, "QOSMinCpuNotSatisfied", "QOSMinGRES", "MaxPoweredUpNodes"),
+    "Nodes_required_for_job_are_DOWN,_DRAINED_or_reserved_for_jobs_in_higher_priority_partitions",
+    "Nodes required for job are DOWN, DRAINED, REBOOTING or reserved for jobs in higher priority partitions",
+    *("launch_failed_requeued_held", "launch failure limit exceeded requeued held"),
+    *("job_requeued_in_held_state", "Licenses", "InvalidQOS", "Dependency", "DependencyNeverSatisfied"),
+    *("Reservation maint_1 was deleted", "Reservation_maint_1_is_invalid", "RaisedSignal:9(Killed)"),
     # Details are kept: a list of hosts unchanged, and a text without scontrol's underscores.
-    "ReqNodeNotAvail, UnavailableNodes:gpu_n[1-3,7],b_1": (
-        f"{DOWN} or reserved, for example for maintenance (UnavailableNodes:gpu_n[1-3,7],b_1)"
-    ),
-    "ReqNodeNotAvail,_May_be_reserved_for_other_job": (
-        f"{DOWN} or reserved, for example for maintenance (May be reserved for other job)"
-    ),
-    "ReqNodeNotAvail, UnavailableNodes:": f"{DOWN} or reserved, for example for maintenance",
-    "ReqNodeNotAvail(Unavailable:n_1)": f"{DOWN} or reserved, for example for maintenance (Unavailable:n_1)",
-    "RaisedSignal:9(Killed)": "was killed by a signal (9(Killed))",
-    # The reasons belong to two tasks of an array.
-    "Dependency,JobArrayTaskLimit": (
-        "waiting for the jobs that it depends on; its array already runs its maximum number of tasks"
-    ),
-}
+    *("ReqNodeNotAvail, UnavailableNodes:gpu_n[1-3,7],b_1", "ReqNodeNotAvail, UnavailableNodes:"),
+    *("ReqNodeNotAvail,_May_be_reserved_for_other_job", "ReqNodeNotAvail(Unavailable:n_1)"),
+    "Dependency,JobArrayTaskLimit",  # the reasons belong to two tasks of an array
+]
 
 
-@pytest.mark.parametrize("reason", SENTENCES)
+@pytest.mark.parametrize("reason", REASONS)
 def test_sentence(reason):
-    assert reason_sentence(reason) == SENTENCES[reason]
+    said(reason_sentence(reason))
 
 
 PENDING = (

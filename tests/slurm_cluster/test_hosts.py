@@ -1,4 +1,4 @@
-"""Tests that hosts are separate, and lose their power and their network. `on_slurm` tests the rest with jobs."""
+"""Tests that hosts are separate, and lose their power and network. `on_slurm` tests the rest with jobs."""
 
 import time
 from pathlib import Path

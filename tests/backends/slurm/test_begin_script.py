@@ -105,7 +105,7 @@ def test_an_end_before_the_supervisor_is_recorded_and_requeued(script, body, cod
     said(line)
     [start] = script.failed()
     assert (start.job_id, start.host, start.exit_code, start.how) == ("7", "n1", code, how)
-    assert script.calls[0].startswith("sbatch --test-only --exclude=n1 ")
+    assert script.calls[0].split()[:3] == ["sbatch", "--test-only", "--exclude=n1"]
     assert script.calls[1:] == REQUEUED
 
 
@@ -142,7 +142,7 @@ def test_a_node_that_slurm_cannot_do_without_is_not_tried_again(script):
 def test_what_the_requeued_job_waits_for_and_leaves_out(script):
     script.bash("exit 2", changes={"directives": {"dependency": "afterok:3"}}, EXCLUDED="n[4-5],n9")
     # The jobs in the dependency are over, and the excluded hosts already stay excluded.
-    assert script.calls[0].startswith("sbatch --test-only --dependency= --exclude=n[4-5],n9,n1 ")
+    assert script.calls[0].split()[2:4] == ["--dependency=", "--exclude=n[4-5],n9,n1"]
     said(script.calls[-1])
 
 
@@ -160,18 +160,6 @@ def test_an_error_that_would_occur_again_is_tried_on_one_other_node(script):
         done = script.bash(f"exit {code}", SLURM_RESTART_COUNT=str(restarts))
     assert sum(call == "scontrol requeue 7" for call in script.calls) == 2
     said(done.stderr)
-
-
-def test_no_requeue_where_the_policy_forbids_it(script):
-    assert script.bash("exit 2", changes={"restarts": 0}).returncode == 2
-    assert script.calls == []
-    assert len(script.failed()) == 1
-
-
-def test_a_task_of_an_array_is_named_by_its_index(script):
-    script.bash("exit 2", SLURM_ARRAY_JOB_ID="6", SLURM_ARRAY_TASK_ID="4")
-    assert script.calls[1:] == ["scontrol requeue 6_4", "scontrol update JobId=6_4 ExcNodeList=n1"]
-    assert [start.job_id for start in script.failed("6_4")] == ["6_4"]
 
 
 def test_a_run_folder_that_cannot_be_written_does_not_stop_the_job(script):

@@ -14,24 +14,11 @@ from trainkit.errors import UsageError
 from trainkit.job.processes import descendants
 from trainkit.job.signals import NOTICE_SIGNALS
 
-BATCH_SHELL = {
-    "SLURM_JOB_ID": "12",
-    "SLURM_PROCID": "0",
-    "SLURM_NODEID": "0",
-    "SLURM_LOCALID": "0",
-    "SLURM_NTASKS": "8",
-}
-STEP = {
-    **BATCH_SHELL,
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "2",
-    "SLURM_NODEID": "1",
-    "SLURM_LOCALID": "0",
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-    "SLURM_STEP_NODELIST": "node[18,1]",
-    "SLURM_STEP_LAUNCHER_PORT": "40123",
-}
+BATCH_SHELL = {"SLURM_JOB_ID": "12", "SLURM_NTASKS": "8"}
+BATCH_SHELL |= dict.fromkeys(("SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID"), "0")
+STEP = {**BATCH_SHELL, "SLURM_STEP_ID": "0", "SLURM_PROCID": "2", "SLURM_NODEID": "1"}
+STEP |= {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
+STEP |= {"SLURM_STEP_NODELIST": "node[18,1]", "SLURM_STEP_LAUNCHER_PORT": "40123"}
 
 
 @pytest.fixture(autouse=True)

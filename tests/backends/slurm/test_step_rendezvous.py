@@ -173,12 +173,12 @@ def test_a_plan_that_does_not_come_is_a_failure_of_the_task_that_waits(attempt, 
     monkeypatch.setattr(agent, "step_task", lambda: task_of(node_rank=1))
 
     def wait(attempt: AttemptDir) -> LaunchPlan:
-        raise TrainkitError("the plan did not appear", exit_code=EXIT_NO_RESTART)
+        raise TrainkitError("no plan", exit_code=EXIT_NO_RESTART)
 
     monkeypatch.setattr(agent, "await_plan", wait)
     assert agent.run_step_task(attempt.run, 1) == EXIT_NO_RESTART
     [record] = [read_json(path) for path in attempt.errors_dir.glob("rank-*.json")]
-    assert (record["message"], record["node_rank"]) == ("the plan did not appear", 1)
+    assert (record["message"], record["node_rank"]) == ("no plan", 1)
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.setattr(agent, "step_task", step_task)
     assert agent.run_step_task(attempt.run, 1) == EXIT_NO_RESTART
