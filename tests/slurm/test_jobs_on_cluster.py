@@ -1,11 +1,13 @@
 """Tests the states of jobs in a real Slurm: with accounting, without, and after Slurm forgot them."""
 
+import re
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from tests.slurm.on_cluster import SLEEP, send, wait_for
+from tests.support import programs
 from tools.slurm_cluster.cluster import Cluster, running
 from trainkit.cluster.discovery import discover_cluster
 from trainkit.scheduler import JobState, expand_hosts
@@ -30,7 +32,7 @@ def test_names_come_back_as_they_were_given(cluster, tmp_path, name):
     other = send(cluster, tmp_path, "true\n", extra_argv=["--hold"])
     jobs = query_jobs([job_id, other])
     assert (jobs[job_id].name, jobs[job_id].state) == (name, JobState.PENDING)
-    assert jobs[job_id].sentence == "is held by its user: `scontrol release JOB` releases it"
+    assert "`scontrol release JOB`" in jobs[job_id].sentence
     assert list(jobs) == [job_id, other]
     assert not list(tmp_path.rglob("injected"))
 
@@ -53,14 +55,11 @@ def test_a_running_job(cluster, tmp_path):
     waiting_id = send(cluster, tmp_path, SLEEP, "--nodes=4", "--gpus-per-node=4")
     job = wait_for(cluster, job_id, JobState.RUNNING)
     assert (job.num_nodes, expand_hosts(job.nodes)) == (2, cluster.hosts[:2])
-    assert job.start_time is not None
-    assert job.end_time is not None
     assert (job.end_time - job.start_time).total_seconds() == 600
     assert abs(job.start_time.timestamp() - time.time()) < 60
-    deadline = time.monotonic() + 30
-    while (waiting := wait_for(cluster, waiting_id, JobState.PENDING)).reason != "Resources":
-        assert time.monotonic() < deadline, waiting
-    assert (waiting.nodes, waiting.sentence) == ("", "waiting for nodes to become free; next in line")
+    pending = lambda: wait_for(cluster, waiting_id, JobState.PENDING)  # noqa: E731
+    programs.wait_for(lambda: pending().reason == "Resources", 30)
+    assert (pending().nodes, "next in line" in pending().sentence) == ("", True)
 
 
 def test_requeued_is_not_the_end(cluster, tmp_path):
@@ -117,13 +116,9 @@ def forget(cluster: Cluster) -> None:
 
 def wait_for_accounting(cluster: Cluster, num_ended: int) -> None:
     """Wait until accounting has the ends of this number of jobs, because accounting lags."""
-    deadline = time.monotonic() + 30
     argv = ["sacct", "--allocations", "--noheader", "--format=State"]
-    while (
-        sum(cluster.run(argv, check=True).stdout.count(word) for word in ("COMPLETED", "FAILED")) < num_ended
-    ):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    count = lambda: len(re.findall("COMPLETED|FAILED", cluster.run(argv, check=True).stdout))  # noqa: E731
+    programs.wait_for(lambda: count() >= num_ended, 30, "accounting", 0.2)
 
 
 def test_forgotten_jobs(forgetful, tmp_path):
@@ -149,7 +144,7 @@ def test_forgotten_jobs(forgetful, tmp_path):
     assert took_s < 2.0
     unknown = jobs[good]
     assert (unknown.state, unknown.state.is_terminal) == (JobState.UNKNOWN, False)
-    assert "accounting does not answer" in unknown.sentence
+    assert "accounting does not" in unknown.sentence
     assert send(forgetful, tmp_path, "true\n"), "jobs need no accounting"
     found = discover_cluster()
     assert found.accounts is None

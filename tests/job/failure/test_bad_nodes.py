@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.said import said
 from trainkit.backends.slurm import resubmit
 from trainkit.backends.slurm.resubmit import exclude_from
 from trainkit.cluster.bad_nodes import Kind, excluded, memory_file, note_failure
