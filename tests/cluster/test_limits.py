@@ -48,12 +48,20 @@ def test_what_fits():
     assert found(nodes=4, gpus_per_node=8, cpus_per_node=64, mem="500G", time="2-00:00:00") == []
     assert found(partition="cpu", gpus_per_node=None, cpus_per_node=96, workers_per_node=96) == []
     assert found(account="teaching", qos="normal") == []
+    assert found(account="Physics", qos="LONG", time="30-0") == [], "accounting knows no capitals"
+    # With an or, any node may do.
+    assert found(constraint="h100|a100", nodes=9) == []
+    assert found(constraint="[h100*2&a100*2]", nodes=10) == []
     assert found(OTHERS["one hidden"], partition="cpu", gpus_per_node=None) == []
     assert found(OTHERS["account"], partition="debug", time="10") == []
     assert found(OTHERS["reservation"], reservation="maint") == []
     for overrides, number in ((("min_nodes",), 0), (("nodes",), 1)):
         cluster = replace(OTHERS["several nodes"], qos=(Qos("normal", overrides=overrides),))
         assert len(found(cluster, qos="normal")) == number
+    # Nothing is refused where nothing is known.
+    assert found(Cluster("unknown"), partition="any", nodes=10**6, time="0", qos="any", account="any") == []
+    bare = Cluster("bare", (Partition("gpu", is_default=True),))
+    assert found(bare, nodes=10**6, mem="900T", constraint="any", gpu_type="any") == []
 
 
 @pytest.mark.parametrize("parents", [None, ("bio", "root")])
@@ -144,7 +152,11 @@ def test_one_problem(changes):
 
 def test_all_problems_at_once():
     keys = [key for key, _, _ in found(nodes=11, time="3-0", gpus_per_node=9, workers_per_node=9, mem="1T")]
-    assert keys == ["resources.time", "resources.nodes", "resources.gpus_per_node", "resources.mem"]
+    assert keys == [f"resources.{name}" for name in ("time", "nodes", "gpus_per_node", "mem")]
+    # A misspelt type does not hide that there are too few GPUs.
+    misspelt = found(gpu_type="h10", constraint="ibb", gpus_per_node=16, workers_per_node=16)
+    names = ("constraint", "gpu_type", "gpus_per_node")
+    assert [key for key, _, _ in misspelt] == [f"resources.{name}" for name in names]
 
 
 def test_one_of_several_partitions_has_to_fit():
@@ -167,16 +179,6 @@ def test_unknown_overrides_of_a_qos():
     said("\n".join(message for _, message, _ in found(unknown, qos="brief", time="30-0")))
 
 
-def test_accounting_knows_no_capitals():
-    assert found(account="Physics", qos="LONG", time="30-0") == []
-
-
-def test_nothing_is_refused_where_nothing_is_known():
-    assert found(Cluster("unknown"), partition="any", nodes=10**6, time="0", qos="any", account="any") == []
-    bare = Cluster("bare", (Partition("gpu", is_default=True),))
-    assert found(bare, nodes=10**6, mem="900T", constraint="any", gpu_type="any") == []
-
-
 @pytest.mark.parametrize(
     ("constraint", "names"),
     [
@@ -191,19 +193,7 @@ def test_features_of_a_constraint(constraint, names):
     assert features_of(constraint) == names
 
 
-def test_with_an_or_any_node_may_do():
-    assert found(constraint="h100|a100", nodes=9) == []
-    assert found(constraint="[h100*2&a100*2]", nodes=10) == []
-
-
 def test_the_reason_of_one_partition_for_the_table_of_all():
     [(key, message, _)] = partition_problems(request(WEST), WEST, CPU)
     assert key == "resources.gpus_per_node"
     said(message)
-
-
-def test_a_misspelt_type_does_not_hide_that_there_are_too_few_gpus():
-    keys = [
-        key for key, _, _ in found(gpu_type="h10", constraint="ibb", gpus_per_node=16, workers_per_node=16)
-    ]
-    assert keys == ["resources.constraint", "resources.gpu_type", "resources.gpus_per_node"]

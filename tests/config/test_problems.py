@@ -19,9 +19,23 @@ def problems(tmp_path: Path, *overrides: str, text: str = "seed: 1\n", **environ
     return [problem.render() for problem in error.value.problems]
 
 
-def test_all_at_once(tmp_path):
-    text = "train:\n  stps: 3\n  log_every: 0\nschedule: {name: cosin}\nresources:\n  time: 090\n"
-    said("\n".join(problems(tmp_path, "model.dropout=1", "x", text=text, TRAINKIT_SEED="-1")))
+ALL_AT_ONCE = "train:\n  stps: 3\n  log_every: 0\nschedule: {name: cosin}\nresources:\n  time: 090\n"
+CASES = {
+    "all at once": (["model.dropout=1", "x"], ALL_AT_ONCE, {"TRAINKIT_SEED": "-1"}),
+    "a dotted key in a file": ([], "train.steps: 3\n", {}),
+    "an unknown variable": ([], "seed: 1\n", {"TRAINKIT_TRAIN_STEPS": "3"}),
+    "an overruled value is not judged, but its name is": (["seed=3"], "seed: many\ntrian: 1\n", {}),
+    "a newer version": (["seed=x"], "new_key: 1\nconfig_version: 3\ntrain: {steps: [1, 2]}\n", {}),
+    "trackers": (["logging.wandb={projekt: x}", "logging.mlflow=sqlite.db"], "seed: 1\n", {}),
+    "a password": (["logging.mlflow={tracking_uri: 'https://me:hunter2@host'}"], "seed: 1\n", {}),
+    "a file store": (["logging.mlflow={tracking_uri: 'file:///data/mlruns'}"], "seed: 1\n", {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_problems(tmp_path, name):
+    overrides, text, environ = CASES[name]
+    said("\n".join(problems(tmp_path, *overrides, text=text, **environ)))
 
 
 WRONG_VALUES = [
@@ -46,43 +60,10 @@ def test_message(tmp_path, override):
     said(found)
 
 
-def test_dotted_key_in_a_file(tmp_path):
-    said("\n".join(problems(tmp_path, text="train.steps: 3\n")))
-
-
-def test_unknown_variable(tmp_path):
-    said("\n".join(problems(tmp_path, TRAINKIT_TRAIN_STEPS="3")))
-
-
-def test_an_overruled_value_is_not_judged_but_its_name_is(tmp_path):
-    text = "seed: many\ntrian: 1\n"
-    said("\n".join(problems(tmp_path, "seed=3", text=text)))
-
-
-def test_a_newer_version_is_the_only_problem(tmp_path):
-    text = "new_key: 1\nconfig_version: 3\ntrain: {steps: [1, 2]}\n"
-    said("\n".join(problems(tmp_path, "seed=x", text=text)))
-
-
 def test_a_long_value_is_cut(tmp_path):
     [found] = problems(tmp_path, f"seed=[{', '.join(map(str, range(100)))}]")
     shown = found.partition("\n")[0].partition(" not ")[2]
     assert (shown[:8], shown[-1], len(shown)) == ("[0, 1, 2", "…", 80)
-
-
-def test_a_tracker_is_true_or_a_mapping(tmp_path):
-    found = problems(tmp_path, "logging.wandb={projekt: x}", "logging.mlflow=sqlite.db")
-    said("\n".join(found))
-
-
-def test_a_password_in_a_tracking_uri_is_not_shown(tmp_path):
-    [found] = problems(tmp_path, "logging.mlflow={tracking_uri: 'https://me:hunter2@host'}")
-    said(found)
-
-
-def test_the_file_store_of_mlflow(tmp_path):
-    [found] = problems(tmp_path, "logging.mlflow={tracking_uri: 'file:///data/mlruns'}")
-    said(found)
 
 
 @pytest.mark.parametrize("key", all_keys())

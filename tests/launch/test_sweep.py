@@ -40,22 +40,18 @@ def problems(folder: Path, trials: dict[int, dict[str, Any]]) -> list[str]:
     return [problem.render() for problem in caught.value.problems]
 
 
-def test_a_bad_value_names_its_point(tmp_path):
-    found = problems(tmp_path, {0: {"optimizer.lr": 0.1}, 1: {"optimizer.lr": -1}, 2: {"optimizer.lr": "x"}})
-    said("\n".join(found))
-
-
-def test_what_several_points_have_in_common_is_said_once(tmp_path):
-    trials = {
+BAD = {
+    "each": {0: {"optimizer.lr": 0.1}, 1: {"optimizer.lr": -1}, 2: {"optimizer.lr": "x"}},
+    "several": {
         index: {"seed": index, "train.device_batch_size": size} for index, size in enumerate((1, 3, 3, 3))
-    }
-    (found,) = problems(tmp_path, trials)
-    said(found)
+    },
+    "all": {index: {"seed": index, "model.dropout": 2} for index in range(3)},
+}
 
 
-def test_what_all_points_have_is_the_configs_own(tmp_path):
-    (found,) = problems(tmp_path, {index: {"seed": index, "model.dropout": 2} for index in range(3)})
-    said(found)
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_value_names_its_points_once(tmp_path, name):
+    said("\n".join(problems(tmp_path, BAD[name])))
 
 
 def test_problems_are_cut_off(tmp_path):

@@ -18,12 +18,9 @@ TORCHELASTIC_RUN_ID TRAINKIT_JOB_AGENT_PID TRAINKIT_JOB_RANK_PID
 """
 
 
-def test_inside_a_job():
+def test_inside_a_job_and_on_a_login_node():
     kept = {name: value for name, value in OWN.items() if name != "CUDA_VISIBLE_DEVICES"}
     assert scrubbed({**OWN, **dict.fromkeys(INHERITED.split(), "7")}) == kept
-
-
-def test_on_a_login_node_the_choice_of_gpus_is_the_users_own():
     assert scrubbed(OWN) == OWN
 
 
@@ -44,13 +41,10 @@ def test_the_cluster_that_sbatch_was_given_is_that_of_every_command():
 )
 def test_name(tmp_path, text, name):
     file = tmp_path / "slurm.conf"
+    assert cluster_name({"SLURM_CONF": str(file)}) is None  # it cannot be read
     file.write_text(text)
     assert conf_file({"SLURM_CONF": str(file)}) == file
     assert cluster_name({"SLURM_CONF": str(file)}) == name
-
-
-def test_a_file_that_cannot_be_read(tmp_path):
-    assert cluster_name({"SLURM_CONF": str(tmp_path / "nope")}) is None
 
 
 def test_another_cluster_that_jobs_are_sent_to(tmp_path):

@@ -84,6 +84,9 @@ def test_a_host_in_two_partitions_is_one(fake):
     fake.add("sinfo", r"printf 'h1\037allocated\036\nh1\037allocated\036\nh2\037down*\036\n'")
     assert node_states(["h1", "h2", "h9"]) == {"h1": "allocated", "h2": "down*"}
     assert "--nodes=h1,h2,h9" in fake.calls[0]
+    fake.add("sinfo", "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1")
+    with pytest.raises(SlurmUnreachable):
+        node_states(["h1"])
 
 
 def test_the_hosts_that_a_job_has_left(fake):
@@ -92,12 +95,3 @@ def test_the_hosts_that_a_job_has_left(fake):
     assert fake.calls[0][-1] == "--jobs=7_2"
     fake.add("squeue")
     assert hosts_of_job("8") == []
-
-
-def test_no_answer_is_no_state(fake):
-    fake.add(
-        "sinfo",
-        "echo 'slurm_load_partitions: Unable to contact slurm controller (connect failure)' >&2; exit 1",
-    )
-    with pytest.raises(SlurmUnreachable):
-        node_states(["h1"])

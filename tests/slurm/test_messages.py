@@ -110,13 +110,8 @@ def test_any_name_comes_back(rows):
     assert [tuple(row) for row in records(text, 3)] == rows
 
 
-def test_names_of_clusters_between_records():
-    text = f"CLUSTER: west\n1{FIELD}a{RECORD}\nCLUSTER: east\n2{FIELD}b{RECORD}\n"
-    assert list(records(text, 2)) == [["1", "a"], ["2", "b"]]
-
-
-def test_what_is_cut_off_is_left_out():
-    text = f"1{FIELD}a{RECORD}\n2{FIELD}b{RECORD}\n3"
+def test_names_of_clusters_and_what_is_cut_off_are_left_out():
+    text = f"CLUSTER: west\n1{FIELD}a{RECORD}\nCLUSTER: east\n2{FIELD}b{RECORD}\n3"
     assert list(records(text, 2)) == [["1", "a"], ["2", "b"]]
     assert list(records("", 2)) == []
 

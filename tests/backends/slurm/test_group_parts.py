@@ -98,30 +98,21 @@ def test_the_next_array(left, size, max_size, expected):
     assert next_chunk(left, size, max_size) == expected
 
 
-def test_one_array_where_it_fits(tmp_path, connect):
-    slurm, group = connect(Slurm(1001, 10_000)), group_of(tmp_path, 5)
-    assert submit_parts(group, print) == 5
-    assert (len(slurm.jobs), group.left, group.task_id(4)) == (1, [], "100_4")
-
-
 def test_a_look_at_a_group_writes_nothing(tmp_path, connect):
-    connect(Slurm(1001, 10_000))
-    group = group_of(tmp_path, 5)
+    slurm, group = connect(Slurm(1001, 0)), group_of(tmp_path, 5)
     before = group.sweep_file.stat()
     recover_parts(group)
-    assert submit_parts(group, print) == 5
+    with pytest.raises(SlurmRefused):
+        submit_parts(group, print)
+    slurm.room = 10_000
+    assert group.left == [*range(5)]
+    assert submit_parts(RunGroup(group.path), print) == 5
     submitted = group.sweep_file.stat()
-    for seen in (group, RunGroup(group.path)):
+    for seen in (group, RunGroup(group.path)):  # the first one reads what another process has submitted
         recover_parts(seen)
         assert (submit_parts(seen, print), seen.left) == (0, [])
+    assert (len(slurm.jobs), group.task_id(4)) == (1, "100_4")
     assert before.st_mtime_ns < submitted.st_mtime_ns == group.sweep_file.stat().st_mtime_ns
-
-
-def test_what_another_process_has_submitted_is_read(tmp_path, connect):
-    slurm, group = connect(Slurm(1001, 10_000)), group_of(tmp_path, 5)
-    assert group.left == [*range(5)]
-    submit_parts(RunGroup(group.path), print)
-    assert (submit_parts(group, print), len(slurm.jobs), group.left) == (0, 1, [])
 
 
 def test_an_array_that_cannot_be_recorded_is_named_by_its_id(tmp_path, connect, monkeypatch):
@@ -157,12 +148,6 @@ def test_a_refusal_of_another_kind(tmp_path, connect, monkeypatch):
     assert submit_parts(group, notices.append) == 0
     [notice] = notices
     said(notice)
-
-
-def test_no_room_for_the_first_job(tmp_path, connect):
-    connect(Slurm(1001, 0))
-    with pytest.raises(SlurmRefused):
-        submit_parts(group_of(tmp_path, 4), print)
 
 
 def test_a_cancelled_group_is_left_alone(tmp_path, connect):

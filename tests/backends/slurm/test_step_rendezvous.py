@@ -58,11 +58,17 @@ def slurm(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     return fake
 
 
-def test_all_workers_of_a_local_node():
+def test_all_workers_of_a_node(attempt):
     found = local_rendezvous(plan(per="node"), 1, 12345)
     assert (found.node_rank, found.local_ranks, found.master_addr) == (1, (0, 1), LOCAL_ADDR)
     assert not found.has_rank_0
     assert local_rendezvous(plan(per="node"), 0, 12345).has_rank_0
+    assert slurm_rendezvous(attempt, plan(per="node"), task_of(tasks=(1, 1))).local_ranks == (0, 1)
+
+
+def test_one_node_meets_on_the_loopback_interface(attempt):
+    found = slurm_rendezvous(attempt, plan(num_nodes=1), task_of(tasks=(2,)))
+    assert (found.master_addr, found.peer) == (LOCAL_ADDR, None)
 
 
 def test_tasks_of_a_step_meet_at_the_port_of_the_first(attempt):
@@ -78,16 +84,6 @@ def test_tasks_of_a_step_meet_at_the_port_of_the_first(attempt):
     assert stat.S_IMODE(attempt.rendezvous_file.stat().st_mode) == 0o600
     with socket.create_server(("", first.master_port)):
         pass
-
-
-def test_a_task_a_node_has_all_its_workers(attempt):
-    found = slurm_rendezvous(attempt, plan(per="node"), task_of(tasks=(1, 1)))
-    assert found.local_ranks == (0, 1)
-
-
-def test_one_node_meets_on_the_loopback_interface(attempt):
-    found = slurm_rendezvous(attempt, plan(num_nodes=1), task_of(tasks=(2,)))
-    assert (found.master_addr, found.peer) == (LOCAL_ADDR, None)
 
 
 def test_nodes_whose_names_do_not_resolve_meet_at_the_node_addr(attempt, resolvable, slurm):
