@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.support.said import said
-from trainkit.config import LoadedConfig, RunConfig, dump_effective, load_config, read_effective
+from trainkit.config import LoadedConfig, dump_effective, load_config, read_effective
 from trainkit.errors import ConfigError
 
 LAYERS = ["user file", "project file", "run file", "profile", "environment", "flag"]
@@ -161,7 +161,8 @@ def test_a_mixture_is_one_value_with_absolute_paths(tmp_path):
     loaded = load_config("run.yaml", cwd=tmp_path, environ={})
     assert loaded.config.data.source == {f"{tmp_path}/a.txt": 0.7, "/b.txt": 0.3, "stdlib": 1}
     assert loaded.origins["data.source"] == "base.yaml:1"
-    assert read_effective_of(loaded, tmp_path) == loaded.config
+    write(tmp_path / "effective.yaml", dump_effective(loaded.config))
+    assert read_effective(tmp_path / "effective.yaml") == loaded.config
     replaced = load_config("other.yaml", cwd=tmp_path, environ={})
     assert replaced.config.data.source == {f"{tmp_path}/c.txt": 1}
     flag = ["data.source={d.txt: 2, /b.txt: 1}"]
@@ -169,11 +170,6 @@ def test_a_mixture_is_one_value_with_absolute_paths(tmp_path):
     assert by_flag.config.data.source == {f"{tmp_path}/d.txt": 2, "/b.txt": 1}
     single = load_config("run.yaml", cwd=tmp_path, environ={}, overrides=["data.source=stdlib"])
     assert single.config.data.source == "stdlib"
-
-
-def read_effective_of(loaded: LoadedConfig, folder: Path) -> RunConfig:
-    (folder / "effective.yaml").write_text(dump_effective(loaded.config))
-    return read_effective(folder / "effective.yaml")
 
 
 @pytest.mark.parametrize(

@@ -56,10 +56,18 @@ def submitted(run: RunDir) -> str:
     return submitted_hash(attempt.config_file.read_text(), read_json(attempt.plan_file))
 
 
-def change_plan(run: RunDir) -> Path:
-    file = run.attempt(1).plan_file
-    file.write_text(json.dumps({**read_json(file), "command": ["planted"]}))
+def written(file: Path, text: str) -> Path:
+    file.write_text(text)
     return file
+
+
+CHANGES = {
+    "damage_plan": lambda run: written(run.attempt(1).plan_file, "[]"),
+    "change_run": lambda run: written(run.config_file, "seed: 1\n"),
+    "change_launcher_file": lambda run: written(
+        run.attempt(1).path / "accelerate.yaml", "main_training_function: planted\n"
+    ),
+}
 
 
 def test_a_job_runs_what_it_was_submitted_with(run, slurm, monkeypatch):
@@ -68,28 +76,12 @@ def test_a_job_runs_what_it_was_submitted_with(run, slurm, monkeypatch):
     assert step(run, code)[1]["state"] == "finished", "the restart too"
 
 
-def damage_plan(run: RunDir) -> Path:
-    run.attempt(1).plan_file.write_text("[]")
-    return run.attempt(1).plan_file
-
-
-def change_run(run: RunDir) -> Path:
-    run.config_file.write_text("seed: 1\n")
-    return run.config_file
-
-
-def change_launcher_file(run: RunDir) -> Path:
-    file = run.attempt(1).path / "accelerate.yaml"
-    file.write_text("main_training_function: planted\n")
-    return file
-
-
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("change", [damage_plan, change_run, change_launcher_file])
+@pytest.mark.parametrize("change", CHANGES)
 def test_nothing_runs_of_a_folder_that_was_changed(run, slurm, monkeypatch, capfd, change):
     plan = {**read_json(run.attempt(1).plan_file), "launcher_files": {"accelerate.yaml": "a: b\n"}}
     for folder in (run, run.attempt(1)):
@@ -97,7 +89,7 @@ def test_nothing_runs_of_a_folder_that_was_changed(run, slurm, monkeypatch, capf
         (folder.path / "accelerate.yaml").write_text("a: b\n")
     shutil.copy(run.attempt(1).config_file, run.config_file)
     monkeypatch.setenv(SUBMITTED_VARIABLE, submitted(run))
-    file = change(run)
+    file = CHANGES[change](run)
     code, end = step(run, "open('executed', 'w')")
     assert (code, end["state"], end["action"]) == (EXIT_NO_RESTART, "failed", "failed")
     assert end["reason"].startswith(f"{file} is ")
@@ -121,7 +113,9 @@ def test_of_files_of_somebody_else_nothing_runs(run, slurm, capfd):
 
 def test_of_a_folder_that_changed_while_the_run_waited_for_its_turn_nothing_runs(run, monkeypatch):
     monkeypatch.setenv(SUBMITTED_VARIABLE, submitted(run))
-    monkeypatch.setattr(LocalAllocation, "wait_for_turn", lambda self, attempt: change_plan(run) and None)
+    file = run.attempt(1).plan_file
+    plan = json.dumps({**read_json(file), "command": ["planted"]})
+    monkeypatch.setattr(LocalAllocation, "wait_for_turn", lambda *_: written(file, plan) and None)
     attempt = Attempt(run.attempt(1))
     decision = Supervisor(LocalAllocation(run, 1))._run_attempt(attempt)
     assert (decision.action, decision.exit_code, attempt.outcome.exits) == ("failed", EXIT_NO_RESTART, ())

@@ -7,6 +7,7 @@ from unittest.mock import Mock
 import pytest
 
 from tests.support.folders import content
+from tests.support.said import said
 from trainkit.job.work_folder import prepare_work_folder
 from trainkit.launch.snapshot import copy_code
 from trainkit.plan.workload import Workload

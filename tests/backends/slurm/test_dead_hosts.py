@@ -9,15 +9,18 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from slurm_job import RUNNING, Slurm, reasons
+from slurm_job import RUNNING, reasons
 
 from tests.support.webhooks import webhook
 from trainkit.backends.slurm import resubmit
+from trainkit.backends.slurm.allocation import SlurmAllocation
 from trainkit.backends.slurm.backend import cancel_follow_ups
 from trainkit.backends.slurm.claim_attempt import claim_attempt
-from trainkit.job.attempt_end import progress_of, write_end
+from trainkit.job.attempt import Attempt
+from trainkit.job.attempt_end import close_dead_attempts, progress_of, write_end
 from trainkit.job.decision import Decision, Outcome
 from trainkit.job.supervisor import supervise_job
+from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import read_json, write_json
 from trainkit.run.record import (
     AUTO_RESTART,
@@ -88,7 +91,11 @@ def test_a_run_that_takes_its_hosts_down_stops(run, slurm, monkeypatch, is_down,
         dead_starts += 1
         slurm.down = tuple(f"node{number}" for number in range(10)) if is_down else ()
         if dead_starts < num_starts:
-            close_as_the_next_start_does(run, slurm)
+            # The next start only records the end of the start before it, and dies too.
+            live = Attempt(run.attempt(run.attempt_numbers()[-1]))
+            live.update()
+            policy = LaunchPlan.from_dict(read_json(live.folder.plan_file)).requeue
+            assert close_dead_attempts(live, policy, SlurmAllocation(run, "7", []).is_down) is None
     assert supervise_job(run, [sys.executable, "-c", "raise SystemExit(3)"]) not in (0, 75)
     last, dead = (read_json(run.attempt(number).end_file) for number in (num_starts + 1, num_starts))
     for end in (last, dead):
@@ -96,19 +103,6 @@ def test_a_run_that_takes_its_hosts_down_stops(run, slurm, monkeypatch, is_down,
         assert end["reason"].endswith(brake)
         assert end["verdict"]["host"] == f"node{num_starts - 1}"
     assert not run.attempt(num_starts + 1).supervisor_log.exists()  # no step was started
-
-
-def close_as_the_next_start_does(run: RunDir, slurm: Slurm) -> None:
-    """Let the next start continue the run and die. It only records the end of the start before it."""
-    from trainkit.backends.slurm.allocation import SlurmAllocation
-    from trainkit.job.attempt import Attempt
-    from trainkit.job.attempt_end import close_dead_attempts
-    from trainkit.plan.launch import LaunchPlan
-
-    live = Attempt(run.attempt(run.attempt_numbers()[-1]))
-    live.update()
-    policy = LaunchPlan.from_dict(read_json(live.folder.plan_file)).requeue
-    assert close_dead_attempts(live, policy, SlurmAllocation(run, "7", []).is_down) is None
 
 
 def test_the_queue_is_no_progress(run):
