@@ -1,7 +1,5 @@
 """Tests that a waiting command prints its reason after some seconds, and again when the reason changes."""
 
-from __future__ import annotations
-
 import pytest
 
 from trainkit.api import _queued

@@ -1,7 +1,5 @@
 """Tests flags that change a part of a value."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests which ranks block the others in a hang, with hand-made flight records."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 
 import pytest

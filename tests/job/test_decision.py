@@ -1,7 +1,5 @@
 """Tests the decision after an attempt, and the reason why the attempt had to stop."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields, replace
 from datetime import datetime, timedelta, timezone
 

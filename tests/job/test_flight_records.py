@@ -1,7 +1,5 @@
 """Tests flight records of torch: they are read without executing anything, and are written on request."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

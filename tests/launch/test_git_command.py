@@ -1,7 +1,5 @@
 """Tests that a repository from somebody else makes Git execute nothing at submit."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

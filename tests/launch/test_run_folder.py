@@ -1,7 +1,5 @@
 """Tests where a run folder may be: its name, its locks, and which other users can write there."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import json

@@ -1,7 +1,5 @@
 """Provides a person's folder on the login node of a cluster, where tests type `trainkit`."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Tests ``--after`` on a real cluster: a run that waits for another run or for a group."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests one short round of each campaign in `benchmarks` that needs a cluster."""
 
-from __future__ import annotations
-
 import json
 import random
 import sys

@@ -1,7 +1,5 @@
 """Tests jobs that Slurm confines to their CPUs and memory, and whose processes it finds by cgroup."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

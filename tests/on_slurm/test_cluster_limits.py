@@ -1,7 +1,5 @@
 """Tests `check`, `submit` and `init` on a real cluster: their facts about it, and Slurm's answer."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

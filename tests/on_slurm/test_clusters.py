@@ -1,7 +1,5 @@
 """Tests two clusters with one slurmdbd: a job runs on the first free one, and commands find it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tests trainers other than the built-in one, with their launchers, on two hosts."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

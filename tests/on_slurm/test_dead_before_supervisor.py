@@ -1,7 +1,5 @@
 """Tests jobs that end before their supervisor starts: the error output, and a retry on other nodes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Tests that `trainkit doctor --nodes` finds a problem of one host on a real cluster."""
 
-from __future__ import annotations
-
 import glob
 import json
 import re

@@ -1,7 +1,5 @@
 """Tests `trainkit drill` on a real cluster: the usual scenarios through Slurm, and a real requeue."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

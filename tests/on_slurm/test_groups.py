@@ -1,7 +1,5 @@
 """Tests sweeps and arrays on a real cluster: many runs, one job, and every command that takes a run."""
 
-from __future__ import annotations
-
 import json
 import re
 import resource

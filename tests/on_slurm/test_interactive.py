@@ -1,7 +1,5 @@
 """Tests `trainkit shell`, `attach` and `debug` in a terminal, and the processes that run there."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil

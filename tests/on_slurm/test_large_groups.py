@@ -3,8 +3,6 @@
 `python -m benchmarks.large_group` does the same with 300 runs.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests names and values that are special for a shell, sbatch or Slurm's patterns, and must stay literal."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

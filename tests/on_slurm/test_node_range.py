@@ -1,7 +1,5 @@
 """Tests a run whose job gets as many nodes as are free: fewer, then more, then one less, with one curve."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests `--nodes auto` under several loads: it submits the request that Slurm should finish first."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

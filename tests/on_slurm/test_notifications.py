@@ -1,7 +1,5 @@
 """Tests runs that restart to continue without a slow host, and the reports of their jobs."""
 
-from __future__ import annotations
-
 from tests.on_slurm.login import agents_of, log_of, settings, wait_for
 from tests.on_slurm.test_secrets import files_with
 from tests.support.webhooks import SECRET, webhook

@@ -1,7 +1,5 @@
 """Tests runs that continue as another job: resubmitted by the ending job, or as a chained job."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.on_slurm.login import ASK_SLURM_S, BACKENDS, Login, settings, wait_for

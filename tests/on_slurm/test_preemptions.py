@@ -1,7 +1,5 @@
 """Tests that ranks killed by Slurm's signal before their agents get it are no crash and no node fault."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """Tests runs of functions, started from Python on the login node, and a multirun of Hydra."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests `trainkit replay --submit` on two hosts: equal to the last digit up to the step of a host's error."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

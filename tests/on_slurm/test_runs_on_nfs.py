@@ -1,7 +1,5 @@
 """Tests runs in a folder that each host sees as an NFS client: no start waits for a cache to expire."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Tests that Slurm gets the script that is shown, and that later edits change nothing in the job."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.on_slurm.login import BACKENDS, HOLD, Login, log_of, settings

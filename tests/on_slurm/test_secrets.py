@@ -1,7 +1,5 @@
 """Tests that secrets reach the ranks through their environment, and appear in no file or output."""
 
-from __future__ import annotations
-
 import stat
 from hashlib import sha256
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests jobs that get stop signals: they save, are requeued if requested, and compute no step twice."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

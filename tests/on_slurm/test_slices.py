@@ -1,7 +1,5 @@
 """Tests runs in time slices: jobs up to a total, and a job that Slurm shortens to fit a gap."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.on_slurm.login import settings, wait_for

@@ -1,7 +1,5 @@
 """Tests spare nodes beyond the training nodes, and hosts that failed a while ago."""
 
-from __future__ import annotations
-
 from tests.on_slurm.broken_cases import changed_host
 from tests.on_slurm.login import agents_of, log_of, settings
 from trainkit.cluster.bad_nodes import excluded, memory_file, note_failure

@@ -1,7 +1,5 @@
 """Tests `srun … trainkit run` in steps of every shape, and how a process in a job finds its rank."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -3,8 +3,6 @@
 `python -m benchmarks.survival` tests all of them for every backend and mode.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

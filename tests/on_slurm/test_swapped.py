@@ -1,7 +1,5 @@
 """Tests a run folder that is swapped or changed while its job waits: nothing in it runs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tests the quickstart on several hosts: it has the losses of one process, whatever starts the ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

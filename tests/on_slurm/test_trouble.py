@@ -1,7 +1,5 @@
 """Tests dead Slurm daemons, lost answers, deleted folders and full disks: no run is lost."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -3,8 +3,6 @@
 Other tests cover the differences between versions: variables of shells and steps, and a missing log folder.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests `trainkit watch` in a terminal on the login node, while a run on two hosts is preempted."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests which exception ends a program's output: a chained one, a group, or one rank of several."""
 
-from __future__ import annotations
-
 import pytest
 
 from trainkit.run.tracebacks import Raised, exception_of, last_exception

@@ -1,7 +1,5 @@
 """Tests which arrays a group is submitted as, whatever Slurm accepts and wherever the submission dies."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import re

@@ -1,7 +1,5 @@
 """Tests which rank failed first, by the launcher's report and the agent, after real kills."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

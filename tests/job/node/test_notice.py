@@ -1,7 +1,5 @@
 """Tests which processes a stop signal is forwarded to, in real trees of small processes."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os
