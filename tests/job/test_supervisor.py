@@ -97,8 +97,8 @@ def test_an_agent_that_was_killed_is_named_and_no_longer_waited_for(
     monkeypatch.setattr("trainkit.backends.slurm.attempt_watch.PEER_EXIT_S", 0.2)
     write_json(run.attempt(1).rendezvous_file, {"step_id": "0", "hosts": ["node1"]})
     says = f"srun: error: node1: task 0: {how}"
-    code = f"import os, sys, time\nos.environ['TRAINKIT_JOB_ATTEMPT'] == '2' and os._exit(0)\n{PRINTS}{then}"
-    step(run, code.replace("SAYS", repr(says)))
+    once = "import os, sys, time\nos.environ['TRAINKIT_JOB_ATTEMPT'] == '2' and os._exit(0)\n"
+    step(run, f"{once}print({says!r}, file=sys.stderr, flush=True); {then}")
     first = read_json(run.attempt(1).end_file)
     assert (first["action"], first["cause"]) == ("restart", "crash")
     said(first["reason"])
@@ -107,9 +107,6 @@ def test_an_agent_that_was_killed_is_named_and_no_longer_waited_for(
     assert named == ["node1", 0, kind, 137]
     assert verdict.get("hint", "").startswith(hint)
     said(verdict["message"])
-
-
-PRINTS = "print(SAYS, file=sys.stderr, flush=True); "
 
 
 def test_a_task_that_ended_as_asked_does_not_end_those_that_still_save(run, slurm, monkeypatch):

@@ -94,17 +94,6 @@ def test_a_run_that_has_lost_a_node_has_more_again(login):
     assert "nodes: 3, 2, 3" in login.trainkit("status", str(run.path)).stdout
 
 
-@pytest.mark.slow(seconds=60)
-@pytest.mark.parametrize("seed", [16])
-def test_a_seeded_variant_has_the_curve_of_one_process(login, tmp_path, seed):
-    """`python -m benchmarks.survival --only sizes` tries twenty seeds."""
-    config = survival.range_config(login.folder)
-    run = survival.Variant.of(seed).run(login, config, "variant")
-    expected = survival.losses_on_one(tmp_path, config)
-    assert [r["loss"] for r in read_metrics(run)] == pytest.approx(expected, rel=1e-5)
-    assert not survival.computed_twice(run)
-
-
 @pytest.mark.slow(seconds=20)
 def test_each_point_of_a_sweep_takes_what_there_is(login):
     login.script('import os; print(os.environ["WORLD_SIZE"], "ranks", os.environ["LR"])', "size.py")
