@@ -67,12 +67,7 @@ def test_a_refusal_leaves_the_code_as_it_was(submitted, loaded, plan):
     assert [path.name for path in submitted.path.glob("code*")] == ["code"]
 
 
-def test_code_that_cannot_be_recorded_does_not_stay(
-    submitted: RunDir,
-    loaded,
-    plan: LaunchPlan,
-    monkeypatch: pytest.MonkeyPatch,  # type: ignore[no-untyped-def]
-) -> None:
+def test_code_that_cannot_be_recorded_does_not_stay(submitted, loaded, plan, monkeypatch):
     def stale(path: Path) -> object:
         raise OSError(errno.ESTALE, "Stale file handle")
 
@@ -92,11 +87,7 @@ def test_the_copy_before_stays(submitted, loaded, plan):
     assert (submitted.path / "code.001/train.py").read_text() == "old\n"
 
 
-def test_an_attempt_that_may_have_been_submitted_keeps_its_code(
-    submitted: RunDir,
-    loaded,  # type: ignore[no-untyped-def]
-    plan: LaunchPlan,
-) -> None:
+def test_an_attempt_that_may_have_been_submitted_keeps_its_code(submitted, loaded, plan):
     def interrupt() -> None:
         with renewed_code(submitted, read_job(submitted), loaded.config, plan):
             submitted.attempt(2).create()
