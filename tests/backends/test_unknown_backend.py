@@ -26,17 +26,17 @@ def run(tmp_path: Path) -> RunDir:
 
 
 @pytest.mark.parametrize("name", ["flux", "", "None", "Local"])
-def test_a_backend_that_is_not_there_is_an_error(name: str) -> None:
+def test_a_backend_that_is_not_there_is_an_error(name):
     with pytest.raises(UsageError, match=f"^unknown backend '{name}'") as caught:
         backend_named(name)
     said(caught.value.hint)
 
 
-def test_an_attempt_without_a_backend_is_local() -> None:
+def test_an_attempt_without_a_backend_is_local():
     assert backend_of(AttemptRecord(1)) is backend_named("local")
 
 
-def test_its_job_is_unknown_and_slurm_is_not_asked(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_job_is_unknown_and_slurm_is_not_asked(run, monkeypatch):
     asked = Mock(return_value=({}, {}))
     monkeypatch.setattr(backend_jobs, "query_clusters", asked)
     record = read_job(run)
@@ -46,7 +46,7 @@ def test_its_job_is_unknown_and_slurm_is_not_asked(run: RunDir, monkeypatch: pyt
     asked.assert_called_once_with([])
 
 
-def test_nothing_is_done_to_it(run: RunDir) -> None:
+def test_nothing_is_done_to_it(run):
     before = read_json(run.job_file)
     for act in (
         lambda: live_entry(run, read_job(run), "resume"),

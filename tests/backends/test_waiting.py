@@ -1,9 +1,5 @@
 """Tests that a waiting command prints its reason after some seconds, and again when the reason changes."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from trainkit.api import _queued
@@ -29,9 +25,7 @@ from trainkit.run.rundir import RunDir
         (2.0, ["a", "a", "", ""], []),
     ],
 )
-def test_a_reason_is_said_once(
-    monkeypatch: pytest.MonkeyPatch, after_s: float, reasons: list[str], said: list[str]
-) -> None:
+def test_a_reason_is_said_once(monkeypatch, after_s, reasons, said):
     """Each call comes one second after the previous one, and the first comes at once."""
     now_s = 0.0
     monkeypatch.setattr(jobs.time, "monotonic", lambda: now_s)
@@ -43,7 +37,7 @@ def test_a_reason_is_said_once(
     assert found == said
 
 
-def test_a_run_on_this_machine_waits_for_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_on_this_machine_waits_for_its_turn(tmp_path, monkeypatch):
     run, said = RunDir(tmp_path), list[str]()
     record = JobRecord(attempts=[AttemptRecord(attempt=1)])
     monkeypatch.setattr(jobs, "read_job_status", lambda *_: (record, JobStatus(True)))
@@ -82,7 +76,7 @@ def test_a_run_on_this_machine_waits_for_its_turn(tmp_path: Path, monkeypatch: p
         ([], ""),
     ],
 )
-def test_a_group_waits_while_none_of_its_runs_runs(states: list[tuple[str, str | None]], said: str) -> None:
+def test_a_group_waits_while_none_of_its_runs_runs(states, said):
     trials = [
         TrialStatus(index, {}, state, reason, "12", None, "/x")
         for index, (state, reason) in enumerate(states)

@@ -2,7 +2,6 @@
 
 import pytest
 
-from tests.support.fake_slurm import FakeSlurm
 from tests.support.said import said
 from trainkit.cluster import target
 from trainkit.cluster.target import choose_backend
@@ -23,14 +22,14 @@ def no_slurm_conf(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conf_file, "PROBE_TIMEOUT_S", 0.5)
 
 
-def test_a_configless_cluster_is_a_cluster(fake: FakeSlurm) -> None:
+def test_a_configless_cluster_is_a_cluster(fake):
     fake.add("sbatch", "echo slurm 24.11.1")
     assert choose_backend("auto")[0] == "sbatch"
     assert choose_backend("auto")[0] == "sbatch"
     assert fake.calls == [["sbatch", "--version"]], "asked once"
 
 
-def test_packages_without_a_cluster(fake: FakeSlurm) -> None:
+def test_packages_without_a_cluster(fake):
     fake.add("sbatch", NO_RECORD)
     backend, reason = choose_backend("auto")
     assert backend == "local"
@@ -46,9 +45,7 @@ def test_packages_without_a_cluster(fake: FakeSlurm) -> None:
         "echo 'sbatch: fatal: Could not establish a configuration source' >&2; exit 1",
     ],
 )
-def test_what_is_not_known_is_not_guessed(
-    fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch, body: str
-) -> None:
+def test_what_is_not_known_is_not_guessed(fake, monkeypatch, body):
     monkeypatch.setattr(conf_file, "_has_network", lambda: True)
     fake.add("sbatch", body)
     monkeypatch.setenv("PATH", f"{fake.environ['PATH']}:/usr/bin:/bin")
@@ -60,22 +57,18 @@ def test_what_is_not_known_is_not_guessed(
     assert choose_backend("sbatch")[0] == "sbatch"
 
 
-def test_a_machine_without_a_network_is_no_login_node(
-    fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_without_a_network_is_no_login_node(fake, monkeypatch):
     monkeypatch.setattr(conf_file, "_has_network", lambda: False)
     fake.add("sbatch", NO_DNS)
     assert choose_backend("auto")[0] == "local"
 
 
-def test_one_lost_packet_is_not_the_end_of_the_lookup(fake: FakeSlurm) -> None:
+def test_one_lost_packet_is_not_the_end_of_the_lookup(fake):
     fake.add("sbatch", f'[ "$RES_OPTIONS" = "timeout:1 attempts:4" ] || exit 1; {NO_RECORD}')
     assert choose_backend("auto")[0] == "local"
 
 
-def test_nothing_is_asked_with_a_slurm_conf_or_without_sbatch(
-    fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_asked_with_a_slurm_conf_or_without_sbatch(fake, monkeypatch):
     assert choose_backend("auto")[0] == "local"
     fake.add("sbatch", "exit 1")
     monkeypatch.setenv("SLURM_CONF", "/etc/elsewhere.conf")

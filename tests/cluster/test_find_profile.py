@@ -62,7 +62,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     return Place(tmp_path, monkeypatch)
 
 
-def test_the_one_of_the_cluster(place: Place) -> None:
+def test_the_one_of_the_cluster(place):
     assert place.find() is None
     place.profile("east", "name: east\n")
     assert place.find() is None, "it is that of another cluster, if the only one"
@@ -76,7 +76,7 @@ def test_the_one_of_the_cluster(place: Place) -> None:
     assert (found.path, found.shown) == (own, "clusters/ours.yaml")
 
 
-def test_the_only_one_where_no_file_names_the_cluster(place: Place) -> None:
+def test_the_only_one_where_no_file_names_the_cluster(place):
     place.cluster(None)
     place.profile("east", "name: east\n")
     assert place.taken() == "east"
@@ -84,7 +84,7 @@ def test_the_only_one_where_no_file_names_the_cluster(place: Place) -> None:
     assert place.find() is None
 
 
-def test_two_of_one_cluster(place: Place) -> None:
+def test_two_of_one_cluster(place):
     place.profile("big", "name: west\n")
     place.profile("small", "name: west\n")
     said(place.refused())
@@ -93,7 +93,7 @@ def test_two_of_one_cluster(place: Place) -> None:
     assert place.taken() == "west"
 
 
-def test_the_named_one(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_named_one(place, monkeypatch):
     place.profile("east", "name: east\ndefaults: {seed: 9}\n")
     found = place.find("launch.cluster=east")
     said(found.reason)
@@ -102,13 +102,13 @@ def test_the_named_one(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     assert place.load().config.seed == 9
 
 
-def test_a_named_one_that_is_not_there(place: Place) -> None:
+def test_a_named_one_that_is_not_there(place):
     place.profile("east", "name: east\n")
     said(place.refused("launch.cluster=eats"))
     said(place.refused("launch.cluster=../east"))
 
 
-def test_a_broken_one_is_reported_only_where_it_is_taken(place: Place) -> None:
+def test_a_broken_one_is_reported_only_where_it_is_taken(place):
     place.profile("east", "name: [")
     place.profile("north", "nmae: north\n")
     assert place.find() is None
@@ -116,7 +116,7 @@ def test_a_broken_one_is_reported_only_where_it_is_taken(place: Place) -> None:
     said(place.refused())
 
 
-def test_a_profile_that_changes_is_read_again(place: Place) -> None:
+def test_a_profile_that_changes_is_read_again(place):
     file = place.profile("west", "name: west\n")
     assert place.taken() == "west"
     file.write_text("name: west\ngpu_option: gres\n")
@@ -129,7 +129,7 @@ DEFAULTS = (
 )
 
 
-def test_defaults_lie_below_everything(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_defaults_lie_below_everything(place, monkeypatch):
     file = place.profile("west", DEFAULTS)
     loaded = place.load("launch.env={B: '2'}")
     assert (loaded.config.seed, loaded.config.launch.network) == (5, "ib")
@@ -143,21 +143,21 @@ def test_defaults_lie_below_everything(place: Place, monkeypatch: pytest.MonkeyP
     assert place.load("seed=8").config.seed == 8
 
 
-def test_a_run_on_this_machine_has_no_cluster(place: Place) -> None:
+def test_a_run_on_this_machine_has_no_cluster(place):
     place.profile("west", DEFAULTS)
     assert place.load("launch.backend=local").config.seed == 0
     (Path(place.environ["PATH"]) / "sbatch").unlink()
     assert place.load().config.seed == 0
 
 
-def test_problems_of_defaults_have_their_place(place: Place) -> None:
+def test_problems_of_defaults_have_their_place(place):
     place.profile("west", DEFAULTS.replace("seed", "sead").replace("network: ib", "network: 3"))
     with pytest.raises(ConfigError) as error:
         place.load()
     said("\n".join(problem.render() for problem in error.value.problems))
 
 
-def test_target(place: Place) -> None:
+def test_target(place):
     place.profile("west", f"name: west\n{PARTITIONS}")
     target = make_target(place.load())
     assert target.backend == "sbatch"
@@ -168,9 +168,7 @@ def test_target(place: Place) -> None:
     assert make_target(place.load("launch.backend=submitit"), None).backend == "submitit"
 
 
-def test_a_named_cluster_is_meant_where_there_is_no_slurm_too(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_named_cluster_is_meant_where_there_is_no_slurm_too(place, monkeypatch):
     place.profile("east", f"name: east\n{PARTITIONS}")
     monkeypatch.setenv("PATH", "/nowhere")
     target = make_target(place.load("launch.cluster=east"))

@@ -1,11 +1,12 @@
 """Tests the detection of this machine's cores and GPUs, as far as it works without a GPU."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.fake_gpus.pynvml import FakeNvml
+from tests.support.said import said
+from trainkit.cluster import machine as memory
 from trainkit.cluster.machine import (
     NVIDIA_DRIVER,
     cgroup_cpu_quota,
@@ -35,11 +36,11 @@ GPUS[0]["slices"] = ("MIG-1", "MIG-2")
         ("NoDevFiles", ()),
     ],
 )
-def test_visible_devices(chosen: str | None, names: tuple[str, ...]) -> None:
+def test_visible_devices(chosen, names):
     assert visible_names(FakeNvml(*GPUS), chosen) == names
 
 
-def test_cgroup_quota_is_the_smallest_of_the_path(tmp_path: Path) -> None:
+def test_cgroup_quota_is_the_smallest_of_the_path(tmp_path):
     (tmp_path / "a/b").mkdir(parents=True)
     (tmp_path / "a/cpu.max").write_text("150000 100000\n")
     (tmp_path / "a/b/cpu.max").write_text("max 100000\n")
@@ -50,26 +51,95 @@ def test_cgroup_quota_is_the_smallest_of_the_path(tmp_path: Path) -> None:
     assert cgroup_cpu_quota(tmp_path, membership) == 0.5
 
 
-def test_no_cgroup_no_quota(tmp_path: Path) -> None:
+def test_no_cgroup_no_quota(tmp_path):
     assert cgroup_cpu_quota(tmp_path, tmp_path / "missing") is None
     (tmp_path / "cgroup").write_text("0::/\n")
     assert cgroup_cpu_quota(tmp_path, tmp_path / "cgroup") is None
 
 
-def test_this_machine() -> None:
+def test_this_machine():
     machine = detect_machine()
     assert machine.num_cpus >= 1
     assert machine.num_gpus == len(machine.gpu_names)
 
 
 @pytest.mark.skipif(NVIDIA_DRIVER.exists(), reason="there is a GPU here")
-def test_without_a_driver() -> None:
+def test_without_a_driver():
     machine = detect_machine()
-    assert (machine.num_gpus, machine.gpu_reason) == (0, "there is no NVIDIA driver on this machine")
+    assert machine.num_gpus == 0
+    said(machine.gpu_reason)
 
 
-def test_memory_counts_what_can_be_swapped_out(tmp_path: Path) -> None:
+def test_memory_counts_what_can_be_swapped_out(tmp_path):
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:  4 kB\nHugePages_Total:  0\nSwapTotal:  1 kB\n")
     assert host_memory(meminfo) == 5 * 1024
     assert host_memory(tmp_path / "none") is None
+
+
+USED = f"{3 << 29}\n"
+
+
+@pytest.mark.parametrize(
+    ("own", "file", "text", "memory_gib", "oom_kills"),
+    [
+        (
+            "0::/system.slice/job_7/step_0/task_0",
+            "system.slice/job_7/memory.current",
+            f"{3 << 29}\n",
+            1.5,
+            None,
+        ),
+        # The control group of a login counts the page cache of every file that its user has read.
+        ("0::/user.slice", "user.slice/memory.current", USED, None, None),
+        ("0::/user.slice/my_job_7", "user.slice/my_job_7/memory.current", USED, None, None),
+        ("4:memory:/slurm/job_7", "memory/slurm/job_7/memory.usage_in_bytes", USED, 1.5, None),
+        ("0::/a/job_7/b", "a/job_7/b/memory.events", "oom 3\noom_kill 2\noom_group_kill 0\n", None, 2),
+        (
+            "9:name=systemd:/\n4:memory:/job_7\n3:cpu,cpuacct:/\n0::/",
+            "memory/job_7/memory.oom_control",
+            "oom_kill_disable 0\nunder_oom 0\noom_kill 5\n",
+            None,
+            5,
+        ),
+        # The kernel does not count kills, and the memory has no control group.
+        ("4:memory:/", "memory/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\n", None, None),
+        ("", None, "", None, None),
+        ("0::/", None, "", None, None),
+        ("1:cpu:/x", None, "", None, None),
+    ],
+)
+def test_the_control_group_of_a_job(tmp_path, monkeypatch, own, file, text, memory_gib, oom_kills):
+    """The limit comes from the cgroup of the job, the number of kills from the cgroup of this process."""
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/cgroup").write_text(f"{own}\n")
+    if file is not None:
+        (tmp_path / "sys" / file).parent.mkdir(parents=True)
+        (tmp_path / "sys" / file).write_text(text)
+    monkeypatch.setattr(memory, "PROC", tmp_path)
+    monkeypatch.setattr(memory, "CGROUPS", tmp_path / "sys")
+    assert (memory.job_memory_gib(), memory.count_oom_kills()) == (memory_gib, oom_kills)
+
+
+MIB = "55d0c-7ffd ---p 00000000 00:00 0    [rollup]\nRss: 999999 kB\nPss:  {} kB\nPss_Anon: 7 kB\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "memory_gib"),
+    [
+        ({}, None),
+        ({1: ""}, None),
+        ({1: None}, None),  # the process belongs to another user
+        ({1: MIB.format(1 << 20)}, 1.0),
+        ({1: MIB.format(1 << 20), 2: None, 3: MIB.format(1 << 19)}, 1.5),
+        ({1: MIB.format(0)}, 0.0),
+        ({1: MIB.format(300 << 10), 2: "Pss"}, 0.293),
+    ],
+)
+def test_the_memory_of_processes(tmp_path, monkeypatch, files, memory_gib):
+    for pid, text in files.items():
+        (tmp_path / f"{pid}").mkdir()
+        if text is not None:
+            (tmp_path / f"{pid}" / "smaps_rollup").write_text(text)
+    monkeypatch.setattr(memory, "PROC", tmp_path)
+    assert memory.memory_of_gib([*files, 99]) == memory_gib

@@ -200,14 +200,30 @@ def problems(capsys: pytest.CaptureFixture[str], *options: str) -> list[str]:
     return [f"{item['key']} {item['message']}" for item in found if item["key"].startswith("resources.")]
 
 
-@pytest.mark.parametrize("number", range(len(ROWS)), ids=[row[1] for row in ROWS])
-def test_gres(number: int, written: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    _, _, text = ROWS[number]
-    gpus = {"": int(text)} if text.isdigit() else yaml.safe_load(f"{{{text}}}")
-    partition, total = f"g{number}", sum(gpus.values())
-    [kind] = written[partition]["nodes"]
-    assert kind.get("gpus", {}) == (total if set(gpus) == {""} else gpus)
+def gpus_of(number: int) -> dict[str, int]:
+    text = ROWS[number][2]
+    return {"": int(text)} if text.isdigit() else yaml.safe_load(f"{{{text}}}")
 
+
+def test_gres(written):
+    expected = {f"g{number}": gpus_of(number) for number in range(len(ROWS))}
+    found = {name: written[name]["nodes"][0].get("gpus", {}) for name in expected}
+    assert found == {
+        name: gpus.get("", gpus) if set(gpus) == {""} else gpus for name, gpus in expected.items()
+    }
+
+
+@pytest.mark.parametrize(
+    "gres",
+    [
+        *("gpu", "gpu:8", "gpu:H100:8", "(null)", "gpu:p100:2(S:0-1),gpu:v100:2(S:0-1)", "gpu:2K(S:0-2023)"),
+        *("gpu:a100:2(S:0),gpu:a100:2(S:1),gpu:1", "gpu:a100_3g.20gb:2", "gpu:brand_model-pcie.10:2(S:0-1)"),
+    ],
+)
+def test_gpus_that_are_checked_and_requested(gres, written, capsys):
+    number = next(number for number, row in enumerate(ROWS) if row[1] == gres)
+    gpus, partition = gpus_of(number), f"g{number}"
+    total = sum(gpus.values())
     ask = ["--partition", partition, "--set", "device=cuda", "--gpus-per-node", str(total + 1)]
     has = f"at most {total:,} GPU{'s' * (total > 1)}" if total else "no GPUs"
     said = f"is {total + 1}, but the nodes of partition {partition} have {has}"
@@ -223,7 +239,7 @@ def test_gres(number: int, written: dict[str, Any], capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("number", range(len(table())))
-def test_partition(number: int, written: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_partition(number, written, capsys):
     _, section, rows = table()[number]
     assert written[f"p{number}"] == {**yaml.safe_load(f"{{{section}}}"), "nodes": NODES}
     for options, said in rows:

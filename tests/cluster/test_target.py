@@ -57,21 +57,21 @@ def known(slurm: FakeSlurm, *overrides: str) -> Cluster:
     return known_cluster(loaded)
 
 
-def test_from_slurm(slurm: FakeSlurm) -> None:
+def test_from_slurm(slurm):
     found = known(slurm)
     said(found.reason)
     assert replace(found, reason="") == Cluster("west", (GPU,), gpu_option="gres", slurm_version=(23, 11, 4))
     assert slurm.programs == ["scontrol"] * 3
 
 
-def test_accounts_only_where_one_is_named(slurm: FakeSlurm) -> None:
+def test_accounts_only_where_one_is_named(slurm):
     found = known(slurm, "resources.account=physics")
     assert found.accounts == (Account("physics", True),)
     assert found.qos == (Qos("long", None, None),)
     assert "sacctmgr" not in slurm.programs
 
 
-def test_what_a_qos_overrides_is_queried_only_where_it_decides(slurm: FakeSlurm) -> None:
+def test_what_a_qos_overrides_is_queried_only_where_it_decides(slurm):
     assert known(slurm, "resources.qos=long").qos == (Qos("long", None, None),)
     assert "sacctmgr" not in slurm.programs
     assert known(slurm, "resources.qos=long", "resources.time=2-0").qos == (Qos("long", None, ("time",)),)
@@ -79,7 +79,7 @@ def test_what_a_qos_overrides_is_queried_only_where_it_decides(slurm: FakeSlurm)
     assert slurm.programs.count("sacctmgr") == 2
 
 
-def test_clusters_that_a_job_can_be_sent_to(slurm: FakeSlurm) -> None:
+def test_clusters_that_a_job_can_be_sent_to(slurm):
     """Only the first cluster is queried. Names of hosts are not checked for several clusters."""
     slurm.add("sacctmgr", "echo west; echo east")
     slurm.add("scontrol", 'shift; [ "$1" = show ] && what=$2 || what=$3; /bin/cat "$here/$what"')
@@ -107,15 +107,7 @@ WITHOUT = "You are not running a supported accounting_storage plugin"
         ),
     ],
 )
-def test_clusters_that_it_cannot(
-    slurm: FakeSlurm,
-    monkeypatch: pytest.MonkeyPatch,
-    names: str,
-    sacctmgr: str,
-    variable: str | None,
-    message: str,
-    hint: str,
-) -> None:
+def test_clusters_that_it_cannot(slurm, monkeypatch, names, sacctmgr, variable, message, hint):
     slurm.add("sacctmgr", sacctmgr)
     if variable is not None:
         monkeypatch.setenv(variable, "/dev/null" if variable == "SLURM_CONF" else "a,b")
@@ -128,7 +120,7 @@ def test_clusters_that_it_cannot(
     assert slurm.programs == ["sacctmgr"]
 
 
-def test_slurm_that_is_away(slurm: FakeSlurm) -> None:
+def test_slurm_that_is_away(slurm):
     slurm.add("scontrol", "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1")
     found = known(slurm)
     assert found.partitions == ()
@@ -138,9 +130,7 @@ def test_slurm_that_is_away(slurm: FakeSlurm) -> None:
 
 @pytest.mark.parametrize("with_profile", [True, False])
 @pytest.mark.parametrize("away", [True, False])
-def test_hosts_that_failed_here_are_known(
-    slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_profile: bool, away: bool
-) -> None:
+def test_hosts_that_failed_here_are_known(slurm, tmp_path, monkeypatch, with_profile, away):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "my state"))
     if with_profile:
         text = profile_text(Cluster("West", (GPU,)), date(2026, 1, 2))
@@ -159,13 +149,13 @@ def test_hosts_that_failed_here_are_known(
     assert (found.bad_nodes, found.forget_hint) == ({}, "")
 
 
-def test_with_a_profile_slurm_is_not_queried(slurm: FakeSlurm) -> None:
+def test_with_a_profile_slurm_is_not_queried(slurm):
     write_new(user_folder() / "west.yaml", profile_text(Cluster("west", (GPU,)), date(2026, 1, 2)))
     assert known(slurm).partitions == (GPU,)
     assert slurm.calls == []
 
 
-def test_a_profile_without_partitions_is_filled_in(slurm: FakeSlurm) -> None:
+def test_a_profile_without_partitions_is_filled_in(slurm):
     write_new(user_folder() / "west.yaml", "name: west\naccounts: {chem: null}\ngpu_option: gres\n")
     found = known(slurm, "resources.account=chem")
     assert found.partitions == (GPU,)
@@ -178,11 +168,11 @@ def test_a_profile_without_partitions_is_filled_in(slurm: FakeSlurm) -> None:
     ("select", "option"),
     [("select/cons_tres", "gpus-per-node"), ("select/linear", "gres"), ("select/cons_res", "gres")],
 )
-def test_gpu_option(select: str, option: str) -> None:
+def test_gpu_option(select, option):
     assert gpu_option({"SelectType": select}) == option
 
 
-def test_the_expedited_requeue_is_offered_where_the_site_has_it(slurm: FakeSlurm) -> None:
+def test_the_expedited_requeue_is_offered_where_the_site_has_it(slurm):
     found = discover_cluster()
     assert found.expedited_requeue is None
     assert "expedited" not in profile_text(found, date(2026, 1, 2))
@@ -195,7 +185,7 @@ def test_the_expedited_requeue_is_offered_where_the_site_has_it(slurm: FakeSlurm
     assert "\nexpedited_requeue: false\n" in profile_text(found, date(2026, 1, 2))
 
 
-def test_nothing_is_overwritten(tmp_path: Path) -> None:
+def test_nothing_is_overwritten(tmp_path):
     path = tmp_path / "deep" / "a b.yaml"
     assert write_new(path, "one\n")
     assert not write_new(path, "two\n")
@@ -206,7 +196,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_places_that_cannot_be_written(tmp_path: Path) -> None:
+def test_places_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="is a file"):
         write_new(tmp_path / "file" / "x.yaml", "")

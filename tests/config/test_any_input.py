@@ -28,16 +28,11 @@ values = st.recursive(
 variables = st.dictionaries(st.text("ABEIJNOPRSTX_", max_size=10), text, max_size=2)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(
     content=st.dictionaries(keys, values, max_size=4), sets=st.dictionaries(keys, values), environ=variables
 )
-def test_any_input(
-    tmp_path_factory: pytest.TempPathFactory,
-    content: dict[str, object],
-    sets: dict[str, object],
-    environ: dict[str, str],
-) -> None:
+def test_any_input(tmp_path_factory, content, sets, environ):
     folder = tmp_path_factory.mktemp("run")
     write(folder / "run.yaml", dump(content))
     refused: list[Problem] = []
@@ -62,13 +57,13 @@ def write(file: Path, content: str) -> None:
     file.write_text(content, encoding="utf-8", newline="")
 
 
-def test_hostile_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hostile_configs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert [(text, fault) for text, fault, _ in tried(100, seed=2) if fault] == []
 
 
-def test_values_that_are_nested_too_deeply(tmp_path: Path) -> None:
+def test_values_that_are_nested_too_deeply(tmp_path):
     deep = "[" * 900 + "]" * 900
     write(tmp_path / "run.yaml", f"seed: 1\ntask_args: {{a: {deep}}}\n")
     for overrides, where in (((), "run.yaml:2"), ((f"task_args={deep}",), f"--set task_args={deep}")):

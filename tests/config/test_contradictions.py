@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.support.said import said
-from tests.support.tables import messages
 from trainkit.config import LoadedConfig, dump_effective, load_config
 from trainkit.config.validation import OF_BASH
 from trainkit.errors import ConfigError
@@ -24,7 +23,7 @@ def problem(tmp_path: Path, *overrides: str) -> str:
     return error.value.message
 
 
-def test_epochs_survive_the_run_folder(tmp_path: Path) -> None:
+def test_epochs_survive_the_run_folder(tmp_path):
     first = load(tmp_path, "train.epochs=2").config
     (tmp_path / "config.yaml").write_text(dump_effective(first))
     again = load_config(tmp_path / "config.yaml", overrides=["seed=1"], layers=False, cwd=tmp_path).config
@@ -42,9 +41,7 @@ def test_epochs_survive_the_run_folder(tmp_path: Path) -> None:
         ("{steps: 10, epochs: null}", "seed=1", (10, None), ""),
     ],
 )
-def test_a_later_length_replaces_an_earlier_one(
-    tmp_path: Path, file: str, flag: str, length: tuple[int | None, float | None], note: str
-) -> None:
+def test_a_later_length_replaces_an_earlier_one(tmp_path, file, flag, length, note):
     (tmp_path / "run.yaml").write_text(f"train:\n  {file}\n")
     loaded = load_config("run.yaml", overrides=[flag], environ={}, cwd=tmp_path)
     assert (loaded.config.train.steps, loaded.config.train.epochs) == length
@@ -52,71 +49,40 @@ def test_a_later_length_replaces_an_earlier_one(
 
 
 @pytest.mark.parametrize("also", [(), ("train.steps=null",)])
-def test_epochs_win_over_the_default_of_steps(tmp_path: Path, also: tuple[str, ...]) -> None:
+def test_epochs_win_over_the_default_of_steps(tmp_path, also):
     loaded = load(tmp_path, "train.epochs=0.5", *also)
     assert (loaded.config.train.epochs, loaded.config.train.steps) == (0.5, None)
-    assert loaded.origins["train.steps"] == ("--set train.steps=null" if also else "default")
+    assert loaded.origins["train.steps"] == (f"--set {also[0]}" if also else "default")
 
 
 EIGHT_BIT = "optimizer.name=adamw_8bit"
 
 
-CONTRADICTIONS = """
+CONTRADICTIONS = """\
 train.steps=null
-    train.steps: is null, and so is train.epochs
-    hint: set either train.steps or train.epochs
 train.epochs=2 train.steps=10
-    train.epochs: is 2 and train.steps is 10: only one of them can be set
-    hint: set one of them to null; train.steps comes from --set train.steps=10
 schedule.decay_steps=5
-    schedule.decay_steps: is 5, but schedule.name is cosine
-    hint: only the wsd schedule uses schedule.decay_steps
 schedule.decay_steps=181 schedule.name=wsd
-    schedule.decay_steps: is 181, which together with schedule.warmup_steps 20 exceeds train.steps 200
-    hint: null uses a fifth of the run
 precision.float8=rowwise precision.dtype=fp16
-    precision.float8: is rowwise, but precision.dtype is fp16
-    hint: float8 requires precision.dtype: bf16
 precision.float8=gather parallel.offload=true
-    precision.float8: is gather, but parallel.offload is true
-    hint: precision.float8: true gathers in bf16, as offload requires
 precision.tf32=true
-    precision.tf32: is true, but precision.dtype is bf16
-    hint: remove it: TF32 applies only to fp32, and is slower
 optimizer.state_dtype=bf16 optimizer.name=adamw_8bit
-    optimizer.state_dtype: is bf16, but optimizer.name is adamw_8bit, whose state always has 8 bits
-    hint: remove it, or set optimizer.name to adamw
 optimizer.name=adamw_8bit parallel.tp=3
-    optimizer.name: is adamw_8bit, which does not support parallel.tp 3
-    hint: parallel.tp can be 1, 2, 4 or 8
 optimizer.name=adamw_8bit parallel.tp=16
-    optimizer.name: is adamw_8bit, which does not support parallel.tp 16
-    hint: parallel.tp can be 1, 2, 4 or 8
 checkpoint.best_metric=val_accuracy
-    checkpoint.best_metric: is val_accuracy, but task is causal_lm, which has the metrics val_loss and loss
-    hint: use one of these, or null
 checkpoint.best_metric=val_accuracy task=mine.py:Mine train.eval_every=null
-    checkpoint.best_metric: is val_accuracy, but train.eval_every is null, so there is no validation
-    hint: set train.eval_every
 notify.mail=me@x.org resources.mail_user=you@x.org
-    notify.mail: is set, but resources.mail_user is set too
-    hint: remove one of them
 notify.mail=me@x.org resources.mail_type=ALL
-    notify.mail: is set, but resources.mail_type is set too
-    hint: remove one of them
 notify.mail=me@x.org notify.on=[stalled,slow]
-    notify.mail: is set, but notify.on contains no event that Slurm can email: finished, failed, requeued
-    hint: add one of these events, or remove notify.mail
-"""
+""".splitlines()
 
 
-@pytest.mark.parametrize(("overrides", "message"), messages(CONTRADICTIONS))
-def test_contradictions(tmp_path: Path, overrides: str, message: str) -> None:
-    first, *others = overrides.split()
-    assert problem(tmp_path, first, *others) == f"--set {first}: {message}"
+@pytest.mark.parametrize("overrides", CONTRADICTIONS)
+def test_contradictions(tmp_path, overrides):
+    said(problem(tmp_path, *overrides.split()))
 
 
-def test_what_does_not_contradict(tmp_path: Path) -> None:
+def test_what_does_not_contradict(tmp_path):
     assert load(tmp_path, "schedule.name=wsd", "schedule.decay_steps=180").config.schedule.decay_steps == 180
     load(tmp_path, EIGHT_BIT, "optimizer.state_dtype=fp32", "optimizer.betas=[0.9, 0.999]")
     for tp in (2, 4, 8):
@@ -126,7 +92,7 @@ def test_what_does_not_contradict(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["HF_TOKEN", "WANDB_API_KEY", "MY_PASSWORD"])
-def test_a_secret_must_not_be_written_down(tmp_path: Path, name: str) -> None:
+def test_a_secret_must_not_be_written_down(tmp_path, name):
     said(problem(tmp_path, f"launch.env.{name}=abc"))
 
 
@@ -141,9 +107,7 @@ def test_a_secret_must_not_be_written_down(tmp_path: Path, name: str) -> None:
         ("A", "\0", "has a NUL character, which an environment variable cannot contain"),
     ],
 )
-def test_variables_that_a_batch_script_would_drop(
-    tmp_path: Path, name: str, value: str, message: str
-) -> None:
+def test_variables_that_a_batch_script_would_drop(tmp_path, name, value, message):
     file = tmp_path / "config.yaml"
     file.write_text(f"launch:\n  env:\n    A1: x\n    {json.dumps(name)}: {json.dumps(value)}\n")
     with pytest.raises(ConfigError) as error:
@@ -152,7 +116,7 @@ def test_variables_that_a_batch_script_would_drop(
     assert (found.message, found.line, bool(found.hint)) == (message, 4, True)
 
 
-def test_bash_sets_these_variables_itself() -> None:
+def test_bash_sets_these_variables_itself():
     for name in OF_BASH:
         script = f"export {name}=77 2>/dev/null; /usr/bin/env"
         done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
@@ -169,7 +133,7 @@ def test_bash_sets_these_variables_itself() -> None:
 @pytest.mark.parametrize(
     "key", ["model.init_from", "data.source", "data.cache_dir", "data.tokenizer", "model.hf"]
 )
-def test_what_is_no_path(tmp_path: Path, key: str, path: str, message: str) -> None:
+def test_what_is_no_path(tmp_path, key, path, message):
     assert f"--set {key}={path}: {key}: {message}" in problem(tmp_path, f"{key}={path}")
     assert message in problem(tmp_path, f"{key}={path}")
     file = tmp_path / "config.yaml"
@@ -179,14 +143,14 @@ def test_what_is_no_path(tmp_path: Path, key: str, path: str, message: str) -> N
 
 
 @pytest.mark.parametrize("url", ["https://hooks.example.org/services/T0P", "hooks.example.org/x", "a b"])
-def test_the_url_of_a_webhook_must_not_be_written_down(tmp_path: Path, url: str) -> None:
+def test_the_url_of_a_webhook_must_not_be_written_down(tmp_path, url):
     text = problem(tmp_path, f"notify.webhook={url}")
     said(text)
     said(problem(tmp_path, "notify.webhook=MY_HOOK", f"launch.env.MY_HOOK={url}"))
 
 
 @pytest.mark.parametrize("line", ["export HF_TOKEN=hf_abcdefgh", "A_KEY='long enough' python x.py"])
-def test_a_secret_in_a_line_of_setup(tmp_path: Path, line: str) -> None:
+def test_a_secret_in_a_line_of_setup(tmp_path, line):
     text = problem(tmp_path, f"launch.setup=[{json.dumps(line)}]")
     assert "launch.setup: sets " in text
     said(text)
@@ -198,36 +162,32 @@ def test_a_secret_in_a_line_of_setup(tmp_path: Path, line: str) -> None:
     "line",
     ["export HF_TOKEN=$(cat ~/.token)", 'HF_TOKEN="$MINE" x', "MAX_TOKENS=4096 x", "x max_tokens=40960000"],
 )
-def test_what_is_no_secret_in_a_line_of_setup(tmp_path: Path, line: str) -> None:
+def test_what_is_no_secret_in_a_line_of_setup(tmp_path, line):
     assert load(tmp_path, f"launch.setup=[{json.dumps(line)}]").config.launch.setup == (line,)
 
 
 @pytest.mark.parametrize(
-    ("pattern", "words"),
+    "pattern",
     [
-        ("step (", "is not a valid regular expression: missing )"),
-        ("loss (?P<loss>.)", "which has no group named step"),
-        *(
-            (f"(?P<step>.) (?P<{name}>.)", f"whose group {name} would replace the {name} of each record")
-            for name in ("time", "attempt", "source")
-        ),
+        *("step (", "loss (?P<loss>.)"),
+        *(f"(?P<step>.) (?P<{name}>.)" for name in ("time", "attempt", "source")),
     ],
 )
-def test_a_pattern_that_cannot_be_used(tmp_path: Path, pattern: str, words: str) -> None:
-    assert words in (problem(tmp_path, f"logging.pattern={pattern}") or "")
+def test_a_pattern_that_cannot_be_used(tmp_path, pattern):
+    said(problem(tmp_path, f"logging.pattern={pattern}"))
 
 
 @pytest.mark.parametrize(
     "other", ["parallel.cp=2", "parallel.pp=2", "model.architecture=mine.py:Mine", "task=mine.py:Mine"]
 )
-def test_document_mask(tmp_path: Path, other: str) -> None:
+def test_document_mask(tmp_path, other):
     said(problem(tmp_path, "data.document_mask=true", other))
     load(tmp_path, "data.document_mask=true", "parallel.tp=2")
     load(tmp_path, other)
 
 
 @pytest.mark.parametrize("name", ["last", "local-12", "4711", "4711_3"])
-def test_a_name_that_means_another_run(tmp_path: Path, name: str) -> None:
+def test_a_name_that_means_another_run(tmp_path, name):
     with pytest.raises(ConfigError) as error:
         load_config(None, overrides=[f'name="{name}"'], environ={}, cwd=tmp_path)
     [problem] = error.value.problems

@@ -1,7 +1,5 @@
 """Tests flags that change a part of a value."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -9,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.support.said import said
-from tests.support.tables import messages
 from trainkit.cli.main import main
 from trainkit.config import LoadedConfig, load_config
+from trainkit.config.load import with_values
 from trainkit.errors import ConfigError
 
 CONFIG = """
@@ -72,7 +70,7 @@ def load(*overrides: str, **flags: Any) -> LoadedConfig:
         ),
     ],
 )
-def test_parts_of_values(overrides: list[str], key: str, expected: object) -> None:
+def test_parts_of_values(overrides, key, expected):
     value = load(*overrides).config.model_dump(mode="json", by_alias=True)
     for name in key.split("."):
         value = value[name]
@@ -82,7 +80,7 @@ def test_parts_of_values(overrides: list[str], key: str, expected: object) -> No
     assert json.dumps(value, sort_keys=True) == json.dumps(expected, sort_keys=True)
 
 
-def test_defaults_origins_and_named_flags() -> None:
+def test_defaults_origins_and_named_flags():
     Path("run.yaml").write_text('launch: {env: {KEEP: "1"}}\n')
     loaded = load("optimizer.betas.1=0.9", "launch.env.NEW=2", **{"launch.env.NONE": None})
     assert loaded.config.optimizer.betas == (0.9, 0.9)
@@ -98,40 +96,25 @@ def test_defaults_origins_and_named_flags() -> None:
         load("optimizer.betas.1=0.9", **{"optimizer.betas.1": 0.5})
 
 
-REFUSED = """
+REFUSED = """\
 optimizer.betas.2=0.5
-    optimizer.betas: has items 0 to 1, so there is no item 2; += appends an item
-optimizer.betas.2=0.5
-    optimizer.betas must be a list of 2, each a number of at least 0 and below 1
 launch.modules.0=x
-    launch.modules: is empty, so there is no item 0; += appends an item
 optimizer.lr+=1
-    optimizer.lr: is 0.0003, but += only appends to a list
-    hint: optimizer.lr must be a number
 optimizer.lr.0=1
-    optimizer.lr: is 0.0003, which has no item 0
 optimizer+=1
-    optimizer: is a section, but += only appends to a list
 optimizer.beta.0=1
-    optimizer.beta: unknown key
-    hint: did you mean optimizer.betas?
 optimizer.betas+=0.5
-    optimizer.betas: must be a list of 2
 optimizer.betas.0=wide
-    optimizer.betas: must be a list of 2, each a number of at least 0 and below 1, not
 launch.env.NONE=null
-    launch.env: has no entry NONE to remove: KEEP, DROP
 task_args.blocks.2.dim=1
-    task_args: has items 0 to 1, so there is no item 2
-"""
+""".splitlines()
 
 
-@pytest.mark.parametrize(("override", "expected"), messages(REFUSED))
-def test_what_is_refused(override: str, expected: str) -> None:
+@pytest.mark.parametrize("override", REFUSED)
+def test_what_is_refused(override):
     with pytest.raises(ConfigError) as caught:
         load(override)
-    assert expected in str(caught.value)
-    assert f"--set {override}" in str(caught.value)
+    said(caught.value.message)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +126,7 @@ def test_what_is_refused(override: str, expected: str) -> None:
         ("data: {source: {web: 0.7, code: 0.3}}", "data.source.code=wide"),
     ],
 )
-def test_the_part_that_is_refused_is_named_and_not_what_was_right(content: str, override: str) -> None:
+def test_the_part_that_is_refused_is_named_and_not_what_was_right(content, override):
     Path("run.yaml").write_text(content + "\n")
     with pytest.raises(ConfigError) as caught:
         load(override)
@@ -154,7 +137,7 @@ def test_the_part_that_is_refused_is_named_and_not_what_was_right(content: str, 
     assert [problem.origin for problem in caught.value.problems] == ["run.yaml:4"]
 
 
-def test_a_mapping_that_is_added_conflicts_with_another_value_of_its_key() -> None:
+def test_a_mapping_that_is_added_conflicts_with_another_value_of_its_key():
     with pytest.raises(ConfigError, match=r"conflicts with --set tags\+=\{a: 1\}"):
         load("tags+={a: 1}", tags=["x"])
     with pytest.raises(ConfigError, match="conflicts with a flag"):
@@ -162,9 +145,53 @@ def test_a_mapping_that_is_added_conflicts_with_another_value_of_its_key() -> No
     assert load(**{"launch.env+": {"A": "1"}, "launch.env": {"A": "1"}}).config.launch.env["A"] == "1"
 
 
-def test_a_sweep_of_an_item(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_of_an_item(capsys):
     sweep = ["--sweep", "optimizer.betas.0=0.8,0.9", "--sweep", "launch.env.DROP=null,3"]
     assert main(["submit", "run.yaml", "--backend", "local", "--dry-run", "--json", *sweep]) == 0
     out, err = capsys.readouterr()
     said("\n".join(line for line in err.splitlines() if line.startswith("  trials ")))
     assert json.loads(out)["env"] == {"KEEP": "1"}
+
+
+@pytest.fixture
+def loaded(tmp_path: Path) -> LoadedConfig:
+    file = tmp_path / "mine.yaml"
+    file.write_text("name: mine\ntrain: {steps: 7}\n")
+    return load_config(file, environ={}, cwd=tmp_path)
+
+
+def test_the_others_stay_as_they_are(loaded):
+    values = {"name": "other", "optimizer.lr": 0.5, "launch.env": {"A": "b"}, "checkpoint.async": False}
+    changed = with_values(loaded, values, "a test")
+    assert changed.config.name == "other"
+    assert changed.config.optimizer.lr == 0.5
+    assert changed.config.launch.env == {"A": "b"}
+    assert not changed.config.checkpoint.async_save
+    assert changed.config.train == loaded.config.train
+    assert {key for key, origin in changed.origins.items() if origin == "a test"} == values.keys()
+    assert changed.origins["train.steps"] == loaded.origins["train.steps"] == "mine.yaml:2"
+    assert loaded.config.name == "mine"
+
+
+def test_arguments_of_a_task(loaded):
+    """Arguments of a task may have any name, and the original config keeps its values."""
+    first = with_values(loaded, {"task_args.width": 32, "task_args.depth": 2}, "a test")
+    second = with_values(first, {"task_args.width": 64}, "a test")
+    assert second.config.task_args == {"width": 64, "depth": 2}
+    assert first.config.task_args == {"width": 32, "depth": 2}
+    assert loaded.config.task_args == {}
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"parallel.tp": 0}, "a test: parallel.tp: must be a whole number of at least 1, not 0"),
+        ({"parallel.zero": 4}, "a test: parallel.zero: must be "),
+        ({"train.epochs": 2.0}, "a test: train.epochs: is 2 and train.steps is 7"),
+    ],
+)
+def test_what_is_not_allowed(loaded, values, problem):
+    with pytest.raises(ConfigError) as caught:
+        with_values(loaded, values, "a test")
+    (found,) = caught.value.problems
+    assert found.render().startswith(problem)

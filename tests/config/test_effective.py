@@ -1,10 +1,8 @@
 """Tests that the effective config of a run folder is read back equal, whatever it contains."""
 
-from pathlib import Path
-
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.said import said
@@ -15,6 +13,7 @@ from trainkit.errors import ConfigError
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 
 
+@settings(max_examples=50)
 @given(
     env=st.dictionaries(names, names, max_size=3),
     secrets=st.lists(st.from_regex(r"\A[A-Za-z_][A-Za-z0-9_]*\Z"), max_size=3),
@@ -23,15 +22,7 @@ names = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
     seed=st.integers(min_value=0, max_value=2**63 - 1),
     epochs=st.none() | st.floats(min_value=0.001, max_value=1e6),
 )
-def test_round_trip(
-    tmp_path_factory: pytest.TempPathFactory,
-    env: dict[str, str],
-    secrets: list[str],
-    text_key: str,
-    lr: float,
-    seed: int,
-    epochs: float | None,
-) -> None:
+def test_round_trip(tmp_path_factory, env, secrets, text_key, lr, seed, epochs):
     config = RunConfig.model_validate(
         {
             "seed": seed,
@@ -46,7 +37,7 @@ def test_round_trip(
     assert read_effective(file) == config
 
 
-def test_complete_and_in_the_order_of_the_schema() -> None:
+def test_complete_and_in_the_order_of_the_schema():
     dumped = yaml.safe_load(dump_effective(RunConfig()))
     assert list(dumped) == list(RunConfig.model_fields)
     assert dumped["checkpoint"]["async"] is True
@@ -56,13 +47,13 @@ def test_complete_and_in_the_order_of_the_schema() -> None:
     assert len(all_keys()) == 1 + sum(len(value) if isinstance(value, dict) else 1 for value in sections)
 
 
-def test_the_same_text_every_time(tmp_path: Path) -> None:
+def test_the_same_text_every_time(tmp_path):
     first = load_config(None, overrides=["seed=1", "train.steps=2"], environ={}, cwd=tmp_path).config
     second = load_config(None, overrides=["train.steps=2", "seed=1"], environ={}, cwd=tmp_path).config
     assert dump_effective(first) == dump_effective(second)
 
 
-def test_damaged_file_names_key_and_line(tmp_path: Path) -> None:
+def test_damaged_file_names_key_and_line(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text("seed: 1\ntrain:\n  steps: x\n  stps: 1\n")
     with pytest.raises(ConfigError) as error:
@@ -73,9 +64,7 @@ def test_damaged_file_names_key_and_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("version", "read"), [("config_version: 1\n", "auto"), ("config_version: 2\n", True), ("", True)]
 )
-def test_what_was_the_default_of_an_older_version_demands_nothing(
-    tmp_path: Path, version: str, read: object
-) -> None:
+def test_what_was_the_default_of_an_older_version_demands_nothing(tmp_path, version, read):
     file = tmp_path / "config.yaml"
     file.write_text(f"{version}logging: {{tensorboard: true}}\n")
     loaded = load_config(file, environ={}, cwd=tmp_path)
@@ -89,7 +78,7 @@ def test_what_was_the_default_of_an_older_version_demands_nothing(
     assert (schema["enum"], schema["default"]) == ([1, 2], 2)
 
 
-def test_a_newer_run_folder(tmp_path: Path) -> None:
+def test_a_newer_run_folder(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text("config_version: 9\nother: 1\n")
     with pytest.raises(ConfigError, match="written for a newer trainkit version: it has config version 9"):

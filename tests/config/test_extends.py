@@ -22,7 +22,7 @@ def message(tmp_path: Path, files: dict[str, str], **options: object) -> str:
     return error.value.message
 
 
-def test_later_files_win_and_this_file_wins_over_all(tmp_path: Path) -> None:
+def test_later_files_win_and_this_file_wins_over_all(tmp_path):
     files = {
         "run.yaml": "extends: [a.yaml, sub/b.yaml]\nname: run\n",
         "a.yaml": "name: a\nseed: 1\ntrain: {steps: 1, log_every: 1}\n",
@@ -30,16 +30,14 @@ def test_later_files_win_and_this_file_wins_over_all(tmp_path: Path) -> None:
         "sub/c.yaml": "train:\n  steps: 3\n  device_batch_size: 3\n",
     }
     loaded = load(tmp_path, files)
-    assert loaded.config.name == "run"
-    assert loaded.config.seed == 1
-    assert loaded.config.train.steps == 2
-    assert loaded.config.train.log_every == 1
-    assert loaded.config.train.device_batch_size == 3
-    assert loaded.origins["train.device_batch_size"] == "sub/c.yaml:3"
-    assert loaded.origins["train.log_every"] == "a.yaml:3"
+    config, train = loaded.config, loaded.config.train
+    assert (config.name, config.seed) == ("run", 1)
+    assert (train.steps, train.log_every, train.device_batch_size) == (2, 1, 3)
+    origins = [loaded.origins[f"train.{key}"] for key in ("device_batch_size", "log_every")]
+    assert origins == ["sub/c.yaml:3", "a.yaml:3"]
 
 
-def test_one_file_extended_twice_is_no_circle(tmp_path: Path) -> None:
+def test_one_file_extended_twice_is_no_circle(tmp_path):
     files = {
         "run.yaml": "extends: [a.yaml, b.yaml]\n",
         "a.yaml": "extends: base.yaml\nseed: 1\n",
@@ -51,34 +49,32 @@ def test_one_file_extended_twice_is_no_circle(tmp_path: Path) -> None:
     assert load(tmp_path, files).config.seed == 9
 
 
-def test_circle(tmp_path: Path) -> None:
-    files = {"run.yaml": "seed: 1\nextends: a.yaml\n", "a.yaml": "extends: run.yaml\n"}
-    said(message(tmp_path, files))
+REFUSED = {
+    "a circle": {"run.yaml": "seed: 1\nextends: a.yaml\n", "a.yaml": "extends: run.yaml\n"},
+    "missing": {"run.yaml": "name: x\nextends:\n  - model/tiny.yaml\n  - zzz.yaml\n"},
+    "lines of the extended file": {
+        "run.yaml": "extends: a.yaml\nnodes: 1\n",
+        "a.yaml": "\ntrain: {stepz: 1}\n",
+    },
+    **{
+        value: {"run.yaml": f"extends: {value}\n", "a.yaml": "seed: 1\n"}
+        for value in ("1", "[a.yaml, 2]", "{a: b}", '""')
+    },
+}
 
 
-def test_shipped_configs_and_profiles_are_found_from_anywhere(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(tmp_path, name):
+    said(message(tmp_path, REFUSED[name]))
+
+
+def test_shipped_configs_and_profiles_are_found_from_anywhere(tmp_path):
     config = load(tmp_path, {"run.yaml": "extends: models/nano.yaml\n"}, profile="smoke").config
     assert (config.model.preset, config.train.steps) == ("nano", 20)
 
 
-def test_missing(tmp_path: Path) -> None:
-    text = message(tmp_path, {"run.yaml": "name: x\nextends:\n  - model/tiny.yaml\n  - zzz.yaml\n"})
-    said(text)
-
-
-@pytest.mark.parametrize("value", ["1", "[a.yaml, 2]", "{a: b}", '""'])
-def test_not_names(tmp_path: Path, value: str) -> None:
-    text = message(tmp_path, {"run.yaml": f"extends: {value}\n", "a.yaml": "seed: 1\n"})
-    said(text)
-
-
-def test_problems_of_an_extended_file_have_its_lines(tmp_path: Path) -> None:
-    files = {"run.yaml": "extends: a.yaml\nnodes: 1\n", "a.yaml": "\ntrain: {stepz: 1}\n"}
-    said(message(tmp_path, files))
-
-
 @pytest.mark.parametrize("place", ["sub/profiles", "profiles", "configs/profiles"])
-def test_profile_places(tmp_path: Path, place: str) -> None:
+def test_profile_places(tmp_path, place):
     files = {"sub/run.yaml": "seed: 1\n", f"{place}/fast.yaml": "seed: 2\n"}
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -87,7 +83,7 @@ def test_profile_places(tmp_path: Path, place: str) -> None:
     assert (loaded.config.seed, loaded.origins["seed"]) == (2, f"{place}/fast.yaml:1")
 
 
-def test_no_such_profile(tmp_path: Path) -> None:
+def test_no_such_profile(tmp_path):
     files = {"run.yaml": "seed: 1\n", "profiles/big.yaml": "seed: 1\n"}
     said(message(tmp_path, files, profile="smok"))
     # a profile is a name, not a path

@@ -51,7 +51,7 @@ def problem(tmp_path: Path, *overrides: str) -> str:
     return found.render()
 
 
-def test_the_sizes_of_a_llama(tmp_path: Path) -> None:
+def test_the_sizes_of_a_llama(tmp_path):
     folder = write(tmp_path / "model", rope_scaling=SCALING)
     loaded = load(tmp_path)
     model = loaded.config.model
@@ -75,13 +75,13 @@ def test_the_sizes_of_a_llama(tmp_path: Path) -> None:
         {"rope_scaling": None, "head_dim": 16, "num_key_value_heads": 2},
     ],
 )
-def test_both_ways_to_write_the_rotary_embedding(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_both_ways_to_write_the_rotary_embedding(tmp_path, changes):
     write(tmp_path / "model", **changes)
     model = load(tmp_path).config.model
     assert (model.rope_theta, model.rope_scaling) == (500000.0, None)
 
 
-def test_qwen2_has_biases(tmp_path: Path) -> None:
+def test_qwen2_has_biases(tmp_path):
     write(
         tmp_path / "model", model_type="qwen2", tie_word_embeddings=True, layer_types=["full_attention"] * 3
     )
@@ -90,30 +90,29 @@ def test_qwen2_has_biases(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    "changes",
     [
-        ({"model_type": "gpt2"}, "model_type is gpt2"),
-        ({"without": "hidden_size"}, "config.json has no hidden_size"),
-        ({"hidden_act": "gelu"}, "hidden_act is gelu"),
-        ({"head_dim": 32}, "head_dim is 32"),
-        ({"attention_bias": True}, "attention_bias is True"),
-        ({"attention_dropout": 0.1}, "attention_dropout is 0.1"),
-        ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window is True"),
-        ({"model_type": "mistral"}, "sliding_window is True"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is linear"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "rope_scaling has no low_freq_factor"),
+        {"model_type": "gpt2"},
+        {"without": "hidden_size"},
+        {"hidden_act": "gelu"},
+        {"head_dim": 32},
+        {"attention_bias": True},
+        {"attention_dropout": 0.1},
+        {"model_type": "mistral", "sliding_window": 4096},
+        {"model_type": "mistral"},
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}},
     ],
 )
-def test_other_models_need_transformers(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
+def test_other_models_need_transformers(tmp_path, changes):
     folder = write(tmp_path / "model", **changes)
-    assert find_hf_model(str(folder), tmp_path).reason == reason
+    said(find_hf_model(str(folder), tmp_path).reason)
     model = load(tmp_path).config.model
     assert (model.architecture, model.vocab_size, model.dim) == ("transformers", 320, None)
-    found = problem(tmp_path, "model.architecture=llama")
-    said(found)
+    said(problem(tmp_path, "model.architecture=llama"))
 
 
-def test_lora_needs_transformers(tmp_path: Path) -> None:
+def test_lora_needs_transformers(tmp_path):
     write(tmp_path / "model")
     assert load(tmp_path, "model.lora={r: 8}").config.model.architecture == "transformers"
 
@@ -122,39 +121,31 @@ THEIRS = "model.architecture=transformers"
 
 
 @pytest.mark.parametrize(
-    ("overrides", "expected"),
+    "overrides",
     [
-        (["model.dim=128"], "--set model.dim=128: model.dim: is 128, but "),
-        (["model.hf=org/absent"], "is org/absent, which is neither a folder nor a downloaded model"),
-        (["model.preset=7b"], "--set model.preset=7b: model.preset: is 7b, but "),
-        ([THEIRS, "model.qkv_bias=true"], "model.qkv_bias: is True, but "),
-        (["model.hf=org/my--model"], "model.hf: is org/my--model, which is neither a folder nor"),
-        ([f"model.hf={'x' * 300}"], "which cannot be read: File name too long"),
-        (["model.architecture=mine.py:Mine"], "model.architecture: is mine.py:Mine, but model.hf is model"),
-        (["model.hf=absent"], "model.hf: is absent, but there is no such folder"),
-        (["model.hf=."], "has no config.json"),
-        (["model.quantize=nf4"], "model.quantize: is nf4, but model.lora is null"),
-        (["model.hf=null", "model.from_scratch=true"], "model.from_scratch: is set, but model.hf is null"),
-        (["model.from_scratch=true", "model.lora={r: 8}"], "lora: is set, but model.from_scratch is true"),
-        ([THEIRS, "model.dropout=0.1"], "model.dropout: is 0.1, which transformers models ignore"),
-        ([THEIRS, "model.dim=96"], "model.dim: is 96, but "),
-        ([THEIRS, "parallel.pp=2"], "of trainkit can be split into pipeline stages, not transformers"),
-        ([THEIRS, "parallel.cp=2"], "only models of trainkit can split a sequence over ranks"),
-        ([THEIRS, "parallel.tp=2", "model.lora={r: 8}"], "adapters do not support tensor parallelism"),
-        ([THEIRS, "data.source={a: 1, b: 2}"], "data.source: is a mixture, but"),
-        ([THEIRS, "precision.float8=true"], "float8: is true, but model.architecture is transformers"),
-        (["model.lora={r: 8}", "model.architecture=llama"], "lora: is set, but model.architecture is llama"),
+        *(["model.dim=128"], ["model.preset=7b"], ["model.quantize=nf4"]),
+        *(
+            ["model.hf=org/absent"],
+            ["model.hf=org/my--model"],
+            [f"model.hf={'x' * 300}"],
+            ["model.hf=absent"],
+        ),
+        *(["model.hf=."], ["model.hf=null", "model.from_scratch=true"]),
+        *(["model.architecture=mine.py:Mine"], ["model.from_scratch=true", "model.lora={r: 8}"]),
+        *(["model.lora={r: 8}", "model.architecture=llama"], [THEIRS, "model.qkv_bias=true"]),
+        *([THEIRS, "model.dropout=0.1"], [THEIRS, "model.dim=96"], [THEIRS, "parallel.pp=2"]),
+        *([THEIRS, "parallel.cp=2"], [THEIRS, "parallel.tp=2", "model.lora={r: 8}"]),
+        *([THEIRS, "data.source={a: 1, b: 2}"], [THEIRS, "precision.float8=true"]),
     ],
+    ids=lambda overrides: " ".join(overrides)[:60],
 )
-def test_contradictions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], expected: str
-) -> None:
+def test_contradictions(tmp_path, monkeypatch, overrides):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     write(tmp_path / "model")
-    assert expected in problem(tmp_path, *overrides)
+    said(problem(tmp_path, *overrides))
 
 
-def test_a_downloaded_model_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_downloaded_model_is_found_by_its_name(tmp_path, monkeypatch):
     import huggingface_hub.constants
 
     hub = tmp_path / "hub"
@@ -168,14 +159,14 @@ def test_a_downloaded_model_is_found_by_its_name(tmp_path: Path, monkeypatch: py
     assert load(tmp_path, "model.hf=org/name").config.model.hf == str(snapshot)
 
 
-def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
+def test_a_model_without_a_tokenizer(tmp_path):
     folder = write(tmp_path / "model")
     (folder / "tokenizer.json").unlink()
     said(problem(tmp_path))
     assert load(tmp_path, "data.tokenizer=bytes").config.data.tokenizer == "bytes"
 
 
-def test_a_shipped_config_does_not_set_sizes(tmp_path: Path) -> None:
+def test_a_shipped_config_does_not_set_sizes(tmp_path):
     folder = write(tmp_path / "model")
     for name in ("quickstart", "models/8b"):
         config = load_config(name, overrides=[f"model.hf={folder}"], cwd=tmp_path, environ={}).config
@@ -184,23 +175,23 @@ def test_a_shipped_config_does_not_set_sizes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    "changes",
     [
-        ({"quantization_config": {"bits": 4}}, "whose weights are quantised"),
-        ({"num_attention_heads": 0}, "config.json is damaged: "),
-        ({"hidden_size": "64"}, "config.json is damaged: "),
-        ({"rope_scaling": [1]}, "config.json is damaged: "),
-        ({"vocab_size": 0}, "config.json: model.vocab_size: must be "),
+        {"quantization_config": {"bits": 4}},
+        {"num_attention_heads": 0},
+        {"hidden_size": "64"},
+        {"rope_scaling": [1]},
+        {"vocab_size": 0},
     ],
+    ids=str,
 )
-def test_values_that_no_model_has(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_values_that_no_model_has(tmp_path, changes):
     write(tmp_path / "model", **changes)
-    assert message in problem(tmp_path)
-
-
-def test_a_damaged_config_json(tmp_path: Path) -> None:
-    folder = write(tmp_path / "model")
-    (folder / "config.json").write_text("{")
-    assert f"{folder / 'config.json'} cannot be read: " in problem(tmp_path)
-    (folder / "config.json").write_text("{}")
     said(problem(tmp_path))
+
+
+def test_a_damaged_config_json(tmp_path):
+    folder = write(tmp_path / "model")
+    for text in ("{", "{}"):
+        (folder / "config.json").write_text(text)
+        said(problem(tmp_path))

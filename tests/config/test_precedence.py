@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.support.said import said
-from trainkit.config import LoadedConfig, RunConfig, dump_effective, load_config, read_effective
+from trainkit.config import LoadedConfig, dump_effective, load_config, read_effective
 from trainkit.errors import ConfigError
 
 LAYERS = ["user file", "project file", "run file", "profile", "environment", "flag"]
@@ -38,7 +38,7 @@ def load_layers(tmp_path: Path, layers: list[str]) -> LoadedConfig:
 
 
 @pytest.mark.parametrize("strongest", range(6))
-def test_the_stronger_layer_wins(tmp_path: Path, strongest: int) -> None:
+def test_the_stronger_layer_wins(tmp_path, strongest):
     loaded = load_layers(tmp_path, LAYERS[: strongest + 1])
     origins = [
         str(tmp_path / "xdg/trainkit/config.yaml:1"),
@@ -52,14 +52,14 @@ def test_the_stronger_layer_wins(tmp_path: Path, strongest: int) -> None:
     assert loaded.set_by_user("seed")
 
 
-def test_default(tmp_path: Path) -> None:
+def test_default(tmp_path):
     loaded = load_layers(tmp_path, [])
     assert (loaded.config.seed, loaded.origins["seed"]) == (0, "default")
     assert not loaded.set_by_user("seed")
     assert loaded.origins["name"] == "run.yaml:1"
 
 
-def test_without_layers_around_the_file(tmp_path: Path) -> None:
+def test_without_layers_around_the_file(tmp_path):
     write(tmp_path / "trainkit.yaml", "seed: 2\n")
     write(tmp_path / "run.yaml", "name: x\n")
     loaded = load_config(
@@ -69,19 +69,19 @@ def test_without_layers_around_the_file(tmp_path: Path) -> None:
     assert loaded.config.train.steps == 9
 
 
-def test_no_file_at_all(tmp_path: Path) -> None:
+def test_no_file_at_all(tmp_path):
     loaded = load_config(None, cwd=tmp_path, environ={"XDG_CONFIG_HOME": str(tmp_path)})
     assert set(loaded.origins.values()) == {"default"}
 
 
-def test_user_file_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_file_in_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     write(tmp_path / "home/.config/trainkit/config.yaml", "resources: {account: abc}\n")
     loaded = load_config(None, cwd=tmp_path, environ={})
     assert loaded.config.resources.account == "abc"
 
 
-def test_mappings_merge_and_lists_replace(tmp_path: Path) -> None:
+def test_mappings_merge_and_lists_replace(tmp_path):
     write(
         tmp_path / "trainkit.yaml", "launch: {env: {A: '1', B: '1'}}\nrequeue: {on: [crash, hang], max: 7}\n"
     )
@@ -94,7 +94,7 @@ def test_mappings_merge_and_lists_replace(tmp_path: Path) -> None:
     assert loaded.origins["launch.env.B"] == "run.yaml:1"
 
 
-def test_environment_names(tmp_path: Path) -> None:
+def test_environment_names(tmp_path):
     environ = {
         "TRAINKIT_TRAIN__STEPS": "7",
         "TRAINKIT_CHECKPOINT__ASYNC": "false",
@@ -112,7 +112,7 @@ def test_environment_names(tmp_path: Path) -> None:
     assert config.launch.env == {"NCCL_DEBUG": "INFO"}
 
 
-def test_named_flags(tmp_path: Path) -> None:
+def test_named_flags(tmp_path):
     nodes, environ = "resources.nodes", {"TRAINKIT_RESOURCES__NODES": "5"}
     given: dict[str, Any] = {"cwd": tmp_path, "environ": environ, "flags": {nodes: ("--nodes 2", 2)}}
     loaded = load_config(None, overrides=[f"{nodes}=2", "seed=1", "seed=2"], **given)
@@ -127,18 +127,18 @@ def test_named_flags(tmp_path: Path) -> None:
     ("text", "value"),
     [("a=b=c", "b=c"), ("a=01:00:00", "01:00:00"), ("a=x y", "x y"), ("a=", None), ("a=[1]", [1])],
 )
-def test_set_value(tmp_path: Path, text: str, value: object) -> None:
+def test_set_value(tmp_path, text, value):
     from trainkit.config.layers import Layers
 
     assert Layers(tmp_path).flags([text], {})[0].plain() == {"a": value}
 
 
-def test_a_section_with_nothing_in_it_asks_nothing(tmp_path: Path) -> None:
+def test_a_section_with_nothing_in_it_asks_nothing(tmp_path):
     write(tmp_path / "run.yaml", "train:\n  # steps: 3\nseed: 1\n")
     assert load_config("run.yaml", cwd=tmp_path, environ={}).config.train.steps == 200
 
 
-def test_data_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_paths_become_absolute(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     write(
         tmp_path / "sub/run.yaml",
@@ -154,14 +154,15 @@ def test_data_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ).config.data.source == (f"{tmp_path}/bytes")
 
 
-def test_a_mixture_is_one_value_with_absolute_paths(tmp_path: Path) -> None:
+def test_a_mixture_is_one_value_with_absolute_paths(tmp_path):
     write(tmp_path / "base.yaml", "data: {source: {a.txt: 0.7, /b.txt: 0.3, stdlib: 1}}\n")
     write(tmp_path / "run.yaml", "extends: base.yaml\nseed: 1\n")
     write(tmp_path / "other.yaml", "extends: base.yaml\ndata:\n  source:\n    c.txt: 1\n")
     loaded = load_config("run.yaml", cwd=tmp_path, environ={})
     assert loaded.config.data.source == {f"{tmp_path}/a.txt": 0.7, "/b.txt": 0.3, "stdlib": 1}
     assert loaded.origins["data.source"] == "base.yaml:1"
-    assert read_effective_of(loaded, tmp_path) == loaded.config
+    write(tmp_path / "effective.yaml", dump_effective(loaded.config))
+    assert read_effective(tmp_path / "effective.yaml") == loaded.config
     replaced = load_config("other.yaml", cwd=tmp_path, environ={})
     assert replaced.config.data.source == {f"{tmp_path}/c.txt": 1}
     flag = ["data.source={d.txt: 2, /b.txt: 1}"]
@@ -169,11 +170,6 @@ def test_a_mixture_is_one_value_with_absolute_paths(tmp_path: Path) -> None:
     assert by_flag.config.data.source == {f"{tmp_path}/d.txt": 2, "/b.txt": 1}
     single = load_config("run.yaml", cwd=tmp_path, environ={}, overrides=["data.source=stdlib"])
     assert single.config.data.source == "stdlib"
-
-
-def read_effective_of(loaded: LoadedConfig, folder: Path) -> RunConfig:
-    (folder / "effective.yaml").write_text(dump_effective(loaded.config))
-    return read_effective(folder / "effective.yaml")
 
 
 @pytest.mark.parametrize(
@@ -188,7 +184,7 @@ def read_effective_of(loaded: LoadedConfig, folder: Path) -> RunConfig:
         ("{a: 1, ./a: 2}", "names /work-folder/a twice", "add its weights"),
     ],
 )
-def test_wrong_weights(source: str, message: str, hint: str) -> None:
+def test_wrong_weights(source, message, hint):
     with pytest.raises(ConfigError) as caught:
         load_config(None, cwd=Path("/work-folder"), environ={}, overrides=[f"data.source={source}"])
     [problem] = caught.value.problems

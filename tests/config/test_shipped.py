@@ -1,6 +1,7 @@
 """Tests the schema as interfaces promise it, and that all shipped configs load without changes."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from pydantic import BaseModel
 
 from tests.support.programs import run_program
 from trainkit.config import RunConfig, load_config
-from trainkit.folders import shipped_configs
+from trainkit.folders import find_shipped_config, shipped_config_names, shipped_configs
 
 FILES = sorted(
     file for file in shipped_configs().rglob("*.yaml") if file.parent.name != "clusters"
@@ -19,13 +20,13 @@ SHIPPED = [file for file in FILES if file not in PROFILES]
 
 
 @pytest.mark.parametrize("file", SHIPPED, ids=[str(file.relative_to(shipped_configs())) for file in SHIPPED])
-def test_shipped_config(file: Path, tmp_path: Path) -> None:
+def test_shipped_config(file, tmp_path):
     assert file.read_text().startswith("# ")
     load_config(file, environ={}, cwd=tmp_path)
 
 
 @pytest.mark.parametrize("file", PROFILES, ids=[file.stem for file in PROFILES])
-def test_profile_of_one_config(file: Path, tmp_path: Path) -> None:
+def test_profile_of_one_config(file, tmp_path):
     """The models in these configs come from a hub, and any other model can replace them."""
     assert file.read_text().startswith("# ")
     recipe, _, profile = file.stem.partition(".")
@@ -39,17 +40,17 @@ def test_profile_of_one_config(file: Path, tmp_path: Path) -> None:
     assert loaded.config.precision.dtype == "bf16"
 
 
-def test_quickstart_and_a_model_of_every_useful_size_ship() -> None:
+def test_quickstart_and_a_model_of_every_useful_size_ship():
     names = {str(file.relative_to(shipped_configs())) for file in SHIPPED}
     assert names >= {"quickstart.yaml", "models/tiny.yaml", "models/8b.yaml", "profiles/smoke.yaml"}
 
 
-def test_every_model_config_is_named_for_its_preset(tmp_path: Path) -> None:
+def test_every_model_config_is_named_for_its_preset(tmp_path):
     for file in (shipped_configs() / "models").glob("*.yaml"):
         assert load_config(file, environ={}, cwd=tmp_path).config.model.preset == file.stem.partition("-")[0]
 
 
-def test_every_field_has_one_sentence() -> None:
+def test_every_field_has_one_sentence():
     def check(model: type[BaseModel]) -> None:
         for name, field in model.model_fields.items():
             assert field.description, name
@@ -60,15 +61,76 @@ def test_every_field_has_one_sentence() -> None:
     check(RunConfig)
 
 
-def test_frozen() -> None:
+def test_frozen():
     with pytest.raises(ValueError, match="frozen"):
         RunConfig().train.steps = 3  # type: ignore[misc]
 
 
-def test_config_and_plan_load_neither_torch_nor_numpy() -> None:
+def test_config_and_plan_load_neither_torch_nor_numpy():
     code = (
         "import sys, trainkit.config, trainkit.plan.make_plan, trainkit.cluster.machine\n"
         "print(sorted({'torch', 'numpy', 'tokenizers'} & set(sys.modules)))"
     )
     result = run_program(sys.executable, "-c", code, check=True)
     assert result.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("quickstart", "quickstart.yaml"),
+        ("quickstart.yaml", "quickstart.yaml"),
+        ("configs/quickstart.yaml", "quickstart.yaml"),
+        ("./configs/quickstart.yaml", "quickstart.yaml"),
+        ("models/8b", "models/8b.yaml"),
+        ("models/8b.yaml", "models/8b.yaml"),
+        ("configs/models/8b.yaml", "models/8b.yaml"),
+    ],
+)
+def test_names_of_a_shipped_config(name, file, tmp_path):
+    assert find_shipped_config(name) == shipped_configs() / file
+    loaded = load_config(name, cwd=tmp_path, environ={})
+    assert str(shipped_configs() / file) in {origin.rpartition(":")[0] for origin in loaded.origins.values()}
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "configs", "models", "8b", "/quickstart", "../configs/quickstart", "quickstart.json"]
+)
+def test_what_is_no_name_of_a_shipped_config(name):
+    assert find_shipped_config(name) is None
+
+
+def test_a_file_wins_over_a_shipped_config(tmp_path):
+    (tmp_path / "quickstart").write_text("seed: 1\n")
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "8b.yaml").write_text("seed: 2\n")
+    assert load_config("quickstart", cwd=tmp_path, environ={}).config.seed == 1
+    assert load_config("models/8b.yaml", cwd=tmp_path, environ={}).config.seed == 2
+    # A folder is no config, and a shipped name in it still refers to the shipped config.
+    assert load_config("models/7b", cwd=tmp_path, environ={}).config.model.preset == "7b"
+
+
+def test_every_name_that_is_listed_is_found():
+    assert shipped_config_names()[0] == "quickstart"
+    assert all(find_shipped_config(name) is not None for name in shipped_config_names())
+
+
+ROOT = Path(__file__).parents[2]
+CONFIG = "from trainkit.config.schema import RunConfig\nRunConfig(name='a')\n"
+OTHER = "from pydantic import BaseModel\nclass Other(BaseModel):\n    name: str\n"
+
+
+@pytest.mark.parametrize(("code", "is_loaded"), [(CONFIG, False), (OTHER, True), (CONFIG + OTHER, True)])
+def test_a_plugin_of_pydantic_is_for_models_of_others(tmp_path, code, is_loaded):
+    """A tracker may install such a plugin, with all its imports."""
+    info = tmp_path / "tracker-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tracker\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[pydantic]\ntracker = tracker\n")
+    (tmp_path / "tracker.py").write_text("raise ImportError('it was loaded')\n")
+    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    environ.pop("PYDANTIC_DISABLE_PLUGINS", None)
+    argv = [sys.executable, "-c", code]
+    done = run_program(*argv, env=environ)
+    assert done.returncode == 0, done.stderr
+    assert ("it was loaded" in done.stderr) == is_loaded

@@ -45,7 +45,7 @@ from trainkit.config.yamlfile import dump, parse_value
         ("8b", "8b"),
     ],
 )
-def test_value(text: str, value: object) -> None:
+def test_value(text, value):
     parsed = parse_value(text)
     assert parsed == value
     assert type(parsed) is type(value)
@@ -62,7 +62,7 @@ def test_value(text: str, value: object) -> None:
         ("&a [*a]", "the value contains an alias that refers to the value itself"),
     ],
 )
-def test_not_a_value(text: str, message: str) -> None:
+def test_not_a_value(text, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         parse_value(text)
 
@@ -77,18 +77,18 @@ values = st.recursive(
 
 
 @given(values)
-def test_dump_comes_back(value: object) -> None:
+def test_dump_comes_back(value):
     assert parse_value(dump(value)) == value
 
 
 @given(printable)
-def test_dumped_text_is_text_for_a_yaml_1_1_reader_too(text: str) -> None:
+def test_dumped_text_is_text_for_a_yaml_1_1_reader_too(text):
     assert yaml.safe_load(dump({"key": text})) == {"key": text}
 
 
 @pytest.mark.parametrize(
     "text", ["on", "yes", "3e-4", "1e5", "01:00:00", "12:30:45", "0o17", "null", "~", ""]
 )
-def test_words_that_one_yaml_takes_for_something_else_stay_text(text: str) -> None:
+def test_words_that_one_yaml_takes_for_something_else_stay_text(text):
     assert parse_value(dump(text)) == text
     assert yaml.safe_load(dump(text)) == text

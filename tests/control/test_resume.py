@@ -69,7 +69,7 @@ def run(tmp_path: Path) -> RunDir:
         ["model.architecture=llama"],
     ],
 )
-def test_what_may_change(run: RunDir, tmp_path: Path, overrides: list[str]) -> None:
+def test_what_may_change(run, tmp_path, overrides):
     refuse_incompatible(so_far(run), load(tmp_path, *overrides), DataFacts())
 
 
@@ -90,29 +90,29 @@ def test_what_may_change(run: RunDir, tmp_path: Path, overrides: list[str]) -> N
         ("train.steps=99", "train.steps: is 99, but the run is already at step-00000100"),
     ],
 )
-def test_what_may_not(run: RunDir, tmp_path: Path, override: str, message: str) -> None:
+def test_what_may_not(run, tmp_path, override, message):
     with pytest.raises(ConfigError) as caught:
         refuse_incompatible(so_far(run), load(tmp_path, override), DataFacts())
     assert [f"{problem.key}: {problem.message}" for problem in caught.value.problems] == [message]
 
 
 @pytest.mark.parametrize(("steps", "share"), [(400, 0.75), (100, 0.0), (50, 0.0), (None, 1.0)])
-def test_the_share_of_the_steps_that_is_left(run: RunDir, steps: int | None, share: float) -> None:
+def test_the_share_of_the_steps_that_is_left(run, steps, share):
     assert share_left(so_far(run), steps) == share
     assert share_left(so_far(RunDir(run.path / "none")), steps) == 1.0
 
 
-def test_a_run_without_checkpoints_takes_anything(tmp_path: Path) -> None:
+def test_a_run_without_checkpoints_takes_anything(tmp_path):
     new = so_far(RunDir(tmp_path / "new"))
     refuse_incompatible(new, load(tmp_path, "seed=7", "model.preset=nano"), DataFacts())
 
 
-def test_a_damaged_manifest_is_left_to_the_trainer(run: RunDir, tmp_path: Path) -> None:
+def test_a_damaged_manifest_is_left_to_the_trainer(run, tmp_path):
     (run.checkpoint_dir(100) / "manifest.json").write_text("{")
     refuse_incompatible(so_far(run), load(tmp_path, "seed=7"), DataFacts())
 
 
-def test_changes_are_listed_key_by_key(tmp_path: Path) -> None:
+def test_changes_are_listed_key_by_key(tmp_path):
     before, after = load(tmp_path).config, load(tmp_path, "optimizer.lr=0.1", "seed=7").config
     assert list(changes(before, after)) == ["optimizer.lr: 0.0003 -> 0.1", "seed: 0 -> 7"]
 
@@ -129,9 +129,7 @@ def test_changes_are_listed_key_by_key(tmp_path: Path) -> None:
         (["train.steps=null", "train.epochs=2"], 0.002, None),
     ],
 )
-def test_what_the_learning_rate_does_where_a_run_resumes(
-    tmp_path: Path, overrides: list[str], lr: float, said: str | None
-) -> None:
+def test_what_the_learning_rate_does_where_a_run_resumes(tmp_path, overrides, lr, said):
     old = RunDir(unpack_run(HERE / "folders" / "finished", tmp_path, os.uname().nodename))
     before = read_effective(old.config_file)
     after = load_config(old.config_file, overrides=overrides, environ={}, layers=False).config
@@ -143,9 +141,7 @@ def test_what_the_learning_rate_does_where_a_run_resumes(
     ("steps", "layout", "expected_s"),
     [(140, Layout(dp_shard=2), 80.0), (60, Layout(dp_shard=2), 0.0), (140, Layout(dp_shard=4), None)],
 )
-def test_the_time_of_the_rest_is_what_was_measured(
-    run: RunDir, steps: int, layout: Layout, expected_s: float | None
-) -> None:
+def test_the_time_of_the_rest_is_what_was_measured(run, steps, layout, expected_s):
     assert expected_time_s(so_far(run), PLAN, steps) is None  # no step was measured
     step = published(run.checkpoints_dir)[-1].step
     for number, step_s in enumerate((9.0, 2.0, 2.0), step - 2):

@@ -58,9 +58,7 @@ def count_parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize(
     ("received", "cause"), [((), "slow_host"), (("SIGUSR2",), "asked"), (("SIGUSR2", "SIGTERM"), None)]
 )
-def test_what_a_person_asks_for_overrides_what_the_supervisor_wants(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, received: tuple[str, ...], cause: str | None
-) -> None:
+def test_what_a_person_asks_for_overrides_what_the_supervisor_wants(run, monkeypatch, received, cause):
     plan: Any = SimpleNamespace(grace_s=60.0)
     live = Attempt(run.attempt(1), plan)
     watch = LocalAttemptWatch(live)
@@ -75,9 +73,7 @@ def test_what_a_person_asks_for_overrides_what_the_supervisor_wants(
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_a_long_run_costs_no_more_than_a_short_one(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_a_long_run_costs_no_more_than_a_short_one(run, monkeypatch, number):
     write(run.metrics_file, [{"attempt": number, "step": step, "loss": 1.0} for step in range(MANY)])
     write(run.events_file, [{"attempt": 1, "event": "checkpoint_begin", "step": step} for step in range(3)])
     write_json(run.job_file, {"attempts": [{"attempt": number}]})
@@ -91,9 +87,7 @@ def test_a_long_run_costs_no_more_than_a_short_one(
 
 
 @pytest.mark.parametrize(("codes", "saved"), [([75, 0], True), ([75, 1], False), ([], False)])
-def test_an_end_says_whether_the_workers_saved_whatever_its_reason_is(
-    run: RunDir, codes: list[int], saved: bool
-) -> None:
+def test_an_end_says_whether_the_workers_saved_whatever_its_reason_is(run, codes, saved):
     what = "restarts without n1: ranks 5; 6 are slow"
     decision = Decision("requeue", what, 75, "slow_host", details="resumes (restart 1)")
     end = write_end(run.attempt(1), AttemptRecord(1), Outcome(exits=list(enumerate(codes))), decision)
@@ -103,9 +97,7 @@ def test_an_end_says_whether_the_workers_saved_whatever_its_reason_is(
     assert (missing_save(so_far(run, plan=of_command)) is None) == saved
 
 
-def test_records_of_another_attempt_and_of_none_end_the_search(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_records_of_another_attempt_and_of_none_end_the_search(run, monkeypatch):
     for record in ({"attempt": 1}, {}):
         write(run.metrics_file, [{**record, "step": step} for step in range(MANY)])
         parsed = count_parsed(monkeypatch)
@@ -113,7 +105,7 @@ def test_records_of_another_attempt_and_of_none_end_the_search(
         assert len(parsed) < MANY / 4
 
 
-def test_the_step_is_that_of_all_records_of_the_attempt(run: RunDir) -> None:
+def test_the_step_is_that_of_all_records_of_the_attempt(run):
     metrics = [{"attempt": 1, "step": step} for step in range(1, 90)]
     # Steps 51 to 60 are computed again, one record of the first attempt is late, and the last one is torn.
     metrics += [{"attempt": 2, "step": step} for step in range(51, 61)] + [{"attempt": 1, "step": 90}]
@@ -127,7 +119,7 @@ def test_the_step_is_that_of_all_records_of_the_attempt(run: RunDir) -> None:
     assert last_step(run.attempt(2), RankFailure(step=7)) == 7
 
 
-def test_the_best_result_is_that_of_all_attempts(run: RunDir) -> None:
+def test_the_best_result_is_that_of_all_attempts(run):
     losses = [(1, 10, 3.0), (1, 20, 2.0), (2, 20, 2.0), (2, 30, None), (2, 40, 2.5)]
     events = [
         {"attempt": attempt, "event": "evaluated", "step": step, "val_loss": loss}
@@ -146,7 +138,7 @@ def test_the_best_result_is_that_of_all_attempts(run: RunDir) -> None:
     assert best_result(run) is None
 
 
-def test_a_file_is_the_same_from_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_the_same_from_its_end(tmp_path, monkeypatch):
     path, values = tmp_path / "file.jsonl", random.Random(0)
     lines = [
         values.choice(

@@ -1,7 +1,5 @@
 """Tests the decision after an attempt, and the reason why the attempt had to stop."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields, replace
 from datetime import datetime, timedelta, timezone
 
@@ -136,32 +134,20 @@ def test_a_command_that_fails_after_a_notice_was_ended_by_it(cause, action):
 
 
 @pytest.mark.parametrize(
-    ("end", "cause", "words"),
+    ("end", "cause"),
     [
-        (ended([137]), "crash", "a worker ended with SIGKILL; resumes (restart 1)"),
-        (ended([143], hung=True), "hang", "no progress; resumes (restart 1)"),
-        (ended([143], hung=True, lost_nodes=("n2",)), "node_fail", "lost n2; resumes (restart 1)"),
-        (
-            ended([75], "SIGTERM", "preempted"),
-            "preempted",
-            "saved after SIGTERM at a preemption; resumes (restart 1)",
-        ),
-        (
-            ended([75], "SIGUSR2", "timeout"),
-            "timeout",
-            "saved after SIGUSR2 before the time limit; resumes (restart 1)",
-        ),
-        (
-            ended([137], "SIGTERM", "preempted", out_of_time=True),
-            "preempted",
-            "killed: not all workers ended within the grace time after SIGTERM at a preemption;"
-            " resumes (restart 1)",
-        ),
+        (ended([137]), "crash"),
+        (ended([143], hung=True), "hang"),
+        (ended([143], hung=True, lost_nodes=("n2",)), "node_fail"),
+        (ended([75], "SIGTERM", "preempted"), "preempted"),
+        (ended([75], "SIGUSR2", "timeout"), "timeout"),
+        (ended([137], "SIGTERM", "preempted", out_of_time=True), "preempted"),
     ],
 )
-def test_each_cause_has_its_words(end, cause, words):
+def test_each_cause_has_its_words(end, cause):
     decision = after(end)
-    assert (decision.cause, decision.reason) == (cause, words)
+    assert decision.cause == cause
+    said(decision.reason)
 
 
 @pytest.mark.parametrize(
@@ -192,11 +178,10 @@ def test_a_failure_after_a_notice_is_no_crash(cause):
 
 
 def test_what_is_taken_away_is_no_place_to_start_again():
-    assert (
-        after(ended([75], "SIGTERM", "preempted"), options=RestartOptions(restart=True)).action == "stopped"
-    )
+    restart = RestartOptions(restart=True)
+    assert after(ended([75], "SIGTERM", "preempted"), options=restart).action == "stopped"
     assert after(ended([1], "SIGTERM", "preempted"), options=HERE).action == "requeue"
-    assert after(ended([75], "SIGUSR2", "asked"), options=RestartOptions(restart=True)).action == "restart"
+    assert after(ended([75], "SIGUSR2", "asked"), options=restart).action == "restart"
 
 
 def test_without_a_way_back_the_failure_stands():
@@ -434,31 +419,23 @@ COMPLETING = JobState.COMPLETING
     ],
 )
 def test_what_stood_behind_a_notice(request_name, found, shell, cause):
-    assert (
-        termination_cause(request_name, found, 30.0, supervisor_was_signalled=shell, restarts=0, lost=False)
-        == cause
-    )
+    assert cause_of(request_name, found, shell) == cause
+
+
+def cause_of(name, found, shell, restarts=0, lost=False, **more):
+    facts = {"supervisor_was_signalled": shell, "restarts": restarts, "lost": lost, **more}
+    return termination_cause(name, found, 30.0, **facts)
 
 
 def test_a_job_that_slurm_starts_again_for_a_lost_host():
     found = job(COMPLETING, restarts=3)
-    assert (
-        termination_cause("SIGTERM", found, 30.0, supervisor_was_signalled=True, restarts=2, lost=True)
-        == "node_fail"
-    )
-    assert (
-        termination_cause("SIGTERM", found, 30.0, supervisor_was_signalled=True, restarts=3, lost=False)
-        is None
-    )
+    assert cause_of("SIGTERM", found, True, restarts=2, lost=True) == "node_fail"
+    assert cause_of("SIGTERM", found, True, restarts=3) is None
 
 
 def test_an_early_notice_of_another_name():
-    def cause(left_s, shell):
-        found = job(left_s=left_s)
-        facts = {"supervisor_was_signalled": shell, "restarts": 0, "lost": False, "notice": "SIGTERM"}
-        return termination_cause("SIGTERM", found, 30.0, **facts)
-
-    assert (cause(100, False), cause(300_000, False), cause(100, True)) == ("timeout", None, None)
+    for left_s, shell, cause in ((100, False, "timeout"), (300_000, False, None), (100, True, None)):
+        assert cause_of("SIGTERM", job(left_s=left_s), shell, notice="SIGTERM") == cause
 
 
 def test_what_scontrol_prints():
@@ -485,6 +462,4 @@ def test_a_person_who_asks_for_another_attempt_gets_it_whatever_the_limits(optio
     assert end.action == "failed"
     decision = decide_requested(end, past, options)
     assert (decision.action, decision.cause) == (action, "asked")
-    if decision.resumes:
-        said = "a worker ended with exit code 1, and `trainkit requeue` requested another attempt"
-        assert decision.reason == f"{said}; resumes (restart 11)"
+    said(decision.reason)

@@ -14,13 +14,12 @@ from tests.support.nfs import FAST_S, nfs_clients
 from tests.support.runs import launch_plan
 from trainkit.backends.launcher import LaunchedRank
 from trainkit.backends.slurm.claim_attempt import claim_attempt
-from trainkit.backends.slurm.step import SlurmTask, await_port, publish_port
+from trainkit.backends.slurm.step import SlurmTask
 from trainkit.job import hangs
 from trainkit.job.failure.records import first_exit_code
 from trainkit.job.hangs import HangRecord, HangWatch
 from trainkit.job.node.agent import superseding_attempt
 from trainkit.job.node.rendezvous import await_plan
-from trainkit.job.step_run import announce, await_announcement
 from trainkit.run.files import read_json, refresh_listing, write_json
 from trainkit.run.record import add_slurm_attempt, claim_entry, create_job
 from trainkit.run.rundir import AttemptDir, RunDir
@@ -55,7 +54,7 @@ def create(run: RunDir, number: int) -> AttemptDir:
     return attempt
 
 
-def test_the_clients_of_these_tests_cache_as_those_of_nfs_do(hosts: tuple[Path, Path]) -> None:
+def test_the_clients_of_these_tests_cache_as_those_of_nfs_do(hosts):
     first, other = hosts
     (first / "file").write_text("a")
     assert (other / "file").stat().st_size == 1
@@ -71,28 +70,7 @@ def test_the_clients_of_these_tests_cache_as_those_of_nfs_do(hosts: tuple[Path, 
     assert sorted(path.name for path in other.iterdir()) == ["file", "late"]
 
 
-def test_the_port_of_the_first_task(hosts: tuple[Path, Path]) -> None:
-    first, other = (RunDir(host / "run") for host in hosts)
-    first.path.mkdir()
-    attempt = create(first, 1)
-    port, waited_s = waiting(
-        lambda: await_port(other.attempt(1), TASK), lambda: publish_port(attempt, TASK, "host0")
-    )
-    assert port
-    assert waited_s < FAST_S
-
-
-def test_the_announcement_of_an_interactive_step(hosts: tuple[Path, Path]) -> None:
-    first, other = hosts
-    found, waited_s = waiting(
-        lambda: await_announcement(other / "runs", TASK),
-        lambda: announce(first / "runs", TASK, RunDir(first).attempt(1)),
-    )
-    assert isinstance(found, AttemptDir)
-    assert waited_s < FAST_S
-
-
-def test_the_ranks_of_another_launcher(hosts: tuple[Path, Path]) -> None:
+def test_the_ranks_of_another_launcher(hosts):
     first, other = (RunDir(host / "run").attempt(1) for host in hosts)
     first.run.path.mkdir()
     plan = launch_plan(workers_per_node=1)
@@ -103,7 +81,7 @@ def test_the_ranks_of_another_launcher(hosts: tuple[Path, Path]) -> None:
     assert waited_s < FAST_S
 
 
-def test_the_next_attempt_of_a_host_that_watched_for_it(hosts: tuple[Path, Path]) -> None:
+def test_the_next_attempt_of_a_host_that_watched_for_it(hosts):
     first, other = (RunDir(host / "run") for host in hosts)
     first.path.mkdir()
     create(first, 1)
@@ -114,9 +92,7 @@ def test_the_next_attempt_of_a_host_that_watched_for_it(hosts: tuple[Path, Path]
     assert time.monotonic() - started_s < FAST_S
 
 
-def test_a_claim_after_an_attempt_of_another_host(
-    hosts: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_claim_after_an_attempt_of_another_host(hosts, monkeypatch):
     first, other = (RunDir(host / "run") for host in hosts)
     first.path.mkdir()
     create_job(first, backend="sbatch", name="run", cwd="/", code=None)
@@ -132,7 +108,7 @@ def test_a_claim_after_an_attempt_of_another_host(
     assert claimed.number == 3
 
 
-def test_the_first_failure_on_another_host(hosts: tuple[Path, Path]) -> None:
+def test_the_first_failure_on_another_host(hosts):
     first, other = (RunDir(host / "run").attempt(1) for host in hosts)
     first.run.path.mkdir()
     create(first.run, 1)
@@ -143,9 +119,7 @@ def test_the_first_failure_on_another_host(hosts: tuple[Path, Path]) -> None:
     assert first_exit_code(other) == 78
 
 
-def test_a_hang_that_ranks_of_another_host_report_too(
-    hosts: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hang_that_ranks_of_another_host_report_too(hosts, monkeypatch):
     """Ranks without a visible report would count as silent, and their host as lost."""
     monkeypatch.setattr(hangs, "GATHER_S", 0.0)
     first, other = (RunDir(host / "run").attempt(1) for host in hosts)

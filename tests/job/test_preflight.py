@@ -57,7 +57,7 @@ def failing(match: str, is_node: bool = True) -> Iterator[pytest.ExceptionInfo[P
     assert caught.value.hint
 
 
-def test_a_good_node_is_passed_at_once_and_left_as_it_was(attempt: AttemptDir) -> None:
+def test_a_good_node_is_passed_at_once_and_left_as_it_was(attempt):
     before = sorted(attempt.path.rglob("*"))
     seen = supervisor_view(attempt)
     rounds = []
@@ -70,7 +70,7 @@ def test_a_good_node_is_passed_at_once_and_left_as_it_was(attempt: AttemptDir) -
     assert sorted(attempt.path.rglob("*")) == before
 
 
-def test_the_plan_has_to_be_the_one_that_the_supervisor_sees(attempt: AttemptDir) -> None:
+def test_the_plan_has_to_be_the_one_that_the_supervisor_sees(attempt):
     seen = supervisor_view(attempt)
     attempt.plan_file.write_text(attempt.plan_file.read_text() + "\n")
     with failing("differs from the file that the first node"):
@@ -81,9 +81,7 @@ def test_the_plan_has_to_be_the_one_that_the_supervisor_sees(attempt: AttemptDir
     ("own_s", "supervisors_s", "fails"),
     [(6, 0.1, True), (-6, 0.1, True), (4, 0, False), (6, 5.5, False), (-300, -299, False)],
 )
-def test_a_clock_is_wrong_where_the_supervisors_is_right(
-    attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch, own_s: float, supervisors_s: float, fails: bool
-) -> None:
+def test_a_clock_is_wrong_where_the_supervisors_is_right(attempt, monkeypatch, own_s, supervisors_s, fails):
     seen = f"{preflight.plan_digest(attempt)} {supervisors_s:.3f}"
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + own_s)
@@ -95,16 +93,14 @@ def test_a_clock_is_wrong_where_the_supervisors_is_right(
         check(attempt, **{SUPERVISOR_VIEW_VARIABLE: seen})
 
 
-def test_a_server_that_takes_its_time_is_not_a_wrong_clock(
-    attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_takes_its_time_is_not_a_wrong_clock(attempt, monkeypatch):
     """The server stamps the file when the data arrives, and answers when the data is on disk."""
     real, offsets_s = time.time, iter([0.0, 7.0])
     monkeypatch.setattr(time, "time", lambda: real() + next(offsets_s))
     assert clock_offset_s(attempt.path) == pytest.approx(0, abs=0.5)
 
 
-def test_a_full_run_folder_is_not_the_fault_of_the_node(tmp_path: Path) -> None:
+def test_a_full_run_folder_is_not_the_fault_of_the_node(tmp_path):
     with small_disk(tmp_path / "disk", "1m") as disk:
         attempt = make_attempt(disk / "run")
         fill(disk, leave_bytes=8192)
@@ -115,16 +111,14 @@ def test_a_full_run_folder_is_not_the_fault_of_the_node(tmp_path: Path) -> None:
         assert list(attempt.path.glob(".probe*")) == []
 
 
-def test_a_run_folder_that_only_this_node_cannot_write(
-    attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_folder_that_only_this_node_cannot_write(attempt, monkeypatch):
     refuse = Mock(side_effect=OSError(errno.EROFS, os.strerror(errno.EROFS)))
     monkeypatch.setattr(tempfile, "mkstemp", refuse)
     with failing("cannot be written on .*: Read-only file system"):
         check(attempt)
 
 
-def test_no_space_for_what_the_ranks_put_on_the_node(attempt: AttemptDir, tmp_path: Path) -> None:
+def test_no_space_for_what_the_ranks_put_on_the_node(attempt, tmp_path):
     with small_disk(tmp_path / "tmp", "8m") as disk, failing(rf"^{disk} on .* has only \d\.\d MiB free$"):
         check(attempt, TMPDIR=str(disk))
     check(attempt, TMPDIR=str(tmp_path / "made-on-another-node"))
@@ -134,9 +128,7 @@ def test_no_space_for_what_the_ranks_put_on_the_node(attempt: AttemptDir, tmp_pa
     ("size", "state", "value"),
     [("4m", "failure", "has only 4.0 MiB free"), ("64m", "warning", "64 MiB free in ")],
 )
-def test_a_small_folder_fails_only_under_what_a_job_refuses(
-    size: str, state: str, value: str, tmp_path: Path
-) -> None:
+def test_a_small_folder_fails_only_under_what_a_job_refuses(size, state, value, tmp_path):
     with small_disk(tmp_path / "shm", size) as shm:
         found = check_space("/dev/shm", shm)
     assert found.state == state
@@ -144,7 +136,7 @@ def test_a_small_folder_fails_only_under_what_a_job_refuses(
     assert "set TMPDIR" in found.hint
 
 
-def test_the_record_says_that_the_node_is_to_blame(attempt: AttemptDir) -> None:
+def test_the_record_says_that_the_node_is_to_blame(attempt):
     record_refusal(attempt, 1, 0, PreflightFailed("GPU 3 is gone"))
     record = read_json(attempt.rank_error(1))
     assert (record["type"], record["node"], record["exit_code"]) == ("PreflightFailed", True, 1)
@@ -192,7 +184,7 @@ V100 = {**WELL, "Name": "Tesla V100-SXM2-16GB"}
         ({"lost": True}, "does not respond: GPU is lost"),
     ],
 )
-def test_gpus_that_are_not_well(gpu: dict[str, Any], message: str) -> None:
+def test_gpus_that_are_not_well(gpu, message):
     nvml = FakeNvml(WELL, gpu, {})
     with failing(f"^GPU 1 of .*{message}"):
         check_gpus(nvml, (0, 1), None)
@@ -208,27 +200,22 @@ def test_gpus_that_are_not_well(gpu: dict[str, Any], message: str) -> None:
         ("0,1,2", "has 2 and CUDA_VISIBLE_DEVICES=0,1,2"),
     ],
 )
-def test_a_gpu_that_is_missing(visible: str | None, shown: str) -> None:
+def test_a_gpu_that_is_missing(visible, shown):
     with failing(f"has no GPU: .* {shown}"):
         check_gpus(FakeNvml(WELL, WELL), (0, 1, 2), visible)
 
 
 @pytest.mark.parametrize("visible", ["0", "0,1", "", "NoDevFiles", "GPU-8a4f", "0,-1,1"])
 @pytest.mark.parametrize("local_ranks", [(0, 1, 2, 3), (3,)])
-def test_ranks_that_may_use_too_few_gpus_are_not_the_fault_of_the_node(
-    visible: str, local_ranks: tuple[int, ...]
-) -> None:
-    """The ranks would fail on any node.
-
-    For example, Slurm has bound an agent with four ranks to one GPU.
-    """
+def test_ranks_that_may_use_too_few_gpus_are_not_the_fault_of_the_node(visible, local_ranks):
+    """The ranks would fail on any node. For example, Slurm has bound an agent with four ranks to one GPU."""
     with failing(f"has CUDA_VISIBLE_DEVICES={visible}$", is_node=False) as caught:
         check_gpus(FakeNvml(*[WELL] * 4), local_ranks, visible)
     assert caught.value.exit_code == EXIT_NO_RESTART
     assert "gpu-bind: none" in caught.value.hint
 
 
-def test_fewer_gpus_than_ranks_because_slurm_has_given_no_more() -> None:
+def test_fewer_gpus_than_ranks_because_slurm_has_given_no_more():
     """Only Slurm's count shows that a node is not broken in a container without CUDA_VISIBLE_DEVICES."""
     with failing("has SLURM_GPUS_ON_NODE=1$", is_node=False) as caught:
         check_gpus(FakeNvml(WELL), range(4), None, granted="1")
@@ -249,7 +236,7 @@ def test_fewer_gpus_than_ranks_because_slurm_has_given_no_more() -> None:
         (4, None),
     ],
 )
-def test_a_task_with_a_gpu_of_its_own_passes(num_gpus: int, visible: str | None) -> None:
+def test_a_task_with_a_gpu_of_its_own_passes(num_gpus, visible):
     gpus = [*[{"lost": True}] * (num_gpus - 1), WELL]
     check_gpus(FakeNvml(*gpus), (3,), visible, is_task=True)
     if num_gpus == 1 or visible == "3":
@@ -257,7 +244,7 @@ def test_a_task_with_a_gpu_of_its_own_passes(num_gpus: int, visible: str | None)
             check_gpus(FakeNvml(*[{"lost": True}] * num_gpus), (3,), visible, is_task=True)
 
 
-def test_one_gpu_under_another_number_is_not_blamed_on_the_node() -> None:
+def test_one_gpu_under_another_number_is_not_blamed_on_the_node():
     """A cgroup may have confined the task to one GPU, which then has number 0, or the other GPUs are lost."""
     with failing("has 1 and CUDA_VISIBLE_DEVICES=3$", is_node=False) as caught:
         check_gpus(FakeNvml(WELL), (3,), "3", is_task=True)
@@ -276,14 +263,8 @@ def test_one_gpu_under_another_number_is_not_blamed_on_the_node() -> None:
     ],
 )
 def test_a_torch_that_cannot_use_the_gpus_of_a_node_is_not_the_fault_of_the_node(
-    attempt: AttemptDir,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    cuda: str | None,
-    capability: tuple[int, int],
-    message: str | None,
-    build: str,
-) -> None:
+    attempt, tmp_path, monkeypatch, cuda, capability, message, build
+):
     package = make_torch(tmp_path / "site", "2.13.0+x", cuda)
     monkeypatch.setattr(preflight, "find_spec", lambda name: SimpleNamespace(origin=package / "__init__.py"))
     nvml = FakeNvml({**V100, "CudaComputeCapability": capability})
@@ -300,9 +281,7 @@ def test_a_torch_that_cannot_use_the_gpus_of_a_node_is_not_the_fault_of_the_node
 
 
 @pytest.mark.parametrize("per", ["gpu", "node"])
-def test_the_plan_decides_whether_a_rank_is_a_task(
-    attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch, per: str
-) -> None:
+def test_the_plan_decides_whether_a_rank_is_a_task(attempt, monkeypatch, per):
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(WELL))
     monkeypatch.setattr(preflight, "find_spec", lambda name: None)
     plan = plan_of(attempt, device="cuda", per=per, workers_per_node=4)
@@ -313,5 +292,5 @@ def test_the_plan_decides_whether_a_rank_is_a_task(
         require_node(attempt, plan, range(4), {"CUDA_VISIBLE_DEVICES": "0"})
 
 
-def test_gpus_by_other_names_are_left_to_the_ranks() -> None:
+def test_gpus_by_other_names_are_left_to_the_ranks():
     check_gpus(FakeNvml(WELL), (0, 1), "GPU-8a4f,MIG-1/2/3")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from job_tree import wait_for
 
-from tests.support.programs import FORWARDS, PASSES_NOTHING_ON, is_running, run_program
+from tests.support.programs import is_running, run_program
 from tests.support.runs import start_local
 from tests.support.said import said
 from trainkit.backends.local import backend as local
@@ -30,12 +30,7 @@ def test_all_finish(start_job):
     job = start_job("print(RANK, os.environ['WORLD_SIZE'], os.environ['LOCAL_RANK'])", nodes=2, workers=2)
     end = job.end()
     assert (end["state"], end["exit_code"], end["verdict"]) == ("finished", 0, None)
-    assert [job.log(rank).split() for rank in range(4)] == [
-        ["0", "4", "0"],
-        ["1", "4", "1"],
-        ["2", "4", "0"],
-        ["3", "4", "1"],
-    ]
+    assert [job.log(rank) for rank in range(4)] == ["0 4 0\n", "1 4 1\n", "2 4 0\n", "3 4 1\n"]
     assert job.events() == ["submitted", "started", "finished"]
 
 
@@ -48,14 +43,8 @@ def test_exit_code_of_a_worker_is_the_jobs(start_job):
     assert "rank_failed" in job.events()
 
 
-@pytest.mark.parametrize(
-    ("code", "attempts", "reason"),
-    [
-        ("{}['lr']", 1, "KeyError in worker.py:19 before the first step would be raised again"),
-        ("raise ConnectionError('refused')", 2, "the same failure as in the previous attempt"),
-    ],
-)
-def test_an_exception_at_once_is_not_tried_again_for_nothing(start_job, code, attempts, reason):
+@pytest.mark.parametrize(("code", "attempts"), [("{}['lr']", 1), ("raise ConnectionError('refused')", 2)])
+def test_an_exception_at_once_is_not_tried_again_for_nothing(start_job, code, attempts):
     job = start_job(code, nodes=2, requeue={"on": ("crash",)})
     end = job.end(attempts)
     assert (job.run.attempt_numbers()[-1], end["state"]) == (attempts, "failed")
@@ -134,17 +123,8 @@ def test_a_command_that_exits_with_0_after_a_notice_has_finished_only_if_it_is_d
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR2"])
 def test_signal_right_after_the_start_is_not_lost(start_job, name):
-    job = start_job(
-        """
-        listen()
-        end_s = time.monotonic() + 60
-        while not asked and time.monotonic() < end_s:
-            time.sleep(0.02)
-        sys.exit(75 if asked else 0)
-        """,
-        nodes=2,
-        requeue={"max": 0},
-    )
+    waits = "listen()\nwhile not asked:\n    time.sleep(0.02)\nsys.exit(75)"
+    job = start_job(waits, nodes=2, requeue={"max": 0})
     os.kill(job.entry.pid, signal.Signals[name])
     end = job.end()
     assert end["state"] == "stopped"
@@ -245,8 +225,8 @@ def test_lost_job_file_does_not_let_a_second_supervisor_in(start_job):
     wait_for(lambda: entry.alive() is False)
     end = read_json(job.run.attempt(2).end_file)
     lock = job.run.supervisor_lock_file
-    assert end["reason"].startswith(f"{lock} is held by process {job.entry.pid} on ")
-    assert end["reason"].endswith(", perhaps another supervisor of the run")
+    assert end["reason"].startswith(str(lock))
+    assert f"process {job.entry.pid} on " in end["reason"]
     assert all(map(is_running, pids))
     os.kill(job.entry.pid, signal.SIGTERM)
     wait_for(lambda: not any(map(is_running, [job.entry.pid, *pids])))
@@ -329,17 +309,15 @@ sys.exit(75)
 """
 CHECKS = "import shlex, subprocess, sys; subprocess.check_call(shlex.split(sys.argv[1]))"
 TYPED = {
-    "bash run.sh": lambda line: ["bash", "-c", f"{line}; exit $?"],
     "a pipe": lambda line: ["bash", "-c", f"{line} | tee log"],
     "nested shells": lambda line: ["sh", "-c", f"sh -c {shlex.quote(f'{line}; exit $?')}; exit $?"],
     "a Python that raises": lambda line: [sys.executable, "-c", CHECKS, line],
-    "a trap that forwards": lambda line: ["bash", "-c", FORWARDS.format(line)],
     "a trap that ends at once": lambda line: [
         *("bash", "-c", f"trap 'kill -TERM $pid; exit 75' TERM; {line} & pid=$!; wait $pid")
     ],
-    "a trap that passes nothing on": lambda line: ["bash", "-c", PASSES_NOTHING_ON.format(line)],
     "a trap that waits": lambda line: ["bash", "-c", f"trap 'rm -f lock' TERM; {line}; exit $?"],
 }
+"""Lines around a training run. Every wrapper is in node/test_notice.py."""
 
 
 @pytest.mark.parametrize("name", TYPED)
@@ -356,7 +334,7 @@ def test_what_saves_below_a_wrapper_is_asked_once_and_kept(start_job, name):
 
 def test_what_a_shell_starts_again_after_the_notice_is_asked_too(start_job):
     counts = SAVES_LONG.replace("sys.exit(75)", "open(f'{RUN_DIR}/saves', 'a').write('.'); sys.exit(75)")
-    job = start_job(counts, typed=lambda line: ["bash", "-c", f"until {line}; do true; done"], grace_s=8.0)
+    job = start_job(counts, typed=lambda line: ["bash", "-c", f"until {line}; do true; done"], grace_s=5.0)
     job.worker_pids()
     os.kill(job.entry.pid, signal.SIGTERM)
     job.wait()

@@ -97,14 +97,13 @@ print(child.exitcode, bool(stop), flush=True)
 
 
 def test_a_process_that_a_worker_forks_has_signals_of_its_own():
-    """A pool can end a forked process without stopping the worker, and a stop signal does not end it."""
     argv = [sys.executable, "-c", FORKS]
     folder = Path(trainkit.__file__).parents[1]
     done = run_program(*argv, cwd=folder)
     assert done.stdout == f"{-signal.SIGTERM} False\n", done.stderr
 
 
-def test_below_a_background_job_a_command_hears_the_signals_of_the_terminal(tmp_path: Path) -> None:
+def test_below_a_background_job_a_command_hears_the_signals_of_the_terminal(tmp_path):
     """A shell finds its foreground processes by these signals, as in handlers.is_in_foreground."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in FROM_TERMINAL}
     try:

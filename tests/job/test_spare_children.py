@@ -149,7 +149,7 @@ def go_on(agent: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_the_workers_of_a_pool_live_on(tmp_path: Path, method: str) -> None:
+def test_the_workers_of_a_pool_live_on(tmp_path, method):
     with rank(tmp_path, POOL.replace("{method}", method)) as agent:
         assert lines(agent, 1) == ["ready"]
         signal_step(agent)
@@ -158,14 +158,14 @@ def test_the_workers_of_a_pool_live_on(tmp_path: Path, method: str) -> None:
         assert agent.wait(60) == 0
 
 
-def test_a_child_with_a_handler_of_its_own_hears_it(tmp_path: Path) -> None:
+def test_a_child_with_a_handler_of_its_own_hears_it(tmp_path):
     with rank(tmp_path, OWN_HANDLER) as agent:
         assert lines(agent, 1) == ["ready"]
         signal_step(agent)
         assert lines(agent, 2) == ["its own handler", "9 ['SIGTERM']"]
 
 
-def test_a_child_ends_when_its_parent_asks(tmp_path: Path) -> None:
+def test_a_child_ends_when_its_parent_asks(tmp_path):
     with rank(tmp_path, TERMINATED) as agent:
         assert lines(agent, 1) == ["ready"]
         signal_step(agent)
@@ -173,7 +173,7 @@ def test_a_child_ends_when_its_parent_asks(tmp_path: Path) -> None:
         assert lines(agent, 2) == ["True ['SIGTERM']", "-15"]
 
 
-def test_the_programs_of_a_child_can_be_ended(tmp_path: Path) -> None:
+def test_the_programs_of_a_child_can_be_ended(tmp_path):
     with rank(tmp_path, PROGRAM_OF_A_CHILD) as agent:
         assert lines(agent, 5) == ["-15", "-15", "-15", "15", "ready"]
 
@@ -186,7 +186,7 @@ def grammar_of_python_2() -> object:
 
 
 @pytest.mark.parametrize("kinds", [("compared",), ("spared",)])
-def test_children_end_as_without_trainkit(kinds: tuple[str]) -> None:
+def test_children_end_as_without_trainkit(kinds):
     """The test has one child of each kind. `python -m benchmarks.children` has 200."""
     from benchmarks.children import outcomes, played
 
@@ -202,7 +202,7 @@ def test_children_end_as_without_trainkit(kinds: tuple[str]) -> None:
 
 @pytest.mark.slow(seconds=20)
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_the_workers_of_a_data_loader_live_on(method: str) -> None:
+def test_the_workers_of_a_data_loader_live_on(method):
     from benchmarks.children import outcomes, played
 
     kind = f"DataLoader, {method}"
@@ -240,11 +240,11 @@ def below_a_rank(folder: Path | None = None) -> dict[str, str]:
     return {"PYTHONPATH": path, AT_START_VARIABLE: Debugger.at_start, **pids}
 
 
-def test_a_child_sees_nothing_of_it() -> None:
+def test_a_child_sees_nothing_of_it():
     assert python(STATE, below_a_rank()) == python(STATE, {})
 
 
-def test_only_handlers_of_its_own_count_as_handled() -> None:
+def test_only_handlers_of_its_own_count_as_handled():
     state = "signal.pause()"
     for body, handled in (
         ("", set()),
@@ -262,7 +262,7 @@ def test_only_handlers_of_its_own_count_as_handled() -> None:
             child.kill()
 
 
-def test_the_filter_of_aarch64() -> None:
+def test_the_filter_of_aarch64():
     """The bytes of the filter were run in an emulator of aarch64, so they must not change by accident."""
     code = [MACHINES["aarch64"]((7, 70000), one, 0x1122334455667788, 0x99) for one in (0, 0xABC)]
     assert hashlib.sha256(b"".join(code)).hexdigest()[:16] == "a9a04dcb9fa27716"
@@ -278,7 +278,7 @@ SHOW = "import sys; print(sys.version_info[0], 'sitecustomize' in sys.modules, s
 
 @pytest.mark.parametrize("program", [*OLD_PYTHONS.values(), sys.executable])
 @pytest.mark.parametrize("more", ["", "raise ValueError(3)", "import missing_one", "raise ImportError", None])
-def test_the_next_sitecustomize_runs_as_without(tmp_path: Path, program: str, more: str | None) -> None:
+def test_the_next_sitecustomize_runs_as_without(tmp_path, program, more):
     if more is not None:
         (tmp_path / "sitecustomize.py").write_text(NEXT.replace("{more}", more))
     without = python(SHOW, {"PYTHONPATH": str(tmp_path)}, program=program)
@@ -288,7 +288,7 @@ def test_the_next_sitecustomize_runs_as_without(tmp_path: Path, program: str, mo
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="no lib2to3, whose grammar it is")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_sitecustomize_is_python_2() -> None:
+def test_sitecustomize_is_python_2():
     text = (STARTUP_FOLDER / "sitecustomize.py").read_text()
     assert grammar_of_python_2().parse_string(text) is not None  # type: ignore[attr-defined]
     # The grammar of Python 3 also accepts constructs that Python 2.7 does not.
@@ -300,12 +300,12 @@ def test_sitecustomize_is_python_2() -> None:
 
 
 @pytest.mark.parametrize("option", ["-I", "-E", "-S"])
-def test_options_that_leave_it_out(option: str) -> None:
+def test_options_that_leave_it_out(option):
     body = f"import os; os.environ.pop('PYTHONPATH', 0)\n{STATE}"
     assert python(body, below_a_rank(), option) == python(body, {}, option)
 
 
-def test_a_subinterpreter_is_silent() -> None:
+def test_a_subinterpreter_is_silent():
     body = """
 try:
     import _interpreters as interpreters
@@ -317,7 +317,7 @@ interpreters.run_string(one, "import os; os.write(1, b'it runs')")
     assert python(body, below_a_rank()) == "it runs"
 
 
-def test_a_debugger_in_a_child_reads_what_it_is_given() -> None:
+def test_a_debugger_in_a_child_reads_what_it_is_given():
     body = "breakpoint()\nprint('over')"
     assert "over" in python(body, below_a_rank(), input="c\n")
     never = {**below_a_rank(), "TRAINKIT_JOB_RUN_DIR": "/nowhere"}

@@ -2,7 +2,6 @@
 
 import threading
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 
@@ -13,13 +12,7 @@ from trainkit.errors import TrainkitError
 from trainkit.job import step_run
 from trainkit.job.failure.records import record_silent_death
 from trainkit.job.hangs import HangRecord
-from trainkit.job.step_run import (
-    announce,
-    announcement_file,
-    await_announcement,
-    run_first_task,
-    withdraw,
-)
+from trainkit.job.step_run import announce, announcement_file, await_announcement, run_first_task, withdraw
 from trainkit.locks import file_lock
 from trainkit.plan.launch import Batch, Layout
 from trainkit.run.files import read_json, write_json
@@ -28,7 +21,7 @@ from trainkit.run.rundir import AttemptDir, RunDir
 TASK = SlurmTask("7", "0", 0, 1, 0, 1, (2,), ("host0",), "4000")
 
 
-def test_the_others_wait_for_what_the_first_announces(tmp_path: Path) -> None:
+def test_the_others_wait_for_what_the_first_announces(tmp_path):
     value = RunDir(tmp_path / "mine").attempt(3)
     threading.Timer(0.2, announce, (tmp_path / "runs", TASK, value)).start()
     found = await_announcement(tmp_path / "runs", TASK, timeout_s=10.0)
@@ -38,24 +31,24 @@ def test_the_others_wait_for_what_the_first_announces(tmp_path: Path) -> None:
     assert not announcement_file(tmp_path / "runs", TASK).exists()
 
 
-def test_all_end_with_the_code_of_a_start_that_failed(tmp_path: Path) -> None:
+def test_all_end_with_the_code_of_a_start_that_failed(tmp_path):
     announce(tmp_path, TASK, 2)
     assert await_announcement(tmp_path, TASK) == 2
 
 
-def test_a_folder_of_runs_that_cannot_be_used_is_said(tmp_path: Path) -> None:
+def test_a_folder_of_runs_that_cannot_be_used_is_said(tmp_path):
     (tmp_path / "runs").write_text("a file")
     with pytest.raises(TrainkitError, match=r"cannot wait for task 0 of step 7.* at .*/runs: Not"):
         await_announcement(tmp_path / "runs", TASK, timeout_s=0.2)
 
 
-def test_what_another_step_announced_does_not_count(tmp_path: Path) -> None:
+def test_what_another_step_announced_does_not_count(tmp_path):
     announce(tmp_path, replace(TASK, launcher_port="4001"), 0)
     with pytest.raises(TrainkitError, match=r"task 0 of step 7\.0 has not announced its run within 0\.2 s"):
         await_announcement(tmp_path, TASK, timeout_s=0.2)
 
 
-def test_what_another_launcher_announces_counts_while_rank_0_is_there(tmp_path: Path) -> None:
+def test_what_another_launcher_announces_counts_while_rank_0_is_there(tmp_path):
     run, rank = RunDir(tmp_path / "small"), LaunchedRank("torchrun", 1, 1, (2, 2), "host/0", 29500)
     run.path.mkdir()
     announce(tmp_path, rank, run.attempt(2))
@@ -67,9 +60,7 @@ def test_what_another_launcher_announces_counts_while_rank_0_is_there(tmp_path: 
     assert found.path == run.attempt(2).path
 
 
-def test_the_end_of_a_hang_is_blamed_on_who_held_the_others_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_end_of_a_hang_is_blamed_on_who_held_the_others_up(tmp_path, monkeypatch):
     """No supervisor watches such a step.
 
     Its agents end it, and ranks then fail because they lost their peers.

@@ -4,12 +4,11 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from slurm_job import Slurm, step
+from slurm_job import step
 
 from tests.backends.slurm.test_allocation_hosts import plan as planned
 from tests.support.groups import make_group
@@ -33,7 +32,7 @@ from trainkit.run.submitted import (
 )
 
 
-def test_the_plan_of_each_number_of_nodes_is_the_one_that_was_submitted() -> None:
+def test_the_plan_of_each_number_of_nodes_is_the_one_that_was_submitted():
     made = planned("resources.nodes=1-4", "train.global_batch_size=16", "train.device_batch_size=4").to_dict()
     made["of_a_newer_version"] = True
     submitted = submitted_hash("config", made)
@@ -57,40 +56,24 @@ def submitted(run: RunDir) -> str:
     return submitted_hash(attempt.config_file.read_text(), read_json(attempt.plan_file))
 
 
-def test_a_job_runs_what_it_was_submitted_with(
-    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def written(file: Path, text: str) -> Path:
+    file.write_text(text)
+    return file
+
+
+CHANGES = {
+    "damage_plan": lambda run: written(run.attempt(1).plan_file, "[]"),
+    "change_run": lambda run: written(run.config_file, "seed: 1\n"),
+    "change_launcher_file": lambda run: written(
+        run.attempt(1).path / "accelerate.yaml", "main_training_function: planted\n"
+    ),
+}
+
+
+def test_a_job_runs_what_it_was_submitted_with(run, slurm, monkeypatch):
     monkeypatch.setenv(SUBMITTED_VARIABLE, submitted(run))
     code = "import os; raise SystemExit(5 if os.environ['TRAINKIT_JOB_ATTEMPT'] == '1' else 0)"
     assert step(run, code)[1]["state"] == "finished", "the restart too"
-
-
-def change_config(run: RunDir) -> Path:
-    file = run.attempt(1).config_file
-    file.write_text(file.read_text() + "\n")
-    return file
-
-
-def change_plan(run: RunDir) -> Path:
-    file = run.attempt(1).plan_file
-    file.write_text(json.dumps({**read_json(file), "command": ["planted"]}))
-    return file
-
-
-def damage_plan(run: RunDir) -> Path:
-    run.attempt(1).plan_file.write_text("[]")
-    return run.attempt(1).plan_file
-
-
-def change_run(run: RunDir) -> Path:
-    run.config_file.write_text("seed: 1\n")
-    return run.config_file
-
-
-def change_launcher_file(run: RunDir) -> Path:
-    file = run.attempt(1).path / "accelerate.yaml"
-    file.write_text("main_training_function: planted\n")
-    return file
 
 
 @pytest.fixture(autouse=True)
@@ -98,23 +81,15 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "change", [change_config, change_plan, damage_plan, change_run, change_launcher_file]
-)
-def test_nothing_runs_of_a_folder_that_was_changed(
-    run: RunDir,
-    slurm: Slurm,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    change: Callable[[RunDir], Path],
-) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+def test_nothing_runs_of_a_folder_that_was_changed(run, slurm, monkeypatch, capfd, change):
     plan = {**read_json(run.attempt(1).plan_file), "launcher_files": {"accelerate.yaml": "a: b\n"}}
     for folder in (run, run.attempt(1)):
         folder.plan_file.write_text(json.dumps(plan))
         (folder.path / "accelerate.yaml").write_text("a: b\n")
     shutil.copy(run.attempt(1).config_file, run.config_file)
     monkeypatch.setenv(SUBMITTED_VARIABLE, submitted(run))
-    file = change(run)
+    file = CHANGES[change](run)
     code, end = step(run, "open('executed', 'w')")
     assert (code, end["state"], end["action"]) == (EXIT_NO_RESTART, "failed", "failed")
     assert end["reason"].startswith(f"{file} is ")
@@ -124,23 +99,8 @@ def test_nothing_runs_of_a_folder_that_was_changed(
     assert (slurm.requeued, Path("executed").exists(), run.attempt_numbers()) == (0, False, [1])
 
 
-def test_of_another_run_in_its_place_no_record_is_believed(
-    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """The attempt in the folder belongs to another job, which may be running."""
-    add_slurm_attempt(run, 1, "8", "submit", "sbatch")
-    monkeypatch.setenv(SUBMITTED_VARIABLE, "0:1")
-    record = run.job_file.read_bytes()
-    assert supervise_job(run, [sys.executable, "-c", ""]) == EXIT_NO_RESTART
-    said(capfd.readouterr().out)
-    assert (run.job_file.read_bytes(), run.attempt(1).end_file.exists()) == (record, False)
-
-
 @pytest.mark.skipif(os.getuid() != 0, reason="only root gives files away")
-def test_of_files_of_somebody_else_nothing_runs(
-    run: RunDir, slurm: Slurm, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Files of another user are not run, even by a job of an earlier version whose script has no hash."""
+def test_of_files_of_somebody_else_nothing_runs(run, slurm, capfd):
     add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     os.chown(run.job_file, 65534, 65534)
     assert supervise_job(run, [sys.executable, "-c", "open('executed', 'w')"]) == EXIT_NO_RESTART
@@ -151,20 +111,18 @@ def test_of_files_of_somebody_else_nothing_runs(
     assert read_json(run.attempt(1).end_file)["state"] == "failed"
 
 
-def test_of_a_folder_that_changed_while_the_run_waited_for_its_turn_nothing_runs(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_a_folder_that_changed_while_the_run_waited_for_its_turn_nothing_runs(run, monkeypatch):
     monkeypatch.setenv(SUBMITTED_VARIABLE, submitted(run))
-    monkeypatch.setattr(LocalAllocation, "wait_for_turn", lambda self, attempt: change_plan(run) and None)
+    file = run.attempt(1).plan_file
+    plan = json.dumps({**read_json(file), "command": ["planted"]})
+    monkeypatch.setattr(LocalAllocation, "wait_for_turn", lambda *_: written(file, plan) and None)
     attempt = Attempt(run.attempt(1))
     decision = Supervisor(LocalAllocation(run, 1))._run_attempt(attempt)
     assert (decision.action, decision.exit_code, attempt.outcome.exits) == ("failed", EXIT_NO_RESTART, ())
     said(decision.reason)
 
 
-def test_a_task_of_an_array_runs_what_its_group_was_submitted_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_of_an_array_runs_what_its_group_was_submitted_with(tmp_path, monkeypatch):
     group = make_group(tmp_path, {0: {}, 1: {"seed": 5}})
     record = group.record
     named = submitted_group_hash(record.config, record.plan, group.trials.values())

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import shutil
 import signal
 import sys
@@ -9,7 +10,6 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,7 +33,7 @@ from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.scheduler import JobState
 
 
-def test_a_step_that_srun_gave_up_has_not_finished_whatever_its_code(run: RunDir, slurm: Slurm) -> None:
+def test_a_step_that_srun_gave_up_has_not_finished_whatever_its_code(run, slurm):
     # Observed with Slurm 22.05: one host was cut off, and the other had lost its daemon and its tasks.
     slurm.lost = ("node2",)
     add_slurm_attempt(run, 1, "7", "submit", "sbatch")
@@ -49,22 +49,7 @@ def test_a_step_that_srun_gave_up_has_not_finished_whatever_its_code(run: RunDir
     assert (end["state"], end["action"], end["verdict"]["host"]) == ("failed", "restart", "node2")
 
 
-def test_a_crash_starts_the_step_again_in_the_allocation(run: RunDir, slurm: Slurm) -> None:
-    code = "import os; raise SystemExit(5 if os.environ['TRAINKIT_JOB_ATTEMPT'] == '1' else 0)"
-    assert step(run, code)[1]["state"] == "finished"
-    first = read_json(run.attempt(1).end_file)
-    assert (first["state"], first["action"], first["cause"]) == ("failed", "restart", "crash")
-    assert first["exit_code"] == EXIT_STOPPED
-    assert reasons(run) == [(1, "7", "submit"), (2, "7", AUTO_RESTART)]
-    events = [event["event"] for event in read_jsonl(run.events_file)]
-    assert [name for name in events if name in ("started", "restart", "finished")] == [
-        *("started", "restart", "started", "finished")
-    ]
-
-
-def test_a_cancellation_before_the_start_of_the_ranks_starts_none(
-    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cancellation_before_the_start_of_the_ranks_starts_none(run, slurm, monkeypatch):
     wait_for_the_lock = supervisor.become_sole_supervisor
 
     def cancelled_meanwhile(*args: Any) -> None:
@@ -77,75 +62,54 @@ def test_a_cancellation_before_the_start_of_the_ranks_starts_none(
     assert "started" not in [event["event"] for event in read_jsonl(run.events_file)]
 
 
-def test_a_step_that_slurm_could_not_start_is_no_crash(run: RunDir, slurm: Slurm) -> None:
+def test_a_step_that_slurm_could_not_start_is_no_crash(run, slurm):
     says = "srun: error: Unable to create step for job 7: Memory required by task is not available"
     code = f"import os, sys; os.environ['TRAINKIT_JOB_ATTEMPT'] in '12' and sys.exit({says!r})"
     assert step(run, code)[1]["state"] == "finished"
     ends = [read_json(run.attempt(number).end_file) for number in (1, 2)]
-    assert [(end["action"], end["cause"], end["verdict"]) for end in ends] == [
-        ("restart", "not_started", None)
-    ] * 2
+    found = [(end["action"], end["cause"], end["exit_code"], end["verdict"]) for end in ends]
+    assert found == [("restart", "not_started", EXIT_STOPPED, None)] * 2
+    assert reasons(run) == [(1, "7", "submit"), (2, "7", AUTO_RESTART), (3, "7", AUTO_RESTART)]
+    started = [event["attempt"] for event in read_jsonl(run.events_file) if event["event"] == "started"]
+    assert started == [1, 2, 3]
 
 
-def test_the_code_is_that_of_what_began_it(run: RunDir, slurm: Slurm) -> None:
-    record = {
-        "rank": 3,
-        "node_rank": 1,
-        "host": "b",
-        "time": "1",
-        "type": "ValueError",
-        "message": "m",
-        "exit_code": 5,
-        "final": True,
-    }
-    write = lambda: write_json(run.attempt(1).rank_error(3), record)  # noqa: E731
-    code, end = step(run, "raise SystemExit(137)", write)
-    assert code == 5
-    assert end["verdict"]["rank"] == 3
+def test_the_code_is_that_of_what_began_it(run, slurm):
+    record = {"rank": 3, "node_rank": 1, "host": "b", "time": "1", "type": "ValueError", "message": "m"}
+    record |= {"exit_code": 5, "final": True}
+    code, end = step(run, "raise SystemExit(137)", lambda: write_json(run.attempt(1).rank_error(3), record))
+    assert (code, end["verdict"]["rank"]) == (5, 3)
     said(end["reason"])
 
 
 @pytest.mark.parametrize(
-    ("how", "then", "ended_with", "kind", "message", "hint"),
+    ("how", "then", "kind", "hint"),
     [
         # Shared memory that a rank has filled is not freed when the rank is killed.
-        (
-            *("Out Of Memory", "sys.exit(1)", "SIGKILL"),
-            *("OutOfMemory", "killed by SIGKILL: out of memory", "raise resources.mem"),
-        ),
+        ("Out Of Memory", "sys.exit(1)", "OutOfMemory", "raise resources.mem"),
         # The killed agent writes no record, but srun reports its end. The other agents wait for its rank.
-        ("Killed", "time.sleep(60)", "SIGTERM", "exit", "its agent was killed (agent of node 0)", ""),
+        ("Killed", "time.sleep(60)", "exit", ""),
     ],
 )
 def test_an_agent_that_was_killed_is_named_and_no_longer_waited_for(
-    run: RunDir,
-    slurm: Slurm,
-    monkeypatch: pytest.MonkeyPatch,
-    how: str,
-    then: str,
-    ended_with: str,
-    kind: str,
-    message: str,
-    hint: str,
-) -> None:
+    run, slurm, monkeypatch, how, then, kind, hint
+):
     monkeypatch.setattr("trainkit.backends.slurm.attempt_watch.PEER_EXIT_S", 0.2)
     write_json(run.attempt(1).rendezvous_file, {"step_id": "0", "hosts": ["node1"]})
-    code = (
-        f"import sys, time; print('srun: error: node1: task 0: {how}', file=sys.stderr, flush=True); {then}"
-    )
-    step(run, f"import os; os.environ['TRAINKIT_JOB_ATTEMPT'] == '2' and os._exit(0)\n{code}")
+    says = f"srun: error: node1: task 0: {how}"
+    once = "import os, sys, time\nos.environ['TRAINKIT_JOB_ATTEMPT'] == '2' and os._exit(0)\n"
+    step(run, f"{once}print({says!r}, file=sys.stderr, flush=True); {then}")
     first = read_json(run.attempt(1).end_file)
     assert (first["action"], first["cause"]) == ("restart", "crash")
     said(first["reason"])
     verdict = first["verdict"]
-    named = [verdict[key] for key in ("host", "node_rank", "type", "message", "exit_code")]
-    assert named == ["node1", 0, kind, message, 137]
+    named = [verdict[key] for key in ("host", "node_rank", "type", "exit_code")]
+    assert named == ["node1", 0, kind, 137]
     assert verdict.get("hint", "").startswith(hint)
+    said(verdict["message"])
 
 
-def test_a_task_that_ended_as_asked_does_not_end_those_that_still_save(
-    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_that_ended_as_asked_does_not_end_those_that_still_save(run, slurm, monkeypatch):
     """A launcher exits with a different code as soon as the ranks of its node have saved."""
     monkeypatch.setattr("trainkit.backends.slurm.attempt_watch.PEER_EXIT_S", 0.2)
     says = "srun: error: node1: task 0: Exited with exit code 143"
@@ -153,7 +117,7 @@ def test_a_task_that_ended_as_asked_does_not_end_those_that_still_save(
     said(step(run, code, record_signal(run, "SIGTERM"))[1]["reason"])
 
 
-def test_a_step_whose_run_folder_is_deleted_is_ended(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_whose_run_folder_is_deleted_is_ended(run, monkeypatch):
     monkeypatch.setattr("trainkit.job.allocation.DELETED_AFTER_S", 0.3)
     watch = watch_of(run, monkeypatch)
     threading.Timer(0.3, shutil.rmtree, (run.attempt(1).path,)).start()
@@ -162,9 +126,7 @@ def test_a_step_whose_run_folder_is_deleted_is_ended(run: RunDir, monkeypatch: p
     assert [code for _, code in watch.observed.exits] == [143]
 
 
-def test_a_step_whose_run_folder_is_moved_saves(
-    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_whose_run_folder_is_moved_saves(run, tmp_path, monkeypatch):
     ready, moved = tmp_path / "ready", tmp_path / "moved"
     code = f"signal.signal(signal.SIGUSR2, lambda *_: sys.exit(75)); open({str(ready)!r}, 'w').close()"
     watch = watch_of(run, monkeypatch, f"import signal, sys, time; {code}; time.sleep(60)")
@@ -185,9 +147,7 @@ def test_a_step_whose_run_folder_is_moved_saves(
     assert (watch.observed.exits, old.exists()) == ([(0, 75)], False)
 
 
-def test_a_step_whose_run_folder_is_away_for_a_moment_goes_on(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_whose_run_folder_is_away_for_a_moment_goes_on(run, monkeypatch):
     """The run folder disappears while a server is restarted or the filesystem is mounted again."""
     back = run.path / "back"
     code = f"while not os.path.exists({str(back)!r}): time.sleep(0.02)\nraise SystemExit(75)"
@@ -214,9 +174,7 @@ def test_a_step_whose_run_folder_is_away_for_a_moment_goes_on(
     assert calls
 
 
-def test_the_end_of_a_step_waits_for_a_run_folder_that_is_away(
-    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_end_of_a_step_waits_for_a_run_folder_that_is_away(run, slurm, monkeypatch):
     """The cause of the missing folder may also have ended the ranks."""
     monkeypatch.setattr("trainkit.job.processes.DISK_RETRY_S", 0.05)
     real, stale = attempt_module.first_exit_code, [OSError(errno.ESTALE, "Stale file handle")] * 2
@@ -234,9 +192,7 @@ def test_the_end_of_a_step_waits_for_a_run_folder_that_is_away(
     assert (first["action"], first["cause"]) == ("restart", "crash")
 
 
-def test_a_step_is_ended_when_another_start_of_the_job_waits_for_it(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_is_ended_when_another_start_of_the_job_waits_for_it(run, monkeypatch):
     """Only the daemon of the job's host has died, so that Slurm has requeued the job."""
     add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     assert run.attempt_numbers() == [1]
@@ -268,9 +224,7 @@ time.sleep(60)
     assert run.attempt_numbers() == [1, 2]
 
 
-def test_a_superseded_command_that_exits_with_0_leaves_the_run(
-    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_superseded_command_that_exits_with_0_leaves_the_run(run, slurm, monkeypatch):
     plan_file = run.attempt(1).plan_file
     write_json(plan_file, {**read_json(plan_file), "command": ["python", "train.py"]})
     watch = watch_of(run, monkeypatch)
@@ -294,7 +248,7 @@ def watch_of(
     return SlurmAttemptWatch(Attempt(run.attempt(1), plan), [sys.executable, "-c", code], supervisor_view="")
 
 
-def test_the_run_saves_when_its_slices_have_taken_their_total(run: RunDir, slurm: Slurm) -> None:
+def test_the_run_saves_when_its_slices_have_taken_their_total(run, slurm):
     add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     values = read_json(run.attempt(1).plan_file)
     values["requeue"] |= {"total_s": values["grace_s"] + 2.0}
@@ -303,12 +257,10 @@ def test_the_run_saves_when_its_slices_have_taken_their_total(run: RunDir, slurm
     assert supervise_job(run, [sys.executable, "-c", code]) == 75
     end = read_json(run.attempt(1).end_file)
     assert (end["action"], end["cause"]) == ("stopped", "timeout")
-    assert "not started again: its jobs have used up the 00:0" in end["reason"]
+    said(re.sub("00:0.*? of", "TIME of", end["reason"]))
 
 
-def test_a_start_waits_for_room_on_the_disk(
-    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_waits_for_room_on_the_disk(run, slurm, monkeypatch):
     monkeypatch.setattr("trainkit.job.processes.DISK_RETRY_S", 0.05)
     add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     full = [OSError(errno.ENOSPC, "No space left on device")] * 2
@@ -326,36 +278,29 @@ def test_a_start_waits_for_room_on_the_disk(
     assert supervise_job(run, [sys.executable, "-c", "pass"]) == 1
 
 
-def test_a_host_by_a_name_that_slurm_does_not_know_is_not_given_up(
-    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_by_a_name_that_slurm_does_not_know_is_not_given_up(run, slurm, monkeypatch):
     notes: list[str] = []
     monkeypatch.setattr(allocation, "note_failure", lambda cluster, host, *args, **more: notes.append(host))
     given = allocation.SlurmAllocation(run, "7", [])
     for host in ("node1.cluster.local", "node1"):
-        given.record_suspect(
-            Attempt(run.attempt(1)),
-            RankFailure(host=host, node=True, message="no GPU"),
-        )
+        given.record_suspect(Attempt(run.attempt(1)), RankFailure(host=host, node=True, message="no GPU"))
     assert (notes, given.good_hosts) == (["node1"], [])
 
 
-def test_hosts_that_an_earlier_start_has_given_up_are_still_left_out(
-    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hosts_that_an_earlier_start_has_given_up_are_still_left_out(run, slurm, monkeypatch):
     monkeypatch.setattr(allocation, "excluded", lambda cluster, run: {"node9": "it died"})
     given = allocation.SlurmAllocation(run, "7", [])
     given.bad.add("node1")
     assert given.hosts_to_exclude() == ["node1", "node9"]
 
 
-def test_a_step_that_cannot_start(run: RunDir, slurm: Slurm) -> None:
+def test_a_step_that_cannot_start(run, slurm):
     add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     assert supervise_job(run, ["/no/such/srun"]) == 1
     assert "No such file" in read_json(run.attempt(1).end_file)["reason"]
 
 
-def test_outside_of_slurm(run: RunDir, capfd: pytest.CaptureFixture[str]) -> None:
+def test_outside_of_slurm(run, capfd):
     assert supervise_job(run, ["true"]) == 1
     said(capfd.readouterr().out)
 
@@ -383,38 +328,33 @@ class TestHeldLocks:
     def start(self, run: RunDir) -> int:
         return supervise_job(run, [sys.executable, "-c", "raise SystemExit(3)"])
 
+    @pytest.mark.parametrize(
+        ("case", "code"), [("waits", EXIT_STOPPED), ("used up", EXIT_FAILED), ("cancelled", EXIT_STOPPED)]
+    )
     def test_a_job_that_cannot_claim_an_attempt_is_requeued(
-        self, run: RunDir, slurm: Slurm, capfd: pytest.CaptureFixture[str]
-    ) -> None:
+        self, run, slurm, monkeypatch, capfd, request, case, code
+    ):
+        if case == "used up":
+            monkeypatch.setenv("SLURM_RESTART_COUNT", "100")
+        elif case == "cancelled":
+            request.getfixturevalue("terminated")
+            slurm.job = replace(RUNNING, state=JobState.CANCELLED)
         with file_lock(run.lock_file):
-            assert self.start(run) == EXIT_STOPPED
-        assert slurm.requeued == 1
-        assert f"error: {run.lock_file} is held by process {os.getpid()} on " in capfd.readouterr().out
+            assert self.start(run) == code
+        assert slurm.requeued == (case == "waits")
+        out = capfd.readouterr().out
+        assert f"error: {run.lock_file} " in out
+        assert f"process {os.getpid()} on " in out
 
-    def test_a_job_whose_requeues_are_used_up_is_not(
-        self, run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("SLURM_RESTART_COUNT", "100")
-        with file_lock(run.lock_file):
-            assert self.start(run) == EXIT_FAILED
-        assert slurm.requeued == 0
-
-    def test_a_job_that_a_person_cancelled_while_it_waited_ends(
-        self, run: RunDir, slurm: Slurm, terminated: None
-    ) -> None:
-        slurm.job = replace(RUNNING, state=JobState.CANCELLED)
-        with file_lock(run.lock_file):
-            assert self.start(run) == EXIT_STOPPED
-        assert slurm.requeued == 0
-
-    def test_a_held_supervisor_lock_is_tried_again_by_the_next_start(self, run: RunDir, slurm: Slurm) -> None:
+    def test_a_held_supervisor_lock_is_tried_again_by_the_next_start(self, run, slurm):
         with file_lock(run.supervisor_lock_file):
             assert self.start(run) == EXIT_STOPPED
         end = read_json(run.attempt(1).end_file)
         assert (end["action"], end["cause"], slurm.requeued) == ("requeue", "not_started", 1)
-        assert f"{run.supervisor_lock_file} is held by process {os.getpid()} on " in end["reason"]
+        assert end["reason"].startswith(str(run.supervisor_lock_file))
+        assert f"process {os.getpid()} on " in end["reason"]
 
-    def test_but_not_for_ever(self, run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_but_not_for_ever(self, run, slurm, monkeypatch):
         monkeypatch.setattr("trainkit.job.decision.MAX_STARTS", 3)
         with file_lock(run.supervisor_lock_file):
             assert [self.start(run) for _ in range(3)] == [EXIT_STOPPED, EXIT_STOPPED, EXIT_FAILED]
@@ -422,9 +362,7 @@ class TestHeldLocks:
         assert (end["action"], slurm.requeued) == ("failed", 2)
         assert f"remove {run.supervisor_lock_file}" in end["reason"]
 
-    def test_a_held_supervisor_lock_is_logged_also_where_the_plan_is_damaged(
-        self, run: RunDir, slurm: Slurm, capfd: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_a_held_supervisor_lock_is_logged_also_where_the_plan_is_damaged(self, run, slurm, capfd):
         run.attempt(1).plan_file.write_text("")
         with file_lock(run.supervisor_lock_file):
             assert self.start(run) == EXIT_FAILED
@@ -432,8 +370,8 @@ class TestHeldLocks:
         assert hint in capfd.readouterr().out
 
     def test_the_end_is_judged_by_the_signal_that_ended_the_wait_for_the_supervisor_lock(
-        self, run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+        self, run, slurm, monkeypatch
+    ):
         slurm.job, judged = replace(RUNNING, state=JobState.CANCELLED), []
         judge = allocation.judge
         monkeypatch.setattr(
@@ -447,20 +385,17 @@ class TestHeldLocks:
         assert judged == [((0, 128 + signal.SIGINT),)]
         assert "SIGINT" in read_json(run.attempt(1).end_file)["reason"]
 
-    def test_a_preemption_while_it_waits_for_the_supervisor_lock_resumes(
-        self, run: RunDir, slurm: Slurm, terminated: None
-    ) -> None:
-        slurm.job = replace(RUNNING, is_preempted=True)
+    @pytest.mark.parametrize("is_preempted", [True, False])
+    def test_the_supervisor_lock_is_awaited_until_slurm_ends_the_job(
+        self, run, slurm, terminated, is_preempted
+    ):
+        slurm.job = (
+            replace(RUNNING, is_preempted=True)
+            if is_preempted
+            else replace(RUNNING, state=JobState.CANCELLED)
+        )
         with file_lock(run.supervisor_lock_file):
             assert self.start(run) == EXIT_STOPPED
         end = read_json(run.attempt(1).end_file)
-        assert (end["action"], end["cause"]) == ("requeue", "preempted")
-
-    def test_a_cancellation_while_it_waits_for_the_supervisor_lock_ends_the_run(
-        self, run: RunDir, slurm: Slurm, terminated: None
-    ) -> None:
-        slurm.job = replace(RUNNING, state=JobState.CANCELLED)
-        with file_lock(run.supervisor_lock_file):
-            assert self.start(run) == EXIT_STOPPED
-        assert read_json(run.attempt(1).end_file)["action"] == "stopped"
-        assert slurm.requeued == 0
+        expected = ("requeue", "preempted", 1) if is_preempted else ("stopped", None, 0)
+        assert (end["action"], end["cause"], slurm.requeued) == expected

@@ -1,20 +1,17 @@
 """Tests the working folder of a command."""
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
 from tests.support.folders import content
-from tests.support.programs import run_program
 from tests.support.said import said
 from trainkit.job.work_folder import prepare_work_folder
 from trainkit.launch.snapshot import copy_code
 from trainkit.plan.workload import Workload
-from trainkit.run.files import read_json, write_json
+from trainkit.run.files import write_json
 from trainkit.run.record import read_job
 from trainkit.run.rundir import RunDir
 
@@ -37,7 +34,7 @@ def submit(project: Path, run: RunDir, subfolder: str = "") -> None:
     )
 
 
-def test_outputs_stay_and_code_is_only_replaced_by_new_code(project: Path, tmp_path: Path) -> None:
+def test_outputs_stay_and_code_is_only_replaced_by_new_code(project, tmp_path):
     run = RunDir(tmp_path / "run")
     run.path.mkdir()
     submit(project, run)
@@ -71,7 +68,7 @@ def test_outputs_stay_and_code_is_only_replaced_by_new_code(project: Path, tmp_p
         }
 
 
-def test_the_points_of_a_sweep_share_no_outputs(project: Path, tmp_path: Path) -> None:
+def test_the_points_of_a_sweep_share_no_outputs(project, tmp_path):
     group = RunDir(tmp_path / "group")
     group.path.mkdir()
     submit(project, group, "pkg")
@@ -86,9 +83,7 @@ def test_the_points_of_a_sweep_share_no_outputs(project: Path, tmp_path: Path) -
         (work / "ckpt.pt").write_text(str(index))
 
 
-def test_an_interrupted_copy_is_made_again(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_copy_is_made_again(project, tmp_path, monkeypatch):
     run = RunDir(tmp_path / "run")
     run.path.mkdir()
     submit(project, run)
@@ -103,7 +98,7 @@ def test_an_interrupted_copy_is_made_again(
     assert content(run.work_dir) == content(run.code_dir)
 
 
-def test_a_lost_record_does_not_lose_the_outputs(project: Path, tmp_path: Path) -> None:
+def test_a_lost_record_does_not_lose_the_outputs(project, tmp_path):
     (project / "exp").mkdir()
     (project / "exp" / "run.py").touch()
     for name in ("init", "add -A"):
@@ -116,26 +111,8 @@ def test_a_lost_record_does_not_lose_the_outputs(project: Path, tmp_path: Path) 
     assert prepare_work_folder(run, read_job(run)) == run.work_dir / "exp"
 
 
-def test_without_a_snapshot_there_is_none(tmp_path: Path) -> None:
+def test_without_a_snapshot_there_is_none(tmp_path):
     run = RunDir(tmp_path / "run")
     run.path.mkdir()
     write_json(run.job_file, {"cwd": "/", "code": None, "attempts": []})
     assert prepare_work_folder(run, read_job(run)) is None
-
-
-def test_a_local_command_writes_into_its_run(project: Path, tmp_path: Path) -> None:
-    (project / "train.py").write_text(
-        "import os, pathlib; pathlib.Path('out').mkdir(); pathlib.Path('out/w').write_text(os.environ['PWD'])"
-    )
-    argv = [
-        *("trainkit", "submit", "--backend", "local", "--follow", "--run-dir", str(tmp_path / "run")),
-        *("--set", "device=cpu", "--", "python", "train.py"),
-    ]
-    environ = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
-    done = run_program(sys.executable, "-m", *argv, cwd=project, env=environ)
-    assert done.returncode == 0, done.stderr
-    run = RunDir(tmp_path / "run")
-    assert (run.work_dir / "out" / "w").read_text() == str(run.work_dir)
-    assert not (project / "out").exists()
-    assert "relative outputs go there" in done.stderr
-    assert read_json(run.job_file)["cwd"] == str(project)

@@ -1,15 +1,10 @@
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.said import said
 from trainkit.config.running import LaunchConfig
-from trainkit.launch.environment import (
-    absolute_image,
-    container_problems,
-    container_program,
-)
+from trainkit.launch.environment import absolute_image, container_problems, container_program, launch_problems
 
 
 @pytest.mark.parametrize(
@@ -26,7 +21,7 @@ from trainkit.launch.environment import (
         (None, (), None),
     ],
 )
-def test_runtime(image: str | None, available: tuple[str, ...], expected: str | None) -> None:
+def test_runtime(image, available, expected):
     assert container_program(LaunchConfig(container=image), available) == expected
     if image is not None:
         assert container_program(LaunchConfig(container=image, container_runtime="pyxis")) == "pyxis"
@@ -36,7 +31,7 @@ def problems(cwd: str = "/nowhere", **launch: Any) -> list[tuple[str, str]]:
     return [(key, message) for key, message, _ in container_problems(LaunchConfig(**launch), cwd)]
 
 
-def test_nothing_is_wrong(tmp_path: Path) -> None:
+def test_nothing_is_wrong(tmp_path):
     image = tmp_path / "x.sif"
     image.touch()
     assert problems(container=str(image), container_mounts=["/a", "/a:/b", "/a:/b:ro"]) == []
@@ -59,12 +54,12 @@ def test_nothing_is_wrong(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_is_wrong(launch: dict[str, Any]) -> None:
+def test_what_is_wrong(launch):
     [(key, message)] = problems(**launch)
     said(f"{key}: {message}")
 
 
-def test_an_image_that_is_gone(tmp_path: Path) -> None:
+def test_an_image_that_is_gone(tmp_path):
     [(key, message)] = problems(container=f"{tmp_path}/gone.sif")
     said(f"{key}: {message}")
 
@@ -81,5 +76,37 @@ def test_an_image_that_is_gone(tmp_path: Path) -> None:
         ("image.sqsh", "pyxis", "/p/image.sqsh"),
     ],
 )
-def test_image_is_the_same_wherever_the_step_runs(image: str, runtime: str, expected: str) -> None:
+def test_image_is_the_same_wherever_the_step_runs(image, runtime, expected):
     assert absolute_image(image, runtime, "/p") == expected
+
+
+def wrong(**launch: Any) -> list[tuple[str, str]]:
+    return [(key, message) for key, message, _ in launch_problems(LaunchConfig(**launch))]
+
+
+def test_a_good_environment():
+    assert wrong() == []
+    assert (
+        wrong(modules=["cuda/12.4"], env={"_a1": "two\nlines"}, setup=["a\nb"], conda="mine", venv="x y")
+        == []
+    )
+
+
+@pytest.mark.parametrize("name", ["--force", "", " ", "a b"])
+def test_names_of_modules(name):
+    launch = LaunchConfig.model_construct(**{**dict(LaunchConfig()), "modules": (name,)})
+    assert [key for key, _, _ in launch_problems(launch)] == ["launch.modules"]
+
+
+def test_variables_that_are_not_the_users():
+    names = ("RANK", "MASTER_ADDR", "SLURM_JOB_ID", "SRUN_CPUS_PER_TASK", "SBATCH_QOS", "TRAINKIT_JOB_NONCE")
+    found = wrong(env=dict.fromkeys(names, "1"))
+    assert [key for key, _ in found] == [f"launch.env.{name}" for name in names]
+    [message] = {message for _, message in found}
+    said(message)
+
+
+def test_what_nothing_can_hold():
+    [(key, message)] = wrong(conda="-n")
+    assert key == "launch.conda"
+    said(message)

@@ -52,7 +52,7 @@ def submitted(run: RunDir, project: Path, loaded, plan: LaunchPlan) -> RunDir:  
     return run
 
 
-def test_a_refusal_leaves_the_code_as_it_was(submitted: RunDir, loaded, plan: LaunchPlan) -> None:  # type: ignore[no-untyped-def]
+def test_a_refusal_leaves_the_code_as_it_was(submitted, loaded, plan):
     before = read_job(submitted)
 
     def refuse() -> None:
@@ -67,12 +67,7 @@ def test_a_refusal_leaves_the_code_as_it_was(submitted: RunDir, loaded, plan: La
     assert [path.name for path in submitted.path.glob("code*")] == ["code"]
 
 
-def test_code_that_cannot_be_recorded_does_not_stay(
-    submitted: RunDir,
-    loaded,
-    plan: LaunchPlan,
-    monkeypatch: pytest.MonkeyPatch,  # type: ignore[no-untyped-def]
-) -> None:
+def test_code_that_cannot_be_recorded_does_not_stay(submitted, loaded, plan, monkeypatch):
     def stale(path: Path) -> object:
         raise OSError(errno.ESTALE, "Stale file handle")
 
@@ -85,18 +80,14 @@ def test_code_that_cannot_be_recorded_does_not_stay(
     assert (submitted.code_dir / "train.py").read_text() == "old\n"
 
 
-def test_the_copy_before_stays(submitted: RunDir, loaded, plan: LaunchPlan) -> None:  # type: ignore[no-untyped-def]
+def test_the_copy_before_stays(submitted, loaded, plan):
     with renewed_code(submitted, read_job(submitted), loaded.config, plan):
         submitted.attempt(2).create()
     assert (submitted.code_dir / "train.py").read_text() == "new\n"
     assert (submitted.path / "code.001/train.py").read_text() == "old\n"
 
 
-def test_an_attempt_that_may_have_been_submitted_keeps_its_code(
-    submitted: RunDir,
-    loaded,  # type: ignore[no-untyped-def]
-    plan: LaunchPlan,
-) -> None:
+def test_an_attempt_that_may_have_been_submitted_keeps_its_code(submitted, loaded, plan):
     def interrupt() -> None:
         with renewed_code(submitted, read_job(submitted), loaded.config, plan):
             submitted.attempt(2).create()
@@ -107,7 +98,7 @@ def test_an_attempt_that_may_have_been_submitted_keeps_its_code(
     assert (submitted.code_dir / "train.py").read_text() == "new\n"
 
 
-def test_a_run_is_judgedsubmission_folder(submitted: RunDir, project: Path, tmp_path: Path) -> None:
+def test_a_run_is_judgedsubmission_folder(submitted, project, tmp_path):
     here = Path.cwd()
     with submission_folder(read_job(submitted), takes_new_code=False) as code_dir:
         assert (Path.cwd(), code_dir) == (project, submitted.code_dir)
@@ -120,14 +111,14 @@ def test_a_run_is_judgedsubmission_folder(submitted: RunDir, project: Path, tmp_
     assert Path.cwd() == here
 
 
-def test_a_script_that_is_named_past_the_copy(run: RunDir, project: Path, loaded, plan: LaunchPlan) -> None:  # type: ignore[no-untyped-def]
+def test_a_script_that_is_named_past_the_copy(run, project, loaded, plan):
     (project / "train.py").write_text("old\n")
     past = replace(plan, workload=Workload(("python", f"{project}/train.py", "--data", str(project.parent))))
     code = copy_code(project, run, past.workload)
     said("\n".join(code.notes))
 
 
-def test_names_of_all_kinds_reach_provenance(project: Path, run: RunDir, plan: LaunchPlan) -> None:
+def test_names_of_all_kinds_reach_provenance(project, run, plan):
     git(project, "init")
     for name in (b"two\nlines.py", b"\xff.py", "ü.py".encode(), b" lead\"'$(x).py", b"\xfe.pem"):
         with open(os.fsencode(project) + b"/" + name, "w"):

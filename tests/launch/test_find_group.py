@@ -31,14 +31,14 @@ def group(tmp_path: Path) -> RunGroup:
     return made
 
 
-def test_a_group_by_folder_name_job_id_and_last(group: RunGroup) -> None:
+def test_a_group_by_folder_name_job_id_and_last(group):
     for text in (str(group.path), "group", "12", "last"):
         found = find_run_or_group(text)
         assert isinstance(found, RunGroup)
         assert found.path == group.path
 
 
-def test_a_run_of_a_group_is_made_when_it_is_named(group: RunGroup) -> None:
+def test_a_run_of_a_group_is_made_when_it_is_named(group):
     assert not group.run(4).exists()
     for text in ("12_4", "group/4", str(group.path / "4")):
         run = find_run(text)
@@ -47,7 +47,8 @@ def test_a_run_of_a_group_is_made_when_it_is_named(group: RunGroup) -> None:
     assert not group.run(3).exists()
 
 
-def test_who_only_reads_makes_no_folder(group: RunGroup) -> None:
+def test_who_only_reads_makes_no_folder(group, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")  # Slurm is not asked
     for text in ("12_4", "group/4", str(group.path / "4")):
         assert find_to_read(text).path == group.run(4).path
         status = look_at(group.run(4), print)[1]
@@ -60,7 +61,7 @@ def test_who_only_reads_makes_no_folder(group: RunGroup) -> None:
             find_to_read(text)
 
 
-def test_a_group_is_not_one_run(group: RunGroup) -> None:
+def test_a_group_is_not_one_run(group):
     with pytest.raises(UsageError) as caught:
         find_run("group")
     said(caught.value.message)
@@ -68,7 +69,7 @@ def test_a_group_is_not_one_run(group: RunGroup) -> None:
 
 
 @pytest.mark.parametrize("text", ["12_5", "group/5"])
-def test_no_such_point(group: RunGroup, text: str) -> None:
+def test_no_such_point(group, text):
     with pytest.raises(UsageError, match="has no trial 5"):
         find_run(text)
 
@@ -84,15 +85,13 @@ def test_no_such_point(group: RunGroup, text: str) -> None:
         ("./group/4", "./group/4 does not contain a run"),
     ],
 )
-def test_nothing_of_that_name(group: RunGroup, text: str, message: str) -> None:
+def test_nothing_of_that_name(group, text, message):
     with pytest.raises(UsageError) as caught:
         find_run(text)
     assert caught.value.message == message
 
 
-def test_a_group_is_one_entry_of_the_list(
-    group: RunGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_group_is_one_entry_of_the_list(group, tmp_path, monkeypatch):
     find_run("12_3")
     assert [known.path.name for known in iter_known_runs() if isinstance(known, RunGroup)] == ["group"]
     (tmp_path / "runs").mkdir()
@@ -101,9 +100,7 @@ def test_a_group_is_one_entry_of_the_list(
     assert [known.path.name for known in iter_known_runs() if isinstance(known, RunGroup)] == ["moved"]
 
 
-def test_a_point_that_was_started_again_is_known_by_its_new_job(
-    group: RunGroup, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_point_that_was_started_again_is_known_by_its_new_job(group, capsys):
     run = find_run("12_4")
     with run_lock(run):
         add_slurm_attempt(run, 2, "99", "requeue", "sbatch")

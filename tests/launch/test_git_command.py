@@ -1,7 +1,5 @@
 """Tests that a repository from somebody else makes Git execute nothing at submit."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path
@@ -61,7 +59,7 @@ PROGRAMS = (
 
 
 @pytest.mark.parametrize("keys", [PROGRAMS, ["filter.x.clean"], ["filter.x.process", "filter.x.smudge"]])
-def test_no_program_of_a_config_runs(received: Path, program: Path, keys: list[str]) -> None:
+def test_no_program_of_a_config_runs(received, program, keys):
     for key in keys:
         git(received, "config", key, str(program))
     git(received, "config", "filter.x.required", "true")
@@ -70,9 +68,7 @@ def test_no_program_of_a_config_runs(received: Path, program: Path, keys: list[s
     assert ran(program) == ""
 
 
-def test_no_filter_of_an_included_file_or_of_the_user_runs(
-    received: Path, program: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_filter_of_an_included_file_or_of_the_user_runs(received, program, monkeypatch):
     """A program of the user may read the config of the repository, as git-lfs does."""
     (received / ".gitattributes").write_text("*.py filter=theirs\n*.md filter=mine\n")
     (received / "a.md").write_text("a\n")
@@ -91,7 +87,7 @@ def test_no_filter_of_an_included_file_or_of_the_user_runs(
     assert ran(program) == ""
 
 
-def test_a_filter_that_git_cannot_leave_out(received: Path, program: Path) -> None:
+def test_a_filter_that_git_cannot_leave_out(received, program):
     git(received, "config", "filter.a=b.clean", str(program))
     (received / ".gitattributes").write_text("*.py filter=a=b\n")
     state = git_state(received)
@@ -102,7 +98,7 @@ def test_a_filter_that_git_cannot_leave_out(received: Path, program: Path) -> No
     assert ran(program) == ""
 
 
-def test_no_hook_and_no_program_of_a_submodule_runs(received: Path, program: Path, tmp_path: Path) -> None:
+def test_no_hook_and_no_program_of_a_submodule_runs(received, program, tmp_path):
     part = tmp_path / "part"
     subprocess.run(["cp", "-a", str(received), str(part)], check=True)
     git(received, "-c", "protocol.file.allow=always", "submodule", "add", "-q", str(part), "part")
@@ -125,7 +121,7 @@ def test_no_hook_and_no_program_of_a_submodule_runs(received: Path, program: Pat
     assert ran(program) == ""
 
 
-def test_a_partial_clone_fetches_nothing(received: Path, program: Path) -> None:
+def test_a_partial_clone_fetches_nothing(received, program):
     oid = run_git(str(received), "rev-parse", "HEAD:train.py").stdout.decode().strip()
     (received / ".git/objects" / oid[:2] / oid[2:]).unlink()
     for key, value in {
@@ -146,9 +142,7 @@ def test_a_partial_clone_fetches_nothing(received: Path, program: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["GIT_EXTERNAL_DIFF", "GIT_PAGER", "GIT_SSH_COMMAND", "GIT_TRACE", "GIT_TRACE2", "GIT_DIR"]
 )
-def test_variables_of_git_change_nothing(
-    received: Path, program: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_variables_of_git_change_nothing(received, program, monkeypatch, name):
     monkeypatch.setenv(name, str(program))
     written = program.read_bytes()
     assert has_seen_the_change(received)
@@ -157,8 +151,8 @@ def test_variables_of_git_change_nothing(
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a repository to somebody else")
 def test_the_repository_of_somebody_else_stays_unread_unless_it_is_a_safe_directory(
-    received: Path, program: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    received, program, monkeypatch
+):
     git(received, "config", "core.fsmonitor", str(program))
     for path in (received, received / ".git"):
         os.chown(path, 65534, 65534)

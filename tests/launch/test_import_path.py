@@ -11,7 +11,6 @@ from tests.support.said import said
 from trainkit.launch.snapshot import copy_code, find_import_path
 from trainkit.launch.source_tree import SourceTree
 from trainkit.plan.workload import TRAINER
-from trainkit.run.rundir import RunDir
 
 
 def tree(*files: str, subfolder: str = "") -> SourceTree:
@@ -24,40 +23,28 @@ def find(*files: str, subfolder: str = "", inherited: str = "") -> tuple[str, ..
     return tuple(found)
 
 
-def test_working_directory() -> None:
+def test_where_python_looks():
     assert find() == ("/code",)
     assert find("sub/a.py", subfolder="sub") == ("/code/sub",)
     assert find("a.py", subfolder="empty") == ("/code/empty",)
-
-
-def test_projects_around_it() -> None:
-    files = ("tools/exp/a.py", "tools/setup.py", "src/pkg/__init__.py", "pyproject.toml")
-    assert find(*files, subfolder="tools/exp") == ("/code/tools/exp", "/code/tools", "/code/src")
-
-
-def test_what_pythonpath_has_of_the_source() -> None:
+    around = ("tools/exp/a.py", "tools/setup.py", "src/pkg/__init__.py", "pyproject.toml")
+    assert find(*around, subfolder="tools/exp") == ("/code/tools/exp", "/code/tools", "/code/src")
     inherited = "/source/lib:/elsewhere:relative::/source/gone:/sourcery"
     assert find("lib/a.py", inherited=inherited) == ("/code", "/code/lib")
+    like_modules = ("logging/x.txt", "sub/io.py", "queue.yaml", "types/deep/__init__.py")
+    assert find(*like_modules) == ("/code",)
 
 
-@pytest.mark.parametrize("name", ["queue.py", "types/__init__.py"])
-def test_a_module_that_would_take_the_place_of_pythons_own(name: str) -> None:
-    found, [note] = find_import_path(tree(name, "logging/x.txt", "sub/io.py"), "/code", "")
+@pytest.mark.parametrize(
+    ("name", "code"), [("queue.py", "/code"), ("types/__init__.py", "/code"), ("a.py", "/code:1")]
+)
+def test_a_folder_that_cannot_be_on_the_path(name, code):
+    found, [note] = find_import_path(tree(name, "logging/x.txt", "sub/io.py"), code, "")
     assert found == []
     said(note)
 
 
-def test_folders_that_only_sound_like_modules_of_python() -> None:
-    assert find("logging/x.txt", "sub/io.py", "queue.yaml", "types/deep/__init__.py") == ("/code",)
-
-
-def test_colon() -> None:
-    found, [note] = find_import_path(tree("a.py"), "/code:1", "")
-    assert found == []
-    said(note)
-
-
-def test_modules_come_from_the_copy(project: Path, run: RunDir) -> None:
+def test_modules_come_from_the_copy(project, run):
     """The same is true in a job, because an installation that leads to the source comes after PYTHONPATH."""
     (project / "pyproject.toml").touch()
     (project / "mine.py").write_text("VALUE = 'as submitted'")

@@ -29,7 +29,7 @@ from trainkit.run.rundir import RunDir
 LAUNCH = RunConfig().launch
 
 
-def test_a_script_that_is_not_there(tmp_path: Path) -> None:
+def test_a_script_that_is_not_there(tmp_path):
     for command in (["no/such.py"], ["-u", "no/such.py", "--out", "made.py"]):
         with pytest.raises(UsageError, match=r"there is no .*no/such.py"):
             refuse_missing([sys.executable, *command], LAUNCH, "python", tmp_path)
@@ -41,13 +41,13 @@ def test_a_script_that_is_not_there(tmp_path: Path) -> None:
     refuse_missing(["python", "train.py"], launch, "python", tmp_path)
 
 
-def test_a_file_here_is_no_program(tmp_path: Path) -> None:
+def test_a_file_here_is_no_program(tmp_path):
     with pytest.raises(UsageError, match=r"command not found on PATH: 'train.py'") as caught:
         refuse_missing(["train.py"], LAUNCH, "python", tmp_path)
     assert "give its path" in caught.value.hint
 
 
-def test_a_launcher_takes_the_interpreter_that_would_run_the_command(tmp_path: Path) -> None:
+def test_a_launcher_takes_the_interpreter_that_would_run_the_command(tmp_path):
     venv = tmp_path / "venv"
     (venv / "bin").mkdir(parents=True)
     (venv / "bin" / "python").symlink_to(sys.executable)
@@ -62,28 +62,25 @@ def test_a_launcher_takes_the_interpreter_that_would_run_the_command(tmp_path: P
     assert command_python(LAUNCH, command, tmp_path, {**active, "PATH": "/usr/bin"}) == (sys.executable,)
 
 
-def test_a_torch_that_is_too_old_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_that_is_too_old_is_refused(tmp_path, monkeypatch):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").touch()
     (tmp_path / "torch" / "version.py").write_text("__version__ = '2.6.0'\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     config = tmp_path / "run.yaml"
-    targets = [LOCAL, Target("sbatch", "a test", Cluster("unknown"))]
-    for target in targets:
-        config.write_text("device: cpu\n")
+    config.write_text("device: cpu\n")
+    for target in (LOCAL, Target("sbatch", "a test", Cluster("unknown"))):
         loaded = load_config(config, environ={}, cwd=tmp_path)
         with pytest.raises(ConfigError) as caught:
             plan_run(loaded, gather(loaded, target=target))
-        expected = f"{sys.executable} has torch 2.6.0, and the trainer requires torch 2.11 or newer"
-        assert [problem.message for problem in caught.value.problems] == [expected]
+        [problem] = caught.value.problems
+        said(problem.message)
         command = Workload((sys.executable,))
         plan_run(loaded, gather(loaded, command, target=target), command)  # a command may need no torch
 
 
-def test_a_launcher_whose_package_is_missing_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launcher_whose_package_is_missing_is_refused(tmp_path, monkeypatch):
     for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
         monkeypatch.delenv(name, raising=False)
     loaded = load_config(None, overrides=["device=cpu"], environ={}, cwd=tmp_path)
@@ -149,7 +146,7 @@ def submitting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Submitting:
     return Submitting(tmp_path, monkeypatch)
 
 
-def test_a_torch_without_cuda_is_refused_before_a_job_on_gpus_queues(submitting: Submitting) -> None:
+def test_a_torch_without_cuda_is_refused_before_a_job_on_gpus_queues(submitting):
     said(submitting.problem())
     python = f"{submitting.folder}/venv/bin/python"
     said(submitting.problem("launch.venv=venv"))
@@ -157,13 +154,13 @@ def test_a_torch_without_cuda_is_refused_before_a_job_on_gpus_queues(submitting:
     assert submitting.asked == [sys.executable, python, python]
 
 
-def test_problems_of_the_config_come_with_it(submitting: Submitting) -> None:
+def test_problems_of_the_config_come_with_it(submitting):
     with pytest.raises(ConfigError) as caught:
         submitting.plan("launch.conda=mine", "launch.modules=[-x]")
     assert [problem.key for problem in caught.value.problems] == ["launch.modules"], "the torch is unknown"
 
 
-def test_a_torch_with_cuda_and_runs_that_need_none(submitting: Submitting) -> None:
+def test_a_torch_with_cuda_and_runs_that_need_none(submitting):
     submitting.plan("device=cpu", "launch.venv=venv")
     submitting.plan(workload=Workload(("/bin/true",)))
     assert submitting.asked == []
@@ -181,16 +178,12 @@ def test_a_torch_with_cuda_and_runs_that_need_none(submitting: Submitting) -> No
         ("launch.cluster=west",),
     ],
 )
-def test_a_torch_that_only_the_job_knows_is_left_to_it(
-    submitting: Submitting, overrides: tuple[str, ...]
-) -> None:
+def test_a_torch_that_only_the_job_knows_is_left_to_it(submitting, overrides):
     program(submitting.folder / "bin" / "apptainer")
     assert submitting.plan(*overrides).device == "cuda"
 
 
-def test_a_cluster_by_its_name_on_its_own_login_node(
-    submitting: Submitting, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cluster_by_its_name_on_its_own_login_node(submitting, monkeypatch):
     monkeypatch.setattr("trainkit.cluster.target.conf_file", lambda: Path("/etc/slurm/slurm.conf"))
     assert "built without CUDA" in submitting.problem("launch.cluster=west")
     (submitting.folder / "bin" / "sbatch").unlink()
@@ -198,9 +191,7 @@ def test_a_cluster_by_its_name_on_its_own_login_node(
     assert submitting.plan().device == "cuda", "this host submits no jobs"
 
 
-def test_what_every_host_installs_for_itself_may_differ_on_the_nodes(
-    submitting: Submitting, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_every_host_installs_for_itself_may_differ_on_the_nodes(submitting, monkeypatch):
     monkeypatch.setattr(module, "SYSTEM_FOLDER", str(submitting.folder))
     assert submitting.plan().device == "cuda"
 
@@ -218,14 +209,8 @@ def test_what_every_host_installs_for_itself_may_differ_on_the_nodes(
     ],
 )
 def test_a_torch_that_cannot_use_the_gpus_of_a_workstation(
-    submitting: Submitting,
-    monkeypatch: pytest.MonkeyPatch,
-    gpu: str,
-    driver: tuple[int, int] | None,
-    build: str | None,
-    override: str,
-    problem: str | None,
-) -> None:
+    submitting, monkeypatch, gpu, driver, build, override, problem
+):
     make_torch(submitting.folder / "other", "2.13.0+x", build, None if gpu else "6.4")
     submitting.package = submitting.folder / "other" / "torch"
     names = (gpu,) if gpu else ()
@@ -247,7 +232,7 @@ def tracker_problems(folder: Path, **launch: Any) -> list[KeyProblem]:
     return list(find_environment(config, True, Workload(("true",)), folder).problems)
 
 
-def test_a_tracker_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_that_is_not_installed(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "own_packages", lambda *_: Packages("3.11", "python", {}, {}))
     [found] = tracker_problems(tmp_path)
     said("\n".join(found))
@@ -265,9 +250,7 @@ def test_a_tracker_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.Mon
         (True, TRAINER, True, True),
     ],
 )
-def test_tensorboard_that_is_not_installed(
-    submitting: Submitting, value: object, workload: Workload, repeats: bool, is_refused: bool
-) -> None:
+def test_tensorboard_that_is_not_installed(submitting, value, workload, repeats, is_refused):
     overrides = [] if value is None else [f"logging.tensorboard={str(value).lower()}"]
     if repeats:
         run = RunDir(unpack_run(GOLDEN / "folders" / "finished", submitting.folder))
@@ -289,14 +272,12 @@ def test_tensorboard_that_is_not_installed(
 
 
 @pytest.mark.parametrize("launch", [{"setup": ["module load x"]}, {"env": {"PYTHONPATH": "x"}}])
-def test_a_tracker_in_an_environment_that_only_the_job_knows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch: dict[str, Any]
-) -> None:
+def test_a_tracker_in_an_environment_that_only_the_job_knows(tmp_path, monkeypatch, launch):
     monkeypatch.setattr(module, "own_packages", lambda *_: Packages("3.11", "python", {}, {}))
     assert not tracker_problems(tmp_path, **launch)
 
 
-def test_a_folder_is_no_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_no_module(tmp_path, monkeypatch):
     """W&B writes to a folder with the name of its module."""
     (tmp_path / "no_such_tracker").mkdir()
     (tmp_path / "a_tracker.py").touch()

@@ -17,10 +17,7 @@ from trainkit.launch.snapshot import collect_provenance, git_state
         ("data.tokenizer=bytes train.tokens_per_step=1", None),
         ("-- train.py --api-key abcd1234efgh --token=abcd", "-- train.py --api-key *** --token=***"),
         ("--password x --max-tokens 4096", "--password *** --max-tokens 4096"),
-        (
-            "sh -c 'cd x && train --api-key abcd1234efgh --lr 1'",
-            "sh -c 'cd x && train --api-key *** --lr 1'",
-        ),
+        ("sh -c 'cd x && train --api-key abcd1234efgh --lr 1'", "sh -c 'cd x && train --api-key *** --lr 1'"),
         ("--use-token --max-tokens=4096 hf_abcdefgh12345678", "--use-token --max-tokens=4096 ***"),
     ],
 )
@@ -93,13 +90,9 @@ def test_secrets_in_a_diff(line, masked):
 
 
 def test_a_private_key_in_a_diff():
-    lines = [
-        "-----BEGIN RSA PRIVATE KEY-----",
-        "MIIEvQIBADANBgkqhkiG9w0BAQEFAASC",
-        "-----END RSA PRIVATE KEY-----",
-    ]
-    masked = mask_diff("".join(f"+{line}\n" for line in lines))
-    assert masked.startswith("+-----BEGIN RSA PRIVATE KEY-----***")
+    begin, inside = "-----BEGIN RSA PRIVATE KEY-----", "MIIEvQIBADANBgkqhkiG9w0BAQEFAASC"
+    masked = mask_diff(f"+{begin}\n+{inside}\n+{begin.replace('BEGIN', 'END')}\n")
+    assert masked.startswith(f"+{begin}***")
     assert "MIIE" not in masked
 
 

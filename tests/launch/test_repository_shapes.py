@@ -135,7 +135,7 @@ COMMITTED = ("ignored data in a folder of code", "ignored folder in one of code"
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_what_is_ignored(project: Path, run: RunDir, name: str) -> None:
+def test_what_is_ignored(project, run, name):
     patterns, files, copied, linked = map(str.split, TABLE[name])
     git(project, "init")
     ignore(project, *patterns)
@@ -161,7 +161,7 @@ SHAPES: dict[Callable[[Path], None], tuple[str, list[str], list[str]]] = {
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.__name__)
-def test_what_is_copied_and_linked(project: Path, run: RunDir, shape: Callable[[Path], None]) -> None:
+def test_what_is_copied_and_linked(project, run, shape):
     shape(project)
     folder, copied, linked = SHAPES[shape]
     check(project / folder, run, copied, linked)
@@ -182,7 +182,7 @@ def check(folder: Path, run: RunDir, copied: list[str], linked: list[str]) -> No
         assert (run.code_dir / name).readlink() == Path(found.source, name)
 
 
-def test_data_between_the_code(project: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_between_the_code(project, run, monkeypatch):
     monkeypatch.setattr(source_tree, "MAX_LINKS", 2)
     monkeypatch.setattr(source_tree, "MAX_WRITTEN", 2)
     for number in range(3):
@@ -192,7 +192,7 @@ def test_data_between_the_code(project: Path, run: RunDir, monkeypatch: pytest.M
     assert copy_code(project, run, TRAINER).num_files == 0
 
 
-def test_small_files_that_a_script_may_write_again_are_copied(project: Path, run: RunDir) -> None:
+def test_small_files_that_a_script_may_write_again_are_copied(project, run):
     """Each run of a sweep would overwrite the picture of the first trial through a link."""
     (project / "out.png").write_bytes(b"first")
     (project / "Metrics.CSV").write_text("step,loss\n")

@@ -42,9 +42,7 @@ def script(tmp_path: Path, *overrides: str) -> JobScript:
         (("requeue.on=[crash]",), 0),  # the job was submitted with --no-requeue
     ],
 )
-def test_a_start_that_fails_is_requeued_as_the_policy_says(
-    tmp_path: Path, overrides: tuple[str, ...], restarts: int
-) -> None:
+def test_a_start_that_fails_is_requeued_as_the_policy_says(tmp_path, overrides, restarts):
     text = script(tmp_path, *overrides).text
     assert ("scontrol requeue" in text) == (restarts > 0)
     assert not restarts or f"if (( $# > {restarts} ))" in text.replace("elif", "if")
@@ -53,7 +51,7 @@ def test_a_start_that_fails_is_requeued_as_the_policy_says(
 @pytest.mark.parametrize(
     "name", ["with space", "it's", "$(touch HACKED)", "a;b", "ünïcode", "back\\slash", "50%"]
 )
-def test_names_are_only_names(tmp_path: Path, name: str) -> None:
+def test_names_are_only_names(tmp_path, name):
     folder = tmp_path / name
     folder.mkdir()
     text = script(folder).text
@@ -67,15 +65,13 @@ def test_names_are_only_names(tmp_path: Path, name: str) -> None:
     assert not list(tmp_path.rglob("HACKED"))
 
 
-def test_a_secret_of_which_only_the_script_would_know(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_secret_of_which_only_the_script_would_know(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", tmp_path.name)
     with pytest.raises(UsageError, match=r"the value of HF_TOKEN would be written into .*submit\.sbatch"):
         script(tmp_path)
 
 
-def test_thousands_of_nodes_are_planned_and_rendered_in_half_a_second(tmp_path: Path) -> None:
+def test_thousands_of_nodes_are_planned_and_rendered_in_half_a_second(tmp_path):
     script(tmp_path)  # this call loads the template engine
     began = time.process_time()
     text = script(tmp_path, "resources.nodes=4096", "resources.gpus_per_node=8").text
@@ -83,17 +79,14 @@ def test_thousands_of_nodes_are_planned_and_rendered_in_half_a_second(tmp_path: 
     assert "    --ntasks=32768\n" in text
 
 
-def test_a_template_of_the_project_takes_the_place_of_ours(tmp_path: Path) -> None:
+def test_a_template_of_the_project_takes_the_place_of_ours(tmp_path):
     own = tmp_path / "templates" / "submit.sbatch.j2"
     own.parent.mkdir()
     own.write_text("#!/bin/bash\n# mine\n{% for word in step %}\n{{ word | quote }}\n{% endfor %}\n")
-    found = script(tmp_path)
-    assert found.text.startswith("#!/bin/bash\n# mine\nsrun\n")
+    assert script(tmp_path).text.splitlines()[1:3] == ["# mine", "srun"]
 
 
-def test_the_shell_of_submitit_outlives_a_signal_that_its_supervisor_handles(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_shell_of_submitit_outlives_a_signal_that_its_supervisor_handles(tmp_path, monkeypatch):
     bin_folder = tmp_path / "bin"
     bin_folder.mkdir()
     supervisor = bin_folder / "python"

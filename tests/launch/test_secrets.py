@@ -1,5 +1,4 @@
 import json
-from pathlib import Path
 from urllib.parse import quote as url_quote
 
 import pytest
@@ -18,7 +17,7 @@ TOKEN = "hf_abcdefgh12345678"
 NAMES = ("HF_TOKEN", "WANDB_API_KEY")
 
 
-def test_leak_is_refused_without_showing_it() -> None:
+def test_leak_is_refused_without_showing_it():
     with pytest.raises(UsageError) as caught:
         refuse_leaks(f"curl -H 'Bearer {TOKEN}'", "submit.sbatch", NAMES, {"HF_TOKEN": TOKEN})
     said(caught.value.message)
@@ -39,12 +38,12 @@ def test_leak_is_refused_without_showing_it() -> None:
         lambda value: f"https://user:{url_quote(value, safe='')}@host",
     ],
 )
-def test_however_it_is_spelled(value: str, write) -> None:
+def test_however_it_is_spelled(value, write):
     with pytest.raises(UsageError, match="the value of HF_TOKEN would be written into plan"):
         refuse_leaks(f"before {write(value)} after", "plan", NAMES, {"HF_TOKEN": value})
 
 
-def test_key_of_several_lines_that_were_indented() -> None:
+def test_key_of_several_lines_that_were_indented():
     lines = ["-----BEGIN KEY-----", "MIIEvQIBADANBgkqhkiG9w0BAQEFAASC", "-----END KEY-----"]
     text = "key: |\n" + "".join(f"  {line}\n" for line in lines)
     with pytest.raises(UsageError, match="HF_TOKEN"):
@@ -52,12 +51,12 @@ def test_key_of_several_lines_that_were_indented() -> None:
 
 
 @pytest.mark.parametrize("value", ["1", "offline", "", "\n\n"])
-def test_short_values_occur_anywhere_and_other_variables_are_no_secrets(value: str) -> None:
+def test_short_values_occur_anywhere_and_other_variables_are_no_secrets(value):
     text = f"step 1\n\noffline: true; home is {TOKEN}"
     refuse_leaks(text, "submit.sbatch", NAMES, {"HF_TOKEN": value, "HOME": TOKEN})
 
 
-def test_a_secret_that_a_command_sets_is_refused_without_showing_it() -> None:
+def test_a_secret_that_a_command_sets_is_refused_without_showing_it():
     with pytest.raises(UsageError) as error:
         refuse_secrets(["env", "WANDB_API_KEY=0123456789abcdef", "python", "train.py"], ())
     assert "WANDB_API_KEY" in error.value.message
@@ -65,9 +64,7 @@ def test_a_secret_that_a_command_sets_is_refused_without_showing_it() -> None:
     refuse_secrets(["python", "train.py", "--max_tokens=40960000", "model.vocab_key=abcdefghij"], ())
 
 
-def test_submit_warns_of_an_option_that_looks_secret(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_submit_warns_of_an_option_that_looks_secret(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     args = ["submit", "quickstart", "--backend", "local", "--dry-run", "--", "true"]
     args += ["--api-key", "abcd1234efgh"]
@@ -79,15 +76,13 @@ def test_submit_warns_of_an_option_that_looks_secret(
     assert "warning" not in capsys.readouterr().err
 
 
-def test_only_the_owner_reads_the_plan(tmp_path: Path) -> None:
+def test_only_the_owner_reads_the_plan(tmp_path):
     run = make_attempt(tmp_path / "run").run
     attempt = open_attempt(run, "a: 2\n", "{}")
     assert {file.stat().st_mode & 0o777 for file in (attempt.plan_file, run.plan_file)} == {0o600}
 
 
-def test_each_word_of_a_long_command_line_is_read_with_what_stands_shortly_before(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_each_word_of_a_long_command_line_is_read_with_what_stands_shortly_before(monkeypatch):
     """A shell may expand to thousands of files, and checking the whole line for each would take a minute."""
     lengths = []
 

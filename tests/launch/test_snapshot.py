@@ -26,7 +26,7 @@ def take(project: Path, run: RunDir) -> CodeCopy:
     return copy_code(project, run, TRAINER)
 
 
-def test_copy_of_a_repository(project: Path, run: RunDir) -> None:
+def test_copy_of_a_repository(project, run):
     git(project, "init")
     (project / "pkg").mkdir()
     (project / "pkg" / "a.py").write_text("1")
@@ -43,9 +43,7 @@ def test_copy_of_a_repository(project: Path, run: RunDir) -> None:
 
 
 @pytest.mark.parametrize("absolute", [False, True])
-def test_a_file_is_found_in_the_copy_when_the_project_is_gone(
-    project: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch, absolute: bool
-) -> None:
+def test_a_file_is_found_in_the_copy_when_the_project_is_gone(project, run, monkeypatch, absolute):
     (project / "pkg").mkdir()
     for name in ("pkg/mine.py", "above.py"):
         (project / name).touch()
@@ -59,7 +57,7 @@ def test_a_file_is_found_in_the_copy_when_the_project_is_gone(
     assert copied_file(run, f"{start}../above.py") == run.code_dir / "above.py"
 
 
-def test_modes(project: Path, run: RunDir) -> None:
+def test_modes(project, run):
     modes = {"run.sh": 0o755, "plain.py": 0o644, "read_only.py": 0o444, "odd.py": 0o4711}
     for name, mode in modes.items():
         (project / name).touch()
@@ -70,7 +68,7 @@ def test_modes(project: Path, run: RunDir) -> None:
     assert run.code_dir.stat().st_mode & 0o777 == 0o700
 
 
-def test_symlinks(project: Path, run: RunDir, tmp_path: Path) -> None:
+def test_symlinks(project, run, tmp_path):
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "x").write_text("outside")
     (project / "conf" / "deep").mkdir(parents=True)
@@ -105,50 +103,41 @@ def test_symlinks(project: Path, run: RunDir, tmp_path: Path) -> None:
     assert (run.code_dir / "absolute.yaml").resolve() == run.code_dir / "conf" / "deep" / "a.yaml"
 
 
-def test_run_folder_within_the_project(project: Path) -> None:
-    (project / "a.py").touch()
-    (project / "mine").mkdir()
-    run = RunDir(project / "mine")
-    (run.path / "config.yaml").touch()
-    assert take(project, run).num_files == 1
-
-
-def test_project_that_is_reached_through_a_link(project: Path, run: RunDir, tmp_path: Path) -> None:
-    (project / "sub").mkdir()
-    (project / "sub" / "a.py").touch()
+def test_project_that_is_reached_through_a_link(project, run, tmp_path):
+    write(project, "sub/a.py")
     git(project, "init")
     (tmp_path / "link").symlink_to(project)
     found = take(tmp_path / "link" / "sub", run)
     assert (found.source, found.subfolder) == (str(project), "sub")
 
 
-def test_working_directory_that_the_repository_ignores(project: Path, run: RunDir) -> None:
+def test_working_directory_that_the_repository_ignores(project, run):
     git(project, "init")
     (project / ".gitignore").write_text("scratch/\nempty/\n")
-    for name in ("scratch", "empty"):
-        (project / name).mkdir()
-    (project / "scratch" / "a.py").touch()
+    write(project, "scratch/a.py")
+    (project / "empty").mkdir()
     found = take(project / "scratch", run)
-    assert (found.kind, found.source, list(content(run.code_dir))) == (
-        "pattern",
-        str(project / "scratch"),
-        ["a.py"],
-    )
+    assert (found.kind, found.source) == ("pattern", str(project / "scratch"))
+    assert list(content(run.code_dir)) == ["a.py"]
     shutil.rmtree(run.code_dir)
     found = take(project / "empty", run)
     assert (found.kind, found.num_files, found.workdir) == ("git", 1, str(run.code_dir / "empty"))
     assert (run.code_dir / "empty").is_dir()
 
 
-def test_what_was_left_out_is_said(project: Path, run: RunDir) -> None:
+def test_what_was_left_out_is_said(project, run):
     for name in ("a.pem", "b.pem", "c.pem", "d.pem", "e.pem", ".env", "w.bin"):
         (project / name).touch()
     said("\n".join(copy_code(project, run, Workload(("true",))).notes))
 
 
-def test_too_large(project: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large(project, run, monkeypatch):
     for number in range(7):
         (project / f"{number}.json").write_bytes(b"x" * (100_000 * number))
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "MAX_FILES", 6)
+        with pytest.raises(UsageError, match="has 7 files"):
+            take(project, run)
     monkeypatch.setattr(module, "MAX_BYTES", 2_000_000)
     with pytest.raises(UsageError) as caught:
         take(project, run)
@@ -160,15 +149,7 @@ def test_too_large(project: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch) 
     assert take(project, run).num_bytes == 2_100_000
 
 
-def test_too_many(project: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_FILES", 2)
-    for number in range(3):
-        (project / f"{number}.py").touch()
-    with pytest.raises(UsageError, match="has 3 files"):
-        take(project, run)
-
-
-def test_full_disk_leaves_nothing(project: Path, tmp_path: Path) -> None:
+def test_full_disk_leaves_nothing(project, tmp_path):
     for number in range(20):
         (project / f"{number}.py").write_bytes(b"x" * 100_000)
     with small_disk(tmp_path / "disk", "1m") as disk:
@@ -178,22 +159,22 @@ def test_full_disk_leaves_nothing(project: Path, tmp_path: Path) -> None:
         assert names(disk) == []
 
 
-def test_plan_is_what_is_taken(project: Path, run: RunDir) -> None:
+def test_plan_is_what_is_taken(project, run):
     (project / "a.py").touch()
     (project / ".env").touch()
     planned, _ = plan_copy(project, run, TRAINER)
     assert names(run.path) == []
     assert take(project, run) == planned
-
-
-def test_second_copy_is_refused(project: Path, run: RunDir) -> None:
-    take(project, run)
     with pytest.raises(UsageError, match="code already exists"):
         take(project, run)
+    inside = RunDir(project / "mine")
+    inside.path.mkdir()
+    inside.config_file.touch()
+    assert take(project, inside).num_files == 1
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody who may not read")
-def test_file_that_cannot_be_read() -> None:
+def test_file_that_cannot_be_read():
     script = (
         "import os; from pathlib import Path\n"
         "from trainkit.errors import UsageError; from trainkit.run.rundir import RunDir\n"
@@ -203,6 +184,7 @@ def test_file_that_cannot_be_read() -> None:
         "except UsageError as error: print(error.render())\n"
         "print(os.listdir('run'))\n"
     )
+    environ = {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for path in (folder, folder / "project", folder / "run"):
@@ -210,18 +192,12 @@ def test_file_that_cannot_be_read() -> None:
             path.chmod(0o777)
         (folder / "project" / "a.py").touch()
         (folder / "project" / "closed.py").touch(mode=0o600)
-        done = run_program(
-            *(sys.executable, "-c", script),
-            cwd=folder,
-            env={"PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+        said(
+            run_program(sys.executable, "-c", script, cwd=folder, env=environ).stdout.replace(name, "FOLDER")
         )
-    assert done.stdout == (
-        f"error: cannot copy the code: {folder}/project/closed.py: Permission denied\n\n"
-        "hint: make it readable or add it to .gitignore, or use --no-snapshot\n[]\n"
-    )
 
 
-def test_a_thousand_files_take_no_longer_than_with_the_standard_library(project: Path, run: RunDir) -> None:
+def test_a_thousand_files_take_no_longer_than_with_the_standard_library(project, run):
     for folder in range(50):
         (project / f"p{folder}").mkdir()
         for number in range(20):
@@ -242,7 +218,7 @@ def test_a_thousand_files_take_no_longer_than_with_the_standard_library(project:
     assert min(ours) < 2 * min(theirs) + 0.05
 
 
-def test_all_threads_copy_their_files(project: Path, run: RunDir) -> None:
+def test_all_threads_copy_their_files(project, run):
     written = {f"m{number}.py": f"x = {number}\n" for number in range(100)}
     for name, text in written.items():
         (project / name).write_text(text)
@@ -262,23 +238,20 @@ def test_all_threads_copy_their_files(project: Path, run: RunDir) -> None:
         ("python t.py --data ../nothing", []),
     ],
 )
-def test_paths_that_the_copy_lacks_are_noted(
-    project: Path, run: RunDir, command: str, noted: list[str]
-) -> None:
+def test_paths_that_the_copy_lacks_are_noted(project, run, command, noted):
     write(project, "code/t.py", "data/x.txt", "code/big.bin", "code/linked/a.bin", "code/last.ckpt")
     write(project, "code/out/last.ckpt")
     above = ["open('../data/x.txt')", 'f"../data/{name}"', "'../nothing'", "'../'", "'./t.py'"]
     (project / "code/reads.py").write_text("\n".join(above))
     found = copy_code(project / "code", run, Workload(tuple(shlex.split(command)))).notes
-    about = [note.partition(" is not in the copy")[0] for note in found if "give its absolute path" in note]
-    assert [note for note in about if "in the" in note or "in reads" in note] == noted
-    assert not noted or f"give its absolute path, {project}/" in next(
-        note for note in found if noted[0] in note
-    )
+    notes = [note.partition(" is not in the copy") for note in found if " absolute path, " in note]
+    about = [place for place, *_ in notes if "in the" in place or "in reads" in place]
+    assert about == noted
+    assert not noted or f" absolute path, {project}/" in next(note for note in found if noted[0] in note)
 
 
 @pytest.mark.parametrize("word", ["../data", "--data=../data", "t.py/../../data"])
-def test_an_argument_outside_of_the_copy_is_refused(project: Path, run: RunDir, word: str) -> None:
+def test_an_argument_outside_of_the_copy_is_refused(project, run, word):
     write(project, "code/t.py", "data/x.txt")
     with pytest.raises(UsageError, match="in the command is outside of") as caught:
         copy_code(project / "code", run, Workload(("python", "t.py", word)))

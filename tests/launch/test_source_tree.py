@@ -42,9 +42,10 @@ def known(folder: Path, run: Path | None = None) -> SourceTree:
 
 
 IN_REPOSITORY = [".gitignore", "pkg/deep/module.py", "tracked.py", "untracked.py"]
+PUBLIC_KEY = "deploy/id_ed25519.pub"
 
 
-def test_files_in_conflict_are_there_once(repository: Path) -> None:
+def test_files_in_conflict_are_there_once(repository):
     for branch, text in (("one", "1"), ("two", "2")):
         git(repository, "checkout", "-q", "-b", branch, "trunk")
         (repository / "tracked.py").write_text(text)
@@ -54,7 +55,7 @@ def test_files_in_conflict_are_there_once(repository: Path) -> None:
     assert list(known(repository).files).count("tracked.py") == 1
 
 
-def test_nothing_of_runs(repository: Path) -> None:
+def test_nothing_of_runs(repository):
     mine = make_run(repository / "pkg" / "odd [a]* run")
     make_run(repository / "runs" / "quickstart")
     make_run(repository / "experiments" / "old")
@@ -62,44 +63,29 @@ def test_nothing_of_runs(repository: Path) -> None:
     git(repository, "add", "runs/analyse.py")
     write(repository, "runs/junk.py")
     tree = known(repository, mine)
-    assert sorted(set(tree.files) - set(IN_REPOSITORY)) == [
-        "experiments/notes.py",
-        "pkg/runs/x.py",
-        "runs/analyse.py",
-    ]
-
-
-def test_nothing_of_the_copy_of_the_code_of_another_run(repository: Path) -> None:
+    expected = {*IN_REPOSITORY, "experiments/notes.py", "pkg/runs/x.py", "runs/analyse.py"}
+    assert set(tree.files) == expected
+    # Nor of a run that never started, or of the copy of its code.
+    write(repository, "out/held/job.json", "out/held/plan.json", "out/held/code/tracked.py")
     copy = make_run(repository / "out" / "first") / "code"
-    copy.mkdir()
-    git(copy, "init")
     write(copy, "tracked.py")
+    git(copy, "init")
     git(copy, "add", ".")
     git(copy, "commit", "-m", "copied")
-    assert sorted(known(repository).files) == IN_REPOSITORY
+    assert set(known(repository, mine).files) == expected
 
 
-def test_nothing_of_a_run_that_never_started(repository: Path) -> None:
-    write(repository, "out/held/job.json", "out/held/plan.json", "out/held/code/tracked.py")
-    assert sorted(known(repository).files) == IN_REPOSITORY
-
-
-def test_secrets_are_left_out_unless_they_are_tracked(repository: Path) -> None:
+def test_secrets_are_left_out_unless_they_are_tracked(repository):
     write(repository, "certs/ca.pem", ".env.example")
     git(repository, "add", ".")
-    write(repository, ".env", "deploy/id_ed25519", "deploy/id_ed25519.pub", "server.pem")
+    write(repository, ".env", "deploy/id_ed25519", PUBLIC_KEY, "server.pem")
     tree = known(repository)
-    assert set(tree.left_out) == {
-        (".env", "looks like a secret"),
-        ("deploy/id_ed25519", "looks like a secret"),
-        ("server.pem", "looks like a secret"),
-    }
-    assert {"certs/ca.pem", ".env.example", "deploy/id_ed25519.pub"} <= set(tree.files)
+    names = {".env", "deploy/id_ed25519", "server.pem"}
+    assert set(tree.left_out) == {(name, "looks like a secret") for name in names}
+    assert set(tree.files) - set(IN_REPOSITORY) == {"certs/ca.pem", ".env.example", PUBLIC_KEY}
 
 
-def test_environment_of_a_git_hook_does_not_matter(
-    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_environment_of_a_git_hook_does_not_matter(repository, tmp_path, monkeypatch):
     monkeypatch.setenv("GIT_DIR", str(tmp_path))
     monkeypatch.setenv("GIT_INDEX_FILE", str(tmp_path / "index"))
     tree = known(repository)
@@ -107,7 +93,7 @@ def test_environment_of_a_git_hook_does_not_matter(
     assert sorted(tree.files) == IN_REPOSITORY
 
 
-def test_no_repository_and_no_git(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_repository_and_no_git(repository, tmp_path, monkeypatch):
     assert repository_tree(str(tmp_path), "/nowhere") is None
     (tmp_path / ".git").mkdir()
     assert repository_tree(str(tmp_path), "/nowhere") is None
@@ -116,7 +102,7 @@ def test_no_repository_and_no_git(repository: Path, tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a repository to somebody else")
-def test_repository_of_somebody_else(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repository_of_somebody_else(repository, monkeypatch):
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")
     monkeypatch.setenv("GIT_CONFIG_SYSTEM", "/dev/null")
     for path in (repository, repository / ".git"):
@@ -128,7 +114,7 @@ def test_repository_of_somebody_else(repository: Path, monkeypatch: pytest.Monke
 
 
 class TestPatterns:
-    def test_what_looks_like_sources(self, tmp_path: Path) -> None:
+    def test_what_looks_like_sources(self, tmp_path):
         write(tmp_path, "train.py", "conf/a.yaml", "Makefile", "run.sh", "README.md", "pkg/_C.so")
         write(tmp_path, "data.bin", "model.pt", ".hidden/x.py", "node_modules/x.json", "pkg/__pycache__/x.py")
         write(
@@ -145,12 +131,12 @@ class TestPatterns:
             "train.py",
         ]
 
-    def test_nothing_of_runs(self, tmp_path: Path) -> None:
+    def test_nothing_of_runs(self, tmp_path):
         write(tmp_path, "a.py", "mine/b.py")
         make_run(tmp_path / "old")
         assert list(pattern_tree(str(tmp_path), str(tmp_path / "mine")).files) == ["a.py"]
 
-    def test_secrets_large_files_and_links(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_secrets_large_files_and_links(self, tmp_path, monkeypatch):
         monkeypatch.setattr(source_tree, "MAX_FILE_BYTES", 1000)
         write(tmp_path, "a.py", ".env", "sub/key.pem", "small.json")
         (tmp_path / "large.json").write_bytes(b"x" * 1001)
@@ -159,7 +145,7 @@ class TestPatterns:
         assert sorted(tree.files) == ["a.py", "data", "small.json"]
         said("\n".join(f"{name}: {why}" for name, why in sorted(tree.left_out)))
 
-    def test_what_is_no_file(self, tmp_path: Path) -> None:
+    def test_what_is_no_file(self, tmp_path):
         os.mkfifo(tmp_path / "pipe.py")
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(tmp_path / "socket.py"))
@@ -167,7 +153,7 @@ class TestPatterns:
         assert tree.files == {}
         said("\n".join(f"{name}: {why}" for name, why in tree.left_out))
 
-    def test_no_project(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_no_project(self, tmp_path, monkeypatch):
         monkeypatch.setattr(source_tree, "MAX_SEARCHED", 10)
         write(tmp_path, *(f"{number}.bin" for number in range(10)))
         assert pattern_tree(str(tmp_path), "/nowhere").files == {}
@@ -180,7 +166,7 @@ SECRET = [".env", ".env.local", "prod.env", "id_rsa", "id_ed25519.old", ".netrc"
 HARMLESS = [".env.example", ".env.template", "id_rsa.pub", "environment.py", "keys.py", "env", "pem.py"]
 
 
-def test_names_of_secrets_and_sources() -> None:
+def test_names_of_secrets_and_sources():
     assert [name for name in [*SECRET, *HARMLESS] if looks_secret(name)] == SECRET
     names = ["a.py", "Dockerfile.gpu", "a.pyc", "shard.bin"]
     assert [name for name in names if looks_like_source(name)] == names[:2]

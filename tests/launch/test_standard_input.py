@@ -51,7 +51,7 @@ SHARED = "note: train gets no standard input"
         ("echo abc > f; $ask train < f", r"b'abc\n'"),
         ("echo abc > f; { read -n 1; $ask cat; } < f", r"b'bc\n'"),
         ("head -c 2000 /dev/zero | $ask train 2>&1 | tail -2 | head -1", "standard input has more than"),
-        ("sleep 9 | $ask train & wait -n; true", "a pipe without data, so train gets no input"),
+        ("sleep 6 | $ask train & wait -n; true", "a pipe without data, so train gets no input"),
         # Programs of a shell share its input, so only a COMMAND that is known to read its input gets it.
         ("printf 'a\\nb\\n' | while read word; do $ask train; done", SHARED),
         ("echo '$ask train\necho next' > s; bash < s", SHARED),
@@ -65,33 +65,30 @@ SHARED = "note: train gets no standard input"
         ("{ sleep 3; echo late; } | $look cat", "None None"),
     ],
 )
-def test_what_is_kept(shell, line: str, kept: str) -> None:
+def test_what_is_kept(shell, line, kept):
     lines = shell(line)
     assert kept in lines[0], lines
 
 
-def test_no_word_of_a_script_is_taken(shell) -> None:
-    assert shell("echo '$ask train\necho next' > s; bash < s")[1:] == ["next"]
-    assert shell("printf 'a\\nb\\n' | while read w; do $ask train >/dev/null; echo $w; done") == ["a", "b"]
+def test_no_word_of_a_script_is_taken(shell):
+    script, loop = "$ask train\necho next", "while read w; do $ask train >/dev/null; echo $w; done"
+    assert shell(f"echo '{script}' > s; bash < s")[1:] == ["next"]
+    assert shell(f"printf 'a\\nb\\n' | {loop}") == ["a", "b"]
 
 
-def test_a_pipe_that_never_ends(shell) -> None:
-    """A COMMAND that does not read the pipe starts at once.
-
-    A COMMAND that reads it is refused after a while.
-    """
+def test_a_pipe_that_never_ends(shell):
     reading, writing = os.pipe()
     try:
         assert "without data" in shell("exec $ask train", stdin=reading)[0]
         printed = shell("exec $ask python3 - 2>&1", stdin=reading)
         said(printed[0])
-        assert printed[-2].endswith("nothing has come from it for 0.4 s")
+        assert printed[-2].endswith(" for 0.4 s")
     finally:
         os.close(reading)
         os.close(writing)
 
 
-def test_a_terminal_stays_with_the_command(tmp_path: Path) -> None:
+def test_a_terminal_stays_with_the_command(tmp_path):
     primary, secondary = os.openpty()
     (tmp_path / "ask.py").write_text(ASK)
     try:
@@ -105,7 +102,7 @@ def test_a_terminal_stays_with_the_command(tmp_path: Path) -> None:
         os.close(secondary)
 
 
-def test_run_passes_it_to_rank_0_alone(shell, tmp_path: Path) -> None:
+def test_run_passes_it_to_rank_0_alone(shell, tmp_path):
     program = 'import os, sys; open(sys.argv[1] + "/" + os.environ["RANK"], "w").write(sys.stdin.read())'
     (tmp_path / "write_input.py").write_text(program)
     for folder, line in (("run", "$tk run"), ("submit", "$tk submit --follow")):
@@ -120,7 +117,7 @@ def test_run_passes_it_to_rank_0_alone(shell, tmp_path: Path) -> None:
     assert (kept.read_text(), stat.S_IMODE(kept.stat().st_mode)) == ("a\nb", 0o600)
 
 
-def test_a_program_runs_and_runs_again(shell, tmp_path: Path) -> None:
+def test_a_program_runs_and_runs_again(shell, tmp_path):
     """A heredoc is the program of every attempt, and of a run that repeats this one."""
     program = "import os, sys; print('hello', flush=True); sys.exit(75)"
     shell(f"$tk submit --follow --name p -- python3 - <<'E'\n{program}\nE\n")
@@ -130,23 +127,23 @@ def test_a_program_runs_and_runs_again(shell, tmp_path: Path) -> None:
     assert texts == ["hello\n"] * 3
 
 
-def test_a_loop_of_the_shell_keeps_its_lines(shell) -> None:
+def test_a_loop_of_the_shell_keeps_its_lines(shell):
     lines = shell("printf 'a\\nb\\n' > l; while read w; do $tk run --name $w -- echo ran $w; done < l")
     assert [line for line in lines if line.startswith("ran")] == ["ran a", "ran b"]
 
 
-def test_the_points_of_a_sweep_read_the_same(shell, tmp_path: Path) -> None:
+def test_the_points_of_a_sweep_read_the_same(shell, tmp_path):
     shell("echo 'echo point $SLURM_ARRAY_TASK_ID' | $tk submit --array 0-1 --name g -- bash -s")
     for index in "01":
         log = tmp_path / "runs/g" / index / "attempts/001/logs/rank-0000.log"
         assert wait_for(lambda log=log: log.exists() and log.read_text()) == f"point {index}\n"
 
 
-def test_a_closed_one_is_empty(shell) -> None:
-    assert "read 0" in shell("$tk run --name c -- wc -c <&- | sed 's/^/read /'")
+def test_a_closed_one_is_empty(shell):
+    assert shell("$tk run --name c -- wc -c <&-")[-1] == "0"
 
 
-def test_a_secret_is_not_kept(tmp_path: Path) -> None:
+def test_a_secret_is_not_kept(tmp_path):
     environ = {**os.environ, "WANDB_API_KEY": "0123456789abcdef0123"}
     done = subprocess.run(
         [*TRAINKIT.split(), "submit", "--", "cat"],

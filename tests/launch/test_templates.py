@@ -34,7 +34,7 @@ def refusal(project: Path, name: str = "mine.j2", **context: Any) -> UsageError:
     return caught.value
 
 
-def test_which_template_is_taken(project: Path) -> None:
+def test_which_template_is_taken(project):
     assert render(PARTIAL, CONTEXT, project).startswith("umask 077")
     write(project, "{% include 'partials/environment.sh.j2' %}\necho {{ x }}\n", "outer.j2")
     assert render("outer.j2", {**CONTEXT, "x": 1}, project).startswith("umask 077")
@@ -64,35 +64,31 @@ FILTERS = "# {{ x | comment }}\n#SBATCH --x={{ x | directive }}\n{{ x | quote }}
         ("{{ 'echo' | verbatim }}\n{{ x | verbatim }}\n", "caf\u00e9 \udcff", "", "echo\ncaf\u00e9 \udcff\n"),
     ],
 )
-def test_text_and_filters(project: Path, template: str, x: str, y: Any, text: str) -> None:
+def test_text_and_filters(project, template, x, y, text):
     write(project, template)
     assert render("mine.j2", {"x": x, "y": y}, project) == text
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    "text",
     [
-        ("one\ntwo {{ workdri | quote }}\n", ":2: UndefinedError: 'workdri' is undefined"),
-        ("a\n{% if x %}\n", ":2: Unexpected end of template"),
-        ("a\n{{ x | qoute }}", ":2: No filter named 'qoute'."),
-        ("a\n\n{{ 1 / 0 }}", ":3: ZeroDivisionError: division by zero"),
-        (
+        *("one\ntwo {{ workdri | quote }}\n", "a\n{% if x %}\n", "a\n{{ x | qoute }}", "a\n\n{{ 1 / 0 }}"),
+        *(
             "a\n{{ x | directive }}",
-            ":2: 'a\\nb' cannot be written in an #SBATCH line: it contains a line break",
+            "a\n{{ none | quote }}",
+            "a\n{% include 'gone.j2' %}",
+            "\necho ${#name}\n",
         ),
-        ("a\n{{ none | quote }}", ":2: NoneType 'None' cannot be written in a script"),
-        ("a\n{% include 'gone.j2' %}", ":2: there is no template 'gone.j2' in "),
-        ("\necho ${#name}\n", ":2: Missing end of comment tag"),
     ],
 )
-def test_errors_lead_to_their_line(project: Path, text: str, message: str) -> None:
+def test_errors_lead_to_their_line(project, text):
     path = write(project, text)
-    assert refusal(project, x="a\nb").message.startswith(f"{path}{message}")
+    said(refusal(project, x="a\nb").message.replace(str(shipped_templates()), "SHIPPED"))
     path.write_bytes(b"\xff")
     assert refusal(project).message.startswith("mine.j2: UnicodeDecodeError: ")
 
 
-def test_undefined_attribute_in_an_included_template(project: Path) -> None:
+def test_undefined_attribute_in_an_included_template(project):
     write(project, "{% include 'partials/x.j2' %}")
     path = write(project, "\n\n{{ environment.modulse }}", "partials/x.j2")
     error = refusal(project, **CONTEXT)
@@ -101,7 +97,7 @@ def test_undefined_attribute_in_an_included_template(project: Path) -> None:
     assert str(shipped_templates()) in error.hint
 
 
-def test_a_changed_template_is_rendered_as_it_is_now(project: Path) -> None:
+def test_a_changed_template_is_rendered_as_it_is_now(project):
     for text in ("one", "two"):
         write(project, f"{text} {{{{ word }}}}\n")
         assert render("mine.j2", {"word": "a"}, project) == f"{text} a\n"
@@ -112,7 +108,7 @@ def test_a_changed_template_is_rendered_as_it_is_now(project: Path) -> None:
 @pytest.mark.parametrize(
     "expression", ["''.__class__.__mro__", "environment.__init__.__globals__", "words.__code__"]
 )
-def test_a_template_reaches_no_internals_of_python(project: Path, expression: str) -> None:
+def test_a_template_reaches_no_internals_of_python(project, expression):
     path = write(project, f"one\n{{{{ {expression} | string }}}}")
     with pytest.raises(UsageError, match="unsafe") as caught:
         render("mine.j2", {**CONTEXT, "words": test_text_and_filters}, project)
@@ -122,7 +118,7 @@ def test_a_template_reaches_no_internals_of_python(project: Path, expression: st
 @pytest.mark.parametrize(
     "expression", ["plan.update({'nodes': 9})", "hosts.append('evil')", "plan.pop('nodes')", "hosts.clear()"]
 )
-def test_a_template_cannot_change_what_is_run(project: Path, expression: str) -> None:
+def test_a_template_cannot_change_what_is_run(project, expression):
     """The job reads the same plan that the template describes."""
     path = write(project, f"one\ntwo {{{{ {expression} }}}}")
     context: dict[str, Any] = {"plan": {"nodes": 2}, "hosts": ["a"]}

@@ -1,7 +1,5 @@
 """Builds the broken runs of the test cluster: their list, their scripts, and changed hosts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Runs that are ended by Slurm, a host or the network, or whose ranks do not find each other."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

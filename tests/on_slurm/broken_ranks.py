@@ -1,7 +1,5 @@
 """Runs that end because of a rank: its code, its memory, its disk or its config."""
 
-from __future__ import annotations
-
 import re
 import shutil
 

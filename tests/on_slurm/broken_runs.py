@@ -6,8 +6,6 @@ tests/capabilities/diagnose/broken_runs, without the names of the cluster and of
 keeps the runs.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Provides the fixtures of tests that type `trainkit` on a real cluster."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

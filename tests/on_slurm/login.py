@@ -1,18 +1,16 @@
 """Provides a person's folder on the login node of a cluster, where tests type `trainkit`."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tests.support import programs
 from tools.slurm_cluster.cluster import Cluster
 from trainkit.run.files import read_json, read_jsonl
 from trainkit.run.record import read_job
@@ -83,11 +81,8 @@ def wait_for(
     condition: Callable[[], T], what: str, timeout_s: float = TIMEOUT_S, poll_s: float = POLL_S
 ) -> T:
     """Wait until a condition is true, and return its value."""
-    deadline_s = time.monotonic() + timeout_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline_s, f"waited {timeout_s:g} s for {what}"
-        time.sleep(poll_s)
-    return value
+    found: T = programs.wait_for(condition, timeout_s, what, poll_s)
+    return found
 
 
 def settings(*pairs: str) -> list[str]:

@@ -1,7 +1,5 @@
 """Runs scripts without handlers that Slurm ends, where ranks die before their agents get the signal."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Provides a small disk that the login node and all hosts of a cluster share, and that tests fill up."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import subprocess

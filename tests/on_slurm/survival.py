@@ -237,10 +237,7 @@ class Variant:
             *("--nodes", rng.choice(("1-4", "1,2,4"))),
             *("--backend", rng.choice(BACKENDS)),
             *("--per", rng.choice(("gpu", "node"))),
-            *(
-                "--partition",
-                rng.choice(("high", "debug,high")),
-            ),  # debug has one host, so a job gets one
+            *("--partition", rng.choice(("high", "debug,high"))),  # debug has one host, so a job gets one
             *rng.choice(((), ("--time-min", "3"))),
         ]
         return cls((*options, "--time", "5"), tuple(rng.randint(1, 4) for _ in range(3)))

@@ -1,7 +1,5 @@
 """Tests `check`, `submit` and `init` on a real cluster: their facts about it, and Slurm's answer."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -10,7 +8,6 @@ import pytest
 from tests.on_slurm.login import Login
 from tests.support.tables import messages
 from tests.support.torch_builds import make_torch
-from tools.slurm_cluster.cluster import Cluster
 from tools.slurm_cluster.config_files import MEM_MB
 from trainkit.cluster.discovery import NODES_ARGV, PARTITIONS_ARGV, parse_assoc_mgr, parse_nodes
 from trainkit.run.rundir import RunDir
@@ -55,7 +52,7 @@ def problems(login: Login, *args: str) -> list[str]:
     return [line for line in said[0].stderr.removeprefix("error: ").splitlines() if not line.startswith("  ")]
 
 
-def test_everything_that_slurm_takes_and_never_starts(knowing: Login) -> None:
+def test_everything_that_slurm_takes_and_never_starts(knowing):
     args = ["--partition", "debug", "--nodes", "2", "--time", "00:10:00", "--set", "device=cpu"]
     assert problems(knowing, *args) == [
         "2 problems",
@@ -86,7 +83,7 @@ ONE_THING_TOO_MUCH = """
 """
 
 
-def test_one_thing_too_much(login: Login) -> None:
+def test_one_thing_too_much(login):
     for typed, message in messages(ONE_THING_TOO_MUCH):
         done = login.trainkit("submit", QUICKSTART, *typed.split())
         said = done.stderr.replace("\n\nhint: ", "\n  hint: ")
@@ -95,40 +92,37 @@ def test_one_thing_too_much(login: Login) -> None:
     assert not (login.folder / "runs").exists()
 
 
-def test_a_node_is_taken_as_it_is_and_the_time_that_the_partition_gives(
-    knowing: Login, cuda: dict[str, str]
-) -> None:
+def test_a_node_is_taken_as_it_is_and_the_time_that_the_partition_gives(knowing, cuda):
     done = knowing.trainkit("submit", QUICKSTART, "--set", "resources.time=null", "--dry-run", env=cuda)
     assert done.returncode == 0, done.stderr
     asked = {"--gpus-per-node=4", "--ntasks-per-node=4", "--cpus-per-task=2", "--signal=USR2@120"}
     assert asked <= {line.removeprefix("#SBATCH ") for line in done.stdout.splitlines()}
     assert "#SBATCH --time" not in done.stdout
-    assert "00:10:00: resources.time is null, and this is the default of partition low" in done.stderr
-    assert "cuda: the nodes of partition low have 4 GPUs" in done.stderr
+    assert "00:10:00: resources.time is null" in done.stderr
+    assert "low have 4 GPUs" in done.stderr
     profile = profile_of(knowing)
     source = f"{profile.relative_to(knowing.folder)}, because ClusterName is"
-    assert (source if profile.exists() else "no profile found, so Slurm was") in done.stderr
+    assert (source if profile.exists() else "no profile found") in done.stderr
 
 
-def test_what_slurm_would_not_take(login: Login, cuda: dict[str, str]) -> None:
+def test_what_slurm_would_not_take(login, cuda):
     args = ["check", QUICKSTART, "--set", "resources.reservation=nope"]
     done = login.trainkit(*args, env=cuda)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: Slurm would reject the job: ")
-    assert "reservation" in done.stderr
+    assert "reservation" in done.stderr.splitlines()[0]
     assert login.trainkit(*args, "--no-estimate", env=cuda).returncode == 0
 
 
-def test_nodes_out_of_service_are_no_problem_of_the_config(knowing: Login) -> None:
+def test_nodes_out_of_service_are_no_problem_of_the_config(knowing):
     name = knowing.cluster.hosts[0]
     knowing.run(["scontrol", "update", f"nodename={name}", "state=drain", "reason=test"], check=True)
     args = ["--partition", "debug", "--time", "5", "--set", "device=cpu"]
     done = knowing.trainkit("check", QUICKSTART, *args)
     assert done.returncode == 0, done.stderr
-    assert "Requested node configuration is not available" in done.stdout
+    assert "node configuration is not" in done.stdout
 
 
-def test_init(login: Login, cuda: dict[str, str]) -> None:
+def test_init(login, cuda):
     done = login.trainkit("init")
     assert done.returncode == 0, done.stderr
     profile = profile_of(login)
@@ -138,7 +132,7 @@ def test_init(login: Login, cuda: dict[str, str]) -> None:
     assert "  low:\n    default: true\n" in text
     assert "  research: {default: true" in text
     assert login.trainkit("check", "first-run.yaml", env=cuda).returncode == 0
-    assert "config: first-run.yaml (written by `trainkit init`)\n" in login.trainkit("check", env=cuda).stderr
+    assert "config: first-run.yaml (" in login.trainkit("check", env=cuda).stderr
     # A second `init` keeps the existing file.
     first_run = (login.folder / "first-run.yaml").read_text()
     done = login.trainkit("init")
@@ -147,13 +141,13 @@ def test_init(login: Login, cuda: dict[str, str]) -> None:
     assert done.stderr.endswith("write elsewhere with --cluster NAME and --dir DIR\n")
     done = login.trainkit("init", "--dir", "other")
     assert done.returncode == 0
-    assert done.stdout == "other/first-run.yaml\n"
+    assert done.stdout.split() == ["other/first-run.yaml"]
     done = login.trainkit("init", "--cluster", "mine", "--dir", "third", "--json")
     assert [Path(path).name for path in json.loads(done.stdout)["written"]] == ["mine.yaml", "first-run.yaml"]
     assert (login.folder / "first-run.yaml").read_text() == first_run
 
 
-def test_the_first_run_completes_without_its_gpus(login: Login) -> None:
+def test_the_first_run_completes_without_its_gpus(login):
     assert login.trainkit("init").returncode == 0
     short = ("train.steps=2", "train.eval_every=null", "device=cpu", "model.preset=nano", "data.seq_len=32")
     options = [word for pair in short for word in ("--set", pair)]
@@ -164,19 +158,17 @@ def test_the_first_run_completes_without_its_gpus(login: Login) -> None:
     assert login.cluster.job(login.job_id(run))["Partition"] == "low"
 
 
-def test_without_accounting(
-    cluster_without_accounting: Cluster, tmp_path: Path, cuda: dict[str, str]
-) -> None:
+def test_without_accounting(cluster_without_accounting, tmp_path, cuda):
     login = Login(cluster_without_accounting, tmp_path)
     done = login.trainkit("init")
     assert done.returncode == 0, done.stderr
-    assert "# Accounts are not checked: " in profile_of(login).read_text()
+    assert "# Accounts are not" in profile_of(login).read_text()
     args = ["--account", "any", "--qos", "any", "--no-estimate"]
     assert login.trainkit("check", "first-run.yaml", *args, env=cuda).returncode == 0
     assert problems(login, "--partition", "hgih")
 
 
-def test_an_ordinary_user_gets_the_same_answers(login: Login) -> None:
+def test_an_ordinary_user_gets_the_same_answers(login):
     nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
     assert login.run([*nobody, *PARTITIONS_ARGV], check=True).stdout == login.run(PARTITIONS_ARGV).stdout
     kinds = parse_nodes(login.run([*nobody, *NODES_ARGV], check=True).stdout)

@@ -1,7 +1,5 @@
 """Tests two clusters with one slurmdbd: a job runs on the first free one, and commands find it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,7 +44,7 @@ def named(login: Login, other: Login) -> tuple[str, str]:
 
 
 @needs_tmux
-def test_a_run_is_where_there_is_room(login: Login, other: Login) -> None:
+def test_a_run_is_where_there_is_room(login, other):
     with login.other_job("--nodes=2"):
         run = login.submit(*SHAPE, *named(login, other), "--", "python", "listens.py")
         (job_id,) = other.jobs()
@@ -77,7 +75,7 @@ def test_a_run_is_where_there_is_room(login: Login, other: Login) -> None:
 
     with other.other_job("--nodes=2"):
         done = login.trainkit("resume", str(run.path))
-        assert f" is on the cluster {login.cluster.name}\n" in done.stderr
+        assert f" cluster {login.cluster.name}\n" in done.stderr
         login.wait_for_log(run, "attempt 4 rank 0", attempt=4)
         assert "cluster" not in login.status(run)
         assert other.status(run)["cluster"] == login.cluster.name
@@ -85,7 +83,7 @@ def test_a_run_is_where_there_is_room(login: Login, other: Login) -> None:
         login.wait_until_idle()
 
 
-def test_a_group_and_follow_ups(login: Login, other: Login) -> None:
+def test_a_group_and_follow_ups(login, other):
     one = ("--nodes", "1", "--gpus-per-node", "1", *named(login, other))
     with login.other_job("--nodes=2"):
         sweep = ("--sweep", "seed=1,2,3", "--array", "%2", "--", "python", "listens.py")
@@ -114,7 +112,7 @@ def test_a_group_and_follow_ups(login: Login, other: Login) -> None:
         other.wait_until_idle()
 
 
-def test_a_job_waits_only_for_one_of_its_own_cluster(login: Login, other: Login) -> None:
+def test_a_job_waits_only_for_one_of_its_own_cluster(login, other):
     there = ("--clusters", other.cluster.name)
     run = login.submit(*there, *HOLD, "--", "true")
     job_id = login.job_id(run)
@@ -131,7 +129,7 @@ def test_a_job_waits_only_for_one_of_its_own_cluster(login: Login, other: Login)
 
 
 @needs_tmux
-def test_a_shell_there(login: Login, other: Login) -> None:
+def test_a_shell_there(login, other):
     shape = ("--nodes", "1", "--gpus-per-node", "1", "--time", "5", "--clusters", other.cluster.name)
     with terminal(login, "shell", str(login.config), *shape) as shell:
         shell.wait_for("Granted job allocation")
@@ -139,7 +137,7 @@ def test_a_shell_there(login: Login, other: Login) -> None:
         assert login.jobs() == []
 
 
-def test_a_cluster_that_is_away(login: Login, other: Login) -> None:
+def test_a_cluster_that_is_away(login, other):
     alone = ("--clusters", other.cluster.name)
     here, there = login.submit(*HOLD, "--", "true"), login.submit(*alone, *HOLD, "--", "true")
     other.cluster.stop_slurmctld()
@@ -149,7 +147,7 @@ def test_a_cluster_that_is_away(login: Login, other: Login) -> None:
         for words in (("cancel", str(there.path)), again):
             done = login.trainkit(*words)
             assert done.returncode == 3, done.stderr
-            assert "hint: the cluster is down, or missing in `sacctmgr show clusters`" in done.stderr
+            assert "sacctmgr show clusters" in done.stderr
         run = login.submit(*named(login, other), "--", "true")
         assert read_job(run).attempts[0].cluster == login.cluster.name
     finally:

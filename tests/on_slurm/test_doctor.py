@@ -1,9 +1,8 @@
 """Tests that `trainkit doctor --nodes` finds a problem of one host on a real cluster."""
 
-from __future__ import annotations
-
 import glob
 import json
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -63,28 +62,28 @@ def second_interface(login: Login, index: int, state: str) -> AbstractContextMan
     return changed_host(login, index, ["sh", "-c", ip], ["ip", "link", "del", "fast0"])
 
 
-def test_healthy_nodes_pass_and_their_bandwidth_is_measured(login: Login) -> None:
+def test_healthy_nodes_pass_and_their_bandwidth_is_measured(login):
     found = checks(login, "--nodes", "2", code=0)
     hosts = login.cluster.hosts[:2]
     by_name = {item["name"]: item for item in found}
     assert failures(found) == {}
     assert by_name["nodes"]["value"] == f"2 of 2 nodes reported: {','.join(hosts)}"
-    assert by_name["packages"]["value"] == "the same on 2 nodes"
-    assert "Gbit/s bus bandwidth over 2 ranks (gloo, 32 MiB)" in by_name["all-reduce"]["value"]
-    assert "the slowest of 2; median" in by_name["point to point"]["value"]
+    assert by_name["packages"]["value"].endswith(" on 2 nodes")
+    assert re.match(r"[\d.]+ Gbit/s .* 2 ranks \(gloo, 32 MiB\)", by_name["all-reduce"]["value"])
+    assert "slowest of 2; median" in by_name["point to point"]["value"]
     assert by_name["Slurm"]["value"].endswith(f"cluster {login.cluster.name}")
     text = login.trainkit("doctor", "--quick", "--nodes", "2", "--set", "device=cpu").stdout
     assert "  port: 64 of 64 ports that were tried are free on all 2 nodes\n" in text
 
 
-def test_inside_an_allocation_all_its_nodes_are_checked(login: Login) -> None:
+def test_inside_an_allocation_all_its_nodes_are_checked(login):
     argv = ["salloc", "--nodes=2", "--quiet", sys.executable, "-m", "trainkit", "doctor", "--quick", "--json"]
     done = login.run([*argv, "--set", "device=cpu"])
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 of 2 nodes reported" in done.stdout
 
 
-def test_what_differs_on_one_host_is_found_there(login: Login, tmp_path: Path) -> None:
+def test_what_differs_on_one_host_is_found_there(login, tmp_path):
     cluster = login.cluster
     one, two, three = cluster.hosts[:3]
     package = Path(str(metadata.distribution("pydantic").locate_file("")))
@@ -105,7 +104,7 @@ def test_what_differs_on_one_host_is_found_there(login: Login, tmp_path: Path) -
     assert {key for key in wrong if key[1] in ("packages", "name")} == {(two, "packages"), (three, "name")}
 
 
-def test_clock_that_is_off_by_ten_minutes_is_found(login: Login, tmp_path: Path) -> None:
+def test_clock_that_is_off_by_ten_minutes_is_found(login, tmp_path):
     library = glob.glob(FAKETIME)  # noqa: PTH207
     if not library:
         missing("faketime")
@@ -115,38 +114,38 @@ def test_clock_that_is_off_by_ten_minutes_is_found(login: Login, tmp_path: Path)
     ):
         found = failures(checks(login, "--quick", "--nodes", "3", code=1))
     assert set(found) == {(login.cluster.hosts[1], "clock")}
-    assert "00 s ahead of the clock of the run folder" in found[login.cluster.hosts[1], "clock"]
+    assert "00 s ahead of" in found[login.cluster.hosts[1], "clock"]
 
 
-def test_interface_that_is_down_on_one_host_is_found(login: Login) -> None:
+def test_interface_that_is_down_on_one_host_is_found(login):
     network = ("--set", "launch.network=fast0")
     with second_interface(login, 1, "up"), second_interface(login, 2, "down"):
         found = failures(checks(login, "--quick", "--nodes", "2", *network, code=1))
     assert found == {(login.cluster.hosts[1], "interface"): "fast0 is down"}
 
 
-def test_full_disk_and_one_that_a_host_can_only_read_are_found(login: Login, tmp_path: Path) -> None:
+def test_full_disk_and_one_that_a_host_can_only_read_are_found(login, tmp_path):
     with shared_small_disk(login.cluster, tmp_path / "disk", "4m") as disk:
         runs = disk / "runs"
         runs.mkdir()
         login.cluster.run(["mount", "-o", "remount,bind,ro", str(disk)], host=2, check=True)
         found = failures(checks(login, "--quick", "--nodes", "2", "--run-dir", str(runs), code=1))
-        assert found[login.cluster.hosts[1], "disk"] == f"{runs} cannot be written: Read-only file system"
+        assert found[login.cluster.hosts[1], "disk"].endswith(": Read-only file system")
         fill(disk)
         found = failures(checks(login, "--quick", "--nodes", "2", "--run-dir", str(runs), code=1))
-    assert found[login.cluster.hosts[0], "disk"] == f"{runs} cannot be written: No space left on device"
+    assert found[login.cluster.hosts[0], "disk"].endswith(": No space left on device")
 
 
-def test_host_without_the_environment_is_missed(login: Login) -> None:
+def test_host_without_the_environment_is_missed(login):
     with hidden(login, 2, Path(sys.prefix)):
         found = checks(login, "--quick", "--nodes", "2", code=1)
     two = login.cluster.hosts[1]
     text = failures(found)[None, "nodes"]
-    assert text.startswith(f"1 of 2 nodes did not report ({two}): ")
+    assert re.match(rf"1 of 2 .* \({two}\): ", text)
     assert "execve" in text
 
 
-def test_run_folder_that_is_not_shared_is_found(login: Login, tmp_path: Path) -> None:
+def test_run_folder_that_is_not_shared_is_found(login, tmp_path):
     runs = tmp_path / "runs"
     runs.mkdir()
     with hidden(login, 2, runs):
@@ -158,7 +157,7 @@ def test_run_folder_that_is_not_shared_is_found(login: Login, tmp_path: Path) ->
     assert list(runs.iterdir()) == []
 
 
-def test_node_that_does_not_answer_is_named(login: Login) -> None:
+def test_node_that_does_not_answer_is_named(login):
     signal_slurmd(login.cluster.state, 2, signal.SIGSTOP)
     try:
         found = checks(login, "--quick", "--nodes", "2", code=1)
@@ -169,9 +168,7 @@ def test_node_that_does_not_answer_is_named(login: Login) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_interrupted_doctor_leaves_no_step_and_no_file(
-    login: Login, tmp_path: Path, number: signal.Signals, code: int
-) -> None:
+def test_interrupted_doctor_leaves_no_step_and_no_file(login, tmp_path, number, code):
     runs = tmp_path / "runs"
     runs.mkdir()
     options = ("--nodes", "2", "--set", "device=cpu", "--run-dir", str(runs))

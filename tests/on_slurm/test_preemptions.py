@@ -1,12 +1,10 @@
 """Tests that ranks killed by Slurm's signal before their agents get it are no crash and no node fault."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal
 
-from tests.on_slurm.login import Login, settings
+from tests.on_slurm.login import settings
 from tests.on_slurm.preemptions import Shape, draw_shapes, hurry, notes_about_nodes
 from tests.on_slurm.survival import preempt
 from tests.support.programs import ranks_of
@@ -14,7 +12,7 @@ from tests.support.programs import ranks_of
 SEED = 5
 
 
-def test_preemptions_are_neither_crashes_nor_faults_of_nodes(login: Login) -> None:
+def test_preemptions_are_neither_crashes_nor_faults_of_nodes(login):
     """The job is preempted once more than `requeue.max_crashes` allows crashes."""
     runs = [(shape, shape.submit(login)) for shape in draw_shapes(random.Random(SEED))]
     for attempt in (1, 2):
@@ -34,7 +32,7 @@ def test_preemptions_are_neither_crashes_nor_faults_of_nodes(login: Login) -> No
     assert notes_about_nodes(login) == []
 
 
-def test_what_else_ends_a_job_is_no_crash_and_a_kill_from_within_is_one(login: Login) -> None:
+def test_what_else_ends_a_job_is_no_crash_and_a_kill_from_within_is_one(login):
     shape = Shape(2, 1, "gpu", "sbatch")
     by_person, by_itself = shape.submit(login), shape.submit(login, *settings("requeue.max_crashes=0"))
     for run in (by_person, by_itself):

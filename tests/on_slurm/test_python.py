@@ -1,13 +1,11 @@
 """Tests runs of functions, started from Python on the login node, and a multirun of Hydra."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest
 
 from tests.on_slurm import survival
-from tests.on_slurm.login import Login, wait_for
+from tests.on_slurm.login import wait_for
 from tests.test_hydra import APP
 from trainkit.run.group import RunGroup
 from trainkit.run.rundir import RunDir
@@ -47,7 +45,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow(seconds=40)
-def test_a_function_is_preempted_and_continues(login: Login) -> None:
+def test_a_function_is_preempted_and_continues(login):
     script = login.start([sys.executable, login.script(COUNTS, "counts.py")])
     run = RunDir(login.folder / "runs" / "counts")
     wait_for(lambda: all(run.attempt(1).rank_log(rank).exists() for rank in (0, 1)), "two ranks")
@@ -82,8 +80,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow(seconds=30)
-def test_job_environment_on_slurm(login: Login) -> None:
-    """Ids come from Slurm, with the index of an array. Ranks and hosts are right with one task per node."""
+def test_job_environment_on_slurm(login):
     done = login.run([sys.executable, login.script(IDS, "ids.py")])
     assert done.returncode == 0, done.stderr
     found = [line.partition(" ") for line in done.stdout.splitlines()]
@@ -104,7 +101,7 @@ def test_job_environment_on_slurm(login: Login) -> None:
 
 
 @pytest.mark.slow(seconds=25)
-def test_a_multirun_of_hydra(login: Login) -> None:
+def test_a_multirun_of_hydra(login):
     pytest.importorskip("hydra")
     options = ["hydra.launcher.name=four", "hydra.launcher.gpus_per_node=1"]
     device = "+hydra.launcher.overrides.device=cpu"

@@ -1,7 +1,5 @@
 """Tests runs in a folder that each host sees as an NFS client: no start waits for a cache to expire."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -74,7 +72,7 @@ def start_times_s(run: RunDir, attempt: int, num_ranks: int = 2) -> list[float]:
     return [float(log.split("started at ")[1].split()[0]) - time_of(run, attempt, "started") for log in logs]
 
 
-def test_a_run_starts_and_restarts_at_once(cluster: Cluster, nfs: Path) -> None:
+def test_a_run_starts_and_restarts_at_once(cluster, nfs):
     login = Login(cluster, nfs)
     login.script(FAILS_ONCE)
     args = ["--nodes", "2", "--gpus-per-node", "1", "--", "python", "script.py"]
@@ -84,8 +82,7 @@ def test_a_run_starts_and_restarts_at_once(cluster: Cluster, nfs: Path) -> None:
         assert max(start_times_s(run, attempt)) < FAST_S, login.logs_and_attempts(run)
 
 
-def test_interactive_steps_and_saves(cluster: Cluster, nfs: Path) -> None:
-    """The first task announces the run to the others, and a resume finds the checkpoints of other hosts."""
+def test_interactive_steps_and_saves(cluster, nfs):
     login = Login(cluster, nfs)
     (nfs / "nano.yaml").write_text(NANO)
     step = ["srun", "--nodes=2", "--ntasks-per-node=1", "trainkit", "run", "nano.yaml"]

@@ -1,12 +1,10 @@
 """Tests that secrets reach the ranks through their environment, and appear in no file or output."""
 
-from __future__ import annotations
-
 import stat
 from hashlib import sha256
 from pathlib import Path
 
-from tests.on_slurm.login import BACKENDS, Login, log_of
+from tests.on_slurm.login import BACKENDS, log_of
 
 SECRETS = {"HF_TOKEN": "hf_verysecretvalue123", "WANDB_API_KEY": 'it\'s $ecret "value" é'}
 TELLS = """
@@ -22,7 +20,7 @@ def files_with(folder: Path, value: str) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file() and needle in path.read_bytes()]
 
 
-def test_secrets_reach_the_ranks_and_no_file(login: Login) -> None:
+def test_secrets_reach_the_ranks_and_no_file(login):
     (login.folder / ".env").write_text("".join(f"{name}={value}\n" for name, value in SECRETS.items()))
     login.script(TELLS)
     runs, printed = [], ""
@@ -47,7 +45,7 @@ def test_secrets_reach_the_ranks_and_no_file(login: Login) -> None:
         assert value not in printed
 
 
-def test_a_secret_on_the_command_line_is_refused(login: Login) -> None:
+def test_a_secret_on_the_command_line_is_refused(login):
     token = SECRETS["HF_TOKEN"]
     for args in (
         ["--set", f"launch.env.WORDS={token}", "--", "true"],
@@ -58,7 +56,7 @@ def test_a_secret_on_the_command_line_is_refused(login: Login) -> None:
         login.script("pass", "train.py")
         done = login.trainkit("submit", str(login.config), *args, env=SECRETS)
         assert done.returncode == 2, args
-        assert "the value of HF_TOKEN would be written into" in done.stderr
+        assert "value of HF_TOKEN would" in done.stderr
         assert token not in done.stdout + done.stderr
     shown = login.trainkit("submit", str(login.config), "--dry-run", *args, env=SECRETS)
     assert token not in shown.stdout

@@ -1,7 +1,5 @@
 """Tests jobs that get stop signals: they save, are requeued if requested, and compute no step twice."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -28,6 +26,7 @@ from tests.on_slurm.survival import (
     set_preemption,
     start_preempting,
 )
+from trainkit.run.end import KILLED
 from trainkit.run.files import read_json, read_jsonl, write_json
 from trainkit.run.rundir import RunDir
 
@@ -64,7 +63,7 @@ while True:
 
 
 @pytest.mark.smoke
-def test_a_preemption_that_tells_only_the_ranks_saves(login: Login) -> None:
+def test_a_preemption_that_tells_only_the_ranks_saves(login):
     """Slurm also reports the preemption in the log of an earlier attempt, whose rank was killed."""
     dies = login.script(DIES_ONCE)
     login.script(SAVES_ON_USR2, "saves_on_usr2.py")
@@ -84,7 +83,7 @@ def test_a_preemption_that_tells_only_the_ranks_saves(login: Login) -> None:
         for attempt, run in runs:
             end = login.wait_for_end(run, attempt)
             assert (end["state"], end["action"], end["exit_code"]) == ("stopped", "requeue", 75)
-            assert end["reason"] == f"saved after SIGTERM at a preemption; resumes (restart {attempt})"
+            assert (end["cause"], f"(restart {attempt})" in end["reason"]) == ("preempted", True)
             assert login.status(run)["state"] == "requeueing"
         assert saved_step(trained) == steps_of(trained)[-1][1]
         log, line = killed.attempt(1).supervisor_log, "attempt 1: restart: "
@@ -93,7 +92,7 @@ def test_a_preemption_that_tells_only_the_ranks_saves(login: Login) -> None:
         assert [(one["name"], one["rank"]) for one in found] == [("killed", 1), ("preempted", None)]
 
 
-def test_a_requeued_job_goes_on_as_the_next_attempt(login: Login) -> None:
+def test_a_requeued_job_goes_on_as_the_next_attempt(login):
     run = train(login, "--nodes", "1")
     reader = login.start([*TRAINKIT, "logs", str(run.path), "--follow"])
     refused = login.trainkit("resume", str(run.path))
@@ -121,7 +120,7 @@ def listeners(login: Login) -> list[RunDir]:
     return [login.submit_listeners("--backend", backend, *ON_TWO_HOSTS) for backend in BACKENDS]
 
 
-def test_cancel_saves(login: Login) -> None:
+def test_cancel_saves(login):
     runs = listeners(login)
     for name in ("last", str(runs[0].path)):
         done = login.trainkit("cancel", name, "--wait")
@@ -133,7 +132,7 @@ def test_cancel_saves(login: Login) -> None:
     login.wait_until_idle()
 
 
-def test_a_notice_for_the_batch_shell_alone_reaches_the_ranks(login: Login) -> None:
+def test_a_notice_for_the_batch_shell_alone_reaches_the_ranks(login):
     run = login.submit_listeners(*ON_TWO_HOSTS)
     login.run(["scancel", "--batch", "--signal=TERM", login.job_id(run)], check=True)
     end = login.wait_for_end(run)
@@ -144,7 +143,7 @@ def test_a_notice_for_the_batch_shell_alone_reaches_the_ranks(login: Login) -> N
     assert [log_of(run, rank).splitlines()[-1] for rank in range(2)] == ["asked by SIGTERM"] * 2
 
 
-def test_cancel_now_kills(login: Login) -> None:
+def test_cancel_now_kills(login):
     runs = listeners(login)
     for run in runs:
         assert login.trainkit("cancel", str(run.path), "--now").returncode == 0
@@ -153,22 +152,22 @@ def test_cancel_now_kills(login: Login) -> None:
     for run in runs:
         assert login.wait_for_end(run)["state"] == "cancelled"
         assert log_of(run) == "attempt 1 rank 0 of 2\n"
-        assert login.wait_for_end(run)["reason"] == "killed by cancel --now"
+        assert login.wait_for_end(run)["reason"] == KILLED
 
 
-def test_what_does_not_listen_is_killed_after_the_grace_time(login: Login) -> None:
+def test_what_does_not_listen_is_killed_after_the_grace_time(login):
     deaf = login.script(DEAF)
     run = login.submit("--set", "requeue.grace_s=1", *ON_TWO_HOSTS, "--", "python", deaf)
     login.wait_for_log(run, "deaf")
     login.trainkit("cancel", str(run.path))
     end = login.wait_for_end(run)
     assert end["state"] == "cancelled"
-    assert end["reason"].startswith("killed: not all workers ended within the grace time")
+    assert "the grace time" in end["reason"]
     assert end["verdict"] is None
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_cancel_of_a_job_that_just_starts(login: Login, backend: str) -> None:
+def test_cancel_of_a_job_that_just_starts(login, backend):
     run = login.submit("--backend", backend, *ON_TWO_HOSTS, "--", "python", "listens.py")
     wait_for(
         lambda: login.cluster.job(login.job_id(run))["JobState"] == "RUNNING", "the start", poll_s=ASK_SLURM_S
@@ -179,7 +178,7 @@ def test_cancel_of_a_job_that_just_starts(login: Login, backend: str) -> None:
     login.wait_until_idle()
 
 
-def test_a_job_whose_id_was_never_learned_is_found_and_a_damaged_record_named(login: Login) -> None:
+def test_a_job_whose_id_was_never_learned_is_found_and_a_damaged_record_named(login):
     run = login.submit("--gpus-per-node", "1", *HOLD, "--", "true")
     job_id = login.job_id(run)
     assert login.status(run)["state"] == "pending"
@@ -195,5 +194,5 @@ def test_a_job_whose_id_was_never_learned_is_found_and_a_damaged_record_named(lo
     run.job_file.write_text("garbage")
     refused = login.trainkit("resume", str(run.path), *settings("seed=7"))
     assert refused.returncode == 2
-    assert f"error: runs/{run.name}/job.json cannot be read" in refused.stderr
+    assert f"error: runs/{run.name}/job.json" in refused.stderr
     assert run.attempt_numbers() == [1]

@@ -1,7 +1,5 @@
 """Tests `srun … trainkit run` in steps of every shape, and how a process in a job finds its rank."""
 
-from __future__ import annotations
-
 import json
 import shutil
 
@@ -41,7 +39,7 @@ def env_of(printed: str) -> list[dict[str, object]]:
 
 
 @pytest.mark.smoke
-def test_srun_trainkit_run(nano: Login) -> None:
+def test_srun_trainkit_run(nano):
     batch = settings("train.global_batch_size=32")
     done = nano.run(["srun", "--nodes=2", "trainkit", "run", "nano.yaml", *batch], TIMEOUT_S)
     assert done.returncode == 0, done.stderr
@@ -56,7 +54,7 @@ def test_srun_trainkit_run(nano: Login) -> None:
     assert list((nano.folder / "runs/.steps").iterdir()) == []
 
 
-def test_nodes_with_different_numbers_of_ranks_in_a_bigger_allocation(nano: Login) -> None:
+def test_nodes_with_different_numbers_of_ranks_in_a_bigger_allocation(nano):
     step = ["srun", "-n", "3", "-N", "2", "trainkit", "run", "nano.yaml"]
     step += settings("train.global_batch_size=24")
     done = nano.run(["salloc", "--nodes=3", "--ntasks=12", *step], TIMEOUT_S)
@@ -69,20 +67,20 @@ def test_nodes_with_different_numbers_of_ranks_in_a_bigger_allocation(nano: Logi
     assert list(losses(run.path)) == [1, 2]
 
 
-def test_what_is_wrong_ends_all_tasks(nano: Login) -> None:
+def test_what_is_wrong_ends_all_tasks(nano):
     argv = ["srun", "--ntasks=2", "--nodes=2", "trainkit", "run", "nano.yaml"]
     done = nano.run([*argv, "--set", "train.steps=none"])
     assert done.returncode == 2
-    assert done.stderr.count("--set train.steps=none: train.steps: must be") == 1
+    assert done.stderr.count("error: --set train.steps=none: ") == 1
     assert not (nano.folder / "runs").exists() or not RunDir(nano.folder / "runs/nano").exists()
     shutil.rmtree(nano.folder / "runs", ignore_errors=True)
     (nano.folder / "runs").write_text("a file")
     done = nano.run(argv)
     assert done.returncode != 0
-    assert "error: cannot create a run folder at runs: runs is not a folder" in done.stderr
+    assert "runs is not a folder" in done.stderr
 
 
-def test_what_a_process_is_in_the_batch_shell_and_in_steps(login: Login) -> None:
+def test_what_a_process_is_in_the_batch_shell_and_in_steps(login):
     job = login.script(
         """
         #SBATCH --nodes=3 --ntasks=6 --ntasks-per-node=2 --output=out
@@ -102,7 +100,7 @@ def test_what_a_process_is_in_the_batch_shell_and_in_steps(login: Login) -> None
     read = lambda name: env_of((login.folder / name).read_text())  # noqa: E731
     [batch] = read("batch")
     assert (batch["is_rank"], batch["rank"]) == (False, None)
-    assert "not a task of a step" in str(batch["reason"])
+    assert "not a task" in str(batch["reason"])
     for name, sizes in (("all", [2, 2, 2]), ("some", [1, 1]), ("one", [1]), ("cyclic", [2, 2, 2])):
         found = read(name)
         assert [one["rank"] for one in found] == list(range(sum(sizes)))
@@ -118,19 +116,18 @@ def test_what_a_process_is_in_the_batch_shell_and_in_steps(login: Login) -> None
     assert sorted(one["local_rank"] for one in uneven if one["node_rank"] == 0) in ([0, 1, 2], [0, 1, 2, 3])
 
 
-def test_a_heterogeneous_step_is_refused_and_one_component_of_it_is_not(login: Login) -> None:
+def test_a_heterogeneous_step_is_refused_and_one_component_of_it_is_not(login):
     components = ["salloc", "--ntasks=1", ":", "--ntasks=2", "srun"]
     for command in (["env"], ["run", str(login.config)]):
         done = login.run([*components, "--het-group=0,1", "trainkit", *command])
         assert done.returncode == 2
-        assert "error: this step spans components of a heterogeneous job" in done.stderr
-        assert "hint: request nodes of one kind" in done.stderr
+        assert "heterogeneous job" in done.stderr.partition("\nhint: ")[0]
     done = login.run([*components, "--het-group=1", "trainkit", "env", "--json"])
     assert [one["world_size"] for one in env_of(done.stdout)] == [2, 2]
     assert not (login.folder / "runs").exists()
 
 
-def test_a_step_that_is_not_the_plan_ends_for_good(login: Login) -> None:
+def test_a_step_that_is_not_the_plan_ends_for_good(login):
     """Somebody edits the srun line of the script and submits it."""
     run = login.submit("--nodes", "2", "--gpus-per-node", "2", *HOLD, "--", "true")
     lines = run.script_file.read_text().splitlines()

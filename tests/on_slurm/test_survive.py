@@ -3,8 +3,6 @@
 `python -m benchmarks.survival` tests all of them for every backend and mode.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -32,11 +30,8 @@ def config(login: Login) -> Path:
 
 
 @pytest.mark.slow(seconds=50)
-def test_preempted_again_and_again(login: Login, config: Path, expected: Curve) -> None:
-    """The run uses submitit.
-
-    `test_signals` preempts sbatch, whose run ends in the test of the time limit.
-    """
+def test_preempted_again_and_again(login, config, expected):
+    """The run uses submitit. `test_signals` preempts sbatch, whose run ends in the test of the time limit."""
     run = login.submit("--partition", "low", "--backend", "submitit", "--per", "node", config=config)
     with survival.preemption(login.cluster):
         for attempt, (mode, grace_s) in enumerate((("CANCEL", 10), ("REQUEUE", 0), ("CANCEL", 0)), 1):
@@ -51,7 +46,7 @@ def test_preempted_again_and_again(login: Login, config: Path, expected: Curve) 
 
 
 @pytest.mark.slow(seconds=45)
-def test_the_time_limit(login: Login, config: Path, expected: Curve) -> None:
+def test_the_time_limit(login, config, expected):
     limits = settings("resources.time='1'", "requeue.grace_s=30")
     run = login.submit(*limits, config=config)
     wait_for(lambda: len(survival.steps_of(run)) > 10 or survival.events_of(run, "signal"), "some steps")
@@ -70,7 +65,7 @@ def test_the_time_limit(login: Login, config: Path, expected: Curve) -> None:
 
 
 @pytest.mark.slow(seconds=45)
-def test_a_rank_and_then_a_host_die(login: Login, config: Path, expected: Curve) -> None:
+def test_a_rank_and_then_a_host_die(login, config, expected):
     run = login.submit(*settings("resources.spare_nodes=1"), config=config)
     wait_for_steps(run, 1, 12)
     job_id = login.job_id(run)
@@ -91,8 +86,7 @@ def test_a_rank_and_then_a_host_die(login: Login, config: Path, expected: Curve)
 
 
 @pytest.mark.slow(seconds=20)
-def test_what_must_not_start_again(login: Login, config: Path) -> None:
-    """The run ends with a root cause after a person's scancel, and after failures that would repeat."""
+def test_what_must_not_start_again(login, config):
     login.script(survival.WAITS_IN_EACH_STEP + survival.BUGS, "sitecustomize.py")
     login.script("import time\nimport no_such_module\n", "bad.py")
     one = ("--nodes", "1", "--name")

@@ -1,11 +1,9 @@
 """Tests a run folder that is swapped or changed while its job waits: nothing in it runs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
-from tests.on_slurm.login import HOLD, Login, wait_for
+from tests.on_slurm.login import HOLD, wait_for
 from trainkit.errors import EXIT_NO_RESTART
 from trainkit.run.group import RunGroup
 from trainkit.run.rundir import RunDir
@@ -16,7 +14,7 @@ def replaced(file: Path, old: str, new: str) -> None:
     file.write_text(file.read_text().replace(old, new))
 
 
-def test_nothing_runs_of_a_folder_that_is_not_what_was_submitted(login: Login) -> None:
+def test_nothing_runs_of_a_folder_that_is_not_what_was_submitted(login):
     ran = login.folder / "ran"
     ran.mkdir()
 
@@ -42,7 +40,7 @@ def test_nothing_runs_of_a_folder_that_is_not_what_was_submitted(login: Login) -
     for run in (config, *plans.values()):
         end = login.wait_for_end(run)
         assert (end["state"], end["exit_code"]) == ("failed", EXIT_NO_RESTART)
-        assert "is not the file that this job was submitted with" in end["reason"]
+        assert f"{run.path}/" in end["reason"]
         assert login.status(run)["reason"] == end["reason"]
     file = config.attempt(1).config_file
     assert str(file) in login.wait_for_end(config)["reason"]

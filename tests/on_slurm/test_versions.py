@@ -3,10 +3,7 @@
 Other tests cover the differences between versions: variables of shells and steps, and a missing log folder.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +16,7 @@ from tests.on_slurm import (
     test_steps,
     test_trouble,
 )
-from tests.on_slurm.login import Login, settings
+from tests.on_slurm.login import settings
 from tests.slurm import test_control_on_cluster, test_jobs_on_cluster
 from tests.support.runs import losses
 from tests.support.tmux import needs_tmux
@@ -62,32 +59,31 @@ def its_commands(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("its_commands")
-def test_it_is_that_version(cluster: Cluster, login: Login, slurm_version: str) -> None:
+def test_it_is_that_version(cluster, login, slurm_version):
     assert login.slurm_version == slurm_version
     test_control_on_cluster.test_discover_cluster(cluster)
 
 
-def test_ranks_have_everything_that_trainers_read(login: Login) -> None:
-    test_commands.test_a_command_is_a_rank_with_everything_that_trainers_read(login)
+@pytest.mark.parametrize(
+    "test",
+    [
+        test_commands.test_a_command_is_a_rank_with_everything_that_trainers_read,
+        test_signals.test_a_preemption_that_tells_only_the_ranks_saves,
+        test_signals.test_cancel_saves,
+        test_preemptions.test_preemptions_are_neither_crashes_nor_faults_of_nodes,
+        test_cgroups.test_a_run_is_requeued_cancelled_and_resumed,
+        test_steps.test_what_a_process_is_in_the_batch_shell_and_in_steps,
+        pytest.param(test_interactive.test_a_shell_in_an_allocation_of_two_nodes, marks=needs_tmux),
+        test_trouble.test_the_log_folder_is_deleted_before_the_start,
+        test_trouble.test_a_log_that_no_version_of_slurm_can_open,
+    ],
+    ids=lambda test: test.__name__,
+)
+def test_as_on_the_installed_version(login, test):
+    test(login)
 
 
-def test_a_preemption_saves_and_requeues(login: Login) -> None:
-    test_signals.test_a_preemption_that_tells_only_the_ranks_saves(login)
-
-
-def test_preemptions_are_neither_crashes_nor_faults_of_nodes(login: Login) -> None:
-    test_preemptions.test_preemptions_are_neither_crashes_nor_faults_of_nodes(login)
-
-
-def test_a_run_is_requeued_cancelled_and_resumed(login: Login) -> None:
-    test_cgroups.test_a_run_is_requeued_cancelled_and_resumed(login)
-
-
-def test_cancel_saves(login: Login) -> None:
-    test_signals.test_cancel_saves(login)
-
-
-def test_a_step_and_a_job_of_submitit_train_alike(login: Login) -> None:
+def test_a_step_and_a_job_of_submitit_train_alike(login):
     """The preempted run of another test trains with sbatch."""
     nano = login.folder / "nano.yaml"
     nano.write_text(test_steps.NANO.replace("global_batch_size: 40", "global_batch_size: 32"))
@@ -99,7 +95,7 @@ def test_a_step_and_a_job_of_submitit_train_alike(login: Login) -> None:
 
 
 @pytest.mark.usefixtures("its_commands")
-def test_states_of_jobs(cluster: Cluster, tmp_path: Path) -> None:
+def test_states_of_jobs(cluster, tmp_path):
     for body, state, code, number in (
         ("exit 0\n", JobState.COMPLETED, 0, None),
         ("exit 75\n", JobState.FAILED, 75, None),
@@ -109,20 +105,3 @@ def test_states_of_jobs(cluster: Cluster, tmp_path: Path) -> None:
     test_jobs_on_cluster.test_a_running_job(cluster, tmp_path)
     cluster.cancel_all()
     test_jobs_on_cluster.test_requeued_is_not_the_end(cluster, tmp_path)
-
-
-def test_what_a_process_is_in_the_batch_shell_and_in_steps(login: Login) -> None:
-    test_steps.test_what_a_process_is_in_the_batch_shell_and_in_steps(login)
-
-
-@needs_tmux
-def test_what_a_process_is_in_an_interactive_shell(login: Login) -> None:
-    test_interactive.test_a_shell_in_an_allocation_of_two_nodes(login)
-
-
-def test_the_log_folder_is_deleted_before_the_start(login: Login) -> None:
-    test_trouble.test_the_log_folder_is_deleted_before_the_start(login)
-
-
-def test_a_log_that_cannot_be_opened(login: Login) -> None:
-    test_trouble.test_a_log_that_no_version_of_slurm_can_open(login)

@@ -25,7 +25,7 @@ POINTS = {
 
 
 @pytest.mark.parametrize("index", POINTS)
-def test_a_point_has_the_config_and_plan_that_were_checked(tmp_path: Path, index: int) -> None:
+def test_a_point_has_the_config_and_plan_that_were_checked(tmp_path, index):
     checked = {trial.index: trial for trial in planned(tmp_path, POINTS)}
     group = make_group(tmp_path, POINTS)
     run = group.run(index)
@@ -38,7 +38,7 @@ def test_a_point_has_the_config_and_plan_that_were_checked(tmp_path: Path, index
         assert file.read_text() == checked[index].plan.to_text()
 
 
-def test_a_point_is_a_complete_run(tmp_path: Path) -> None:
+def test_a_point_is_a_complete_run(tmp_path):
     group = make_group(tmp_path, POINTS)
     group.code_dir.mkdir()
     (group.code_dir / "train.py").write_text("pass")
@@ -67,14 +67,14 @@ def test_a_point_is_a_complete_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("trials", [[{}], [{"index": "0"}], [3], "0", None])
-def test_a_group_whose_points_are_damaged(tmp_path: Path, trials: object) -> None:
+def test_a_group_whose_points_are_damaged(tmp_path, trials):
     group = make_group(tmp_path, POINTS)
     write_json(group.sweep_file, {**read_json(group.sweep_file), "points": trials})
     with pytest.raises(UsageError, match=r"sweep\.json was not written by trainkit"):
         _ = RunGroup(group.path).trials
 
 
-def test_what_slurm_logs_is_the_log_of_the_supervisor(tmp_path: Path) -> None:
+def test_what_slurm_logs_is_the_log_of_the_supervisor(tmp_path):
     group = make_group(tmp_path, POINTS)
     group.log_file(1).write_text("module: not found\n")
     create_task_run(group.run(1))
@@ -86,7 +86,7 @@ def test_what_slurm_logs_is_the_log_of_the_supervisor(tmp_path: Path) -> None:
     said(moved.run(1).attempt(1).supervisor_log.read_text())
 
 
-def test_the_task_names_its_own_job(tmp_path: Path) -> None:
+def test_the_task_names_its_own_job(tmp_path):
     # A task can start before the submitting command has recorded the job id, or has received it.
     group = make_group(tmp_path, POINTS, job_id=None)
     with pytest.raises(UsageError, match=r"cannot tell whether .* was submitted"):
@@ -100,13 +100,13 @@ def test_the_task_names_its_own_job(tmp_path: Path) -> None:
     assert attempt.number == 1
 
 
-def test_a_task_of_a_cancelled_group_does_not_begin(tmp_path: Path) -> None:
+def test_a_task_of_a_cancelled_group_does_not_begin(tmp_path):
     group = make_group(tmp_path, POINTS, cancelled_at=SUBMITTED_AT)
     create_task_run(group.run(0), "12_0")
     said(claim_attempt(group.run(0), "12_0").reason)
 
 
-def test_a_point_is_made_once_whoever_comes(tmp_path: Path) -> None:
+def test_a_point_is_made_once_whoever_comes(tmp_path):
     group = make_group(tmp_path, POINTS)
     errors: list[BaseException] = []
 
@@ -126,7 +126,7 @@ def test_a_point_is_made_once_whoever_comes(tmp_path: Path) -> None:
     assert [path.name for path in group.path.iterdir() if path.name.startswith(".")] == [".lock"]
 
 
-def test_runs_that_are_no_points_are_left_alone(tmp_path: Path) -> None:
+def test_runs_that_are_no_points_are_left_alone(tmp_path):
     group = make_group(tmp_path, POINTS)
     for path in (tmp_path / "other", tmp_path / "5", group.path / "logs", group.path / "07"):
         create_task_run(RunDir(path))
@@ -136,7 +136,7 @@ def test_runs_that_are_no_points_are_left_alone(tmp_path: Path) -> None:
     said(caught.value.hint)
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
     group = make_group(tmp_path, POINTS)
 
     def full(*args: object, **more: object) -> None:

@@ -29,7 +29,7 @@ def write_metrics(file: Path, first: int, last: int, attempt: int = 1) -> None:
             stream.write(json.dumps(record) + "\n")
 
 
-def test_only_whole_lines_are_read_and_each_once(tmp_path: Path) -> None:
+def test_only_whole_lines_are_read_and_each_once(tmp_path):
     file = tmp_path / "metrics.jsonl"
     history = MetricsHistory(file)
     history.update()
@@ -63,9 +63,7 @@ def make_events(file: Path, num_attempts: int, num_evaluations: int) -> None:
                 stream.write(json.dumps({"time": time, "attempt": number, **event}) + "\n")
 
 
-def test_a_large_file_of_events_is_read_where_attempts_begin_and_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_file_of_events_is_read_where_attempts_begin_and_end(tmp_path, monkeypatch):
     file = tmp_path / "events.jsonl"
     make_events(file, 7, 2000)
     whole, part = EventHistory(file), EventHistory(file)
@@ -89,7 +87,7 @@ def test_a_large_file_of_events_is_read_where_attempts_begin_and_end(
     assert (part.attempts[8].started, len(part.attempts)) == (timestamp("2026-01-01T23:00:00.000Z"), 8)
 
 
-def test_a_long_line_is_not_in_memory(tmp_path: Path) -> None:
+def test_a_long_line_is_not_in_memory(tmp_path):
     for name in ("metrics.jsonl", "events.jsonl"):
         file = tmp_path / name
         with file.open("w") as stream:
@@ -104,14 +102,14 @@ def test_a_long_line_is_not_in_memory(tmp_path: Path) -> None:
     tracemalloc.stop()
 
 
-def test_the_newest_steps_pass_over_what_a_crash_cut_off(tmp_path: Path) -> None:
+def test_the_newest_steps_pass_over_what_a_crash_cut_off(tmp_path):
     history = RunHistory(RunDir(tmp_path))
     assert history.newest_steps() == []
     history.run.metrics_file.write_text('{"step": 1}\n{"step": 2}\n{"st')
     assert [record.step for record in history.newest_steps()] == [1, 2]
 
 
-def test_steps_that_are_computed_again_and_another_file_replace_the_others(tmp_path: Path) -> None:
+def test_steps_that_are_computed_again_and_another_file_replace_the_others(tmp_path):
     file = tmp_path / "metrics.jsonl"
     history = MetricsHistory(file)
     for first, last, is_new, steps in ((1, 10, False, 10), (6, 7, False, 7), (1, 2, True, 2)):
@@ -122,7 +120,7 @@ def test_steps_that_are_computed_again_and_another_file_replace_the_others(tmp_p
         assert [step for step, _ in history.curve("loss")] == list(range(1, steps + 1))
 
 
-def test_of_a_large_file_a_sample_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_large_file_a_sample_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(history_module, "SAMPLED_BYTES", 50_000)
     file = tmp_path / "metrics.jsonl"
     write_metrics(file, 1, 20_000)
@@ -140,7 +138,7 @@ def test_of_a_large_file_a_sample_is_read(tmp_path: Path, monkeypatch: pytest.Mo
     assert history.curve("loss")[-1][0] == 20_003
 
 
-def test_the_points_of_a_curve_are_bounded(tmp_path: Path) -> None:
+def test_the_points_of_a_curve_are_bounded(tmp_path):
     file = tmp_path / "metrics.jsonl"
     history = MetricsHistory(file)
     for first in range(1, 5001, 500):
@@ -152,7 +150,7 @@ def test_the_points_of_a_curve_are_bounded(tmp_path: Path) -> None:
     assert len(history.recent) == history_module.RECENT_RECORDS
 
 
-def test_events_of_a_run_are_read_once(tmp_path: Path) -> None:
+def test_events_of_a_run_are_read_once(tmp_path):
     made = Watched(tmp_path / "run").job()
     made.event(90, "evaluated", step=1, val_loss=3.0).event(80, "evaluated", step=2, val_loss=2.5)
     history = EventHistory(made.run.events_file)
@@ -168,9 +166,7 @@ def test_events_of_a_run_are_read_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "begins", [{"event": "training", "step": 2}, {"event": "evaluated", "step": 3, "val_loss": 9.0}]
 )
-def test_validations_of_steps_that_are_computed_again_are_left_out(
-    tmp_path: Path, begins: dict[str, object]
-) -> None:
+def test_validations_of_steps_that_are_computed_again_are_left_out(tmp_path, begins):
     """The trainer logs the beginning of an attempt; a COMMAND may log only its validations."""
     file = tmp_path / "events.jsonl"
     for step, loss in ((2, 3.0), (4, 1.0), (6, 0.5)):
@@ -186,7 +182,7 @@ def test_validations_of_steps_that_are_computed_again_are_left_out(
     "damaged",
     [{"event": []}, {"event": "checkpoint_begin", "step": [1]}, {"event": "started", "attempt": {}}],
 )
-def test_damaged_events_are_skipped(damaged: dict[str, object], tmp_path: Path) -> None:
+def test_damaged_events_are_skipped(damaged, tmp_path):
     made = Watched(tmp_path / "run").job().event(90, "evaluated", step=1, val_loss=3.0)
     with made.run.events_file.open("a") as stream:
         stream.write(json.dumps(damaged) + "\n")
@@ -195,7 +191,7 @@ def test_damaged_events_are_skipped(damaged: dict[str, object], tmp_path: Path) 
     assert history.recent[-1].name == "evaluated"
 
 
-def test_a_refresh_of_1024_ranks_takes_little_time(tmp_path: Path) -> None:
+def test_a_refresh_of_1024_ranks_takes_little_time(tmp_path):
     """A refresh of 100 ms every 2 s takes 5 % of a core. Most of this time is for the terminal."""
     run = watched_runs.large(tmp_path / "large")
     history = RunHistory(run)
@@ -214,7 +210,7 @@ def test_a_refresh_of_1024_ranks_takes_little_time(tmp_path: Path) -> None:
     assert sorted(spent)[len(spent) // 2] < 0.05
 
 
-def test_the_names_of_the_curves_are_bounded(tmp_path: Path) -> None:
+def test_the_names_of_the_curves_are_bounded(tmp_path):
     file = tmp_path / "metrics.jsonl"
     for step in (1, 2):
         append_jsonl(file, {"step": step, **{f"m{index}": index for index in range(500)}, "loss": 2.0})

@@ -43,7 +43,7 @@ def as_other(code: str, folder: Path) -> None:
     assert os.waitpid(pid, 0)[1] == 0
 
 
-def test_a_folder_of_all_users_has_a_private_one_for_each(shared: Path, tmp_path: Path) -> None:
+def test_a_folder_of_all_users_has_a_private_one_for_each(shared, tmp_path):
     found = own_folders({"TMPDIR": str(shared)}, tmp_path / "fallback")
     own = shared / f"trainkit-{UID}"
     assert found.temporary == f"{own}/tmp"
@@ -54,19 +54,19 @@ def test_a_folder_of_all_users_has_a_private_one_for_each(shared: Path, tmp_path
 
 
 @pytest.mark.parametrize("mode", [0o700, 0o755])
-def test_an_own_folder_stays(tmp_path: Path, mode: int) -> None:
+def test_an_own_folder_stays(tmp_path, mode):
     (folder := tmp_path / "job").mkdir(mode)
     found = own_folders({"TMPDIR": str(folder)}, tmp_path / "fallback")
     assert (found.temporary, found.note) == (str(folder), "")
 
 
-def test_folders_that_a_user_has_set_stay(shared: Path, tmp_path: Path) -> None:
+def test_folders_that_a_user_has_set_stay(shared, tmp_path):
     given = {"TMPDIR": str(shared), "TORCHINDUCTOR_CACHE_DIR": "/mine", "MPLCONFIGDIR": "/here"}
     found = own_folders(given, tmp_path, keeps=True).added_to(given)
     assert found == {**given, "TRITON_CACHE_DIR": f"{shared}/trainkit-{UID}/triton"}
 
 
-def test_folders_of_the_rank_that_starts_a_run_are_not_taken_over(shared: Path, tmp_path: Path) -> None:
+def test_folders_of_the_rank_that_starts_a_run_are_not_taken_over(shared, tmp_path):
     """The starting rank may run on another host, where somebody else can have created these folders."""
     outer = own_folders({"TMPDIR": str(shared)}, tmp_path).added_to({})
     (other := tmp_path / "other").mkdir(0o700)
@@ -78,9 +78,7 @@ def test_folders_of_the_rank_that_starts_a_run_are_not_taken_over(shared: Path, 
 
 @pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("case", ["mode", "link", "file", "parent", "missing", "owner", "of torch"])
-def test_what_somebody_else_has_made_is_not_used(
-    tmp_path: Path, shared: Path, case: str, keeps: bool
-) -> None:
+def test_what_somebody_else_has_made_is_not_used(tmp_path, shared, case, keeps):
     folder = private = shared / f"trainkit-{UID}"
     folder.mkdir(0o700)
     if case == "missing":
@@ -136,7 +134,7 @@ print("found", json.dumps([cache_dir(), default_cache_dir(), _HEADER_DIR, str(On
 
 @as_root
 @pytest.mark.slow(seconds=8)
-def test_no_library_uses_what_a_neighbour_has_put_into_tmp(shared: Path) -> None:
+def test_no_library_uses_what_a_neighbour_has_put_into_tmp(shared):
     """Another user has first created the names under which torch and TensorBoard write to /tmp."""
     names = [f"torchinductor_{getpass.getuser()}", getpass.getuser(), "cache", ".tensorboard-info"]
     names += ["quack_generated_epilogues"]
@@ -159,7 +157,7 @@ def test_no_library_uses_what_a_neighbour_has_put_into_tmp(shared: Path) -> None
 
 
 @as_root
-def test_other_people_on_this_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_people_on_this_host(tmp_path, monkeypatch):
     for pid, uid in ((1, 0), (2, process.FIRST_PERSON - 1), (3, UID)):
         (tmp_path / str(pid)).mkdir()
         os.chown(tmp_path / str(pid), uid, uid)

@@ -58,7 +58,11 @@ def test_runs_below_here_need_no_index(tmp_path):
     said(caught.value.hint)
 
 
-def test_a_run_that_writes_a_bench_of_its_own_is_a_run(tmp_path):
+def test_what_is_a_run(tmp_path):
+    register(RunDir(tmp_path / "gone"), "gone")
+    assert list(iter_known_runs()) == []
+    with pytest.raises(UsageError, match="does not contain a run"):
+        find_run(str(tmp_path))
     run = make_run(tmp_path / "x", "x")
     (run.path / BENCH_FILE).write_text('{"speed": 1}')
     assert find_run(str(run.path)).path == run.path
@@ -87,11 +91,6 @@ def test_a_job_id_that_two_clusters_have(tmp_path, monkeypatch):
             find_run_or_group(f"{text};south")
 
 
-def test_folder_that_is_gone_is_forgotten(tmp_path):
-    register(RunDir(tmp_path / "gone"), "gone")
-    assert list(iter_known_runs()) == []
-
-
 def test_folder_name_before_config_name(tmp_path):
     first = make_run(tmp_path / "one/exp", "exp")
     other = make_run(tmp_path / "two", "exp")
@@ -99,11 +98,6 @@ def test_folder_name_before_config_name(tmp_path):
         register(run, "exp")
     assert find_run("exp").path == first.path
     assert find_run(str(other.path)).path == other.path
-
-
-def test_folder_without_a_run(tmp_path):
-    with pytest.raises(UsageError, match="does not contain a run"):
-        find_run(str(tmp_path))
 
 
 def test_state_that_cannot_be_written_is_said(tmp_path, monkeypatch, capsys):

@@ -1,7 +1,5 @@
 """Tests which exception ends a program's output: a chained one, a group, or one rank of several."""
 
-from __future__ import annotations
-
 import pytest
 
 from trainkit.run.tracebacks import Raised, exception_of, last_exception
@@ -57,9 +55,7 @@ INNER = """\
         ),
     ],
 )
-def test_the_exception_that_ends_a_program(
-    text: str, kind: str | None, message: str | None, place: str | None
-) -> None:
+def test_the_exception_that_ends_a_program(text, kind, message, place):
     own = text.splitlines()
     assert _found(last_exception(own)) == (kind, message, place)
     mixed = [line for one in own for line in (f"[rank2]: {one}", "[rank1]: x")]

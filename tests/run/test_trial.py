@@ -5,7 +5,6 @@ import math
 import os
 import types
 from collections import OrderedDict, namedtuple
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -74,7 +73,7 @@ class Fails:
         *((other, other) for other in (None, True, 0.5, [1], {"a": 1})),
     ],
 )
-def test_a_text_that_is_a_number_is_one(text: object, number: object) -> None:
+def test_a_text_that_is_a_number_is_one(text, number):
     found = as_number(text)
     assert (found, type(found)) == (number, type(number))
 
@@ -95,7 +94,7 @@ def test_a_text_that_is_a_number_is_one(text: object, number: object) -> None:
         (np.arange(1_000_000), None),
     ],
 )
-def test_an_argument_is_a_value(value: object, kept: object) -> None:
+def test_an_argument_is_a_value(value, kept):
     """None stands for some short text."""
     found = trial_values({"x": value})["x"]
     if kept is None and value is not None:
@@ -116,17 +115,17 @@ def test_an_argument_is_a_value(value: object, kept: object) -> None:
         types.SimpleNamespace(lr=0.1, betas=[0.9, 0.95]),
     ],
 )
-def test_the_parts_of_an_argument_are_values(value: object) -> None:
+def test_the_parts_of_an_argument_are_values(value):
     assert trial_values({"config": value}) == {"config.lr": 0.1, "config.betas": [0.9, 0.95]}
 
 
-def test_parts_of_parts() -> None:
+def test_parts_of_parts():
     found = trial_values({"config": Settings(), "seed": 3})
     assert found == {"config.lr": 0.1, "config.path": "a", "config.inner.depth": 2, "seed": 3}
     assert trial_values({"config": {}, "kind": Settings}) == {"kind": "Settings"}
 
 
-def test_a_trial_has_the_names_that_it_gives() -> None:
+def test_a_trial_has_the_names_that_it_gives():
     trial = Asked(4, {"lr": "1e-4", "optimizer.name": "sgd", "layers": {"depth": 2}})
     assert isinstance(trial, SweeperTrial)
     values = {"lr": "1e-4", "optimizer.name": "sgd", "layers.depth": 2}
@@ -134,7 +133,7 @@ def test_a_trial_has_the_names_that_it_gives() -> None:
     assert trial_values({"trial": Asked(0, {})}) == {}
 
 
-def test_a_trial_of_optuna() -> None:
+def test_a_trial_of_optuna():
     optuna = pytest.importorskip("optuna")
     trial = optuna.create_study().ask()
     lr, depth = trial.suggest_float("lr", 1e-5, 1e-1, log=True), trial.suggest_int("depth", 1, 4)
@@ -145,7 +144,7 @@ def test_a_trial_of_optuna() -> None:
     assert trial_values({"trial": frozen}) == {"lr": 0.1}
 
 
-def test_omegaconf() -> None:
+def test_omegaconf():
     conf = pytest.importorskip("omegaconf").OmegaConf.create(
         {"base": 0.1, "lr": "${base}", "data": "???", "d": {"n": 2}}
     )
@@ -157,12 +156,9 @@ def test_omegaconf() -> None:
     }
 
 
-def test_secrets_are_masked() -> None:
+def test_secrets_are_masked_before_they_are_shortened():
     found = trial_values({"api_key": "abcdef123", "config": {"password": "hunter2", "lr": 0.1}})
     assert found == {"api_key": "***", "config.password": "***", "config.lr": 0.1}
-
-
-def test_secrets_are_masked_before_they_are_shortened() -> None:
     url = f"https://me:{'p4ssw0rd' * 12}@host/"
     held = types.SimpleNamespace(url=url)
     found = trial_values({"url": url, "several": [url], "wide": [url] * 30, "deep": [[[url]]], "held": held})
@@ -171,7 +167,7 @@ def test_secrets_are_masked_before_they_are_shortened() -> None:
 
 
 @pytest.mark.parametrize("params", [None, [1, 2], (), "lr"])
-def test_what_has_a_number_and_params_of_another_kind_is_no_trial(params: object) -> None:
+def test_what_has_a_number_and_params_of_another_kind_is_no_trial(params):
     found = trial_values({"layer": types.SimpleNamespace(number=3, params=params), "lr": 0.1})
     assert (found["layer.number"], found["lr"]) == (3, 0.1)
 
@@ -190,17 +186,8 @@ class Lost(dict):
         raise RuntimeError("no items")
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        Raises,
-        lambda: [Raises()],
-        lambda: {"a": Raises()},
-        Lost,
-        MagicMock,
-    ],
-)
-def test_any_object_has_some_text(make: Callable[[], object]) -> None:
+@pytest.mark.parametrize("make", [Raises, lambda: [Raises()], lambda: {"a": Raises()}, Lost, MagicMock])
+def test_any_object_has_some_text(make):
     value = make()
     found = trial_values({"x": value, "lr": 0.1})
     assert found.pop("lr") == 0.1
@@ -208,7 +195,7 @@ def test_any_object_has_some_text(make: Callable[[], object]) -> None:
     assert group_values([{"x": value}])
 
 
-def test_what_is_huge_or_contains_itself_is_short() -> None:
+def test_what_is_huge_or_contains_itself_is_short():
     own: dict = {}
     own.update(own=own, also=own)
     assert len(trial_values({"own": own})) <= MAX_PARTS
@@ -219,7 +206,7 @@ def test_what_is_huge_or_contains_itself_is_short() -> None:
     ]
 
 
-def test_a_group_has_the_parts_that_differ() -> None:
+def test_a_group_has_the_parts_that_differ():
     base = {"depth": 2, "width": 64}
     trials = [{"config": {**base, "lr": lr}, "seed": 0, "model": Plain()} for lr in (0.1, 0.2)]
     assert group_values(trials) == [{"config.lr": 0.1, "seed": 0}, {"config.lr": 0.2, "seed": 0}]
@@ -238,7 +225,7 @@ def test_a_group_has_the_parts_that_differ() -> None:
     assert group_values([]) == []
 
 
-def test_the_values_of_a_run_and_of_one_of_a_group(tmp_path: Path) -> None:
+def test_the_values_of_a_run_and_of_one_of_a_group(tmp_path):
     run = RunDir(tmp_path / "alone")
     run.path.mkdir()
     assert values_of(run) == {}

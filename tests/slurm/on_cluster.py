@@ -3,6 +3,7 @@
 import time
 from pathlib import Path
 
+from tests.support import programs
 from tools.slurm_cluster.cluster import Cluster
 from trainkit.scheduler import JobState
 from trainkit.slurm.jobs import SlurmJob, query_jobs
@@ -34,18 +35,17 @@ def send(cluster: Cluster, folder: Path, body: str, *directives: str, token: str
 
 def wait_for(cluster: Cluster, job_id: str, *states: JobState, timeout_s: float = 240) -> SlurmJob:
     """Wait until a job has one of these states, and return the job."""
-    deadline = time.monotonic() + timeout_s
-    while (job := query_jobs([job_id])[job_id]).state not in states:
-        assert time.monotonic() < deadline, job
-        time.sleep(0.1)
-    return job
+
+    def asked() -> SlurmJob | None:
+        job = query_jobs([job_id])[job_id]
+        return job if job.state in states else None
+
+    found: SlurmJob = programs.wait_for(asked, timeout_s, f"{states} of job {job_id}", 0.1)
+    return found
 
 
 def wait_for_text(path: Path, text: str, timeout_s: float = 120) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not path.exists() or text not in path.read_text():
-        assert time.monotonic() < deadline, f"{path} never said {text!r}"
-        time.sleep(0.05)
+    programs.wait_for(lambda: path.exists() and text in path.read_text(), timeout_s, f"{text!r} in {path}")
 
 
 def jobs_with_token(cluster: Cluster, token: str) -> list[str]:

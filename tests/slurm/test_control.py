@@ -1,10 +1,7 @@
 """Tests requeue, cancel, signals and versions."""
 
-from collections.abc import Callable
-
 import pytest
 
-from tests.support.fake_slurm import FakeSlurm
 from trainkit.errors import UsageError
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 from trainkit.slurm.control import (
@@ -51,23 +48,21 @@ GONE = "echo 'scancel: error: Kill job error on job id 12: Invalid job id specif
         (lambda: requeue("12;east"), "", ["scontrol --clusters=east requeue 12"]),
     ],
 )
-def test_what_slurm_is_asked_to_do(
-    fake: FakeSlurm, act: Callable[[], object], says: str, calls: list[str]
-) -> None:
+def test_what_slurm_is_asked_to_do(fake, act, says, calls):
     fake.add("scontrol", says)
     fake.add("scancel", says)
     act()
     assert [" ".join(call) for call in fake.calls] == calls
 
 
-def test_requeue_of_a_job_that_waits_anyway_is_refused(fake: FakeSlurm) -> None:
+def test_requeue_of_a_job_that_waits_anyway_is_refused(fake):
     fake.add("scontrol", "echo 'Job is pending execution for job 12' >&2; exit 1")
     with pytest.raises(SlurmRefused, match="Job is pending execution"):
         requeue("12")
     assert len(fake.calls) == 1, "a refusal was retried"
 
 
-def test_cancel_of_somebody_elses_job(fake: FakeSlurm) -> None:
+def test_cancel_of_somebody_elses_job(fake):
     one = "scancel: error: Kill job error on job id 12: Invalid job id specified"
     other = "scancel: error: Kill job error on job id 13: Access/permission denied"
     fake.add("scancel", f"echo '{one}' >&2; echo '{other}' >&2; exit 1")
@@ -76,7 +71,7 @@ def test_cancel_of_somebody_elses_job(fake: FakeSlurm) -> None:
     assert fake.calls == [["scancel", "12", "13"]]
 
 
-def test_cancel_while_slurm_is_away(fake: FakeSlurm) -> None:
+def test_cancel_while_slurm_is_away(fake):
     fake.add("scancel", LOST)
     with pytest.raises(SlurmUnreachable):
         kill_steps([("12", "0")], patience_s=0)
@@ -86,7 +81,7 @@ def test_cancel_while_slurm_is_away(fake: FakeSlurm) -> None:
     assert len(fake.calls) > 2, "not retried within its patience"
 
 
-def test_a_cluster_that_is_away_keeps_no_other_from_cancelling(fake: FakeSlurm) -> None:
+def test_a_cluster_that_is_away_keeps_no_other_from_cancelling(fake):
     fake.add("scancel", f'[ "$1" != --clusters=east ] || {{ {LOST}; }}')
     with pytest.raises(SlurmUnreachable):
         kill_steps([("12;east", "0"), ("12", "1"), ("12;south", "2")], patience_s=0)
@@ -97,7 +92,7 @@ def test_a_cluster_that_is_away_keeps_no_other_from_cancelling(fake: FakeSlurm) 
     ]
 
 
-def test_no_job_id_is_an_option(fake: FakeSlurm) -> None:
+def test_no_job_id_is_an_option(fake):
     fake.add("scancel")
     fake.add("scontrol")
     for job_id in ("--user=me", "", "12 13"):
@@ -108,7 +103,7 @@ def test_no_job_id_is_an_option(fake: FakeSlurm) -> None:
     assert fake.calls == []
 
 
-def test_config(fake: FakeSlurm) -> None:
+def test_config(fake):
     text = (
         "Configuration data as of 2024-01-01T00:00:00\n"
         "AccountingStorageTRES   = cpu,mem,gres/gpu\n"
@@ -138,16 +133,16 @@ def test_config(fake: FakeSlurm) -> None:
         ("slurm 25.11", (25, 11, 0)),
     ],
 )
-def test_versions(text: str, numbers: tuple[int, int, int]) -> None:
+def test_versions(text, numbers):
     assert parse_version(text) == numbers
 
 
-def test_what_is_no_version() -> None:
+def test_what_is_no_version():
     with pytest.raises(UsageError, match="not a Slurm version"):
         parse_version("slurm")
 
 
-def test_features() -> None:
+def test_features():
     versions = [(21, 8, 0), (22, 5, 0), (22, 5, 8), (23, 2, 7), (23, 11, 0), (25, 11, 0)]
     enabled = {"SlurmctldParameters": "cloud_dns,enable_expedited_requeue"}
     assert [has_expedited_requeue(v, enabled) for v in versions] == [False] * 5 + [True]
@@ -156,7 +151,7 @@ def test_features() -> None:
     assert not has_expedited_requeue((25, 11, 0), {})
 
 
-def test_jobs_that_wait_for_a_job_follow_it_to_its_new_id(fake: FakeSlurm) -> None:
+def test_jobs_that_wait_for_a_job_follow_it_to_its_new_id(fake):
     fake.add(
         "squeue",
         "echo '20|afterok:12(unfulfilled)'; echo '21|(null)'; echo '22|afterok:120(unfulfilled)'; "

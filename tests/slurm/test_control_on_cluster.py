@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from tests.slurm.on_cluster import SLEEP, send, wait_for, wait_for_text
 from tests.slurm.test_hosts import HOST_LISTS
-from tools.slurm_cluster.cluster import Cluster
 from trainkit.cluster.discovery import discover_cluster, has_slurm
 from trainkit.cluster.model import Account, NodeKind
 from trainkit.scheduler import JobState, expand_hosts
@@ -17,7 +16,7 @@ from trainkit.slurm.control import cancel, requeue, send_signal, show_config
 from trainkit.slurm.jobs import query_jobs
 
 
-def test_one_task_of_an_array_is_requeued(cluster: Cluster, tmp_path: Path) -> None:
+def test_one_task_of_an_array_is_requeued(cluster, tmp_path):
     job_id = send(cluster, tmp_path, SLEEP, "--array=0-2")
     tasks = [f"{job_id}_{task}" for task in range(3)]
     for task in tasks:
@@ -31,7 +30,7 @@ def test_one_task_of_an_array_is_requeued(cluster: Cluster, tmp_path: Path) -> N
     assert query_jobs([tasks[2]])[tasks[2]].state is JobState.RUNNING
 
 
-def test_requeue_that_slurm_refuses(cluster: Cluster, tmp_path: Path) -> None:
+def test_requeue_that_slurm_refuses(cluster, tmp_path):
     job_id = send(cluster, tmp_path, SLEEP, "--no-requeue")
     wait_for(cluster, job_id, JobState.RUNNING)
     with pytest.raises(SlurmRefused) as caught:
@@ -41,14 +40,14 @@ def test_requeue_that_slurm_refuses(cluster: Cluster, tmp_path: Path) -> None:
         requeue("999999")
 
 
-def test_cancel_what_there_is(cluster: Cluster, tmp_path: Path) -> None:
+def test_cancel_what_there_is(cluster, tmp_path):
     job_id = send(cluster, tmp_path, SLEEP)
     cancel([job_id, "999999"])
     wait_for(cluster, job_id, JobState.CANCELLED)
     cancel([job_id])
 
 
-def test_signals_reach_the_steps_alone(cluster: Cluster, tmp_path: Path) -> None:
+def test_signals_reach_the_steps_alone(cluster, tmp_path):
     step = "trap 'echo step $SLURM_PROCID' USR2; echo ready; while :; do sleep 0.1; done"
     (tmp_path / "step.sh").write_text(f"{step}\n")
     body = "trap 'echo batch' USR2\nsrun -n2 bash step.sh &\nwhile :; do wait; done\n"
@@ -62,7 +61,7 @@ def test_signals_reach_the_steps_alone(cluster: Cluster, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("text", HOST_LISTS)
-def test_scontrol_and_expand_hosts_agree(cluster: Cluster, text: str) -> None:
+def test_scontrol_and_expand_hosts_agree(cluster, text):
     """scontrol 22.05 prints nothing for a name with text after its brackets."""
     shown = cluster.run(["scontrol", "show", "hostnames", text], check=True).stdout.split()
     assert expand_hosts(text) == (shown or HOST_LISTS[text])
@@ -76,7 +75,7 @@ def test_scontrol_and_expand_hosts_agree(cluster: Cluster, text: str) -> None:
         max_size=4,
     )
 )
-def test_they_agree_on_any_brackets(cluster: Cluster, brackets: list[list[tuple[int, int, int]]]) -> None:
+def test_they_agree_on_any_brackets(cluster, brackets):
     text = ""
     for letter, ranges in zip("abcd", brackets, strict=False):
         spans = [f"{first:0{width}d}-{first + more:0{width}d}" for first, more, width in ranges]
@@ -86,7 +85,7 @@ def test_they_agree_on_any_brackets(cluster: Cluster, brackets: list[list[tuple[
     )
 
 
-def test_discover_cluster(cluster: Cluster) -> None:
+def test_discover_cluster(cluster):
     found = discover_cluster()
     low, debug = found.partition(None), found.partition("debug")
     assert low is not None
@@ -103,7 +102,7 @@ def test_discover_cluster(cluster: Cluster) -> None:
     assert Account("teaching", False, None, ("normal",), ("root",)) in found.accounts
 
 
-def test_no_cluster_here(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_cluster_here(cluster, monkeypatch):
     """Slurm's programs are installed, but have no configuration."""
     monkeypatch.delenv("SLURM_CONF")
     if Path("/etc/slurm/slurm.conf").exists():

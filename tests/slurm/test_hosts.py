@@ -2,16 +2,10 @@
 
 import pytest
 
-from tests.support.fake_slurm import FakeSlurm
 from trainkit.errors import UsageError
 from trainkit.scheduler import expand_hosts
 from trainkit.slurm.client import SlurmUnreachable
-from trainkit.slurm.hosts import (
-    hosts_of_job,
-    is_unavailable,
-    node_states,
-    tasks_per_node,
-)
+from trainkit.slurm.hosts import hosts_of_job, is_unavailable, node_states, tasks_per_node
 
 HOST_LISTS = {
     "node1": ["node1"],
@@ -31,7 +25,7 @@ HOST_LISTS = {
 
 
 @pytest.mark.parametrize("text", HOST_LISTS)
-def test_expand(text: str) -> None:
+def test_expand(text):
     assert expand_hosts(text) == HOST_LISTS[text]
 
 
@@ -42,7 +36,7 @@ n[1-2000]m[1-2000] n[²] n[0-99999999999999999999]
 
 
 @pytest.mark.parametrize("text", ["", " ", "a b", "a\nb", "n[1, 2]", *NO_LISTS.split()])
-def test_no_host_list(text: str) -> None:
+def test_no_host_list(text):
     with pytest.raises(UsageError) as caught:
         expand_hosts(text)
     assert repr(text.strip()) in caught.value.message
@@ -52,12 +46,12 @@ def test_no_host_list(text: str) -> None:
     ("text", "counts"),
     [("4", [4]), ("2(x3),1", [2, 2, 2, 1]), ("8(x2)", [8, 8]), ("1,2,1", [1, 2, 1]), (" 2(x1) ", [2])],
 )
-def test_tasks_per_node(text: str, counts: list[int]) -> None:
+def test_tasks_per_node(text, counts):
     assert tasks_per_node(text) == counts
 
 
 @pytest.mark.parametrize("text", ["", "a", "2(x)", "2(3)", "2,", "-1", "2(x3", "2 (x3)"])
-def test_no_counts(text: str) -> None:
+def test_no_counts(text):
     with pytest.raises(UsageError, match="not a Slurm list of counts"):
         tasks_per_node(text)
 
@@ -82,28 +76,22 @@ def test_no_counts(text: str) -> None:
         ("unknown", True),
     ],
 )
-def test_states_of_hosts(state: str, out: bool) -> None:
+def test_states_of_hosts(state, out):
     assert is_unavailable(state) is out
 
 
-def test_a_host_in_two_partitions_is_one(fake: FakeSlurm) -> None:
+def test_a_host_in_two_partitions_is_one(fake):
     fake.add("sinfo", r"printf 'h1\037allocated\036\nh1\037allocated\036\nh2\037down*\036\n'")
     assert node_states(["h1", "h2", "h9"]) == {"h1": "allocated", "h2": "down*"}
     assert "--nodes=h1,h2,h9" in fake.calls[0]
+    fake.add("sinfo", "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1")
+    with pytest.raises(SlurmUnreachable):
+        node_states(["h1"])
 
 
-def test_the_hosts_that_a_job_has_left(fake: FakeSlurm) -> None:
+def test_the_hosts_that_a_job_has_left(fake):
     fake.add("squeue", "echo 'node[1,3]'")
     assert hosts_of_job("7_2") == ["node1", "node3"]
     assert fake.calls[0][-1] == "--jobs=7_2"
     fake.add("squeue")
     assert hosts_of_job("8") == []
-
-
-def test_no_answer_is_no_state(fake: FakeSlurm) -> None:
-    fake.add(
-        "sinfo",
-        "echo 'slurm_load_partitions: Unable to contact slurm controller (connect failure)' >&2; exit 1",
-    )
-    with pytest.raises(SlurmUnreachable):
-        node_states(["h1"])

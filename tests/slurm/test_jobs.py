@@ -48,7 +48,7 @@ def prints(fake: FakeSlurm, program: str, text: str) -> None:
     fake.add(program, f'/bin/cat "$here/{program}.out"')
 
 
-def test_a_running_job_in_full() -> None:
+def test_a_running_job_in_full():
     assert parse_queue(queue_line(7)) == {
         "7": SlurmJob(
             job_id="7",
@@ -65,19 +65,19 @@ def test_a_running_job_in_full() -> None:
     }
 
 
-def test_names_may_hold_anything() -> None:
+def test_names_may_hold_anything():
     name = f"a{FIELD}b\nc | $(x){RECORD} ü"
     assert parse_queue(queue_line(7, name=name) + queue_line(8))["7"].name == name
     assert parse_accounting(accounting_line("7", name="a\nb") + accounting_line("8"))["7"].name == "a\nb"
 
 
-def test_a_job_that_waits_says_why() -> None:
+def test_a_job_that_waits_says_why():
     job = parse_queue(queue_line(7, state="PENDING", reason="QOSMaxJobsPerUserLimit", nodes=""))["7"]
     said(job.sentence)
     assert parse_queue(queue_line(7))["7"].sentence == ""
 
 
-def test_preempted_is_not_the_end_of_a_job_that_comes_back() -> None:
+def test_preempted_is_not_the_end_of_a_job_that_comes_back():
     back = parse_queue(queue_line(7, state="PENDING", restarts=1, reason="BeginTime", nodes=""))["7"]
     assert (back.state, back.restarts, back.state.is_terminal) == (JobState.REQUEUED, 1, False)
     going = parse_queue(queue_line(7, state="COMPLETING", restarts=1))["7"]
@@ -92,7 +92,7 @@ def test_preempted_is_not_the_end_of_a_job_that_comes_back() -> None:
         *[("0:0", 0, None), ("75:0", 75, None), ("0:9", 0, 9), ("0:53", 0, 53)],
     ],
 )
-def test_exit_codes_of_squeue_22_05_and_of_newer_ones(status: str, code: int, signal: int | None) -> None:
+def test_exit_codes_of_squeue_22_05_and_of_newer_ones(status, code, signal):
     job = parse_queue(queue_line(7, state="FAILED", exit_code=status))["7"]
     assert (job.exit_code, job.exit_signal, job.log_not_opened) == (code, signal, signal == 53)
     assert parse_queue(queue_line(7, exit_code=status))["7"].exit_code is None
@@ -101,12 +101,12 @@ def test_exit_codes_of_squeue_22_05_and_of_newer_ones(status: str, code: int, si
 @pytest.mark.parametrize(
     ("text", "code", "signal"), [("0:0", 0, None), ("75:0", 75, None), ("0:53", 0, 53), ("", None, None)]
 )
-def test_exit_codes_of_sacct(text: str, code: int | None, signal: int | None) -> None:
+def test_exit_codes_of_sacct(text, code, signal):
     job = parse_accounting(accounting_line("7", "FAILED", text))["7"]
     assert (job.exit_code, job.exit_signal) == (code, signal)
 
 
-def test_tasks_of_an_array() -> None:
+def test_tasks_of_an_array():
     text = queue_line(9, 9, "3-4,6%2", "PENDING") + queue_line(10, 9, "0") + queue_line(11, 9, "1", "FAILED")
     expected = {"9_0": "running", "9_1": "failed", "9_3": "pending", "9_4": "pending", "9_6": "pending"}
     assert states(parse_queue(text)) == expected
@@ -115,7 +115,7 @@ def test_tasks_of_an_array() -> None:
     assert states(parse_accounting(text)) == {"9_0": "completed", "9_1": "cancelled", "9_2": "cancelled"}
 
 
-def test_one_call_for_all_jobs(fake: FakeSlurm) -> None:
+def test_one_call_for_all_jobs(fake):
     prints(fake, "squeue", queue_line(8) + queue_line(7) + queue_line(9, 9, "0") + queue_line(10, 9, "1"))
     fake.add("sacct")
     jobs = query_jobs(["7", "9_1", "8", "7", "9_0"])
@@ -124,7 +124,7 @@ def test_one_call_for_all_jobs(fake: FakeSlurm) -> None:
     assert "--jobs=7,9,8" in fake.calls[0]
 
 
-def test_each_cluster_is_asked_about_its_own_jobs(fake: FakeSlurm) -> None:
+def test_each_cluster_is_asked_about_its_own_jobs(fake):
     """Two clusters may give two jobs the same id."""
     fake.add("squeue", "case $1 in *=east) /bin/cat $here/east;; *) /bin/cat $here/here;; esac")
     (fake.folder / "here").write_text(queue_line(7) + queue_line(8))
@@ -146,7 +146,7 @@ def test_each_cluster_is_asked_about_its_own_jobs(fake: FakeSlurm) -> None:
     ]
 
 
-def test_a_cluster_that_cannot_be_reached(fake: FakeSlurm) -> None:
+def test_a_cluster_that_cannot_be_reached(fake):
     """As 22.05 says it. It is asked once, this cluster for five seconds."""
     printed = (
         "squeue: error: No cluster 'east' known by database.\nsqueue: error: 'east' can't be reached now, or "
@@ -161,11 +161,11 @@ def test_a_cluster_that_cannot_be_reached(fake: FakeSlurm) -> None:
     assert fake.programs == ["squeue"]
 
 
-def test_nothing_is_asked_about_nothing(fake: FakeSlurm) -> None:
+def test_nothing_is_asked_about_nothing(fake):
     assert query_jobs([]) == {}
 
 
-def test_accounting_is_asked_once_for_what_squeue_has_forgotten(fake: FakeSlurm) -> None:
+def test_accounting_is_asked_once_for_what_squeue_has_forgotten(fake):
     prints(fake, "squeue", queue_line(8))
     prints(fake, "sacct", accounting_line("7", "TIMEOUT") + accounting_line("6") + accounting_line("8"))
     jobs = query_jobs(["6", "7", "8", "5"])
@@ -175,7 +175,7 @@ def test_accounting_is_asked_once_for_what_squeue_has_forgotten(fake: FakeSlurm)
     said(jobs["5"].sentence)
 
 
-def test_an_array_is_asked_for_as_a_whole(fake: FakeSlurm) -> None:
+def test_an_array_is_asked_for_as_a_whole(fake):
     """Only accounting has the tasks that ended first."""
     prints(fake, "squeue", queue_line(9, 9, "10-11", "PENDING") + queue_line(14, 9, "2"))
     prints(fake, "sacct", accounting_line("9_0") + accounting_line("9_2", "RUNNING") + accounting_line("9_1"))
@@ -186,7 +186,7 @@ def test_an_array_is_asked_for_as_a_whole(fake: FakeSlurm) -> None:
     assert list(jobs) == ["9_0", "9_1", "9_2", "9_10", "9_11"]
 
 
-def test_tasks_that_were_cancelled_while_they_waited_share_a_record(fake: FakeSlurm) -> None:
+def test_tasks_that_were_cancelled_while_they_waited_share_a_record(fake):
     """Slurm 22.05 shows them in one record after `scancel --state=PENDING`, without their indices."""
     rest = queue_line(9, 9, "N/A", "CANCELLED", reason="JobArrayTaskLimit", nodes="")
     prints(fake, "squeue", rest + queue_line(10, 9, "1"))
@@ -210,7 +210,7 @@ def test_tasks_that_were_cancelled_while_they_waited_share_a_record(fake: FakeSl
         *(("COMPLETED", "unknown"), ("PENDING", "unknown"), ("REVOKED", "unknown")),
     ],
 )
-def test_tasks_of_which_only_the_array_has_a_record(fake: FakeSlurm, parent: str, state: str) -> None:
+def test_tasks_of_which_only_the_array_has_a_record(fake, parent, state):
     """If an array ends without success, each of its tasks gets this end."""
     prints(fake, "squeue", "")
     prints(fake, "sacct", accounting_line("9", parent) + accounting_line("9_1"))
@@ -219,7 +219,7 @@ def test_tasks_of_which_only_the_array_has_a_record(fake: FakeSlurm, parent: str
     assert jobs["9_2"].job_id == "9_2"
 
 
-def test_jobs_in_a_state_that_says_nothing(fake: FakeSlurm) -> None:
+def test_jobs_in_a_state_that_says_nothing(fake):
     prints(fake, "squeue", queue_line(5, state="REVOKED") + queue_line(6, state="NEW_IN_2030"))
     prints(fake, "sacct", accounting_line("7", "REVOKED by 0") + accounting_line("8", "RUNNING"))
     jobs = query_jobs(["5", "6", "7", "8"])
@@ -239,7 +239,7 @@ INVALID = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
     ],
     ids=["none", "disabled", "refused"],
 )
-def test_without_accounting_a_forgotten_job_is_unknown(fake: FakeSlurm, sacct: str | None) -> None:
+def test_without_accounting_a_forgotten_job_is_unknown(fake, sacct):
     fake.add("squeue", INVALID)
     if sacct is not None:
         fake.add("sacct", sacct)
@@ -248,7 +248,7 @@ def test_without_accounting_a_forgotten_job_is_unknown(fake: FakeSlurm, sacct: s
     said(job.sentence)
 
 
-def test_accounting_that_lags_is_not_believed(fake: FakeSlurm) -> None:
+def test_accounting_that_lags_is_not_believed(fake):
     fake.add("squeue", INVALID)
     prints(fake, "sacct", accounting_line("7", "RUNNING"))
     job = query_jobs(["7"])["7"]
@@ -256,9 +256,7 @@ def test_accounting_that_lags_is_not_believed(fake: FakeSlurm) -> None:
     said(job.sentence)
 
 
-def test_squeue_away_is_an_error_whatever_accounting_says(
-    fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_squeue_away_is_an_error_whatever_accounting_says(fake, monkeypatch):
     monkeypatch.setattr("trainkit.slurm.client.FIRST_PAUSE_S", 9.0)
     fake.add("squeue", "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1")
     prints(fake, "sacct", accounting_line("7"))
@@ -268,14 +266,14 @@ def test_squeue_away_is_an_error_whatever_accounting_says(
 
 
 @pytest.mark.parametrize("job_id", ["--all", "1; 2", "", "7 8"])
-def test_what_is_no_job_id_is_never_handed_over(fake: FakeSlurm, job_id: str) -> None:
+def test_what_is_no_job_id_is_never_handed_over(fake, job_id):
     fake.add("squeue")
     with pytest.raises(UsageError, match="is not a Slurm job id"):
         query_jobs(["7", job_id])
     assert fake.calls == []
 
 
-def test_more_ids_than_an_argument_can_hold(fake: FakeSlurm) -> None:
+def test_more_ids_than_an_argument_can_hold(fake):
     prints(fake, "squeue", queue_line(1_000_007))
     fake.add("sacct")
     jobs = query_jobs([str(1_000_000 + index) for index in range(30_000)])
@@ -285,7 +283,7 @@ def test_more_ids_than_an_argument_can_hold(fake: FakeSlurm) -> None:
 
 
 @pytest.mark.parametrize("kind", ["told apart", "waiting", "finished"])
-def test_ten_thousand_tasks(kind: str) -> None:
+def test_ten_thousand_tasks(kind):
     """`status` may take 2 s in total. The limit here is a tenth of the time on a slow machine."""
     name = "sweep\nof " + "x" * 50
     if kind == "finished":

@@ -1,12 +1,13 @@
 """Tests the states of jobs in a real Slurm: with accounting, without, and after Slurm forgot them."""
 
+import re
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.slurm.on_cluster import SLEEP, send, wait_for, wait_for_text
+from tests.slurm.on_cluster import SLEEP, send, wait_for
+from tests.support import programs
 from tools.slurm_cluster.cluster import Cluster, running
 from trainkit.cluster.discovery import discover_cluster
 from trainkit.scheduler import JobState, expand_hosts
@@ -26,12 +27,12 @@ HOSTILE_NAMES = [
 
 
 @pytest.mark.parametrize("name", HOSTILE_NAMES)
-def test_names_come_back_as_they_were_given(cluster: Cluster, tmp_path: Path, name: str) -> None:
+def test_names_come_back_as_they_were_given(cluster, tmp_path, name):
     job_id = send(cluster, tmp_path, "true\n", extra_argv=[f"--job-name={name}", "--hold"])
     other = send(cluster, tmp_path, "true\n", extra_argv=["--hold"])
     jobs = query_jobs([job_id, other])
     assert (jobs[job_id].name, jobs[job_id].state) == (name, JobState.PENDING)
-    assert jobs[job_id].sentence == "is held by its user: `scontrol release JOB` releases it"
+    assert "`scontrol release JOB`" in jobs[job_id].sentence
     assert list(jobs) == [job_id, other]
     assert not list(tmp_path.rglob("injected"))
 
@@ -44,51 +45,30 @@ def test_names_come_back_as_they_were_given(cluster: Cluster, tmp_path: Path, na
         ("kill -9 $$\n", JobState.FAILED, 0, 9),
     ],
 )
-def test_ends(
-    cluster: Cluster, tmp_path: Path, body: str, state: JobState, code: int, number: int | None
-) -> None:
+def test_ends(cluster, tmp_path, body, state, code, number):
     job = wait_for(cluster, send(cluster, tmp_path, body), JobState.COMPLETED, JobState.FAILED)
     assert (job.state, job.exit_code, job.exit_signal, job.state.is_terminal) == (state, code, number, True)
 
 
-def test_a_running_job(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_running_job(cluster, tmp_path):
     job_id = send(cluster, tmp_path, SLEEP, "--nodes=2", "--gpus-per-node=4")
     waiting_id = send(cluster, tmp_path, SLEEP, "--nodes=4", "--gpus-per-node=4")
     job = wait_for(cluster, job_id, JobState.RUNNING)
     assert (job.num_nodes, expand_hosts(job.nodes)) == (2, cluster.hosts[:2])
-    assert job.start_time is not None
-    assert job.end_time is not None
     assert (job.end_time - job.start_time).total_seconds() == 600
     assert abs(job.start_time.timestamp() - time.time()) < 60
-    deadline = time.monotonic() + 30
-    while (waiting := wait_for(cluster, waiting_id, JobState.PENDING)).reason != "Resources":
-        assert time.monotonic() < deadline, waiting
-    assert (waiting.nodes, waiting.sentence) == ("", "waiting for nodes to become free; next in line")
+    pending = lambda: wait_for(cluster, waiting_id, JobState.PENDING)  # noqa: E731
+    programs.wait_for(lambda: pending().reason == "Resources", 30)
+    assert (pending().nodes, "next in line" in pending().sentence) == ("", True)
 
 
-def test_requeued_is_not_the_end(cluster: Cluster, tmp_path: Path) -> None:
+def test_requeued_is_not_the_end(cluster, tmp_path):
     job_id = send(cluster, tmp_path, SLEEP)
     wait_for(cluster, job_id, JobState.RUNNING)
     requeue(job_id)
     seen = lifetime(cluster, job_id)
     assert seen[-2:] == [JobState.REQUEUED, JobState.RUNNING]
     assert query_jobs([job_id])[job_id].restarts == 1
-
-
-def test_preempted_is_not_the_end(cluster: Cluster, tmp_path: Path) -> None:
-    step = "trap 'echo term; exit 3' TERM; echo start $SLURM_RESTART_COUNT; while :; do sleep 0.1; done"
-    (tmp_path / "step.sh").write_text(f"{step}\n")
-    body = f"srun --nodes=1 --ntasks=1 sh step.sh\n{SLEEP}"
-    low = send(cluster, tmp_path, body, "--partition=low", "--nodes=4", "--exclusive")
-    wait_for_text(tmp_path / "log", "start")
-    high = send(cluster, tmp_path, "sleep 1\n", "--partition=high", "--nodes=4", "--exclusive")
-    wait_for_text(tmp_path / "log", "term")
-    # Slurm checks the end of the grace time every 30 s.
-    seen = lifetime(cluster, low, timeout_s=400)
-    assert seen[-2:] == [JobState.REQUEUED, JobState.RUNNING]
-    wait_for(cluster, high, JobState.COMPLETED)
-    wait_for_text(tmp_path / "log", "start 1")
-    assert query_jobs([low])[low].restarts == 1
 
 
 def lifetime(cluster: Cluster, job_id: str, timeout_s: float = 240) -> list[JobState]:
@@ -136,17 +116,12 @@ def forget(cluster: Cluster) -> None:
 
 def wait_for_accounting(cluster: Cluster, num_ended: int) -> None:
     """Wait until accounting has the ends of this number of jobs, because accounting lags."""
-    deadline = time.monotonic() + 30
     argv = ["sacct", "--allocations", "--noheader", "--format=State"]
-    while (
-        sum(cluster.run(argv, check=True).stdout.count(word) for word in ("COMPLETED", "FAILED")) < num_ended
-    ):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    count = lambda: len(re.findall("COMPLETED|FAILED", cluster.run(argv, check=True).stdout))  # noqa: E731
+    programs.wait_for(lambda: count() >= num_ended, 30, "accounting", 0.2)
 
 
-def test_forgotten_jobs(forgetful: Cluster, tmp_path: Path) -> None:
-    """squeue has forgotten the jobs. Accounting has their ends, and without accounting they are unknown."""
+def test_forgotten_jobs(forgetful, tmp_path):
     good = send(forgetful, tmp_path, "exit 0\n")
     bad = send(forgetful, tmp_path, "exit 7\n", '--job-name="two words"')
     array = send(forgetful, tmp_path, "exit $SLURM_ARRAY_TASK_ID\n", "--array=0-1")
@@ -169,7 +144,7 @@ def test_forgotten_jobs(forgetful: Cluster, tmp_path: Path) -> None:
     assert took_s < 2.0
     unknown = jobs[good]
     assert (unknown.state, unknown.state.is_terminal) == (JobState.UNKNOWN, False)
-    assert "accounting does not answer" in unknown.sentence
+    assert "accounting does not" in unknown.sentence
     assert send(forgetful, tmp_path, "true\n"), "jobs need no accounting"
     found = discover_cluster()
     assert found.accounts is None

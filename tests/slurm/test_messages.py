@@ -10,16 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.said import said
-from trainkit.slurm.client import (
-    FIELD,
-    RECORD,
-    SlurmRefused,
-    cleaned,
-    failure,
-    records,
-    seconds_of,
-    time_of,
-)
+from trainkit.slurm.client import FIELD, RECORD, SlurmRefused, cleaned, failure, records, seconds_of, time_of
 
 SUBMIT = "sbatch: error: Batch job submission failed: "
 RETRYING = "Slurm temporarily unable to accept job, sleeping and retrying"
@@ -57,12 +48,12 @@ LOST, AWAY, REFUSED = "the answer was lost", "nothing was requested", "refused"
         ("sbatch: error: Socket timed out on send/recv operation\nsbatch: error: x (connect failure)", LOST),
     ],
 )
-def test_trouble(words: str, kind: str) -> None:
+def test_trouble(words, kind):
     found = failure("sbatch", 1, words)
     assert kind == (REFUSED if isinstance(found, SlurmRefused) else LOST if found.may_have_arrived else AWAY)
 
 
-def test_cleaned() -> None:
+def test_cleaned():
     words = (
         "sbatch: error: invalid partition specified: nope\n"
         f"{SUBMIT}Invalid partition name specified\n"
@@ -104,7 +95,7 @@ def test_cleaned() -> None:
         ("the site's plugin says no", None),
     ],
 )
-def test_hints(words: str, part_of_hint: str | None) -> None:
+def test_hints(words, part_of_hint):
     hint = failure("sbatch", 1, words).hint
     assert hint == "" if part_of_hint is None else part_of_hint in hint
 
@@ -114,28 +105,23 @@ NAME = st.text(st.characters(blacklist_categories=["Cs"])).filter(lambda name: f
 
 
 @given(st.lists(st.tuples(PLAIN, PLAIN, NAME)))
-def test_any_name_comes_back(rows: list[tuple[str, str, str]]) -> None:
+def test_any_name_comes_back(rows):
     text = "".join(FIELD.join(row) + RECORD + "\n" for row in rows)
     assert [tuple(row) for row in records(text, 3)] == rows
 
 
-def test_names_of_clusters_between_records() -> None:
-    text = f"CLUSTER: west\n1{FIELD}a{RECORD}\nCLUSTER: east\n2{FIELD}b{RECORD}\n"
-    assert list(records(text, 2)) == [["1", "a"], ["2", "b"]]
-
-
-def test_what_is_cut_off_is_left_out() -> None:
-    text = f"1{FIELD}a{RECORD}\n2{FIELD}b{RECORD}\n3"
+def test_names_of_clusters_and_what_is_cut_off_are_left_out():
+    text = f"CLUSTER: west\n1{FIELD}a{RECORD}\nCLUSTER: east\n2{FIELD}b{RECORD}\n3"
     assert list(records(text, 2)) == [["1", "a"], ["2", "b"]]
     assert list(records("", 2)) == []
 
 
 @pytest.mark.parametrize("text", ["N/A", "Unknown", "None", "", "0", "2024-01-01T00:00:00"])
-def test_no_time(text: str) -> None:
+def test_no_time(text):
     assert time_of(text) is None
 
 
-def test_time_of() -> None:
+def test_time_of():
     assert time_of("1700000000") == datetime(2023, 11, 14, 22, 13, 20, tzinfo=timezone.utc)
 
 
@@ -143,12 +129,12 @@ def test_time_of() -> None:
     ("text", "seconds"),
     [("0:05", 5), ("05:00", 300), ("1:00:00", 3600), ("2-03:04:05", 183845), ("10-00:00:00", 864000)],
 )
-def test_seconds_of(text: str, seconds: int) -> None:
+def test_seconds_of(text, seconds):
     assert seconds_of(text) == seconds
 
 
 @pytest.mark.parametrize(
     "text", ["UNLIMITED", "INVALID", "NOT_SET", "N/A", "NONE", "infinite", "", "5", "-1:00", "a-1:00:00"]
 )
-def test_no_duration(text: str) -> None:
+def test_no_duration(text):
     assert seconds_of(text) is None

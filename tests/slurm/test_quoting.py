@@ -27,7 +27,7 @@ def through_bash(text: str) -> list[str]:
     return [os.fsdecode(word) for word in done.stdout.split(b"\0")[:-1]]
 
 
-def test_words_arrive_in_bash_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_words_arrive_in_bash_as_they_are(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     values = [*HOSTILE, *UNPRINTABLE]
     assert through_bash(words(values)) == values
@@ -36,29 +36,29 @@ def test_words_arrive_in_bash_as_they_are(tmp_path: Path, monkeypatch: pytest.Mo
 
 @given(st.lists(st.binary(max_size=12).filter(lambda value: b"\0" not in value), min_size=1, max_size=40))
 @settings(max_examples=30, deadline=None)
-def test_any_file_name_arrives_in_bash_as_it_is(values: list[bytes]) -> None:
+def test_any_file_name_arrives_in_bash_as_it_is(values):
     names = [os.fsdecode(value) for value in values]
     assert through_bash(words(names)) == names
 
 
 @pytest.mark.parametrize("value", [*HOSTILE, *UNPRINTABLE])
-def test_a_word_is_one_printable_line(value: str) -> None:
+def test_a_word_is_one_printable_line(value):
     assert quote(value).isprintable()
 
 
-def test_words_stay_readable() -> None:
+def test_words_stay_readable():
     assert words(["python3", "-m", "a.b", Path("/x/y"), 3, "a b"]) == "python3 -m a.b /x/y 3 'a b'"
     assert quote("two\nlines, it's") == "$'two\\nlines, it\\'s'"
 
 
 @pytest.mark.parametrize("write", [quote, directive])
-def test_nul_is_refused(write: Any) -> None:
+def test_nul_is_refused(write):
     with pytest.raises(UsageError, match=r"'a\\x00b' cannot be written in a script: it contains a NUL"):
         write("a\0b")
 
 
 @pytest.mark.parametrize("value", [None, True, ["a"]])
-def test_what_is_no_value_is_refused(value: object) -> None:
+def test_what_is_no_value_is_refused(value):
     with pytest.raises(UsageError, match="cannot be written in a script"):
         quote(value)
 
@@ -67,25 +67,25 @@ def test_what_is_no_value_is_refused(value: object) -> None:
     ("value", "what"),
     [("a\nb", "a line break"), ("a\r", "a line break"), ("x\udcff", "bytes that are not UTF-8")],
 )
-def test_what_a_directive_cannot_hold(value: str, what: str) -> None:
+def test_what_a_directive_cannot_hold(value, what):
     with pytest.raises(UsageError, match=f"cannot be written in an #SBATCH line: it contains {what}"):
         directive(value)
 
 
-def test_directives_stay_readable() -> None:
+def test_directives_stay_readable():
     assert directive("gpu:h100:4") == "gpu:h100:4"
     assert directive(90) == "90"
     assert directive('my "best" run\\') == '"my \\"best\\" run\\\\"'
 
 
-def test_comments_stay_on_their_line() -> None:
+def test_comments_stay_on_their_line():
     assert comment("a\n#SBATCH --wrap=x\x1b\u202e ü") == "a\\n#SBATCH --wrap=x\\x1b\\u202e ü"
 
 
 @pytest.mark.parametrize(
     ("path", "written"), [("/a/50%/j", "/a/50%%/j"), ("/a\\b/%j", "/a\\\\b/%j"), ("/plain", "/plain")]
 )
-def test_log_path(path: str, written: str) -> None:
+def test_log_path(path, written):
     assert log_path(path) == written
 
 
@@ -96,7 +96,7 @@ def sbatch(cluster: Any, cwd: Path, *lines: str) -> str:
     ).strip()
 
 
-def test_sbatch_reads_directives_as_they_were_meant(cluster: Any, tmp_path: Path) -> None:
+def test_sbatch_reads_directives_as_they_were_meant(cluster, tmp_path):
     for value in filter(None, HOSTILE):
         job = sbatch(cluster, tmp_path, "hold", "output=/dev/null", f"comment={directive(value)}")
         shown = cluster.run(["squeue", "-h", "-j", job, "-o", "%k"], timeout_s=30, check=True).stdout
@@ -104,7 +104,7 @@ def test_sbatch_reads_directives_as_they_were_meant(cluster: Any, tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_slurm_finds_every_log(cluster: Any, tmp_path: Path) -> None:
+def test_slurm_finds_every_log(cluster, tmp_path):
     names = [name for name in HOSTILE if name and len(name) < 40] + ["50%j\\x", "\\\\"]
     logs = [tmp_path / str(number) / name / "log" for number, name in enumerate(names)]
     for log in logs:

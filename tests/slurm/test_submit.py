@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fake_slurm import FakeSlurm
 from tests.support.said import said
 from trainkit.slurm import submit
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
@@ -119,15 +118,7 @@ MINE = f"{LISTING} 9 $(/bin/date +%s) {MARK} /x"
         pytest.param("echo 'a filter ate it'", MINE, "9", "sbatch squeue", id="no id in the answer"),
     ],
 )
-def test_submitted_once(
-    fake: FakeSlurm,
-    script: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    sbatch: str,
-    squeue: str,
-    job_id: str,
-    programs: str | None,
-) -> None:
+def test_submitted_once(fake, script, monkeypatch, sbatch, squeue, job_id, programs):
     monkeypatch.setattr(submit, "SUBMIT_TIMEOUT_S", 2.0)
     fake.add("sbatch", sbatch)
     fake.add("squeue", squeue)
@@ -136,9 +127,7 @@ def test_submitted_once(
     assert programs in (None, " ".join(fake.programs))
 
 
-def test_the_environment_is_scrubbed_and_the_folder_is_the_callers(
-    fake: FakeSlurm, script: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_environment_is_scrubbed_and_the_folder_is_the_callers(fake, script, monkeypatch):
     fake.add(
         "sbatch", 'echo "$SBATCH_PARTITION,$SLURM_JOB_ID,$SLURM_CONF,$HOME,$(pwd)" > "$here/seen"; echo 1'
     )
@@ -150,7 +139,7 @@ def test_the_environment_is_scrubbed_and_the_folder_is_the_callers(
     assert fake.calls == [["sbatch", "--parsable", "--hold", str(script)]]
 
 
-def test_a_refusal_is_final(fake: FakeSlurm, script: Path) -> None:
+def test_a_refusal_is_final(fake, script):
     fake.add(
         "sbatch", "echo 'sbatch: error: Batch job submission failed: Invalid qos specification' >&2; exit 1"
     )
@@ -159,7 +148,7 @@ def test_a_refusal_is_final(fake: FakeSlurm, script: Path) -> None:
     assert fake.programs == ["sbatch"]
 
 
-def test_answer_lost_and_the_job_is_there(fake: FakeSlurm, script: Path) -> None:
+def test_answer_lost_and_the_job_is_there(fake, script):
     fake.add("sbatch", LOST)
     fake.add("squeue", f"{LISTING} 8 1700000000 other /x; {LISTING} 9 $(/bin/date +%s) 'of mine {MARK}' /y")
     notices: list[str] = []
@@ -170,7 +159,7 @@ def test_answer_lost_and_the_job_is_there(fake: FakeSlurm, script: Path) -> None
     said(notice)
 
 
-def test_answer_lost_and_denied_for_long_enough(fake: FakeSlurm, script: Path) -> None:
+def test_answer_lost_and_denied_for_long_enough(fake, script):
     fake.add("sbatch", f"[ $n -ge 2 ] || {{ {LOST}; }}; echo 5")
     fake.add("squeue")
     assert send(script) == "5"
@@ -180,7 +169,7 @@ def test_answer_lost_and_denied_for_long_enough(fake: FakeSlurm, script: Path) -
     assert len(looks) >= 4, "the job may take a while to show"
 
 
-def test_away_for_good(fake: FakeSlurm, script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_away_for_good(fake, script, monkeypatch):
     monkeypatch.setattr("trainkit.slurm.submit.SUBMIT_PATIENCE_S", 0.5)
     fake.add("sbatch", AWAY)
     fake.add("squeue", AWAY)
@@ -190,7 +179,7 @@ def test_away_for_good(fake: FakeSlurm, script: Path, monkeypatch: pytest.Monkey
     assert fake.programs.count("sbatch") == 1
 
 
-def test_an_open_question_is_said(fake: FakeSlurm, script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_open_question_is_said(fake, script, monkeypatch):
     monkeypatch.setattr("trainkit.slurm.submit.SUBMIT_PATIENCE_S", 0.5)
     fake.add("sbatch", LOST)
     fake.add("squeue", AWAY)
@@ -203,7 +192,7 @@ def test_an_open_question_is_said(fake: FakeSlurm, script: Path, monkeypatch: py
     assert fake.programs.count("sbatch") == 1
 
 
-def test_lost_again_and_again_ends(fake: FakeSlurm, script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_again_and_again_ends(fake, script, monkeypatch):
     monkeypatch.setattr("trainkit.slurm.submit.SUBMIT_PATIENCE_S", 1.0)
     fake.add("sbatch", LOST)
     fake.add("squeue")
@@ -212,11 +201,8 @@ def test_lost_again_and_again_ends(fake: FakeSlurm, script: Path, monkeypatch: p
     assert not caught.value.may_have_arrived, "squeue has denied it"
 
 
-def test_a_site_that_rewrites_comments(fake: FakeSlurm, script: Path) -> None:
-    """A job without its token is recognized by its script.
-
-    An older job of the same script does not count.
-    """
+def test_a_site_that_rewrites_comments(fake, script):
+    """A job without its token is recognized by its script. An older job of the same script does not count."""
     fake.add("sbatch", LOST)
     fake.add(
         "squeue",
@@ -228,8 +214,7 @@ def test_a_site_that_rewrites_comments(fake: FakeSlurm, script: Path) -> None:
     assert send(script) == "9"
 
 
-def test_a_site_that_rewrites_comments_and_prints_more(fake: FakeSlurm, script: Path) -> None:
-    """Only a new job with the printed id counts, among several jobs with one script."""
+def test_a_site_that_rewrites_comments_and_prints_more(fake, script):
     now = "$(/bin/date +%s)"
     fake.add("sbatch", "echo 4821; echo 9; echo 7")
     fake.add("squeue", f"{LISTING} 4821 1700000000 x /x; {LISTING} 8 {now} x /x; {LISTING} 9 {now} x /x")
@@ -238,8 +223,7 @@ def test_a_site_that_rewrites_comments_and_prints_more(fake: FakeSlurm, script: 
 
 
 @pytest.mark.parametrize("printed", ["", "Welcome", "4821\n--> OK", "4821\n4822"])
-def test_an_accepted_job_that_is_not_listed(fake: FakeSlurm, script: Path, printed: str) -> None:
-    """The job is neither taken for accepted nor submitted again."""
+def test_an_accepted_job_that_is_not_listed(fake, script, printed):
     fake.add("sbatch", f"printf '{printed}'")
     fake.add("squeue", f"{LISTING} 4821 1700000000 x /x")
     with pytest.raises(SlurmUnreachable, match="Slurm lists no") as caught:
@@ -249,8 +233,7 @@ def test_an_accepted_job_that_is_not_listed(fake: FakeSlurm, script: Path, print
     assert fake.programs.count("sbatch") == 1
 
 
-def test_several_clusters(fake: FakeSlurm, script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The job's commands get no SLURM_CLUSTERS. After a lost answer, each cluster is searched for the job."""
+def test_several_clusters(fake, script, monkeypatch):
     monkeypatch.setenv("SLURM_CLUSTERS", "north")
     fake.add(
         "sbatch",
@@ -267,7 +250,7 @@ def test_several_clusters(fake: FakeSlurm, script: Path, monkeypatch: pytest.Mon
     ]
 
 
-def test_a_job_is_found_while_another_cluster_is_away(fake: FakeSlurm) -> None:
+def test_a_job_is_found_while_another_cluster_is_away(fake):
     fake.add("squeue", f"case $1 in *=west) {AWAY};; *=east) {MINE};; esac")
     assert find_by_token(MARK, clusters=["west", "east"]) == "9;east"
     with pytest.raises(SlurmUnreachable):
@@ -275,19 +258,19 @@ def test_a_job_is_found_while_another_cluster_is_away(fake: FakeSlurm) -> None:
 
 
 @pytest.mark.parametrize("token", ["", "two words", "a\nb", "a,b", "ä", "$(x)"])
-def test_a_token_is_one_word(token: str, script: Path) -> None:
+def test_a_token_is_one_word(token, script):
     with pytest.raises(ValueError, match="a token must be one word"):
         submit_script(script, token=token, cwd=script.parent, notify=print)
 
 
-def test_find_marked(fake: FakeSlurm) -> None:
+def test_find_marked(fake):
     fake.add("squeue", f"{LISTING} 8 1 {MARK}0 /x; {LISTING} 9 1 'a {MARK}' /x; {LISTING} 10 1 '(null)' /x")
     assert find_by_token(MARK) == "9"
     assert find_by_token("trainkit:5ee") is None
     assert fake.calls[0][1:4] == ["--me", "--noheader", "--states=all"]
 
 
-def test_would_start(fake: FakeSlurm) -> None:
+def test_would_start(fake):
     fake.add(
         "sbatch",
         "echo 'sbatch: Job 3 to start at 1700000000 using 16 processors on nodes n[2,1] in partition a' >&2",
@@ -299,7 +282,7 @@ def test_would_start(fake: FakeSlurm) -> None:
     assert message.startswith("Job 3 to start at 2023-11-1")
 
 
-def test_would_start_elsewhere() -> None:
+def test_would_start_elsewhere():
     answer, _ = parse_start_estimate("sbatch: Job 3 to start at Unknown using 16 processors on n1")
     assert (answer.start_time, answer.nodes) == (None, ("n1",))
     # Slurm 26.05 prints it in this form.
@@ -308,7 +291,7 @@ def test_would_start_elsewhere() -> None:
     assert (answer.nodes, "on cluster east" in message) == (("n1", "n2"), True)
 
 
-def test_would_not_start(fake: FakeSlurm) -> None:
+def test_would_not_start(fake):
     fake.add("sbatch", "echo 'allocation failure: Requested node configuration is not available' >&2; exit 1")
     with pytest.raises(SlurmRefused, match="Requested node configuration is not available"):
         query_start("#!/bin/sh\n")

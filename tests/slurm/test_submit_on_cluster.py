@@ -4,16 +4,14 @@ import os
 import signal
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
 from tests.slurm.on_cluster import SLEEP, jobs_with_token, send, slurmctld_pid, write
-from tools.slurm_cluster.cluster import Cluster
 from trainkit.slurm.client import SlurmRefused
 
 
-def test_submitting_costs_little_more_than_sbatch(cluster: Cluster, tmp_path: Path) -> None:
+def test_submitting_costs_little_more_than_sbatch(cluster, tmp_path):
     path = write(tmp_path, "true\n", "trainkit:plain")
     plain, ours = [], []
     for _ in range(5):
@@ -27,7 +25,7 @@ def test_submitting_costs_little_more_than_sbatch(cluster: Cluster, tmp_path: Pa
 
 
 @pytest.mark.parametrize("away_s", [3, 14])
-def test_a_controller_that_hangs_gets_the_job_once(cluster: Cluster, tmp_path: Path, away_s: float) -> None:
+def test_a_controller_that_hangs_gets_the_job_once(cluster, tmp_path, away_s):
     """sbatch gives up after 10 s, and the controller executes the request when it continues."""
     token = f"trainkit:hang{away_s}"
     os.kill(slurmctld_pid(cluster), signal.SIGSTOP)
@@ -41,7 +39,7 @@ def test_a_controller_that_hangs_gets_the_job_once(cluster: Cluster, tmp_path: P
     assert jobs_with_token(cluster, token) == [job_id]
 
 
-def test_a_controller_that_dies_with_the_request_gets_it_again(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_controller_that_dies_with_the_request_gets_it_again(cluster, tmp_path):
     """The request is lost with the controller and is not in the queue, so it is sent again."""
     token = "trainkit:dies"
     os.kill(slurmctld_pid(cluster), signal.SIGSTOP)
@@ -63,7 +61,7 @@ def test_a_controller_that_dies_with_the_request_gets_it_again(cluster: Cluster,
     assert said, "an answer was lost"
 
 
-def test_submitting_while_the_controller_restarts(cluster: Cluster, tmp_path: Path) -> None:
+def test_submitting_while_the_controller_restarts(cluster, tmp_path):
     cluster.stop_slurmctld()
     threading.Timer(3, cluster.start_slurmctld).start()
     job_id = send(cluster, tmp_path, SLEEP, token="trainkit:restart")
@@ -84,7 +82,7 @@ def test_submitting_while_the_controller_restarts(cluster: Cluster, tmp_path: Pa
         ("--nodelist=nope", "Invalid node name specified", "sinfo -N"),
     ],
 )
-def test_refusals(cluster: Cluster, tmp_path: Path, option: str, sentence: str, hint: str) -> None:
+def test_refusals(cluster, tmp_path, option, sentence, hint):
     with pytest.raises(SlurmRefused) as caught:
         send(cluster, tmp_path, SLEEP, extra_argv=[option], token="trainkit:no")
     assert sentence in caught.value.sentence.splitlines()

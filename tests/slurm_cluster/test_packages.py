@@ -52,38 +52,21 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_only_what_is_missing_is_installed_and_nothing_is_started(
-    machine: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_only_what_is_missing_is_installed_and_nothing_is_started(machine):
     assert packages.missing() == ["iproute2", "util-linux"]
     packages.install_missing()
-    options = (
-        "noninteractive --yes --quiet --no-install-recommends -o=Dpkg::Use-Pty=0 -o=DPkg::Lock::Timeout=60"
-    )
-    install = f"{options} install iproute2 util-linux"
+    calls = [line.split() for line in (machine / "log").read_text().splitlines()]
     # The package lists are fetched only if the installation fails without them.
-    assert (machine / "log").read_text().splitlines() == [install, f"{options} update", install]
-    assert packages.missing() == []
-    assert capfd.readouterr().err.startswith(
-        "installing iproute2 util-linux, for the tests on a Slurm cluster\n"
-    )
-    assert not (machine / "policy-rc.d").exists()
+    assert [call[-3:] for call in calls[::2]] == [["install", "iproute2", "util-linux"]] * 2
+    assert calls[1][-1] == "update"
+    assert (packages.missing(), (machine / "policy-rc.d").exists()) == ([], False)
+    with packages.no_daemons_started(machine / "policy-rc.d"):
+        assert subprocess.run([machine / "policy-rc.d"]).returncode == 101
     packages.install_missing()
     assert len((machine / "log").read_text().splitlines()) == 3
 
 
-def test_daemons_are_forbidden_while_packages_are_installed(tmp_path: Path) -> None:
-    policy = tmp_path / "policy-rc.d"
-    with packages.no_daemons_started(policy):
-        assert subprocess.run([policy]).returncode == 101
-    assert not policy.exists()
-    policy.write_text("mine")
-    with packages.no_daemons_started(policy):
-        assert policy.read_text() == "mine"
-    assert policy.read_text() == "mine"
-
-
-def test_what_is_missing_is_named(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_named(machine, monkeypatch):
     (machine / "apt-get").unlink()
     with pytest.raises(packages.NotPossible) as error:
         packages.install_missing()
@@ -98,27 +81,21 @@ def pytest_as_nobody(folder: Path, *args: str, **env: str) -> subprocess.Complet
     (folder / "test_ask.py").write_text(ASK)
     options = ["-p", "tools.slurm_cluster.plugin", "-p", "no:cacheprovider", "-q", "-rs"]
     options += ["-c", f"{ROOT}/pyproject.toml"]
-    return run_program(
-        *(sys.executable, "-c", NOBODY, *options, *args, str(folder)),
-        cwd=ROOT,
-        env={**{name: value for name, value in os.environ.items() if name != "CI"}, **env},
-    )
+    environ = {**{name: value for name, value in os.environ.items() if name != "CI"}, **env}
+    return run_program(sys.executable, "-c", NOBODY, *options, *args, str(folder), cwd=ROOT, env=environ)
 
 
-def test_without_root_one_loud_line_and_in_ci_a_failure(tmp_path: Path) -> None:
-    done = pytest_as_nobody(tmp_path)
-    why = "only root can create the namespaces of its hosts"
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"NOTHING WAS TESTED ON SLURM: {why} (run this as root)\n" in done.stdout
-    assert done.stdout.count("SKIPPED") == 1
-    assert "SKIPPED [2] tools/slurm_cluster/plugin.py" in done.stdout
-    assert "1 passed, 2 skipped" in done.stdout
-    done = pytest_as_nobody(tmp_path, CI="true")
-    assert done.returncode == 1
-    assert f"CI=true requires the Slurm tests, but no cluster can run: {why}" in done.stdout
-    assert "1 passed, 2 errors" in done.stdout
-
-
-def test_fast_tests_start_no_cluster(tmp_path: Path) -> None:
-    done = pytest_as_nobody(tmp_path, "-m", "not slow", CI="true")
-    assert (done.returncode, "1 passed, 2 deselected" in done.stdout) == (0, True), done.stdout
+@pytest.mark.parametrize(
+    ("env", "args", "code", "said", "counts"),
+    [
+        ({}, (), 0, "NOTHING WAS TESTED ON SLURM: ", "1 passed, 2 skipped"),
+        ({"CI": "true"}, (), 1, "CI=true requires the Slurm tests", "1 passed, 2 errors"),
+        ({"CI": "true"}, ("-m", "not slow"), 0, "", "1 passed, 2 deselected"),
+    ],
+)
+def test_without_root_one_loud_line_and_in_ci_a_failure(tmp_path, env, args, code, said, counts):
+    done = pytest_as_nobody(tmp_path, *args, **env)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert said in done.stdout
+    assert done.stdout.count("SKIPPED") == (counts == "1 passed, 2 skipped")
+    assert counts in done.stdout

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from tools.slurm_cluster import releases
-from tools.slurm_cluster.cluster import Cluster
 from tools.slurm_cluster.packages import NotPossible
 
 APT_GET = """#!/bin/sh
@@ -34,7 +33,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_the_installed_version_needs_no_packages(machine: Path) -> None:
+def test_the_installed_version_needs_no_packages(machine):
     assert releases.find(None) is None
     assert releases.find("23.02") is None
     assert not releases.is_installed("24.11")
@@ -44,37 +43,18 @@ def test_the_installed_version_needs_no_packages(machine: Path) -> None:
     assert releases.is_installed(None)
 
 
-def test_a_version_that_was_unpacked_is_not_downloaded_again(machine: Path) -> None:
-    (releases.CACHE / "slurm-24.11").mkdir(parents=True)
-    assert releases.find("24.11") == releases.CACHE / "slurm-24.11"
-    assert not (machine / "log").exists()
-
-
-def test_a_download_that_fails_is_named_and_leaves_nothing(
-    machine: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(NotPossible) as error:
+def test_a_download_that_fails_is_named_and_leaves_nothing(machine):
+    with pytest.raises(NotPossible, match="there is no such release") as error:
         releases.find("24.11")
-    assert str(error.value) == "`apt-get … update` failed: E: there is no such release"
     assert error.value.hint == releases.MIRROR
-    assert capfd.readouterr().err.startswith("unpacking Slurm 24.11 of Debian trixie into ")
     assert [path.name for path in releases.CACHE.iterdir()] == ["lock"]
-
-
-def test_what_prevents_it_is_said(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(NotPossible, match=r"no Debian release with Slurm 21\.08 is known") as error:
+    with pytest.raises(NotPossible, match=r"Slurm 21\.08"):
         releases.find("21.08")
-    assert error.value.hint == "choose one of 22.05, 24.11, 26.05"
-    (machine / "targets").write_text("Other http://other.example/\n")
-    with pytest.raises(NotPossible, match="no Debian mirror"):
-        releases.find("24.11")
-    monkeypatch.setenv("PATH", str(machine))
-    (machine / "apt-get").unlink()
-    with pytest.raises(NotPossible, match="apt-get is not installed"):
-        releases.find("24.11")
+    (releases.CACHE / "slurm-24.11").mkdir()
+    assert releases.find("24.11") == releases.CACHE / "slurm-24.11", "it is not unpacked again"
 
 
-def test_every_part_of_the_cluster_is_of_the_version(cluster: Cluster, slurm_version: str | None) -> None:
+def test_every_part_of_the_cluster_is_of_the_version(cluster, slurm_version):
     programs = ("sbatch", "srun", "scontrol", "sacct", "slurmd")
     shown = [cluster.run([name, "-V"], check=True).stdout for name in programs]
     shown += cluster.run(["srun", "-N4", "srun", "-V"], check=True).stdout.splitlines(keepends=True)

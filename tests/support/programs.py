@@ -28,7 +28,9 @@ def run_program(*argv: str | Path, **options: Any) -> subprocess.CompletedProces
     return subprocess.run(argv, **given)
 
 
-def wait_for(condition: Callable[[], Any], timeout_s: float = 120.0) -> Any:
+def wait_for(
+    condition: Callable[[], Any], timeout_s: float = 120.0, what: str = "", poll_s: float = 0.02
+) -> Any:
     """Wait until a condition is true, and return its value."""
     deadline_s = time.monotonic() + timeout_s
     while True:
@@ -38,8 +40,8 @@ def wait_for(condition: Callable[[], Any], timeout_s: float = 120.0) -> Any:
         value = condition()
         if value:
             return value
-        assert not is_last, "waited too long"
-        time.sleep(0.02)
+        assert not is_last, f"waited {timeout_s:g} s for {what or 'a condition'}"
+        time.sleep(poll_s)
 
 
 def is_running(pid: int) -> bool:

@@ -70,7 +70,7 @@ class PlannedStop:
     """``timeout`` if the jobs of the run have used up its total time, ``preempted`` for a drained host, or
     the cause of a capability."""
     why: str
-    """The reason, for example ``restarts without b: rank 5 slow since step 1200 (compute)``."""
+    """The reason, for example ``restarts without b: rank 5 has been slow since step 1200 (compute)``."""
     host: str | None = None
     """The host without which the run will continue."""
 

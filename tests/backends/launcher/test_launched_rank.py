@@ -9,7 +9,6 @@ from tests.support.runs import launch_plan
 from trainkit.backends import launcher as module
 from trainkit.backends.launcher import LAUNCHERS, LaunchedRank, find_launched_rank
 from trainkit.errors import TrainkitError, UsageError
-from trainkit.run.rundir import AttemptDir
 
 PLAN = launch_plan(per="gpu")
 
@@ -24,14 +23,14 @@ def rank_of(rank: int, addr: str = "127.0.0.1", tasks: tuple[int, ...] = (2, 2))
 
 
 @pytest.mark.parametrize("launcher", list(LAUNCHERS))
-def test_the_rank_of_a_launcher(launcher: str) -> None:
+def test_the_rank_of_a_launcher(launcher):
     found = find_launched_rank(environ(5, 1, 8, 4, launcher=launcher))
     assert found == LaunchedRank(launcher, 5, 1, (4, 4), "host0", 29500)
     assert (found.node_rank, found.num_nodes, found.num_tasks) == (1, 2, 8)
     assert (found.first, found.key) == (f"rank 0 of {launcher} at host0:29500", "host0.29500")
 
 
-def test_no_rank() -> None:
+def test_no_rank():
     whole = environ(1, 1, 4, 2)
     assert find_launched_rank({}) is None
     assert find_launched_rank(environ(0, 0, 1, 1)) is None
@@ -41,13 +40,13 @@ def test_no_rank() -> None:
 
 
 @pytest.mark.parametrize("numbers", [(4, 0, 4, 2), (1, 0, 4, 2), (2, 0, 5, 2), (0, 0, 4, 0)])
-def test_ranks_that_are_not_numbered_host_by_host(numbers: tuple[int, int, int, int]) -> None:
+def test_ranks_that_are_not_numbered_host_by_host(numbers):
     words = r"^RANK=\d LOCAL_RANK=0 WORLD_SIZE=\d LOCAL_WORLD_SIZE=\d: ranks must be numbered host by host"
     with pytest.raises(UsageError, match=words):
         find_launched_rank(environ(*numbers))
 
 
-def test_ranks_meet_at_an_address_of_rank_0(attempt: AttemptDir) -> None:
+def test_ranks_meet_at_an_address_of_rank_0(attempt):
     found = []
     other = threading.Thread(target=lambda: found.append(rank_of(2).meet(attempt, PLAN)))
     other.start()
@@ -61,9 +60,7 @@ def test_ranks_meet_at_an_address_of_rank_0(attempt: AttemptDir) -> None:
     assert first.master_port != 29500
 
 
-def test_rank_0_need_not_be_on_the_host_of_the_launcher(
-    attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_0_need_not_be_on_the_host_of_the_launcher(attempt, monkeypatch):
     routes = {"host0": "10.0.0.7"}
     monkeypatch.setattr(module, "address_towards", routes.get)
     found = rank_of(0, "host0").meet(attempt, PLAN)
@@ -80,7 +77,7 @@ def test_rank_0_need_not_be_on_the_host_of_the_launcher(
     assert (alone.master_addr, alone.peer) == ("127.0.0.1", None)
 
 
-def test_rank_0_that_does_not_come_is_named(attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_that_does_not_come_is_named(attempt, monkeypatch):
     monkeypatch.setattr(module, "RENDEZVOUS_TIMEOUT_S", 0.1)
     with pytest.raises(TrainkitError, match=r"^rank 0 of torchrun at 127.0.0.1:29500 has not published "):
         rank_of(1).meet(attempt, PLAN)

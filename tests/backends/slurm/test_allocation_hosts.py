@@ -29,6 +29,7 @@ from trainkit.slurm.client import SlurmUnreachable
 from trainkit.slurm.jobs import JobDetails
 
 HOSTS = ("h18", "h19", "h1", "h2")
+NAMES = ("SRUN_CPUS_PER_TASK", "SLURM_CPUS_PER_TASK", "SLURM_TRES_PER_TASK")
 
 
 def plan(*overrides: str) -> LaunchPlan:
@@ -51,13 +52,13 @@ def step(made: LaunchPlan, *before: str) -> list[str]:
     ]
 
 
-def test_without_spares_the_step_is_that_of_the_script() -> None:
+def test_without_spares_the_step_is_that_of_the_script():
     made = plan()
     assert step_argv(step(made), made, ["h1", "h2"]) == step(made)
 
 
 @pytest.mark.parametrize("per", ["gpu", "node"])
-def test_with_spares_the_step_has_its_hosts(per: str) -> None:
+def test_with_spares_the_step_has_its_hosts(per):
     made = plan("resources.spare_nodes=1", "resources.gpus_per_node=4", f"launch.per={per}")
     argv = step_argv(step(made), made, ["h19", "h1", "h2"])
     assert argv[:2] == ["srun", "--nodelist=h19,h1"]
@@ -65,7 +66,7 @@ def test_with_spares_the_step_has_its_hosts(per: str) -> None:
     assert {"--nodes=2", f"--ntasks={8 if per == 'gpu' else 2}"} < set(argv)
 
 
-def test_of_a_range_the_step_has_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_range_the_step_has_what_is_there(tmp_path, monkeypatch):
     made = plan("resources.nodes=1-4", "train.global_batch_size=16", "train.device_batch_size=4")
     argv = step_argv(step(made), made.at(3), ["h19", "h1", "h2"])
     assert argv[1:4] == ["--nodelist=h19,h1", "--nodes=2", "--ntasks=2"]
@@ -93,9 +94,7 @@ def test_of_a_range_the_step_has_what_is_there(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(("per", "of_task"), [("gpu", "32"), ("node", "128")])
-def test_ranks_of_an_exclusive_job_use_the_cpus_of_its_nodes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, per: str, of_task: str
-) -> None:
+def test_ranks_of_an_exclusive_job_use_the_cpus_of_its_nodes(tmp_path, monkeypatch, per, of_task):
     made = plan("resources.gpus_per_node=4", "resources.cpus_per_gpu=8", f"launch.per={per}")
     started: list[dict[str, str]] = []
     monkeypatch.setattr(processes, "start_child", lambda *args, environ, **more: started.append(environ))
@@ -104,7 +103,7 @@ def test_ranks_of_an_exclusive_job_use_the_cpus_of_its_nodes(
     attempt = open_attempt(run, "", made.to_text())
     allocation = SlurmAllocation(run, "7", step(made))
     monkeypatch.setenv("SLURM_JOB_CPUS_PER_NODE", "192,128(x12)")
-    for name in ("SLURM_TRES_PER_TASK", "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK"):
+    for name in NAMES:
         monkeypatch.delenv(name, raising=False)
     assert allocation.fitted(Attempt(attempt, made)) is made
     assert made.slurm is not None
@@ -114,17 +113,16 @@ def test_ranks_of_an_exclusive_job_use_the_cpus_of_its_nodes(
     assert (fitted.threads_per_worker, LaunchPlan.read(attempt.plan_file)) == (32, fitted)
     assert allocation.place(fitted) == {"threads_per_worker": 32}
     allocation.watch(Attempt(attempt, fitted)).start()
-    assert started[0]["SRUN_CPUS_PER_TASK"] == started[0]["SLURM_CPUS_PER_TASK"] == of_task
-    assert "SLURM_TRES_PER_TASK" not in started[0]
+    assert [started[0].get(name) for name in NAMES] == [of_task, of_task, None]
     for written in ("cpu={}", "gres/gpu:1,cpu:{}"):  # different Slurm versions print different texts
         monkeypatch.setenv("SLURM_TRES_PER_TASK", written.format(8))
         allocation.watch(Attempt(attempt, fitted)).start()
-        assert started[-1]["SLURM_TRES_PER_TASK"] == written.format(of_task)
+        assert started[-1][NAMES[2]] == written.format(of_task)
     monkeypatch.setenv("SLURM_JOB_CPUS_PER_NODE", "64(x2)")  # the next start of the job has other hosts
     assert allocation.fitted(Attempt(attempt, fitted)).threads_per_worker == 16
 
 
-def test_a_template_may_have_put_something_before_srun() -> None:
+def test_a_template_may_have_put_something_before_srun():
     made = plan("resources.spare_nodes=1")
     argv = step_argv(step(made, "nice"), made, ["h1", "h2"])
     assert argv[:3] == ["nice", "srun", "--nodelist=h1,h2"]
@@ -133,13 +131,13 @@ def test_a_template_may_have_put_something_before_srun() -> None:
 
 
 @pytest.mark.parametrize("spares", [0, 1])
-def test_too_few_hosts(spares: int) -> None:
+def test_too_few_hosts(spares):
     made = plan(f"resources.spare_nodes={spares}")
     with pytest.raises(TrainkitError, match="needs 2 nodes, but only 1 of the job's hosts are usable: h1"):
         step_argv(step(made), made, ["h1"])
 
 
-def test_lost_is_what_slurm_calls_so_or_has_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_is_what_slurm_calls_so_or_has_taken_away(monkeypatch):
     states = {"h1": "allocated", "h2": "down*", "h3": "mixed*", "h4": "idle", "h5": "draining", "h6": "fail"}
     monkeypatch.setattr(resubmit, "hosts_of_job", lambda job_id: ["h1", "h2", "h3", "h5", "h6", "h7"])
     monkeypatch.setattr(resubmit, "node_states", lambda hosts: states)
@@ -153,9 +151,7 @@ def test_lost_is_what_slurm_calls_so_or_has_taken_away(monkeypatch: pytest.Monke
     assert lost_hosts("7", hosts, is_running=True) is None
 
 
-def test_a_slurm_that_does_not_answer_has_not_lost_any(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_slurm_that_does_not_answer_has_not_lost_any(monkeypatch, capfd):
     def away(job_id: str) -> list[str]:
         raise SlurmUnreachable("squeue cannot reach Slurm")
 
@@ -165,7 +161,7 @@ def test_a_slurm_that_does_not_answer_has_not_lost_any(
 
 
 @pytest.mark.parametrize("policy", ["ignore", "exclude", "restart"])
-def test_hosts_of_slow_ranks_are_avoided_where_the_config_says_so(tmp_path: Path, policy: str) -> None:
+def test_hosts_of_slow_ranks_are_avoided_where_the_config_says_so(tmp_path, policy):
     attempt = RunDir(tmp_path).attempt(1)
     attempt.create()
     for rank, host in enumerate(("h18", "h1", "elsewhere")):

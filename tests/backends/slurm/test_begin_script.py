@@ -98,16 +98,14 @@ REQUEUED = ["scontrol requeue 7", "scontrol update JobId=7 ExcNodeList=n1"]
         ("set -e; cd /nowhere", 1, "exit code 1"),
     ],
 )
-def test_an_end_before_the_supervisor_is_recorded_and_requeued(
-    script: Script, body: str, code: int, how: str
-) -> None:
+def test_an_end_before_the_supervisor_is_recorded_and_requeued(script, body, code, how):
     done = script.bash(body)
     assert done.returncode == code
     [line] = [line for line in done.stderr.splitlines() if line.startswith("trainkit: ended on ")]
     said(line)
     [start] = script.failed()
     assert (start.job_id, start.host, start.exit_code, start.how) == ("7", "n1", code, how)
-    assert script.calls[0].startswith("sbatch --test-only --exclude=n1 ")
+    assert script.calls[0].split()[:3] == ["sbatch", "--test-only", "--exclude=n1"]
     assert script.calls[1:] == REQUEUED
 
 
@@ -125,9 +123,7 @@ SAVES = f"{READY}trap 'echo saved; exit 75' TERM; kill -TERM $PPID; while :; do 
         (f"{BEGINS}exec bash -c {shlex.quote(SAVES)}", 75, "saved\n", []),
     ],
 )
-def test_what_is_no_failed_start_is_not_requeued(
-    script: Script, body: str, code: int, printed: str, recorded: list[int]
-) -> None:
+def test_what_is_no_failed_start_is_not_requeued(script, body, code, printed, recorded):
     done = script.bash(body)
     assert (done.returncode, done.stdout) == (code, printed.format(script.folder))
     assert [start.exit_code for start in script.failed()] == recorded
@@ -135,7 +131,7 @@ def test_what_is_no_failed_start_is_not_requeued(
     assert recorded or done.stderr == ""
 
 
-def test_a_node_that_slurm_cannot_do_without_is_not_tried_again(script: Script) -> None:
+def test_a_node_that_slurm_cannot_do_without_is_not_tried_again(script):
     (script.folder / "refuse-sbatch").touch()
     done = script.bash("exit 2")
     assert done.returncode == 2
@@ -143,14 +139,14 @@ def test_a_node_that_slurm_cannot_do_without_is_not_tried_again(script: Script) 
     assert [call.partition(" ")[0] for call in script.calls] == ["sbatch"]
 
 
-def test_what_the_requeued_job_waits_for_and_leaves_out(script: Script) -> None:
+def test_what_the_requeued_job_waits_for_and_leaves_out(script):
     script.bash("exit 2", changes={"directives": {"dependency": "afterok:3"}}, EXCLUDED="n[4-5],n9")
     # The jobs in the dependency are over, and the excluded hosts already stay excluded.
-    assert script.calls[0].startswith("sbatch --test-only --dependency= --exclude=n[4-5],n9,n1 ")
+    assert script.calls[0].split()[2:4] == ["--dependency=", "--exclude=n[4-5],n9,n1"]
     said(script.calls[-1])
 
 
-def test_starts_that_fail_in_a_row_are_counted(script: Script) -> None:
+def test_starts_that_fail_in_a_row_are_counted(script):
     for restarts in range(5):
         script.bash("kill -9 $$", SLURM_RESTART_COUNT=str(restarts), SLURMD_NODENAME=f"n{restarts}")
     assert sum(call == "scontrol requeue 7" for call in script.calls) == 3
@@ -159,37 +155,25 @@ def test_starts_that_fail_in_a_row_are_counted(script: Script) -> None:
     assert [start.host for start in script.failed()] == [f"n{number}" for number in range(4)]
 
 
-def test_an_error_that_would_occur_again_is_tried_on_one_other_node(script: Script) -> None:
+def test_an_error_that_would_occur_again_is_tried_on_one_other_node(script):
     for restarts, code in enumerate((3, 2, 2)):
         done = script.bash(f"exit {code}", SLURM_RESTART_COUNT=str(restarts))
     assert sum(call == "scontrol requeue 7" for call in script.calls) == 2
     said(done.stderr)
 
 
-def test_no_requeue_where_the_policy_forbids_it(script: Script) -> None:
-    assert script.bash("exit 2", changes={"restarts": 0}).returncode == 2
-    assert script.calls == []
-    assert len(script.failed()) == 1
-
-
-def test_a_task_of_an_array_is_named_by_its_index(script: Script) -> None:
-    script.bash("exit 2", SLURM_ARRAY_JOB_ID="6", SLURM_ARRAY_TASK_ID="4")
-    assert script.calls[1:] == ["scontrol requeue 6_4", "scontrol update JobId=6_4 ExcNodeList=n1"]
-    assert [start.job_id for start in script.failed("6_4")] == ["6_4"]
-
-
-def test_a_run_folder_that_cannot_be_written_does_not_stop_the_job(script: Script) -> None:
+def test_a_run_folder_that_cannot_be_written_does_not_stop_the_job(script):
     (script.run.path / "starts").touch()
     done = script.bash("echo works; exit 5")
     assert (done.returncode, done.stdout, script.calls) == (5, "works\n", [])
 
 
-def test_outside_of_a_job_nothing_is_recorded(script: Script) -> None:
+def test_outside_of_a_job_nothing_is_recorded(script):
     assert script.bash("exit 2", SLURM_JOB_ID="").returncode == 2
     assert script.failed() == []
 
 
-def test_the_copy_is_enough(script: Script) -> None:
+def test_the_copy_is_enough(script):
     copy = script.folder / "it's a copy"
     copy.mkdir()
     gone = {"workdir": "/nowhere/at all", "other_workdir": str(copy)}
@@ -200,8 +184,7 @@ def test_the_copy_is_enough(script: Script) -> None:
     assert (done.returncode, done.stdout) == (2, "")
 
 
-def test_a_start_that_still_runs_has_not_failed(script: Script) -> None:
-    """A start that still runs has not failed, even if Slurm does not answer."""
+def test_a_start_that_still_runs_has_not_failed(script):
     script.bash("kill -9 $PPID $$")
     running = SlurmJob("7", JobState.RUNNING, restarts=0)
     assert failed_starts(script.run, read_job(script.run), running) == []
@@ -212,7 +195,7 @@ def test_a_start_that_still_runs_has_not_failed(script: Script) -> None:
     assert [found.host for found in script.failed(state=JobState.REQUEUED)] == ["n1"]
 
 
-def test_slurm_names_the_node_of_a_script_that_recorded_nothing(script: Script) -> None:
+def test_slurm_names_the_node_of_a_script_that_recorded_nothing(script):
     job = SlurmJob("7", JobState.FAILED, nodes="n[3-4]", exit_code=0, exit_signal=9)
     [start] = failed_starts(script.run, read_job(script.run), job)
     assert (start.host, start.how, start.file) == ("n3", "SIGKILL", None)

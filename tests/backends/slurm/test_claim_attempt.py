@@ -2,13 +2,11 @@
 
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from slurm_job import RUNNING, Slurm, reasons
+from slurm_job import RUNNING, reasons
 
 from tests.support.said import said
 from trainkit.backends.local.allocation import LocalAllocation
@@ -37,7 +35,7 @@ from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 from trainkit.slurm.jobs import JobDetails
 
 
-def test_the_first_start_takes_the_attempt_that_was_submitted(run: RunDir) -> None:
+def test_the_first_start_takes_the_attempt_that_was_submitted(run):
     add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     attempt = claim_attempt(run, "7")
     assert isinstance(attempt, AttemptDir)
@@ -46,7 +44,7 @@ def test_the_first_start_takes_the_attempt_that_was_submitted(run: RunDir) -> No
     assert entry.pid == os.getpid()
 
 
-def test_a_job_that_came_back_opens_the_next_one_with_the_same_plan(taken: RunDir) -> None:
+def test_a_job_that_came_back_opens_the_next_one_with_the_same_plan(taken):
     attempt = claim_attempt(taken, "7")
     assert isinstance(attempt, AttemptDir)
     assert reasons(taken) == [(1, "7", "submit"), (2, "7", AUTO_RESTART)]
@@ -54,12 +52,12 @@ def test_a_job_that_came_back_opens_the_next_one_with_the_same_plan(taken: RunDi
     assert attempt.config_file.read_bytes() == taken.attempt(1).config_file.read_bytes()
 
 
-def test_a_job_whose_submission_was_interrupted_still_knows_its_attempt(run: RunDir) -> None:
+def test_a_job_whose_submission_was_interrupted_still_knows_its_attempt(run):
     assert isinstance(claim_attempt(run, "7"), AttemptDir)
     assert reasons(run) == [(1, "7", "submit")]
 
 
-def test_a_job_that_was_cancelled_while_it_waited_does_not_start(run: RunDir) -> None:
+def test_a_job_that_was_cancelled_while_it_waited_does_not_start(run):
     add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     mark_cancelled(run)
     said(claim_attempt(run, "7").reason)
@@ -68,9 +66,7 @@ def test_a_job_that_was_cancelled_while_it_waited_does_not_start(run: RunDir) ->
 @pytest.mark.parametrize(
     "start", [lambda run: claim_attempt(run, "7"), lambda run: LocalAllocation(run, 1).claim()]
 )
-def test_a_start_leaves_nothing_in_the_place_of_a_run_that_is_gone(
-    start: Callable[[RunDir], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_leaves_nothing_in_the_place_of_a_run_that_is_gone(start, tmp_path, monkeypatch):
     monkeypatch.setattr("trainkit.backends.slurm.claim_attempt.ENTRY_TIMEOUT_S", 0.0)
     with pytest.raises(UsageError, match="moved or deleted before this start"):
         start(RunDir(tmp_path))
@@ -99,18 +95,14 @@ def leaves_to(job_id: str, claimed: AttemptDir | NothingToDo) -> bool:
 @pytest.mark.parametrize(
     "state", [JobState.RUNNING, JobState.PENDING, JobState.REQUEUED, JobState.HELD, JobState.SUSPENDED]
 )
-def test_a_second_job_leaves_a_run_to_the_one_that_carries_it(
-    taken: RunDir, monkeypatch: pytest.MonkeyPatch, state: JobState
-) -> None:
+def test_a_second_job_leaves_a_run_to_the_one_that_carries_it(taken, monkeypatch, state):
     """A second job exists after a manual sbatch, a requeue of an old job, or a lost answer."""
     says(monkeypatch, replace(RUNNING, state=state))
     assert leaves_to("7", claim_attempt(taken, "8"))
     assert reasons(taken) == [(1, "7", "submit")]
 
 
-def test_an_old_job_that_is_requeued_leaves_the_run_to_the_newer_one(
-    taken: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_old_job_that_is_requeued_leaves_the_run_to_the_newer_one(taken, monkeypatch):
     reopen_attempt(taken.attempt(1))
     add_slurm_attempt(taken, 2, "8", "resume", "sbatch")
     says(monkeypatch, replace(RUNNING, state=JobState.PENDING))
@@ -120,9 +112,7 @@ def test_an_old_job_that_is_requeued_leaves_the_run_to_the_newer_one(
 
 
 @pytest.mark.parametrize("job", [None, replace(RUNNING, state=JobState.UNKNOWN, slurm_state="REVOKED")])
-def test_where_slurm_does_not_know_the_lock_of_the_supervisor_does(
-    taken: RunDir, monkeypatch: pytest.MonkeyPatch, job: JobDetails | None
-) -> None:
+def test_where_slurm_does_not_know_the_lock_of_the_supervisor_does(taken, monkeypatch, job):
     says(monkeypatch, job)
     with file_lock(taken.supervisor_lock_file):
         assert leaves_to("7", claim_attempt(taken, "8"))
@@ -131,41 +121,35 @@ def test_where_slurm_does_not_know_the_lock_of_the_supervisor_does(
     assert following.number == 2
 
 
-def test_a_job_that_slurm_has_forgotten_carries_nothing(
-    taken: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_slurm_has_forgotten_carries_nothing(taken, monkeypatch):
     forgotten = SlurmRefused("scontrol: Invalid job id specified")
     monkeypatch.setattr("trainkit.backends.slurm.claim_attempt.job_details", Mock(side_effect=forgotten))
     with file_lock(taken.supervisor_lock_file):  # the lock belongs to a host that is down
         assert isinstance(claim_attempt(taken, "8"), AttemptDir)
 
 
-def test_a_follow_up_does_not_take_the_lock_of_a_dead_host_for_a_live_job(
-    taken: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_follow_up_does_not_take_the_lock_of_a_dead_host_for_a_live_job(taken, monkeypatch):
     set_follow_ups(taken, ["9", "10"])
     says(monkeypatch, None)
     with file_lock(taken.supervisor_lock_file):
         assert isinstance(claim_attempt(taken, "9"), AttemptDir)
 
 
-def test_a_follow_up_that_leaves_is_not_counted_on(taken: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_follow_up_that_leaves_is_not_counted_on(taken, monkeypatch):
     set_follow_ups(taken, ["9", "10"])
     says(monkeypatch, RUNNING)
     assert leaves_to("7", claim_attempt(taken, "9"))
     assert read_job(taken).waiting == []
 
 
-def test_a_job_that_leaves_does_not_end_the_attempt_that_saves_after_a_cancel(
-    taken: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_leaves_does_not_end_the_attempt_that_saves_after_a_cancel(taken, slurm, monkeypatch):
     mark_cancelled(taken)
     says(monkeypatch, RUNNING)
     assert allocation.SlurmAllocation(taken, "8", []).claim().exit_code == EXIT_OK
     assert not taken.attempt(1).end_file.exists()
 
 
-def test_a_job_that_comes_back_does_not_run_a_finished_run_again(taken: RunDir) -> None:
+def test_a_job_that_comes_back_does_not_run_a_finished_run_again(taken):
     AttemptEnd("failed", "failed", exit_code=1).write(taken.attempt(1))
     assert isinstance(claim_attempt(taken, "7"), AttemptDir), "a person may have requeued it"
     AttemptEnd("finished", "finished", exit_code=0).write(taken.attempt(2))
@@ -177,17 +161,13 @@ def test_a_job_that_comes_back_does_not_run_a_finished_run_again(taken: RunDir) 
 
 
 @pytest.mark.parametrize("state", [JobState.COMPLETING, JobState.COMPLETED, JobState.NODE_FAIL])
-def test_a_job_by_hand_continues_a_run_whose_job_is_over(
-    taken: RunDir, monkeypatch: pytest.MonkeyPatch, state: JobState
-) -> None:
+def test_a_job_by_hand_continues_a_run_whose_job_is_over(taken, monkeypatch, state):
     says(monkeypatch, replace(RUNNING, state=state))
     assert isinstance(claim_attempt(taken, "8"), AttemptDir)
     assert reasons(taken) == [(1, "7", "submit"), (2, "8", "submit")]
 
 
-def test_a_start_that_was_superseded_while_it_waited_for_the_lock_does_not_start(
-    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_that_was_superseded_while_it_waited_for_the_lock_does_not_start(run, slurm, monkeypatch):
     def superseded(run: RunDir, timeout_s: float) -> None:
         add_slurm_attempt(reopen_attempt(run.attempt(1)).run, 2, "8", "resume", "sbatch")
 
@@ -199,7 +179,7 @@ def test_a_start_that_was_superseded_while_it_waited_for_the_lock_does_not_start
     said(end["reason"])
 
 
-def test_only_the_newest_attempt_opens_the_next(run: RunDir, slurm: Slurm) -> None:
+def test_only_the_newest_attempt_opens_the_next(run, slurm):
     given = allocation.SlurmAllocation(run, "7", [])
     add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     add_slurm_attempt(reopen_attempt(run.attempt(1)).run, 2, "8", "resume", "sbatch")

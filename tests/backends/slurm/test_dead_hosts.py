@@ -9,15 +9,18 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from slurm_job import RUNNING, Slurm, reasons
+from slurm_job import RUNNING, reasons
 
 from tests.support.webhooks import webhook
 from trainkit.backends.slurm import resubmit
+from trainkit.backends.slurm.allocation import SlurmAllocation
 from trainkit.backends.slurm.backend import cancel_follow_ups
 from trainkit.backends.slurm.claim_attempt import claim_attempt
-from trainkit.job.attempt_end import progress_of, write_end
+from trainkit.job.attempt import Attempt
+from trainkit.job.attempt_end import close_dead_attempts, progress_of, write_end
 from trainkit.job.decision import Decision, Outcome
 from trainkit.job.supervisor import supervise_job
+from trainkit.plan.launch import LaunchPlan
 from trainkit.run.files import read_json, write_json
 from trainkit.run.record import (
     AUTO_RESTART,
@@ -48,9 +51,7 @@ def start_that_dies(run: RunDir, monkeypatch: pytest.MonkeyPatch, host: str) -> 
     return attempt
 
 
-def test_a_host_that_died_has_its_end_written_and_reported(
-    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_that_died_has_its_end_written_and_reported(run, slurm, monkeypatch):
     add_slurm_attempt(run, 1, "7", "submit", "sbatch")
     dead = start_that_dies(run, monkeypatch, "node9")
     dead.rank_log(0).write_text("the last that was heard\n")
@@ -78,9 +79,7 @@ def test_a_host_that_died_has_its_end_written_and_reported(
         (False, 4, "requeue.max is 3, and the run has restarted 3 times"),
     ],
 )
-def test_a_run_that_takes_its_hosts_down_stops(
-    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, is_down: bool, num_starts: int, brake: str
-) -> None:
+def test_a_run_that_takes_its_hosts_down_stops(run, slurm, monkeypatch, is_down, num_starts, brake):
     """Slurm itself restarts a job whenever its host dies, without a limit."""
     plan = read_json(run.attempt(1).plan_file)
     plan["requeue"]["max"] = 3
@@ -92,7 +91,11 @@ def test_a_run_that_takes_its_hosts_down_stops(
         dead_starts += 1
         slurm.down = tuple(f"node{number}" for number in range(10)) if is_down else ()
         if dead_starts < num_starts:
-            close_as_the_next_start_does(run, slurm)
+            # The next start only records the end of the start before it, and dies too.
+            live = Attempt(run.attempt(run.attempt_numbers()[-1]))
+            live.update()
+            policy = LaunchPlan.from_dict(read_json(live.folder.plan_file)).requeue
+            assert close_dead_attempts(live, policy, SlurmAllocation(run, "7", []).is_down) is None
     assert supervise_job(run, [sys.executable, "-c", "raise SystemExit(3)"]) not in (0, 75)
     last, dead = (read_json(run.attempt(number).end_file) for number in (num_starts + 1, num_starts))
     for end in (last, dead):
@@ -102,20 +105,7 @@ def test_a_run_that_takes_its_hosts_down_stops(
     assert not run.attempt(num_starts + 1).supervisor_log.exists()  # no step was started
 
 
-def close_as_the_next_start_does(run: RunDir, slurm: Slurm) -> None:
-    """Let the next start continue the run and die. It only records the end of the start before it."""
-    from trainkit.backends.slurm.allocation import SlurmAllocation
-    from trainkit.job.attempt import Attempt
-    from trainkit.job.attempt_end import close_dead_attempts
-    from trainkit.plan.launch import LaunchPlan
-
-    live = Attempt(run.attempt(run.attempt_numbers()[-1]))
-    live.update()
-    policy = LaunchPlan.from_dict(read_json(live.folder.plan_file)).requeue
-    assert close_dead_attempts(live, policy, SlurmAllocation(run, "7", []).is_down) is None
-
-
-def test_the_queue_is_no_progress(run: RunDir) -> None:
+def test_the_queue_is_no_progress(run):
     """Only run time counts as progress of a trainer without checkpoints, not time in the queue."""
 
     def progress() -> int:
@@ -134,7 +124,7 @@ def test_the_queue_is_no_progress(run: RunDir) -> None:
     assert progress() == 1
 
 
-def test_a_follow_up_that_had_no_attempt_yet_when_the_run_was_cancelled(run: RunDir, slurm: Slurm) -> None:
+def test_a_follow_up_that_had_no_attempt_yet_when_the_run_was_cancelled(run, slurm):
     """Slurm had started the chained job and signalled its steps, but the job had no attempt yet."""
     add_slurm_attempt(run, 1, "6", "submit", "sbatch")
     set_follow_ups(run, ["7"])
@@ -146,7 +136,7 @@ def test_a_follow_up_that_had_no_attempt_yet_when_the_run_was_cancelled(run: Run
     assert read_json(run.attempt(1).end_file)["state"] == "cancelled"
 
 
-def test_a_person_who_starts_a_cancelled_run_again_is_heeded(run: RunDir) -> None:
+def test_a_person_who_starts_a_cancelled_run_again_is_heeded(run):
     add_slurm_attempt(run, 1, "6", "submit", "sbatch")
     mark_cancelled(run)
     texts = [file.read_text() for file in (run.attempt(1).config_file, run.attempt(1).plan_file)]
@@ -156,9 +146,7 @@ def test_a_person_who_starts_a_cancelled_run_again_is_heeded(run: RunDir) -> Non
     assert reasons(run) == [(1, "6", "submit"), (2, "7", "submit")]
 
 
-def test_an_attempt_that_could_not_be_made_leaves_nothing(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_attempt_that_could_not_be_made_leaves_nothing(run, monkeypatch):
     """A quota may allow one more folder, but no files in it."""
     real = Path.mkdir
 
@@ -179,7 +167,7 @@ def test_an_attempt_that_could_not_be_made_leaves_nothing(
     assert reasons(run) == [(1, "7", "submit"), (2, "7", AUTO_RESTART)]
 
 
-def test_a_record_that_cannot_be_read_is_not_replaced(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_that_cannot_be_read_is_not_replaced(run, monkeypatch):
     add_slurm_attempt(run, 1, "6", "submit", "sbatch")
     set_follow_ups(run, ["7"])
     before = run.job_file.read_bytes()
@@ -195,9 +183,7 @@ def test_a_record_that_cannot_be_read_is_not_replaced(run: RunDir, monkeypatch: 
 
 
 @pytest.mark.parametrize(("state", "is_done"), [("allocated*", False), ("down*", True), ("mixed", False)])
-def test_the_guard_waits_until_slurm_has_given_the_host_up(
-    monkeypatch: pytest.MonkeyPatch, state: str, is_done: bool
-) -> None:
+def test_the_guard_waits_until_slurm_has_given_the_host_up(monkeypatch, state, is_done):
     requeued: list[str] = []
     monkeypatch.setattr(resubmit, "job_details", lambda job_id: RUNNING)
     monkeypatch.setattr(resubmit, "node_states", lambda hosts: dict.fromkeys(hosts, state))

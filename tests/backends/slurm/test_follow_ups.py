@@ -87,9 +87,7 @@ def cancelled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize(
     ("job", "command"), [("123", "scancel 123"), ("123;east", "scancel --clusters=east 123")]
 )
-def test_a_job_that_cannot_be_recorded_is_named_with_a_command(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, job: str, command: str
-) -> None:
+def test_a_job_that_cannot_be_recorded_is_named_with_a_command(run, monkeypatch, job, command):
     full = Mock(side_effect=OSError(28, "No space left on device"))
     monkeypatch.setattr(slurm_backend, "submit_script", lambda *args, **more: job)
     monkeypatch.setattr(slurm_backend, "add_slurm_attempt", full)
@@ -101,9 +99,7 @@ def test_a_job_that_cannot_be_recorded_is_named_with_a_command(
     assert caught.value.hint.endswith(f"`{command}`")
 
 
-def test_what_ctrl_c_cancelled_is_named_by_its_id(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_what_ctrl_c_cancelled_is_named_by_its_id(run, monkeypatch, capsys):
     done: list[str] = []
     monkeypatch.setattr(slurm_backend, "find_by_token", lambda *args, **more: "123;east")
     monkeypatch.setattr(slurm_backend, "cancel", done.extend)
@@ -114,7 +110,7 @@ def test_what_ctrl_c_cancelled_is_named_by_its_id(
     said(capsys.readouterr().err)
 
 
-def test_each_waits_for_all_before_it(run: RunDir, sbatch: Sbatch, capsys: Any) -> None:
+def test_each_waits_for_all_before_it(run, sbatch, capsys):
     assert submit_follow_ups(run.attempt(1), "7", REQUEST, 3) == ["8", "9", "10"]
     said(capsys.readouterr().err)
     assert [argv for _, _, argv in sbatch.calls] == [
@@ -135,14 +131,14 @@ def test_each_waits_for_all_before_it(run: RunDir, sbatch: Sbatch, capsys: Any) 
     assert read_job(run).waiting == read_job(run).follow_ups == ["8", "9", "10"]
 
 
-def test_what_slurm_does_not_take_is_said(run: RunDir, sbatch: Sbatch, capsys: Any) -> None:
+def test_what_slurm_does_not_take_is_said(run, sbatch, capsys):
     sbatch.last = 8
     assert submit_follow_ups(run.attempt(1), "7", REQUEST, 3) == ["8"]
     said(capsys.readouterr().err)
     assert read_job(run).waiting == ["8"]
 
 
-def test_submitits_follow_ups_find_their_pickles(run: RunDir, sbatch: Sbatch) -> None:
+def test_submitits_follow_ups_find_their_pickles(run, sbatch):
     folder = run.path / "submitit"
     folder.mkdir()
     (folder / "7_submitted.pkl").write_bytes(b"pickle")
@@ -154,7 +150,7 @@ def with_follow_ups(run: RunDir, *ids: str) -> None:
     set_follow_ups(run, list(ids))
 
 
-def test_one_that_carries_the_run_waits_no_more(run: RunDir, cancelled: list[str]) -> None:
+def test_one_that_carries_the_run_waits_no_more(run, cancelled):
     with_follow_ups(run, "8", "9", "10")
     add_slurm_attempt(run, 2, "8", "restart", "sbatch")
     assert read_job(run).waiting == ["9", "10"]
@@ -166,8 +162,8 @@ def test_one_that_carries_the_run_waits_no_more(run: RunDir, cancelled: list[str
 
 @pytest.mark.parametrize(("name", "has_ended"), [("east", True), ("east", False), ("west", True)])
 def test_another_cluster_that_is_away_keeps_no_run_that_is_over(
-    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, name: str, has_ended: bool
-) -> None:
+    run, tmp_path, monkeypatch, capsys, name, has_ended
+):
     (tmp_path / "slurm.conf").write_text("ClusterName=west\n")
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
     monkeypatch.delenv("SLURM_CLUSTERS", raising=False)
@@ -186,7 +182,7 @@ def test_another_cluster_that_is_away_keeps_no_run_that_is_over(
     assert read_job(run).follow_ups == [], "the next attempt may be on a cluster where these are other jobs"
 
 
-def test_without_follow_ups_slurm_is_not_asked(run: RunDir, cancelled: list[str]) -> None:
+def test_without_follow_ups_slurm_is_not_asked(run, cancelled):
     before = run.job_file.read_text()
     cancel_follow_ups(run, read_job(run))
     assert (cancelled, run.job_file.read_text()) == ([], before)
@@ -210,7 +206,7 @@ def answers(monkeypatch: pytest.MonkeyPatch, query: Callable[[Sequence[str]], di
     monkeypatch.setattr("trainkit.slurm.jobs._query_cluster", query_cluster)
 
 
-def test_a_run_whose_follow_up_waits_is_alive(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_whose_follow_up_waits_is_alive(run, monkeypatch):
     with_follow_ups(run, "8", "9")
     jobs = queue(monkeypatch, j7=ENDED, j9=WAITS)  # job 8 was removed from the queue by hand
     assert open_job_ids(run, read_job(run)) == ["7", "8", "9"]
@@ -221,16 +217,14 @@ def test_a_run_whose_follow_up_waits_is_alive(run: RunDir, monkeypatch: pytest.M
     assert (entry.job_id, entry.attempt) == ("9", 1)
 
 
-def test_a_run_without_any_left_is_not(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_without_any_left_is_not(run, monkeypatch):
     with_follow_ups(run, "8")
     status = status_from_jobs(run, read_job(run), queue(monkeypatch, j7=ENDED))
     assert (status.alive, status.job) == (False, ENDED)
     assert live_entry(run, read_job(run), "resume") is None
 
 
-def test_follow_ups_of_a_run_that_has_ended_are_on_their_way_out(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_follow_ups_of_a_run_that_has_ended_are_on_their_way_out(run, monkeypatch):
     with_follow_ups(run, "8")
     write_json(run.attempt(1).end_file, {"action": "failed", "state": "failed"})
     queue(monkeypatch, j7=ENDED, j8=WAITS)
@@ -238,9 +232,7 @@ def test_follow_ups_of_a_run_that_has_ended_are_on_their_way_out(
     assert live_entry(run, read_job(run), "resume") is None
 
 
-def test_a_job_that_has_recorded_its_end_gets_a_moment_to_exit(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_that_has_recorded_its_end_gets_a_moment_to_exit(run, monkeypatch, capsys):
     jobs = queue(monkeypatch, j7=SlurmJob("?", JobState.RUNNING, "RUNNING"))
     monkeypatch.setattr(control_jobs.time, "sleep", lambda _: jobs.clear())
     with pytest.raises(UsageError, match="is running as 7"):
@@ -253,9 +245,7 @@ def test_a_job_that_has_recorded_its_end_gets_a_moment_to_exit(
     said(capsys.readouterr().err)
 
 
-def test_a_job_that_has_recorded_its_end_and_stays_is_named(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_has_recorded_its_end_and_stays_is_named(run, monkeypatch):
     write_json(run.attempt(1).end_file, {"action": "finished", "state": "finished"})
     monkeypatch.setattr(control_jobs, "SUPERVISOR_EXIT_S", -1.0)
     jobs = queue(monkeypatch, j7=SlurmJob("?", JobState.RUNNING, "RUNNING"))
@@ -275,9 +265,7 @@ def test_a_job_that_has_recorded_its_end_and_stays_is_named(
         (JobState.COMPLETING, True, False),
     ],
 )
-def test_the_job_of_a_run_that_has_ended_can_be_cancelled(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, state: JobState, now: bool, is_cancelled: bool
-) -> None:
+def test_the_job_of_a_run_that_has_ended_can_be_cancelled(run, monkeypatch, state, now, is_cancelled):
     end = {"action": "failed", "state": "failed"}
     write_json(run.attempt(1).end_file, end)
     queue(monkeypatch, j7=SlurmJob("?", state, state.name))
@@ -288,7 +276,7 @@ def test_the_job_of_a_run_that_has_ended_can_be_cancelled(
     assert read_json(run.attempt(1).end_file) == end, "how it ended is not overwritten"
 
 
-def test_a_run_is_found_by_the_id_of_a_follow_up(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_found_by_the_id_of_a_follow_up(run, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(run.path / "state"))
     monkeypatch.chdir(run.path)
     register(run, "mine")
@@ -296,7 +284,7 @@ def test_a_run_is_found_by_the_id_of_a_follow_up(run: RunDir, monkeypatch: pytes
     assert find_run("8").path == run.path
 
 
-def test_a_run_is_watched_while_its_follow_up_waits(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_watched_while_its_follow_up_waits(run, monkeypatch):
     with_follow_ups(run, "8")
     write_json(run.attempt(1).end_file, {"action": "follow_up", "state": "stopped", "exit_code": 75})
     queue(monkeypatch, j7=ENDED, j8=WAITS)
@@ -306,9 +294,7 @@ def test_a_run_is_watched_while_its_follow_up_waits(run: RunDir, monkeypatch: py
     said(line)
 
 
-def test_a_run_on_another_cluster_is_not_taken_for_dead(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_run_on_another_cluster_is_not_taken_for_dead(run, monkeypatch, tmp_path):
     (tmp_path / "slurm.conf").write_text("ClusterName=west\n")
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
     change_newest(run, cluster="west")
@@ -356,10 +342,7 @@ def test_a_run_on_another_cluster_is_not_taken_for_dead(
 
 
 @pytest.mark.parametrize(("plan", "clusters"), [('{"slurm": {"clusters": ["east"]}}', ["east"]), ("{", [])])
-def test_a_job_is_found_whatever_its_plan(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, plan: str, clusters: list[str]
-) -> None:
-    """A job with a damaged plan can still be cancelled."""
+def test_a_job_is_found_whatever_its_plan(run, monkeypatch, plan, clusters):
     attempt = run.attempt(2)
     attempt.create()
     attempt.script_file.write_text("#!/bin/bash\n")
@@ -375,9 +358,7 @@ def test_a_job_is_found_whatever_its_plan(
     assert (asked, newest.job_id, newest.backend) == ([clusters], "8", "sbatch")
 
 
-def test_a_requeue_of_a_job_that_waits_leaves_no_request(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_requeue_of_a_job_that_waits_leaves_no_request(run, monkeypatch):
     """The job would find the request when it starts, and would return to the queue at once."""
     answers(monkeypatch, lambda ids: dict.fromkeys(ids, WAITS))
     with pytest.raises(UsageError, match="7 is already pending"):
@@ -385,7 +366,7 @@ def test_a_requeue_of_a_job_that_waits_leaves_no_request(
     assert read_job(run).attempts[-1].requeue_requested_at is None
 
 
-def test_a_step_of_a_user_is_not_started_again(run: RunDir) -> None:
+def test_a_step_of_a_user_is_not_started_again(run):
     file = run.attempt(1).plan_file
     write_json(file, {**read_json(file), "backend": "srun"})
     AttemptEnd("failed", "failed", exit_code=1).write(run.attempt(1))
@@ -394,9 +375,7 @@ def test_a_step_of_a_user_is_not_started_again(run: RunDir) -> None:
     assert run.attempt_numbers() == [1]
 
 
-def test_a_requeue_stands_in_the_record_before_it_is_signalled(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_requeue_stands_in_the_record_before_it_is_signalled(run, monkeypatch):
     requests = []
 
     def signalled(*args: object) -> None:

@@ -1,7 +1,5 @@
 """Tests which arrays a group is submitted as, whatever Slurm accepts and wherever the submission dies."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import re
@@ -94,40 +92,28 @@ def group_of(folder: Path, count: int, **record: Any) -> RunGroup:
         ((500,), 1, 9, (500, [500])),
     ],
 )
-def test_the_next_array(left: Any, size: int, max_size: int, expected: Any) -> None:
+def test_the_next_array(left, size, max_size, expected):
     assert next_chunk(left, size, max_size) == expected
 
 
-def test_one_array_where_it_fits(tmp_path: Path, connect: Any) -> None:
-    slurm, group = connect(Slurm(1001, 10_000)), group_of(tmp_path, 5)
-    assert submit_parts(group, print) == 5
-    assert (len(slurm.jobs), group.left, group.task_id(4)) == (1, [], "100_4")
-
-
-def test_a_look_at_a_group_writes_nothing(tmp_path: Path, connect: Any) -> None:
-    """Reading a group writes no file, whether or not Slurm knows the submitted jobs."""
-    connect(Slurm(1001, 10_000))
-    group = group_of(tmp_path, 5)
+def test_a_look_at_a_group_writes_nothing(tmp_path, connect):
+    slurm, group = connect(Slurm(1001, 0)), group_of(tmp_path, 5)
     before = group.sweep_file.stat()
     recover_parts(group)
-    assert submit_parts(group, print) == 5
+    with pytest.raises(SlurmRefused):
+        submit_parts(group, print)
+    slurm.room = 10_000
+    assert group.left == [*range(5)]
+    assert submit_parts(RunGroup(group.path), print) == 5
     submitted = group.sweep_file.stat()
-    for seen in (group, RunGroup(group.path)):
+    for seen in (group, RunGroup(group.path)):  # the first one reads what another process has submitted
         recover_parts(seen)
         assert (submit_parts(seen, print), seen.left) == (0, [])
+    assert (len(slurm.jobs), group.task_id(4)) == (1, "100_4")
     assert before.st_mtime_ns < submitted.st_mtime_ns == group.sweep_file.stat().st_mtime_ns
 
 
-def test_what_another_process_has_submitted_is_read(tmp_path: Path, connect: Any) -> None:
-    slurm, group = connect(Slurm(1001, 10_000)), group_of(tmp_path, 5)
-    assert group.left == [*range(5)]
-    submit_parts(RunGroup(group.path), print)
-    assert (submit_parts(group, print), len(slurm.jobs), group.left) == (0, 1, [])
-
-
-def test_an_array_that_cannot_be_recorded_is_named_by_its_id(
-    tmp_path: Path, connect: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_array_that_cannot_be_recorded_is_named_by_its_id(tmp_path, connect, monkeypatch):
     connect(Slurm(1001, 10_000))
     monkeypatch.setattr(group_parts, "submit_script", lambda *args, **more: "123;east")
     monkeypatch.setattr(group_parts, "_note_job", Mock(side_effect=OSError(28, "No space left on device")))
@@ -135,7 +121,7 @@ def test_an_array_that_cannot_be_recorded_is_named_by_its_id(
         submit_parts(group_of(tmp_path, 5), print)
 
 
-def test_the_run_of_a_point_in_a_later_array(tmp_path: Path, connect: Any) -> None:
+def test_the_run_of_a_point_in_a_later_array(tmp_path, connect):
     connect(Slurm(4, 5))
     group = group_of(tmp_path, 7)
     assert submit_parts(group, print) == 5
@@ -147,8 +133,7 @@ def test_the_run_of_a_point_in_a_later_array(tmp_path: Path, connect: Any) -> No
         create_task_run(group.run(5))
 
 
-def test_a_refusal_of_another_kind(tmp_path: Path, connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new group has it; what is submitted of another is kept, and a notice says it."""
+def test_a_refusal_of_another_kind(tmp_path, connect, monkeypatch):
     slurm, group, notices = connect(Slurm(2, 9)), group_of(tmp_path, 4), []
     refuse = Mock(side_effect=SlurmRefused("Invalid qos", stderr="sbatch: error: Invalid qos specification"))
     monkeypatch.setattr(group_parts, "submit_script", refuse)
@@ -163,13 +148,7 @@ def test_a_refusal_of_another_kind(tmp_path: Path, connect: Any, monkeypatch: py
     said(notice)
 
 
-def test_no_room_for_the_first_job(tmp_path: Path, connect: Any) -> None:
-    connect(Slurm(1001, 0))
-    with pytest.raises(SlurmRefused):
-        submit_parts(group_of(tmp_path, 4), print)
-
-
-def test_a_cancelled_group_is_left_alone(tmp_path: Path, connect: Any) -> None:
+def test_a_cancelled_group_is_left_alone(tmp_path, connect):
     slurm, group = connect(Slurm(1001, 2)), group_of(tmp_path, 4)
     submit_parts(group, print)
     group.update(cancelled_at="2026-01-01T00:00:00Z")
@@ -177,9 +156,7 @@ def test_a_cancelled_group_is_left_alone(tmp_path: Path, connect: Any) -> None:
     assert (submit_parts(RunGroup(group.path), print), sum(slurm.tasks.values())) == (0, 2)
 
 
-def test_a_job_that_ends_waits_until_others_that_end_have_made_room(
-    tmp_path: Path, connect: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_ends_waits_until_others_that_end_have_made_room(tmp_path, connect, monkeypatch):
     slurm, group, slept_s = connect(Slurm(1001, 2)), group_of(tmp_path, 6), []
 
     def sleep(seconds: float) -> None:
@@ -194,7 +171,7 @@ def test_a_job_that_ends_waits_until_others_that_end_have_made_room(
     assert len(slept_s) == 2
 
 
-def test_what_another_process_submits_is_not_looked_up(tmp_path: Path, connect: Any) -> None:
+def test_what_another_process_submits_is_not_looked_up(tmp_path, connect):
     slurm, group = connect(Slurm(3, 3)), group_of(tmp_path, 6)
     assert submit_parts(group, print) == 3
     group.update(parts=[*group.parts, Part(5, 3)])  # the script of this array is not written yet
@@ -206,7 +183,7 @@ def test_what_another_process_submits_is_not_looked_up(tmp_path: Path, connect: 
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_each_point_once_wherever_the_process_dies(tmp_path: Path, connect: Any, seed: int) -> None:
+def test_each_point_once_wherever_the_process_dies(tmp_path, connect, seed):
     chance = random.Random(seed)
     slurm = connect(Slurm(chance.randint(2, 8), chance.randint(1, 4), chance))
     path = group_of(tmp_path, count := chance.randint(1, 12)).path
@@ -222,9 +199,7 @@ def test_each_point_once_wherever_the_process_dies(tmp_path: Path, connect: Any,
     assert all(group.task_id(index) is not None for index in range(count))
 
 
-def test_it_waits_for_the_array_before_if_so_many_may_run(
-    tmp_path: Path, connect: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_waits_for_the_array_before_if_so_many_may_run(tmp_path, connect, monkeypatch):
     slurm, given = connect(Slurm(3, 99)), []
     group = group_of(tmp_path, 7, array="0-6%2")
     monkeypatch.setattr(
@@ -244,7 +219,7 @@ def test_it_waits_for_the_array_before_if_so_many_may_run(
 
 
 @pytest.mark.parametrize("parts", [[3, {"last": "x"}, {"last": 1, "job_id": 7}], {"last": 3}, None])
-def test_damaged_parts_are_read_as_unknown(tmp_path: Path, parts: object) -> None:
+def test_damaged_parts_are_read_as_unknown(tmp_path, parts):
     group = group_of(tmp_path, 3)
     content = read_json(group.sweep_file) | {"parts": parts, "job_id": "12"}
     write_json(group.sweep_file, content)

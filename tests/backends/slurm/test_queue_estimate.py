@@ -53,7 +53,7 @@ def waits(fake: FakeSlurm, *overrides: str, cluster: Cluster = WEST) -> list[Wai
     return estimate_waits(plan, loaded.config, cluster)
 
 
-def test_every_partition_that_could_take_it(fake: FakeSlurm) -> None:
+def test_every_partition_that_could_take_it(fake):
     asked, other, never = waits(fake, "resources.comment=mine")
     assert asked == Wait("gpu", True, Answer(START, ("g1",)))
     assert other == Wait("high", False, Answer(START, ("g1",)))
@@ -65,7 +65,7 @@ def test_every_partition_that_could_take_it(fake: FakeSlurm) -> None:
     assert not any(word.startswith("--comment") for call in calls for word in call)
 
 
-def test_a_partition_that_was_asked_for_is_first_though_hidden(fake: FakeSlurm) -> None:
+def test_a_partition_that_was_asked_for_is_first_though_hidden(fake):
     assert [item.partition for item in waits(fake, "resources.partition=secret")] == [
         *("secret", "gpu", "high", "debug")
     ]
@@ -75,18 +75,18 @@ def test_a_partition_that_was_asked_for_is_first_though_hidden(fake: FakeSlurm) 
     ("why", "is_for_good"),
     [("Invalid account", True), ("Requested node configuration is not available", False)],
 )
-def test_refused_for_good_or_for_now(fake: FakeSlurm, why: str, is_for_good: bool) -> None:
+def test_refused_for_good_or_for_now(fake, why, is_for_good):
     fake.add("sbatch", f"echo 'allocation failure: {why}' >&2; exit 1")
     assert waits(fake)[0] == Wait("gpu", True, Answer(remark=why, refused=is_for_good))
 
 
-def test_slurm_that_is_away(fake: FakeSlurm) -> None:
+def test_slurm_that_is_away(fake):
     fake.add("sbatch", "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1")
     with pytest.raises(SlurmUnreachable, match="connect failure"):
         waits(fake)
 
 
-def test_the_time_is_bounded(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_is_bounded(fake, monkeypatch):
     monkeypatch.setattr(submit, "ENOUGH_S", 0.3)
     monkeypatch.setattr(submit, "ASK_TIMEOUT_S", 60.0)
     fake.add("sbatch", f"/bin/sleep 0.4; echo '{SAYS}' >&2")
@@ -101,7 +101,7 @@ def test_the_time_is_bounded(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -
     assert len(found) == 13
 
 
-def test_table() -> None:
+def test_table():
     found = [
         Wait("gpu", True, Answer(START + timedelta(seconds=30), ("g1", "g2"))),
         Wait("high", False, Answer(START + timedelta(hours=2, minutes=5, seconds=20), tuple("abcdef"))),
@@ -132,7 +132,7 @@ STARTS, BUSY, REFUSED = Answer(START), Answer(remark="busy"), Answer(remark="no 
         ([], [REFUSED], None),
     ],
 )
-def test_refused_wherever_it_asks(asked: list[Answer], others: list[Answer], refusal: str | None) -> None:
+def test_refused_wherever_it_asks(asked, others, refusal):
     answers = [(True, answer) for answer in asked] + [(False, answer) for answer in others]
     found = SlurmEstimates([Wait(f"p{at}", own, answer) for at, (own, answer) in enumerate(answers)])
     assert found.refusal == refusal
@@ -140,13 +140,13 @@ def test_refused_wherever_it_asks(asked: list[Answer], others: list[Answer], ref
     assert [one["partition"] for one in found.to_list()] == [f"p{at}" for at in range(len(answers))]
 
 
-def test_how_long() -> None:
+def test_how_long():
     words = {-5: "now", 59: "now", 61: "in 1m01s", 3600: "in 1h00m", 86400: "in 1d00h", 90000: "in 1d01h"}
     found = {seconds: when(START + timedelta(seconds=seconds), START).partition(" (")[0] for seconds in words}
     assert found == words
 
 
-def test_as_plain_data() -> None:
+def test_as_plain_data():
     assert Wait("gpu", True, Answer(START, ("g1",))).to_dict() == {
         "partition": "gpu",
         "is_asked": True,

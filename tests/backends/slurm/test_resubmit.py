@@ -73,7 +73,7 @@ def sbatch(monkeypatch: pytest.MonkeyPatch) -> Sbatch:
     return Sbatch(monkeypatch)
 
 
-def test_the_next_attempt_is_a_job_that_waits_for_this_one(run: RunDir, sbatch: Sbatch) -> None:
+def test_the_next_attempt_is_a_job_that_waits_for_this_one(run, sbatch):
     assert resubmit(run, "7", ["h1"]) == "8"
     assert sbatch.text == SCRIPT
     assert sbatch.token == submission_token(run, 2) != submission_token(run, 1)
@@ -98,7 +98,7 @@ def test_the_next_attempt_is_a_job_that_waits_for_this_one(run: RunDir, sbatch: 
     )
 
 
-def test_a_task_of_an_array_goes_on_alone(tmp_path: Path, sbatch: Sbatch) -> None:
+def test_a_task_of_an_array_goes_on_alone(tmp_path, sbatch):
     (tmp_path / "group").mkdir()
     run = on_slurm(make_attempt(tmp_path / "group/3"), job_id="7_3")
     run.script_file.write_text("#!/bin/bash\n# of the group\n")
@@ -108,7 +108,7 @@ def test_a_task_of_an_array_goes_on_alone(tmp_path: Path, sbatch: Sbatch) -> Non
     assert read_job(run).attempts[-1].job_id == "8_3"
 
 
-def test_submitits_job_finds_its_pickle(tmp_path: Path, sbatch: Sbatch) -> None:
+def test_submitits_job_finds_its_pickle(tmp_path, sbatch):
     run = on_slurm(make_attempt(tmp_path / "run"), backend="submitit")
     folder = run.path / "submitit"
     folder.mkdir()
@@ -128,9 +128,7 @@ def test_submitits_job_finds_its_pickle(tmp_path: Path, sbatch: Sbatch) -> None:
         (SlurmUnreachable("no answer", may_have_arrived=True), [1, 2]),
     ],
 )
-def test_a_refused_job_leaves_nothing_and_one_that_may_exist_its_attempt(
-    run: RunDir, sbatch: Sbatch, error: Exception, attempts: list[int]
-) -> None:
+def test_a_refused_job_leaves_nothing_and_one_that_may_exist_its_attempt(run, sbatch, error, attempts):
     sbatch.answer = Mock(side_effect=error)
     with pytest.raises(type(error)):
         resubmit(run, "7")
@@ -141,14 +139,14 @@ def test_a_refused_job_leaves_nothing_and_one_that_may_exist_its_attempt(
     assert run.attempt(attempts[-1]).script_file.exists()
 
 
-def test_a_run_that_a_person_has_cancelled_stays_ended(run: RunDir, sbatch: Sbatch) -> None:
+def test_a_run_that_a_person_has_cancelled_stays_ended(run, sbatch):
     mark_cancelled(run)
     with pytest.raises(TrainkitError, match="cancelled in the meantime"):
         resubmit(run, "7")
     assert (sbatch.token, run.attempt_numbers()) == ("", [1])
 
 
-def test_a_script_that_is_gone(run: RunDir, sbatch: Sbatch) -> None:
+def test_a_script_that_is_gone(run, sbatch):
     run.script_file.unlink()
     with pytest.raises(TrainkitError, match=r"submit.sbatch, the script of job 7, is missing"):
         resubmit(run, "7")
@@ -156,8 +154,8 @@ def test_a_script_that_is_gone(run: RunDir, sbatch: Sbatch) -> None:
 
 
 def test_hosts_that_slurm_cannot_be_asked_about_do_not_keep_the_run_from_going_on(
-    run: RunDir, sbatch: Sbatch, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+    run, sbatch, monkeypatch, capfd
+):
     """Slurm cannot be queried if the temporary folder on the failed host is full."""
 
     monkeypatch.setattr(resubmit_module, "query_start", Mock(side_effect=FULL))
@@ -167,10 +165,7 @@ def test_hosts_that_slurm_cannot_be_asked_about_do_not_keep_the_run_from_going_o
     said(capfd.readouterr().out)
 
 
-def test_a_full_disk_at_the_end_of_a_job(
-    run: RunDir, sbatch: Sbatch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The chained job is not submitted, and an error line says so instead of a traceback."""
+def test_a_full_disk_at_the_end_of_a_job(run, sbatch, monkeypatch):
     monkeypatch.setattr("trainkit.job.processes.DISK_PATIENCE_S", 0.0)
     monkeypatch.setattr(resubmit_module, "reopen_attempt", Mock(side_effect=FULL))
     decision = Decision("resubmit", "saved", 75, "timeout")

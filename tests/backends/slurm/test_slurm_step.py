@@ -14,24 +14,11 @@ from trainkit.errors import UsageError
 from trainkit.job.processes import descendants
 from trainkit.job.signals import NOTICE_SIGNALS
 
-BATCH_SHELL = {
-    "SLURM_JOB_ID": "12",
-    "SLURM_PROCID": "0",
-    "SLURM_NODEID": "0",
-    "SLURM_LOCALID": "0",
-    "SLURM_NTASKS": "8",
-}
-STEP = {
-    **BATCH_SHELL,
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "2",
-    "SLURM_NODEID": "1",
-    "SLURM_LOCALID": "0",
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-    "SLURM_STEP_NODELIST": "node[18,1]",
-    "SLURM_STEP_LAUNCHER_PORT": "40123",
-}
+BATCH_SHELL = {"SLURM_JOB_ID": "12", "SLURM_NTASKS": "8"}
+BATCH_SHELL |= dict.fromkeys(("SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID"), "0")
+STEP = {**BATCH_SHELL, "SLURM_STEP_ID": "0", "SLURM_PROCID": "2", "SLURM_NODEID": "1"}
+STEP |= {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
+STEP |= {"SLURM_STEP_NODELIST": "node[18,1]", "SLURM_STEP_LAUNCHER_PORT": "40123"}
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +32,7 @@ def step(**changes: Any) -> dict[str, str]:
     return {name: value for name, value in environ.items() if value is not None}
 
 
-def test_a_task_of_a_step() -> None:
+def test_a_task_of_a_step():
     place = find_slurm_task(STEP)
     assert (place.job_id, place.step_id) == ("12", "0")
     assert (place.task, place.node_rank, place.local_task) == (2, 1, 0)
@@ -67,18 +54,18 @@ BATCH, INTERACTIVE = "the batch shell of a Slurm job", "the interactive shell of
         *((step(SLURM_STEP_ID=number), INTERACTIVE) for number in ("4294967290", "4294967292", "-6", "-4")),
     ],
 )
-def test_shells_and_special_steps_are_no_tasks(environ: dict[str, str], reason: str) -> None:
+def test_shells_and_special_steps_are_no_tasks(environ, reason):
     assert find_slurm_task(environ) is None
     assert reason in str(reason_not_a_task(environ))
 
 
-def test_a_task_of_an_array_has_an_id_of_its_own() -> None:
+def test_a_task_of_an_array_has_an_id_of_its_own():
     array = step(SLURM_ARRAY_JOB_ID="40", SLURM_ARRAY_TASK_ID="3")
     assert slurm_job_id(array) == "40_3"
     assert find_slurm_task(array).job_id == "40_3"  # type: ignore[union-attr]
 
 
-def test_each_start_of_a_step_has_a_key_of_its_own() -> None:
+def test_each_start_of_a_step_has_a_key_of_its_own():
     variants = [
         {},
         {"SLURM_STEP_ID": "1"},
@@ -103,7 +90,7 @@ def test_each_start_of_a_step_has_a_key_of_its_own() -> None:
         ({"SLURM_HET_SIZE": "2"}, "heterogeneous"),
     ],
 )
-def test_what_cannot_be_is_refused(changes: dict[str, Any], word: str) -> None:
+def test_what_cannot_be_is_refused(changes, word):
     with pytest.raises(UsageError, match=word):
         find_slurm_task(step(**changes))
 
@@ -123,14 +110,14 @@ def child() -> Iterator[tuple[StepListener, int, socket.socket]]:
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def test_it_hears_what_the_ranks_hear(child: tuple[StepListener, int, socket.socket]) -> None:
+def test_it_hears_what_the_ranks_hear(child):
     listener, pid, _ = child
     os.kill(pid, signal.SIGTERM)
     assert listener.has_heard(signal.SIGTERM)
     assert not listener.has_heard(signal.SIGUSR2)
 
 
-def test_it_keeps_no_connection_of_the_agent_open(child: tuple[StepListener, int, socket.socket]) -> None:
+def test_it_keeps_no_connection_of_the_agent_open(child):
     """The child inherits no open connection.
 
     Otherwise the rendezvous of another task would wait for its end.

@@ -58,14 +58,20 @@ def slurm(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     return fake
 
 
-def test_all_workers_of_a_local_node() -> None:
+def test_all_workers_of_a_node(attempt):
     found = local_rendezvous(plan(per="node"), 1, 12345)
     assert (found.node_rank, found.local_ranks, found.master_addr) == (1, (0, 1), LOCAL_ADDR)
     assert not found.has_rank_0
     assert local_rendezvous(plan(per="node"), 0, 12345).has_rank_0
+    assert slurm_rendezvous(attempt, plan(per="node"), task_of(tasks=(1, 1))).local_ranks == (0, 1)
 
 
-def test_tasks_of_a_step_meet_at_the_port_of_the_first(attempt: AttemptDir) -> None:
+def test_one_node_meets_on_the_loopback_interface(attempt):
+    found = slurm_rendezvous(attempt, plan(num_nodes=1), task_of(tasks=(2,)))
+    assert (found.master_addr, found.peer) == (LOCAL_ADDR, None)
+
+
+def test_tasks_of_a_step_meet_at_the_port_of_the_first(attempt):
     first = slurm_rendezvous(attempt, plan(), task_of())
     assert (first.local_ranks, first.master_addr, first.peer) == ((0,), "host0", "host1")
     assert first.has_rank_0
@@ -80,19 +86,7 @@ def test_tasks_of_a_step_meet_at_the_port_of_the_first(attempt: AttemptDir) -> N
         pass
 
 
-def test_a_task_a_node_has_all_its_workers(attempt: AttemptDir) -> None:
-    found = slurm_rendezvous(attempt, plan(per="node"), task_of(tasks=(1, 1)))
-    assert found.local_ranks == (0, 1)
-
-
-def test_one_node_meets_on_the_loopback_interface(attempt: AttemptDir) -> None:
-    found = slurm_rendezvous(attempt, plan(num_nodes=1), task_of(tasks=(2,)))
-    assert (found.master_addr, found.peer) == (LOCAL_ADDR, None)
-
-
-def test_nodes_whose_names_do_not_resolve_meet_at_the_node_addr(
-    attempt: AttemptDir, resolvable: set[str], slurm: FakeSlurm
-) -> None:
+def test_nodes_whose_names_do_not_resolve_meet_at_the_node_addr(attempt, resolvable, slurm):
     resolvable.clear()
     resolvable |= {"10.0.0.10", "10.0.0.11"}
     first = slurm_rendezvous(attempt, plan(), task_of())
@@ -104,9 +98,7 @@ def test_nodes_whose_names_do_not_resolve_meet_at_the_node_addr(
     assert slurm.calls == asked  # the first task has published the address
 
 
-def test_a_name_that_resolves_only_on_its_own_node_is_not_used_elsewhere(
-    attempt: AttemptDir, resolvable: set[str], slurm: FakeSlurm
-) -> None:
+def test_a_name_that_resolves_only_on_its_own_node_is_not_used_elsewhere(attempt, resolvable, slurm):
     first = slurm_rendezvous(attempt, plan(), task_of())
     resolvable.clear()
     resolvable.add("10.0.0.10")
@@ -115,9 +107,7 @@ def test_a_name_that_resolves_only_on_its_own_node_is_not_used_elsewhere(
     assert len(slurm.calls) == 1
 
 
-def test_a_node_without_any_address_is_named(
-    attempt: AttemptDir, resolvable: set[str], slurm: FakeSlurm
-) -> None:
+def test_a_node_without_any_address_is_named(attempt, resolvable, slurm):
     resolvable.clear()
     with pytest.raises(TrainkitError) as caught:
         slurm_rendezvous(attempt, plan(), task_of())
@@ -127,7 +117,7 @@ def test_a_node_without_any_address_is_named(
         slurm_rendezvous(attempt, plan(), task_of())
 
 
-def test_uneven_nodes_that_the_plan_knows(attempt: AttemptDir) -> None:
+def test_uneven_nodes_that_the_plan_knows(attempt):
     uneven = plan(node_sizes=(2, 1))
     assert uneven.world_size == 3
     assert uneven.first_rank_of(1) == 2
@@ -137,7 +127,6 @@ def test_uneven_nodes_that_the_plan_knows(attempt: AttemptDir) -> None:
 @pytest.mark.parametrize(
     ("wanted", "tasks", "said"),
     [
-        (plan(), (2, 1), "2 nodes with 2 tasks each .--per gpu., but Slurm started 2 nodes with 2,1 tasks"),
         (
             plan(per="node"),
             (2, 2),
@@ -146,21 +135,19 @@ def test_uneven_nodes_that_the_plan_knows(attempt: AttemptDir) -> None:
         (plan(), (4,), "but Slurm started 1 node with 4 tasks each"),
     ],
 )
-def test_another_step_than_planned_is_refused(wanted: LaunchPlan, tasks: tuple[int, ...], said: str) -> None:
+def test_another_step_than_planned_is_refused(wanted, tasks, said):
     with pytest.raises(TrainkitError, match=said) as caught:
         check_step(wanted, task_of(tasks=tasks))
     assert caught.value.exit_code == EXIT_NO_RESTART
 
 
-def test_a_port_of_another_start_does_not_count(attempt: AttemptDir) -> None:
+def test_a_port_of_another_start_does_not_count(attempt):
     write_json(attempt.rendezvous_file, {"step": "7.0.1.4000", "addr": "host0", "port": 1})
     with pytest.raises(TrainkitError, match=r"has not published .* within 0.2 s"):
         await_port(attempt, task_of(node_rank=1), timeout_s=0.2)
 
 
-def test_a_task_waits_for_another_that_has_failed(
-    attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_waits_for_another_that_has_failed(attempt, monkeypatch):
     monkeypatch.setattr("trainkit.job.node.rendezvous.FAILURE_POLL_S", 0.1)
     write_json(attempt.rank_error(2), {"rank": 2})
     with pytest.raises(TrainkitError, match="another rank failed before the rendezvous") as caught:
@@ -168,7 +155,7 @@ def test_a_task_waits_for_another_that_has_failed(
     assert str(attempt.rank_error(2)) in caught.value.hint
 
 
-def test_asked_to_stop_while_waiting(attempt: AttemptDir) -> None:
+def test_asked_to_stop_while_waiting(attempt):
     processes.block_signals()
     try:
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
@@ -178,18 +165,16 @@ def test_asked_to_stop_while_waiting(attempt: AttemptDir) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, processes.WATCHED)
 
 
-def test_a_plan_that_does_not_come_is_a_failure_of_the_task_that_waits(
-    attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_that_does_not_come_is_a_failure_of_the_task_that_waits(attempt, monkeypatch, capfd):
     monkeypatch.setattr(agent, "step_task", lambda: task_of(node_rank=1))
 
     def wait(attempt: AttemptDir) -> LaunchPlan:
-        raise TrainkitError("the plan did not appear", exit_code=EXIT_NO_RESTART)
+        raise TrainkitError("no plan", exit_code=EXIT_NO_RESTART)
 
     monkeypatch.setattr(agent, "await_plan", wait)
     assert agent.run_step_task(attempt.run, 1) == EXIT_NO_RESTART
     [record] = [read_json(path) for path in attempt.errors_dir.glob("rank-*.json")]
-    assert (record["message"], record["node_rank"]) == ("the plan did not appear", 1)
+    assert (record["message"], record["node_rank"]) == ("no plan", 1)
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.setattr(agent, "step_task", step_task)
     assert agent.run_step_task(attempt.run, 1) == EXIT_NO_RESTART
@@ -197,9 +182,7 @@ def test_a_plan_that_does_not_come_is_a_failure_of_the_task_that_waits(
 
 
 @pytest.mark.parametrize(("procid", "events"), [("0", ["SIGUSR2"]), ("1", [])])
-def test_a_notice_before_the_ranks_are_started_is_written_down_once(
-    attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch, procid: str, events: list[str]
-) -> None:
+def test_a_notice_before_the_ranks_are_started_is_written_down_once(attempt, monkeypatch, procid, events):
     """The supervisor, which is not a task of the step, needs this record.
 
     Without the record, the end looks like a decision of the ranks.

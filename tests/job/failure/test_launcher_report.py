@@ -1,7 +1,5 @@
 """Tests which rank failed first, by the launcher's report and the agent, after real kills."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 
@@ -15,7 +13,6 @@ from trainkit.job.failure.launcher_report import LaunchedRanks, RankExit, first_
 from trainkit.job.failure.records import first_rank_failure, killed_rank, record_silent_death
 from trainkit.run.files import read_json
 from trainkit.run.record import create_job
-from trainkit.run.rundir import AttemptDir
 
 REPORTS = Path(__file__).with_name("launcher_reports")
 TORCHRUN = yaml.safe_load((FOLDER / "torchrun-rank-killed.yaml").read_text())["files"]
@@ -39,13 +36,13 @@ OUTPUT = {
         ("deepspeed-second-node", -9, None),
     ],
 )
-def test_the_first_rank_to_fail(name: str, code: int, rank: int | None) -> None:
+def test_the_first_rank_to_fail(name, code, rank):
     found = first_exit(OUTPUT[name].splitlines())
     assert (found.code, found.rank) == (code, rank)
     assert str(abs(code)) in OUTPUT[name].splitlines()[found.index]
 
 
-def test_a_rank_that_torchrun_killed_after_its_time_to_stop_was_not_the_first() -> None:
+def test_a_rank_that_torchrun_killed_after_its_time_to_stop_was_not_the_first():
     late = OUTPUT["accelerate-two-at-once"].replace("11\n", "41\n", 1)
     found = first_exit(late.splitlines())
     assert (found.code, found.rank) == (1, 0)
@@ -54,7 +51,7 @@ def test_a_rank_that_torchrun_killed_after_its_time_to_stop_was_not_the_first() 
 @pytest.mark.parametrize(
     ("name", "exit_code"), [("accelerate-two-at-once", 1), ("deepspeed-second-node", 247)]
 )
-def test_the_record_has_the_signal_and_the_rank(attempt: AttemptDir, name: str, exit_code: int) -> None:
+def test_the_record_has_the_signal_and_the_rank(attempt, name, exit_code):
     attempt.rank_log(0).write_text(OUTPUT[name])
     killed = killed_rank(attempt, 0, exit_code)
     assert killed is not None
@@ -75,9 +72,7 @@ def test_the_record_has_the_signal_and_the_rank(attempt: AttemptDir, name: str, 
         ("torchrun-exception-group", 0, "TypeError", "inner bad", "train.py:4"),
     ],
 )
-def test_the_record_has_the_exception_of_the_first_rank(
-    attempt: AttemptDir, name: str, rank: int, kind: str, message: str, place: str
-) -> None:
+def test_the_record_has_the_exception_of_the_first_rank(attempt, name, rank, kind, message, place):
     create_job(attempt.run, backend="local", name="run", cwd="/home/me", code=None)
     attempt.rank_log(0).write_text(OUTPUT[name])
     record_silent_death(attempt, 0, 0, 1)
@@ -87,7 +82,7 @@ def test_the_record_has_the_exception_of_the_first_rank(
     assert found.line.startswith(f"rank {rank} failed first")
 
 
-def test_a_rank_that_ended_without_an_exception(attempt: AttemptDir) -> None:
+def test_a_rank_that_ended_without_an_exception(attempt):
     quiet = "\n".join(line for line in OUTPUT["torchrun-exception"].splitlines() if "[rank" not in line)
     attempt.rank_log(0).write_text(quiet.replace("exitcode  : 1", "exitcode  : 3"))
     record_silent_death(attempt, 0, 0, 1)
@@ -96,12 +91,12 @@ def test_a_rank_that_ended_without_an_exception(attempt: AttemptDir) -> None:
     said(found.message)
 
 
-def test_an_exit_code_of_the_program_says_more_than_an_old_report(attempt: AttemptDir) -> None:
+def test_an_exit_code_of_the_program_says_more_than_an_old_report(attempt):
     attempt.rank_log(0).write_text(OUTPUT["deepspeed-second-node"])
     assert killed_rank(attempt, 0, 3) is None
 
 
-def test_the_first_rank_that_fails_is_known_before_its_parent_waits_for_it() -> None:
+def test_the_first_rank_that_fails_is_known_before_its_parent_waits_for_it():
     """Rank 4 finishes, rank 6 is killed, and rank 5 then ends because rank 6 is dead."""
     argv = {4: ["true"], 5: ["sleep", "60"], 6: ["sleep", "60"]}
     processes = {rank: subprocess.Popen(words) for rank, words in argv.items()}
@@ -122,7 +117,7 @@ def test_the_first_rank_that_fails_is_known_before_its_parent_waits_for_it() -> 
 @pytest.mark.parametrize(
     ("codes", "saved"), [((75, 0), True), ((0, 0), False), ((75, 1), False), ((75, -15), False)]
 )
-def test_ranks_have_saved_when_all_say_so(codes: tuple[int, int], saved: bool) -> None:
+def test_ranks_have_saved_when_all_say_so(codes, saved):
     ends = [f"exit {code}" if code >= 0 else f"kill {code} $$; sleep 9" for code in codes]
     processes = [subprocess.Popen(["sh", "-c", f"read line; {end}"], stdin=subprocess.PIPE) for end in ends]
     ranks = LaunchedRanks()
@@ -135,7 +130,7 @@ def test_ranks_have_saved_when_all_say_so(codes: tuple[int, int], saved: bool) -
     assert (sorted(ranks.codes), ranks.have_saved) == (sorted(codes), saved)
 
 
-def test_a_process_that_is_gone_is_not_watched() -> None:
+def test_a_process_that_is_gone_is_not_watched():
     process = subprocess.Popen(["true"])
     process.wait()
     ranks = LaunchedRanks()

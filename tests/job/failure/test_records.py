@@ -1,4 +1,5 @@
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
@@ -26,18 +27,10 @@ def record(attempt, rank, time, **fields):
 def test_first_in_time(attempt):
     record(attempt, 0, "2026-01-01T00:00:02.000Z")
     record(attempt, 1, "2026-01-01T00:00:01.000Z")
-    assert to_json(first_rank_failure(attempt)) == {
-        "rank": 1,
-        "node_rank": 0,
-        "host": "h",
-        "time": "2026-01-01T00:00:01.000Z",
-        "step": 3,
-        "type": "E",
-        "message": "m",
-        "exit_code": None,
-        "final": False,
-        "node": False,
-    }
+    found = to_json(first_rank_failure(attempt))
+    expected = {"rank": 1, "node_rank": 0, "host": "h", "time": "2026-01-01T00:00:01.000Z", "step": 3}
+    expected |= {"type": "E", "message": "m", "exit_code": None, "final": False, "node": False}
+    assert found == expected
 
 
 TORCH = '  File "/venv/lib/python3.11/site-packages/torch/nn/module.py", line 9, in call'
@@ -47,7 +40,7 @@ OWN = ['  File "/home/me/train.py", line 7, in step', "    loss = model(x)", "  
 @pytest.mark.parametrize(
     ("lines", "place"),
     [
-        (["Traceback (most recent call last):", *OWN, TORCH, "    return call()"], ("/home/me/train.py", 7)),
+        (["Traceback (most recent call last):", *OWN, TORCH, "    return call()"], ("train.py", 7)),
         (["Traceback (most recent call last):", TORCH, "    return call()"], None),
         (["Traceback (most recent call last):", *OWN, "KeyError: 1", "Traceback …", TORCH], None),
         (
@@ -61,17 +54,17 @@ OWN = ['  File "/home/me/train.py", line 7, in step', "    loss = model(x)", "  
                 "Traceback (most …",
                 TORCH,
             ],
-            ("/home/me/train.py", 7),
+            ("train.py", 7),
         ),
         (['  File "/usr/lib/python3.11/json.py", line 1, in f', '  File "<string>", line 1'], None),
         ([f'  File "{trainkit.__file__}", line 1, in f'], None),
-        (['  File "/usr/src/app/bad.py", line 3', "    if:", "      ^"], ("/usr/src/app/bad.py", 3)),
+        (['  File "/usr/src/app/bad.py", line 3', "    if:", "      ^"], ("bad.py", 3)),
     ],
 )
 def test_the_line_of_the_user_in_a_traceback(lines, place):
     found = users_line(lines)
-    assert (found and (found.file, found.line)) == place
-    assert place != ("/home/me/train.py", 7) or found.text == "loss = model(x)"
+    assert (found and (Path(found.file).name, found.line)) == place
+    assert place != ("train.py", 7) or (found.file, found.text) == ("/home/me/train.py", "loss = model(x)")
 
 
 @pytest.mark.parametrize("copy", ["code", "work"])
@@ -91,17 +84,17 @@ def test_the_verdict_has_the_end_of_the_log(attempt):
     assert first_rank_failure(attempt).log_tail == [f"line {number}" for number in range(79, 99)]
 
 
-@pytest.mark.parametrize(("code", "first"), [(137, 1), (139, 1), (134, 0), (3, 0)])
-def test_killed_rank_comes_before_those_that_noticed(attempt, code, first):
-    record(attempt, 0, "2026-01-01T00:00:01.000Z")
-    record(attempt, 1, "2026-01-01T00:00:02.000Z", type="exit", exit_code=code)
-    assert first_rank_failure(attempt).rank == first
-
-
-@pytest.mark.parametrize(("code", "first"), [(143, 1), (138, 1), (137, 0)])
-def test_a_death_that_was_recorded_late_because_a_notice_was_awaited(attempt, code, first):
+@pytest.mark.parametrize(
+    ("code", "second", "first"),
+    [
+        *((137, "02.0", 1), (139, "02.0", 1), (134, "02.0", 0), (3, "02.0", 0)),
+        # A death is recorded late if a notice was awaited.
+        *((143, "04.4", 1), (138, "04.4", 1), (137, "04.4", 0)),
+    ],
+)
+def test_killed_rank_comes_before_those_that_noticed(attempt, code, second, first):
     record(attempt, 0, "2026-01-01T00:00:01.000Z", exit_code=1)
-    record(attempt, 1, "2026-01-01T00:00:04.400Z", type="exit", exit_code=code)
+    record(attempt, 1, f"2026-01-01T00:00:{second}00Z", type="exit", exit_code=code)
     assert first_rank_failure(attempt).rank == first
 
 
@@ -254,14 +247,14 @@ NCCL = "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error\nLast err
         ("index 3 is out of bounds", False),
     ],
 )
-def test_hardware_and_what_only_looks_like_it(message: str, is_suspect: bool) -> None:
+def test_hardware_and_what_only_looks_like_it(message, is_suspect):
     failure = RankFailure(host="h1", type="RuntimeError", message=message, exit_code=1)
     assert suspect_host(failure) == (("h1", "culprit") if is_suspect else None)
 
 
 @pytest.mark.parametrize("number", [2, 9, 10, 11, 12, 15])
 @pytest.mark.parametrize("more", [{"type": "exit"}, {"type": "RankKilled"}, {"type": "exit", "node": True}])
-def test_a_death_by_a_signal_that_asks_to_end_is_no_fault_of_the_node(number, more) -> None:
+def test_a_death_by_a_signal_that_asks_to_end_is_no_fault_of_the_node(number, more):
     failure = RankFailure(host="h1", message="killed", exit_code=128 + number, **more)
     assert failure.died_of_notice == (number not in (9, 11))
     if failure.died_of_notice:
@@ -282,7 +275,7 @@ def test_a_death_by_a_signal_that_asks_to_end_is_no_fault_of_the_node(number, mo
         (None, [124], None),
     ],
 )
-def test_the_signal_of_which_the_first_died(failure, codes, name) -> None:
+def test_the_signal_of_which_the_first_died(failure, codes, name):
     assert signal_of_death(failure, codes) == name
 
 

@@ -10,13 +10,7 @@ import pytest
 from tests.support.programs import wait_for
 from tests.support.said import said
 from trainkit.job.failure import stacks
-from trainkit.job.failure.stacks import (
-    Reply,
-    StackCollector,
-    find_requests,
-    request_stacks,
-    spy_on,
-)
+from trainkit.job.failure.stacks import Reply, StackCollector, find_requests, request_stacks, spy_on
 from trainkit.run.process import process_stat
 
 PYTHON = sys.executable

@@ -63,11 +63,16 @@ def test_a_notice_ends_the_wait(monkeypatch):
 
 @pytest.mark.parametrize("code", NO_SPACE)
 def test_a_full_disk_and_a_full_quota_are_said_alike(code, tmp_path, monkeypatch):
-    """The disk is full while a run writes its metrics, events, record, folder or copy of the code."""
     why, write = os.strerror(code), os.write
     file = tmp_path / "metrics.jsonl"
     append_jsonl(file, {"step": 1})
-    monkeypatch.setattr("os.write", lambda descriptor, data: write_some(write, descriptor, data, code))
+
+    def write_some(descriptor, data):
+        if bytes(data).startswith(b"{"):
+            return write(descriptor, bytes(data)[:3])
+        raise OSError(code, why)
+
+    monkeypatch.setattr("os.write", write_some)
     with pytest.raises(OSError, match=why) as caught:
         append_jsonl(file, {"step": 2})
     assert caught.value.errno == code
@@ -85,10 +90,3 @@ def test_a_full_disk_and_a_full_quota_are_said_alike(code, tmp_path, monkeypatch
     copying = _copy_error(OSError(code, why), RunDir(tmp_path))
     said(copying.message)
     assert "quota" in copying.hint
-
-
-def write_some(write, descriptor, data, code):
-    """Write the first bytes of some data, and refuse the rest."""
-    if bytes(data).startswith(b"{"):
-        return write(descriptor, bytes(data)[:3])
-    raise OSError(code, os.strerror(code))

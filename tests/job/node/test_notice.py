@@ -1,7 +1,5 @@
 """Tests which processes a stop signal is forwarded to, in real trees of small processes."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os
@@ -110,13 +108,7 @@ CRASHES = ("SIGBUS", "SIGSEGV", "SIGFPE")
     ],
     ids=["below", "pipe", "sigwait", "trap", "trap that waits", "data worker", "faulthandler", "fork"],
 )
-def test_takers(
-    tree: Tree,
-    tmp_path: Path,
-    script: str,
-    bodies: dict[str, tuple[str, ...]],
-    expected: dict[str, signal.Signals],
-) -> None:
+def test_takers(tree, tmp_path, script, bodies, expected):
     _, found = tree(script, **bodies)
     assert names(found, tmp_path) == expected
 
@@ -172,7 +164,7 @@ WRAPPERS = {
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_what_saves_below_a_wrapper_hears_a_notice_once(tmp_path: Path, name: str) -> None:
+def test_what_saves_below_a_wrapper_hears_a_notice_once(tmp_path, name):
     if name.startswith("node") and shutil.which("node") is None:
         pytest.skip("node is not installed")
     if name in ("su", "unshare") and os.geteuid() != 0:
@@ -204,9 +196,7 @@ def adopting_orphans() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("is_sent_before", [True, False])
-def test_what_a_shell_has_left_is_kept_when_what_stood_above_that_fails(
-    tmp_path: Path, is_sent_before: bool
-) -> None:
+def test_what_a_shell_has_left_is_kept_when_what_stood_above_that_fails(tmp_path, is_sent_before):
     """Slurm signals all processes, so make may see its recipe end before make itself is signalled."""
     (tmp_path / "counts.py").write_text(COUNTS)
     script = f"bash -c {shlex.quote(f'{LINE}; exit $?')}; while [ ! -e go ]; do sleep 0.02; done; exit 2"
@@ -242,7 +232,7 @@ def test_what_a_shell_has_left_is_kept_when_what_stood_above_that_fails(
             member.wait()
 
 
-def test_the_crash_of_a_program_that_leaves_a_process_is_reported_at_once(tmp_path: Path) -> None:
+def test_the_crash_of_a_program_that_leaves_a_process_is_reported_at_once(tmp_path):
     """Only wrappers wait for a stop signal. A Python whose tracker handles signals does not."""
     (tmp_path / "counts.py").write_text(COUNTS)
     body = f"import subprocess, sys; subprocess.Popen({shlex.split(LINE)!r}); input(); sys.exit(1)"
@@ -265,9 +255,7 @@ def test_the_crash_of_a_program_that_leaves_a_process_is_reported_at_once(tmp_pa
             member.wait()
 
 
-def test_a_process_of_another_user_is_named_and_the_others_are_signalled(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_process_of_another_user_is_named_and_the_others_are_signalled(monkeypatch, capfd):
     """The process runs below `sudo`, so only root may signal it."""
     signalled = []
 

@@ -1,0 +1,84 @@
+"""Tests one short round of each campaign in `benchmarks` that needs a cluster."""
+
+import json
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.cluster_256 import Opens, Table, idle, lose_host, new_login, start
+from benchmarks.slow_host import MAX_STEPS_LATER, slow_one
+from benchmarks.wrappers import disturb, prepare
+from tests.on_slurm.broken_runs import BROKEN, diagnosed, make
+from tools.slurm_cluster import cgroups
+from tools.slurm_cluster.cluster import Cluster, running
+
+CAMPAIGN = Path(__file__).resolve().parents[2] / "benchmarks/port_clashes.py"
+
+
+def test_two_jobs_and_two_steps_of_one_job_at_once(login):
+    """Half of the ports are taken, as in the longer campaign in benchmarks/."""
+    argv = [sys.executable, str(CAMPAIGN), "--starts", "3", "--seed", "7", "--folder", str(login.folder)]
+    done = login.run(argv, timeout_s=150)
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert (figures["sets_of_ranks"], figures["clashes"]) == (12, 0)
+    assert done.stdout.count("13384 of 26768 ports are taken") == 2
+
+
+@pytest.mark.slow(seconds=30)
+@pytest.mark.skipif(not (cgroups.ROOT / "cpu/cpu.cfs_quota_us").exists(), reason="needs cgroup v1")
+def test_a_slow_host_is_named_within_30_steps(login):
+    # This share is less than a rank gets on a busy machine.
+    seen = slow_one(login, 3, cpus=0.04, before=30, num_layers=2)
+    # Other work on the machine may have slowed down other ranks too.
+    assert seen.steps_later is not None, seen.line
+    assert 0 < seen.steps_later <= MAX_STEPS_LATER, seen.line
+    [first, *_] = [event for event in seen.events if event["host"] == seen.slowed_host]
+    assert (first["event"], first["rank"], first["phase"]) == ("slow_rank", 2, "compute")
+
+
+NUM_HOSTS = 8
+"""Large enough that a Slurm step is a tree, where a host waits a minute for a lost one."""
+
+
+@pytest.fixture
+def eight_hosts(clusters_possible: None, slurm_version: str | None) -> Iterator[Cluster]:
+    with running(slurm_version, num_hosts=NUM_HOSTS) as made:
+        yield made
+
+
+@pytest.mark.slow(seconds=30)
+@pytest.mark.parametrize("seed", [2])
+def test_a_run_costs_little_and_goes_on_without_a_lost_host(eight_hosts, seed):
+    with Opens(eight_hosts.folder / "home") as opens:
+        table, login = Table(NUM_HOSTS), new_login(eight_hosts, opens.folder)
+        job = start(login, table, opens, "shrink", f"2-{NUM_HOSTS}")
+        idle(job, table, opens, seconds=3)
+        lose_host(job, table, "shrink", random.Random(seed).randint(2, NUM_HOSTS))
+    assert table.missed == []
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_no_step_is_lost_below_a_wrapper(login, nodes):
+    prepare(login.folder, uv=None)
+    names = ["tee", "nested sh", "check_call", "trap that forwards"]
+    cells = disturb(login, names, ["preempted", "cancel"], nodes)
+    assert {key: cell.text for key, cell in cells.items()} == dict.fromkeys(cells, "1 / 0")
+    assert len(cells) == 2 * len(names)
+
+
+QUICK = (
+    *("cancel-now", "scancel-by-hand", "rank-killed", "command-rank-killed", "exception-on-one-rank"),
+    *("torchrun-import", "port-taken", "import-on-one-host", "data-on-one-host", "interface-missing"),
+)
+
+
+@pytest.mark.slow(seconds=10)
+@pytest.mark.parametrize("name", random.Random(18).sample(QUICK, 4))
+def test_the_cause_and_the_first_rank(cluster, tmp_path, name):
+    login, run = make(name, cluster, tmp_path)
+    found = diagnosed(login, run, 1)
+    assert BROKEN[name].is_right(found, cluster.hosts), found
