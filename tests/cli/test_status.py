@@ -128,7 +128,7 @@ def test_a_name_is_first_of_all_the_run_in_this_folder(desk):
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr == (
             f"error: small is not a run of this folder: it is {newer.path}, {run.path}\n\n"
-            f"hint: type its folder to act on it: {newer.path}, {run.path}\n"
+            f"hint: to act on it, specify its folder: {newer.path}, {run.path}\n"
         )
 
 

@@ -41,7 +41,7 @@ def test_all_run_and_each_once(login: Login) -> None:
     group = submit(login, "--array", "0-12", "--", "sh", "-c", waits, str(login.folder))
     assert 1 <= len(group.trials) - len(group.left) <= MAX_JOBS
     shown = login.trainkit("status", str(group.path))
-    assert "Slurm accepts no more jobs of this user" in shown.stdout
+    assert "Slurm accepts no more jobs from this user" in shown.stdout
     (login.folder / "go").touch()
     wait_for_states(login, group, finished=13)
     ran = (login.folder / "ran").read_text().split()

@@ -91,10 +91,13 @@ DAMAGES: dict[str, tuple[Callable[[Checkpoint], object], str]] = {
     ),
     "a list": (lambda c: write(c, []), "manifest.json cannot be read (not a manifest)"),
     "no files": (lambda c: change(c, files=None), "manifest.json cannot be read (not a manifest)"),
-    "names nothing": (lambda c: change(c, files={}), "manifest.json names no files"),
-    "newer": (lambda c: change(c, version=2), "it was written by a newer trainkit (manifest version 2)"),
+    "names nothing": (lambda c: change(c, files={}), "manifest.json lists no files"),
+    "newer": (
+        lambda c: change(c, version=2),
+        "it was written by a newer trainkit version (manifest version 2)",
+    ),
     "version of nonsense": (lambda c: change(c, version="1"), "manifest.json has no version"),
-    "of another step": (lambda c: change(c, step=8), "manifest.json is of step 8"),
+    "of another step": (lambda c: change(c, step=8), "manifest.json belongs to step 8"),
     "sizes of nonsense": (
         lambda c: change(c, files={SHARDS[0]: {"bytes": "many"}}),
         "__0_0.distcp has 1,200 bytes instead of many",
@@ -106,7 +109,7 @@ DAMAGES: dict[str, tuple[Callable[[Checkpoint], object], str]] = {
     ),
     "no seal": (
         lambda c: write(c, {"version": 1, "step": 7, "files": c.manifest().files}),
-        "manifest.json has no SHA-256 of its own",
+        "manifest.json lacks the SHA-256 of its own content",
     ),
 }
 
