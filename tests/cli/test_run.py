@@ -270,7 +270,7 @@ def test_what_only_batch_jobs_use_is_named(desk):
     desk.works("")
     done = desk.trainkit("run", str(desk.config), "--set", "launch.setup=[ulimit -c 0]")
     assert done.returncode == 0, done.stderr
-    assert "launch.setup: only batch jobs of Slurm use it" in done.stderr
+    assert "launch.setup: no effect outside of Slurm batch jobs" in done.stderr
 
 
 PRINTS = """

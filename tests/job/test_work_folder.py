@@ -137,5 +137,5 @@ def test_a_local_command_writes_into_its_run(project: Path, tmp_path: Path) -> N
     run = RunDir(tmp_path / "run")
     assert (run.work_dir / "out" / "w").read_text() == str(run.work_dir)
     assert not (project / "out").exists()
-    assert "relative outputs go there" in done.stderr
+    assert "relative output paths lead there" in done.stderr
     assert read_json(run.job_file)["cwd"] == str(project)

@@ -70,7 +70,7 @@ RESUME = "resume it first: `trainkit resume 'runs/my first'`"
         ),
         (
             [run("runs/1", "running", "local-12")],
-            "1 runs on this machine, and Slurm cannot wait for it",
+            "1 runs on this machine, so Slurm cannot wait for it",
             "`trainkit logs runs/1 -f` returns when it has ended",
         ),
         (

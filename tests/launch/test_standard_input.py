@@ -85,7 +85,7 @@ def test_a_pipe_that_never_ends(shell) -> None:
         assert "without data" in shell("exec $ask train", stdin=reading)[0]
         printed = shell("exec $ask python3 - 2>&1", stdin=reading)
         said(printed[0])
-        assert printed[-2].endswith("nothing has come from it for 0.4 s")
+        assert printed[-2].endswith("no data arrived for 0.4 s")
     finally:
         os.close(reading)
         os.close(writing)

@@ -190,7 +190,7 @@ class JobRecord:
 
     @property
     def waiting(self) -> list[str]:
-        """Return the chained jobs that have not started an attempt, in order, as `AttemptRecord.job` names jobs.
+        """Return the chained jobs that have not started an attempt, in order; see `AttemptRecord.job`.
 
         All chained jobs are on the same cluster as the newest attempt. Some of the jobs may have left the
         queue.
