@@ -127,8 +127,8 @@ where: subaccount, partition: cpu, gpus_per_node: null
     resources.account is physics, which partition cpu does not accept
     hint: it accepts bio
 where: reservation
-    resources.reservation is not set, but partition gpu takes only jobs with a reservation
-    hint: `scontrol show reservation` lists them
+    resources.reservation is not set, but partition gpu accepts only jobs with a reservation
+    hint: `scontrol show reservation` lists the reservations
 where: groups
     resources.partition is gpu, which only members of ai or hpc may use
     hint: your groups: users and lab
@@ -153,13 +153,13 @@ nodes: 5, workers_per_node: 8, gpus_per_node: 8, cpus_per_node: 64
     resources.nodes is 5, but partition gpu has 4 nodes with 8 GPUs and 64 CPUs
 gpus_per_node: 16, workers_per_node: 16
     resources.gpus_per_node is 16, but the nodes of partition gpu have at most 8 GPUs
-    hint: request at most --gpus-per-node 8; more --nodes give as many GPUs
+    hint: request at most --gpus-per-node 8, and get the same total with more --nodes
 partition: cpu
     resources.gpus_per_node is 4, but the nodes of partition cpu have no GPUs
 cpus_per_node: 80
     resources.cpus_per_gpu is 20: 4 x 20 = 80 CPUs per node, but the nodes of partition gpu have 64
 gpus_per_node: null, workers_per_node: 80, cpus_per_node: 80
-    resources.gpus_per_node is 80, but the nodes of partition gpu have 64 CPUs and every process needs one
+    resources.gpus_per_node is 80, but the nodes of partition gpu have 64 CPUs, and every process needs one
 mem: 501G
     resources.mem is 501G, but the nodes of partition gpu have 500G
 gpu_type: h10

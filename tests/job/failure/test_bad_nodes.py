@@ -69,7 +69,7 @@ def test_one_failure_that_began_on_a_host_is_nothing(memory: Memory) -> None:
     assert memory.excluded(1) == []
     memory.note("h1", "culprit", attempt=2)
     assert excluded("west", NOON, memory.environ) == {
-        "h1": "h1 culprit, one of 2 failures that began there "
+        "h1": "h1 culprit, one of 2 failures that began on this host "
         f"(small, attempt 2, {NOON.astimezone():%Y-%m-%d %H:%M})"
     }
 
