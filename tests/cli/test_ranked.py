@@ -136,7 +136,7 @@ def test_compare_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("typed", "error", "hint"),
     [
-        ("status sweep --metric ac", "no run has logged ac", "did you mean acc? they have logged acc, "),
+        ("status sweep --metric ac", "no run has logged ac", "did you mean acc? the runs logged acc, "),
         (
             "status sweep --sort stpe",
             "--sort stpe: no column and no metric",
@@ -153,7 +153,7 @@ def test_compare_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
             "acc",
         ),
         ("status sweep/0 --sort step", "--sort step: sweep/0 is one run", "leave it out"),
-        ("status sweep/0 --metric nope", "no run has logged nope", "they have logged acc, "),
+        ("status sweep/0 --metric nope", "no run has logged nope", "the runs logged acc, "),
         ("status --metric acc", "--metric acc is for a run or a group", "name it"),
         ("status sweep --tag x --metric acc", "--where, --tag and --here choose among all runs", "leave one"),
         ("compare sweep --metric ac", "no run has logged ac", "did you mean acc? "),

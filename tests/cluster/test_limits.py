@@ -166,7 +166,7 @@ gpu_type: h10
     resources.gpu_type is h10, but no node of partition gpu has such a GPU
     hint: did you mean h100? they have h100 and a100
 constraint: ibb
-    resources.constraint names ibb, but no node of partition gpu has that feature
+    resources.constraint contains ibb, but no node of partition gpu has that feature
     hint: did you mean ib? they have ib, h100 and a100
 gpu_type: h100, nodes: 5
     resources.nodes is 5, but partition gpu has 4 nodes with 4 GPUs of type h100 and 32 CPUs
