@@ -69,7 +69,10 @@ def test_a_run_on_this_machine_waits_for_its_turn(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("states", "said"),
     [
-        ([("pending", "waiting for earlier runs of the group")], "sweep: 1 pending: waiting for earlier runs of the group"),
+        (
+            [("pending", "waiting for earlier runs of the group")],
+            "sweep: 1 pending: waiting for earlier runs of the group",
+        ),
         ([("pending", None)], ""),
         (
             [("finished", "done"), ("pending", "Priority\nof others")],

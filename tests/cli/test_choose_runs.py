@@ -126,7 +126,7 @@ def test_sorted_by_a_key_or_figure(capsys: pytest.CaptureFixture[str]) -> None:
         (["--where", "optimzer.lr=1"], "unknown key optimzer.lr", "did you mean optimizer.lr?"),
         (["--where", "optimizer.lr=[1"], "--where optimizer.lr=[1", "for example"),
         (["--sort", "los"], "--sort los: unknown key los", "did you mean loss?"),
-        (["run-0", "--tag", "ablation"], "but run-0 is named", "leave one of them out"),
+        (["run-0", "--tag", "ablation"], "but you specified run-0", "omit either the options or RUN"),
     ],
 )
 def test_what_was_typed_wrong(

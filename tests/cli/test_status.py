@@ -36,7 +36,7 @@ def test_ended_runs_beyond_the_newest_are_counted(desk):
         write_json(run.job_file, {"name": "quickstart", "attempts": []})
     lines = desk.trainkit("status").stdout.splitlines()
     assert len({line.split()[0] for line in lines[1:16]}) == 15
-    assert lines[16:] == ["3 more not shown; --all shows them"]
+    assert lines[16:] == ["3 more runs are not shown; use --all to see them"]
     assert len(desk.trainkit("status", "--all").stdout.splitlines()) == 1 + 18
     assert len(json.loads(desk.trainkit("status", "--json").stdout)) == 18
 

@@ -53,7 +53,7 @@ def test_words_stay_readable() -> None:
 
 @pytest.mark.parametrize("write", [quote, directive])
 def test_nul_is_refused(write: Any) -> None:
-    with pytest.raises(UsageError, match=r"'a\\x00b' cannot be written to a script: it contains a NUL"):
+    with pytest.raises(UsageError, match=r"'a\\x00b' cannot be written in a script: it contains a NUL"):
         write("a\0b")
 
 

@@ -230,7 +230,7 @@ def _verbatim(value: str) -> str:
     # Encode the lines as hexadecimal digits between NULs to hide them from `_tidy`; the other filters refuse
     # NULs.
     if "\0" in value:
-        message = f"{value!a} cannot be written to a script: it contains a NUL character"
+        message = f"{value!a} cannot be written in a script: it contains a NUL character"
         raise UsageError(message, hint="remove it")
     return f"\0{value.encode(errors='surrogatepass').hex()}\0"
 

@@ -291,7 +291,7 @@ def test_debugpy(desk, tmp_path):
         (["--post-mortem", "--", "bash", "x.sh"], "--post-mortem is for Python, and the COMMAND is bash"),
         (
             ["--debug=debugpy", "--", sys.executable, "x.py"],
-            "debugpy listens on a port of this host without a password: ann can connect to it\n\n"
+            "debugpy would listen on a port without password protection: ann can connect to it\n\n"
             "hint: `--debug` gives a rank this terminal; `--yes` opens the port anyway",
         ),
         (["--debug=debugpy", "--yes", "--", sys.executable, "x.py"], "-m pip install debugpy` installs it"),
