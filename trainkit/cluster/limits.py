@@ -304,7 +304,7 @@ def listed(names: Iterable[str], last: str = "and") -> str:
 def partition_problems(
     request: ResourceRequest, cluster: Cluster, partition: Partition
 ) -> Iterator[KeyProblem]:
-    """Yield the problems because of which a job can never start in a partition; each names the limit."""
+    """Yield each problem that prevents a job from ever starting in a partition, with the limit."""
     yield from _permission_problems(request, cluster, partition)
     yield from _time_problems(request, cluster, partition)
     max_nodes = partition.max_nodes if _applies("nodes", _qos_of(request, cluster)) else None

@@ -66,7 +66,7 @@ def _as_trial(status: RunStatus, group: RunGroup, index: int, warn: Callable[[st
 
 
 def query_group(group: RunGroup, warn: Callable[[str], None], metric: str | None = None) -> GroupStatus:
-    """Return the status of a group; first look up any job whose submission Slurm has not acknowledged.
+    """Return the status of a group, after searching Slurm for jobs whose submission is unconfirmed.
 
     The trials are ranked by `metric`, by default by the metric that their config selects. Raises UsageError
     if no trial has logged `metric`.
