@@ -232,7 +232,7 @@ def test_a_manifest_names_only_files_of_its_folder(checkpoint: Checkpoint, name:
     value = {**json.loads(checkpoint.manifest_file.read_text())}
     value["files"] = {name: {"bytes": 1, "sha256": ""}}
     write(checkpoint, {**value, "sha256": seal(value)})
-    damage = f"manifest.json cannot be read (it names {name!r}, which is not a file of the checkpoint)"
+    damage = f"manifest.json cannot be read (it lists {name!r}, which is not a file in the checkpoint)"
     assert find_damage(checkpoint) == damage
     with pytest.raises(ValueError, match="it names"):
         checkpoint.manifest()

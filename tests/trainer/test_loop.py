@@ -151,7 +151,7 @@ def test_the_example_of_the_docs(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "train.py` resumes from the newest checkpoint" in found["advice"][-1]
     for command in ("resume", "requeue"):
         assert main([command, folder]) == 2
-        assert "was not started by trainkit\n\nhint: start its program again" in capsys.readouterr().err
+        assert "was not started by trainkit\n\nhint: start the program again" in capsys.readouterr().err
     losses = [record["loss"] for record in read_metrics(RunDir(tmp_path / "runs" / "attached"))]
     assert len(losses) == 21
     assert losses[-1] < losses[0]

@@ -1,4 +1,4 @@
-"""Describe the config that a command or a Python call requests, and the values that it changes."""
+"""Describe which config a command or a Python call requests, and which values it changes in the config."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class ConfigRequest:
     """The config to load and the changes that the command line makes to it."""
 
     path: str
-    """The config file as typed, or the name of a shipped config. If the user omitted it, this is the default
-    CONFIG or an empty text."""
+    """The config file as typed, or the name of a shipped config. If CONFIG was omitted, this is the name of
+    the default config or an empty text."""
     profile: str | None
     overrides: tuple[str, ...]
     flags: dict[str, tuple[str, object]]
     """Maps a dotted key to the flag as the user typed it and the flag's value."""
     argv: tuple[str, ...] = ()
-    """The COMMAND after ``--``; the name of a run defaults to the name of its COMMAND."""
+    """The COMMAND after ``--``, from which the default name of the run is derived."""
     chooses_nodes: bool = False
     """True for ``--nodes auto``."""
     repeats: RepeatedRun | None = None
@@ -54,7 +54,8 @@ class ConfigRequest:
     def load(self, target: Target | None = None) -> LoadedConfig:
         """Load the config with all its layers; raise a ConfigError that lists all problems.
 
-        A host without Slurm looks for no cluster, so the defaults of a cluster profile do not apply there.
+        On a host without Slurm, no cluster is searched for, so the `defaults` of cluster profiles do not
+        apply.
         """
         if self.repeats is not None:
             from trainkit.launch.repeat import load_again

@@ -133,7 +133,7 @@ def start_group(group: RunGroup) -> str:
     Raises SlurmRefused after removing the group, and SlurmUnreachable, which keeps the group because its job
     may exist.
     """
-    with defer_sigint():  # A started group that is not listed yet could not be cancelled after Ctrl-C.
+    with defer_sigint():  # Ctrl-C must not leave a started group that no command can find.
         job_id = backend_named(group.record.backend).start_group(group)
         group.update(job_id=job_id, submitted_at=utc_now())
         register(RunDir(group.path), group.name)
@@ -216,9 +216,9 @@ def _group_record(
 def defer_sigint() -> Iterator[None]:
     """Defer the KeyboardInterrupt of a first SIGINT to the end of the block.
 
-    A second SIGINT raises KeyboardInterrupt immediately. In any other thread than the main thread, which
-    alone receives signals, nothing is deferred. If SIGINT is ignored, it stays ignored. Ctrl-C still reaches
-    child processes in the terminal's foreground process group.
+    A second SIGINT raises KeyboardInterrupt immediately. Only the main thread receives signals, so in other
+    threads nothing is deferred. If SIGINT is ignored, it stays ignored. Ctrl-C still reaches child processes
+    in the terminal's foreground process group.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -265,7 +265,7 @@ def new_folder(name: str, run_dir: Path | None, option: str = "--run-dir") -> It
         yield folder, name
     except BaseException as error:
         if folder is not None:
-            # Remove the whole folder, all of which this command created, because it would block a retry.
+            # This command has created everything in the folder, which would block a retry, so remove it.
             shutil.rmtree(folder, ignore_errors=True)
         if not isinstance(error, OSError):
             raise

@@ -51,7 +51,7 @@ def open_runs(text: str, runs: Sequence[Dependency]) -> list[Dependency]:
 
 
 def dependency_ids(text: str, runs: Sequence[Dependency], arrays: Sequence[str] = ()) -> list[str]:
-    """Return the Slurm jobs that must succeed before all of `runs` have finished; `text` is RUN as typed.
+    """Return the Slurm jobs whose success means that all of `runs` have finished; `text` is RUN as typed.
 
     The result is empty if all runs have finished. The `job_id` of each run and the results have the form that
     `on_cluster` returns; `arrays` are the array jobs of a group. Raises UsageError if a run is on this
@@ -97,7 +97,7 @@ def with_dependency(plan: LaunchPlan, texts: Sequence[str], waits_for: Sequence[
 
 
 def dependencies(names: Sequence[str], warn: Callable[[str], None], *, on_slurm: bool) -> list[str]:
-    """Return the jobs, or the folders on this machine, that must finish before the named runs have finished.
+    """Return the jobs, or the folders on this machine, whose success means that the named runs are finished.
 
     With `on_slurm`, the result contains jobs, otherwise folders on this machine. Raises UsageError for a run
     that has failed or is unknown and, with `on_slurm`, for a run on this machine.

@@ -77,8 +77,8 @@ def command_python(
 ) -> tuple[str, ...]:
     """Return the Python for a launcher such as torchrun: the one that would run the command directly.
 
-    The interpreter is taken from the config, or else from the command. If neither names one, it is that of
-    the active environment, or that of this process.
+    The interpreter is taken from the config, or else from the command. If neither specifies an interpreter,
+    that of the active environment or of this process is used.
     """
     if any((launch.venv, launch.conda, launch.uv, launch.container, launch.python)):
         return find_interpreter(launch, cwd, environ)[0].argv
@@ -129,10 +129,10 @@ def _contradictions(launch: LaunchConfig) -> Iterator[KeyProblem]:
 
 def _venv_problems(key: str, given: str, folder: str) -> Iterator[KeyProblem]:
     if not os.access(f"{folder}/bin/python", os.X_OK):
-        message = f"is {given!r}, and there is no {shown_path(folder)}/bin/python"
+        message = f"is {given!r}, but there is no {shown_path(folder)}/bin/python"
         yield key, message, f"`python3 -m venv {given}` creates a virtual environment"
     elif not Path(folder, "bin", "activate").is_file():
-        message = f"is {given!r}, and there is no {shown_path(folder)}/bin/activate"
+        message = f"is {given!r}, but there is no {shown_path(folder)}/bin/activate"
         yield key, message, "for an interpreter without an environment to activate, set launch.python"
 
 
@@ -143,7 +143,7 @@ def _uv_environment(given: str, environ: Mapping[str, str], cwd: Path) -> tuple[
     """
     project = Path(_absolute(given, cwd))
     if not (project / "pyproject.toml").is_file():
-        message = f"is {given!r}, and there is no {project}/pyproject.toml"
+        message = f"is {given!r}, but there is no {project}/pyproject.toml"
         return f"{project}/.venv", [("launch.uv", message, "specify the folder of a uv project")]
     folders = [
         parent / ".venv" for parent in (project, *project.parents) if (parent / "pyproject.toml").is_file()
@@ -174,7 +174,7 @@ def _conda_environment(
     prefix = next((str(folder) for folder in folders if os.access(folder / "bin" / "python", os.X_OK)), None)
     problem, hint = None, "`conda env list` lists the environments and their folders"
     if is_folder and prefix is None:
-        problem = f"is {given!r}, and there is no {name}/bin/python"
+        problem = f"is {given!r}, but there is no {name}/bin/python"
     elif base is None and not launch.modules:  # A module may provide conda.
         problem = f"is {given!r}, but there is no conda on PATH"
         hint = "add the module that provides it to launch.modules, or set launch.python"
@@ -210,7 +210,7 @@ def _absolute(folder: str, cwd: Path) -> str:
 
 
 def _options(program: str) -> tuple[str, ...]:
-    """Return options for an interpreter; its version is taken from the name of its resolved file."""
+    """Return the options for an interpreter, whose version is taken from the name of its resolved file."""
     if program == sys.executable:
         return PYTHON_OPTIONS
     match = _VERSION.search(str(Path(program).resolve()))

@@ -1,4 +1,4 @@
-"""Create a Git repository for a copy of the code that behaves like the original but contains no credentials.
+"""Create a Git repository for a copy of the code; it behaves like the original but has no credentials.
 
 Git only reads the original repository, with commands that start no hooks, filters or other programs. The full
 history is not copied. The copied repository has a pack with the objects of its commit and its changes, and
@@ -39,7 +39,7 @@ class NoRepository(Exception):
 
 
 def make_repository(tree: SourceTree, prefix: str, stage: str) -> tuple[Path, int]:
-    """Create a repository in `stage` for the copy of the original's repository at `prefix`; omit the index.
+    """Create in `stage` a copy of the Git repository at `prefix`, but without its index.
 
     Returns the path of the original's index, and the size of its hashes in bytes. Raises NoRepository and
     OSError.

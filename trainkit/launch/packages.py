@@ -72,7 +72,7 @@ def ask(
     """Run a script with an interpreter, and return the JSON object that it prints.
 
     The script receives `_MARK` as its first argument and prints it before the JSON object. `env` is added to
-    the environment variables of this process. Raises NoAnswer if that fails.
+    the environment variables of this process. Raises NoAnswer if the script fails.
     """
     try:
         with subprocess.Popen(

@@ -149,7 +149,7 @@ def refuse_by_hand(run: RunDir) -> None:
     if run.was_started_by_hand:
         raise UsageError(
             f"{run.shown} was not started by trainkit",
-            hint="start its program again: it resumes from the newest checkpoint",
+            hint="start the program again; it resumes from the newest checkpoint",
         )
 
 

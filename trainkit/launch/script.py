@@ -146,7 +146,7 @@ TEMPLATES_FOLDER = "templates"
 def render(name: str, context: Mapping[str, object], project: Path) -> str:
     """Render the template `name` in ``project/templates/`` or, if it is not there, the shipped one.
 
-    The text has no trailing spaces and no repeated empty lines. A template can use these filters:
+    The rendered text has no trailing spaces and no repeated empty lines. A template can use these filters:
 
     - `quote` for one bash argument
     - `words` for several bash arguments

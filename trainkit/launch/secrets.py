@@ -43,7 +43,7 @@ def looks_secret(name: str) -> bool:
 
 
 def without_secrets(argv: Sequence[str], secrets: Sequence[str]) -> list[str]:
-    """Return the command line, with `***` instead of values that are, or have the name of, a secret.
+    """Return the command line with `***` in place of values that look like secrets or have a secret's name.
 
     `secrets` contains the names in `launch.secrets`.
     """
@@ -56,7 +56,7 @@ def without_secrets(argv: Sequence[str], secrets: Sequence[str]) -> list[str]:
             found = mask_secrets(line + _masked_word(word, secrets))
             found = found.removeprefix(line) if found.startswith(line) else MASK
         masked.append(MASK if found.startswith(MASK) else found)
-        # Pass the preceding words, because the meaning of `-p` depends on the program.
+        # Keep the preceding words, because the meaning of `-p` depends on the program.
         line = f"{line}{masked[-1]} "[-CONTEXT_CHARS:]
     return masked
 

@@ -36,7 +36,7 @@ from trainkit.shipped import packages_of
 MAX_BYTES = 500_000_000
 MAX_FILES = 50_000
 MAX_LISTED = 100
-"""Maximum number of skipped files that job.json lists, and of symlinks."""
+"""Maximum number of skipped files, and of symlinks, that job.json lists."""
 NUM_THREADS = 8
 """Number of threads that copy files, because copying a file on a shared file system takes milliseconds."""
 GIT_TIMEOUT_S = 2.0
@@ -138,9 +138,10 @@ def copy_code(cwd: Path, run: RunDir, workload: Workload) -> CodeCopy:
     """Copy the code in a working directory to the run's code/; if that fails, copy nothing.
 
     Returns a description of the copy. File modes and symlinks are kept: a symlink to a copied file points to
-    the copy of that file, any other symlink to its old target. For a COMMAND, all other files are symlinked,
-    because the COMMAND may expect its data there, as in ``python train.py --data data/train.jsonl``. Raises
-    UsageError if the code is too large, a file cannot be read, or the run folder cannot be written.
+    the copy of that file, any other symlink to its old target. For a COMMAND, files that are not copied are
+    symlinked, because the COMMAND may expect its data there, as in ``python train.py --data
+    data/train.jsonl``. Raises UsageError if the code is too large, a file cannot be read, or the run folder
+    cannot be written.
     """
     code, tree = plan_copy(cwd, run, workload)
     if run.code_dir.exists():
@@ -267,7 +268,8 @@ def plan_copy(cwd: Path, run: RunDir, workload: Workload) -> tuple[CodeCopy, Sou
     if workload.is_command:
         code.notes.append(WORK_FOLDER_NOTE)
     for word in workload.argv:
-        # Python would also import the modules next to such a script from the source, not from the copy.
+        # Python would also import modules next to a script with an absolute path from the source, not from
+        # the copy.
         if Path(word).is_relative_to(source) and Path(word).is_file():
             how = f"to run the copy, give the path relative to {source}"
             code.notes.append(f"{word} is run from the original folder, where it may change; {how}")
@@ -286,7 +288,7 @@ def _size(num_bytes: int) -> str:
 def _missing_paths(command: Sequence[str], tree: SourceTree) -> Iterator[str]:
     """Yield a note for each relative path in a command, or in its script, that the copy does not contain.
 
-    Paths that do not exist in the source either are ignored. Raises UsageError if an argument or the value of
+    Paths that are also missing in the source are ignored. Raises UsageError if an argument or the value of
     an option is a path outside of the copied folder.
     """
     in_place = "or use the files in place with --no-snapshot"
@@ -314,7 +316,7 @@ def _missing_paths(command: Sequence[str], tree: SourceTree) -> Iterator[str]:
 def _has_path(tree: SourceTree, path: str) -> bool:
     """Return whether the copy will contain a path of the source.
 
-    A folder always counts as contained, because a program creates its output folders.
+    A folder always counts as present in the copy, because programs create their output folders.
     """
     inside = below(tree.root, path)
     if inside and Path(path).is_dir():
@@ -384,10 +386,10 @@ def _link_target(tree: SourceTree, folders: set[str], path: str) -> str:
 def find_import_path(tree: SourceTree, code: str, inherited: str) -> tuple[list[str], list[str]]:
     """Return the folders in the copy to add to PYTHONPATH, and notes about folders that cannot be added.
 
-    Without them, a project installed with ``pip install -e`` would be imported from the source, which can
-    change after submission; PYTHONPATH takes precedence. The folders are the working directory, the package
-    folder of each project that contains it, and the copies of those folders of `inherited` (PYTHONPATH) that
-    are below the source.
+    A project installed with ``pip install -e`` would otherwise be imported from the source, which can change
+    after submission; PYTHONPATH takes precedence over the installation. The folders are the working
+    directory, the package folder of each project that contains it, and the copies of those folders of
+    `inherited` (PYTHONPATH) that are below the source.
     """
     folders = tree.folders | {tree.subfolder}
     wanted = [tree.subfolder]
@@ -448,7 +450,7 @@ def git_state(cwd: Path) -> dict[str, object] | None:
     sha, branch = commit.split()
     diff = _git(cwd, "diff", *DIFF_OPTIONS, "HEAD")
     if diff is not None and diff and not diff.startswith("diff --git "):
-        diff = None  # Secrets in another format would not be found.
+        diff = None  # in another diff format, secrets would not be found
     shown = None if diff is None else mask_diff(diff[:MAX_DIFF_CHARS])
     status = _git(cwd, "status", "--porcelain")
     return {

@@ -29,7 +29,7 @@ MAX_SEARCHED = 200_000
 """Maximum number of files that are searched without git; a folder with more files is not taken for a
 project."""
 MAX_FILE_BYTES = 50_000_000
-"""In a folder that is in no Git repository, a larger file counts as data."""
+"""Size in bytes above which a file counts as data, in a folder without a Git repository."""
 
 
 def _matcher(patterns: str) -> re.Pattern[str]:
@@ -50,11 +50,11 @@ _OUTPUT_FOLDER = _matcher(
 _WRITTEN = _matcher(
     "*.png *.jpg *.jpeg *.gif *.svg *.pdf *.html *.csv *.tsv *.log *.out *.err *.npy *.npz *.pkl *.pickle"
 )
-"""Matches files that scripts often write into their folder. If such a file were symlinked, a run would
-overwrite the original."""
+"""Matches files that scripts often write into their folder. If a file of this kind were symlinked, a run
+would overwrite the original."""
 MAX_WRITTEN, MAX_WRITTEN_BYTES = 100, 1_000_000
-"""If a folder has more files that match `_WRITTEN`, or such a file is larger, these files count as data and
-are symlinked."""
+"""Maximum number, and maximum size in bytes, of files in a folder that match `_WRITTEN` and are copied;
+beyond these limits, they count as data and are symlinked."""
 _NO_SOURCES = _matcher(".* __pycache__ node_modules runs checkpoints wandb mlruns lightning_logs")
 """Folders that `pattern_tree` skips, in addition to Python environments."""
 IS_SECRET = "looks like a secret"
@@ -69,7 +69,8 @@ def looks_like_source(name: str) -> bool:
 def looks_like_output(path: str) -> bool:
     """Return whether training usually writes a file with this path.
 
-    Such a file must not be symlinked, because otherwise a run could read the weights of another run.
+    A file that training writes must not be symlinked, because a run could then read the weights of another
+    run.
     """
     names = path.split("/")
     if looks_like_source(names[-1]):
@@ -193,7 +194,7 @@ def _add_repository(tree: SourceTree, prefix: str, run_dir: str, runs_dir: str) 
     """Add the files of a repository and of nested repositories; tracked files in `runs_dir` count as code."""
     folder = f"{tree.root}/{prefix}"
     tree.repositories.append(prefix)
-    # Pass these folders to git as literal .gitignore patterns, so that git does not search them.
+    # Pass the folders of runs to git as literal .gitignore patterns, so that git does not search them.
     patterns = [
         "--exclude=/" + re.sub(r"([*?\[\]\\ ])", r"\\\1", path.removeprefix(prefix))
         for path in (run_dir, runs_dir)
@@ -279,7 +280,7 @@ def _has_sources(tree: SourceTree, entry: os.DirEntry[str], run_dir: str) -> boo
         is_environment = (folder / "pyvenv.cfg").exists() or (folder / "conda-meta").is_dir()
         return not is_environment and not tree.is_run(entry.path)
     except PermissionError:
-        return True  # The folder will fail to open, which reports it as omitted.
+        return True  # Opening the folder will fail, and it is then reported as omitted.
 
 
 def add_links(tree: SourceTree, cwd: str, run_dir: str) -> None:
@@ -333,8 +334,8 @@ def _may_be_linked(tree: SourceTree, path: str) -> bool:
     if tree.is_in_run(f"{path}/"):
         return False
     if tree.kind == "git" and Path(folder).is_dir() and not any(files for *_, files in os.walk(folder)):
-        # An empty folder is for outputs, which belong to the run and not to the source. But if git ignores
-        # the folder, as it usually ignores data, the folder is symlinked.
+        # An empty folder is probably meant for outputs, which belong to the run, so it is not symlinked. But
+        # if git ignores the folder, as it usually ignores data folders, it is symlinked.
         return run_git(tree.root, "check-ignore", "--quiet", path).returncode == 0
     try:
         with os.scandir(folder) as entries:
@@ -351,7 +352,7 @@ _GIT_KEPT = re.compile(r"GIT_(?:EXEC_PATH|CEILING_DIRECTORIES|DISCOVERY_ACROSS_F
 config."""
 _GIT_OWN = {
     "LC_ALL": "C",
-    # In a partial clone, Git would start a program that the repository names to fetch objects.
+    # In a partial clone, Git would fetch missing objects with a program that the repository names.
     "GIT_ALLOW_PROTOCOL": "",
     "GIT_NO_LAZY_FETCH": "1",
     "GIT_TERMINAL_PROMPT": "0",

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 MAX_SHOWN = 10
 """Maximum number of listed problems for a group."""
 PLENTY_SHARE = 0.05
-"""A warning about checkpoints is omitted if they need a smaller share of the free disk space."""
+"""Checkpoints that need a smaller share of the free disk space cause no warning."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Submission:
 
     @cached_property
     def group_config(self) -> dict[str, object]:
-        """Return the config of the first trial, to which `group_trials` describes the differences."""
+        """Return the config of the first trial; `group_trials` describes how other trials differ from it."""
         return _config_dict(self.trials[0].config)
 
     @cached_property
@@ -238,7 +238,7 @@ def submission_warnings(
         yield (
             f"warning: {', '.join(found)} of the command looks like a secret: it is stored in plan.json, and "
             "other users see it in the process list of a node; use an environment variable that "
-            "launch.secrets names"
+            "launch.secrets lists"
         )
 
 
@@ -312,7 +312,7 @@ def checked(
         return Submission(planned, array)
     if array is not None and first.config.requeue.follow_ups:
         raise UsageError(
-            f"requeue.follow_ups is {first.config.requeue.follow_ups}, but groups do not support it",
+            f"requeue.follow_ups is {first.config.requeue.follow_ups}, but groups do not support chained jobs",
             hint="set it to 0, because a chained job can wait for a job, but not for an array task",
         )
     job_of_first = _job_of(first)
@@ -377,7 +377,7 @@ def describe_trials(submission: Submission, is_sweep: bool) -> str:
 
 
 def _job_of(trial: PlannedTrial) -> dict[str, str]:
-    """Return the properties of a trial's job by name, with a text for the user."""
+    """Return texts for the user that describe the properties of a trial's job, by name."""
     plan = trial.plan
     options = backend_named(plan.backend).job_options(plan)
     script = {f"--{name}": "".join(option_argv({name: value})) for name, value in options.items()}

@@ -104,7 +104,7 @@ def group_trials(
 
 
 def swept(request: ConfigRequest, found: Sequence[dict[str, object]]) -> Iterator[LoadedTrial]:
-    """Yield the config of each trial in a sweep; a config is loaded only once for all its seeds."""
+    """Yield the config of each trial in a sweep; trials that differ only in the seed share one load."""
     loaded: dict[str, LoadedConfig] = {}
     for index, values in enumerate(found):
         key = key_without_seed(values)

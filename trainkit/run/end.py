@@ -106,7 +106,7 @@ def rank_failures(attempt: AttemptDir, job: JobRecord | None = None) -> list[tup
     """
     records = []
     for path in sorted(attempt.errors_dir.glob("rank-*.json")):
-        record = read_object(path)  # The object is empty if a crash cut off the file.
+        record = read_object(path)  # The object is empty if a crash truncated the file.
         if record:
             failure = read_record(RankFailure, record)
             if failure.code is not None:
@@ -118,10 +118,10 @@ def rank_failures(attempt: AttemptDir, job: JobRecord | None = None) -> list[tup
 
 T = TypeVar("T")
 AWAITED_S = 3.0
-"""Extra delay allowed for a death by one of `ENDING_SIGNALS`, in seconds. The agent waits before it records
-such a death, because it may itself receive the stop signal."""
+"""Additional seconds after which a death by one of `ENDING_SIGNALS` may still count as the first failure. The
+agent waits before it records such a death, because it may itself receive the stop signal."""
 NOTICED_S = 2.5
-"""Maximum number of seconds between the errors of a killed rank's peers and the agent's record of the
+"""Maximum number of seconds by which errors of a killed rank's peers may precede the agent's record of the
 kill."""
 
 
@@ -211,7 +211,7 @@ def read_newest_end(folder: str | PathLike[str]) -> AttemptEnd | None:
 
 
 def end_of(content: Mapping[str, object]) -> AttemptEnd | None:
-    """Parse the content of an end.json; return None for an empty content, which stands for a missing file."""
+    """Parse the content of an end.json; return None for an empty object, which stands for a missing file."""
     return read_record(AttemptEnd, content) if content else None
 
 

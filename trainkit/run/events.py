@@ -30,9 +30,9 @@ which JSON parsers read as infinity."""
 MAX_WITHOUT = 200
 """Maximum number of consecutive records without a metric before the search for that metric stops."""
 MAX_OTHERS = 100 * MAX_WITHOUT
-"""Maximum number of other events, such as saves, before the search for a metric stops."""
+"""Maximum number of events of other kinds, such as saves, before the search for a metric stops."""
 FAILED_SAVES = 2
-"""Number of consecutive failed saves from which a warning is shown; a single save may fail by chance."""
+"""Number of consecutive failed saves that cause a warning; a single save may fail by chance."""
 
 
 class Entry(Record):
@@ -108,8 +108,8 @@ class Event(Entry):
 
 
 WHOLE_BYTES = 2**23
-"""In a larger events.jsonl, only the lines around the start and end of attempts and the last lines are
-read."""
+"""Size in bytes above which only parts of events.jsonl are read: the lines around the start and end of
+attempts, and the last lines."""
 EDGE_BYTES, LAST_BYTES = 2**16, 2**21
 MAX_EDGES = 100
 
@@ -249,7 +249,7 @@ def training_curve(run: RunDir) -> list[StepRecord]:
 
 
 def read_metrics(run: RunDir) -> list[dict[str, object]]:
-    """Return the records of the `training_curve` as dictionaries with the values of the file."""
+    """Return the records of the `training_curve` as plain dictionaries."""
     return [dict(record.values) for record in training_curve(run)]
 
 
@@ -301,7 +301,7 @@ def diverged_in(
 
 
 def with_divergence(reason: str | None, since: int | None) -> str | None:
-    """Append the step of `diverged_since` to the reason of a run's state; return None if both are None."""
+    """Append the step `since` to the reason of a run's state; return None if both arguments are None."""
     if since is None:
         return reason
     said = f"diverged since step {since}"
@@ -340,7 +340,7 @@ def _is_stale(record: Entry, begins: Mapping[int, int]) -> bool:
 def by_step(records: Iterable[Entry], metric: str, begins: Mapping[int, int] = {}) -> dict[int, float | None]:
     """Map each step to the last value of a metric at that step, or to None if that value is not finite.
 
-    `begins` is the result of `first_steps`; it is needed because an attempt may log nothing of the metric.
+    `begins` is the result of `first_steps`; it is needed because an attempt may never have logged the metric.
     """
     found: dict[int, float | None] = {}
     attempt = None

@@ -51,7 +51,7 @@ def parse_time(text: object) -> datetime | None:
     try:
         time = datetime.fromisoformat(text.replace("Z", "+00:00"))
         return (time if time.tzinfo else time.replace(tzinfo=timezone.utc)).astimezone(timezone.utc)
-    # A time near year 1 or 9999 may be outside the range of years in UTC.
+    # In UTC, a time near year 1 or 9999 may be outside the supported range of years.
     except (ValueError, OverflowError):
         return None
 
@@ -120,8 +120,8 @@ def read_json(path: str | Path, *, executes: bool = False) -> Any:
     UsageError.
     """
     with (open_trusted if executes else open_file)(path) as stream:
-        # Compare sizes first, because `read(MAX_JSON_BYTES)` would allocate that much memory even for a small
-        # file.
+        # Check the size first, because `read(MAX_JSON_BYTES)` would allocate that much memory even for a
+        # small file.
         if os.fstat(stream.fileno()).st_size > MAX_JSON_BYTES:
             raise ValueError(f"the file has more than {MAX_JSON_BYTES:,} bytes")
         content = stream.read()
@@ -146,7 +146,7 @@ def _encodable(value: Any, text: str) -> Any:
 
 
 def read_object(path: str | Path) -> dict[str, object]:
-    """Return the JSON object in a file; return {} if the file is missing or unreadable, or has no object."""
+    """Return the JSON object in a file; return {} if the file is missing, unreadable or not an object."""
     try:
         value = read_json(path)
     except (OSError, ValueError):
@@ -440,7 +440,7 @@ class Record:
 
     def number(self, key: str) -> float | None:
         value: Any = self.values.get(key)
-        # Inline `_is_finite` here, because a live view reads thousands of numbers of a large run.
+        # `_is_finite` is inlined here, because a live view reads thousands of numbers of a large run.
         return value if type(value) in (int, float) and abs(value) <= LARGEST else None
 
     def count(self, key: str) -> int | None:
@@ -495,9 +495,9 @@ class _Shape:
     choices: tuple[str, ...] = ()
     """The strings that a Literal type allows."""
     record: type | None = None
-    """The dataclass as which a JSON object is read."""
+    """The dataclass that a JSON object is converted to."""
     values: _Shape | None = None
-    """The shape of the values in a JSON object that is not read as a dataclass."""
+    """The shape of the values in a JSON object that is not converted to a dataclass."""
     items: _Shape | None = None
     """The shape of the items in a list."""
     sequence: type = list
@@ -507,9 +507,9 @@ class _Shape:
 def read_record(kind: type[T], value: Mapping[str, object], *, strict: bool = False) -> T:
     """Read a JSON object as a dataclass; a list becomes a tuple if the field's type is a tuple.
 
-    A file may be damaged, edited by hand or written by another version. Since a value of the wrong type may
-    occur anywhere, it counts as missing, and items of a list of records that are not objects are skipped.
-    Values of the wrong type and unknown keys are kept in the dataclass field `more`, if it exists.
+    A file may be damaged, edited by hand or written by another version. So a value of the wrong type counts
+    as missing, and in a list of records, items that are not objects are skipped. Values of the wrong type and
+    unknown keys are kept in the dataclass field `more`, if it exists.
 
     With `strict`, a value of the wrong type raises a TypeError with the name of the value, and unknown keys
     are ignored. A missing field without a default always raises TypeError.

@@ -91,8 +91,8 @@ def index_entries(data: bytes, hash_size: int) -> Iterator[IndexEntry]:
         start, at = at, at + _STAT.size
         oid, at = data[at : at + hash_size], at + hash_size
         at += 4 if int.from_bytes(data[at : at + 2], "big") & _HAS_MORE_FLAGS else 2
-        # In version 4, an entry omits the beginning of its name that it shares with the name of the previous
-        # entry.
+        # In version 4, an entry omits the part of its name that equals the beginning of the previous entry's
+        # name.
         if version == 4:
             num_left_out, at = _varint(data, at)
             end = data.index(b"\0", at)

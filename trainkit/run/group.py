@@ -52,7 +52,7 @@ class Trial:
     index: int = -1
     """The index of the trial, which is also the name of its folder."""
     values: dict[str, object] = field(default_factory=dict)
-    """The trial's values of the swept keys, by dotted key."""
+    """The values of the swept keys in this trial, by dotted key."""
     config: dict[str, object] = field(default_factory=dict, metadata=OPTIONAL)
     """The changes from the group's config to the config of the trial, as `difference` computes them."""
     plan: dict[str, object] = field(default_factory=dict, metadata=OPTIONAL)
@@ -101,8 +101,8 @@ class GroupRecord(HasCluster):
     submitted_at: str | None = field(default=None, metadata=OPTIONAL)
     cancelled_at: str | None = field(default=None, metadata=OPTIONAL)
     folder: str | None = field(default=None, metadata=OPTIONAL)
-    """The path of the group's folder when the group was created. With `inode`, it shows whether the folder
-    has been moved or copied since."""
+    """The path of the group's folder when the group was created. Together with `inode`, this path shows
+    whether the folder has been moved or copied since."""
     inode: int | None = field(default=None, metadata=OPTIONAL)
     more: dict[str, object] = field(default_factory=dict)
     """Values of sweep.json that this trainkit version does not know."""
@@ -204,7 +204,7 @@ class RunGroup(RunFolder):
         self.__dict__.pop("_content", None)
 
     def update(self, **changes: Any) -> None:
-        """Write changed values into `sweep.json`; keep changes of other values by another process."""
+        """Write changed values into `sweep.json`; other values that another process has changed are kept."""
         with file_lock(self.path / ".lock"):
             self.read_again()
             record, trials = replace(self.record, **changes), self.trials
@@ -217,7 +217,7 @@ class RunGroup(RunFolder):
 
     @property
     def original(self) -> RunGroup | None:
-        """Return the group whose folder was copied to this one; None if this is the original.
+        """Return the group that this folder is a copy of; None if this folder is the original.
 
         The jobs recorded in the sweep.json of a copy belong to the original group.
         """
@@ -305,8 +305,8 @@ def is_index(text: str) -> bool:
 def create_task_run(run: RunDir, job_id: str | None = None) -> RunDir:
     """Return the run, after creating its folder if the run is a trial whose folder does not exist yet.
 
-    The folder is created when the task starts, or earlier if a command needs it. Raises UsageError for the
-    same reasons as `task_run`.
+    The folder of a trial is created when its array task starts, or earlier if a command needs it. Raises
+    UsageError for the same reasons as `task_run`.
     """
     found = None if run.exists() else group_of(run)
     return run if found is None else task_run(*found, job_id)
@@ -339,7 +339,7 @@ def task_run(group: RunGroup, index: int, job_id: str | None = None) -> RunDir:
     if job_id is None and group.job_id is not None:
         raise UsageError(
             f"{run.shown} is not submitted yet: {WAITS_FOR_ROOM}",
-            hint=f"`trainkit resume {group.word}` submits it as soon as Slurm takes it",
+            hint=f"`trainkit resume {group.word}` submits it as soon as Slurm accepts it",
         )
     if job_id is None:
         raise UsageError(

@@ -49,7 +49,7 @@ NOTABLE_EVENTS = (
 """Events that `run_view.event_text` describes as warnings about the run; capabilities define further ones."""
 MAX_NOTABLE = 100
 MAX_POINTS = 600
-"""Maximum number of records in a curve: when there are twice as many, every second one is dropped."""
+"""Number of records that a curve keeps: when it has twice as many, every second one is dropped."""
 SAMPLED_BYTES = 2 * 2**20
 """Maximum number of new bytes in metrics.jsonl that are read completely. If there are more new bytes, only
 `MAX_POINTS` evenly spaced lines and the newest lines are read."""
@@ -288,8 +288,8 @@ class Restart:
     save_s: float | None
     """Seconds from the signal to the completed checkpoint."""
     end_s: float | None
-    """Seconds from the completed checkpoint to the end of the attempt. If there is no checkpoint, the seconds
-    since the signal or failure."""
+    """Seconds from the completed checkpoint to the end of the attempt. Without a checkpoint, the seconds from
+    the signal or failure to the end of the attempt."""
     queue_s: float | None
     """Seconds from the end of the attempt to the start of the next one."""
     start_s: float | None
@@ -477,7 +477,7 @@ class MetricsHistory:
         """Evenly spaced records in order of their steps, reduced to their numbers."""
         self._names = dict.fromkeys(CURVES)
         self._every = 1
-        """Every N-th new record is added to `points`; this is N."""
+        """Only one in this many new records is added to `points`."""
         self._count = 0
 
     def update(self) -> None:
@@ -563,7 +563,7 @@ class PlanRecord(Record):
     def is_job(self) -> bool:
         """Return whether the run is, or may become, a job of a scheduler.
 
-        If not, the run executes on the machine where it was started.
+        Any other run executes on the machine where it was started.
         """
         return self.values.get("slurm", {}) is not None
 
@@ -623,6 +623,6 @@ class RunHistory:
         return reader
 
     def newest_steps(self) -> list[StepRecord]:
-        """Return the last `RECENT_RECORDS` logged steps, oldest first; reads only the end of the file."""
+        """Return the last `RECENT_RECORDS` logged steps, oldest first, from the end of metrics.jsonl."""
         records = read_jsonl_reversed(self.run.metrics_file)
         return list(islice(steps_of(records), RECENT_RECORDS))[::-1]

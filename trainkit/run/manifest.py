@@ -36,7 +36,7 @@ SEAL = "sha256"
 BEST_LINK = "best"
 BASE_FINGERPRINT = "the fingerprint of model.hf"
 """The key in `Manifest.data` for the fingerprint of the base model's files; a checkpoint may omit the weights
-in them."""
+of the base model."""
 _PUBLISHED = re.compile(re.escape(CHECKPOINT_PREFIX) + r"(\d{8,})")
 _REJECTED = re.compile(_PUBLISHED.pattern + re.escape(REJECTED_SUFFIX) + r"(-\d+)?")
 _CHUNK_BYTES = 8 * 2**20
@@ -69,7 +69,7 @@ class Manifest:
     progress: dict[str, object] = field(default_factory=dict)
     """The state of the training, such as the best validation loss."""
     state: dict[str, object] = field(default_factory=dict)
-    """The values without tensors that a custom training loop tracks."""
+    """The values that a custom training loop tracks, except for tensors."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Checkpoint:
             raise ValueError("not a manifest")
         for name in value["files"]:
             if PurePath(name).is_absolute() or ".." in PurePath(name).parts or "\0" in name:
-                raise ValueError(f"it names {name!r}, which is not a file of the checkpoint")
+                raise ValueError(f"it lists {name!r}, which is not a file in the checkpoint")
         return value
 
     def manifest(self) -> Manifest:
@@ -319,7 +319,7 @@ class ListedCheckpoint:
     world_size: int | None
     best: bool
     reason: str | None
-    """The reason why the checkpoint was saved, or its damage."""
+    """Why the checkpoint was saved, or what is damaged in it."""
     best_metric: str | None = None
     """The metric by which this checkpoint is the best, with the value `best_value`; None if unknown."""
     best_value: float | None = None

@@ -35,7 +35,7 @@ class OwnFolders(NamedTuple):
     """Explains why other folders than the usual ones are used; empty if the usual ones are."""
 
     def added_to(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return `environ` with these folders added; caches that the user has set are not changed."""
+        """Return `environ` with the private folders added; caches that the user has set are not changed."""
         own = _without_outer(environ)
         return {**self.caches, **own, "TMPDIR": self.temporary}
 
@@ -44,8 +44,8 @@ def own_folders(environ: Mapping[str, str], fallback: Path, *, keeps: bool = Fal
     """Create private folders below ``$TMPDIR`` or ``/tmp``, or else in `fallback`, which must be private.
 
     TMPDIR stays unchanged if only this user can create files in it. With `keeps`, TMPDIR stays unchanged even
-    if other users can create files in it. In both cases, TMPDIR is replaced if another user owns or can write
-    to the folder that torch uses by default. Raises OSError.
+    if other users can create files in it. TMPDIR is always replaced if another user owns or can write to the
+    folder that torch uses by default. Raises OSError.
     """
     temporary = _without_outer(environ).get("TMPDIR") or "/tmp"
     private = Path(temporary, _name())

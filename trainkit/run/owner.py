@@ -36,9 +36,8 @@ def refuse_foreign(folder: Path, hint: str) -> None:
     """Raise UsageError if another user could replace files in a run folder.
 
     The check covers every folder on the path, including the targets of symlinks, and the files in `DECIDING`,
-    which another user may have planted while the folder was writable for everybody. The folder may be
-    missing. `hint` tells the user which other folder to use. A folder that `trust` has accepted is not
-    checked.
+    which another user may have planted while the folder was writable for everybody. The folder need not
+    exist. `hint` tells the user what to do instead. A folder that `trust` has accepted is not checked.
     """
     if is_trusted(folder):
         return
@@ -77,8 +76,9 @@ def _refuse_writers(
     shown, is_link = shown_path(path), stat.S_ISLNK(found.st_mode)
     done = "could change what the run executes" if is_run else f"could replace {what}"
     if not is_own(found) and (is_run or found.st_uid != unknown_owner()):
-        # A symlink cannot be changed in place, and a project folder belongs to its group. Both are harmless
-        # unless everybody can write to the parent folder, as with /tmp.
+        # A symlink cannot be changed in place, and a project folder belongs to its group. A symlink or
+        # project folder of another user is harmless unless everybody can write to the parent folder, as with
+        # /tmp.
         is_harmless = (is_link or is_project(found)) and not above.st_mode & stat.S_IWOTH
         if is_run or not is_harmless:
             raise UsageError(f"{shown} belongs to user {found.st_uid}, who could replace {what}", hint=hint)

@@ -89,8 +89,8 @@ class AttemptRecord(HasCluster):
     """True if the attempt was cancelled without a save."""
     requeue_requested_at: str | None = field(default=None, metadata=OPTIONAL)
     folder: str | None = field(default=None, metadata=OPTIONAL)
-    """The path of the run's folder when this record was written. With `inode`, it shows whether the folder
-    has been moved or copied since."""
+    """The path of the run's folder when this record was written. Together with `inode`, this path shows
+    whether the folder has been moved or copied since."""
     inode: int | None = field(default=None, metadata=OPTIONAL)
     more: dict[str, object] = field(default_factory=dict)
     """Values of the attempt that this trainkit version does not know."""
@@ -151,11 +151,11 @@ class CodeCopy:
     num_files: int = 0
     num_bytes: int = 0
     left_out: list[dict[str, str]] = field(default_factory=list)
-    """The files that were not copied, each with its ``path`` and ``reason``; only the first ones are
+    """Files that were not copied, each with its ``path`` and ``reason``; at most `snapshot.MAX_LISTED` are
     listed."""
     links: list[str] = field(default_factory=list)
-    """The paths in the copy that are symlinks to the source, where files may change; only the first ones are
-    listed."""
+    """Paths in the copy that are symlinks to the source, where files may change; at most
+    `snapshot.MAX_LISTED` are listed."""
     import_path: list[str] = field(default_factory=list)
     """Folders in the copy that are added to PYTHONPATH, so that modules are imported from the copy."""
     notes: list[str] = field(default_factory=list)
@@ -377,7 +377,7 @@ def change_newest(run: RunDir, **values: Any) -> AttemptRecord:
 def mark_cancelled(run: RunDir, *, now: bool = False) -> AttemptRecord:
     """Record that the user cancelled the newest attempt, and return its record.
 
-    With `now`, the attempt was cancelled without a save.
+    `now` means that the attempt was cancelled without a save.
     """
     return change_newest(run, cancelled_at=utc_now(), **({"cancelled_now": True} if now else {}))
 
@@ -389,7 +389,7 @@ def open_attempt(run: RunDir, config_text: str, plan_text: str) -> AttemptDir:
     written.
     """
     attempt = run.next_attempt()
-    # With these files, the folder is a run that `resume` can start even if this process is killed.
+    # The config and the plan make the folder a run, which `resume` can start even if this process is killed.
     if not run.attempts_dir.exists():
         write_atomic(run.config_file, config_text)
         write_atomic(run.plan_file, plan_text)

@@ -88,7 +88,7 @@ def starts() -> list[Start]:
         if not (isinstance(path, str) and isinstance(name, str) and isinstance(time, str)) or "\0" in path:
             continue
         key, is_over = os.path.normpath(path), record.get("over") is True
-        # Ignore the line if the run was started again in the meantime.
+        # Ignore the record that the run is over if the run was started again in the meantime.
         if not is_over or (key in found and found[key].time == time):
             found.pop(key, None)
             found[key] = Start(Path(path), name, time, is_over)
@@ -177,8 +177,8 @@ def find_to_read(text: str, *, to_change: bool = False, acts: bool = False) -> R
     The folder of a trial may not exist yet. Raises UsageError if there is no such run. With `to_change`, also
     raises UsageError if several runs have the name, or if jobs on several clusters have the id.
 
-    Pass `acts` for a command that acts on the run. A name or `last` must then refer to a run in ./runs or to
-    a run submitted from the current folder. If the run belongs to another folder, the error contains that
+    `acts` is for a command that acts on the run: a name or `last` must then refer to a run in ./runs or to
+    one submitted from the current folder. If the run belongs to another folder, the error contains that
     folder, and the user must type it to confirm.
     """
     if not text.strip():
@@ -248,8 +248,8 @@ def _matching_job(job_id: str, cluster: str, *, on_all_clusters: bool) -> list[R
 def _matching_name(name: str, acts: bool = False) -> list[RunDir | RunGroup]:
     """Return the run or group in ./runs whose folder has this name.
 
-    If there is none, return all runs whose folder has the name or, failing that, all whose config has it.
-    With `acts`, return only runs that belong to the current folder.
+    If there is none in ./runs, returns all runs whose folder has this name or, failing that, whose config has
+    it. With `acts`, return only runs that belong to the current folder.
     """
     # If the index has no name for a run, the folder may have the name.
     found = [start for start in starts() if name in (start.folder.name, start.name) or start.name is None]
@@ -267,7 +267,7 @@ def _is_of_this_folder(known: RunDir | RunGroup) -> bool:
     """Return whether a run or group is in ./runs, or was submitted from the current folder."""
     if os.path.realpath(known.path.parent) == os.path.realpath(RUNS_FOLDER):
         return True
-    with suppress(UsageError):  # A damaged group raises this error.
+    with suppress(UsageError):  # a damaged group raises UsageError
         cwd = known.record.cwd if isinstance(known, RunGroup) else read_job(known).cwd
         return cwd is not None and os.path.realpath(cwd) == str(Path.cwd())
     return False
@@ -276,7 +276,7 @@ def _is_of_this_folder(known: RunDir | RunGroup) -> bool:
 def _refuse_other_folder(text: str) -> None:
     """Raise RunElsewhere if a name or `last` refers to a run that belongs to another folder.
 
-    Otherwise a typing error could end a run of another project.
+    Without this check, a typing error could end a run of another project.
     """
     found = list(islice(iter_known_runs(), 1)) if text == "last" else _matching_name(text)
     if not found:
@@ -364,7 +364,7 @@ STATE_VARIABLE = "XDG_STATE_HOME"
 
 @contextmanager
 def isolated_state(folder: Path) -> Iterator[None]:
-    """Move the user's trainkit state to `folder` for the block, so that runs started in it are not indexed.
+    """Move the user's trainkit state to `folder` during the block, whose runs are then not indexed.
 
     So `last` does not change, and a node that a drill kills is not recorded as bad. The existing records of
     bad nodes are copied, so they still apply.

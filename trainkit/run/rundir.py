@@ -84,7 +84,7 @@ class RunFolder:
 
     @property
     def shown(self) -> str:
-        """Return the path in the form for messages."""
+        """Return the path as shown in messages."""
         return shown_path(self.path)
 
     @property
@@ -146,7 +146,7 @@ class RunDir(RunFolder):
 
     @property
     def shown(self) -> str:
-        """Return the path in the form for messages; for a replaced folder, the path that it had before."""
+        """Return the path as shown in messages; for a replaced folder, the path that it had before."""
         return super().shown.removesuffix(DELETED * self.was_replaced)
 
     def hold(self) -> None:
@@ -248,8 +248,8 @@ class AttemptDir:
     logs_dir = Child("logs")
     supervisor_log = Child("logs/supervisor.log")
     batch_host_log = Child("logs/batch-host.log")
-    """The log of the host that executes the batch script. It is separate from the supervisor's log, because
-    srun's messages about tasks in the supervisor's log refer to ranks."""
+    """The log of the host that executes the batch script. This log is separate from the supervisor's log,
+    where srun's messages about tasks refer to ranks."""
     errors_dir = Child("errors")
     hangs_dir = Child("hangs")
     """A folder for the stacks of a hang, created by the first rank that hangs."""
@@ -279,7 +279,7 @@ class AttemptDir:
     """The collectives that a rank of the built-in trainer had called when it hung."""
     rank_profile = Numbered("profile/rank-{:04d}.json")
     rank_record = Numbered("ranks/rank-{:04d}.jsonl")
-    """The values of the logged steps that a rank computed separately from the other ranks."""
+    """Values of logged steps that a rank computed by itself, for `trainkit replay`."""
 
     def __init__(self, run: RunDir, number: int) -> None:
         self.run = run
@@ -366,7 +366,7 @@ def run_lock(run: RunDir, timeout_s: float | None = None) -> Iterator[None]:
 def refuse_missing(run: RunDir) -> None:
     """Raise UsageError if the run folder no longer exists.
 
-    Otherwise a start could write into another folder that now has the same path.
+    Without this check, a start could write into another folder that now has the same path.
     """
     if not run.exists():
         raise UsageError(
@@ -400,7 +400,7 @@ def folders_named(parent: Path, name: str) -> Iterator[Path]:
 
 
 def next_name(name: str, run_dir: Path | None) -> str:
-    """Return the name for a new run or group: that of `run_dir`, or the first free one in `./runs`."""
+    """Return the name of a new run or group: `name` or, in `./runs`, the first free variant of it."""
     if run_dir is not None:
         return name
     folders = folders_named(Path(RUNS_FOLDER), name)

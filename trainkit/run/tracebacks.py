@@ -104,7 +104,7 @@ class Raised:
 
 
 def last_exception(lines: Sequence[str]) -> Raised | None:
-    """Return the exception whose traceback ends a program's output; None if the output does not end so."""
+    """Return the exception whose traceback ends a program's output; None if the output ends otherwise."""
     found = _without_margins(
         [(index, _RANK_PREFIX.sub("", line, count=1)) for index, line in enumerate(lines)]
     )

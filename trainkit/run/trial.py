@@ -30,11 +30,12 @@ MAX_MASKED = 2**16
 """Number of characters in which secrets are searched for before a longer text is shortened."""
 MAX_DEPTH = 8
 MAX_BITS = 128
-"""Integers with more bits are shortened. `MAX_ITEMS` limits the length of lists, and `LIST_DEPTH` limits
-their nesting."""
+"""Maximum number of bits of an integer; larger integers are shortened. `MAX_ITEMS` limits the length of
+lists, and `LIST_DEPTH` limits their nesting."""
 MAX_ITEMS, LIST_DEPTH = 20, 2
 MAX_PARTS = 1000
-"""An argument with more items is stored as one value."""
+"""Maximum number of items in an argument whose items are stored separately; a larger argument becomes one
+value."""
 LONGEST_NUMBER = 40
 _NUMBER = re.compile(r"[-+]?(?:(?:0|[1-9]\d*)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII)
 """Matches a number without leading zeros, because a text such as 007 is a name."""
@@ -62,7 +63,7 @@ def as_number(value: object) -> object:
 
 
 def as_numbers(values: Mapping[str, object]) -> dict[str, object]:
-    """Convert values that are numbers written as text to numbers."""
+    """Convert each text in a mapping that is a number to the number."""
     return {key: as_number(value) for key, value in values.items()}
 
 
