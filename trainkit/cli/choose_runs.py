@@ -82,7 +82,7 @@ class ChosenRun:
     configs: list[FlatConfig]
 
     def value(self, key: str) -> Any:
-        """Return the value of a figure or config key; None if the runs of a group have different values."""
+        """Return the value for a key of `FIGURES` or of the config; None if the runs of a group differ."""
         if key not in FIGURES:
             values = [config.get(key) for config in self.configs]
             return values[0] if all(value == values[0] for value in values) else None

@@ -53,7 +53,7 @@ def ls(run_name: str, as_json: bool) -> None:
 
 @command.command(epilog=examples("trainkit ckpt verify last", "trainkit ckpt verify last --json"))
 @run_argument
-@option("--step N", "Verify only the checkpoint of this step.", type=INDEX)
+@option("--step N", "Verify only the checkpoint of step N.", type=INDEX)
 @json_option
 def verify(run_name: str, step: int | None, as_json: bool) -> int:
     """Compare every file in RUN's published checkpoints with its hash; exit with code 1 if a file differs.
@@ -85,7 +85,7 @@ def verify(run_name: str, step: int | None, as_json: bool) -> int:
 def prune(run_name: str, keep_last: int, dry_run: bool, as_json: bool) -> None:
     """Delete the checkpoints of RUN except for the newest N, the best one, and the newest intact one.
 
-    Not possible while RUN is running. Damaged checkpoints that were set aside are kept.
+    The command is refused while RUN is running. Damaged checkpoints that were set aside are kept.
     """
     run = find_run(run_name, acts=True)
     with contextlib.nullcontext() if dry_run else run_lock(run):

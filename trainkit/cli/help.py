@@ -215,7 +215,7 @@ def option(shown: str, text: str, name: str = "", **rules: Any) -> Callable[[Any
 
 Items = list[CompletionItem]
 MAX_RUNS = 200
-"""Maximum number of runs that are completed, newest first, because the shell waits for the result."""
+"""Maximum number of runs that shell completion offers, newest first, because the shell waits for them."""
 
 
 @as_command(

@@ -296,7 +296,7 @@ def _request_options(function: Function, *place: Callable[[Any], Any], unless: s
         set_option,
         *place,
         option("--name NAME", "Name of the run; default: the name of its config or COMMAND."),
-        option("--note TEXT", "Remark about the run, for the user."),
+        option("--note TEXT", "Remark to store with the run."),
         option("--tag TAG", "Tag of the run, for `status --tag`; repeatable.", name="tags", multiple=True),
     )(wrapper)
 
@@ -392,7 +392,7 @@ class WithTrailingCommand(Command):
 
 
 def trailing_workload(launcher: str) -> Workload:
-    """Return the COMMAND after ``--``, or else the trainer; raise UsageError for --launcher without one."""
+    """Return the COMMAND after ``--``, else the trainer; raise UsageError for --launcher without COMMAND."""
     argv: tuple[str, ...] | None = click.get_current_context().meta.get(_KEY)
     if argv is None and launcher != "python":
         raise UsageError(f"--launcher {launcher} needs a COMMAND", hint="add: -- train.py …")

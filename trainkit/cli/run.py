@@ -61,8 +61,8 @@ def command(
 ) -> int:
     """Run CONFIG in the foreground and print rank 0's output.
 
-    The run uses only this node. Inside an srun step, each task of the step becomes a rank. With a COMMAND
-    after --, each rank runs the COMMAND instead of the built-in trainer.
+    Outside of an srun step, the run uses only this node; inside one, each task of the step becomes a rank.
+    With a COMMAND after --, each rank runs the COMMAND instead of the built-in trainer.
 
     Without Slurm, torchrun or mpirun can start the run on several hosts that share the file system of the run
     folder.
@@ -191,7 +191,7 @@ def launched_task() -> SlurmTask | LaunchedRank | None:
 
 
 def join_step(folder: Path, task: SlurmTask | LaunchedRank) -> int:
-    """Run this task of the attempt that task 0 announces in `folder`; return the task's exit code."""
+    """Run `task` as part of the attempt that task 0 announces in `folder`; return the task's exit code."""
     found = step_run.await_announcement(folder, task)
     if isinstance(found, int):
         return found
@@ -311,8 +311,8 @@ def refuse_command(task: LaunchedRank, workload: Workload) -> None:
 def _step_target(task: SlurmTask, num_procs: int | None) -> tuple[tuple[int, ...], Target]:
     """Return the number of workers on each node of a Slurm step, and the step as a target.
 
-    Each task is one rank. With `num_procs`, each task is instead the agent of a node. Raises UsageError if
-    `num_procs` is given and a node has several tasks.
+    Each task is one rank. With `num_procs`, each task is the agent of a node and not a rank itself. Raises
+    UsageError if `num_procs` is given and a node has several tasks.
     """
     from trainkit.cluster.target import Target
 

@@ -79,7 +79,7 @@ MIN_CALLS = 3
 MAX_TRIALS = 20
 MAX_REASON = 60
 MIN_NAME = 24
-"""Width that names and other texts get at least; whole columns are omitted first."""
+"""Minimum width of names and other texts; if there is less space, whole columns are omitted."""
 LABEL = 12
 """The width of the labels in the details of a run."""
 WRAPPED = ("state", "used", "restarts", "failure", "hint", "diagnosis")
@@ -228,7 +228,7 @@ class Calls:
         return count_states(run.state for run in self.runs)
 
     def row(self, cwd: Path) -> Sequence[str]:
-        """Return the line for these runs. Its folder and age are those of the newest run."""
+        """Return the row for the runs of the function, with the folder and the age of the newest run."""
         newest = self.runs[0]
         folder = Path(newest.run_dir).with_name(newest.name)
         state = Styled(state_counts(self.states), state_style(next(iter(self.states))))

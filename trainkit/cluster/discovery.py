@@ -120,7 +120,7 @@ def _ask(argv: Sequence[str], timeout_s: float, cluster: str = "") -> str:
 
 
 def _try(argv: Sequence[str], timeout_s: float, cluster: str = "") -> str | None:
-    """Return the output of a query that fails at sites without a certain service; None if it fails."""
+    """Return the output of a query that some sites do not support; None if the query fails."""
     try:
         return _ask(argv, timeout_s, cluster)
     except TrainkitError:
@@ -128,7 +128,7 @@ def _try(argv: Sequence[str], timeout_s: float, cluster: str = "") -> str | None
 
 
 def query_cluster_names() -> list[str]:
-    """Return the names of clusters that commands can address, which are those in the accounting database.
+    """Return the names of the clusters that Slurm commands can be sent to, as accounting lists them.
 
     Raises SlurmRefused if there is no slurmdbd, and SlurmUnreachable if Slurm does not answer.
     """
@@ -211,7 +211,7 @@ def parse_partitions(text: str, kinds: Mapping[str, tuple[NodeKind, ...]]) -> li
 
 
 def _pairs(line: str) -> dict[str, str]:
-    """Return the `Name=value` pairs of a line; the first of a name counts, because free text may follow."""
+    """Return the `Name=value` pairs of a line; for a repeated name, the first value counts."""
     return {match["name"]: match["value"] for match in reversed(list(_PAIR.finditer(line)))}
 
 
@@ -242,7 +242,7 @@ def _partition(values: Mapping[str, str], kinds: Mapping[str, tuple[NodeKind, ..
 
 
 def _at_least_2(text: str) -> int | None:
-    """Return the minimum number of nodes; None if it is 1, because it then excludes no job."""
+    """Return the minimum number of nodes; None if it is 1, which is no limit."""
     return number if (number := _number(text)) is not None and number > 1 else None
 
 
@@ -262,7 +262,7 @@ def parse_nodes(text: str) -> dict[str, tuple[NodeKind, ...]]:
     found: dict[str, Counter[tuple[int | None, int | None, str, str]]] = {}
     # There can be ten thousand nodes but only a few distinct kinds, so each distinct line is parsed once.
     for pairs, count in Counter(tuple(_NODE_PAIR.findall(line)) for line in text.splitlines()).items():
-        values = dict(reversed(pairs))  # Of repeated names the first counts, because free text may follow.
+        values = dict(reversed(pairs))  # the first of a repeated name counts, because free text may follow
         amounts = {key: _number(values.get(key, "")) or 0 for key in _AMOUNTS}
         # CPUEfctv is missing in Slurm before 22.05, and can be too large after a restart with changed
         # settings.

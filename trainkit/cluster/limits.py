@@ -38,7 +38,8 @@ class ResourceRequest:
     gpus_per_node: int | None = None
     gpu_type: str | None = None
     gpu_types: tuple[str, ...] = ()
-    """The acceptable GPU types if there are several; the partition in which the job starts decides."""
+    """The acceptable GPU types if there are several; the partition in which the job starts determines the
+    type."""
     cpus_per_node: int | None = None
     mem_mib: float | None = None
     time_s: float | None = None
@@ -182,7 +183,7 @@ def partition_refusals(request: ResourceRequest, cluster: Cluster) -> dict[str, 
 
 
 def spare_capacity(request: ResourceRequest) -> int | None:
-    """Return how many nodes fit the job in addition to those that it needs; None if unknown."""
+    """Return how many suitable nodes there are beyond those that the job needs; None if unknown."""
     if not request.partitions or not all(partition.nodes for partition in request.partitions):
         return None
     counts = [
@@ -276,7 +277,7 @@ def _accepts(partition: Partition, account: str, above: tuple[str, ...] | None) 
 
 
 def _is_in(name: str, names: Iterable[str] | None) -> bool:
-    """Return whether a name is in `names`, ignoring case as Slurm does; every name is in None."""
+    """Return whether a name is in `names`, ignoring case as Slurm does; True if `names` is None."""
     return names is None or name.lower() in {item.lower() for item in names}
 
 
@@ -312,7 +313,7 @@ def partition_problems(
         key, shown = _too_many_nodes(request, max_nodes)
         limit = plural(max_nodes, "node")
         yield key, f"{shown}, but a job in partition {partition.name} can have at most {limit}", ""
-        request = replace(request, nodes=1, spare_nodes=0)  # Avoid reporting the number of nodes again.
+        request = replace(request, nodes=1, spare_nodes=0)  # The number of nodes has already been reported.
     min_nodes = partition.min_nodes if _applies("min_nodes", _qos_of(request, cluster)) else None
     if min_nodes is not None and request.all_nodes < min_nodes:
         message = (
@@ -345,7 +346,7 @@ def _too_many_nodes(request: ResourceRequest, limit: int) -> tuple[str, str]:
 
 
 def longest_time_s(request: ResourceRequest, cluster: Cluster, partition: Partition) -> tuple[float, str]:
-    """Return the longest time limit that a job can have in a partition, and the name of what sets it."""
+    """Return the longest time limit that a job in a partition can have, and what sets it."""
     qos = _qos_of(request, cluster)
     limits = [(qos.max_time_s, f"QOS {qos.name}")] if qos is not None else []
     if _applies("time", qos):

@@ -13,7 +13,7 @@ SUBACCOUNTS_SINCE = (23, 2)
 """The first Slurm version in which a partition that accepts or denies an account also accepts or denies the
 account's descendants.
 
-Where accounts are not enforced, Slurm checks neither.
+If accounts are not enforced, Slurm does not check the accounts of a partition at all.
 """
 PartitionLimit = Literal["time", "nodes", "min_nodes"]
 """A partition limit that a QOS may override."""

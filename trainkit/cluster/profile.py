@@ -60,10 +60,10 @@ def user_folder() -> Path:
 def find_profile(loaded: LoadedConfig) -> FoundProfile | None:
     """Return the profile that a run uses; None if there is none.
 
-    It is the profile that `launch.cluster` names, or else that of the first cluster in `resources.clusters`,
-    or else that of the ClusterName in slurm.conf. If slurm.conf contains no ClusterName and there is only one
-    profile, that profile is used. Raises ConfigError if the named profile does not exist, if two profiles
-    describe the same cluster, or if the profile is invalid.
+    The profile is that of `launch.cluster`, or else of the first cluster in `resources.clusters`, or else of
+    the ClusterName in slurm.conf. If slurm.conf contains no ClusterName and there is only one profile, that
+    profile is used. Raises ConfigError if the named profile does not exist, if two profiles describe the same
+    cluster, or if the profile is invalid.
     """
     folders = [Path.cwd() / FOLDER, user_folder()]
     named = loaded.config.launch.cluster
@@ -109,7 +109,7 @@ def _named(loaded: LoadedConfig, name: str, folders: Sequence[Path]) -> Path:
 def _name_in(path: Path) -> str | None:
     """Return the `name` in a profile, or the file's name if the profile cannot be read.
 
-    Loading the profile then reports why.
+    The error is reported when the profile is loaded.
     """
     try:
         found = read_yaml_file(path, str(path)).find(("name",))
@@ -155,7 +155,7 @@ def _first_cluster(loaded: LoadedConfig) -> str | None:
 def _check_clusters(loaded: LoadedConfig) -> None:
     """Raise ConfigError unless Slurm commands can be sent to all of `resources.clusters`.
 
-    The check is needed because sbatch silently ignores an unknown cluster if it gets several.
+    The check is needed because sbatch silently ignores unknown names in a list of clusters.
     """
     try:
         known = query_cluster_names()

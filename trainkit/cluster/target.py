@@ -32,7 +32,7 @@ class Target:
     """Workers per node, if a step or another launcher (``srun launcher``) has already started the
     processes."""
     per: Literal["gpu", "node"] | None = None
-    """Whether that step has one task per GPU or one task per node."""
+    """Whether the running step has one task per GPU or one task per node; None without such a step."""
     finds_cluster: bool = True
     """True if the profile of a cluster may set defaults; False for ranks that another launcher started."""
 
@@ -112,7 +112,7 @@ def load_with_cluster(
     flags: Mapping[str, tuple[str, object]] | None = None,
     defaults: Sequence[Entry] = (),
 ) -> LoadedConfig:
-    """Load a config like `load_config`, with the `defaults` of its cluster's profile above `defaults`.
+    """Load a config like `load_config`, but the `defaults` of its cluster's profile override `defaults`.
 
     Raises InvalidConfig as `load_config` does, and ConfigError as `make_target` does.
     """

@@ -312,7 +312,7 @@ def checked(
         return Submission(planned, array)
     if array is not None and first.config.requeue.follow_ups:
         raise UsageError(
-            f"requeue.follow_ups is {first.config.requeue.follow_ups}, but groups do not support chained jobs",
+            f"requeue.follow_ups is {first.config.requeue.follow_ups}, but groups have no chained jobs",
             hint="set it to 0, because a chained job can wait for a job, but not for an array task",
         )
     job_of_first = _job_of(first)

@@ -68,8 +68,8 @@ def _as_trial(status: RunStatus, group: RunGroup, index: int, warn: Callable[[st
 def query_group(group: RunGroup, warn: Callable[[str], None], metric: str | None = None) -> GroupStatus:
     """Return the status of a group, after searching Slurm for jobs whose submission is unconfirmed.
 
-    The trials are ranked by `metric`, by default by the metric that their config selects. Raises UsageError
-    if no trial has logged `metric`.
+    The trials are ranked by `metric` or, by default, by the metric that their config selects. Raises
+    UsageError if no trial has logged `metric`.
     """
     # imported here because it is slow to import and most runs are in no group
     from trainkit.backends.slurm.group_parts import recover_parts

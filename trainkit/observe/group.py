@@ -90,8 +90,8 @@ class TrialFiles:
     job_id: str | None
     """The job id of the newest attempt; None if it is unknown."""
     entry: AttemptRecord = NOT_CREATED
-    """The record of the newest attempt in job.json. Its attempt number is 0 if the trial has no folder
-    yet."""
+    """The record of the newest attempt in job.json. The attempt number in the record is 0 if the trial has no
+    folder yet."""
     end: AttemptEnd | None = None
     seen: Attempt | None = None
     """The newest attempt as its `STATE_EVENTS` describe it; None if the attempt has ended."""
@@ -115,8 +115,7 @@ class TrialStatus:
 
     index: int
     values: dict[str, object]
-    """The swept values of the trial by config key. A value that was written as text but is a number is
-    converted to the number."""
+    """The swept values of the trial by config key. Texts that are numbers are converted to numbers."""
     state: str
     """The state of the trial; possible values are those of `trainkit.observe.status.RunStatus.state`."""
     reason: str | None

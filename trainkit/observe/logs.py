@@ -23,8 +23,8 @@ COUNTED_BYTES = 64 * 2**20
 MAX_LINE = 1000
 """Maximum number of characters per line that are searched and shown."""
 MAX_LAST_LINES = 400
-"""Number of lines at the end of a log in which errors are searched for. The program survived any earlier
-error."""
+"""Number of lines at the end of a log in which errors are searched for. Earlier errors do not count, because
+the program survived them."""
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 
 
@@ -94,7 +94,7 @@ def _start_of_last(path: Path, count: int) -> int:
 def run_is_over(run: RunDir, alive: bool | None) -> bool:
     """Return whether a run has ended and will not resume automatically.
 
-    `alive` is whether the run's job is alive, or None if that is unknown.
+    `alive` tells whether the run's job is alive; it is None if that is unknown.
     """
     numbers = run.attempt_numbers()
     if not numbers or alive is False:

@@ -52,7 +52,7 @@ MAX_MEASURED = 16_384
 MAX_NAMED = 20
 """Maximum number of runs from which the hint of an error lists metric names."""
 MAX_NAMES = 40
-"""Maximum number of names in such a hint."""
+"""Maximum number of metric names in the hint of an error."""
 
 
 def mode_of(metric: str) -> Mode:
@@ -202,7 +202,7 @@ def rank(
 
 
 class UnknownMetricError(UsageError):
-    """Other programs may have chosen these names, so they may contain secrets and control characters."""
+    """Raised for a requested metric that no run has logged."""
 
     def __init__(self, metric: str, runs: Sequence[RunDir]) -> None:
         # Other programs chose these names, so they may contain secrets and control characters.

@@ -237,7 +237,7 @@ class RunStatus:
     def to_dict(self) -> dict[str, object]:
         """Return the values as a JSON object.
 
-        The keys of `place`, `progress` and `used` are on its top level.
+        The keys of `place`, `progress` and `used` are at the top level of the object.
         """
         own = dict[str, object]()
         for part in fields(self):
@@ -253,8 +253,8 @@ def read_status(
 ) -> RunStatus:
     """Return the status of a run, given its job record, after reading the new events into its history.
 
-    `alive` is whether the newest job is alive, or None if that is unknown. `slurm_job` is the newest job as
-    Slurm describes it; None for a local run.
+    `alive` tells whether the newest job is alive; it is None if that is unknown. `slurm_job` is the newest
+    job as Slurm describes it; None for a local run.
     """
     run, events = history.run, history.events
     metrics = list[StepRecord]()
@@ -387,7 +387,7 @@ def loss_text(status: RunStatus, loss: str) -> str:
 def _verdict(attempt: AttemptDir, job: JobRecord, end: AttemptEnd | None, state: str) -> RankFailure | None:
     """Return the root cause of an attempt's end.
 
-    If the attempt recorded none because it died, return the first failure that its ranks recorded.
+    If the attempt died without recording a root cause, return the first failure that its ranks recorded.
     """
     if end is not None or state != "died":
         return None if end is None else end.verdict
@@ -444,7 +444,7 @@ def _slurm_state(
 ) -> tuple[str, str | None]:
     """Return the state and the reason of an attempt whose job Slurm knows.
 
-    The attempt has not ended, or the run resumes after it.
+    Either the attempt has not ended, or the run resumes after it.
     """
     reason = None if end is None else end.reason
     has_started = entry.started_at is not None
@@ -518,9 +518,7 @@ def _total_steps(run: RunDir, logged: int | None, plan: PlanRecord) -> int | Non
 
 def read_config(file: Path) -> RunConfig | None:
     """Return the effective config of a run or attempt; None if it cannot be read."""
-    from trainkit.config import (
-        read_effective,
-    )  # imported here because it is slow to import
+    from trainkit.config import read_effective  # imported here because it is slow to import
 
     try:
         return read_effective(file, executes=False)
