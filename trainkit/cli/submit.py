@@ -165,9 +165,7 @@ def command(
     }
     echo_result(facts, f"{run.path}\n{job_id}", as_json)
     if follow and attempt is not None:
-        from trainkit.cli.logs import (
-            follow_detachable,
-        )  # imported here because modules that read runs are slow to import
+        from trainkit.cli.logs import follow_detachable  # imported here because it is slow to import
 
         return follow_detachable(run, attempt, to_stderr=as_json)
     first = submission.trials[0].index
@@ -211,7 +209,7 @@ def _changes(repeated: RepeatedRun, submission: Submission, request: ConfigReque
 
 
 def _notes(submission: Submission, workload: Workload, is_sweep: bool) -> Iterator[str]:
-    """Yield notes about what the trials of a group have in common."""
+    """Yield a line that describes the trials of a group, and notes about them."""
     from trainkit.launch.submission import describe_trials, reaches_command
 
     trials = submission.trials

@@ -264,7 +264,7 @@ def _option_names(context: click.Context | None) -> list[str]:
 
 
 def _program_at(args: Sequence[str], context: click.Context | None) -> int:
-    """Return the index of the user's program in a command line, or 0; an option's value is not a program."""
+    """Return the index of the user's program in a command line, or 0 if there is none."""
     with_value = {name for item in _options(context) if not item.is_flag for name in item.opts}
     found = (index for index, word in enumerate(args) if PROGRAM.fullmatch(word) and "=" not in word)
     return next((index for index in found if args[index - 1] not in with_value), 0)
@@ -551,7 +551,7 @@ def _bad_value(param: click.Parameter, args: Sequence[str]) -> tuple[str, str] |
     from trainkit.folders import INTERPOLATION, NOT_EVALUATED
 
     kind, name = param.type, _name(param)
-    # A command with such an argument has no other argument.
+    # A command that takes a choice as its argument takes no other argument.
     value = _typed(param.opts, args) if isinstance(param, click.Option) else args[-1]
     choices: Sequence[str] = ()
     if key := getattr(kind, "config_key", ()):
