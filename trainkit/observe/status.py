@@ -128,7 +128,7 @@ class Progress:
     """Seconds since the last record in metrics.jsonl."""
     diverged_since: int | None = None
     """The step since which every value of the loss or the validation loss is NaN or infinite; None if the run
-    has not diverged. The `reason` of the run's state also mentions this step."""
+    has not diverged. The `reason` of the run's state also mentions the divergence."""
 
 
 @dataclass(frozen=True)

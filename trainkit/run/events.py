@@ -315,7 +315,7 @@ BEGINNINGS = ("training", "resumed", "first_step")
 def first_steps(run: RunDir, events: Iterable[Event]) -> dict[int, int]:
     """Map the number of each attempt to the first step that it computes, as its `BEGINNINGS` events show.
 
-    A COMMAND logs no such events, so the first step of the newest attempt is read from metrics.jsonl.
+    A COMMAND logs none of these events, so the first step of the newest attempt is read from metrics.jsonl.
     """
     found: dict[int, int] = {}
     for event in events:

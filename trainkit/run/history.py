@@ -436,7 +436,7 @@ class EventHistory:
             del self.val_losses[step]
 
     def _evaluated(self, event: Event) -> None:
-        # Check the attempt here too, because a COMMAND need not log the beginning of an attempt.
+        # The attempt may change here too, because a COMMAND need not log the beginning of an attempt.
         if event.attempt != self._evaluated_in and event.step is not None:
             self._evaluated_in = event.attempt
             self._drop_val_losses(event.step)
