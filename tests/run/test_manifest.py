@@ -234,7 +234,7 @@ def test_a_manifest_names_only_files_of_its_folder(checkpoint: Checkpoint, name:
     write(checkpoint, {**value, "sha256": seal(value)})
     damage = f"manifest.json cannot be read (it lists {name!r}, which is not a file in the checkpoint)"
     assert find_damage(checkpoint) == damage
-    with pytest.raises(ValueError, match="it names"):
+    with pytest.raises(ValueError, match="it lists"):
         checkpoint.manifest()
 
 
