@@ -664,7 +664,7 @@ async def _value(run: api.Run, timeout_s: float | None = None) -> tuple[int, str
 def test_an_array_of_eight_and_a_sweep() -> None:
     group = api.map_array(add, range(8), [10] * 9, limit=2, name="eight")
     last = group[-1]
-    assert (last.status.state, last.status.reason) == ("pending", "waits for the runs before it")
+    assert (last.status.state, last.status.reason) == ("pending", "waiting for earlier runs of the group")
     with pytest.raises(UsageError, match="has not started"):
         last.cancel()
     assert last.result(LIMIT_S) == (17, "0")

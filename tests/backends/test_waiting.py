@@ -63,7 +63,10 @@ def test_a_run_on_this_machine_waits_for_its_turn(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("states", "said"),
     [
-        ([("pending", "waits for the runs before it")], "sweep: 1 pending: waits for the runs before it"),
+        (
+            [("pending", "waiting for earlier runs of the group")],
+            "sweep: 1 pending: waiting for earlier runs of the group",
+        ),
         ([("pending", None)], ""),
         (
             [("finished", "done"), ("pending", "Priority\nof others")],

@@ -229,7 +229,7 @@ def test_a_folder_that_was_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    error = "error: the current folder was deleted\n\nhint: `cd` to one that exists\n"
+    error = "error: the current folder was deleted\n\nhint: `cd` to an existing folder\n"
     assert typed("trainkit status") == (2, error)
 
 

@@ -155,7 +155,7 @@ def test_what_executes_files_of_a_run_asks_whose_they_are(
     argv = [str(first.path) if word == "RUN" else word for word in command.split()]
     assert main(argv) == 2
     error = capsys.readouterr().err
-    assert error == f"error: whose is {first.path}?\n\nhint: `--trust` executes it as you anyway\n"
+    assert error == f"error: whose is {first.path}?\n\nhint: use `--trust` to accept the folder anyway\n"
     if command.split()[0] not in ("resume", "requeue"):  # the supervisor is this process here
         main([*argv, "--trust"])
         assert "whose is" not in capsys.readouterr().err

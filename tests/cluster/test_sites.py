@@ -123,7 +123,7 @@ MaxTime=UNLIMITED RootOnly=YES State=UP
     : resources.partition is p8, which only members of root may use
 MaxTime=UNLIMITED ReqResv=YES State=UP
     max_time: null, needs_reservation: true
-    : resources.reservation is not set, but partition p9 takes only jobs with a reservation
+    : resources.reservation is not set, but partition p9 accepts only jobs with a reservation
     --set resources.reservation=course:
 MaxTime=UNLIMITED State=DRAIN
     max_time: null

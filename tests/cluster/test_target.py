@@ -97,9 +97,9 @@ WITHOUT = "You are not running a supported accounting_storage plugin"
 @pytest.mark.parametrize(
     ("names", "sacctmgr", "variable", "message", "hint"),
     [
-        ("west,esat", "echo west; echo east", None, "names esat, which Slurm's accounting does not", "east"),
-        ("east", f"echo {WITHOUT} >&2; exit 1", None, f"find another cluster: sacctmgr: {WITHOUT}", "remove"),
-        ("east", "echo east", "SLURM_CONF", "no slurm.conf tells which cluster this is", "SLURM_CONF"),
+        ("west,esat", "echo west; echo east", None, "contains esat, which Slurm's accounting does", "east"),
+        ("east", f"echo {WITHOUT} >&2; exit 1", None, f"other clusters: sacctmgr: {WITHOUT}", "remove"),
+        ("east", "echo east", "SLURM_CONF", "there is no slurm.conf that names this cluster", "SLURM_CONF"),
         *(
             ("east", "echo east", name, "while the environment names several clusters: a,b", f"unset {both}")
             for both in ["SLURM_CLUSTERS SBATCH_CLUSTERS"]

@@ -110,7 +110,7 @@ def test_a_point_on_another_cluster_may_have_the_id_of_its_array(tmp_path, monke
     waits_for = dependencies([str(group.path)], print, on_slurm=True)
     assert waits_for == [("12_0;east", "12")[index] for index in open_points]
     if len(open_points) > 1:
-        with pytest.raises(UsageError, match="a job can wait only for jobs of its own cluster") as caught:
+        with pytest.raises(UsageError, match="a job can wait only for jobs on its own cluster") as caught:
             with_dependency(plan(SlurmRequest({}, clusters=("east",))), ["g"], waits_for)
         said(caught.value.message)
 

@@ -44,7 +44,7 @@ def test_a_script_that_is_not_there(tmp_path):
 def test_a_file_here_is_no_program(tmp_path):
     with pytest.raises(UsageError, match=r"command not found on PATH: 'train.py'") as caught:
         refuse_missing(["train.py"], LAUNCH, "python", tmp_path)
-    assert "give its path" in caught.value.hint
+    assert "specify its path" in caught.value.hint
 
 
 def test_a_launcher_takes_the_interpreter_that_would_run_the_command(tmp_path):

@@ -110,6 +110,6 @@ def test_files_that_usually_contain_secrets_are_left_out_of_the_diff(tmp_path, s
     (tmp_path / "file.py").write_text("two\n")
     state = git_state(tmp_path)
     assert "swordfish" not in state["diff"]
-    assert state["diff"].count("(left out: ") == 2
+    assert state["diff"].count("(omitted: ") == 2
     assert "+two" in state["diff"]
     assert state["diff_masked"] is True

@@ -181,7 +181,7 @@ def test_events_that_cannot_be_read_hide_no_other_point(
 def test_a_folder_without_a_run_stays_as_it_is(tmp_path: Path) -> None:
     group = make_group(tmp_path, LRS)
     group.run(0).path.mkdir()
-    with pytest.raises(UsageError, match=r"/0 is not the folder of a run: it has no job.json"):
+    with pytest.raises(UsageError, match=r"/0 is not a run folder: it has no job.json"):
         create_task_run(group.run(0))
     assert list(group.run(0).path.iterdir()) == []
 

@@ -396,7 +396,7 @@ def test_the_hint_shows_some_names_without_what_moves_a_cursor_and_secrets(tmp_p
     with pytest.raises(UnknownMetricError) as error:
         GroupFiles(group, "zzz")
     hint = str(error.value.hint)
-    assert hint.startswith("they have logged ")
+    assert hint.startswith("the runs logged ")
     assert hint.endswith(f" and {1002 - MAX_NAMES:,} more")
     assert "\x1b" not in hint
     assert "sk-abc" not in hint

@@ -89,7 +89,7 @@ def test_what_slurm_logs_is_the_log_of_the_supervisor(tmp_path):
 def test_the_task_names_its_own_job(tmp_path):
     # A task can start before the submitting command has recorded the job id, or has received it.
     group = make_group(tmp_path, POINTS, job_id=None)
-    with pytest.raises(UsageError, match=r"cannot tell whether .* was submitted"):
+    with pytest.raises(UsageError, match=r"it is unknown whether .* was submitted"):
         create_task_run(group.run(0))
     assert not group.run(0).path.exists()
     create_task_run(group.run(0), "34_0")

@@ -38,12 +38,12 @@ MAX_COLUMN_WIDTH = 40
 )
 @options.config_options(options.choosing_shape_options)
 @options.gpu_type_option
-@option("--show-origin", "Print every value with its origin.")
+@option("--show-origin", "Print every config value with its origin.")
 @click.option(
     "--estimate/--no-estimate",
     "estimate",
     default=None,
-    help="Require Slurm's estimate of the start time; default: print it if Slurm answers.",
+    help="Require Slurm's estimate of the start time. By default, the estimate is printed if Slurm answers.",
 )
 @option(
     "--task-smoke",
@@ -61,10 +61,10 @@ def command(
     as_json: bool,
     choices: Sequence[Choice] = (),
 ) -> None:
-    """Check CONFIG against the schema, the model's shape, the data, and the cluster or this machine.
+    """Check CONFIG against the schema, the shape of the model, the data, and the cluster or this machine.
 
     Prints every derived value with its reason and, on a cluster, when the job would start. If there are
-    problems, lists all of them and exits with 2.
+    problems, the command lists all of them and exits with code 2.
     """
     from trainkit.config.schema import flatten, show_value
     from trainkit.launch.plan_run import gather, plan_run
@@ -120,8 +120,8 @@ def command(
 def schema() -> None:
     """Print the JSON schema of the config, for editors that complete and check YAML.
 
-    For editors with the YAML language server, start the config with the line
-    "# yaml-language-server: $schema=trainkit.schema.json".
+    To use the schema in an editor with the YAML language server, start the config with the line "#
+    yaml-language-server: $schema=trainkit.schema.json".
     """
     from trainkit.config import RunConfig
 
@@ -129,14 +129,14 @@ def schema() -> None:
 
 
 def _waits(plan: LaunchPlan, config: RunConfig, cluster: Cluster, must: bool) -> StartEstimates | None:
-    """Return Slurm's estimate of the start time, or None if Slurm does not answer.
+    """Return Slurm's estimate of the start time; None if Slurm does not answer.
 
-    If `must` is True, a missing answer raises an error. Raises UsageError if Slurm would reject the job.
+    With `must`, raises an error if Slurm does not answer. Raises UsageError if Slurm would reject the job.
     """
     from trainkit.backend import backend_named
 
     try:
-        if cluster.error:  # A new query would wait for the same timeout again.
+        if cluster.error:  # Do not query Slurm again, because the query would run into the same timeout.
             raise SlurmError(cluster.error, hint="`trainkit check` without --estimate does not need it")
         waits = backend_named(plan.backend).start_estimates(plan, config, cluster)
     except TrainkitError as error:
@@ -145,6 +145,6 @@ def _waits(plan: LaunchPlan, config: RunConfig, cluster: Cluster, must: bool) ->
         click.echo(f"the start time is unknown: {error.message.splitlines()[0]}", err=True)
         return None
     if waits.refusal is not None:
-        hint = "`trainkit submit --dry-run` shows its options"
+        hint = "`trainkit submit --dry-run` shows the options of the job"
         raise UsageError(f"Slurm would reject the job: {waits.refusal}", hint=hint)
     return waits

@@ -1,4 +1,4 @@
-"""Implements `trainkit ckpt`, which lists, verifies, prunes and exports the checkpoints of a run."""
+"""Implements `trainkit ckpt`, which lists, verifies, prunes and exports a run's checkpoints."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def command() -> None:
 def ls(run_name: str, as_json: bool) -> None:
     """List the checkpoints of RUN, including rejected ones and unfinished saves.
 
-    Compares file sizes with the manifest; `trainkit ckpt verify` reads every byte.
+    Only file sizes are compared with the manifest; use `trainkit ckpt verify` to read every byte.
     """
     run = find_run(run_name)
     listed = manifest.list_checkpoints(run)
@@ -53,18 +53,18 @@ def ls(run_name: str, as_json: bool) -> None:
 
 @command.command(epilog=examples("trainkit ckpt verify last", "trainkit ckpt verify last --json"))
 @run_argument
-@option("--step N", "Verify only the checkpoint of this step.", type=INDEX)
+@option("--step N", "Verify only the checkpoint of step N.", type=INDEX)
 @json_option
 def verify(run_name: str, step: int | None, as_json: bool) -> int:
-    """Compare every file of RUN's published checkpoints with its hash; exit code 1 if a file differs.
+    """Compare every file in RUN's published checkpoints with its hash; exit with code 1 if a file differs.
 
-    Changes no files. Resuming skips damaged checkpoints.
+    No files are changed. `trainkit resume` skips damaged checkpoints anyway.
     """
     results = []
     for checkpoint in checkpoints_of(find_run(run_name), step):
         damage = manifest.find_damage(checkpoint)
         if not checkpoint.path.is_dir():
-            continue  # The run has deleted this superseded checkpoint in the meantime.
+            continue  # The run has deleted this checkpoint in the meantime, because newer ones replace it.
         results.append({"step": checkpoint.step, "path": str(checkpoint.path), "damage": damage or None})
         if not as_json:
             click.echo(f"{checkpoint.path.name}  {f'damaged: {damage}' if damage else 'intact'}")
@@ -83,9 +83,9 @@ def verify(run_name: str, step: int | None, as_json: bool) -> int:
 @option("--dry-run", "Only print what would be removed.")
 @json_option
 def prune(run_name: str, keep_last: int, dry_run: bool, as_json: bool) -> None:
-    """Delete the checkpoints of RUN except the newest N, the best one, and the newest intact one.
+    """Delete the checkpoints of RUN except for the newest N, the best one, and the newest intact one.
 
-    Refused while the run is running. Checkpoints set aside as damaged are kept.
+    The command is refused while RUN is running. Damaged checkpoints that were set aside are kept.
     """
     run = find_run(run_name, acts=True)
     with contextlib.nullcontext() if dry_run else run_lock(run):
@@ -110,7 +110,7 @@ def prune(run_name: str, keep_last: int, dry_run: bool, as_json: bool) -> None:
 
 
 def checkpoints_of(run: RunDir, step: int | None) -> list[manifest.Checkpoint]:
-    """Return the published checkpoints of a run, or the checkpoint of `step`.
+    """Return the published checkpoints of a run; with `step`, only the checkpoint of that step.
 
     Raises UsageError if there is no such checkpoint.
     """
@@ -123,7 +123,7 @@ def checkpoints_of(run: RunDir, step: int | None) -> list[manifest.Checkpoint]:
     wanted = [checkpoint for checkpoint in there if step in (None, checkpoint.step)]
     if not wanted:
         steps = ", ".join(str(checkpoint.step) for checkpoint in there)
-        raise UsageError(f"{run.shown} has no checkpoint of step {step}", hint=f"there are: {steps}")
+        raise UsageError(f"{run.shown} has no checkpoint for step {step}", hint=f"there are: {steps}")
     return wanted
 
 

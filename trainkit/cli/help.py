@@ -123,9 +123,9 @@ SECTIONS = {
         "--help",
     ),
 }
-"""Maps a heading to its options, in the order of the help page."""
+"""Maps each heading of a help page to its options, in the order of the page."""
 ADDED_UNDER = "How"
-"""The heading whose last options are the ones that capabilities add."""
+"""The heading at whose end the options of capabilities are listed."""
 
 
 class AddedOption(click.Option):
@@ -133,7 +133,7 @@ class AddedOption(click.Option):
 
 
 def by_heading(options: Sequence[click.Option]) -> Iterator[tuple[str, dict[str, click.Option]]]:
-    """Yield each heading with its options by name, in their order."""
+    """Yield each heading with its options by name, in the order of the help page."""
     by_name = {name: item for item in options for name in item.opts}
     added = [item.opts[0] for item in options if isinstance(item, AddedOption)]
     for heading, names in SECTIONS.items():
@@ -142,12 +142,12 @@ def by_heading(options: Sequence[click.Option]) -> Iterator[tuple[str, dict[str,
 
 
 def examples(*lines: str) -> str:
-    """Return the epilog of a command's help, with examples that run as written."""
+    """Return the end of a command's help page, with examples that can be run as shown."""
     return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
 
 
 def terminal_width() -> int | None:
-    """Return the width of the terminal for tables; None if the output does not go to a terminal."""
+    """Return the width of the terminal for tables; None if standard output is not a terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
@@ -160,7 +160,7 @@ Function = Callable[..., Any]
 
 
 class Command(click.Command):
-    """A command whose help lists options under headings: what, where, how, output."""
+    """A command whose help page lists options under headings: what, where, how, output."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         options = [item for item in self.get_params(ctx) if isinstance(item, click.Option)]
@@ -173,7 +173,7 @@ class Command(click.Command):
 
 
 class Group(CommandGroup):
-    """A group of commands whose help lists options under headings; capabilities add commands to it."""
+    """A group of commands whose help lists options under headings; capabilities can add commands."""
 
     command_class = Command
 
@@ -191,19 +191,19 @@ class Group(CommandGroup):
 def as_command(
     *lines: str, cls: type[click.Command] = Command, **options: Any
 ) -> Callable[[Function], click.Command]:
-    """Return the decorator of a command whose help ends with these examples."""
+    """Return a decorator that makes a function a command, with examples at the end of its help page."""
     return click.command(cls=cls, epilog=examples(*lines), **options)
 
 
 def as_group(name: str, *lines: str, cls: type[click.Group] = Group) -> Callable[[Function], click.Group]:
-    """Return the decorator of a group of commands; see `as_command`."""
+    """Return a decorator that makes a function a group of commands; see `as_command`."""
     return click.group(name, cls=cls, epilog=examples(*lines))
 
 
 def option(shown: str, text: str, name: str = "", **rules: Any) -> Callable[[Any], Any]:
-    """Return an option as its help shows it: ``--step N`` takes a value, ``--merge`` alone is a flag.
+    """Return an option, given as in the help: ``--step N`` takes a value, ``--merge`` alone is a flag.
 
-    `name` is the parameter that gets the value, if it differs from the name of the option.
+    `name` is the name of the parameter that gets the value; by default, it is the option's name.
     """
     flag, _, metavar = shown.partition(" ")
     if metavar:
@@ -215,7 +215,7 @@ def option(shown: str, text: str, name: str = "", **rules: Any) -> Callable[[Any
 
 Items = list[CompletionItem]
 MAX_RUNS = 200
-"""Limits completion to the newest runs, because the shell waits for the result."""
+"""Maximum number of runs that shell completion offers, newest first, because the shell waits for them."""
 
 
 @as_command(
@@ -225,9 +225,9 @@ MAX_RUNS = 200
 )
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]), metavar="SHELL")
 def completion(shell: str) -> None:
-    """Print the completion script of SHELL; source it from the shell's start-up file.
+    """Print the completion script for SHELL; source it from the shell's start-up file.
 
-    It completes commands, options, CONFIG, RUN, --profile and the keys of --set.
+    The script completes commands, options, CONFIG, RUN, --profile and the keys of --set.
     """
     from click.shell_completion import get_completion_class
 
@@ -251,7 +251,7 @@ def complete_run(ctx: click.Context, parameter: click.Parameter, incomplete: str
 
 
 def complete_config(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> Items:
-    """Complete CONFIG with YAML files and folders here, and the names of shipped configs."""
+    """Complete CONFIG with YAML files and folders in the current folder, and names of shipped configs."""
     here = sorted(Path().glob(f"{incomplete}*")) if not Path(incomplete).is_absolute() else []
     found = {f"{path}/": "" for path in here if path.is_dir()}
     found |= {str(path): "" for path in here if path.suffix in (".yaml", ".yml")}

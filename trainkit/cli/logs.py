@@ -1,4 +1,4 @@
-"""Implements ``trainkit logs``, and follows the output of runs that other commands start."""
+"""Implements ``trainkit logs``, and follows the output of runs that other commands have started."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ SHOW_S = 0.1
     "--follow",
     "following",
     is_flag=True,
-    help="Follow the log across attempts until the run ends, then print how it ended; exit code 1 if "
+    help="Follow the log across attempts until the run ends, and print how the run ended; exit code 1 if "
     "it failed.",
 )
-@option("--rank R", "Rank to print; default: 0.", type=INDEX)
-@option("--node N", "Print all ranks of this node and its agent.", type=INDEX)
-@option("--all", "Print all ranks, agents and the supervisor.", name="all_ranks")
-@option("--attempt A", "Attempt to print; default: the newest.", name="number", type=COUNT)
+@option("--rank R", "Print the output of rank R; default: rank 0.", type=INDEX)
+@option("--node N", "Print the output of all ranks on node N and of its agent.", type=INDEX)
+@option("--all", "Print the output of all ranks, all agents and the supervisor.", name="all_ranks")
+@option("--attempt A", "Print the output of attempt A; default: the newest.", name="number", type=COUNT)
 @option("--lines N", "Print only the last N lines.", type=INDEX)
 def command(
     run_name: str,
@@ -63,10 +63,10 @@ def command(
 ) -> int:
     """Print the log of rank 0 of RUN, or the logs of the selected ranks.
 
-    If the job ended before its ranks started, prints the output of the batch script.
+    If the job ended before its ranks started, the output of the batch script is printed.
     """
     if sum((rank is not None, node is not None, all_ranks)) > 1:
-        raise UsageError("--rank, --node and --all are mutually exclusive", hint="give only one of them")
+        raise UsageError("--rank, --node and --all are mutually exclusive", hint="use only one of them")
     run = find_run(run_name)
     attempt = find_attempt(run, number)
     logs_of = partial(_logs_of, rank=rank, node=node, all_ranks=all_ranks)
@@ -81,7 +81,7 @@ def command(
         return print_end(run, newest)
     paths = [path for path in logs_of(attempt) if path.exists()]
     if not paths and not entry.has_started and (log := batch_log(run, job, entry.job_id)).exists():
-        click.echo("the supervisor has not begun; this is the output of the batch script:", err=True)
+        click.echo("the supervisor has not started; this is the output of the batch script:", err=True)
         paths = [log]
     if not paths and following:
         return print_end(run, newest)
@@ -98,7 +98,7 @@ def command(
         except OSError as error:
             message = f"{shown_path(path)} cannot be read: {error.strerror}"
             if len(paths) == 1:
-                raise UsageError(message, hint="--rank, --node and --all print other logs") from None
+                raise UsageError(message, hint="to print other logs, use --rank, --node or --all") from None
             echo_error(f"warning: {message}")
             continue
         with stream:
@@ -112,7 +112,7 @@ def command(
         echo_error(f"warning: {said}")
     if (read_end(attempt) or AttemptEnd()).state == "failed":
         which = f"{run.word} --attempt {attempt.number}"
-        click.echo(f"hint: `trainkit diagnose {which}` names the cause of its failure", err=True)
+        click.echo(f"hint: `trainkit diagnose {which}` shows why it failed", err=True)
     return EXIT_OK
 
 
@@ -121,7 +121,7 @@ def _logs_of(attempt: AttemptDir, rank: int | None, node: int | None, all_ranks:
     if all_ranks:
         return sorted(attempt.logs_dir.glob("*.log"))
     plan = read_plan(attempt)
-    nodes = ranks_of_nodes(plan)  # The list is empty without a plan, so the ranks of a node are unknown.
+    nodes = ranks_of_nodes(plan)  # empty if the plan is unknown
     if node is not None and nodes and node >= len(nodes):
         raise UsageError(f"{attempt.run.shown} has no node {node}", hint=there_are(range(len(nodes))))
     if node is not None:
@@ -138,10 +138,10 @@ def follow_run(
     on_poll: Callable[[], None] = lambda: None,
     shows_log: bool = True,
 ) -> int:
-    """Print rank 0's log and the run's events until the run ends, then its end; return the exit code.
+    """Print rank 0's log and the run's events until the run ends, then how it ended; return the exit code.
 
-    `on_poll` is called several times per second. If `shows_log` is False, nothing is printed until the end.
-    KeyboardInterrupt passes through.
+    `on_poll` is called several times per second. With `shows_log=False`, nothing is printed before the run
+    ends. KeyboardInterrupt is not caught.
     """
     run.hold()
     events, is_notified = Tail(run.events_file), False
@@ -164,7 +164,8 @@ def follow_run(
             click.echo(line, err=to_stderr)
     entry = read_job(run).newest
     if entry is not None:
-        # Without this wait, the next command, such as `resume`, might find the supervisor still running.
+        # Wait for the supervisor to exit, because otherwise the next command, such as `resume`, might find it
+        # still running.
         backend_of(entry).wait_until_gone(run, entry, SUPERVISOR_EXIT_S)
     _print_events(events, attempt)
     return print_end(run, entry or AttemptRecord())
@@ -172,9 +173,9 @@ def follow_run(
 
 @contextlib.contextmanager
 def kept_terminal() -> Iterator[int]:
-    """Restore the terminal after the block redirects stdout and stderr.
+    """Restore the terminal at the end of a block that redirects stdout and stderr.
 
-    Yields a descriptor of the terminal's stdout.
+    Yields a file descriptor for the terminal's stdout.
     """
     streams = (sys.stdout, sys.stderr)
     for stream in streams:
@@ -190,7 +191,7 @@ def kept_terminal() -> Iterator[int]:
 
 
 def show_rank_0(attempt: AttemptDir, ended: threading.Event, terminal: int) -> None:
-    """Print rank 0's log to a terminal as it grows, until `ended` is set."""
+    """Print rank 0's log to a terminal while it grows, until `ended` is set."""
     tail = Tail(attempt.rank_log(0))
     while not ended.wait(SHOW_S):
         _write(tail.texts(), terminal)
@@ -199,12 +200,12 @@ def show_rank_0(attempt: AttemptDir, ended: threading.Event, terminal: int) -> N
 
 def _write(texts: Iterable[str], terminal: int) -> None:
     if lines := list(texts):
-        with contextlib.suppress(OSError):  # The terminal was closed, so the ranks are saving.
+        with contextlib.suppress(OSError):  # If the terminal was closed, the ranks are already saving.
             os.write(terminal, escaped("\n".join(lines) + "\n").encode(errors="replace"))
 
 
 def follow_detachable(run: RunDir, attempt: int, to_stderr: bool) -> int:
-    """Follow a run like `follow_run`, but detach on Ctrl-C with exit code 130 while the job continues."""
+    """Follow a run like `follow_run`; Ctrl-C detaches with exit code 130, and the job continues."""
     try:
         return follow_run(run, attempt, to_stderr)
     except KeyboardInterrupt:
@@ -228,7 +229,7 @@ LOGGED_EVENTS = {
     "checkpoint_rejected",
     "checkpoint_failed",
 }
-"""Events that other output already shows, such as rank 0's log for events of the trainer."""
+"""Events that are not printed, because other output, such as rank 0's log, already shows them."""
 
 
 def _print_events(events: Tail, attempt: int) -> None:
@@ -238,9 +239,9 @@ def _print_events(events: Tail, attempt: int) -> None:
 
 
 def print_end(run: RunDir, entry: AttemptRecord) -> int:
-    """Print to stderr how the newest attempt ended; return 0 if it finished or was stopped, else 1.
+    """Print to stderr how the newest attempt ended; return 0 if the run finished or was stopped, else 1.
 
-    `entry` is the record of the attempt in job.json after its end.
+    `entry` is the attempt's record in job.json after the attempt has ended.
     """
     run.follow()
     if not (numbers := run.attempt_numbers()):
@@ -248,12 +249,12 @@ def print_end(run: RunDir, entry: AttemptRecord) -> int:
         return EXIT_FAILED
     attempt = run.attempt(numbers[-1])
     deadline_s = time.monotonic() + END_S
-    # After `cancel --now`, the end of the attempt may be recorded a bit later.
+    # After `cancel --now`, the end of the attempt may be recorded with a short delay.
     while (end := read_end(attempt)) is None and entry.is_cancelled and time.monotonic() < deadline_s:
         time.sleep(0.05)
     if end is None:
         status = look_at(run, lambda _: None)[1]
-        if status.state == "cancelled":  # Slurm cancelled the run before the run could record its end.
+        if status.state == "cancelled":  # Slurm cancelled the run before the run could record how it ended.
             click.echo(f"cancelled: {status.reason}", err=True)
             return EXIT_FAILED
         if not entry.has_started:
@@ -266,12 +267,12 @@ def print_end(run: RunDir, entry: AttemptRecord) -> int:
         click.echo(f"died: the supervisor exited without recording an end; {log} {ends}", err=True)
         if is_full(run.path):
             hint = f"`trainkit resume {run.word}` starts the run again"
-            click.echo(f"hint: its disk is full: free space there, then {hint}", err=True)
+            click.echo(f"hint: the disk of the run is full; free some space, then {hint}", err=True)
         return EXIT_FAILED
     since = diverged_since(run, attempt.number)
     click.echo(f"{end.state}: {with_divergence(end.reason, since)}", err=True)
     if end.verdict:
-        # The log of rank 0 was already shown.
+        # The log of rank 0 has already been shown.
         num_log_lines = 0 if end.verdict.rank == 0 else FAILURE_LOG_LINES
         for line in failure_lines(end.verdict, run.word, num_log_lines=num_log_lines):
             click.echo(line, err=True)

@@ -1,7 +1,7 @@
-"""The `trainkit` program: loads and runs one command, and reports its errors.
+"""The `trainkit` program: loads and runs one command, and reports errors of the command.
 
-Only click is imported here, so that ``trainkit --help`` is fast. The module of a command is loaded when the
-command runs, and the help lines of all commands are in the table below.
+Only click is imported here, so that ``trainkit --help`` is fast. The module of a command is imported when the
+command runs; the help lines of all commands are in this module.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SECTIONS = {
     "Start": {
         "init": "Inspect this cluster; write its profile and a first run config.",
         "submit": "Submit a run to Slurm, or start it in the background on this machine.",
-        "run": "Run in the foreground, on this node or as the ranks of an srun step.",
+        "run": "Run in the foreground, on this node or in all tasks of an srun step.",
         "shell": "Open a shell in a new allocation, with the environment of a job.",
     },
     "Watch": {
@@ -38,12 +38,12 @@ SECTIONS = {
         "watch": "Watch a run live in the terminal: curves, nodes, warnings.",
         "logs": "Print the output of a run.",
         "diagnose": "Name the first failing rank of a run, its cause, and what to do.",
-        "replay": "Recompute steps of a run and compare, to tell a data problem from a hardware problem.",
-        "report": "Write an HTML report of a run and of its use of time.",
+        "replay": "Recompute steps of a run, to distinguish data problems from hardware problems.",
+        "report": "Write an HTML report about a run and how it used its time.",
         "compare": "Compare the results and the configs of runs.",
         "stacks": "Print the Python stacks of every rank of a running job.",
         "attach": "Open a shell on a node of a running job.",
-        "debug": "Debug a rank of a running job that waits at breakpoint().",
+        "debug": "Debug a rank of a running job that is waiting at breakpoint().",
         "ui": "Show the curves of a run in a browser.",
         "sync": "Send the metrics of a run to MLflow and Weights & Biases.",
     },
@@ -55,10 +55,10 @@ SECTIONS = {
     "Check": {
         "check": "Validate a config and report all its problems.",
         "plan": "List the parallel layouts that fit, with memory and a recommendation.",
-        "drill": "Fire drill: interrupt short runs and compare their losses.",
+        "drill": "Run a fire drill: interrupt short runs and compare their losses.",
         "bench": "Benchmark a config on several layouts or with several settings.",
         "doctor": "Check whether a job can run on this machine or on the nodes of a cluster.",
-        "env": "Print the rank environment that a process started here would get.",
+        "env": "Print the environment of a rank that is started here.",
     },
     "Tools": {
         "ckpt": "List, verify, prune and export checkpoints.",
@@ -68,7 +68,7 @@ SECTIONS = {
         "completion": "Print the completion script of a shell.",
     },
 }
-"""Maps a heading to its commands, each with its line in ``trainkit --help``."""
+"""Maps each heading of ``trainkit --help`` to its commands, each with its help line."""
 COMMANDS = {name: text for commands in SECTIONS.values() for name, text in commands.items()}
 """Maps every command to its help line."""
 _IN_FILE = {
@@ -77,12 +77,12 @@ _IN_FILE = {
     "env": "run",
     "schema": "check",
 }
-"""Commands of the core that share a file of `trainkit/cli/`; every other command has a separate file."""
+"""Commands of the core that share a file in `trainkit/cli/`; every other command has its own file."""
 
 
 def load_command(name: str) -> click.Command:
-    """Import a command of `COMMANDS`, or another command of a shipped capability."""
-    from trainkit.shipped import shipped_command  # --help does not need this module.
+    """Import and return a command of `COMMANDS` or of a shipped capability."""
+    from trainkit.shipped import shipped_command  # imported here because --help does not need it
 
     own = f"trainkit.cli.{_IN_FILE[name]}:{name}" if name in _IN_FILE else f"trainkit.cli.{name}:command"
     return _imported(*(shipped_command(name) or own).split(":"))
@@ -95,11 +95,11 @@ def _imported(module: str, name: str) -> click.Command:
 
 
 class ReaderGone(Exception):
-    """The error of a command whose reader, such as `| head`, has closed the pipe of stdout."""
+    """Raised if the reader of stdout, such as `| head`, has closed the pipe."""
 
 
 class CommandTable(CommandGroup):
-    """The top-level group, which loads each command when it runs."""
+    """The top-level group of commands, which imports a command when it runs."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -116,7 +116,7 @@ class CommandTable(CommandGroup):
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
-            raise ReaderGone from None  # Click would exit with 1.
+            raise ReaderGone from None  # Click would exit with code 1.
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         width = max(map(len, COMMANDS))
@@ -161,12 +161,12 @@ def cli(ctx: click.Context, debug: bool, no_color: bool) -> None:
     try:
         Path.cwd()
     except FileNotFoundError:
-        raise UsageError("the current folder was deleted", hint="`cd` to one that exists") from None
+        raise UsageError("the current folder was deleted", hint="`cd` to an existing folder") from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code, as listed in the help."""
-    # Click writes completions to the shell as bytes, which the escaped output does not support.
+    """Run one command and return its exit code; the help lists the exit codes."""
+    # Click writes completions to the shell as bytes, which an `EscapedStream` does not support.
     with contextlib.nullcontext() if "_TRAINKIT_COMPLETE" in os.environ else escaped_output():
         return _main(argv)
 
@@ -202,15 +202,15 @@ def _main(argv: Sequence[str] | None) -> int:
         hint = "an unexpected error: `trainkit --debug …` shows its traceback"
         if isinstance(error, OSError) and error.filename:
             message = f"{os.fsdecode(error.filename)}: {error.strerror}"
-            hint = "check this path, permissions and disk; `trainkit --debug …` shows the code that uses it"
+            hint = "check the path, its permissions and the disk; `trainkit --debug …` shows the failing code"
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             message = f"{error.filename or 'a file'} cannot be written: {error.strerror}"
-            hint = "free space on its disk or in your quota; `trainkit status` shows what was done"
+            hint = "free disk space or quota; `trainkit status` shows what was done"
         if isinstance(error, OSError) and _is_from_output(error):
             _discard_stdout()
             as_json = False
             message = f"the output cannot be written: {error.strerror}"
-            hint = "free space on its disk, or write to another disk; `trainkit status` shows what was done"
+            hint = "free disk space, or write to another disk; `trainkit status` shows what was done"
         return _report(TrainkitError(message, hint), as_json)
 
 
@@ -232,7 +232,7 @@ def _report(error: TrainkitError, as_json: bool) -> int:
 
 
 def _is_from_output(error: OSError) -> bool:
-    """Return whether printing raised the error, rather than access to another file."""
+    """Return whether the error was raised by writing to stdout or stderr, not by access to another file."""
     place = error.__traceback__
     while place is not None and place.tb_next is not None:
         place = place.tb_next
@@ -241,5 +241,5 @@ def _is_from_output(error: OSError) -> bool:
 
 
 def _discard_stdout() -> None:
-    """Discard the buffer of stdout, because Python flushes it at exit and would raise again."""
+    """Discard the buffered output, because Python would flush it at exit and raise the error again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

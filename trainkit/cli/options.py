@@ -1,4 +1,4 @@
-"""Defines options that several commands share, as decorators."""
+"""Defines the options that several commands share, as decorators."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ AUTO = "auto"
 
 
 def named_folder(text: str | None, option: str = "--run-dir") -> Path | None:
-    """Return the folder that an option names, and accept it if --trust is given.
+    """Return the folder that an option sets; if --trust is given, accept the folder without checks.
 
-    Raises UsageError if the text is empty, for example because a shell variable is unset.
+    Raises UsageError for an empty value, which may come from an unset shell variable.
     """
     if text is not None and not text.strip():
-        raise UsageError(f"{option} is empty", hint=f"name a folder, or omit {option} for runs/NAME")
+        raise UsageError(f"{option} is empty", hint=f"specify a folder, or omit {option} to use runs/NAME")
     folder = None if text is None else typed_path(text, Path(), is_literal=True)
     accept_trusted(folder)
     return folder
 
 
 class TypedPath(click.ParamType):  # type: ignore[type-arg] # generic since click 8.2
-    """A path, such as the path of an output file; `~` is expanded and a URL is refused."""
+    """A path, for example of an output file; `~` is expanded, and a URL is refused."""
 
     name = "path"
 
@@ -64,29 +64,31 @@ class TypedPath(click.ParamType):  # type: ignore[type-arg] # generic since clic
 PATH = TypedPath()
 
 
-json_option = option("--json", "Print one JSON value.", name="as_json")
+json_option = option("--json", "Print the result as one JSON value.", name="as_json")
 set_option = option(
     "--set KEY=VALUE",
-    "Set one config value; repeatable.",
+    "Set the config key KEY to VALUE; repeatable.",
     name="overrides",
     multiple=True,
     shell_complete=complete_setting,
 )
-profile_option = option("--profile NAME", "Profile applied over the config.", shell_complete=complete_profile)
+profile_option = option(
+    "--profile NAME", "Profile that overrides values of the config.", shell_complete=complete_profile
+)
 backend_option = option(
     "--backend",
-    "Where the run starts; auto uses Slurm if it is available, else this machine.",
+    "Where the run starts: auto uses Slurm if it is available, and this machine otherwise.",
     type=click.Choice(["auto", "sbatch", "submitit", "local"]),
 )
 launcher_option = option(
     "--launcher",
-    "How COMMAND starts: once per rank (python, lightning), or through a launcher once per node.",
+    "How COMMAND is started: once per rank (python, lightning), or once per node by a launcher.",
     type=click.Choice(["python", *launchers()]),
     default="python",
 )
 after_option = option(
     "--after RUN",
-    "Start once RUN has finished successfully; repeatable.",
+    "Start after RUN has finished successfully; repeatable.",
     multiple=True,
     shell_complete=complete_run,
 )
@@ -97,14 +99,14 @@ trust_option = click.option(
     "--trust",
     is_flag=True,
     expose_value=False,
-    help="Accept the run folder even if another user could have changed its content.",
+    help="Accept the run folder even if another user could have changed the files in it.",
 )
 
 
 def refuse_untrusted(folder: Path) -> None:
-    """Raise UsageError if another user could replace files of a run, unless --trust is given."""
+    """Raise UsageError if another user could replace the files of a run, unless --trust is given."""
     if not accept_trusted(folder):
-        refuse_foreign(folder, "`--trust` executes it as you anyway")
+        refuse_foreign(folder, "use `--trust` to accept the folder anyway")
 
 
 yes_option = click.option(
@@ -116,9 +118,9 @@ yes_option = click.option(
 
 
 def refuse_shared_host(what: str, instead: str) -> None:
-    """Raise UsageError if other people could connect to a port of this host, unless --yes is given.
+    """Raise UsageError if other people on this host could connect to a port, unless --yes is given.
 
-    `instead` suggests an alternative that needs no port.
+    `instead` is a hint with an alternative that needs no port.
     """
     if click.get_current_context().get_parameter_source("yes") is ParameterSource.COMMANDLINE:
         return
@@ -130,15 +132,15 @@ def refuse_shared_host(what: str, instead: str) -> None:
     else:
         who = ", ".join(people[:3]) + (f" and {len(people) - 3} more" if len(people) > 3 else "")
     raise UsageError(
-        f"{what} listens on a port of this host without a password: {who} can connect to it",
+        f"{what} would listen on a port without password protection: {who} can connect to it",
         hint=f"{instead}; `--yes` opens the port anyway",
     )
 
 
 def accept_trusted(folder: Path | None) -> bool:
-    """Accept the folder of a run if --trust is given, and return whether --trust is given.
+    """Accept `folder` without checks if --trust is given; return whether it is given.
 
-    The default is the folder of all runs.
+    `folder` defaults to the folder of all runs.
     """
     is_given = click.get_current_context().get_parameter_source("trust") is ParameterSource.COMMANDLINE
     if is_given:
@@ -148,7 +150,7 @@ def accept_trusted(folder: Path | None) -> bool:
 
 def _refuse_empty(context: click.Context, param: click.Parameter, text: str | None) -> str | None:
     if text is not None and not text.strip():
-        raise UsageError("CONFIG is empty", hint="name a file or shipped config, or omit it for the default")
+        raise UsageError("CONFIG is empty", hint="specify a file or a shipped config, or omit CONFIG")
     return text
 
 
@@ -160,36 +162,36 @@ config_argument = click.argument(
     shell_complete=complete_config,
     callback=_refuse_empty,
 )
-"""The argument CONFIG: a file or the name of a shipped config."""
+"""The argument CONFIG: a file, or the name of a shipped config."""
 
 
 def combined(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Combine several options into one decorator, which lists them in this order."""
+    """Combine several options into one decorator, which keeps their order in the help."""
     return lambda function: functools.reduce(lambda made, option: option(made), reversed(options), function)
 
 
 class NodesType(click.IntRange):
-    """A number of nodes, or several such as 2-8 or 2,4,8, which the config validates."""
+    """A number of nodes, or several such as 2-8 or 2,4,8, which the config checks."""
 
     config_key = ("resources", "nodes")
 
     def __init__(self, *others: str) -> None:
         super().__init__(min=1)
         self.others = others
-        """Words that are accepted in place of a number."""
+        """Words that are accepted instead of a number."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         is_several = re.fullmatch(r"\d+-\d+|[1-9]\d*(,[1-9]\d*)+", str(value)) is not None
         return str(value) if is_several or value in self.others else super().convert(value, param, ctx)
 
 
-NODES_HELP = "Number of nodes; with 2-8 or 2,4,8, the largest number that Slurm has"
+NODES_HELP = "Number of nodes; for 2-8 or 2,4,8, the largest number that Slurm can provide"
 gpus_per_node_option = click.option(
     "--gpus-per-node",
     "--nproc",
     type=COUNT,
     metavar="N",
-    help="GPUs per node; worker processes per node on a machine without GPUs.",
+    help="Number of GPUs per node or, on a machine without GPUs, of worker processes per node.",
 )
 shape_options = combined(option("--nodes N", f"{NODES_HELP}.", type=NodesType()), gpus_per_node_option)
 
@@ -197,7 +199,8 @@ shape_options = combined(option("--nodes N", f"{NODES_HELP}.", type=NodesType())
 choosing_shape_options = combined(
     option(
         "--nodes N",
-        f"{NODES_HELP}; auto chooses the number that should finish first, also in slices.",
+        f"{NODES_HELP}; auto chooses the number with the earliest expected end, and may split the run into "
+        "time slices.",
         type=NodesType(AUTO),
     ),
     gpus_per_node_option,
@@ -208,16 +211,19 @@ shape_options_here = combined(
         "--nproc",
         type=COUNT,
         metavar="N",
-        help="GPUs to use; number of worker processes on a machine without GPUs.",
+        help="Number of GPUs to use or, on a machine without GPUs, of worker processes.",
     ),
-    option("--nodes N", "Number of hosts; torchrun or mpirun starts the others.", type=COUNT),
+    option(
+        "--nodes N", "Number of hosts; on the other hosts, torchrun or mpirun starts trainkit.", type=COUNT
+    ),
 )
-"""The options of a command that runs in the foreground, on this node alone or on this node of several."""
+"""The shape options of a command that runs in the foreground, on this node alone or as one node of
+several."""
 
 
 CONFIG_HELP = (
-    "CONFIG is a file, - for standard input, or a shipped config such as quickstart or models/8b. Default: "
-    "./config.yaml, else the file that `trainkit init` wrote here, else quickstart."
+    "CONFIG is a file, - for standard input, or a shipped config such as quickstart or models/8b. The "
+    "default is ./config.yaml, else the file that `trainkit init` wrote here, else quickstart."
 )
 
 
@@ -226,8 +232,8 @@ def config_options(
 ) -> Callable[[Function], Function]:
     """Add CONFIG and all options that change its values, passed together as `request: ConfigRequest`.
 
-    `shape` contains the options for nodes and GPUs. Options of a Slurm job are added if the command
-    `submits`. If the option `unless` is given, the command needs no config, and `request` is None without
+    `shape` contains the options for nodes and GPUs. Options of a Slurm job are added if `submits` is true. If
+    the user passes the option called `unless`, the command needs no config, and `request` is None without
     CONFIG.
     """
     place = (shape, slurm_options, backend_option) if submits else (shape,)
@@ -235,7 +241,7 @@ def config_options(
 
 
 def of_capabilities(command: str) -> Callable[[Function], Function]:
-    """Add the options of capabilities to a command, which gets the typed options as `choices`."""
+    """Add the options of capabilities to a command; the parameter `choices` gets the typed ones."""
 
     def add(function: Function) -> Function:
         for place in shipped_options(command):
@@ -247,15 +253,15 @@ def of_capabilities(command: str) -> Callable[[Function], Function]:
 
 
 def choose_config(argv: tuple[str, ...] = ()) -> str:
-    """Return the default config of a command without CONFIG, and print its name to stderr.
+    """Return the config for a command without CONFIG, and print its name to stderr.
 
-    The name is empty for a COMMAND if the default is the shipped quickstart, which does not describe the
-    COMMAND.
+    Returns an empty text for a COMMAND if the default is the shipped quickstart, which has nothing to do with
+    the COMMAND.
     """
     name, reason = default_config(Path.cwd())
     if argv and name == QUICKSTART:
         return ""
-    if os.environ.get("SLURM_PROCID", "0") == "0":  # The ranks of an srun step print the name once.
+    if os.environ.get("SLURM_PROCID", "0") == "0":  # In an srun step, only rank 0 prints the name.
         click.echo(f"config: {name} ({reason})", err=True)
     return name
 
@@ -289,24 +295,27 @@ def _request_options(function: Function, *place: Callable[[Any], Any], unless: s
         profile_option,
         set_option,
         *place,
-        option("--name NAME", "Name of the run."),
-        option("--note TEXT", "A remark about the run."),
+        option("--name NAME", "Name of the run; default: the name of its config or COMMAND."),
+        option("--note TEXT", "Remark to store with the run."),
         option("--tag TAG", "Tag of the run, for `status --tag`; repeatable.", name="tags", multiple=True),
     )(wrapper)
 
 
 SLURM_FLAGS = {
-    "time": ("T", "Time limit of the job, in Slurm's format."),
-    "slice": ("T", "Time limit of each job of the run; --time limits all jobs together."),
-    "time-min": ("T", "Shortest time limit to accept if the job starts sooner."),
+    "time": ("T", "Time limit of the job in Slurm's format, such as 2-12:00:00."),
+    "slice": ("T", "Time limit of each single job of the run; --time then limits all jobs together."),
+    "time-min": ("T", "Shortest time limit that is acceptable if the job then starts sooner."),
     "partition": ("P", "Slurm partition."),
-    "clusters": ("A,B", "Slurm clusters; with several, the one that starts the job first."),
+    "clusters": (
+        "A,B",
+        "Slurm clusters; of several, the cluster that can start the job first is used.",
+    ),
     "account": ("A", "Slurm account."),
     "qos": ("Q", "Slurm quality of service."),
-    "constraint": ("C", "Required node features, in Slurm's syntax."),
-    "cluster": ("NAME", "Cluster profile; default: the profile for this cluster."),
+    "constraint": ("C", "Node features that the job requires, in Slurm's syntax."),
+    "cluster": ("NAME", "Name of the cluster profile; default: the profile of this cluster."),
 }
-"""Maps an option to its metavar and its help text."""
+"""Maps each option to its metavar and its help text."""
 
 
 job_options = combined(
@@ -314,21 +323,26 @@ job_options = combined(
         click.option(f"--{name}", metavar=metavar, help=help_text)
         for name, (metavar, help_text) in SLURM_FLAGS.items()
     ),
-    option("--per", "One Slurm task per GPU, or one per node.", type=click.Choice(["gpu", "node"])),
+    option(
+        "--per",
+        "Whether Slurm starts one task per GPU or one task per node.",
+        type=click.Choice(["gpu", "node"]),
+    ),
 )
-"""The options of a Slurm job, except the option for the copy of the code."""
+"""The options of a Slurm job, except for --no-snapshot."""
 gpu_type_option = option(
-    "--gpu-type TYPE", "GPU type, or several such as h100,a100; the job gets any one of them."
+    "--gpu-type TYPE",
+    "GPU type; if several are listed, as in h100,a100, the job gets GPUs of one of these types.",
 )
 slurm_options = combined(
     job_options,
-    option("--no-snapshot", "Run the code in place instead of from a copy."),
+    option("--no-snapshot", "Run the original code, not a copy of it."),
 )
-"""The options of a Slurm job; `config_flags` removes their values from the command's arguments."""
+"""All options of a Slurm job; `config_flags` removes their values from the command's arguments."""
 
 
 def config_flags(arguments: dict[str, Any]) -> dict[str, tuple[str, object]]:
-    """Remove the config values from `arguments` and return each with the flag as typed."""
+    """Remove the config values from `arguments`, and return each of them with the flag as typed."""
     given = {name: arguments.pop(name, None) for name in FLAGS}
     flags: dict[str, tuple[str, object]] = {
         FLAGS[name]: (f"--{name.replace('_', '-')} {value}", value)
@@ -343,9 +357,9 @@ def config_flags(arguments: dict[str, Any]) -> dict[str, tuple[str, object]]:
 
 
 def refuse_other_options(name: str, what: str = "") -> None:
-    """Raise UsageError if arguments are given that have no effect with the parameter `name`.
+    """Raise UsageError if arguments are given that have no effect together with the parameter `name`.
 
-    `what` describes the parameter in the message.
+    `what` describes this parameter in the message.
     """
     context = click.get_current_context()
     typed = [
@@ -360,7 +374,7 @@ def refuse_other_options(name: str, what: str = "") -> None:
 
 
 class WithTrailingCommand(Command):
-    """A command whose arguments end at ``--``; `trailing_workload` returns the COMMAND after ``--``."""
+    """A command whose own arguments end at ``--``; `trailing_workload` returns the COMMAND after it."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if "--" in args:
@@ -378,7 +392,7 @@ class WithTrailingCommand(Command):
 
 
 def trailing_workload(launcher: str) -> Workload:
-    """Return the COMMAND after ``--``, or the trainer; raise UsageError for the trainer with a launcher."""
+    """Return the COMMAND after ``--``, else the trainer; raise UsageError for --launcher without COMMAND."""
     argv: tuple[str, ...] | None = click.get_current_context().meta.get(_KEY)
     if argv is None and launcher != "python":
         raise UsageError(f"--launcher {launcher} needs a COMMAND", hint="add: -- train.py …")
@@ -393,6 +407,6 @@ def trailing_workload(launcher: str) -> Workload:
         rest = shlex.join(workload.argv[script:]) if script else "train.py …"
         raise UsageError(
             f"--launcher {launcher} starts {launcher} itself, but the COMMAND begins with {workload.argv[0]}",
-            hint=f"write the script alone: -- {rest}",
+            hint=f"write only the script: -- {rest}",
         )
     return workload

@@ -1,7 +1,7 @@
 """Prints text without control characters, and JSON without secrets.
 
 Names, messages, reasons, hosts and logs come from other programs, so they may contain control characters.
-Characters that the locale lacks are replaced; in JSON they are escaped.
+Characters that the locale's encoding lacks are replaced in text and escaped in JSON.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def escaped(text: str) -> str:
-    r"""Escape the control characters of a text as in JSON, such as ``\u001b``, and keep its colours."""
+    r"""Escape the control characters in a text as in JSON, such as ``\u001b``, but keep colours."""
     return _ESCAPED.sub(lambda found: found[1] or f"\\u{ord(found[0]):04x}", text)
 
 
 def replaced(text: str) -> str:
-    """Replace each control character of a text by a visible sign; the length stays the same."""
+    """Replace each control character in a text with a visible one, so that the length stays the same."""
     return _REPLACED.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def encodable(text: str, stream: TextIO) -> str:
-    """Replace each character that a stream cannot write by `?`."""
+    """Replace each character that a stream cannot encode with `?`."""
     if text.isascii():
         return text
-    encoding = stream.encoding or "utf-8"  # A stream in memory has no encoding.
+    encoding = stream.encoding or "utf-8"  # An in-memory stream has no encoding.
     try:
         text.encode(encoding, stream.errors or "strict")
     except UnicodeEncodeError:
@@ -47,12 +47,12 @@ def encodable(text: str, stream: TextIO) -> str:
 
 
 def colours() -> bool | None:
-    """Return click's colour setting: False disables colours, None lets click detect a terminal."""
+    """Return click's colour setting: False disables colours, and None lets click detect a terminal."""
     return False if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" else None
 
 
 def echo_error(text: str) -> None:
-    """Print an error, a warning or a hint to stderr and style the word of its kind."""
+    """Print an error, a warning or a hint to stderr, with its first word in colour."""
     lines = [_said(line) for line in text.split("\n")]
     click.echo("\n".join(lines), err=True, color=colours())
 
@@ -69,14 +69,14 @@ class EscapedStream:
     """A stream that escapes control characters and replaces characters that it cannot encode."""
 
     buffer = None
-    """None, because click would write UTF-8 into the buffer of an ASCII stream."""
+    """Set to None, because click would otherwise write UTF-8 into the buffer of an ASCII stream."""
 
     def __init__(self, stream: TextIO, escapes: bool = True) -> None:
         self._stream, self._escapes = stream, escapes
 
     @property
     def whole(self) -> EscapedStream:
-        """Return the stream for a log; unless it is a terminal, it keeps control characters."""
+        """Return a stream for printing a log; unless it is a terminal, control characters are kept."""
         return self if self.isatty() else EscapedStream(self._stream, escapes=False)
 
     def write(self, text: str) -> int:
@@ -88,7 +88,7 @@ class EscapedStream:
 
 @contextmanager
 def escaped_output() -> Iterator[None]:
-    """Escape the output of the block, but not the output of programs that the block starts."""
+    """Escape what the block prints, but not what programs started by the block print."""
     # A stream is None if the parent process closed it.
     out, err = (stream and EscapedStream(stream) for stream in (sys.stdout, sys.stderr))
     with redirect_stdout(out), redirect_stderr(err):
@@ -96,9 +96,9 @@ def escaped_output() -> Iterator[None]:
 
 
 def json_text(value: object, indent: int | None = None) -> str:
-    """Return a value as JSON for stdout.
+    """Return a value as JSON text for stdout.
 
-    The JSON is ASCII if stdout is not UTF-8 or a text contains bytes that are no text.
+    The text is ASCII if stdout is not UTF-8, or if a text in the value contains undecodable bytes.
     """
     text = json.dumps(value, indent=indent, ensure_ascii=False)
     is_utf8 = codecs.lookup(sys.stdout.encoding or "utf-8").name == "utf-8"
@@ -111,7 +111,7 @@ def echo_json(value: object) -> None:
 
 
 def echo_result(value: object, text: str, as_json: bool) -> None:
-    """Print a result as its JSON value or as its text."""
+    """Print a result: its JSON value with `as_json`, else its text."""
     if as_json:
         echo_json(value)
     else:
@@ -119,7 +119,7 @@ def echo_result(value: object, text: str, as_json: bool) -> None:
 
 
 def masked(value: object, key: str = "") -> object:
-    """Mask every text of a JSON value that looks like a secret, also by the name of its key."""
+    """Mask the texts in a JSON value that look like secrets, or whose keys do."""
     from trainkit.formats import mask_secrets
 
     if isinstance(value, str):

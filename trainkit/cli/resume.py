@@ -40,8 +40,8 @@ from trainkit.run.rundir import RUNS_FOLDER
 @options.slurm_options
 @options.set_option
 @options.backend_option
-@option("--new-code", "Use the current code instead of the run's snapshot.")
-@option("--as DIR", "Resume in a new run folder and leave RUN unchanged.", name="fork_dir")
+@option("--new-code", "Use the current code instead of the code copied for RUN.")
+@option("--as DIR", "Resume in the new run folder DIR and leave RUN unchanged.", name="fork_dir")
 @options.now_option
 @options.trust_option
 @option("--follow", "Show rank 0's log until the run ends; Ctrl-C detaches.")
@@ -58,12 +58,12 @@ def command(
 ) -> int:
     """Resume RUN from its newest intact checkpoint, optionally on a different number of nodes or GPUs.
 
-    For a group on this machine, start the runs that have not finished.
+    If RUN is a group on this machine, its unfinished runs are started.
 
-    RUN resumes as the next attempt in its run folder, or with --as in a new run folder. It resumes on Slurm
-    or on this machine, where it ran before. A run of `trainkit run` resumes in the foreground, unless
-    --follow, --json or --as is given. Under torchrun or mpirun, RUN resumes as their ranks, as with `trainkit
-    run`.
+    RUN resumes as the next attempt in its run folder or, with --as, in a new run folder. RUN resumes where it
+    ran before: on Slurm or on this machine. After `trainkit run`, RUN resumes in the foreground, unless
+    --follow, --json or --as is given. If torchrun or mpirun starts this command, its processes become the
+    ranks of RUN, as with `trainkit run`.
     """
     from trainkit.control.changed_config import changes, expected_time_s, learning_rate_change, missing_save
     from trainkit.control.resume import (
@@ -80,7 +80,7 @@ def command(
             given = "--json" if as_json else "--follow" if follow else "--as"
             raise UsageError(
                 f"{given} cannot be combined with {task.launcher}",
-                hint="the run stays in the foreground and in its folder; omit the option",
+                hint="the run resumes in the foreground and in its own folder; omit the option",
             )
         if task.task != 0:
             return join_step(folder, task)
@@ -118,11 +118,11 @@ def command(
             if lr := learning_rate_change(so_far, loaded.config, plan.lr):
                 click.echo(f"  learning rate       {lr}", err=True)
             if (time_s := expected_time_s(so_far, plan, loaded.config.train.steps)) is not None:
-                left = "at the speed of its newest steps; checkpoints and validations come on top"
+                left = "at the speed of its newest steps, plus time for checkpoints and validations"
                 click.echo(f"  time                about {duration(time_s)} {left}", err=True)
         if plan.workload.reads_input and not source.input_file.exists():
             words = f"{plan.workload.argv[0]} reads standard input"
-            echo_error(f"warning: {words}, which this run has not kept, so its input is empty")
+            echo_error(f"warning: {words}, which was not stored for this run, so its input is empty")
         if fork is None and (missing := missing_save(so_far)):
             click.echo(f"  checkpoint          {missing}", err=True)
         if task is not None:

@@ -1,4 +1,4 @@
-"""Implements ``trainkit run``, which runs in the foreground, and ``trainkit env``, which prints a rank."""
+"""Implements ``trainkit run``, which runs in the foreground, and ``trainkit env``, which shows a rank."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     cls=options.WithTrailingCommand,
 )
 @options.config_options(options.shape_options_here, submits=False)
-@option("--run-dir DIR", "Exact run folder, new or empty; default: runs/NAME.")
+@option("--run-dir DIR", "Run folder, which must be new or empty; default: runs/NAME.")
 @options.trust_option
 @options.launcher_option
 @options.of_capabilities("run")
@@ -61,17 +61,17 @@ def command(
 ) -> int:
     """Run CONFIG in the foreground and print rank 0's output.
 
-    The run uses this node. Inside an srun step, each task of the step becomes a rank. With a COMMAND after
-    --, each rank runs the COMMAND instead of the built-in trainer.
+    Outside of an srun step, the run uses only this node; inside one, each task of the step becomes a rank.
+    With a COMMAND after --, each rank runs the COMMAND instead of the built-in trainer.
 
-    Without Slurm, torchrun or mpirun can start the run on several hosts that share the filesystem of the run
+    Without Slurm, torchrun or mpirun can start the run on several hosts that share the file system of the run
     folder.
 
-    With --debug, one rank has the terminal, the others log to files, and no step counts as a hang. `trainkit
-    debug` debugs a rank of a run that has no terminal.
+    With --debug, one rank uses the terminal, the other ranks log to files, and no step counts as a hang. To
+    debug a rank of a run without a terminal, use `trainkit debug`.
 
-    Ctrl-C saves and stops the run; a second Ctrl-C stops it immediately. Ctrl-Z pauses a run on one machine,
-    and `fg` continues it. A run also saves and stops when its terminal closes.
+    Ctrl-C saves and stops the run; a second Ctrl-C stops it immediately. Ctrl-Z pauses a run on a single
+    machine, and `fg` continues it. Closing the terminal also saves and stops the run.
     """
     from trainkit.cluster.target import Target
     from trainkit.launch.plan_run import gather, plan_run
@@ -106,7 +106,7 @@ def command(
 
 
 def _kept_input(workload: Workload) -> bytes | None:
-    """Return the standard input that the run keeps; None if rank 0 inherits the standard input."""
+    """Return the standard input to store in the run folder; None if rank 0 inherits standard input."""
     from trainkit.launch.standard_input import kept_input
 
     stdin, about_input = kept_input(workload, streams=True)
@@ -123,19 +123,19 @@ def _start(
 
     created = create_run(config, plan, ["trainkit", *sys.argv[1:]], folder, stdin=stdin)
     print_created(created)
-    created.run.hold()  # The ranks may already run when this process next uses the folder.
+    created.run.hold()  # the ranks may already run when this process next uses the folder
     return created.run, created.name, start_run(created.run, created.job, config, plan, "run")
 
 
 def shown_failures(plan: LaunchPlan) -> LaunchPlan:
-    """Return the plan of a run in the foreground, which shows a failure instead of restarting."""
+    """Return the plan for the foreground, in which a failure is shown and nothing is restarted."""
     return replace(plan, requeue=replace(plan.requeue, on=()))
 
 
 def stay_in_foreground(
     run: RunDir, name: str, entry: AttemptRecord, plan: LaunchPlan, *, shows_log: bool = True
 ) -> int:
-    """Show a run that ends with this process and forward the terminal's signals; return the exit code."""
+    """Show a run that ends with this process, and forward signals of the terminal; return the exit code."""
     forwarder = _Forwarder()
     forwarder.install()
     print_started(run, name, entry, plan.backend, as_json=False)
@@ -150,7 +150,7 @@ def stay_in_foreground(
 
 
 class _Forwarder:
-    """Forwards the signals of the terminal to the supervisor; the handler only records them."""
+    """Forwards the terminal's signals to the supervisor; the signal handler itself only records them."""
 
     def __init__(self) -> None:
         self.received: list[signal.Signals] = []
@@ -161,7 +161,7 @@ class _Forwarder:
             signal.signal(number, lambda number, frame: self.received.append(signal.Signals(number)))
 
     def forward(self, run: RunDir, entry: AttemptRecord) -> None:
-        """Forward the signals received since the last call to the supervisor of the first attempt."""
+        """Forward the signals that arrived since the last call to the first attempt's supervisor."""
         while self.num_sent < len(self.received):
             number = self.received[self.num_sent]
             self.num_sent += 1
@@ -185,13 +185,13 @@ LOCK_TIMEOUT_S = 10.0
 
 
 def launched_task() -> SlurmTask | LaunchedRank | None:
-    """Return the Slurm task or launched rank that this process is; None if the process is alone."""
+    """Return the Slurm task or launched rank that this process is; None if it is neither."""
     task = find_slurm_task() if "SLURM_STEP_ID" in os.environ else None
     return task if task is not None and task.num_tasks > 1 else find_launched_rank()
 
 
 def join_step(folder: Path, task: SlurmTask | LaunchedRank) -> int:
-    """Run this task of the attempt that task 0 announces in `folder`; return the task's exit code."""
+    """Run `task` as part of the attempt that task 0 announces in `folder`; return the task's exit code."""
     found = step_run.await_announcement(folder, task)
     if isinstance(found, int):
         return found
@@ -203,17 +203,18 @@ def join_step(folder: Path, task: SlurmTask | LaunchedRank) -> int:
 def lead_step(
     folder: Path, task: SlurmTask | LaunchedRank, run: RunDir, entry: AttemptRecord, plan: LaunchPlan
 ) -> int:
-    """Announce the attempt in `folder` and run its first task; return the task's exit code.
+    """Announce the attempt in `folder`, and run its first task; return that task's exit code.
 
-    `entry` is the attempt's entry in job.json.
+    `entry` is the record of the attempt in job.json.
     """
     attempt = run.attempt(entry.attempt)
     step_run.announce(folder, task, attempt)
     if isinstance(task, LaunchedRank):
-        # Announce the attempt before this call, which may wait, so that no rank reads an older announcement.
+        # Announce the attempt first: the next call may wait, and the other ranks must not read an older
+        # announcement.
         become_sole_supervisor(run, LOCK_TIMEOUT_S)
     with kept_terminal() as terminal:
-        # The agent now writes to its log; the terminal shows rank 0.
+        # From here on, the agent writes to its own log, and the terminal shows the output of rank 0.
         decision = step_run.run_first_task(
             attempt, plan, task, lambda attempt, ended: show_rank_0(attempt, ended, terminal)
         )
@@ -244,9 +245,9 @@ def run_in_step(
 
 
 def _end_step(task: SlurmTask, error: TrainkitError) -> int:
-    """Print the error, kill the step because its other tasks cannot be reached, and return the exit code."""
+    """Print the error, kill the step (its other tasks are unreachable), and return the exit code."""
     click.echo(error.render(), err=True)
-    # srun loses output that it has not read before the step ends.
+    # Wait, because srun loses output that it has not read before the step ends.
     time.sleep(SRUN_READ_S)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with contextlib.suppress(TrainkitError):
@@ -255,14 +256,14 @@ def _end_step(task: SlurmTask, error: TrainkitError) -> int:
 
 
 def _exit_code(code: int) -> int:
-    """Return the exit code for srun: 0 for a run that saved and stopped as requested."""
+    """Return the exit code for srun, which is 0 if the run saved and stopped as requested."""
     return EXIT_OK if code == EXIT_STOPPED else code
 
 
 def _start_in_step(
     request: ConfigRequest, workload: Workload, run_dir: str | None, task: SlurmTask | LaunchedRank
 ) -> tuple[RunDir, AttemptRecord, LaunchPlan]:
-    """Plan, create and start the run as the first task of the step; return its folder, record and plan."""
+    """Plan, create and start the run as the step's first task; return its folder, record and plan."""
     from trainkit.launch.plan_run import gather, plan_run
 
     if isinstance(task, LaunchedRank):
@@ -282,7 +283,7 @@ def _start_in_step(
 
 
 def shape_flags(task: SlurmTask | LaunchedRank, per_node: int) -> dict[str, tuple[str, object]]:
-    """Return the shape of a run whose ranks have started, each value with its origin."""
+    """Return the shape of a run whose ranks have already started, as flags with origin and value."""
     origin = task.launcher if isinstance(task, LaunchedRank) else "srun"
     return {
         "resources.nodes": (f"{origin}, {task.num_nodes} nodes", task.num_nodes),
@@ -291,7 +292,7 @@ def shape_flags(task: SlurmTask | LaunchedRank, per_node: int) -> dict[str, tupl
 
 
 def launched_target(task: LaunchedRank) -> Target:
-    """Return the ranks of another launcher as a target."""
+    """Return a target that stands for ranks which another launcher has started."""
     from trainkit.cluster.target import Target
 
     reason = f"launcher: {task.launcher} has started {task.num_tasks} ranks; this is {task.first}"
@@ -299,7 +300,7 @@ def launched_target(task: LaunchedRank) -> Target:
 
 
 def refuse_command(task: LaunchedRank, workload: Workload) -> None:
-    """Raise UsageError for a COMMAND, because the launcher starts its ranks without trainkit."""
+    """Raise UsageError if a COMMAND is given, because the launcher can start its ranks without trainkit."""
     if workload.is_command:
         raise UsageError(
             f"{task.launcher} starts the ranks of a COMMAND itself",
@@ -308,10 +309,10 @@ def refuse_command(task: LaunchedRank, workload: Workload) -> None:
 
 
 def _step_target(task: SlurmTask, num_procs: int | None) -> tuple[tuple[int, ...], Target]:
-    """Return the number of workers on each node of the step, and the step as a target.
+    """Return the number of workers on each node of a Slurm step, and the step as a target.
 
-    Each task is one rank. With `num_procs`, each task is the agent of one node instead. UsageError is raised
-    for `num_procs` if a node has several tasks.
+    Each task is one rank. With `num_procs`, each task is the agent of a node and not a rank itself. Raises
+    UsageError if `num_procs` is given and a node has several tasks.
     """
     from trainkit.cluster.target import Target
 
@@ -323,7 +324,8 @@ def _step_target(task: SlurmTask, num_procs: int | None) -> tuple[tuple[int, ...
         raise UsageError(
             f"--gpus-per-node {num_procs} starts {num_procs} ranks in each task, but this step has "
             f"{task.num_tasks} tasks on {task.num_nodes} nodes",
-            hint="use srun --ntasks-per-node=1 … --gpus-per-node N, or one task per rank without it",
+            hint="use srun --ntasks-per-node=1 … --gpus-per-node N, or omit --gpus-per-node and start "
+            "one task per rank",
         )
     sizes = (num_procs,) * task.num_nodes
     reason = f"srun: one task per node in {step}, each with {num_procs} ranks"
@@ -333,7 +335,7 @@ def _step_target(task: SlurmTask, num_procs: int | None) -> tuple[tuple[int, ...
 @as_command("trainkit env", "srun --ntasks=4 trainkit env", "trainkit env --json")
 @options.json_option
 def env(as_json: bool) -> None:
-    """Print the rank environment that a process started here would get, or why the process is not a rank."""
+    """Print the environment of a rank that is started here, or why a process started here is no rank."""
     rank, reason = _rank_here()
     if as_json:
         values = {"is_rank": bool(rank), **{key: rank.get(key) for key in RANK_KEYS}, "reason": reason}
@@ -365,10 +367,10 @@ RANK_KEYS = (
 
 
 def _rank_here() -> tuple[dict[str, Any], str]:
-    """Return the values of this process's rank and their source, or no values and the reason.
+    """Return the values of this process's rank and their origin, or no values and the reason.
 
-    The values come from environment variables or from the Slurm step. Raises UsageError if the variables
-    contradict each other.
+    The values come from environment variables or from the Slurm step. Raises UsageError if the environment
+    variables contradict each other.
     """
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
         return vars(find_rank_env()), "RANK is set"

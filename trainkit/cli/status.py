@@ -1,4 +1,4 @@
-"""``trainkit status``: prints the state of runs in a terminal or as JSON."""
+"""Implements ``trainkit status``, which prints the state of runs in a terminal or as JSON."""
 
 from __future__ import annotations
 
@@ -73,21 +73,21 @@ if TYPE_CHECKING:
 HEADING = ("RUN", "STATE", "ATTEMPT", "WORKERS", "STEP", "LOSS", "TOKENS/S", "AGE")
 MAX_ENDED_RUNS = 15
 MAX_READ = 200
-"""The number of ended runs that are read if many of them are calls of one function."""
+"""Maximum number of ended runs that are read if many of them are calls of the same function."""
 MIN_CALLS = 3
-"""The number of runs of one function from which on the list shows them as one line."""
+"""Minimum number of runs of one function that the list combines into one line."""
 MAX_TRIALS = 20
 MAX_REASON = 60
 MIN_NAME = 24
-"""The columns that a name or another text gets before whole columns are omitted."""
+"""Minimum width of names and other texts; if there is less space, whole columns are omitted."""
 LABEL = 12
-"""The width of the label of a detail."""
+"""The width of the labels in the details of a run."""
 WRAPPED = ("state", "used", "restarts", "failure", "hint", "diagnosis")
-"""The details that a terminal shows on several lines below each other."""
+"""Details that a terminal shows on several lines if they are long."""
 SHORTENED = {"best": cut_in_the_middle, "last event": cut}
-"""The details that a terminal cuts to one line. `--json` prints them in full."""
+"""Details that a terminal shortens to one line. `--json` prints these details in full."""
 MINOR = (HEADING.index("ATTEMPT"), HEADING.index("WORKERS"), HEADING.index("TOKENS/S"))
-"""The columns that a narrow terminal omits, the least important column first."""
+"""The columns that are omitted in a narrow terminal, least important column first."""
 
 
 @as_command(
@@ -97,16 +97,19 @@ MINOR = (HEADING.index("ATTEMPT"), HEADING.index("WORKERS"), HEADING.index("TOKE
     "trainkit status lr-sweep --metric val_accuracy",
 )
 @click.argument("run_name", metavar="[RUN]", required=False, shell_complete=complete_run)
-@option("--all", "Show every run instead of the newest ones.", name="show_all")
+@option("--all", "Show all runs, not only the newest ones.", name="show_all")
 @option("--here", "Show only the runs in ./runs.", name="only_here")
-@option("--where KEY=VALUE", "Show only runs whose config key KEY has this value; repeatable.", multiple=True)
-@option("--tag TAG", "Show all runs with this tag; repeatable.", name="tags", multiple=True)
+@option(
+    "--where KEY=VALUE", "Show only runs whose config key KEY has the value VALUE; repeatable.", multiple=True
+)
+@option("--tag TAG", "Show only runs with the tag TAG; repeatable.", name="tags", multiple=True)
 @option(
     "--sort KEY",
-    "Sort all runs by loss, val_loss, tokens_per_s or a config key; a group by a metric or a column.",
+    "Sort the list by loss, val_loss, tokens_per_s or a config key, or the runs of a group by a metric or "
+    "a column.",
     name="sort_key",
 )
-@option("--metric NAME", "Metric that is reported as the result of RUN and that ranks the runs of a group.")
+@option("--metric NAME", "Metric to report as the result of RUN; in a group, the runs are ranked by it.")
 @json_option
 def command(
     run_name: str | None,
@@ -118,20 +121,20 @@ def command(
     metric: str | None,
     as_json: bool,
 ) -> None:
-    """Show active runs and the 15 newest other runs, or RUN in detail.
+    """Show all active runs and the 15 newest other runs, or show RUN in detail.
 
-    RUN is a job id, a run name, a run folder or `last`. The list shows a group of runs as one line, and so
-    the runs of one Python function. If RUN is a group or a bench, its runs are counted and listed, failures
-    first. --json always prints all runs, newest first.
+    RUN is a job id, a run name, a run folder or `last`. The list shows each group of runs on one line, and
+    likewise the runs of the same Python function. If RUN is a group or a bench, its runs are counted and
+    listed, failures first. With --json, all runs are printed, newest first.
     """
     if run_name is None and metric is not None:
-        raise UsageError(f"--metric {metric} is for a run or a group", hint="name it")
+        raise UsageError(f"--metric {metric} requires RUN, a run or a group", hint="specify RUN")
     if run_name is not None and (where or tags or only_here):
-        text = f"--where, --tag and --here choose among all runs, but {run_name} is named"
-        raise UsageError(text, hint="leave one of them out")
+        text = f"--where, --tag and --here filter the list of all runs, but you specified {run_name}"
+        raise UsageError(text, hint="omit either the options or RUN")
     below = Path(RUNS_FOLDER) if only_here else None
     if where or tags or (sort_key is not None and run_name is None):
-        # slow to import, because it loads the schema of the config
+        # imported here because it is slow: it loads the schema of the config
         from trainkit.cli.choose_runs import parse_choice
 
         _show_chosen(parse_choice(where, tags, sort_key), below, as_json)
@@ -142,8 +145,7 @@ def command(
             raise UsageError(f"--sort {sort_key}: {found.shown} is one run", hint="leave it out")
         history, status, _ = look_at(found, warn)
         rows = capability_rows(reading_of(history, status))
-        # The values of shipped capabilities have keys in the status, so only the rows of other capabilities
-        # are added.
+        # Add only rows of external capabilities, because the values of shipped ones have keys in the status.
         others = {name: own for name, own in rows.items() if name not in SHIPPED}
         value = {**status.to_dict(), **({"rows": others} if others else {})}
         if metric is not None:
@@ -165,10 +167,10 @@ def show_runs(
     sort_key: str | None = None,
     below: Path | None = None,
 ) -> None:
-    """Print the runs of a group, or for None all active runs and the newest ended runs.
+    """Print the runs of a group; for None, print all active runs and the newest ended runs.
 
-    `metric` ranks the runs of a group, and `sort_key` is a column or a metric by which they are sorted.
-    `below` limits the list of all runs to the runs in that folder.
+    `metric` ranks the runs of a group; `sort_key`, a column or metric, sorts them. With `below`, the list
+    contains only runs in that folder.
     """
     if found is None:
         _show_all_runs(show_all, as_json, below)
@@ -211,7 +213,7 @@ def show_runs(
 
 @dataclass(frozen=True)
 class Calls:
-    """The runs of one Python function with the same name in the same folder."""
+    """Runs of the same Python function with the same name in the same folder."""
 
     runs: Sequence[RunStatus]
 
@@ -222,11 +224,11 @@ class Calls:
 
     @property
     def states(self) -> dict[str, int]:
-        """Map each state to its number of runs, the most urgent state first."""
+        """Map each state to the number of runs in it, the most urgent state first."""
         return count_states(run.state for run in self.runs)
 
     def row(self, cwd: Path) -> Sequence[str]:
-        """Return the line of these runs. The folder and the age belong to the newest run."""
+        """Return the row for the runs of the function, with the folder and the age of the newest run."""
         newest = self.runs[0]
         folder = Path(newest.run_dir).with_name(newest.name)
         state = Styled(state_counts(self.states), state_style(next(iter(self.states))))
@@ -235,7 +237,7 @@ class Calls:
 
 
 def with_calls(statuses: Sequence[RunStatus | GroupStatus]) -> list[RunStatus | GroupStatus | Calls]:
-    """Replace the runs of a function by one `Calls` if there are at least `MIN_CALLS` of them."""
+    """Replace the runs of a function by one `Calls` object if there are at least `MIN_CALLS` runs."""
     calls: dict[tuple[Path, str], list[RunStatus]] = {}
     for one in statuses:
         if isinstance(one, RunStatus) and is_call(one.command):
@@ -252,7 +254,7 @@ def with_calls(statuses: Sequence[RunStatus | GroupStatus]) -> list[RunStatus | 
 
 
 def _show_all_runs(show_all: bool, as_json: bool, below: Path | None) -> None:
-    # The runs may be read twice: Slurm is queried once, and each warning is printed once.
+    # The runs may be read twice, but Slurm is queried only once, and each warning is printed only once.
     warn_once = cache(warn)
 
     @cache
@@ -275,7 +277,7 @@ def _show_all_runs(show_all: bool, as_json: bool, below: Path | None) -> None:
         shown: list[RunStatus | GroupStatus | Calls] = [*statuses]
     else:
         shown = with_calls(statuses)
-        # the list has space for more of the runs that were not read
+        # The list has space left for runs that were not read.
         if num_hidden and len(shown) < len(statuses):
             statuses, num_hidden = read_all(MAX_READ, query, {}, warn_once, below)
             shown = with_calls(statuses)
@@ -288,11 +290,11 @@ def _show_all_runs(show_all: bool, as_json: bool, below: Path | None) -> None:
     if num_hidden:
         click.echo(_not_shown(num_hidden))
     elif any(isinstance(one, Calls) for one in shown):
-        click.echo("--all shows each run of a function")
+        click.echo("--all shows each run of a function on its own line")
 
 
 def _show_chosen(choice: Choice, below: Path | None, as_json: bool) -> None:
-    """Print the chosen runs with a column for each requested key."""
+    """Print the selected runs, with a column for each key that the user filtered or sorted by."""
     chosen = choice.apply(read_all(None, lambda ids: query_jobs_or_warn(ids, warn), {}, warn, below)[0])
     statuses = [run.status for run in chosen]
     if as_json:
@@ -306,7 +308,7 @@ def _show_chosen(choice: Choice, below: Path | None, as_json: bool) -> None:
 
 
 def _echo_json_of(statuses: Sequence[RunStatus | GroupStatus]) -> None:
-    """Print the runs of a list as JSON; groups are printed without their trials."""
+    """Print a list of runs as JSON; groups are printed without their trials."""
     values = [status.to_dict() for status in statuses]
     for value in values:
         value.pop("points", None)
@@ -314,10 +316,10 @@ def _echo_json_of(statuses: Sequence[RunStatus | GroupStatus]) -> None:
 
 
 def _runs_table(rows: Sequence[Sequence[str]], fit: int | None) -> str:
-    """Return the table of runs with one line per run, at most `fit` columns wide.
+    """Return a table with one line per run, at most `fit` columns wide.
 
-    In a narrow terminal, a folder that all runs share is printed above the table, and the least important
-    columns are omitted. `trainkit status RUN` prints these values.
+    In a narrow terminal, a folder that is common to all runs is printed above the table, and the least
+    important columns are omitted. The omitted values can be seen with `trainkit status RUN`.
     """
     if fit is None:
         return table(rows)
@@ -337,9 +339,9 @@ def _runs_table(rows: Sequence[Sequence[str]], fit: int | None) -> str:
 
 
 def runs_rows(statuses: Sequence[RunStatus | GroupStatus | Calls], cwd: Path) -> list[Sequence[str]]:
-    """Return a heading and a row per run or group.
+    """Return a heading and one row per run or group.
 
-    The folder identifies a row, because names need not be unique.
+    The folder identifies a run, because several runs may have the same name.
     """
     speeds = [speed(one.progress) for one in statuses if isinstance(one, RunStatus)]
     units = {unit for value, unit in speeds if value is not None}
@@ -350,9 +352,9 @@ def runs_rows(statuses: Sequence[RunStatus | GroupStatus | Calls], cwd: Path) ->
 
 
 def speed(progress: Progress) -> tuple[float | None, str]:
-    """Return the speed of a run per second and its unit.
+    """Return a run's speed per second, and the unit of the speed.
 
-    The unit is ``samples`` if the losses of the run count samples, else ``tokens``.
+    The unit is ``samples`` if the run's losses count samples, else ``tokens``.
     """
     if progress.samples_per_s is not None:
         return progress.samples_per_s, "samples"
@@ -360,7 +362,10 @@ def speed(progress: Progress) -> tuple[float | None, str]:
 
 
 def _row(status: RunStatus | GroupStatus | Calls, cwd: Path, usual: str) -> Sequence[str]:
-    """Return the row of a run, a group or calls. A speed in the usual unit is shown without the unit."""
+    """Return the table row for a run, a group, or the calls of a function.
+
+    A speed in the unit `usual` is shown without its unit.
+    """
     if isinstance(status, Calls):
         return status.row(cwd)
     place, age = relative_path(status.run_dir, cwd), duration(status.age_s)
@@ -379,12 +384,12 @@ def _row(status: RunStatus | GroupStatus | Calls, cwd: Path, usual: str) -> Sequ
 
 
 def workers_text(place: Place) -> str:
-    """Return the number of nodes and of workers per node, such as ``2 x 8``."""
+    """Return the numbers of nodes and of workers per node, as in ``2 x 8``."""
     return f"{cell(place.num_nodes)} x {cell(place.workers_per_node)}"
 
 
 def styled_state(status: RunStatus | GroupStatus | TrialStatus) -> Styled:
-    """Return the state of a run, or the number of runs in each state, in the style of the worst state."""
+    """Return a run's state, or a group's number of runs in each state, styled by the worst state."""
     if isinstance(status, GroupStatus):
         return Styled(state_counts(status.states), state_style(next(iter(status.states), "")))
     since = status.progress.diverged_since if isinstance(status, RunStatus) else status.diverged_since
@@ -393,9 +398,9 @@ def styled_state(status: RunStatus | GroupStatus | TrialStatus) -> Styled:
 
 
 def run_details(status: RunStatus, rows: Mapping[str, Mapping[str, str]] = {}) -> str:
-    """Return the details of one run: its failure, then one value per line.
+    """Return the details of a run as text: its failure, then one value per line.
 
-    `rows` are the lines that capabilities add.
+    `rows` contains the lines that capabilities add.
     """
     failed, run = status.failure, quote(shown_path(status.run_dir))
     reason = f" - {status.reason}" if status.reason else ""
@@ -444,7 +449,7 @@ def run_details(status: RunStatus, rows: Mapping[str, Mapping[str, str]] = {}) -
 
 
 def restarts_line(restarts: Sequence[Restart]) -> str:
-    """Return a summary of all restarts in one line: number, causes, and the duration of the last restart."""
+    """Return a one-line summary of all restarts: number, causes, and the duration of the last one."""
     counts = Counter(restart.cause for restart in restarts)
     shown = [
         f"{count} {'requested' if cause == 'asked' else restart_cause(cause).words}"
@@ -460,7 +465,7 @@ def restarts_line(restarts: Sequence[Restart]) -> str:
 
 
 def _details(lines: Mapping[str, str]) -> str:
-    """Return a line per value that is not empty, with its label, in the width of the terminal."""
+    """Return one line per non-empty value, with its label, to fit the width of the terminal."""
     fit = terminal_width()
     shown = {key: [text] if fit is None else _fitted(key, text, fit - LABEL) for key, text in lines.items()}
     return "\n".join(
@@ -472,7 +477,7 @@ def _details(lines: Mapping[str, str]) -> str:
 
 
 def _fitted(key: str, value: str, width: int) -> list[str]:
-    """Return the lines of a value: the labels in `SHORTENED` and `WRAPPED` fit into the given width."""
+    """Return the lines of a value; values with a label in `SHORTENED` or `WRAPPED` fit into the width."""
     texts = [value]
     if key in SHORTENED:
         texts = [SHORTENED[key](plain(value), width)]
@@ -487,9 +492,9 @@ def trial_rows(
     more: Sequence[str] = (),
     max_reason: int = MAX_REASON,
 ) -> list[Sequence[str]]:
-    """Return a heading and a row per trial; `more` names further columns, of ``step`` and ``age``.
+    """Return a heading and one row per trial; `more` may contain the extra columns ``step`` and ``age``.
 
-    A reason of more than `max_reason` characters is cut.
+    A reason with more than `max_reason` characters is truncated.
     """
     keys = [key.upper() for key in short_keys(status.keys)]
     own = [key.upper() for key in more]
@@ -507,14 +512,14 @@ def trial_rows(
 
 
 def _not_shown(count: int) -> str:
-    """Return the last line of a list from which runs are omitted."""
-    return f"{count:,} more not shown; --all shows them"
+    """Return the last line of a list that omits some runs."""
+    return f"{count:,} more runs are not shown; use --all to see them"
 
 
 def _steps(progress: Progress) -> str:
-    """Return the step and the total, such as ``12/200``.
+    """Return the current step and the total number of steps, as in ``12/200``.
 
-    The total is omitted if it is unknown, as for a COMMAND.
+    The total is omitted if it is unknown, for example for a COMMAND.
     """
     if progress.total_steps is None:
         return cell(progress.step)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def sweep_option(help_text: str) -> Callable[[options.Function], options.Function]:
-    """Return the option ``--sweep KEY=V,V,…``, which is repeatable and passed as `sweeps`."""
+    """Return the repeatable option ``--sweep KEY=V,V,…``; its values are passed as `sweeps`."""
     return option("--sweep KEY=V,V,…", help_text, name="sweeps", multiple=True)
 
 
@@ -45,18 +45,19 @@ def sweep_option(help_text: str) -> Callable[[options.Function], options.Functio
 )
 @options.config_options(options.choosing_shape_options)
 @options.gpu_type_option
-@sweep_option("One run per value; several --sweep submit one run per combination.")
+@sweep_option("Submit one run per value; with several --sweep, one run per combination of values.")
 @option(
     "--array SPEC",
-    "One run per index, as in 0-9 or 1,3,5, with consecutive seeds; %4 runs at most 4 at once.",
+    "Submit one run per index, for example 0-9 or 1,3,5, with consecutive seeds; append %4 to run at most "
+    "4 at once.",
 )
 @options.after_option
 @options.now_option
 @options.trust_option
-@option("--run-dir DIR", "Exact run folder, new or empty; default: runs/NAME.")
+@option("--run-dir DIR", "Run folder, which must be new or empty; default: runs/NAME.")
 @options.launcher_option
-@option("--dry-run", "Print what would be submitted; write and start nothing.")
-@option("--test-only", "Ask Slurm when the job would start; submit nothing.")
+@option("--dry-run", "Print what would be submitted, without writing or starting anything.")
+@option("--test-only", "Print when the job would start according to Slurm, without submitting it.")
 @option("--follow", "Show rank 0's log until the run ends; Ctrl-C detaches.")
 @options.json_option
 def command(
@@ -77,14 +78,14 @@ def command(
     Prints the run folder and the job id. With a COMMAND after --, each rank runs the COMMAND instead of the
     built-in trainer.
 
-    In place of CONFIG, a RUN (its name, folder or job id) is repeated in a new folder. The new run uses the
-    config, the copied code and the command of RUN, on the same backend and number of GPUs, as if submitted
-    from the same folder. Options on the command line override the settings of RUN. A file or a shipped config
-    takes precedence over a RUN of the same name.
+    If the name, folder or job id of a RUN is given instead of CONFIG, that run is repeated in a new folder.
+    The new run uses the config, the copied code and the command of RUN, with the same backend and the same
+    number of GPUs. Relative paths mean the same files as for RUN. Options on the command line override the
+    settings taken from RUN. A file or a shipped config takes precedence over a RUN of the same name.
 
-    --sweep and --array submit a group of runs, as one Slurm array or, on this machine, one run after another.
-    The group's folder contains one run folder per index. Sweep values are parsed as items of a YAML list:
-    "a,b" is one string, and [1,2],[3,4] are two lists.
+    --sweep and --array submit a group of runs: on Slurm as one array, on this machine one run after another.
+    The folder of the group contains one run folder per index. Sweep values are parsed like the items of a
+    YAML list: "a,b" is one string, and [1,2],[3,4] are two lists.
     """
     from trainkit.launch.submission import plan_submission, submission_warnings
     from trainkit.launch.sweep import group_trials
@@ -100,17 +101,19 @@ def command(
         click.get_current_context().with_resource(submission_folder(repeated.job, takes_new_code=True))
     if is_group and follow:
         raise UsageError(
-            "--follow follows one run, not a group", hint="`trainkit logs GROUP/0 -f` follows one of its runs"
+            "--follow works only for a single run, not for a group",
+            hint="`trainkit logs GROUP/0 -f` follows one run of the group",
         )
     if is_group and now:
         raise UsageError(
-            "--now starts one run, but the runs of a group share the free GPUs and cores", hint="remove --now"
+            "--now works only for a single run, because the runs of a group share the free GPUs and cores",
+            hint="remove --now",
         )
     if request.chooses_nodes and (is_group or after):
         raise UsageError(
             "--nodes auto is for one run that may start now, because the start of a group or of a run "
             "with --after is unknown",
-            hint="name a number, or several as in --nodes 2-8",
+            hint="specify a number, or several numbers such as --nodes 2-8",
         )
     spec, trials = group_trials(request, workload, sweeps, array)
     submission = plan_submission(
@@ -125,8 +128,11 @@ def command(
     submission = replace(submission, stdin=stdin)
     plan = submission.plan
     if now and plan.is_job:
-        raise UsageError("--now is for a run on this machine, and this one is for Slurm", hint="remove --now")
-    # A dry run on this machine prints the description on stdout, because there is no script.
+        raise UsageError(
+            "--now works only for runs on this machine, but this run would be submitted to Slurm",
+            hint="remove --now",
+        )
+    # A dry run on this machine prints the description to stdout, because there is no script to print.
     is_shown = dry_run and not plan.is_job and not as_json
     click.echo(describe_plan(plan, next_name(submission.trials[0].config.name, folder)), err=not is_shown)
     for line in (
@@ -159,11 +165,11 @@ def command(
     }
     echo_result(facts, f"{run.path}\n{job_id}", as_json)
     if follow and attempt is not None:
-        from trainkit.cli.logs import follow_detachable  # Modules that read runs are slow to import.
+        from trainkit.cli.logs import follow_detachable  # imported here because it is slow to import
 
         return follow_detachable(run, attempt, to_stderr=as_json)
     first = submission.trials[0].index
-    hint = f"`trainkit status {shown}` shows all runs, `trainkit logs {shown}/{first} -f` follows one"
+    hint = f"`trainkit status {shown}` shows all runs, `trainkit logs {shown}/{first} -f` follows one run"
     if spec is None:
         hint = f"`trainkit logs {shown} -f` follows its log, `trainkit cancel {shown}` cancels it"
     click.echo(hint, err=True)
@@ -173,14 +179,14 @@ def command(
 def _repeated(
     request: ConfigRequest, workload: Workload
 ) -> tuple[ConfigRequest, Workload, RepeatedRun | None]:
-    """Return the request, the workload, and the run to repeat if CONFIG names a run.
+    """Return the request, the workload, and the run to repeat; the latter is None unless CONFIG names a run.
 
-    Without a COMMAND, the workload of the repeated run is used.
+    If no COMMAND is given, the workload is that of the repeated run.
     """
     is_config = request.path in ("", "-") or typed_path(request.path, Path(), is_literal=True).is_file()
     if is_config or find_shipped_config(request.path) is not None:
         return request, workload, None
-    # Modules that read runs are slow to import.
+    # imported here because modules that read runs are slow to import
     from trainkit.launch.repeat import find_repeated, repeated_run
 
     typed = {text.partition("=")[0].strip() for text in request.overrides} | request.flags.keys()
@@ -203,7 +209,7 @@ def _changes(repeated: RepeatedRun, submission: Submission, request: ConfigReque
 
 
 def _notes(submission: Submission, workload: Workload, is_sweep: bool) -> Iterator[str]:
-    """Yield notes about the trials of a group."""
+    """Yield a line that describes the trials of a group, and notes about them."""
     from trainkit.launch.submission import describe_trials, reaches_command
 
     trials = submission.trials
@@ -212,8 +218,8 @@ def _notes(submission: Submission, workload: Workload, is_sweep: bool) -> Iterat
         generated = {json.dumps(item.plan.files) for item in trials}
         if len(generated) == 1 and not reaches_command(trials, workload.argv):
             yield (
-                "  note: a COMMAND sees only {KEY} in its arguments and swept launch.env.NAME; other values "
-                "are in config.yaml of the run folder, $TRAINKIT_JOB_RUN_DIR"
+                "  note: a COMMAND gets swept values only for {KEY} in its arguments and for "
+                "launch.env.NAME; all values are in config.yaml in the run folder, $TRAINKIT_JOB_RUN_DIR"
             )
         if not trials[0].config.launch.snapshot:
             others = "their relative output paths overwrite each other"
@@ -221,12 +227,12 @@ def _notes(submission: Submission, workload: Workload, is_sweep: bool) -> Iterat
 
 
 def _show(submission: Submission, folder: Path | None, test_only: bool, as_json: bool) -> int:
-    """Print the script of the job, the plan of a local run for --json, or Slurm's estimate of the start."""
+    """Print the batch script, the plan of a local run (for --json), or Slurm's estimate of the start."""
     plan, (script, files) = submission.plan, submission.preview(folder)
     if not test_only:
         if plan.is_job or as_json:
             click.echo(script, nl=False)
-        # Print the files to stderr as `head` does, because stdout is the script, byte for byte.
+        # Print the files to stderr, because stdout is exactly the script.
         for path, text in files.items():
             click.echo(f"==> {path} <==\n{text}", nl=False, err=True)
         return EXIT_OK

@@ -1,4 +1,4 @@
-"""Turns errors in a command line into errors with a hint that the user can type."""
+"""Turns errors in a command line into errors with a hint, usually a command that the user can type."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import click
 from trainkit.errors import EXIT_FAILED, EXIT_USAGE, ConfigError, TrainkitError, UsageError
 
 SIMILAR = 0.75
-"""Minimum similarity of a suggestion; `sumbit` and `submit` have 0.83, `wait` and `watch` have 0.67."""
+"""Minimum similarity of a suggestion to the typed word; for `sumbit` and `submit`, it is 0.83, for `wait` and
+`watch` 0.67."""
 PROGRAM = re.compile(r"(\S*/)?(python[0-9.]*|torchrun|accelerate|deepspeed|wandb|bash|sh)|\S*\.(py|sh)")
 SETTING = re.compile(r"-*(?P<key>[A-Za-z_]+(\.[A-Za-z_]+)+)=(?P<value>.+)")
 DASHES = "\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}"
-"""Dashes that a word processor or a web page writes in place of ``--``."""
+"""Dashes that word processors and web pages write instead of ``--``."""
 OTHER_COMMANDS = {
     "ls": ("list", "ps", "queue", "show", "status"),
     "status": ("ls", "list", "ps", "queue", "squeue", "sacct", "show", "jobs", "runs", "info", "describe"),
@@ -39,25 +40,25 @@ OTHER_COMMANDS = {
     **{"diagnose": ("explain", "why", "errors", "inspect"), "stacks": ("py-spy", "stack")},
     **{"--help": ("help", "man", "usage", "?", "/?", "/help"), "--version": ("version", "ver")},
 }
-"""Maps a command to the commands of other programs that mean the same."""
-MOVES = "a run is a folder: once it has ended, `mv` and `cp -r` move and copy it"
-DELETES = "a run is a folder: `rm -r` deletes one that has ended, `trainkit cancel RUN` ends one that runs"
+"""Maps a command to the names under which other programs have this command."""
+MOVES = "a run is a folder: after the run has ended, use `mv` and `cp -r` to move and copy it"
+DELETES = "a run is a folder: `rm -r` deletes an ended run, and `trainkit cancel RUN` ends a running one"
 RESUMES = "`trainkit resume {run}` starts a run again from its newest checkpoint"
 RESUME_OPTIONS = (
     "--resume --resume-from --resume-from-checkpoint --resume-run --resume-path --auto-resume --ckpt"
     " --ckpt-path --checkpoint --from-checkpoint --load --load-checkpoint --load-from-checkpoint --restore"
     " --restart --continue --continue-from"
 )
-"""Options of other programs that continue a run."""
+"""Options of other programs that resume a run."""
 KEEPS_LOGS = "`trainkit logs RUN` shows what a run prints; the files are in its run folder"
 HERE = "a run uses the folder where you submit it: `cd` to that folder first"
 IS_SET = "trainkit sets this option itself; omit it"
 IS_HERE = "`trainkit run` always uses this machine; omit this option"
 ASKS_NOTHING = "trainkit never asks for confirmation; omit this option"
 WRITES_ACCELERATE = (
-    "trainkit writes the config of accelerate: `trainkit submit --launcher accelerate -- train.py`"
+    "trainkit writes the accelerate config itself: `trainkit submit --launcher accelerate -- train.py`"
 )
-OWN_LIGHTNING = "your own LightningCLI follows --: `trainkit submit --launcher lightning -- main.py {args}`"
+OWN_LIGHTNING = "write your LightningCLI after --: `trainkit submit --launcher lightning -- main.py {args}`"
 RENDEZVOUS = "trainkit chooses address, port and ranks itself; omit this option"
 BY_HAND = (
     "omit this option; on several hosts without Slurm, start `torchrun … -m trainkit run CONFIG` on each host"
@@ -65,23 +66,24 @@ BY_HAND = (
 OTHER_WAYS = {
     **dict.fromkeys(("--output", "--error", "-o", "-e", "--log-dir", "--logdir"), KEEPS_LOGS),
     **dict.fromkeys(("--local", "--here"), "did you mean --backend local?"),
-    **dict.fromkeys(("--dependency", "-d"), "`--after RUN` waits for another run"),
+    **dict.fromkeys(("--dependency", "-d"), "to wait for another run, use `--after RUN`"),
     **dict.fromkeys(("-v", "-V", "--v"), "did you mean `trainkit --version`?"),
-    "--parsable": "`--json` prints the job id as a value",
-    "--pty": "`trainkit shell` starts a shell in an allocation",
-    "--input": "`trainkit submit -- COMMAND < FILE` gives a COMMAND its standard input",
-    "--export": "`--set launch.env.NAME=VALUE` sets a variable of the job",
-    "--nodefile": "`--set resources.extra.nodelist=NODE,NODE` names the nodes",
+    "--parsable": "to print the job id, use `--json`",
+    "--pty": "to start a shell in an allocation, use `trainkit shell`",
+    "--input": "to pass standard input to a COMMAND, use `trainkit submit -- COMMAND < FILE`",
+    "--export": "to set an environment variable of the job, use `--set launch.env.NAME=VALUE`",
+    "--nodefile": "to choose the nodes, use `--set resources.extra.nodelist=NODE,NODE`",
     **dict.fromkeys(("--open-mode", "--label", "--multi-prog", "--kill-on-bad-exit", "--overlap"), IS_SET),
     **dict.fromkeys(("--chdir", "-D", "--workdir", "--cwd", "--working-dir"), HERE),
     **dict.fromkeys(("--yes", "-y", "--force", "--overwrite", "--no-input"), ASKS_NOTHING),
-    **dict.fromkeys(("--wait", "-W"), "`--follow` waits until the run has ended"),
+    **dict.fromkeys(("--wait", "-W"), "to wait until the run has ended, use `--follow`"),
     **dict.fromkeys(("--quiet", "--silent"), "diagnostics go to stderr; `2>/dev/null` hides them"),
     **dict.fromkeys(
-        ("--sweep_id", "--sweep-id", "--count"), "`--sweep KEY=VALUE,VALUE` starts a run for each value"
+        ("--sweep_id", "--sweep-id", "--count"),
+        "for one run per value, use `--sweep KEY=VALUE,VALUE`",
     ),
-    "--verbose": "`trainkit --debug COMMAND …` shows where an error comes from",
-    "--wrap": "your own program follows --: `trainkit submit -- COMMAND`",
+    "--verbose": "to see where an error comes from, use `trainkit --debug COMMAND …`",
+    "--wrap": "write your own program after --: `trainkit submit -- COMMAND`",
     **dict.fromkeys(
         ("--standalone", "--rdzv_backend", "--rdzv-backend", "--rdzv_id", "--rdzv-id"), RENDEZVOUS
     ),
@@ -94,7 +96,8 @@ OTHER_WAYS = {
     **dict.fromkeys(("--requeue", "--no-requeue"), "`--set requeue.max=N` limits the restarts of a run"),
     **dict.fromkeys(("--use_deepspeed", "--deepspeed"), "did you mean --launcher deepspeed?"),
 }
-"""Maps an option of other programs to a hint, if no option of the same command replaces it."""
+"""Maps an option of other programs to a hint, where no trainkit option of the same command corresponds to
+it."""
 SBATCH_OPTIONS = (
     "acctg-freq batch bb bbf begin cluster-constraint container contiguous core-spec cores-per-socket"
     " deadline delay-boot distribution exclusive extra-node-info get-user-env gid gres-flags hint hold"
@@ -102,20 +105,20 @@ SBATCH_OPTIONS = (
     " ntasks-per-socket overcommit oversubscribe power prefer priority propagate reboot sockets-per-node"
     " spread-job switches thread-spec threads-per-core tmp uid use-min-nodes wckey"
 )
-"""Options of sbatch without a config key; `resources.extra` accepts them."""
+"""Options of sbatch that have no config key; use `resources.extra` for them."""
 SRUN_OPTIONS = (
     "accel-bind bcast compress cpu-bind gpu-bind mem-bind mpi network task-epilog task-prolog unbuffered"
 )
-"""Options of srun without a config key; `launch.srun_extra` accepts them."""
+"""Options of srun that have no config key; use `launch.srun_extra` for them."""
 KILLS = ("-9", "-f", "--force", "--kill", "-s", "--signal")
 """Options of `kill` and `scancel` that end a job immediately."""
 SBATCH_SHORT = {"-w": "nodelist", "-L": "licenses", "-H": "hold", "-b": "begin", "-s": "oversubscribe"}
 SBATCH_KEYS = {"-x": "exclude", "-M": "clusters"}
-"""SBATCH_SHORT maps short options of sbatch to long options, and SBATCH_KEYS maps them to config keys."""
+"""SBATCH_SHORT maps short options of sbatch to their long forms, SBATCH_KEYS to config keys."""
 SLURM_ALONE = ("--time", "--partition", "--account", "--qos", "--constraint", "--mem", "--exclusive")
-"""Options of a Slurm job, which have no effect on a run in the foreground."""
+"""Options of a Slurm job that have no effect on a run in the foreground."""
 WORD_IS_VALUE = ("bf16", "fp16", "fp32", "cpu")
-"""Options of other programs whose name is the value of a config key."""
+"""Options of other programs whose name is a value of a config key."""
 OTHER_NAMES = {
     "--nodes": ("-N", "--nnodes", "--num_machines", "--num-machines"),
     "--gpus-per-node": (
@@ -147,11 +150,11 @@ OTHER_NAMES = {
     "--out": ("-o", "--output", "--to", "--output-dir", "--output_dir"),
     "--all": ("-a",),
 }
-"""Maps an option to the options of Slurm's commands and of launchers that mean the same."""
+"""Maps an option to the corresponding options of Slurm's commands and of launchers."""
 
 
 class CommandGroup(click.Group):
-    """A group of commands that suggests the intended command for an unknown one."""
+    """A group of commands; for an unknown command, it suggests the one that was probably meant."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -165,7 +168,7 @@ class CommandGroup(click.Group):
 
 
 def _command_hint(args: Sequence[str], known: Sequence[str], program: str) -> str:
-    """Return a hint for the unknown command `args[0]` of `program`."""
+    """Return a hint for `args[0]`, an unknown command of `program`."""
     from trainkit.formats import near
 
     name, is_top = args[0].lower(), "submit" in known
@@ -198,7 +201,7 @@ def _command_hint(args: Sequence[str], known: Sequence[str], program: str) -> st
 
 
 def _meant_by_operand(args: Sequence[str]) -> str | None:
-    """Return the command that the user omitted before a program, a config or a run."""
+    """Return the command that the user left out before a program, a config or a run."""
     from trainkit.folders import find_shipped_config
 
     if PROGRAM.fullmatch(args[0]):
@@ -218,7 +221,7 @@ def _is_run(name: str) -> bool:
 
 
 def from_click(error: click.ClickException, args: Sequence[str]) -> TrainkitError:
-    """Convert a click error; most click errors are usage errors with exit code 2."""
+    """Convert an error from click; most of them are usage errors with exit code 2."""
     message, hint = error.format_message().rstrip("."), ""
     message = message[:1].lower() + message[1:]
     context = error.ctx if isinstance(error, click.UsageError) else None
@@ -226,7 +229,7 @@ def from_click(error: click.ClickException, args: Sequence[str]) -> TrainkitErro
     args = args[: args.index("--")] if "--" in args else args  # Arguments after -- belong to the COMMAND.
     if isinstance(error, click.NoSuchOption):
         known = _option_names(error.ctx)
-        # Click reads -help as -h -e -l -p.
+        # Click reads -help as the four options -h -e -l -p.
         word = next((word for word in args if word[:1] == "-" and f"-{word}" in known), None)
         message = f"unknown option {word or error.option_name}"
         hint = f"did you mean -{word}?" if word else _option_hint(error, args)
@@ -242,7 +245,7 @@ def from_click(error: click.ClickException, args: Sequence[str]) -> TrainkitErro
     elif isinstance(error, click.BadParameter) and error.param is not None:
         message, hint = _bad_value(error.param, args) or (message, "")
     if isinstance(error, click.UsageError) and takes_command and (first := _program_at(args, context)):
-        hint = f"your own program follows --: `trainkit {_with_dashes(args, first)}`"
+        hint = f"write your own program after --: `trainkit {_with_dashes(args, first)}`"
     if isinstance(error, click.UsageError) and not hint:
         named = ["trainkit", *(word for word in args[:1] if not word.startswith("-"))]
         path = " ".join(named) if context is None else context.command_path
@@ -261,20 +264,20 @@ def _option_names(context: click.Context | None) -> list[str]:
 
 
 def _program_at(args: Sequence[str], context: click.Context | None) -> int:
-    """Return the index of the program in a command line, or 0; an option's value is not a program."""
+    """Return the index of the user's program in a command line, or 0 if there is none."""
     with_value = {name for item in _options(context) if not item.is_flag for name in item.opts}
     found = (index for index, word in enumerate(args) if PROGRAM.fullmatch(word) and "=" not in word)
     return next((index for index in found if args[index - 1] not in with_value), 0)
 
 
 def _with_dashes(args: Sequence[str], first: int) -> str:
-    """Return the command line with the ``--`` that the user forgot before a program."""
+    """Return the command line with the ``--`` that the user left out before a program."""
     own, program = [word for word in args[:first] if word.strip(DASHES + "-")], args[first:]
     launcher = program[0].rpartition("/")[2]
     script = next((at for at, word in enumerate(program) if word.endswith(".py")), 0)
     if launcher in ("torchrun", "accelerate", "deepspeed") and script and "--launcher" not in own:
         own, program = [*own, "--launcher", launcher], program[script:]
-    # The launchers start Python themselves.
+    # With --launcher, the launcher starts Python.
     python = ["python"] if program[0].endswith(".py") and "--launcher" not in own else []
     shell = ["bash"] if program[0].endswith(".sh") else []
     return join([*own, "--", *python, *shell, *program])
@@ -285,23 +288,23 @@ def _name(param: click.Parameter) -> str:
 
 
 def _word_hint(args: Sequence[str]) -> str:
-    """Return a hint for an argument that is a misspelt option or setting."""
+    """Return a hint for an argument that is a misspelled option or setting."""
     rest = args[1:]
     if (cut := _cut_setting(args)) is not None:
         return cut[2]
     if args[:1] in (["cancel"], ["watch"], ["logs"], ["diagnose"], ["resume"]) and all(map(_is_run, rest)):
-        return f"one run at a time: `trainkit {join(args[:2])}`"
+        return f"specify only one run: `trainkit {join(args[:2])}`"
     if (
         args[:1] in (["status"], ["report"])
         and len(rest) > 1
         and not any(word.startswith("-") for word in rest)
     ):
-        return f"`trainkit compare {join(rest)}` shows several runs side by side"
+        return f"to see several runs side by side, use `trainkit compare {join(rest)}`"
     if args[:1] == ["init"] and len(rest) == 1 and (task := _task_name(rest[0])).isidentifier():
         return f"did you mean --task {task}?"
     if sum(word.endswith((".yaml", ".yml")) for word in rest) > 1:
         files = [word for word in rest if word.endswith((".yaml", ".yml"))]
-        return f"a config that contains `extends: [{', '.join(files)}]` combines them"
+        return f"to combine the files, write a config with `extends: [{', '.join(files)}]`"
     from trainkit.config.schema import all_keys, meant
 
     for word, value in itertools.pairwise(rest):
@@ -313,7 +316,7 @@ def _word_hint(args: Sequence[str]) -> str:
             return f"did you mean --set {quote(f'{path}={value}')}?"
     for word in args:
         if word and word[0] in DASHES:
-            return f"{word} begins with a dash that is not -: write --{word.lstrip(DASHES + '-')}"
+            return f"{word} begins with a dash other than -: write --{word.lstrip(DASHES + '-')}"
         if (found := SETTING.fullmatch(word)) is not None:
             return _setting_hint(found)
     return ""
@@ -325,13 +328,13 @@ def _task_name(word: str) -> str:
 
 _NUMBER = r"[-+]?[\d.]+(?:[eE][-+]?\d+)?"
 _LOOSE = re.compile(rf"=|=?{_NUMBER}(?:,+{_NUMBER})*,*|[a-z_.]+=\S+")
-"""Matches a loose equals sign, numbers or a setting that follows a space."""
+"""Matches an equals sign, numbers, or a setting that a space separates from its option."""
 
 
 def _cut_setting(args: Sequence[str]) -> tuple[str, str, str] | None:
-    """Find an argument that belongs to the ``--set`` or ``--sweep`` before it.
+    """Find an argument that a space has separated from the ``--set`` or ``--sweep`` to which it belongs.
 
-    Returns the argument, the whole setting and a hint.
+    Returns the argument, the complete setting and a hint.
     """
     for at, word in enumerate(args):
         option, equals, text = word.partition("=")
@@ -360,7 +363,7 @@ def _cut_setting(args: Sequence[str]) -> tuple[str, str, str] | None:
 
 
 def cut_setting(args: Sequence[str], config: str | None) -> TrainkitError | None:
-    """Return the error of a CONFIG that is ``help`` or belongs to the setting before it; otherwise None."""
+    """Return an error if CONFIG is ``help`` or a part of the setting before it; else None."""
     if config == "help" and args[-1:] == ["help"]:
         return UsageError("help: no such file or shipped config", hint=_help_hint(args))
     found = _cut_setting(args[: args.index("--")] if "--" in args else args)
@@ -370,7 +373,7 @@ def cut_setting(args: Sequence[str], config: str | None) -> TrainkitError | None
 
 
 def as_typed(error: TrainkitError, args: Sequence[str]) -> TrainkitError:
-    """Return an error whose hint, if possible, is the corrected command line."""
+    """Return the error; its hint becomes the corrected command line, if possible."""
     from trainkit.run.registry import RunElsewhere
 
     if isinstance(error, RunElsewhere) and error.only is not None:
@@ -379,7 +382,7 @@ def as_typed(error: TrainkitError, args: Sequence[str]) -> TrainkitError:
         if at is None:
             return error
         words[at] = str(error.only)
-        return UsageError(error.message, hint=f"`{join(['trainkit', *words])}` acts on this run")
+        return UsageError(error.message, hint=f"`{join(['trainkit', *words])}` uses this run")
     asks_help = len(args) > 1 and args[-1] == "help" and "--" not in args
     if asks_help and error.exit_code == EXIT_USAGE and not isinstance(error, ConfigError):
         return UsageError(error.message, hint=_help_hint(args))
@@ -391,7 +394,7 @@ def _help_hint(args: Sequence[str]) -> str:
 
 
 def _setting_hint(found: re.Match[str], known: Sequence[str] = ("--set",)) -> str:
-    """Return a hint for ``key=value``; several values of a key that takes one value need ``--sweep``."""
+    """Return a hint for ``key=value``; several values for a key with a single value require ``--sweep``."""
     from trainkit.config.schema import is_known, meant
     from trainkit.config.suggest import accepts, other_key_says
 
@@ -405,7 +408,7 @@ def _setting_hint(found: re.Match[str], known: Sequence[str] = ("--set",)) -> st
 
 
 def _option_hint(error: click.NoSuchOption, args: Sequence[str]) -> str:
-    """Return a hint with the option or the config key that an unknown option probably means."""
+    """Return a hint with the option or config key that was probably meant by an unknown option."""
     from difflib import get_close_matches
 
     known, typed = _option_names(error.ctx), error.option_name
@@ -453,7 +456,7 @@ def _takes_run(context: click.Context | None) -> bool:
 
 
 def _of_another_command(typed: str, context: click.Context | None, args: Sequence[str]) -> str:
-    """Return a hint for a command's option before the command, or a global option after the command."""
+    """Return a hint if an option of a command precedes the command, or a global option follows it."""
     from difflib import get_close_matches
 
     if context is None:
@@ -465,17 +468,17 @@ def _of_another_command(typed: str, context: click.Context | None, args: Sequenc
         if command is not None and any(typed in item.opts for item in command.params):
             rest = list(args)
             rest.remove(name)
-            return f"the options of a command follow it: `{join(['trainkit', name, *rest])}`"
+            return f"write the options of a command after it: `{join(['trainkit', name, *rest])}`"
     elif meant := get_close_matches(
         typed, [name for item in root.command.params for name in item.opts], 1, 0.9
     ):
         rest = [word for word in args if word != typed]
-        return f"this option comes before the command: `{join(['trainkit', meant[0], *rest])}`"
+        return f"write this option before the command: `{join(['trainkit', meant[0], *rest])}`"
     return ""
 
 
 def _with_value(names: Sequence[str], value: str | None) -> str:
-    """Return the options for a value of another option; ``--gres gpu:a100:4`` also contains a GPU type."""
+    """Return options for another option's value; ``--gres gpu:a100:4`` also contains a GPU type."""
     *kind, count = (value or "").removeprefix("gpu:").split(":")
     if names == ["--gpus-per-node"] and value != count and count.isdigit() and len(kind) < 2:
         return " ".join([*(f"--gpu-type {one}" for one in kind), f"--gpus-per-node {count}"])
@@ -489,7 +492,7 @@ def _names_config(typed: str, value: str | None) -> bool:
 
 
 def _key_hint(typed: str, value: str | None, args: Sequence[str], known: Sequence[str]) -> str:
-    """Return a hint with the config key for an option of another program, and a valid value."""
+    """Return a hint with the config key, and a valid value, for an option of another program."""
     from trainkit.config.schema import all_keys, other_names, sections
     from trainkit.config.suggest import accepts, nearest, other_key_says
 
@@ -532,7 +535,7 @@ def _key_hint(typed: str, value: str | None, args: Sequence[str], known: Sequenc
 
 
 def _typed(names: Sequence[str], args: Sequence[str]) -> str | None:
-    """Return the last value that was typed for an option with one of these names."""
+    """Return the last value that the user typed for an option with one of these names."""
     value = None
     for word, following in zip(args, [*args[1:], None], strict=True):
         name, equals, rest = word.partition("=")
@@ -542,13 +545,13 @@ def _typed(names: Sequence[str], args: Sequence[str]) -> str | None:
 
 
 def _bad_value(param: click.Parameter, args: Sequence[str]) -> tuple[str, str] | None:
-    """Return a message and a hint for an invalid number or choice, in the style of config problems."""
+    """Return a message and a hint for an invalid number or choice, worded like config problems."""
     from trainkit.config.schema import allowed_values, schema_words
     from trainkit.config.suggest import readings
     from trainkit.folders import INTERPOLATION, NOT_EVALUATED
 
     kind, name = param.type, _name(param)
-    # An argument with a choice is the only argument of its command.
+    # A command that takes a choice as its argument takes no other argument.
     value = _typed(param.opts, args) if isinstance(param, click.Option) else args[-1]
     choices: Sequence[str] = ()
     if key := getattr(kind, "config_key", ()):

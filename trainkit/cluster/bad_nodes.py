@@ -1,6 +1,7 @@
-"""Records hosts that failed, per cluster, so that this user's jobs exclude them for 24 hours.
+"""Records the hosts of each cluster that failed, so that this user's jobs exclude them for 24 hours.
 
-The records are in ``$XDG_STATE_HOME/trainkit/bad_nodes/CLUSTER.json``; delete that file to clear them.
+The records are in ``$XDG_STATE_HOME/trainkit/bad_nodes/CLUSTER.json``; delete that file to include the hosts
+again.
 """
 
 from __future__ import annotations
@@ -19,19 +20,20 @@ from trainkit.run.files import parse_time, read_object, read_record, write_json
 KEEP = timedelta(hours=24)
 LONG_AGO = datetime.min.replace(tzinfo=timezone.utc)
 LOCK_TIMEOUT_S = 10.0
-"""Seconds to wait for the lock, which a dead host may hold; the record is not worth a longer wait."""
+"""Timeout in seconds for the lock, which may be held by a host that died; a lost record is not worth a longer
+wait."""
 FAILURES_OF_A_CULPRIT = 2
-"""A host is excluded when this many failures of one run began on it."""
+"""Number of failures of one run that must begin on a host before the host is excluded."""
 
 _BLAMED = ("culprit", "start")
 
 Kind = Literal["died", "preflight", "culprit", "start"]
-"""`died`: Slurm lost the node. `preflight`: it failed preflight. `culprit`: a run's failure began on it.
-`start`: a job ended there before its supervisor began."""
+"""`died`: Slurm lost the node. `preflight`: the host failed the preflight checks. `culprit`: a failure of a
+run began on the host. `start`: a job ended on the host before the job's supervisor started."""
 
 
 def memory_file(cluster: str, environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the path of the file that records the bad hosts of a cluster."""
+    """Return the path of the file with the records of a cluster's bad hosts."""
     return state_folder(environ) / "bad_nodes" / f"{cluster.lower().replace('/', '_')}.json"
 
 
@@ -46,14 +48,14 @@ def note_failure(
     now: datetime | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> None:
-    """Record that a host failed an attempt of a run; `reason` is a short text for messages.
+    """Record that a host made an attempt of a run fail; `reason` is a short text for messages.
 
     Raises OSError if the file cannot be written or stays locked.
     """
     now = now or datetime.now(timezone.utc)
     file = memory_file(cluster, environ)
     ensure_folder(file.parent, 0o700, parents=True)
-    # Two jobs must not overwrite each other's records.
+    # Take the lock, so that two jobs do not overwrite each other's records.
     with file_lock(file.with_suffix(".lock"), LOCK_TIMEOUT_S):
         notes = [
             *_notes(file, now),
@@ -64,7 +66,7 @@ def note_failure(
 
 @dataclass(frozen=True)
 class Note:
-    """One failure as the file records it; a damaged or edited value is missing."""
+    """One recorded failure; a value that is damaged or was edited by hand counts as missing."""
 
     host: str = ""
     kind: str = ""
@@ -75,7 +77,7 @@ class Note:
 
     @property
     def at(self) -> datetime:
-        """The time of the failure; long ago if the time is unknown."""
+        """The time of the failure; `LONG_AGO` if it is unknown."""
         found = parse_time(self.time)
         return LONG_AGO if found is None or found.tzinfo is None else found
 
@@ -87,10 +89,11 @@ def excluded(
     *,
     run: str | None = None,
 ) -> dict[str, str]:
-    """Return the hosts of a cluster to exclude from jobs, each with the reason; the most recent first.
+    """Return the hosts that jobs on a cluster should exclude, each with the reason; the most recent first.
 
-    A host is excluded if it died, failed preflight, or was the culprit of `FAILURES_OF_A_CULPRIT` failures
-    of one run, within the last 24 hours; from the jobs of the folder `run` also after one start that failed.
+    A host is excluded if, within the last 24 hours, it died, failed preflight, or was the culprit of
+    `FAILURES_OF_A_CULPRIT` failures of one run. If `run` is the folder of a run, a host where a start of this
+    run failed is excluded too.
     """
     notes = _notes(memory_file(cluster, environ), now or datetime.now(timezone.utc))
     found: dict[str, str] = {}
@@ -107,13 +110,13 @@ def excluded(
 
 
 def _reason_text(note: Note, failures: int) -> str:
-    often = f", one of {failures} failures that began there" if failures > 1 else ""
+    often = f", one of {failures} failures that began on this host" if failures > 1 else ""
     run = f"{Path(note.run).name}, attempt {note.attempt}, {note.at.astimezone():%Y-%m-%d %H:%M}"
     return f"{note.reason}{often} ({run})"
 
 
 def _notes(file: Path, now: datetime) -> list[Note]:
-    """Return the recorded failures that have not expired, the oldest first."""
+    """Return the recorded failures that have not expired, oldest first."""
     values = read_object(file).get("notes")
     listed = values if isinstance(values, list) else []
     found = (read_record(Note, value) for value in listed if isinstance(value, dict))

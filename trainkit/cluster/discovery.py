@@ -1,7 +1,7 @@
-"""Queries Slurm for the partitions, nodes, accounts and QOS of a cluster, as a `cluster.model.Cluster`.
+"""Queries Slurm for a cluster's partitions, nodes, accounts and QOS, and returns a `cluster.model.Cluster`.
 
-`query_cluster` is fast and runs before a submission; `discover_cluster` queries everything that a profile
-can contain.
+`query_cluster` is fast and runs before a submission; `discover_cluster` also queries everything else that a
+profile can contain.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ from trainkit.slurm.control import has_expedited_requeue, parse_config, parse_ve
 from trainkit.slurm.environment import finds_cluster
 
 CLUSTER_TIMEOUT_S = 10.0
-"""Seconds to wait for the controller: less than sbatch waits, so that its absence is reported early."""
+"""Timeout for the controller in seconds; shorter than that of sbatch, so that an unreachable controller is
+reported sooner."""
 ACCOUNTING_TIMEOUT_S = 10.0
 LOCAL_TIMEOUT_S = 10.0
 CONFIG_ARGV = ("scontrol", "show", "config")
-# --all also lists hidden partitions, which jobs can name. --local leaves out the other clusters of a
-# federation, since a job of this cluster does not go there.
+# --all also lists hidden partitions, which jobs can use. --local omits the other clusters of a federation,
+# because a job on this cluster does not run there.
 PARTITIONS_ARGV = ("scontrol", "show", "partition", "--oneliner", "--all", "--local")
 NODES_ARGV = ("scontrol", "show", "node", "--oneliner", "--all", "--local")
 _QOS_ARGV = ("sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=Name,MaxWall,Flags")
@@ -47,7 +48,7 @@ _OVERRIDES: dict[PartitionLimit, str] = {
     "nodes": "PartitionMaxNodes",
     "min_nodes": "PartitionMinNodes",
 }
-"""Limit of a partition -> the flag of a QOS that overrides it."""
+"""Maps a limit of a partition to the QOS flag that overrides the limit."""
 _ACCOUNT_FIELDS = ("DefaultAccount", "Account", "Partition", "QOS")
 
 ENFORCE = "AccountingStorageEnforce"
@@ -55,10 +56,10 @@ ENFORCE = "AccountingStorageEnforce"
 _PAIR = re.compile(r"(?P<name>\w+)=(?P<value>\S*)")
 _ID = re.compile(r"\(\d+\)$")
 _SOCKETS = re.compile(r"\(\w+:[^)]*\)")
-"""The sockets or indices of a resource, such as `(S:0,1)`, which may contain commas."""
+"""The sockets or indices in a resource, such as `(S:0,1)`, which may contain commas."""
 _COUNT = re.compile(r"(\d+)([kmgtp]?)", re.ASCII | re.IGNORECASE)
 _GPU_OPTIONS_PLUGIN = "cons_tres"
-"""The only SelectType that supports --gpus-per-node; the others require --gres."""
+"""The only SelectType that supports --gpus-per-node; with all others, --gres must be used."""
 _MODULE_VARIABLES = ("MODULESHOME", "LMOD_CMD", "BASH_FUNC_module%%")
 _MODULE_FILES = (Path("/etc/profile.d/lmod.sh"), Path("/etc/profile.d/modules.sh"))
 _CONTAINER_PROGRAMS = ("apptainer", "singularity", "enroot")
@@ -69,18 +70,18 @@ _NODE_PAIR = re.compile(rf"\b({'|'.join(_AMOUNTS)}|AvailableFeatures|Gres|Partit
 def has_slurm() -> bool:
     """Return whether this machine belongs to a cluster: sbatch is installed and finds a configuration.
 
-    It is also True while the controller is down, and where Slurm gives no clear answer. Runs one local
-    command.
+    Returns True also if the controller is down or if Slurm gives no clear answer. Runs one command of Slurm,
+    which does not contact the controller.
     """
     return shutil.which("sbatch") is not None and finds_cluster() is not False
 
 
 def query_cluster(name: str = "", *, with_accounts: bool = False) -> Cluster:
-    """Query the controller for the cluster: up to four commands in parallel.
+    """Query the controller for a cluster, with up to four commands in parallel.
 
-    It is that of this machine, or another one by its `name`. Accounts and QOS are included only
-    `with_accounts`. The QOS that an account may use, and the limits that a QOS overrides, are known only to
-    accounting (`query_qos`). Raises SlurmUnreachable after `CLUSTER_TIMEOUT_S`.
+    The cluster is that of this machine, or the one called `name`. Accounts and QOS are included only if
+    `with_accounts`. Only accounting knows which QOS an account may use and which limits a QOS overrides (see
+    `query_qos`). Raises SlurmUnreachable after `CLUSTER_TIMEOUT_S`.
     """
     with ThreadPoolExecutor(1) as thread:
         asked = thread.submit(_query_associations, name) if with_accounts else None
@@ -92,14 +93,14 @@ def query_cluster(name: str = "", *, with_accounts: bool = False) -> Cluster:
 
 
 def _query_associations(cluster: str = "") -> tuple[tuple[Account, ...], tuple[Qos, ...]]:
-    """Return the user's accounts and all QOS that the controller knows; empty if it does not answer."""
+    """Return the user's accounts and all QOS known to the controller; return none if it does not answer."""
     user = user_name()
     argv = ("scontrol", "--oneliner", "show", "assoc_mgr", f"users={user}", "flags=assoc,qos")
     return parse_assoc_mgr(_try(argv, CLUSTER_TIMEOUT_S, cluster) or "", user)
 
 
 def _ask_controller(timeout_s: float, name: str = "") -> tuple[dict[str, str], Cluster]:
-    """Query the cluster's settings, and return them with the cluster without accounts and QOS."""
+    """Query the settings of a cluster, and the cluster itself without its accounts and QOS."""
     commands = (CONFIG_ARGV, PARTITIONS_ARGV, NODES_ARGV)
     with ThreadPoolExecutor(len(commands)) as threads:
         settings, partitions, nodes = threads.map(lambda argv: _ask(argv, timeout_s, name), commands)
@@ -119,7 +120,7 @@ def _ask(argv: Sequence[str], timeout_s: float, cluster: str = "") -> str:
 
 
 def _try(argv: Sequence[str], timeout_s: float, cluster: str = "") -> str | None:
-    """Return the answer of a query that fails where a site lacks a service; None if it fails."""
+    """Return the output of a query that some sites do not support; None if the query fails."""
     try:
         return _ask(argv, timeout_s, cluster)
     except TrainkitError:
@@ -127,18 +128,18 @@ def _try(argv: Sequence[str], timeout_s: float, cluster: str = "") -> str | None
 
 
 def query_cluster_names() -> list[str]:
-    """Return the clusters that commands can name, which are the clusters of the accounting.
+    """Return the names of the clusters that Slurm commands can be sent to, as accounting lists them.
 
-    Raises SlurmRefused without slurmdbd, and SlurmUnreachable.
+    Raises SlurmRefused if there is no slurmdbd, and SlurmUnreachable if Slurm does not answer.
     """
     argv = ["sacctmgr", "--noheader", "--parsable2", "show", "clusters", "format=Cluster"]
     return _ask(argv, ACCOUNTING_TIMEOUT_S).split()
 
 
 def discover_cluster() -> Cluster | None:
-    """Describe this machine's cluster from Slurm, accounting and PATH; None without Slurm.
+    """Describe this machine's cluster with data from Slurm, accounting and PATH; None without Slurm.
 
-    The default partition comes first. Raises SlurmUnreachable if Slurm does not answer.
+    The default partition is listed first. Raises SlurmUnreachable if Slurm does not answer.
     """
     if not has_slurm():
         return None
@@ -164,7 +165,7 @@ def discover_cluster() -> Cluster | None:
 
 
 def _enforced(config: Mapping[str, str], accounts: Iterable[Account] | None) -> tuple[Account, ...] | None:
-    """Merge Slurm's entries per account and partition into one per account; None if Slurm checks none."""
+    """Merge Slurm's entries per account and partition by account; None if Slurm checks no accounts."""
     merged: dict[str, Account] = {}
     for account in accounts or ():
         known = merged.get(account.name, account)
@@ -182,7 +183,7 @@ def _enforced(config: Mapping[str, str], accounts: Iterable[Account] | None) -> 
 def _with_accounts(
     cluster: Cluster, config: Mapping[str, str], accounts: Iterable[Account] | None
 ) -> Cluster:
-    """Return the cluster with these accounts; its partitions accept any if Slurm does not check accounts."""
+    """Return the cluster with `accounts`; if Slurm does not check them, its partitions accept any account."""
     known = _enforced(config, accounts)
     partitions = cluster.partitions
     # If the setting is missing, it is unknown whether Slurm checks accounts.
@@ -197,20 +198,20 @@ def _union(one: tuple[str, ...] | None, other: tuple[str, ...] | None) -> tuple[
 
 
 def gpu_option(config: Mapping[str, str]) -> Literal["gpus-per-node", "gres"]:
-    """Return the option that requests GPUs, from the settings of `scontrol show config`."""
+    """Return the sbatch option that requests GPUs, according to the output of `scontrol show config`."""
     plugin = config.get("SelectType", _GPU_OPTIONS_PLUGIN)
     return "gpus-per-node" if _GPU_OPTIONS_PLUGIN in plugin else "gres"
 
 
 def parse_partitions(text: str, kinds: Mapping[str, tuple[NodeKind, ...]]) -> list[Partition]:
-    """Parse the output of `scontrol show partition --oneliner`; `kinds` maps partitions to their nodes."""
+    """Parse the output of `scontrol show partition --oneliner`; `kinds` maps each partition to its nodes."""
     return [
         _partition(_pairs(line), kinds) for line in text.splitlines() if line.startswith("PartitionName=")
     ]
 
 
 def _pairs(line: str) -> dict[str, str]:
-    """Return the `Name=value` pairs of a line; the first of a name wins, because free text can follow."""
+    """Return the `Name=value` pairs of a line; for a repeated name, the first value counts."""
     return {match["name"]: match["value"] for match in reversed(list(_PAIR.finditer(line)))}
 
 
@@ -241,7 +242,7 @@ def _partition(values: Mapping[str, str], kinds: Mapping[str, tuple[NodeKind, ..
 
 
 def _at_least_2(text: str) -> int | None:
-    """Return the smallest number of nodes, if it excludes any job."""
+    """Return the minimum number of nodes; None if it is 1, which is no limit."""
     return number if (number := _number(text)) is not None and number > 1 else None
 
 
@@ -254,16 +255,17 @@ def _names(text: str) -> tuple[str, ...] | None:
 
 
 def parse_nodes(text: str) -> dict[str, tuple[NodeKind, ...]]:
-    """Parse the output of `scontrol show node --oneliner`, by partition; equal nodes are counted together.
+    """Parse the output of `scontrol show node --oneliner` into the nodes of each partition, grouped by kind.
 
-    Their CPUs and memory are those that jobs can use.
+    The CPUs and the memory of a node are those that jobs can use.
     """
     found: dict[str, Counter[tuple[int | None, int | None, str, str]]] = {}
     # There can be ten thousand nodes but only a few distinct kinds, so each distinct line is parsed once.
     for pairs, count in Counter(tuple(_NODE_PAIR.findall(line)) for line in text.splitlines()).items():
-        values = dict(reversed(pairs))  # the first of a name wins, because free text can follow
+        values = dict(reversed(pairs))  # the first of a repeated name counts, because free text may follow
         amounts = {key: _number(values.get(key, "")) or 0 for key in _AMOUNTS}
-        # CPUEfctv is missing before 22.05, and can be too large after a restart with other settings.
+        # CPUEfctv is missing in Slurm before 22.05, and can be too large after a restart with changed
+        # settings.
         cpus = amounts["CPUTot"] - amounts["CoreSpecCount"] * (amounts["ThreadsPerCore"] or 1)
         cpus = min(cpus, amounts["CPUEfctv"] or cpus)
         mem_mib = amounts["RealMemory"] - amounts["MemSpecLimit"]
@@ -281,9 +283,10 @@ def parse_nodes(text: str) -> dict[str, tuple[NodeKind, ...]]:
 
 
 def parse_gpus(gres: str) -> dict[str, int]:
-    """Return the number of GPUs by type in a GRES text such as `gpu:a100:4(S:0-1),gpu:2,nvme:1`.
+    """Return the number of GPUs of each type in a GRES text such as `gpu:a100:4(S:0-1),gpu:2,nvme:1`.
 
-    In a TRES text, such as `cpu=64,gres/gpu=4,gres/gpu:a100=3`, the number without a type is the total.
+    In a TRES text, such as `cpu=64,gres/gpu=4,gres/gpu:a100=3`, the number of GPUs without a type is the
+    total.
     """
     gpus: dict[str, int] = {}
     typed = 0
@@ -294,7 +297,7 @@ def parse_gpus(gres: str) -> dict[str, int]:
             continue
         fields = [field for field in [*fields, number] if field not in ("", "no_consume", "(null)")]
         counted = _COUNT.fullmatch(fields[-1]) if fields else None
-        count = 1  # Slurm's default
+        count = 1  # 1 is Slurm's default.
         if counted is not None:
             count = int(counted[1]) * 1024 ** " kmgtp".index(counted[2].lower() or " ")
             fields.pop()
@@ -315,7 +318,7 @@ def _query_accounts(config: Mapping[str, str]) -> tuple[Account, ...] | None:
 
 
 def parse_accounts(text: str) -> tuple[Account, ...]:
-    """Parse a user's associations from sacctmgr: lines of `default account|account|partition|qos,qos`."""
+    """Parse a user's associations in the format `default account|account|partition|qos,qos` of sacctmgr."""
     return tuple(
         Account(
             account,
@@ -328,7 +331,7 @@ def parse_accounts(text: str) -> tuple[Account, ...]:
 
 
 def parse_assoc_mgr(text: str, user: str) -> tuple[tuple[Account, ...], tuple[Qos, ...]]:
-    """Parse the user's associations and all QOS from `scontrol --oneliner show assoc_mgr`."""
+    """Parse the user's associations and all QOS in the output of `scontrol --oneliner show assoc_mgr`."""
     accounts, qos, parents = list[Account](), list[Qos](), dict[str, str]()
     for line in text.splitlines():
         values = {name: _ID.sub("", value) for name, value in _pairs(line).items()}
@@ -346,7 +349,7 @@ def parse_assoc_mgr(text: str, user: str) -> tuple[tuple[Account, ...], tuple[Qo
 
 
 def _above(account: str, parents: Mapping[str, str]) -> tuple[str, ...] | None:
-    """Return the accounts above an account; None if Slurm hides one of them (PrivateData=usage)."""
+    """Return all ancestors of an account; None if Slurm hides one of them (PrivateData=usage)."""
     found: list[str] = []
     while account in parents and account not in found[:-1]:
         account = parents[account]
@@ -357,16 +360,16 @@ def _above(account: str, parents: Mapping[str, str]) -> tuple[str, ...] | None:
 
 
 def query_qos() -> tuple[Qos, ...] | None:
-    """Query all QOS with the limits they override; None if accounting does not answer.
+    """Query all QOS and the limits that they override; None if accounting does not answer.
 
-    Accounting takes some tenths of a second, longer than the controller.
+    Accounting takes several tenths of a second to answer, longer than the controller.
     """
     answer = _try(_QOS_ARGV, ACCOUNTING_TIMEOUT_S)
     return None if answer is None else parse_qos(answer)
 
 
 def parse_qos(text: str) -> tuple[Qos, ...]:
-    """Parse the QOS from sacctmgr: lines of `name|1-00:00:00|flag,flag`."""
+    """Parse QOS in the format `name|1-00:00:00|flag,flag` of sacctmgr."""
     return tuple(
         Qos(
             name,
@@ -378,5 +381,5 @@ def parse_qos(text: str) -> tuple[Qos, ...]:
 
 
 def _rows(text: str, length: int) -> list[list[str]]:
-    """Return the fields of the lines that sacctmgr prints."""
+    """Return the fields of each line in the output of sacctmgr."""
     return [row for line in text.splitlines() if len(row := line.split("|")) == length]

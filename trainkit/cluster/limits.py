@@ -1,6 +1,7 @@
-"""Checks the request of a job against the limits of a cluster. Pure.
+"""Checks whether a job's request is within the limits of a cluster, without running a command.
 
-sbatch itself rejects few of these requests: it accepts the job, which then stays pending forever.
+sbatch rejects only few requests beyond the limits: it accepts most such jobs, which then stay pending
+forever.
 """
 
 from __future__ import annotations
@@ -27,36 +28,39 @@ from trainkit.scheduler import expand_hosts
 
 @dataclass(frozen=True)
 class ResourceRequest:
-    """The resources that a job requests, in the units of the limits; None leaves the choice to Slurm."""
+    """The resources that a job requests, in the units of the limits; for None, Slurm chooses."""
 
     nodes: int
     names: Mapping[str | None, Partition | None]
-    """Name of a partition (None for the default one) -> the partition; None if it does not exist."""
+    """Maps each requested partition name (None for the default partition) to the partition; None if it does
+    not exist."""
     workers_per_node: int = 1
     gpus_per_node: int | None = None
     gpu_type: str | None = None
     gpu_types: tuple[str, ...] = ()
-    """The possible GPU types if there are several; the partition that starts the job decides."""
+    """The acceptable GPU types if there are several; the partition in which the job starts determines the
+    type."""
     cpus_per_node: int | None = None
     mem_mib: float | None = None
     time_s: float | None = None
-    """The time limit in seconds; infinite for a job without a limit."""
+    """The time limit in seconds; infinite for a job without a time limit."""
     time_min_s: float | None = None
-    """The shorter time that the job accepts in order to start sooner; None if it needs `time_s`."""
+    """A shorter time limit in seconds that the job accepts in order to start sooner; None if it needs all of
+    `time_s`."""
     is_sliced: bool = False
-    """Whether `time_s` is ``resources.slice``."""
+    """True if `time_s` comes from ``resources.slice``."""
     account: str | None = None
     qos: str | None = None
     constraint: str | None = None
     reservation: str | None = None
     spare_nodes: int = 0
-    """Nodes in addition to those that train."""
+    """Number of nodes in addition to the nodes that train."""
     extra: Mapping[str, str | int | bool] = field(default_factory=dict)
-    """Other options of sbatch."""
+    """Further options of sbatch."""
 
     @classmethod
     def of(cls, resources: ResourcesConfig, cluster: Cluster) -> ResourceRequest:
-        """Return the request of the section `resources`, before a plan derives the workers per node."""
+        """Return the request of the section `resources`, without the workers per node, which a plan adds."""
         types = resources.gpu_types
         names: Iterable[str | None] = (None,)
         if resources.partition is not None:
@@ -65,7 +69,7 @@ class ResourceRequest:
             names = [item.name for item in cluster.partitions if item.is_up and not item.is_hidden]
         partitions = {name: cluster.partition(name) for name in names}
         if len(types) > 1:
-            # A job gets all its nodes from one partition, which therefore decides the type.
+            # A job gets all its nodes from one partition, which therefore determines the GPU type.
             one_type: dict[str | None, Partition | None] = {
                 name: item
                 for name, item in partitions.items()
@@ -114,17 +118,17 @@ class ResourceRequest:
 
     @property
     def needed_gpu_type(self) -> str | None:
-        """The GPU type, for a job that uses GPUs."""
+        """The GPU type; None for a job that uses no GPUs."""
         return self.gpu_type if self.gpus_per_node else None
 
     def exceeds(self, partition: Partition) -> bool:
-        """Return whether the time or the nodes exceed a limit of the partition that a QOS may override."""
+        """Return whether the time or the nodes exceed a partition limit that a QOS might override."""
         max_time_s, max_nodes = partition.max_time_s or math.inf, partition.max_nodes or math.inf
         return (self.time_s or 0) > max_time_s or self.all_nodes > max_nodes
 
     def with_workers(self, count: int, device: str, threads: int | None, per: str) -> ResourceRequest:
-        """Return the request with the workers of a node that a plan derived, and their GPUs and CPUs."""
-        # A plan without threads still gives each task one CPU.
+        """Return the request with the workers per node that a plan derived, and with their GPUs and CPUs."""
+        # If the plan sets no threads, each task still gets one CPU.
         each = 1 if threads is None and per == "gpu" else threads
         return replace(
             self,
@@ -146,17 +150,18 @@ def _problems(request: ResourceRequest, cluster: Cluster) -> Iterator[KeyProblem
     yield from _gpu_types_problems(request, cluster)
     visible = [item for item in cluster.partitions if not item.is_hidden]
     if not request.partitions and visible:
-        # None of the names exists: a time beyond the longest limit is wrong in any partition.
+        # None of the named partitions exists, but a time beyond the longest limit would be wrong in any
+        # partition.
         longest = max(visible, key=lambda item: item.max_time_s or math.inf)
         yield from _time_problems(request, cluster, longest)
     found = [list(partition_problems(request, cluster, item)) for item in request.partitions]
-    # Of several partitions, one that can start the job is enough.
+    # If several partitions are requested, it is enough that one of them can start the job.
     if found and all(found):
         yield from found[0]
 
 
 def _gpu_types_problems(request: ResourceRequest, cluster: Cluster) -> Iterator[KeyProblem]:
-    """Yield a problem for GPU types that every partition has mixed, so that none decides the type."""
+    """Yield a problem if several GPU types are requested and every partition has GPUs of several types."""
     types, constraint = request.gpu_types, request.constraint
     if not (types and request.gpus_per_node and request.partitions):
         return
@@ -168,7 +173,7 @@ def _gpu_types_problems(request: ResourceRequest, cluster: Cluster) -> Iterator[
         if any(kind.gpus for kind in item.nodes)
     ]
     message = f"is {','.join(types)}, but no partition of {cluster.name} has GPUs of only one of these types"
-    yield "resources.gpu_type", message, f"{'; '.join(have) or 'none has GPUs'}: name a single type"
+    yield "resources.gpu_type", message, f"{'; '.join(have) or 'none has GPUs'}: request a single type"
 
 
 def partition_refusals(request: ResourceRequest, cluster: Cluster) -> dict[str, KeyProblem]:
@@ -178,7 +183,7 @@ def partition_refusals(request: ResourceRequest, cluster: Cluster) -> dict[str, 
 
 
 def spare_capacity(request: ResourceRequest) -> int | None:
-    """Return how many more nodes fit a job than it needs; None if unknown."""
+    """Return how many suitable nodes there are beyond those that the job needs; None if unknown."""
     if not request.partitions or not all(partition.nodes for partition in request.partitions):
         return None
     counts = [
@@ -189,7 +194,7 @@ def spare_capacity(request: ResourceRequest) -> int | None:
 
 
 def _num_fitting(request: ResourceRequest, partition: Partition, kinds: Iterable[NodeKind]) -> int:
-    """Return the number of nodes with enough GPUs, CPUs and memory, as far as these are known."""
+    """Return the number of nodes that have enough GPUs, CPUs and memory; unknown amounts count as enough."""
     gpus, cpus, mem_mib = request.gpus_per_node or 0, request.cpus_per_node or 0, request.mem_mib or 0
     return sum(
         kind.count
@@ -200,11 +205,11 @@ def _num_fitting(request: ResourceRequest, partition: Partition, kinds: Iterable
     )
 
 
-# Names: partitions, accounts and QOS.
+# Checks of names: partitions, accounts and QOS.
 
 
 def _unknown_partitions(request: ResourceRequest, cluster: Cluster) -> Iterator[KeyProblem]:
-    """Yield the requested partitions that do not exist."""
+    """Yield a problem for each requested partition that does not exist."""
     listing = f"{cluster.name} has {listed(item.name for item in cluster.partitions if not item.is_hidden)}"
     for name in (name for name, found in request.names.items() if found is None):
         if name is None:
@@ -216,7 +221,7 @@ def _unknown_partitions(request: ResourceRequest, cluster: Cluster) -> Iterator[
 
 
 def _account_problems(request: ResourceRequest, cluster: Cluster) -> Iterator[KeyProblem]:
-    """Yield an account or QOS that does not exist or that this user may not use."""
+    """Yield a problem if the account or QOS does not exist, or if this user may not use it."""
     account = _account_of(request, cluster)
     if request.account is not None and cluster.accounts is not None and account is None:
         names = [item.name for item in cluster.accounts]
@@ -237,7 +242,7 @@ def _account_problems(request: ResourceRequest, cluster: Cluster) -> Iterator[Ke
 def _permission_problems(
     request: ResourceRequest, cluster: Cluster, partition: Partition
 ) -> Iterator[KeyProblem]:
-    """Yield a partition that the user, account or QOS is known not to be allowed in."""
+    """Yield a problem if the user, the account or the QOS is known to be excluded from a partition."""
     groups = partition.allowed_groups
     if groups is not None and cluster.groups is not None and not {*groups} & {*cluster.groups}:
         message = f"is {partition.name}, which only members of {listed(groups, 'or')} may use"
@@ -253,8 +258,8 @@ def _permission_problems(
         hint = f"it accepts {listed(allowed)}" if allowed else ""
         yield "resources.account", f"is {charged}, which partition {partition.name} does not accept", hint
     if partition.needs_reservation and request.reservation is None:
-        message = f"is not set, but partition {partition.name} takes only jobs with a reservation"
-        yield "resources.reservation", message, "`scontrol show reservation` lists them"
+        message = f"is not set, but partition {partition.name} accepts only jobs with a reservation"
+        yield "resources.reservation", message, "`scontrol show reservation` lists the reservations"
     if request.qos is None:
         return
     denied = _is_in(request.qos, partition.denied_qos)
@@ -264,7 +269,7 @@ def _permission_problems(
 
 
 def _accepts(partition: Partition, account: str, above: tuple[str, ...] | None) -> bool:
-    """Return whether a partition may accept an account below the accounts `above`, which may be unknown."""
+    """Return whether a partition may accept an account; `above` are its ancestors, None if unknown."""
     names = (account, *(above or ()))
     if partition.allowed_accounts is None:
         return not any(_is_in(name, partition.denied_accounts) for name in names)
@@ -272,12 +277,12 @@ def _accepts(partition: Partition, account: str, above: tuple[str, ...] | None) 
 
 
 def _is_in(name: str, names: Iterable[str] | None) -> bool:
-    """Return whether a name is in `names`, ignoring case as Slurm does; None allows every name."""
+    """Return whether a name is in `names`, ignoring case as Slurm does; True if `names` is None."""
     return names is None or name.lower() in {item.lower() for item in names}
 
 
 def _account_of(request: ResourceRequest, cluster: Cluster) -> Account | None:
-    """Return the account that is charged; None if unknown."""
+    """Return the account that the job is charged to; None if unknown."""
     return next(
         (
             item
@@ -294,13 +299,13 @@ def listed(names: Iterable[str], last: str = "and") -> str:
     return f" {last} ".join(filter(None, (", ".join(items[:-1]), *items[-1:])))
 
 
-# Amounts: time, nodes, GPUs, CPUs and memory.
+# Checks of amounts: time, nodes, GPUs, CPUs and memory.
 
 
 def partition_problems(
     request: ResourceRequest, cluster: Cluster, partition: Partition
 ) -> Iterator[KeyProblem]:
-    """Yield the problems that prevent a job from ever starting in a partition; each names the limit."""
+    """Yield each problem that prevents a job from ever starting in a partition, with the limit."""
     yield from _permission_problems(request, cluster, partition)
     yield from _time_problems(request, cluster, partition)
     max_nodes = partition.max_nodes if _applies("nodes", _qos_of(request, cluster)) else None
@@ -308,7 +313,7 @@ def partition_problems(
         key, shown = _too_many_nodes(request, max_nodes)
         limit = plural(max_nodes, "node")
         yield key, f"{shown}, but a job in partition {partition.name} can have at most {limit}", ""
-        request = replace(request, nodes=1, spare_nodes=0)  # report the number of nodes once
+        request = replace(request, nodes=1, spare_nodes=0)  # The number of nodes has already been reported.
     min_nodes = partition.min_nodes if _applies("min_nodes", _qos_of(request, cluster)) else None
     if min_nodes is not None and request.all_nodes < min_nodes:
         message = (
@@ -320,7 +325,7 @@ def partition_problems(
 
 
 def _qos_of(request: ResourceRequest, cluster: Cluster) -> Qos | None:
-    """Return the requested QOS; an unknown one may override any limit."""
+    """Return the requested QOS; if it is unknown, assume that it may override any limit."""
     if request.qos is None:
         return None
     unknown = Qos(request.qos, overrides=None)
@@ -328,12 +333,12 @@ def _qos_of(request: ResourceRequest, cluster: Cluster) -> Qos | None:
 
 
 def _applies(limit: PartitionLimit, qos: Qos | None) -> bool:
-    """Return whether a limit of the partition is known to apply to the jobs of a QOS."""
+    """Return whether a partition's limit is known to apply to jobs with a QOS."""
     return qos is None or (qos.overrides is not None and limit not in qos.overrides)
 
 
 def _too_many_nodes(request: ResourceRequest, limit: int) -> tuple[str, str]:
-    """Return the key that requests more nodes than `limit`, and the start of its message."""
+    """Return the key that requests more than `limit` nodes, and the beginning of the message about it."""
     if request.nodes > limit:
         return "resources.nodes", f"is {request.nodes}"
     shown = f"is {request.spare_nodes}: {request.nodes} + {request.spare_nodes} = {request.all_nodes} nodes"
@@ -341,7 +346,7 @@ def _too_many_nodes(request: ResourceRequest, limit: int) -> tuple[str, str]:
 
 
 def longest_time_s(request: ResourceRequest, cluster: Cluster, partition: Partition) -> tuple[float, str]:
-    """Return the longest time limit of a job in a partition and what sets it; infinite if nothing does."""
+    """Return the longest time limit that a job in a partition can have, and what sets it."""
     qos = _qos_of(request, cluster)
     limits = [(qos.max_time_s, f"QOS {qos.name}")] if qos is not None else []
     if _applies("time", qos):
@@ -366,9 +371,9 @@ def _node_problems(request: ResourceRequest, partition: Partition) -> Iterator[K
     for name in features_of(constraint):
         if name not in known:
             hint = f"{did_you_mean(name, known)}they have {listed(known) or 'no features'}"
-            message = f"names {name}, but no node of partition {partition.name} has that feature"
+            message = f"contains {name}, but no node of partition {partition.name} has that feature"
             yield "resources.constraint", message, hint
-            constraint = None  # check the sizes without it
+            constraint = None  # Ignore the features when checking the sizes.
     types = list(dict.fromkeys(name for kind in partition.nodes for name in kind.gpus if name))
     if gpu_type is not None and gpu_type not in types:
         hint = f"{did_you_mean(gpu_type, types)}they have {listed(types) or 'GPUs without a type, or none'}"
@@ -398,19 +403,19 @@ def _node_problems(request: ResourceRequest, partition: Partition) -> Iterator[K
 def _node_size_problems(
     request: ResourceRequest, partition: Partition, kinds: Sequence[NodeKind]
 ) -> Iterator[KeyProblem]:
-    """Yield the amounts per node that no node has, each checked separately."""
+    """Yield a problem for each amount per node that no node has; each amount is checked separately."""
     nodes_have = f"the nodes of partition {partition.name} have"
     workers, gpus, cpus = request.workers_per_node, request.gpus_per_node or 0, request.cpus_per_node or 0
     max_gpus = max(kind.num_gpus(request.gpu_type) for kind in kinds)
     if gpus > max_gpus:
         available = f"at most {plural(max_gpus, 'GPU')}" if max_gpus else "no GPUs"
-        hint = f"request at most --gpus-per-node {max_gpus}; more --nodes give as many GPUs"
+        hint = f"request at most --gpus-per-node {max_gpus}, and get the same total with more --nodes"
         message = f"is {gpus}, but {nodes_have} {available}"
         yield "resources.gpus_per_node", message, hint if max_gpus else ""
     max_cpus = _maximum(partition.usable_cpus(kind) for kind in kinds)
     if gpus <= max_gpus and cpus > max_cpus:
         if cpus == workers:
-            message = f"is {workers}, but {nodes_have} {max_cpus} CPUs and every process needs one"
+            message = f"is {workers}, but {nodes_have} {max_cpus} CPUs, and every process needs one"
             yield "resources.gpus_per_node", message, ""
         else:
             each = cpus // workers
@@ -426,7 +431,7 @@ def _node_size_problems(
 
 
 def _maximum(amounts: Iterable[int | None]) -> float:
-    """Return the largest amount; infinite if one is unknown."""
+    """Return the largest amount; infinite if any amount is unknown."""
     return max(math.inf if amount is None else amount for amount in amounts)
 
 

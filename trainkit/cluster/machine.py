@@ -1,4 +1,4 @@
-"""Detects the memory, CPU cores and GPUs of this machine that a job may use."""
+"""Detects the memory, CPU cores and GPUs of this machine that are available to a job."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Machine:
-    """The cores and GPUs that a job on this machine can use."""
+    """The cores, GPUs and memory that a job on this machine can use."""
 
     num_cpus: int
     num_gpus: int
     gpu_names: tuple[str, ...]
     gpu_reason: str
-    """A sentence that lists the GPUs or says why there are none."""
+    """A sentence that lists the GPUs or explains why there are none."""
     memory: int | None = None
     """The total size of memory and swap in bytes; None if unknown."""
     driver_cuda: tuple[int, int] | None = None
-    """The newest CUDA that the driver of its GPUs supports; None if unknown."""
+    """The newest CUDA version that the GPU driver supports; None if unknown."""
 
 
 def detect_machine() -> Machine:
@@ -47,20 +47,20 @@ def num_usable_cpus() -> int:
 
 
 def host_memory(meminfo: Path) -> int | None:
-    """Return the bytes of memory and swap in /proc/meminfo; None if it cannot be read."""
+    """Return the total memory and swap in bytes according to /proc/meminfo; None if it cannot be read."""
     kib = _kib(meminfo)
     return 1024 * (kib["MemTotal:"] + kib.get("SwapTotal:", 0)) if "MemTotal:" in kib else None
 
 
 def _kib(meminfo: Path) -> dict[str, int]:
-    """Return the values of /proc/meminfo by name with colon; empty if the file cannot be read."""
+    """Return the values in /proc/meminfo by name (with its colon); empty if the file cannot be read."""
     return {words[0]: int(words[1]) for words in kernel_lines(meminfo) if len(words) > 1}
 
 
 def cgroup_cpu_quota(root: Path, membership: Path) -> float | None:
-    """Return the smallest CPU quota of this process's cgroup (v2) and its parents, in cores.
+    """Return the smallest CPU quota, in cores, of this process's cgroup (v2) and that cgroup's parents.
 
-    None if there is no limit.
+    Returns None if there is no limit.
     """
     try:
         lines = membership.read_text().splitlines()
@@ -81,7 +81,7 @@ def cgroup_cpu_quota(root: Path, membership: Path) -> float | None:
 
 
 def driver_version() -> str:
-    """Return the version of the NVIDIA driver; empty without one."""
+    """Return the version of the NVIDIA driver; an empty text without a driver."""
     try:
         found = re.search(r"\d+\.[\d.]*\d", NVIDIA_DRIVER.read_text())
     except OSError:
@@ -90,12 +90,12 @@ def driver_version() -> str:
 
 
 class NoDriver(Exception):
-    """Raised if NVML cannot be used; the message is the end of a sentence."""
+    """Raised if NVML cannot be used; the message continues a sentence."""
 
 
 @contextlib.contextmanager
 def nvml() -> Iterator[Any]:
-    """Initialize NVML for the duration of the context. Raises NoDriver."""
+    """Initialize NVML while the context is active. Raises NoDriver if NVML cannot be used."""
     try:
         import pynvml
     except ImportError:
@@ -111,7 +111,7 @@ def nvml() -> Iterator[Any]:
 
 
 def _gpus() -> tuple[tuple[str, ...], str, tuple[int, int] | None]:
-    """Return the names of the GPUs, a sentence about them, and the newest CUDA that their driver supports."""
+    """Return the names of the GPUs, a sentence about them, and the newest CUDA version for the driver."""
     if not NVIDIA_DRIVER.exists():
         return (), "there is no NVIDIA driver on this machine", None
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -126,12 +126,12 @@ def _gpus() -> tuple[tuple[str, ...], str, tuple[int, int] | None]:
         kinds = ", ".join(f"{names.count(kind)} x {kind}" for kind in dict.fromkeys(names))
         return names, f"this machine has {kinds}{suffix}", cuda
     if count:
-        return (), f"CUDA_VISIBLE_DEVICES={chosen} hides the {count} GPU(s) of this machine", cuda
+        return (), f"CUDA_VISIBLE_DEVICES={chosen} hides all {count} GPU(s) of this machine", cuda
     return (), "an NVIDIA driver is loaded, but it reports no GPU", cuda
 
 
 def driver_cuda(nvml: Any) -> tuple[int, int] | None:
-    """Return the newest CUDA that the driver supports; None if the driver does not report it."""
+    """Return the newest CUDA version that the driver supports; None if the driver does not report it."""
     try:
         number = nvml.nvmlSystemGetCudaDriverVersion_v2()
     except nvml.NVMLError:
@@ -140,16 +140,18 @@ def driver_cuda(nvml: Any) -> tuple[int, int] | None:
 
 
 def gpu_handle(nvml: Any, name: str) -> Any:
-    """Return NVML's handle of a GPU or slice by its name in CUDA_VISIBLE_DEVICES. Raises NVMLError.
+    """Return NVML's handle of a GPU or MIG slice, given its name as in CUDA_VISIBLE_DEVICES.
 
-    A name is an index, a UUID or the beginning of one:
+    Raises NVMLError if there is no such GPU.
+
+    A name is an index, a UUID or the beginning of a UUID:
     https://docs.nvidia.com/cuda/cuda-c-programming-guide/index.html#env-vars
     """
     if name.isdigit():
         return nvml.nvmlDeviceGetHandleByIndex(int(name))
     if name.startswith("GPU-"):
         for index in range(nvml.nvmlDeviceGetCount()):
-            with contextlib.suppress(nvml.NVMLError):  # another GPU may be lost
+            with contextlib.suppress(nvml.NVMLError):  # Skip other GPUs that do not respond.
                 gpu = nvml.nvmlDeviceGetHandleByIndex(index)
                 if str(nvml.nvmlDeviceGetUUID(gpu)).startswith(name):
                     return gpu
@@ -165,12 +167,12 @@ def visible_names(nvml: Any, chosen: str | None) -> tuple[str, ...]:
         except nvml.NVMLError:
             if not name.isdigit() or int(name) >= count:
                 break
-            names.append("GPU that does not respond")  # the preflight checks name it
+            names.append("GPU that does not respond")  # the preflight checks report which one it is
     return tuple(names)
 
 
 def kernel_lines(path: Path) -> list[list[str]]:
-    """Return the fields of each line of a kernel file that is not blank; empty if the file cannot be read."""
+    """Return the fields of each non-blank line in a file of the kernel; empty if the file cannot be read."""
     try:
         return [words for line in path.read_text().splitlines() if (words := line.split())]
     except OSError:
@@ -187,7 +189,7 @@ def host_memory_gib() -> tuple[float, float] | None:
 
 
 def _memory_cgroups() -> Iterator[tuple[Path, Path, bool]]:
-    """Yield (root, path below root, is v2) of each control group that counts this process's memory."""
+    """Yield (root, path below root, is v2) for each cgroup that accounts for this process's memory."""
     for words in kernel_lines(PROC / "self" / "cgroup"):
         _, controllers, path = " ".join(words).split(":", 2)
         if controllers == "" or "memory" in controllers.split(","):
@@ -196,10 +198,10 @@ def _memory_cgroups() -> Iterator[tuple[Path, Path, bool]]:
 
 
 def job_memory_gib() -> float | None:
-    """Return the memory that the kernel accounts to this process's Slurm job, in GiB.
+    """Return the memory in GiB that the kernel charges to the Slurm job of this process.
 
-    None outside a job, or in one without a control group of its own: that of a login has the pages of all
-    files that its user has read.
+    Returns None outside a job, or if the job has no cgroup of its own, because a login's cgroup includes the
+    cached pages of all files that the user has read.
     """
     for root, own, is_new in _memory_cgroups():
         job = next((folder for folder in (own, *own.parents) if folder.name.startswith("job_")), None)
@@ -210,9 +212,9 @@ def job_memory_gib() -> float | None:
 
 
 def memory_of_gib(pids: Iterable[int]) -> float | None:
-    """Return the memory of processes in GiB. Shared pages are divided between the processes (PSS).
+    """Return the memory of processes in GiB, with shared pages divided among their users (PSS).
 
-    Processes that have ended or belong to another user are left out; None if no process remains.
+    Processes that have ended or belong to another user are not counted; returns None if no process remains.
     """
     files = (kernel_lines(PROC / str(pid) / "smaps_rollup") for pid in pids)
     kib = [int(words[1]) for lines in files for words in lines if words[0] == "Pss:" and len(words) > 1]
@@ -220,7 +222,7 @@ def memory_of_gib(pids: Iterable[int]) -> float | None:
 
 
 def count_oom_kills() -> int | None:
-    """Return how many processes of this cgroup the OOM killer has killed; None without a counter."""
+    """Return how many processes in this cgroup the OOM killer has killed; None if there is no counter."""
     for root, own, is_new in _memory_cgroups():
         for name, *value in kernel_lines(root / own / ("memory.events" if is_new else "memory.oom_control")):
             if name == "oom_kill":

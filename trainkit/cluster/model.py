@@ -1,6 +1,6 @@
-"""The model of a Slurm cluster: its partitions, nodes, accounts and QOS.
+"""The model of a Slurm cluster, that is its partitions, nodes, accounts and QOS.
 
-Discovery (from Slurm) and profiles (from a file) both produce it; limits, plans and queue estimates read it.
+Discovery (from Slurm) and profiles (from a file) create the model; limits, plans and queue estimates use it.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 SUBACCOUNTS_SINCE = (23, 2)
-"""The first Slurm in which a partition that accepts or denies an account does so for those below it.
+"""The first Slurm version in which a partition that accepts or denies an account also accepts or denies the
+account's descendants.
 
-It checks neither where accounts are not enforced.
+If accounts are not enforced, Slurm does not check the accounts of a partition at all.
 """
 PartitionLimit = Literal["time", "nodes", "min_nodes"]
-"""A limit of a partition that a QOS may override."""
+"""A partition limit that a QOS may override."""
 _NO_FEATURE = re.compile(r"[&|,()\[\]]|\*\d+")
 _ANY_OF = re.compile(r"[|,\[(*]")
 
@@ -27,15 +28,15 @@ def features_of(constraint: str | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class NodeKind:
-    """Nodes of a partition with the same hardware and features; None where a value is unknown."""
+    """Nodes of a partition with the same hardware and features; a value is None if it is unknown."""
 
     count: int
     cpus: int | None = None
-    """CPUs per node that jobs can use, without those that Slurm reserves for itself."""
+    """CPUs per node that jobs can use, without the CPUs that Slurm reserves for itself."""
     mem_mib: int | None = None
-    """Memory per node that jobs can use."""
+    """Memory per node in MiB that jobs can use."""
     gpus: dict[str, int] = field(default_factory=dict)
-    """GPUs per node, by type; the type is empty if the site does not name it."""
+    """GPUs per node by type; the type is an empty text if the site does not name it."""
     features: tuple[str, ...] = ()
 
     def num_gpus(self, gpu_type: str | None = None) -> int:
@@ -45,55 +46,56 @@ class NodeKind:
 
 @dataclass(frozen=True)
 class Partition:
-    """A partition; None where a value is unknown, unlimited, or open to everyone."""
+    """A partition; a value is None if it is unknown, unlimited, or open to everyone."""
 
     name: str
     is_default: bool = False
     is_hidden: bool = False
-    """Slurm lists it only with --all; jobs can name it."""
+    """True if Slurm lists the partition only with --all; jobs can still use it."""
     is_up: bool = True
     max_time_s: int | None = None
     default_time_s: int | None = None
-    """Time limit of a job that requests none; None if it is `max_time_s`."""
+    """Time limit in seconds of a job that requests none; None if it equals `max_time_s`."""
     min_nodes: int | None = None
-    """Smallest number of nodes of one job."""
+    """Minimum number of nodes of a job."""
     max_nodes: int | None = None
-    """Largest number of nodes of one job."""
+    """Maximum number of nodes of a job."""
     max_cpus_per_node: int | None = None
-    """CPUs per node that its jobs may use, if fewer than a node has."""
+    """CPUs per node that jobs in the partition may use, if fewer than a node has."""
     max_mem_mib: int | None = None
-    """Memory per node that its jobs may use, if less than a node has."""
+    """Memory per node that jobs in the partition may use, if less than a node has."""
     max_mem_per_cpu_mib: int | None = None
-    """Memory per CPU that its jobs may use; Slurm gives a job that requests more additional CPUs."""
+    """Memory per CPU that jobs in the partition may use; a job that requests more gets additional CPUs."""
     nodes: tuple[NodeKind, ...] = ()
-    """Empty when unknown."""
+    """The nodes of the partition, grouped by kind; empty if unknown."""
     allowed_qos: tuple[str, ...] | None = None
     denied_qos: tuple[str, ...] = ()
     allowed_accounts: tuple[str, ...] | None = None
     denied_accounts: tuple[str, ...] = ()
     allowed_groups: tuple[str, ...] | None = None
     needs_reservation: bool = False
-    """Whether its jobs must name a reservation."""
+    """True if jobs in the partition must name a reservation."""
 
     @property
     def num_nodes(self) -> int:
-        """All nodes, including those out of service."""
+        """Number of nodes, including those out of service."""
         return sum(kind.count for kind in self.nodes)
 
     @property
     def job_time_s(self) -> int | None:
-        """Time limit of a job that requests none; None for no limit."""
+        """Time limit in seconds of a job that requests none; None if it is unlimited."""
         return self.max_time_s if self.default_time_s is None else self.default_time_s
 
     def gpu_type(self, constraint: str | None = None) -> str | None:
-        """Return the type of the GPUs of those nodes with the features; None if there is none, or several."""
+        """Return the GPU type of the nodes with certain features; None if there is none or several."""
         types = {name for kind in self.matching(constraint) for name in kind.gpus}
         return types.pop() if len(types) == 1 else None
 
     def matching(self, constraint: str | None, gpu_type: str | None = None) -> tuple[NodeKind, ...]:
         """Return the nodes that have the features of a constraint and the GPU type.
 
-        Only ``&`` is evaluated: with any other operator, every node counts as having the features.
+        Only the operator ``&`` is evaluated: with any other operator, every node counts as having the
+        features.
         """
         needed = set() if _ANY_OF.search(constraint or "") else set(features_of(constraint))
         return tuple(
@@ -103,11 +105,11 @@ class Partition:
         )
 
     def usable_cpus(self, kind: NodeKind) -> int | None:
-        """CPUs per node of this kind that jobs of this partition may use; None if unknown."""
+        """CPUs per node of this kind that jobs in this partition may use; None if unknown."""
         return _least(kind.cpus, self.max_cpus_per_node)
 
     def usable_mem_mib(self, kind: NodeKind) -> int | None:
-        """Memory per node of this kind that jobs of this partition may use; None if unknown."""
+        """Memory per node of this kind, in MiB, that jobs in this partition may use; None if unknown."""
         cpus, each_mib = self.usable_cpus(kind), self.max_mem_per_cpu_mib
         of_cpus = None if cpus is None or each_mib is None else cpus * each_mib
         return _least(kind.mem_mib, self.max_mem_mib, of_cpus)
@@ -120,14 +122,14 @@ def _least(*amounts: int | None) -> int | None:
 
 @dataclass(frozen=True)
 class Account:
-    """An account that you may charge; None where it is unrestricted or the restriction is unknown."""
+    """An account that the user may charge; a value is None if it is unrestricted or unknown."""
 
     name: str
     is_default: bool = False
     partitions: tuple[str, ...] | None = None
     qos: tuple[str, ...] | None = None
     parents: tuple[str, ...] | None = None
-    """The accounts above it, the nearest first."""
+    """The ancestors of the account, the nearest first."""
 
 
 @dataclass(frozen=True)
@@ -137,43 +139,43 @@ class Qos:
     name: str
     max_time_s: int | None = None
     overrides: tuple[PartitionLimit, ...] | None = ()
-    """The partition limits that do not apply to its jobs; None when unknown."""
+    """The partition limits that do not apply to jobs with this QOS; None if unknown."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster as far as it is known; configs are checked against it before they are submitted."""
+    """What is known of a cluster; configs are checked against it before they are submitted."""
 
     name: str
     partitions: tuple[Partition, ...] = ()
-    """Empty when unknown."""
+    """The partitions of the cluster; empty if unknown."""
     gpu_option: Literal["gpus-per-node", "gres"] = "gpus-per-node"
     """The sbatch option that requests GPUs."""
     accounts: tuple[Account, ...] | None = None
-    """None when unknown, or where Slurm does not check accounts."""
+    """The accounts of the user; None if unknown, or if Slurm does not check accounts."""
     qos: tuple[Qos, ...] | None = None
-    """None when unknown."""
+    """The QOS of the cluster; None if unknown."""
     slurm_version: tuple[int, ...] = ()
     containers: tuple[str, ...] = ()
-    """Which of pyxis, apptainer, singularity and enroot are installed."""
+    """The names of the installed container programs, out of pyxis, apptainer, singularity and enroot."""
     has_modules: bool = False
     reason: str = ""
-    """The source of this description, in one sentence."""
+    """The origin of this description, in one sentence."""
     out_of_date_hint: str = ""
-    """How to update the description if it is out of date."""
+    """Tells the user how to update the description if it is out of date."""
     error: str = ""
-    """Why the cluster is unknown: Slurm's error, or that it did not answer."""
+    """Why the cluster is unknown: the error of Slurm, or that Slurm did not answer."""
     expedited_requeue: bool | None = None
-    """Whether jobs use the expedited requeue of Slurm 25.11; None where the site has not enabled it."""
+    """Whether jobs use the expedited requeue of Slurm 25.11; None if the site has not enabled it."""
     groups: tuple[str, ...] | None = None
-    """The groups of this user; None when unknown, and for root, whom Slurm lets into every partition."""
+    """The groups of this user; None if unknown, and for root, whom Slurm allows in every partition."""
     bad_nodes: dict[str, str] = field(default_factory=dict)
-    """Hosts that failed in the last 24 hours, each with the reason; the most recent first."""
+    """Hosts that failed within the last 24 hours, each with the reason; the most recent first."""
     forget_hint: str = ""
-    """How to clear that list."""
+    """Tells the user how to clear `bad_nodes`."""
 
     def partition(self, name: str | None) -> Partition | None:
-        """Return a partition by name, or the default one for None; None if there is no such partition."""
+        """Return a partition by name, the default one for None; return None if there is no such partition."""
         if name is None:
             return next((item for item in self.partitions if item.is_default), None)
         return next((item for item in self.partitions if item.name == name), None)

@@ -1,4 +1,4 @@
-"""The cluster of a config: its profile, whose file format is here, or what Slurm answers.
+"""Finds the cluster of a config, from a profile or from Slurm, and defines the format of profiles.
 
 A profile is a file `clusters/NAME.yaml` in the current folder or in the user's config folder.
 """
@@ -41,29 +41,29 @@ CLUSTERS = "resources.clusters"
 
 @dataclass(frozen=True)
 class FoundProfile:
-    """A profile, and why it was chosen."""
+    """A profile, and why it was chosen for a config."""
 
     path: Path
     shown: str
-    """The file name to show in messages."""
+    """The file name for messages."""
     profile: ClusterProfile
     defaults: Entry | None
-    """Its `defaults` section, the lowest layer of every run config."""
+    """The `defaults` section of the profile, which is the lowest layer of every run config."""
     reason: str
 
 
 def user_folder() -> Path:
-    """Return the folder that `trainkit init` writes profiles to."""
+    """Return the folder to which `trainkit init` writes profiles."""
     return config_folder() / FOLDER
 
 
 def find_profile(loaded: LoadedConfig) -> FoundProfile | None:
-    """Find the profile that a run uses; None if there is none.
+    """Return the profile that a run uses; None if there is none.
 
-    It is the profile that `launch.cluster` names, else the one of the first of `resources.clusters`, else the
-    one of the ClusterName in slurm.conf. If slurm.conf gives no name, it is the only profile. Raises
-    ConfigError if the named profile does not exist, if two profiles are of the same cluster, or if it is
-    invalid.
+    The profile is that of `launch.cluster`, or else of the first cluster in `resources.clusters`, or else of
+    the ClusterName in slurm.conf. If slurm.conf contains no ClusterName and there is only one profile, that
+    profile is used. Raises ConfigError if the named profile does not exist, if two profiles describe the same
+    cluster, or if the profile is invalid.
     """
     folders = [Path.cwd() / FOLDER, user_folder()]
     named = loaded.config.launch.cluster
@@ -77,7 +77,7 @@ def find_profile(loaded: LoadedConfig) -> FoundProfile | None:
     if name is None:
         if len(alone := [path for paths in files for path in paths]) > 1:
             return None
-        return _found(alone[0], "it is the only profile, and slurm.conf gives no ClusterName")
+        return _found(alone[0], "it is the only profile, and slurm.conf contains no ClusterName")
     for paths in files:
         # If several profiles name this cluster, prefer the profile whose file is named after the cluster.
         own = [path for path in sorted(paths, key=lambda path: path.stem != name) if _name_in(path) == name]
@@ -100,14 +100,17 @@ def _named(loaded: LoadedConfig, name: str, folders: Sequence[Path]) -> Path:
         raise ConfigError([loaded.problem(KEY, message, "--backend local runs on this machine")])
     known = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
     hint = f"{did_you_mean(name, known)}profiles: {', '.join(known)}; "
-    hint += "`trainkit init` writes the profile of the cluster it runs on"
+    hint += "`trainkit init` writes a profile of the cluster where it is called"
     if name == "local":
         hint = "launch.backend: local (--backend local) starts the run on this machine"
     raise ConfigError([loaded.problem(KEY, f"is {name}, an unknown cluster profile", hint)])
 
 
 def _name_in(path: Path) -> str | None:
-    """Return the `name` in a profile; if it cannot be read, the file's name, so that using it reports why."""
+    """Return the `name` in a profile, or the file's name if the profile cannot be read.
+
+    The error is reported when the profile is loaded.
+    """
     try:
         found = read_yaml_file(path, str(path)).find(("name",))
     except ConfigError:
@@ -128,10 +131,10 @@ def _read(path: Path, shown: str, mtime_ns: int) -> tuple[ClusterProfile, Entry 
 
 
 def known_cluster(loaded: LoadedConfig, run: Path | None = None) -> Cluster:
-    """Return the cluster of a config, from its profile or Slurm; sets `error` if Slurm does not answer.
+    """Return the cluster of a config, from its profile or Slurm; set `error` if Slurm does not answer.
 
-    `run` is the folder of a run that starts again: its bad nodes include those on which a start of it failed.
-    Raises ConfigError for a profile that is invalid or does not exist, and for an unknown cluster.
+    `run` is the folder of a run that is started again: the bad nodes then include those where a start of this
+    run failed. Raises ConfigError if the profile is invalid or does not exist, or if the cluster is unknown.
     """
     if loaded.config.resources.clusters:
         _check_clusters(loaded)
@@ -139,36 +142,38 @@ def known_cluster(loaded: LoadedConfig, run: Path | None = None) -> Cluster:
     name = known.name if known.partitions else _first_cluster(loaded) or cluster_name() or known.name
     bad = excluded(name, run=None if run is None else str(run))
     if len(loaded.config.resources.clusters) > 1:
-        bad = {}  # the other clusters would refuse a job that names hosts of the first one
+        bad = {}  # Other clusters would refuse a job that names hosts of the first cluster.
     hint = f"`rm {quote(str(memory_file(name)))}` clears the list"
     return replace(known, bad_nodes=bad, forget_hint=hint) if bad else known
 
 
 def _first_cluster(loaded: LoadedConfig) -> str | None:
-    """Return the cluster that a run is planned for, if the config names clusters."""
+    """Return the cluster that a run is planned for, if the config lists clusters."""
     return next(iter(loaded.config.resources.clusters), None)
 
 
 def _check_clusters(loaded: LoadedConfig) -> None:
-    """Raise ConfigError unless Slurm's commands can be sent to all of `resources.clusters`.
+    """Raise ConfigError unless Slurm commands can be sent to all of `resources.clusters`.
 
-    Of several, sbatch leaves out one that it does not know.
+    The check is needed because sbatch silently ignores unknown names in a list of clusters.
     """
     try:
         known = query_cluster_names()
     except SlurmRefused as error:
-        message = f"needs Slurm's accounting, by which commands find another cluster: {error.message}"
+        message = (
+            f"needs Slurm's accounting, which tells commands how to reach other clusters: {error.message}"
+        )
         raise ConfigError([loaded.problem(CLUSTERS, message, "remove it")]) from None
     unknown = [name for name in loaded.config.resources.clusters if name not in known]
     if unknown:
         hint = f"{did_you_mean(unknown[0], known)}clusters: {', '.join(known)}"
-        message = f"names {listed(unknown)}, which Slurm's accounting does not know"
+        message = f"contains {listed(unknown)}, which Slurm's accounting does not know"
         raise ConfigError([loaded.problem(CLUSTERS, message, hint)])
     if "," in (named := scrubbed(os.environ).get("SLURM_CLUSTERS", "")):
         message = f"cannot be used while the environment names several clusters: {named}"
         raise ConfigError([loaded.problem(CLUSTERS, message, "unset SLURM_CLUSTERS SBATCH_CLUSTERS")])
     if cluster_name() is None:
-        message = "cannot be used here: no slurm.conf tells which cluster this is"
+        message = "cannot be used here: there is no slurm.conf that names this cluster"
         raise ConfigError([loaded.problem(CLUSTERS, message, "export SLURM_CONF")])
 
 
@@ -176,7 +181,7 @@ def _profile_or_slurm(loaded: LoadedConfig) -> Cluster:
     found = find_profile(loaded)
     if found is None:
         return _cluster_from_slurm(loaded)
-    hint = f"this is from {found.shown}; if it is out of date, delete it and run `trainkit init`"
+    hint = f"this information is from {found.shown}; if it is out of date, delete it and run `trainkit init`"
     known = found.profile.to_cluster(found.reason, hint)
     if known.partitions:
         return known
@@ -192,7 +197,7 @@ def _profile_or_slurm(loaded: LoadedConfig) -> Cluster:
 
 
 def _cluster_from_slurm(loaded: LoadedConfig) -> Cluster:
-    """Query Slurm for the cluster; if Slurm does not answer, only `error` and `reason` are set."""
+    """Query Slurm for the cluster; if Slurm does not answer, set only `error` and `reason`."""
     resources = loaded.config.resources
     try:
         name = other_cluster(_first_cluster(loaded)) or ""
@@ -206,7 +211,8 @@ def _cluster_from_slurm(loaded: LoadedConfig) -> Cluster:
     request = ResourceRequest.of(resources, cluster)
     if resources.qos is None or not any(map(request.exceeds, request.partitions)):
         return cluster
-    # Only accounting knows whether the QOS overrides that limit. It is slow, so query it only if needed.
+    # Only accounting knows whether the QOS overrides the limit that the job exceeds. Accounting is slow, so
+    # query it only if needed.
     qos = query_qos()
     return cluster if qos is None else replace(cluster, qos=qos)
 
@@ -232,7 +238,7 @@ GpuCounts = Annotated[
 
 
 class NodesProfile(Section):
-    """A `NodeKind`; `gpus` is a number if the cluster does not name types."""
+    """A `NodeKind` in a profile; `gpus` is a number if the cluster does not name GPU types."""
 
     count: AtLeastOne = 1
     cpus: AtLeastOne | None = None
@@ -242,7 +248,7 @@ class NodesProfile(Section):
 
 
 class PartitionProfile(Section):
-    """A `Partition`; null where there is no limit."""
+    """A `Partition` in a profile; null where there is no limit."""
 
     is_default: bool = Field(default=False, alias="default")
     is_hidden: bool = Field(default=False, alias="hidden")
@@ -263,7 +269,7 @@ class PartitionProfile(Section):
 
 
 class AccountProfile(Section):
-    """An `Account`."""
+    """An `Account` in a profile."""
 
     is_default: bool = Field(default=False, alias="default")
     partitions: Names | None = None
@@ -272,16 +278,17 @@ class AccountProfile(Section):
 
 
 class QosProfile(Section):
-    """A `Qos`."""
+    """A `Qos` in a profile."""
 
     max_time_s: Time | None = Field(default=None, alias="max_time")
     overrides: Annotated[tuple[PartitionLimit, ...], Field(strict=False)] = ()
 
 
 class ClusterProfile(Section):
-    """A `Cluster` that configs are checked against, and the defaults of every run on it.
+    """A `Cluster` that configs are checked against, and defaults for every run on that cluster.
 
-    Every field of the file has the name that is its alias, or else its own; null or missing is unknown.
+    A key in the file has the alias of its field, or else the field's name; a null or missing value is
+    unknown.
     """
 
     profile_version: Literal[1] = 1
@@ -297,7 +304,7 @@ class ClusterProfile(Section):
     qos: dict[str, QosProfile | None] | None = None
     partitions: dict[str, PartitionProfile | None] | None = None
     defaults: dict[str, JsonValue] | None = None
-    """Run config keys for every run on this cluster; the user's own configs override them."""
+    """Config keys for every run on this cluster; the user's own configs override them."""
 
     def to_cluster(self, reason: str = "", out_of_date_hint: str = "") -> Cluster:
         values = dict(self)
@@ -315,9 +322,9 @@ class ClusterProfile(Section):
 
 
 def read_profile(path: Path, shown: str) -> tuple[ClusterProfile, Entry | None]:
-    """Read a profile and its `defaults` section; `shown` is the file's name in messages.
+    """Read a profile and its `defaults` section; `shown` is the file name for messages.
 
-    Raises ConfigError with every problem.
+    Raises a ConfigError that lists every problem.
     """
     entry = read_yaml_file(path, shown)
     try:
@@ -329,7 +336,7 @@ def read_profile(path: Path, shown: str) -> tuple[ClusterProfile, Entry | None]:
 
 
 def _problems(error: ValidationError, entry: Entry) -> list[Problem]:
-    """Return one problem per key, in the order of the file; list items have the line of their list."""
+    """Return one problem per key, in the order of the file; a list item has the line number of its list."""
     found: dict[str, Problem] = {}
     for item in error.errors(include_url=False, include_context=False):
         path = tuple(map(str, item["loc"]))

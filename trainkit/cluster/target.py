@@ -1,4 +1,4 @@
-"""Chooses where a run starts: Slurm or this machine."""
+"""Chooses where a run starts, on Slurm or on this machine."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Target:
-    """The target of a job: the backend, and the cluster if it is Slurm."""
+    """The target of a job: a backend and, for Slurm, the cluster."""
 
     backend: Literal["local", "launcher", "sbatch", "submitit", "srun"]
     reason: str
-    """Why this backend, in one sentence."""
+    """Why this backend was chosen, in one sentence."""
     cluster: Cluster | None = None
-    """None without Slurm."""
+    """The cluster; None without Slurm."""
     node_sizes: tuple[int, ...] | None = None
-    """Workers per node of a step, or of another launcher, that has already started (``srun launcher``)."""
+    """Workers per node, if a step or another launcher (``srun launcher``) has already started the
+    processes."""
     per: Literal["gpu", "node"] | None = None
-    """Whether that step has one task per GPU or one per node."""
+    """Whether the running step has one task per GPU or one task per node; None without such a step."""
     finds_cluster: bool = True
-    """Whether the profile of a cluster may set defaults; not for the ranks of another launcher."""
+    """True if the profile of a cluster may set defaults; False for ranks that another launcher started."""
 
     @property
     def submits_job(self) -> bool:
@@ -46,7 +47,7 @@ LOCAL = Target("local", "this machine")
 def choose_backend(backend: str, cluster: str | None = None) -> tuple[str, str]:
     """Return the backend that `launch.backend` selects here, and why; `cluster` is `launch.cluster`.
 
-    Raises SlurmError when it is unclear whether this machine belongs to a cluster.
+    Raises SlurmError if it is unclear whether this machine belongs to a cluster.
     """
     if backend != "auto":
         return backend, f"launch.backend is {backend}"
@@ -60,9 +61,9 @@ def choose_backend(backend: str, cluster: str | None = None) -> tuple[str, str]:
     configured = conf_file()
     if configured is not None:
         return "sbatch", f"sbatch: found {sbatch} and {configured}"
-    finds = finds_cluster()  # only here: a machine without sbatch, or with a slurm.conf, runs no command
+    finds = finds_cluster()  # checked last, because it runs a command
     if finds is None:
-        # Never train on a login node because a file was not found.
+        # Never train on a login node just because slurm.conf was not found.
         raise SlurmError(
             f"cannot tell whether this machine belongs to a Slurm cluster: found {sbatch} but no slurm.conf, "
             "and `sbatch --version` gives no answer",
@@ -70,12 +71,12 @@ def choose_backend(backend: str, cluster: str | None = None) -> tuple[str, str]:
             "`--set launch.backend=local` trains on this machine",
         )
     if finds:
-        return "sbatch", f"sbatch: found {sbatch}, which knows a cluster"
+        return "sbatch", f"sbatch: found {sbatch}, which finds a cluster"
     return "local", f"local: found {sbatch} but no slurm.conf, so no cluster is set up here"
 
 
 def is_cluster_of_host(cluster: str | None) -> bool:
-    """Return whether a job runs on the cluster of this host, not on one that only a profile describes.
+    """Return whether a job runs on this host's cluster, not on one that only a profile describes.
 
     `cluster` is `launch.cluster`.
     """
@@ -83,22 +84,21 @@ def is_cluster_of_host(cluster: str | None) -> bool:
 
 
 def make_target(loaded: LoadedConfig, backend: str | None = None, run: Path | None = None) -> Target:
-    """Return the target of a config and the description of its cluster; `backend` overrides the config's.
+    """Return the target of a config with a description of its cluster; `backend` overrides the config's.
 
-    `run` is the folder of a run that starts again, for `known_cluster`.
-    Raises ConfigError for a cluster profile that is invalid or does not exist, and for clusters that a job
-    cannot be sent to.
+    `run` is the folder of a run that is started again; see `known_cluster`. Raises ConfigError if a cluster
+    profile is invalid or does not exist, or if a job cannot be sent to the clusters.
     """
     launch = loaded.config.launch
     chosen, reason = choose_backend(backend or launch.backend, launch.cluster)
     if chosen == "local":
         return Target("local", reason)
 
-    # Imported only for Slurm: a run on this machine needs neither profiles nor Slurm's commands.
+    # Imported only for Slurm, because a run on this machine needs neither profiles nor Slurm commands.
     from trainkit.cluster.profile import known_cluster
 
     if chosen == "submitit" and loaded.config.resources.clusters:
-        message = "cannot be used with submitit, which does not tell which cluster has got the job"
+        message = "cannot be used with submitit, which does not report the cluster that accepted the job"
         raise ConfigError([loaded.problem("resources.clusters", message, "use --backend sbatch")])
     cluster = known_cluster(loaded, run)
     return Target("submitit" if chosen == "submitit" else "sbatch", reason, cluster)
@@ -112,7 +112,7 @@ def load_with_cluster(
     flags: Mapping[str, tuple[str, object]] | None = None,
     defaults: Sequence[Entry] = (),
 ) -> LoadedConfig:
-    """Load a config like `load_config`, with the `defaults` of its cluster's profile above those given.
+    """Load a config like `load_config`, but the `defaults` of its cluster's profile override `defaults`.
 
     Raises InvalidConfig as `load_config` does, and ConfigError as `make_target` does.
     """
@@ -134,7 +134,7 @@ def load_with_cluster(
 
 
 def _cluster_defaults(loaded: LoadedConfig) -> Entry | None:
-    """Return the `defaults` of the profile of a config's cluster; None for a run on this machine."""
+    """Return the `defaults` in the profile of a config's cluster; None for a run on this machine."""
     launch = loaded.config.launch
     if choose_backend(launch.backend, launch.cluster)[0] == "local":
         return None

@@ -1,4 +1,4 @@
-"""Describe which config a command or a Python call requests, and which values it changes."""
+"""Describe which config a command or a Python call requests, and which values it changes in the config."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FLAGS = {
     "backend": "launch.backend",
     "note": "note",
 }
-"""Maps the argument of a command or function to its config key."""
+"""Maps an argument of a command or a function to its config key."""
 
 
 @dataclass(frozen=True)
@@ -38,23 +38,24 @@ class ConfigRequest:
     """The config to load and the changes that the command line makes to it."""
 
     path: str
-    """The typed file or name of a shipped config. If it was omitted, this is the default CONFIG or empty."""
+    """The config file as typed, or the name of a shipped config. If CONFIG was omitted, this is the name of
+    the default config or an empty text."""
     profile: str | None
     overrides: tuple[str, ...]
     flags: dict[str, tuple[str, object]]
-    """Maps a dotted key to the flag as typed and its value."""
+    """Maps a dotted key to the flag as the user typed it and the flag's value."""
     argv: tuple[str, ...] = ()
-    """The command after ``--``; its name is the default name of the run."""
+    """The COMMAND after ``--``, from which the default name of the run is derived."""
     chooses_nodes: bool = False
-    """True if ``--nodes auto`` was typed."""
+    """True for ``--nodes auto``."""
     repeats: RepeatedRun | None = None
-    """The run whose config is loaded instead of a file with its layers."""
+    """The run whose config is loaded, instead of a config file with its layers."""
 
     def load(self, target: Target | None = None) -> LoadedConfig:
-        """Load the config with all layers; raise ConfigError with all problems.
+        """Load the config with all its layers; raise a ConfigError that lists all problems.
 
-        Hosts without Slurm do not search for a cluster, so the defaults of a cluster profile do not apply
-        there.
+        On a host without Slurm, no cluster is searched for, so the `defaults` of cluster profiles do not
+        apply.
         """
         if self.repeats is not None:
             from trainkit.launch.repeat import load_again
@@ -78,8 +79,8 @@ class ConfigRequest:
     def load_to_plan(self, workload: Workload | None = None, target: Target | None = None) -> LoadedConfig:
         """Load the config for a command that plans a run of `workload`, by default the trainer.
 
-        The ConfigError of an invalid config also lists the problems of planning a run with the config's valid
-        part.
+        For an invalid config, the ConfigError also lists problems found while planning a run with the
+        config's valid values.
         """
         from trainkit.config import InvalidConfig
 

@@ -1,4 +1,4 @@
-"""Create the folder of a run or group in a safe place, and start its job."""
+"""Create the folder of a run or group where other users cannot change it, and start its job."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CreatedRun:
-    """A run folder that is complete except for its first attempt."""
+    """A run folder that is complete except for the first attempt."""
 
     run: RunDir
     config_name: str
     job: JobRecord
-    """The content of job.json; for a group, the values that its runs share."""
+    """The content of job.json; for a group, the values that all its runs share."""
 
     @property
     def name(self) -> str:
-        """Return the name of the config, with a number if ./runs already had a folder of that name."""
+        """Return the config's name, with a number if ./runs already contained a folder with this name."""
         return self.job.name
 
     @property
     def code(self) -> CodeCopy | None:
-        """Return the copy of the code; None if the run uses the files in place."""
+        """Return the copy of the code; None if the run uses the original files."""
         return self.job.code
 
 
@@ -60,7 +60,7 @@ def create_submission(
     run_dir: Path | None = None,
     option: str = "--run-dir",
 ) -> CreatedRun:
-    """Create the folder of the run or group, without starting its job.
+    """Create the folder of a run or group without starting its job.
 
     `option` is the command-line option that sets `run_dir`. Raises UsageError if `run_dir` is not empty or
     cannot be written, or if a secret would be written.
@@ -89,10 +89,10 @@ def create_run(
     code_from: CodeCopy | None = None,
     stdin: bytes | None = None,
 ) -> CreatedRun:
-    """Create the folder of a run: ``runs/NAME``, or `run_dir`, which must be new or empty.
+    """Create the folder of a run, which is ``runs/NAME`` or `run_dir`; `run_dir` must be new or empty.
 
-    `code_from` is the copy of another run's code, which replaces the current code. `stdin` is the standard
-    input that rank 0 of a command gets at each attempt.
+    `code_from` is another run's copy of the code, which is used instead of the current code. `stdin` is the
+    standard input of rank 0 of a COMMAND in each attempt.
 
     Raises UsageError if the folder cannot be written, the code cannot be copied, or a secret would be written
     to a file.
@@ -115,9 +115,9 @@ def _keep_input(run: RunDir, config: RunConfig, stdin: bytes | None) -> None:
 def start_submission(
     submission: Submission, created: CreatedRun, *, now: bool = False
 ) -> tuple[str, int | None]:
-    """Start what `create_submission` has created; return the job id, and the attempt of a run.
+    """Start what `create_submission` created; return the job id and, for a run, the attempt number.
 
-    `now` is passed to `NewAttempt` for a run. Raises SlurmRefused after removing the folder, and
+    `now` is passed on to `NewAttempt` if a run is started. Raises SlurmRefused after removing the folder, and
     SlurmUnreachable, which keeps the folder because the job may exist.
     """
     if submission.array is not None:
@@ -133,7 +133,7 @@ def start_group(group: RunGroup) -> str:
     Raises SlurmRefused after removing the group, and SlurmUnreachable, which keeps the group because its job
     may exist.
     """
-    with defer_sigint():  # Ctrl-C must not leave a started group unlisted, because it could not be cancelled
+    with defer_sigint():  # Ctrl-C must not leave a started group that no command can find.
         job_id = backend_named(group.record.backend).start_group(group)
         group.update(job_id=job_id, submitted_at=utc_now())
         register(RunDir(group.path), group.name)
@@ -145,8 +145,8 @@ def start_run(
 ) -> AttemptRecord:
     """Start the first attempt of a run that was just created and return its job.json entry.
 
-    `job` is the content of the run's job.json. If `reason` is ``run``, a local run ends when this process
-    does. The run folder is removed if the attempt cannot be started.
+    `job` is the content of the run's job.json. If `reason` is ``run``, a run on this machine ends together
+    with this process. The run folder is removed if the attempt cannot be started.
     """
     try:
         with run_lock(run):
@@ -162,8 +162,8 @@ def start_attempt(
 ) -> AttemptRecord:
     """Start a run's next attempt and return its job.json entry; call with the run's lock held.
 
-    `job` is the content of job.json, and `reason` is one of ``submit run requeue resume``. `now` applies to
-    local runs only.
+    `job` is the content of job.json, and `reason` is one of ``submit run requeue resume``. `now` affects only
+    runs on this machine.
     """
     config_text, plan_text = dump_effective(config), plan.to_text()
     for text, where in ((config_text, run.config_file), (plan_text, run.plan_file)):
@@ -199,7 +199,7 @@ def _group_record(
         name=name,
         backend=first.plan.backend,
         cwd=str(Path.cwd()),
-        # If the plan allows several clusters, Slurm chooses one, which the answer of sbatch names.
+        # If the plan allows several clusters, Slurm chooses one, and sbatch reports its name.
         cluster=None if first.plan.clusters else cluster_name(),
         array=submission.array.directive,
         keys=list(dict.fromkeys(key for trial in submission.trials for key in trial.values)),
@@ -214,11 +214,11 @@ def _group_record(
 
 @contextmanager
 def defer_sigint() -> Iterator[None]:
-    """Defer the KeyboardInterrupt of a SIGINT to the end of the block.
+    """Defer the KeyboardInterrupt of a first SIGINT to the end of the block.
 
-    A second SIGINT raises KeyboardInterrupt immediately. Only the main thread defers, because it receives the
-    signals. An ignored SIGINT stays ignored. Child processes in the terminal's foreground group receive
-    Ctrl-C themselves.
+    A second SIGINT raises KeyboardInterrupt immediately. Only the main thread receives signals, so in other
+    threads nothing is deferred. If SIGINT is ignored, it stays ignored. Ctrl-C still reaches child processes
+    in the terminal's foreground process group.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -245,8 +245,8 @@ def defer_sigint() -> Iterator[None]:
 def new_folder(name: str, run_dir: Path | None, option: str = "--run-dir") -> Iterator[tuple[Path, str]]:
     """Create a new folder for a run or a group, and yield it and its name.
 
-    The folder is removed if the block fails. `option` is the command-line option that sets `run_dir`. Raises
-    UsageError as `refuse_place` does.
+    If the block fails, the folder is removed. `option` is the command-line option that sets `run_dir`. Raises
+    UsageError for the same reasons as `refuse_place`.
     """
     refuse_place(name, run_dir, option)
     folder = None
@@ -257,7 +257,7 @@ def new_folder(name: str, run_dir: Path | None, option: str = "--run-dir") -> It
         else:
             ensure_folder(run_dir.parent, parents=True)
             ensure_folder(run_dir, 0o700)
-            try:  # if two commands have found the folder empty, only one may use it
+            try:  # If two commands found the folder empty, only one of them may use it.
                 os.close(os.open(run_dir / LOCK_NAME, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
             except FileExistsError:
                 raise cannot_create(run_dir, "another command is creating a run there", option) from None
@@ -265,7 +265,7 @@ def new_folder(name: str, run_dir: Path | None, option: str = "--run-dir") -> It
         yield folder, name
     except BaseException as error:
         if folder is not None:
-            # This command created the whole content, and a remaining folder would block a retry.
+            # This command has created everything in the folder, which would block a retry, so remove it.
             shutil.rmtree(folder, ignore_errors=True)
         if not isinstance(error, OSError):
             raise
@@ -273,10 +273,10 @@ def new_folder(name: str, run_dir: Path | None, option: str = "--run-dir") -> It
 
 
 def _next_free_folder(parent: Path, name: str) -> Path:
-    """Create `parent/name`, or the first of `name-2`, `name-3`, … that does not exist."""
+    """Create `parent/name`, or the first of `name-2`, `name-3` and so on that does not exist yet."""
     if not parent.is_dir():
         ensure_folder(parent, 0o755)
-        parent.chmod(0o755)  # the umask may forbid access
+        parent.chmod(0o755)  # The umask may have denied access to others.
     for folder in folders_named(parent, name):
         try:
             folder.mkdir(mode=0o700)

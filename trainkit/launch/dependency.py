@@ -1,4 +1,4 @@
-"""Find the dependencies of ``--after RUN``: Slurm jobs, or run folders on this machine."""
+"""Find the dependencies for ``--after RUN``: Slurm jobs or, on this machine, run folders."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from trainkit.slurm.environment import other_cluster
 from trainkit.slurm.jobs import query_jobs
 
 Dependency = RunStatus | TrialStatus
-"""A run that another job waits for; its job id is None if it was never submitted."""
+"""A run that another job is to wait for; its job id is None if it was never submitted."""
 
 
 def open_runs(text: str, runs: Sequence[Dependency]) -> list[Dependency]:
-    """Return the unfinished ones of the runs that `text` names; raise UsageError if one will not finish."""
+    """Return the unfinished runs among `runs`; raise UsageError if one of them will not finish."""
     found = [run for run in runs if run.state != "finished"]
     wrong = [run for run in found if run.state not in UNFINISHED_STATES or run.job_id is None]
     if wrong:
@@ -43,26 +43,26 @@ def open_runs(text: str, runs: Sequence[Dependency]) -> list[Dependency]:
         again = quote(shown_path(named.parent if whole else named))
         hint = f"resume it first: `trainkit resume {again}`"
         if first.state == "unknown":
-            hint = f"`trainkit status {quote(place)}` shows the reason; without --after the run starts now"
+            hint = f"`trainkit status {quote(place)}` shows the reason; omit --after to start without waiting"
         if first.state in UNFINISHED_STATES:
-            hint = "try again when all of its runs are submitted"
+            hint = "retry once all runs of the group are submitted"
         raise UsageError(f"--after {text}: {place} is {first.state}{more}", hint=hint)
     return found
 
 
 def dependency_ids(text: str, runs: Sequence[Dependency], arrays: Sequence[str] = ()) -> list[str]:
-    """Return the Slurm jobs that must succeed before the runs that `text` names have finished.
+    """Return the Slurm jobs whose success means that all of `runs` have finished; `text` is RUN as typed.
 
-    The result is empty if all runs have finished. All job ids, including the `job_id` of each run, have the
-    form that `on_cluster` returns; `arrays` are the array jobs of a group. Raises UsageError as `open_runs`
-    does, and if a run is on this machine.
+    The result is empty if all runs have finished. The `job_id` of each run and the results have the form that
+    `on_cluster` returns; `arrays` are the array jobs of a group. Raises UsageError if a run is on this
+    machine, and for the same reasons as `open_runs`.
     """
     found = open_runs(text, runs)
     local = next((run for run in found if str(run.job_id).startswith("local-")), None)
     if local is not None:
         place = shown_path(local.run_dir)
         raise UsageError(
-            f"--after {text}: {place} runs on this machine, and Slurm cannot wait for it",
+            f"--after {text}: {place} runs on this machine, so Slurm cannot wait for it",
             hint=f"`trainkit logs {quote(place)} -f` returns when it has ended",
         )
     if all(base_id(str(run.job_id)) in arrays for run in runs):
@@ -71,15 +71,16 @@ def dependency_ids(text: str, runs: Sequence[Dependency], arrays: Sequence[str] 
 
 
 def with_dependency(plan: LaunchPlan, texts: Sequence[str], waits_for: Sequence[str]) -> LaunchPlan:
-    """Return the plan with a dependency on the runs of --after.
+    """Return the plan with a dependency on the runs of `--after`.
 
-    `texts` are the runs as typed, and `waits_for` is the result of `dependencies` for them.
+    `texts` are the runs as the user typed them, and `waits_for` is the result of `dependencies` for them.
     """
     names, verb = ", ".join(texts), "has" if len(texts) == 1 else "have"
     if not waits_for:
         reasons = {**plan.reasons, "after": f"starts immediately: {names} {verb} already finished"}
         return replace(plan, reasons=reasons)
-    # A job whose dependency has failed stays pending, here as on Slurm, and `status` reports it.
+    # A job whose dependency has failed stays pending, both on Slurm and on this machine, and `status` reports
+    # it.
     reason = f"starts once {names} {verb} finished successfully"
     backend = backend_named(plan.backend)
     if not plan.is_job:
@@ -88,18 +89,18 @@ def with_dependency(plan: LaunchPlan, texts: Sequence[str], waits_for: Sequence[
     if list(found) != [other_cluster(name) or "" for name in plan.clusters or [None]]:
         where = listed([f"{job} on {name or 'this one'}" for name, jobs in found.items() for job in jobs])
         raise UsageError(
-            f"--after {names}: a job can wait only for jobs of its own cluster, but these are {where}",
-            hint="choose their cluster with --clusters, if all are on one",
+            f"--after {names}: a job can wait only for jobs on its own cluster, but these jobs are {where}",
+            hint="if all of them are on one cluster, choose that cluster with --clusters",
         )
     [jobs] = found.values()
     return backend.waiting_for(plan, jobs, reason)
 
 
 def dependencies(names: Sequence[str], warn: Callable[[str], None], *, on_slurm: bool) -> list[str]:
-    """Return the jobs, or run folders, that must finish before these runs and groups have finished.
+    """Return the jobs, or the folders on this machine, whose success means that the named runs are finished.
 
-    On Slurm these are jobs, otherwise folders on this machine. Raises UsageError for a run that has failed or
-    is unknown, and on Slurm for a run on this machine.
+    With `on_slurm`, the result contains jobs, otherwise folders on this machine. Raises UsageError for a run
+    that has failed or is unknown and, with `on_slurm`, for a run on this machine.
     """
     waits_for: list[str] = []
     for name in names:
@@ -111,7 +112,7 @@ def dependencies(names: Sequence[str], warn: Callable[[str], None], *, on_slurm:
         else:
             trials = GroupFiles(found)
             status = trials.status(query_jobs(trials.open_ids), datetime.now(timezone.utc))
-            # The jobs of two clusters may have the same id.
+            # Include the cluster in each job id, because jobs on two clusters may have the same id.
             runs = [replace(trial, job_id=trials.jobs.get(trial.index)) for trial in status.trials]
             arrays = found.jobs
         if on_slurm:
@@ -128,7 +129,7 @@ def _run(run: RunDir, warn: Callable[[str], None], on_slurm: bool) -> RunStatus:
         if num_follow_ups:
             raise UsageError(
                 f"--after {run.shown}: its {num_follow_ups} chained jobs (requeue.follow_ups) continue it "
-                "under other job ids, and Slurm would start this job when the first of them ends",
+                "under other job ids, so Slurm would start the new job too early",
                 hint=f"`trainkit logs {run.word} -f` returns when the run has ended",
             )
     return status

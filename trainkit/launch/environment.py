@@ -24,9 +24,9 @@ _VERSION = re.compile(r"python(\d+)\.(\d+)$")
 def find_interpreter(
     launch: LaunchConfig, cwd: Path, environ: Mapping[str, str] = os.environ
 ) -> tuple[Interpreter, list[KeyProblem]]:
-    """Return the interpreter of a launch section, by default this process's, and its problems.
+    """Return the Python of a launch section, by default that of this process, and the section's problems.
 
-    Relative folders are below `cwd`.
+    Relative folders in the section are relative to `cwd`.
     """
     problems = list(_contradictions(launch))
     if no_paths := list(_no_paths(launch, cwd)):
@@ -38,12 +38,12 @@ def find_interpreter(
         argv = ("python3",)
     if launch.venv is not None:
         venv = _absolute(launch.venv, cwd)
-        if not in_container:  # in a container, the folder may exist only there
+        if not in_container:  # A folder in a container may exist only there.
             problems += _venv_problems("launch.venv", launch.venv, venv)
         argv = (f"{venv}/bin/python",)
     elif launch.uv is not None:
-        # `uv run` is not used, because it adds a process per rank and forwards signals that Slurm already
-        # sends to every process of the step.
+        # Do not use `uv run`: it adds a process per rank, and forwards signals that Slurm already sends to
+        # every process of the step.
         venv, problem = _uv_environment(launch.uv, environ, cwd)
         problems += problem
         argv = (f"{venv}/bin/python",)
@@ -52,13 +52,13 @@ def find_interpreter(
         problems += problem
         argv = ("python",) if prefix is None else (f"{prefix}/bin/python",)
     if launch.python is not None:
-        # the job searches PATH for a name without a slash
+        # For a name without a slash, the job searches PATH.
         is_path = "/" in launch.python and not in_container
         argv = (_absolute(launch.python, cwd) if is_path else launch.python,)
         is_found = in_container or shutil.which(argv[0], path=environ.get("PATH", os.defpath)) is not None
         if not is_found and not launch.modules:
-            message = f"is {launch.python!r}, which is not an executable program"
-            problems.append(("launch.python", message, "give the path of an interpreter"))
+            message = f"is {launch.python!r}, which is not executable"
+            problems.append(("launch.python", message, "specify the path of an interpreter"))
     options = ("-u",) if in_container else _options(argv[0])
     found = Interpreter(
         argv=argv,
@@ -75,10 +75,10 @@ def find_interpreter(
 def command_python(
     launch: LaunchConfig, command: Sequence[str], cwd: Path, environ: Mapping[str, str] = os.environ
 ) -> tuple[str, ...]:
-    """Return the interpreter for a launcher such as torchrun: the one that runs the command without it.
+    """Return the Python for a launcher such as torchrun: the one that would run the command directly.
 
-    The interpreter is named by the config or the command. Otherwise it comes from the active environment, or
-    is this process's.
+    The interpreter is taken from the config, or else from the command. If neither specifies an interpreter,
+    that of the active environment or of this process is used.
     """
     if any((launch.venv, launch.conda, launch.uv, launch.container, launch.python)):
         return find_interpreter(launch, cwd, environ)[0].argv
@@ -94,13 +94,13 @@ _JOB_VARIABLE = re.compile(r"(SLURM|SBATCH|SRUN|TRAINKIT_JOB)_\w+")
 
 
 def launch_problems(launch: LaunchConfig) -> Iterator[KeyProblem]:
-    """Yield (key, message, hint) for each value that is invalid on any machine."""
+    """Yield (key, message, hint) for each launch setting that is invalid regardless of the machine."""
     for name in launch.modules:
         if name.startswith("-") or len(name.split()) != 1:
-            hint = "list one name per entry; put other `module` commands in launch.setup"
+            hint = "write one module name per entry; put other `module` commands in launch.setup"
             yield "launch.modules", f"has {name!r}, which is not a module name", hint
     if launch.conda is not None and launch.conda.startswith("-"):
-        yield "launch.conda", f"is {launch.conda!r}, which is an option, not an environment", ""
+        yield "launch.conda", f"is {launch.conda!r}, which looks like an option, not an environment", ""
     if any("\0" in line for line in launch.setup):
         yield "launch.setup", "has a NUL character, which a script cannot contain", ""
     for name in launch.env:
@@ -121,7 +121,7 @@ def _contradictions(launch: LaunchConfig) -> Iterator[KeyProblem]:
     named = [key for key in ("venv", "conda", "uv") if getattr(launch, key) is not None]
     for key in named[1:]:
         message = f"is {getattr(launch, key)!r} while launch.{named[0]} is {getattr(launch, named[0])!r}"
-        yield f"launch.{key}", message, "a job has one environment: set all but one to null"
+        yield f"launch.{key}", message, "a job can use only one environment: set all but one to null"
     if launch.conda is not None and launch.container is not None:
         message = f"is {launch.conda!r} and launch.container is set: conda cannot be activated in a container"
         yield "launch.conda", message, "launch.python names an interpreter in the container"
@@ -129,22 +129,22 @@ def _contradictions(launch: LaunchConfig) -> Iterator[KeyProblem]:
 
 def _venv_problems(key: str, given: str, folder: str) -> Iterator[KeyProblem]:
     if not os.access(f"{folder}/bin/python", os.X_OK):
-        message = f"is {given!r}, and there is no {shown_path(folder)}/bin/python"
+        message = f"is {given!r}, but there is no {shown_path(folder)}/bin/python"
         yield key, message, f"`python3 -m venv {given}` creates a virtual environment"
     elif not Path(folder, "bin", "activate").is_file():
-        message = f"is {given!r}, and there is no {shown_path(folder)}/bin/activate"
+        message = f"is {given!r}, but there is no {shown_path(folder)}/bin/activate"
         yield key, message, "for an interpreter without an environment to activate, set launch.python"
 
 
 def _uv_environment(given: str, environ: Mapping[str, str], cwd: Path) -> tuple[str, list[KeyProblem]]:
     """Return the environment folder of a uv project, and its problems.
 
-    In a workspace, the folder is above the members.
+    In a uv workspace, the folder is above the folders of the members.
     """
     project = Path(_absolute(given, cwd))
     if not (project / "pyproject.toml").is_file():
-        message = f"is {given!r}, and there is no {project}/pyproject.toml"
-        return f"{project}/.venv", [("launch.uv", message, "give the folder of a uv project")]
+        message = f"is {given!r}, but there is no {project}/pyproject.toml"
+        return f"{project}/.venv", [("launch.uv", message, "specify the folder of a uv project")]
     folders = [
         parent / ".venv" for parent in (project, *project.parents) if (parent / "pyproject.toml").is_file()
     ]
@@ -160,12 +160,12 @@ def _uv_environment(given: str, environ: Mapping[str, str], cwd: Path) -> tuple[
 def _conda_environment(
     given: str, launch: LaunchConfig, environ: Mapping[str, str], cwd: Path
 ) -> tuple[str, str | None, str | None, list[KeyProblem]]:
-    """Return (name or folder to activate, conda.sh, folder of the environment, problems).
+    """Return (name or folder to activate, path of conda.sh, folder of the environment, problems).
 
-    The folder is None if this host does not know it.
+    The folder is None if it cannot be determined on this host.
     """
     program = environ.get("CONDA_EXE") or shutil.which("conda", path=environ.get("PATH", os.defpath))
-    # Conda is installed two folders above its executable.
+    # The base folder of Conda is two levels above its executable.
     base = Path(program).resolve().parents[1] if program and Path(program).is_file() else None
     script = None if base is None else base / "etc" / "profile.d" / "conda.sh"
     is_folder = "/" in given or given.startswith("~")
@@ -174,9 +174,9 @@ def _conda_environment(
     prefix = next((str(folder) for folder in folders if os.access(folder / "bin" / "python", os.X_OK)), None)
     problem, hint = None, "`conda env list` lists the environments and their folders"
     if is_folder and prefix is None:
-        problem = f"is {given!r}, and there is no {name}/bin/python"
-    elif base is None and not launch.modules:  # a module may provide conda
-        problem = f"is {given!r}, and there is no conda on PATH"
+        problem = f"is {given!r}, but there is no {name}/bin/python"
+    elif base is None and not launch.modules:  # A module may provide conda.
+        problem = f"is {given!r}, but there is no conda on PATH"
         hint = "add the module that provides it to launch.modules, or set launch.python"
     elif prefix is None and not launch.modules:
         problem = f"is {given!r}, which is not an environment of {base}"
@@ -190,7 +190,7 @@ def _conda_environment(
 
 
 def _conda_folders(name: str, base: Path, environ: Mapping[str, str]) -> list[Path]:
-    """Return the possible folders of an environment with this name."""
+    """Return the folders in which a conda environment with this name may be."""
     home = Path(environ.get("HOME", "/"))
     places = filter(None, environ.get("CONDA_ENVS_PATH", "").split(os.pathsep))
     found = [folder / name for folder in (*map(Path, places), base / "envs", home / ".conda" / "envs")]
@@ -210,7 +210,7 @@ def _absolute(folder: str, cwd: Path) -> str:
 
 
 def _options(program: str) -> tuple[str, ...]:
-    """Return the options of an interpreter, whose version is read from the name of its resolved file."""
+    """Return the options for an interpreter, whose version is taken from the name of its resolved file."""
     if program == sys.executable:
         return PYTHON_OPTIONS
     match = _VERSION.search(str(Path(program).resolve()))
@@ -224,10 +224,10 @@ _FORBIDDEN_IN_MOUNTS = ',:"'
 
 
 def container_program(launch: LaunchConfig, available: Sequence[str] = ()) -> str | None:
-    """Return ``apptainer``, its older name ``singularity``, or ``pyxis``.
+    """Return the container program: ``apptainer``, its older name ``singularity``, or ``pyxis``.
 
-    Return None without an image, or if the program cannot be determined. `available` are the container
-    programs of the cluster.
+    Returns None if there is no image, or if the program cannot be determined. `available` are the container
+    programs on the cluster.
     """
     image = launch.container
     if image is None:
@@ -244,9 +244,9 @@ def container_program(launch: LaunchConfig, available: Sequence[str] = ()) -> st
 
 
 def absolute_image(image: str, program: str, cwd: str) -> str:
-    """Return an image with an absolute path if it is a file; return a URI or name unchanged.
+    """Return the absolute path of an image that is a file; return a URI or an image name unchanged.
 
-    Apptainer treats every image without a scheme as a path, but pyxis only an image that looks like a path.
+    Apptainer treats every image without a URI scheme as a path; pyxis does so only if it looks like a path.
     """
     if image.startswith(_APPTAINER_SCHEMES):
         return image
@@ -256,7 +256,7 @@ def absolute_image(image: str, program: str, cwd: str) -> str:
 
 
 def container_problems(launch: LaunchConfig, cwd: str, available: Sequence[str] = ()) -> Iterator[KeyProblem]:
-    """Yield the problems of the container settings; images are relative to `cwd`, which is mounted."""
+    """Yield problems with the container settings; image paths are relative to `cwd`, which is mounted."""
     image = launch.container
     if image is None:
         if launch.container_mounts:
@@ -270,15 +270,19 @@ def container_problems(launch: LaunchConfig, cwd: str, available: Sequence[str] 
         yield key, error.message, error.hint or ""
         return
     if image.startswith("-"):
-        yield key, f"is {image!r}, which is an option, not an image", "give the path or URI of an image"
+        yield (
+            key,
+            f"is {image!r}, which looks like an option, not an image",
+            "specify the path or URI of an image",
+        )
     elif program is None:
         message = f"is {image!r}, which apptainer and pyxis can both run"
         yield key, message, "set launch.container_runtime to apptainer or pyxis"
     elif path.startswith("/") and not Path(path).exists():
-        yield key, f"is {image!r}, but {path} does not exist", "a URI needs its scheme: docker://…"
+        yield key, f"is {image!r}, but {path} does not exist", "for a URI, add the scheme: docker://…"
     if any(char in _FORBIDDEN_IN_MOUNTS for char in cwd):
-        message = f"needs {cwd!r} mounted, but a mount cannot contain any of {_FORBIDDEN_IN_MOUNTS}"
-        yield "launch.container", message, "choose another folder, or use no container"
+        message = f"needs {cwd!r} mounted, but a mount path cannot contain any of {_FORBIDDEN_IN_MOUNTS}"
+        yield "launch.container", message, "use another folder, or set launch.container to null"
     for mount in launch.container_mounts:
         parts = mount.split(":")
         if "," in mount or '"' in mount or len(parts) > 3 or not all(parts) or not parts[0].startswith("/"):
@@ -287,19 +291,20 @@ def container_problems(launch: LaunchConfig, cwd: str, available: Sequence[str] 
 
 
 SRUN_DROPS_CPUS_PER_TASK = ((22, 5), (23, 11))
-"""srun ignores sbatch's --cpus-per-task from the first of these versions until before the second."""
+"""srun ignores sbatch's --cpus-per-task from the first of these Slurm versions until before the second."""
 
 
 @dataclass(frozen=True)
 class JobEnvironment:
-    """The environment of the ranks; `context` is for templates/partials/environment.sh.j2."""
+    """The environment of the ranks, as the template templates/partials/environment.sh.j2 needs it."""
 
     workdir: str
-    """The working directory of the job: in the copy of the code, or the folder of the submission."""
+    """The working directory of the job: a folder in the copy of the code, or the folder of submission."""
     rank_python: tuple[str, ...]
-    """The argv prefix of Python in a task of the step: container, interpreter, options."""
+    """The start of a command line that runs Python in a task of the step: container, interpreter and
+    options."""
     host_python: tuple[str, ...]
-    """The argv prefix of Python in the batch script, outside of any container."""
+    """The start of a command line that runs Python in the batch script, outside of any container."""
     srun_options: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
     venv: str | None = None
@@ -309,7 +314,7 @@ class JobEnvironment:
     python_path: tuple[str, ...] = ()
     setup: tuple[str, ...] = ()
     sets_cpus_per_task: bool = True
-    """True if the script must repeat --cpus-per-task for srun."""
+    """True if the script must pass --cpus-per-task to srun too."""
     rank_names: ClassVar[tuple[str, ...]] = RANK_VARIABLES
 
 
@@ -327,11 +332,11 @@ def make_job_environment(
     program: str | None = None,
     gpus: bool = False,
 ) -> JobEnvironment:
-    """Return the environment for a launch section and its interpreter.
+    """Return the job environment that a launch section and its interpreter define.
 
-    `env` are the environment variables, by default those in `launch`. A container mounts `folders` in
-    addition to the run folder and `workdir`, all at the same paths. `program` is the result of
-    `container_program`. The path of an image is relative to `cwd`, by default `workdir`.
+    `env` contains the environment variables; by default, those in `launch`. A container mounts the run
+    folder, `workdir` and `folders`, each at its own path. `program` is the result of `container_program`. The
+    path of an image is relative to `cwd`, by default `workdir`.
     """
     variables = launch.env if env is None else env
     options: tuple[str, ...] = ()
@@ -340,7 +345,7 @@ def make_job_environment(
         program = program or "apptainer"
         image = absolute_image(launch.container, program, cwd or workdir)
         places = dict.fromkeys((run_dir, workdir, *folders))
-        # Mount only outermost folders, and with an explicit target, which pyxis requires.
+        # Mount only the outermost folders, each with an explicit target, which pyxis requires.
         outer = [
             place
             for place in places
@@ -348,8 +353,8 @@ def make_job_environment(
         ]
         mounts = [item if ":" in item else f"{item}:{item}" for item in (*outer, *launch.container_mounts)]
         if program == "pyxis":
-            # With pyxis, only listed variables keep the job's values if the image sets them; with Apptainer
-            # all do.
+            # If the image sets a variable, pyxis uses the job's value only if the variable is listed, whereas
+            # Apptainer always uses it.
             names = ",".join(dict.fromkeys((*variables, *(["PYTHONPATH"] if python_path else []))))
             options = (
                 f"--container-image={image}",
@@ -373,6 +378,6 @@ def make_job_environment(
         env=tuple(variables.items()),
         python_path=tuple(python_path),
         setup=launch.setup,
-        # Set it for an unknown version too, because repeating the job's own value is harmless.
+        # If the version of Slurm is unknown, pass the value anyway, because it is that of the job.
         sets_cpus_per_task=not slurm_version or first <= slurm_version < after,
     )

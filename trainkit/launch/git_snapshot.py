@@ -1,8 +1,8 @@
-"""Make a Git repository for a copy of the code, which answers like the original but has no credentials.
+"""Create a Git repository for a copy of the code; it behaves like the original but has no credentials.
 
-Git only reads the original, with commands that run none of its hooks, filters or other programs. The history
-stays in the original. The copy has a pack with the objects that describe its commit and its changes, and
-finds all other objects in the original while that exists.
+Git only reads the original repository, with commands that start no hooks, filters or other programs. The full
+history is not copied. The copied repository has a pack with the objects of its commit and its changes, and
+reads all other objects from the original as long as that exists.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trainkit.launch.source_tree import SourceTree, run_git
 from trainkit.run.git_copy import GIT, OF_SHA256, index_entries, write_index, write_private
 
 MAX_COMMITS = 2_000
-"""Maximum number of commits in the pack, beginning with HEAD."""
+"""Maximum number of commits in the pack, counted back from HEAD."""
 LIMIT_S = 20.0
 _CONFIG = re.compile(
     r"core\.(?:autocrlf|eol|safecrlf|filemode|ignorecase|precomposeunicode|symlinks|quotepath|excludesfile)"
@@ -28,25 +28,26 @@ _CONFIG = re.compile(
     r"|remote\..+\.(?:url|pushurl|fetch)|branch\..+\.(?:remote|merge)|submodule\..+\.(?:url|active|ignore)",
     re.DOTALL,
 )
-"""The keys of a repository's config that are copied. These keys affect Git's answers, but never make Git
-start a program."""
+"""Matches the keys of a repository's Git config that are copied. These keys affect Git's output, but never
+make Git start a program."""
 _URL = re.compile(r"(?P<scheme>[a-zA-Z][\w+.-]*)://(?:(?P<user>[^/]*)@)?(?P<rest>.*)", re.DOTALL)
 _PATHS = ("index", "objects", "shallow", "info/attributes", "info/exclude")
 
 
 class NoRepository(Exception):
-    """Raised with a reason if no repository can be made for a copy."""
+    """Raised with a reason if a copy cannot have a Git repository."""
 
 
 def make_repository(tree: SourceTree, prefix: str, stage: str) -> tuple[Path, int]:
-    """Make the repository for the copy of the one at `prefix` in `stage`, without its index.
+    """Create in `stage` a copy of the Git repository at `prefix`, but without its index.
 
-    Returns the file of the original's index and the size of its hashes. Raises NoRepository and OSError.
+    Returns the path of the original's index, and the size of its hashes in bytes. Raises NoRepository and
+    OSError.
     """
     root = f"{tree.root}/{prefix}"
     places = [Path(root, line) for line in _ask(root, *_git_paths()).split("\n")[:-1]]
     if len(places) != len(_PATHS):
-        raise NoRepository("the path of its repository has a line break")
+        raise NoRepository("the path of its repository contains a line break")
     index, objects, shallow, attributes, exclude = places
     config = dict(_config(_ask(root, "config", "--local", "--includes", "-z", "--list")))
     branch, head = _try(root, "symbolic-ref", "-q", "HEAD"), _try(root, "rev-parse", "-q", "--verify", "HEAD")
@@ -76,7 +77,7 @@ def make_repository(tree: SourceTree, prefix: str, stage: str) -> tuple[Path, in
 
 
 def finish_repository(tree: SourceTree, prefix: str, stage: str, index: Path, hash_size: int) -> None:
-    """Write the index of the copied repository once its files exist. Raises OSError and ValueError."""
+    """Write the index of the copied repository after the files are copied; raises OSError and ValueError."""
     if index.exists():
         write_index(Path(tree.root, prefix), Path(stage, prefix), index, hash_size)
 
@@ -92,7 +93,7 @@ def _bytes(file: Path) -> bytes:
 
 
 def _ask(folder: str, *args: str, content: bytes | None = None) -> str:
-    """Return the output of git; raise NoRepository if git fails."""
+    """Return the output of a git command; raise NoRepository if it fails."""
     try:
         done = run_git(folder, *args, timeout_s=LIMIT_S, content=content)
     except UsageError as error:
@@ -104,7 +105,7 @@ def _ask(folder: str, *args: str, content: bytes | None = None) -> str:
 
 
 def _try(folder: str, *args: str) -> str:
-    """Return the output of git; an empty string if git fails."""
+    """Return the output of a git command; an empty string if it fails."""
     try:
         return _ask(folder, *args).strip()
     except NoRepository:
@@ -112,7 +113,7 @@ def _try(folder: str, *args: str) -> str:
 
 
 def _write_refs(new: Path, listed: str) -> None:
-    """Write refs as `for-each-ref` lists them: symbolic refs as files, all others into packed-refs."""
+    """Write the refs listed by `for-each-ref`: symbolic refs into files, all others into packed-refs."""
     packed = ["# pack-refs with: peeled fully-peeled sorted \n"]
     for line in filter(None, listed.split("\n")):
         oid, name, peeled, target = line.split(" ")
@@ -148,9 +149,9 @@ def _escaped(text: str) -> str:
 
 
 def without_credentials(value: str) -> str:
-    """Return a config value without the password, token or query of a URL.
+    """Return a Git config value; if it is a URL, remove its password, token and query.
 
-    Return "" if the URL would make Git start a program as its transport.
+    Returns "" for a URL that would make Git start a transport program.
     """
     if re.match(r"[\w+.-]+::", value):
         return ""
@@ -163,7 +164,7 @@ def without_credentials(value: str) -> str:
 
 
 def _pack(tree: SourceTree, prefix: str, new: Path, index: Path, hash_size: int, tags: Iterable[str]) -> None:
-    """Pack the objects that describe HEAD and its changes: commits, tags, folders and changed files."""
+    """Pack the objects of HEAD and of uncommitted changes: commits, tags, trees and changed files."""
     here = str(new.parent)
     commits = _ask(here, "rev-list", f"--max-count={MAX_COMMITS}", "HEAD").split()
     objects = [*commits, *tags, *_ask(here, "rev-parse", "HEAD^{tree}").split()]

@@ -1,4 +1,4 @@
-"""Find the packages of an interpreter, and report what a run lacks in its environment."""
+"""Find the packages that an interpreter imports, and report those that a run needs but lacks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from trainkit.shipped import launchers, load
 
 
 class NoAnswer(Exception):
-    """Raised with a reason if an interpreter does not run or cannot import the requested packages."""
+    """Raised with a reason if an interpreter does not run or cannot report its packages."""
 
     def __init__(self, reason: str, *, is_slow: bool = False) -> None:
         super().__init__(reason)
@@ -39,7 +39,7 @@ class NoAnswer(Exception):
 
 
 _MARK = "trainkit-answer:"
-"""Marks the answer in the output, because imported packages may print too."""
+"""Marks the line with the answer, because imported packages may also print."""
 _PACKAGES = """
 import importlib.util, json, platform, sys
 from importlib import metadata
@@ -71,10 +71,10 @@ def ask(
     cwd: Path | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> dict[str, Any]:
-    """Run a script with an interpreter and return the object that the script prints as JSON.
+    """Run a script with an interpreter, and return the JSON object that it prints.
 
-    The script gets `_MARK` as its first argument and prints it before the JSON. `env` is added to the
-    variables of this process. Raises NoAnswer.
+    The script receives `_MARK` as its first argument and prints it before the JSON object. `env` is added to
+    the environment variables of this process. Raises NoAnswer if the script fails.
     """
     try:
         with subprocess.Popen(
@@ -91,10 +91,10 @@ def ask(
             try:
                 output, errors = process.communicate(timeout=timeout_s)
             except BaseException:
-                kill_group(process)  # also kill child processes of the script, such as ranks
+                kill_group(process)  # Also kill child processes of the script, such as ranks.
                 raise
     except subprocess.TimeoutExpired:
-        raise NoAnswer(f"{argv[0]} took longer than {timeout_s:.0f} s", is_slow=True) from None
+        raise NoAnswer(f"{argv[0]} did not finish within {timeout_s:.0f} s", is_slow=True) from None
     except OSError as error:
         raise NoAnswer(f"{argv[0]} does not run: {error.strerror or error}") from None
     line = next((line for line in output.splitlines() if line.startswith(_MARK)), None)
@@ -109,18 +109,18 @@ def ask(
 class Packages:
     """The packages that an interpreter would import.
 
-    A plain folder with a package's name, such as W&B's ``wandb/``, is not a package.
+    A plain folder with the name of a package, such as W&B's ``wandb/``, does not count as a package.
     """
 
     python: str
     program: str
     files: Mapping[str, str]
-    """Maps a package to the file that is imported first."""
+    """Maps a package to the file that Python imports first."""
     versions: Mapping[str, str]
 
     @cached_property
     def torch(self) -> TorchBuild:
-        """Return the build of torch, as far as its version.py describes it."""
+        """Return information about the build of torch, as far as torch's version.py contains it."""
         return TorchBuild.read(self.program, self.files.get("torch"))
 
 
@@ -131,26 +131,26 @@ def find_packages(
     cwd: Path | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> Packages:
-    """Return the packages in `names` that an interpreter with these options imports. Raises NoAnswer."""
+    """Return the packages among `names` that the interpreter `argv` imports; raises NoAnswer if it fails."""
     return Packages(**ask(argv, _PACKAGES, names, env, cwd, timeout_s))
 
 
 def own_packages(*names: str) -> Packages:
-    """Return the packages of this interpreter, without starting another process."""
+    """Return the packages of the current interpreter, without starting another process."""
     specs = ((name, find_spec(name)) for name in names)
     files = {name: spec.origin for name, spec in specs if spec is not None and spec.origin is not None}
     return Packages(platform.python_version(), sys.executable, files, {"trainkit": __version__})
 
 
 def package_problem(packages: Packages, program: str) -> tuple[str, str] | None:
-    """Return why ranks of the built-in trainer cannot use a `program`, and a hint; None if they can."""
+    """Return why the built-in trainer cannot run with interpreter `program`, and a hint; None if it can."""
     if packages.files.keys().isdisjoint(("torch", "trainkit")):
         return "has no torch and no trainkit", f"{_install_hint(program)}, or {OWN_PYTHON}"
     return trainkit_problem(packages, program) or torch_problem(packages, program)
 
 
 def trainkit_problem(packages: Packages, program: str) -> tuple[str, str] | None:
-    """Return why the trainkit of a `program` cannot be used, and a hint; None if it can."""
+    """Return why the trainkit of interpreter `program` cannot be used, and a hint; None if it can."""
     if "trainkit" not in packages.files:
         return "has no trainkit", f"{_install_hint(program)}, or {OWN_PYTHON}"
     version = packages.versions["trainkit"]
@@ -163,7 +163,7 @@ def trainkit_problem(packages: Packages, program: str) -> tuple[str, str] | None
     return None
 
 
-OWN_PYTHON = "remove the key to use this interpreter"
+OWN_PYTHON = "remove this key to use the current interpreter"
 
 
 def _install_hint(program: str) -> str:
@@ -172,21 +172,22 @@ def _install_hint(program: str) -> str:
 
 
 def torch_problem(packages: Packages, program: str) -> tuple[str, str] | None:
-    """Return why the trainer cannot use the torch of a `program`, and a hint; None if it can."""
+    """Return why the trainer cannot use the torch of interpreter `program`, and a hint; None if it can."""
     if "torch" in packages.files:
         return release_problem(packages.torch.version)
     install = f"`{shlex.quote(program)} -m pip install {shlex.quote(REQUIREMENT)}` installs it"
-    return "has no torch, which the trainer requires", f"{install}, or {ELSEWHERE}"
+    return "lacks torch, which the trainer requires", f"{install}, or {ELSEWHERE}"
 
 
 SYSTEM_FOLDER = "/usr"
-"""Packages below this folder may differ between this host and the nodes of a cluster."""
+"""Packages below this folder may differ between the current host and the nodes of a cluster."""
 
 
 def find_environment(config: RunConfig, on_slurm: bool, workload: Workload, cwd: Path) -> Environment:
-    """Return the environment of the ranks, with the problems that are already visible here.
+    """Return the environment of the ranks, with the problems that can be detected on this host.
 
-    If a package cannot be checked here, the ranks check it, or the job warns and trains.
+    If a package cannot be checked here, either the ranks check it, or the job prints a warning and trains
+    anyway.
     """
     launch, asked_by = config.launch, dict[str, str]()
     if config.logging.tensorboard is True and not workload.is_command:
@@ -198,7 +199,7 @@ def find_environment(config: RunConfig, on_slurm: bool, workload: Workload, cwd:
         key, launch = None, LaunchConfig(env=launch.env)
     interpreter, found = find_interpreter(launch, cwd)
     program, named = interpreter.argv[0], "device" if key is None else f"launch.{key}"
-    # On another host, PATH may lead to another program of the same name.
+    # On another host, the same name in PATH may refer to another program.
     is_known = not found and "/" in program and launch.container is None
     is_known = is_known and not (on_slurm and (launch.modules or launch.setup))
     trains_here = not workload.is_command and (key is None or not on_slurm)
@@ -207,7 +208,7 @@ def find_environment(config: RunConfig, on_slurm: bool, workload: Workload, cwd:
     modules = launchers().get(workload.launcher, ())
     is_of_nodes = on_slurm and PurePath(program).is_relative_to(SYSTEM_FOLDER)
     if modules and (is_of_nodes or command_python(config.launch, workload.argv, cwd) != interpreter.argv):
-        modules = ()  # the command runs with another Python
+        modules = ()  # The COMMAND runs with another Python.
     if "PYTHONPATH" in launch.env:
         asked_by, modules = {}, ()
     packages, torch = None, None
@@ -223,7 +224,7 @@ def find_environment(config: RunConfig, on_slurm: bool, workload: Workload, cwd:
     if on_slurm:
         found = [*launch_problems(launch), *found]
     if packages is not None:
-        # The nodes may have torch even if this host has none.
+        # The nodes may have torch even if this host does not.
         is_unknown = is_of_nodes and "torch" not in packages.files
         if trains_here and key is None and not is_unknown and (problem := torch_problem(packages, program)):
             found.append(("", f"{program} {problem[0]}", problem[1]))
@@ -234,7 +235,7 @@ def find_environment(config: RunConfig, on_slurm: bool, workload: Workload, cwd:
             found.append((asked_by[name], f"is set, but {program} has no {name}", hint))
         if modules and packages.files.keys().isdisjoint(modules):
             name = modules[0]
-            hint = f"`{quote(program)} -m pip install {name}` installs it; launch.venv names another Python"
+            hint = f"`{quote(program)} -m pip install {name}` installs it; launch.venv selects another Python"
             found.append(("", f"--launcher {workload.launcher} needs {name}, which {program} lacks", hint))
         is_of_host = on_slurm and PurePath(packages.files.get("torch", "")).is_relative_to(SYSTEM_FOLDER)
         torch = packages.torch if may_use_gpus and not is_of_host else None

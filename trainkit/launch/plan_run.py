@@ -1,4 +1,4 @@
-"""Plan a run: gather its facts, check its config against them, and make its plan."""
+"""Plan a run: gather facts about machine, data and environment, check the config, and make the plan."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from trainkit.quoting import quote
 from trainkit.run.rundir import MANIFEST_NAME, RunDir
 
 _BATCH_ONLY = ("modules", "conda", "container", "setup")
-"""Settings that only a batch script uses."""
+"""Launch settings that only a batch script uses."""
 _EXPERIMENTAL = {"conda": "conda", "container": "Apptainer or pyxis"}
-"""Maps each setting that was tested only with a stand-in program to the real program."""
+"""Maps each setting that was tested only with a stand-in program to the name of the real program."""
 
 
 class Gatherer:
-    """Gathers the facts of configs that share a target and mostly the data, such as the trials of a group."""
+    """Gathers facts for configs that share their target and mostly the data, such as a group's trials."""
 
     def __init__(self, target: Target | None = None, code_dir: Path | None = None) -> None:
         self._target = target
         self._code_dir = Path() if code_dir is None else code_dir
-        """The folder that files of the user's code are relative to."""
+        """The folder to which the paths of the user's code files are relative."""
         self._machine: Machine | None = None
         self._data: dict[str, DataFacts] = {}
         self._environments: dict[tuple[str, bool, bool], Environment] = {}
@@ -49,7 +49,7 @@ class Gatherer:
     def facts(self, loaded: LoadedConfig, workload: Workload = TRAINER, *, resumes: bool = False) -> Facts:
         """Return the facts of a config; `resumes` is True if the run has a checkpoint to resume from.
 
-        Raises ConfigError for a cluster profile that is invalid or does not exist.
+        Raises ConfigError if the cluster profile is invalid or does not exist.
         """
         if self._target is None:
             self._target = self._find_target(loaded, workload)
@@ -71,16 +71,17 @@ class Gatherer:
         return Facts(self._machine, self._target, data, missing, environment)
 
     def _find_target(self, loaded: LoadedConfig, workload: Workload) -> Target:
-        """Return the target; check the interpreter and the data while Slurm answers."""
+        """Return the target; check the interpreter and the data while waiting for Slurm."""
         launch = loaded.config.launch
         if choose_backend(launch.backend, launch.cluster)[0] == "local":
             return make_target(loaded)
 
-        # slow to import, and needed only while waiting for Slurm
+        # imported here because it is slow to import and needed only for Slurm
         from concurrent.futures import ThreadPoolExecutor
 
         with ThreadPoolExecutor() as threads:
-            # An exception in a thread is ignored here, because the later call raises it again.
+            # If a check fails in a thread, the exception is ignored here, because the later call raises it
+            # again.
             threads.submit(self._environment_of, loaded.config, True, workload)
             if not workload.is_command:
                 threads.submit(self._data_of, loaded.config)
@@ -110,21 +111,21 @@ def gather(
     resumes: bool = False,
     code_dir: Path | None = None,
 ) -> Facts:
-    """Return the facts of a config, as `Gatherer.facts` does; `target` skips the detection of the cluster."""
+    """Return the facts of a config, as `Gatherer.facts` does; with `target`, do not detect the cluster."""
     return Gatherer(target, code_dir).facts(loaded, workload, resumes=resumes)
 
 
 def _missing(config: RunConfig, resumes: bool, code_dir: Path) -> Iterator[KeyProblem]:
-    """Yield a problem for each key that names a missing file or run; code is in `code_dir`."""
-    # a run with its own checkpoint does not load init_from
+    """Yield a problem for each key that refers to a missing file or run; `code_dir` contains the code."""
+    # A run with a checkpoint of its own does not load init_from.
     source = None if resumes else config.model.init_from
-    # A run is accepted without a checkpoint, because --after may wait for it to save one.
+    # A run without a checkpoint is accepted, because it may save one before this run starts (--after).
     if source and not (Path(source, MANIFEST_NAME).is_file() or RunDir(Path(source)).exists()):
         message = f"is {source}, which is neither a run folder nor a checkpoint"
         yield "model.init_from", message, "`trainkit ckpt ls RUN` lists the checkpoints of a run"
     key, name = config.model_source
     file, _, _ = name.rpartition(":")
-    # A task may also be in a module; an architecture is always in a file.
+    # A task may also be in an installed module, but an architecture is always in a file.
     if file and (key != "task" or file.endswith(".py")) and not (code_dir / file).is_file():
         message = f"is {name}, but there is no file {shown_path((code_dir / file).absolute())}"
         yield key, message, "FILE.py is relative to the current folder"
@@ -138,10 +139,10 @@ def plan_run(
     code_dir: Path | None = None,
     before: LaunchPlan | None = None,
 ) -> LaunchPlan:
-    """Return the launch plan of a config on this machine or the cluster.
+    """Return the launch plan for a config on this machine or the cluster.
 
-    `code_dir` is the working directory of the ranks, by default the current folder. `before` is passed to
-    `plan_nodes`. Raises ConfigError with all problems.
+    `code_dir` is the working directory of the ranks, by default the current folder. `before` is passed on to
+    `plan_nodes`. Raises a ConfigError that lists all problems.
     """
     config, launch, cluster, cwd = loaded.config, loaded.config.launch, facts.target.cluster, Path.cwd()
     plan = plan_nodes(loaded, facts, workload, before)
@@ -163,12 +164,12 @@ def plan_run(
         refuse_secrets(workload.argv, config.secrets)
         environment = replace(environment, python=command_python(launch, workload.argv, cwd))
     if not plan.is_job and facts.environment is not None:
-        # No batch script starts the agents of this run, so they use the interpreter of `launch`.
+        # No batch script starts the agents of this run, so they use the interpreter that `launch` selects.
         interpreter = facts.environment.interpreter
         if unused := [f"launch.{name}" for name in _BATCH_ONLY if getattr(launch, name)]:
-            warnings.append(f"{', '.join(unused)}: only batch jobs of Slurm use it")
+            warnings.append(f"{', '.join(unused)}: no effect outside of Slurm batch jobs")
         if launch.container is None and any((launch.venv, launch.uv, launch.python)):
-            reasons["python"] = f"{interpreter.argv[0]}, as launch says"
+            reasons["python"] = f"{interpreter.argv[0]}, as set in launch"
             environment = replace(environment, venv=interpreter.venv)
             if not workload.is_command:
                 environment = replace(environment, python=(*interpreter.argv, *interpreter.options))
@@ -176,11 +177,11 @@ def plan_run(
 
 
 def planning_error(invalid: InvalidConfig, workload: Workload, *, target: Target | None) -> ConfigError:
-    """Return the error with all problems of an invalid config, also those of planning with its valid keys."""
+    """Return an error with the problems of an invalid config, and those of planning with its valid keys."""
     try:
         facts = gather(invalid.rest, workload, target=target)
         return invalid.with_problems_of_rest(problems(invalid.rest, facts, workload))
-    # If Slurm or a file cannot be read, report at least the problems of loading the config.
+    # If Slurm or a file cannot be read, report at least the problems found while loading the config.
     except TrainkitError as error:
         return invalid.with_problems_of_rest(error.problems if isinstance(error, ConfigError) else [])
 
@@ -190,18 +191,18 @@ def refuse_missing(command: Sequence[str], launch: LaunchConfig, launcher: str, 
     elsewhere = (launch.venv, launch.conda, launch.uv, launch.container, launch.python)
     runs_unchanged = launcher == "python" and not any(elsewhere) and not launch.modules and not launch.setup
     if runs_unchanged and shutil.which(command[0], path=os.environ.get("PATH", os.defpath)) is None:
-        hint = "give its path, or set launch.venv, conda, modules or container in the config"
+        hint = "specify its path, or set launch.venv, conda, modules or container in the config"
         if command[0].endswith(".py") and (cwd / command[0]).is_file():
-            hint = f"`-- python {quote(command[0])} …` runs the file of that name here"
+            hint = f"`-- python {quote(command[0])} …` runs the file with this name in the current folder"
         elif "/" in command[0] and (cwd / command[0]).is_file():
-            hint = f"`chmod +x {quote(command[0])}` makes that file a program"
+            hint = f"`chmod +x {quote(command[0])}` makes this file executable"
         elif " " in command[0].strip() and len(command) == 1:
             hint = f"without the quotes: -- {command[0]}"
         elif command[0] in BUILTINS:
             hint = f"{command[0]} is a command of the shell: -- bash -c {quote(shlex.join(command))}"
         raise UsageError(f"command not found on PATH: {command[0]!r}", hint=hint)
     script = _script_of(command)
-    # launch.setup may change the folder or create the script.
+    # launch.setup may change the working directory or create the script.
     folder_is_known = launch.container is None and not launch.setup
     if script is not None and folder_is_known and not (cwd / script).exists():
         raise UsageError(
@@ -210,13 +211,13 @@ def refuse_missing(command: Sequence[str], launch: LaunchConfig, launcher: str, 
 
 
 BUILTINS = ("cd", "source", ".", "export", "set", "exec", "ulimit", "alias", "eval")
-"""Commands that a shell implements itself, so that they are not programs."""
+"""Commands that are built into the shell, and so are not programs."""
 
 
 def _script_of(command: Sequence[str]) -> str | None:
-    """Return the Python script that a command starts; None if there is none or it cannot be determined."""
+    """Return the Python script that a command starts; None if there is none or if it is unclear."""
     if PurePath(command[0]).name in SHELLS:
-        return None  # the argument is a shell script, which may name any files
+        return None  # The argument is a shell script, which may start any files.
     before = takewhile(lambda word: word not in ("-m", "-c"), command)
-    # An argument with a space may be a command line, as after `env -S`.
+    # An argument with a space may be a whole command line, as after `env -S`.
     return next((word for word in before if word.endswith(".py") and " " not in word), None)

@@ -1,4 +1,4 @@
-"""Start from an existing run: load its config again, and repeat the run in a new folder."""
+"""Load the config of an existing run again, and repeat the run in a new folder."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from trainkit.run.rundir import AttemptDir, RunDir
 from trainkit.shipped import keys_of
 
 REPLAY_FILE = "replay.json"
-"""The file that `trainkit replay` writes to its job folder; it names the run and the steps to replay."""
+"""A file that `trainkit replay` writes to its job folder; it contains the run and the steps to replay."""
 FOUND_HERE = {"device": "device", "resources.gpus_per_node": "workers_per_node", "launch.backend": "backend"}
-"""Maps each key that may be ``auto`` to the plan's attribute with the resolved value."""
+"""Maps each key that may be ``auto`` to the attribute of the plan with the resolved value."""
 SHAPE = ("backend", "num_nodes", "workers_per_node", "device", "layout", "batch", "lr")
 
 
 @dataclass(frozen=True)
 class RepeatedRun:
-    """A run to repeat."""
+    """A run that is to be repeated."""
 
     run: RunDir
     config: RunConfig
@@ -38,12 +38,12 @@ class RepeatedRun:
     code: CodeCopy | None
     """The copy of the run's code; None if the new run uses the current code."""
     stdin: bytes | None
-    """The standard input that rank 0 of the command reads; None if the run keeps none."""
+    """The standard input for rank 0 of the COMMAND; None if the run stored none."""
 
     def found_values(self, typed: Collection[str]) -> dict[str, tuple[str, object]]:
-        """Return the resolved values of this run's ``auto`` keys, except for the `typed` ones.
+        """Return the values found for this run's ``auto`` keys, except for keys that the user `typed`.
 
-        The result maps a key to the origin and the value.
+        The result maps a key to the origin of the value and the value.
         """
         found = dict(flatten(self.config.model_dump(mode="json")))
         return {
@@ -55,7 +55,7 @@ class RepeatedRun:
         }
 
     def described(self, plan: LaunchPlan) -> LaunchPlan:
-        """Return the plan of the new run with a reason that names the repeated run and the differences."""
+        """Add a reason to the new run's plan that names the repeated run and the differences from it."""
         taken = ["config"]
         argv = plan.workload.argv
         taken += ["command"] if argv and argv == self.plan.workload.argv else []
@@ -71,7 +71,7 @@ class RepeatedRun:
 
 
 def find_repeated(text: str) -> RunDir | None:
-    """Return the run that an argument names; None if no run has this name."""
+    """Return the run that an argument refers to; None if it refers to no run."""
     try:
         return one_run(find_run_or_group(text, to_change=True), text)
     except UnknownRun:
@@ -79,15 +79,15 @@ def find_repeated(text: str) -> RunDir | None:
 
 
 def repeated_run(run: RunDir, *, uses_current_code: bool) -> RepeatedRun:
-    """Return the values that repeating a run requires.
+    """Return what is needed to repeat a run.
 
-    `uses_current_code` ignores the run's copy of the code. Raises UsageError for a run that cannot be
-    repeated, and for files that another user could have written.
+    With `uses_current_code`, the copy of the run's code is not used. Raises UsageError if the run cannot be
+    repeated or another user could have written its files.
     """
     refuse_replay(run)
     refuse_by_hand(run)
     if call_file(run).exists():
-        raise UsageError(f"{run.shown} is a run of a function", hint="call trainkit.submit(…) again")
+        raise UsageError(f"{run.shown} runs a Python function", hint="call trainkit.submit(…) again")
     job = read_job(run)
     code, cwd = job.code, job.cwd
     if code is not None and not uses_current_code:
@@ -105,7 +105,7 @@ def repeated_run(run: RunDir, *, uses_current_code: bool) -> RepeatedRun:
 def config_and_plan(folder: RunDir | AttemptDir) -> tuple[RunConfig, LaunchPlan]:
     """Read the config and plan of a run or an attempt.
 
-    Raises UsageError if a file is damaged or another user could have written it.
+    Raises UsageError if a file is damaged or could have been written by another user.
     """
     return read_effective(folder.config_file), LaunchPlan.read(folder.plan_file)
 
@@ -117,12 +117,12 @@ def load_again(
     flags: Mapping[str, tuple[str, object]],
     profile: str | None = None,
 ) -> LoadedConfig:
-    """Load the config of a run with changed values; `before` is the plan that the run had."""
+    """Load the config of a run again with changed values; `before` is the plan of that run."""
     loaded = load_config(run.config_file, profile=profile, overrides=overrides, flags=flags, layers=False)
     adjustable = {"train.device_batch_size", "parallel.pp_microbatches"}
     if before.workload.is_command:
-        # config.yaml has every key, but values that the user did not set must not be passed to the launcher's
-        # tool.
+        # config.yaml contains every key, but a value that the user did not set must not be passed to the
+        # launcher.
         adjustable = loaded.origins.keys() - keys_of(before.parts)
     origin = loaded.origins["name"].rpartition(":")[0]
     return loaded.adjusting(*adjustable, origin=origin)
@@ -130,10 +130,10 @@ def load_again(
 
 @contextmanager
 def submission_folder(job: JobRecord, takes_new_code: bool = False) -> Iterator[Path]:
-    """Change to the folder that a run was submitted from, because paths in its config are relative to it.
+    """Change to the folder that a run was submitted from, to which paths in its config are relative.
 
-    Yields the working directory of the run's command, which is inside the code snapshot if the run has one
-    and `takes_new_code` is not set.
+    Yields the working directory of the run's COMMAND: a folder in the code snapshot, unless there is none or
+    `takes_new_code` is set.
     """
     here = Path.cwd()
     submitted = Path(job.cwd or here)
@@ -145,11 +145,11 @@ def submission_folder(job: JobRecord, takes_new_code: bool = False) -> Iterator[
 
 
 def refuse_by_hand(run: RunDir) -> None:
-    """Raise UsageError for a run of `trainkit.loop` that trainkit did not start and cannot start again."""
+    """Raise UsageError for a run of `trainkit.loop` in a program that was started without trainkit."""
     if run.was_started_by_hand:
         raise UsageError(
             f"{run.shown} was not started by trainkit",
-            hint="start its program again: it resumes from the newest checkpoint",
+            hint="start the program again; it resumes from the newest checkpoint",
         )
 
 
@@ -161,5 +161,5 @@ def refuse_replay(run: RunDir) -> None:
         return
     raise UsageError(
         f"{run.shown} is a replay of {shown_path(record['run'])}",
-        hint=f"`trainkit replay --collect {run.word}` compares the two; or name that run",
+        hint=f"`trainkit replay --collect {run.word}` compares the replay with that run",
     )

@@ -1,4 +1,4 @@
-"""Render the batch script of a Slurm job from plan, config and run folder."""
+"""Render the batch script of a Slurm job from a plan, a config and a run folder."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def script_for(
     """Return the batch script of an attempt; `cwd` is the folder that the run was submitted from.
 
     `submitted` is the result of `submitted_hash` or `submitted_group_hash`. `code` describes the copy of the
-    code; None without a copy. With an `array`, such as ``0-9%4``, `run` is the folder of a group, and each
-    task finds its run in it. Templates in ``cwd/templates`` override the shipped ones. Raises UsageError for
-    values that a script cannot contain, and for a secret.
+    code; None if there is no copy. With `array`, such as ``0-9%4``, `run` is the folder of a group, in which
+    each task finds its own run. Templates in ``cwd/templates`` override those that trainkit ships. Raises
+    UsageError if a value cannot be written in a script or is a secret.
     """
     backend = backend_named(plan.backend)
     assert backend.template is not None
@@ -78,12 +78,12 @@ def script_for(
 
 
 def _other_workdir(run: RunDir, plan: LaunchPlan, code: CodeCopy | None) -> str | None:
-    """Return the working directory of a job if the folder of its submission is gone.
+    """Return the working directory to use if the folder that a run was submitted from no longer exists.
 
-    Return None if the job needs the files in that folder.
+    Returns None if the job needs the files in that folder.
     """
     if plan.workload.is_command:
-        return None  # a command already runs in its copy, or it has no copy
+        return None  # A COMMAND either already runs in its copy of the code, or has no copy.
     return str(run.path) if code is None else code.workdir
 
 
@@ -93,12 +93,12 @@ def _job_environment(
     launch = config.launch
     interpreter, _ = find_interpreter(launch, cwd)
     if plan.workload.is_command and launch.container is None:
-        # The environment of a command may lack trainkit, so its agent uses this interpreter.
+        # The environment of a COMMAND may lack trainkit, so its agent uses the current interpreter.
         ours: Any = {"argv": (sys.executable,), "options": PYTHON_OPTIONS}
         interpreter = replace(interpreter, **ours, host_argv=ours["argv"], host_options=ours["options"])
     workdir, python_path, folders = str(cwd), list[str](), [str(cwd)]
     if code is not None:
-        folders.append(code.code)  # the copy may be in the folder of the group
+        folders.append(code.code)  # The copy may be in the folder of the group.
         python_path = code.import_path
         workdir = code.workdir if plan.workload.is_command else workdir
     if not plan.workload.is_command:
@@ -125,7 +125,7 @@ def _data_paths(config: RunConfig) -> list[str]:
     named = [*listed[0], *listed[1], data.tokenizer, data.cache_dir, config.model.init_from]
     if config.model.hf is not None:
         folder = Path(config.model.hf)
-        # The files of a downloaded model are links to blobs next to its snapshots.
+        # The files of a downloaded model are symlinks to blobs, which are next to the snapshots folder.
         named.append(str(folder.parents[1] if folder.parent.name == "snapshots" else folder))
     if config.task in TASKS:
         files = (config.task_args.get(name) for name in TASKS[config.task].paths)
@@ -144,9 +144,9 @@ TEMPLATES_FOLDER = "templates"
 
 
 def render(name: str, context: Mapping[str, object], project: Path) -> str:
-    """Render `name` from ``project/templates/``, or else from the shipped templates.
+    """Render the template `name` in ``project/templates/`` or, if it is not there, the shipped one.
 
-    The text has no trailing spaces and no repeated empty lines. A template can use these filters:
+    The rendered text has no trailing spaces and no repeated empty lines. A template can use these filters:
 
     - `quote` for one bash argument
     - `words` for several bash arguments
@@ -154,7 +154,7 @@ def render(name: str, context: Mapping[str, object], project: Path) -> str:
     - `comment` for text after ``#``
     - `verbatim` for lines that must not change
 
-    Raises UsageError with file and line for a template that cannot be rendered.
+    Raises UsageError with the file and line if a template cannot be rendered.
     """
     from jinja2 import TemplateNotFound, TemplateSyntaxError, UndefinedError
 
@@ -165,7 +165,7 @@ def render(name: str, context: Mapping[str, object], project: Path) -> str:
     except UsageError as error:
         raise UsageError(f"{_place(error, folders)}{error.message}", hint=error.hint) from error
     except TemplateSyntaxError as error:
-        # If a tag is unclosed, jinja2 sets only the name, to the path of the file.
+        # For an unclosed tag, jinja2 sets only `name`, which is then the path of the file.
         message = f"{error.filename or error.name}:{error.lineno}: {error.message}"
         raise UsageError(message, hint=f"the files in {TEMPLATES_FOLDER}/ are Jinja templates") from error
     except TemplateNotFound as error:
@@ -173,9 +173,14 @@ def render(name: str, context: Mapping[str, object], project: Path) -> str:
         message = f"{_place(error, folders)}there is no template {error.name!r} in {searched}"
         raise UsageError(message, hint="check the name after `extends` or `include`") from error
     except Exception as error:
-        # An expression of the template failed, such as an undefined name or a division by zero.
+        # An expression in the template failed, for example because of an undefined name or a division by
+        # zero.
         place = _place(error, folders) or f"{name}: "
-        names = f"a template gets {', '.join(sorted(context))}" if isinstance(error, UndefinedError) else ""
+        names = (
+            f"variables in templates: {', '.join(sorted(context))}"
+            if isinstance(error, UndefinedError)
+            else ""
+        )
         own = f"{TEMPLATES_FOLDER}/ overrides the templates in {folders[-1]}" if len(folders) > 1 else ""
         hint = "; ".join(filter(None, (names, own)))
         raise UsageError(f"{place}{type(error).__name__}: {error}", hint) from error
@@ -185,31 +190,32 @@ def render(name: str, context: Mapping[str, object], project: Path) -> str:
 
 
 def _folders(project: Path) -> list[Path]:
-    """Return the template folders, the project's first.
+    """Return the template folders; that of the project comes first.
 
-    In a checkout of trainkit both are the same folder.
+    If the project is trainkit itself, both folders are the same.
     """
     own, shipped = project / TEMPLATES_FOLDER, shipped_templates()
     return [own, shipped] if own.is_dir() and not own.samefile(shipped) else [shipped]
 
 
 def _environment(folders: list[Path]) -> Environment:
-    """Return a sandboxed jinja2 environment, where a template can only produce text."""
+    """Return a sandboxed jinja2 environment, in which a template cannot run code."""
     from jinja2 import FileSystemLoader, StrictUndefined
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Loader(FileSystemLoader):
-        """Ends each template with a newline."""
+        """Loads templates, and adds a newline to the end of a template that has none."""
 
         def get_source(self, environment: Environment, template: str) -> Any:
             source, path, is_current = super().get_source(environment, template)
-            # Otherwise the last line of an included template would be joined with the next line.
+            # Without a final newline, the last line of an included template would be joined with the next
+            # line.
             return source if source.endswith("\n") else f"{source}\n", path, is_current
 
     environment = ImmutableSandboxedEnvironment(
         loader=Loader(folders),
         undefined=StrictUndefined,
-        autoescape=False,  # the output is a shell script, and each value uses a filter
+        autoescape=False,  # The output is a shell script, and templates quote each value with a filter.
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
@@ -221,7 +227,8 @@ def _environment(folders: list[Path]) -> Environment:
 
 
 def _verbatim(value: str) -> str:
-    # Encode the lines as hexadecimal between NULs to hide them from `_tidy`; no other filter accepts a NUL.
+    # Encode the lines as hexadecimal digits between NULs to hide them from `_tidy`; the other filters refuse
+    # NULs.
     if "\0" in value:
         message = f"{value!a} cannot be written in a script: it contains a NUL character"
         raise UsageError(message, hint="remove it")
@@ -229,13 +236,13 @@ def _verbatim(value: str) -> str:
 
 
 def _tidy(text: str) -> str:
-    """Remove trailing spaces and repeated empty lines; end the text with one newline."""
+    """Remove trailing spaces and repeated empty lines, and end the text with exactly one newline."""
     lines = "\n".join(line.rstrip() for line in text.split("\n"))
     return re.sub(r"\n{3,}", "\n\n", lines).strip("\n") + "\n"
 
 
 def _place(error: BaseException, folders: list[Path]) -> str:
-    """Return ``FILE:LINE: `` of the template that raised an error; "" if no template did."""
+    """Return ``FILE:LINE: `` for the template that raised an error; "" if the error has another origin."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if any(Path(frame.filename).is_relative_to(folder) for folder in folders):
             return f"{frame.filename}:{frame.lineno}: "

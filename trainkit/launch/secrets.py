@@ -1,4 +1,4 @@
-"""Refuse secrets in files that a run needs, and mask secrets in command lines and diffs that only inform."""
+"""Refuse secrets in files that a run needs, and mask secrets in files that are only for information."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _ASSIGNMENT = re.compile(r"(?P<name>[\w.-]+)=(?P<value>.*)", re.DOTALL)
 _INNER_OPTION = re.compile(r"(?<!\S)(?P<option>-[\w-]+)(?P<gap>=|[ \t]+)(?P<value>[^\s$-]\S*)")
 """Matches an option inside one argument, as in ``sh -c 'train --token VALUE'``."""
 CONTEXT_CHARS = 400
-"""Number of preceding characters of the command line that `mask_secrets` uses to judge an argument."""
+"""Number of characters before an argument that `mask_secrets` takes into account when it judges the
+argument."""
 _NUMBER = re.compile(r"[\d.,_e+-]+")
 _COUNT = re.compile(r"(?:token|key)s?$", re.IGNORECASE)
 _NAME = r"(?P<name>[A-Za-z_][\w.-]*)"
@@ -42,9 +43,9 @@ def looks_secret(name: str) -> bool:
 
 
 def without_secrets(argv: Sequence[str], secrets: Sequence[str]) -> list[str]:
-    """Return the command line, with `***` for values whose names are, or look like, secrets.
+    """Return the command line with `***` in place of values that look like secrets or have a secret's name.
 
-    `secrets` are the names in `launch.secrets`.
+    `secrets` contains the names in `launch.secrets`.
     """
     masked: list[str] = []
     line = ""
@@ -55,7 +56,7 @@ def without_secrets(argv: Sequence[str], secrets: Sequence[str]) -> list[str]:
             found = mask_secrets(line + _masked_word(word, secrets))
             found = found.removeprefix(line) if found.startswith(line) else MASK
         masked.append(MASK if found.startswith(MASK) else found)
-        # The meaning of `-p` depends on the program before it.
+        # Keep the preceding words, because the meaning of `-p` depends on the program.
         line = f"{line}{masked[-1]} "[-CONTEXT_CHARS:]
     return masked
 
@@ -63,11 +64,11 @@ def without_secrets(argv: Sequence[str], secrets: Sequence[str]) -> list[str]:
 def secret_options(command: Sequence[str]) -> Iterator[str]:
     """Yield the options of a command whose values look like secrets, such as `--api-key`.
 
-    A reference to a variable is not a secret.
+    A reference to an environment variable does not count as a secret.
     """
     masked = without_secrets(command, ())
     for index, (word, following) in enumerate(pairwise([*command, ""])):
-        if len(inner := word.split()) > 1:  # the argument of `sh -c` is a command line
+        if len(inner := word.split()) > 1:  # The argument of `sh -c` is itself a command line.
             yield from secret_options(inner)
             continue
         option, separator, value = word.partition("=")
@@ -92,7 +93,7 @@ def _is_secret_option(word: str) -> bool:
 
 
 def _is_count(name: str, value: str) -> bool:
-    """Return whether a value is a number as in ``--max-tokens 4096``."""
+    """Return whether a value is a harmless number, as in ``--max-tokens 4096``."""
     return _NUMBER.fullmatch(value) is not None and _COUNT.search(name) is not None
 
 
@@ -115,7 +116,7 @@ def _masked_option(match: re.Match[str]) -> str:
 
 
 def mask_diff(diff: str) -> str:
-    """Mask secrets in a diff, and leave out the content of files that usually contain secrets."""
+    """Mask secrets in a diff, and omit the content of files that usually contain secrets."""
     starts = [match.start() for match in _SECTION.finditer(diff)]
     sections = [
         diff[start:end] for start, end in zip([0, *starts], [*starts, len(diff)], strict=True) if end > start
@@ -128,7 +129,7 @@ def _masked_section(section: str) -> str:
     if header.startswith("diff --git "):
         paths = re.split(r" \"?b/", header.removeprefix("diff --git "), maxsplit=1)
         if any(looks_secret(PurePosixPath(path.strip('"')).name) for path in paths):
-            return f"{header}\n(left out: files of this name usually contain secrets)\n"
+            return f"{header}\n(omitted: files with this name usually contain secrets)\n"
     for pattern in (_SHELL_VALUE, _QUOTED_VALUE):
         section = pattern.sub(_masked_assignment, section)
     return mask_secrets(section)
@@ -137,7 +138,7 @@ def _masked_section(section: str) -> str:
 def _masked_assignment(match: re.Match[str]) -> str:
     name, value = match["name"], match["value"]
     has_digit_and_letter = re.search(r"\d", value) is not None and re.search(r"[A-Za-z]", value) is not None
-    # In code, names such as `key=` are often harmless; names in capitals are shell variables.
+    # In code, lowercase names such as `key=` are often harmless, but names in capitals are shell variables.
     if (
         not LOOKS_SECRET.search(name)
         or _is_count(name, value)
@@ -149,24 +150,25 @@ def _masked_assignment(match: re.Match[str]) -> str:
 
 
 def refuse_leaks(text: str, where: str, names: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Raise UsageError if a text that will be written contains the value of a named variable.
+    """Raise UsageError if a text to be written contains the value of an environment variable in `names`.
 
-    `where` names the text, for example ``submit.sbatch``. The error contains only the name of the variable.
+    `where` says where the text will be written, for example ``submit.sbatch``. The message contains the name
+    of the variable, but not its value.
     """
     if (name := leaked(text, names, environ)) is not None:
         raise UsageError(
             f"the value of {name} would be written into {where}",
-            hint=f"remove it from config and command line: the job inherits {name} from this shell",
+            hint=f"remove it from the config and the command line: the job inherits {name} from this shell",
         )
 
 
 def leaked(text: str, names: Sequence[str], environ: Mapping[str, str]) -> str | None:
-    """Return the first of the named variables whose value is in a text; None without one.
+    """Return the first variable in `names` whose value a text contains; None if there is none.
 
-    The value is found verbatim, or as it is written in scripts, JSON and URLs.
+    Finds the value as it is, and as it is escaped in scripts, JSON and URLs.
     """
     for name in filter(environ.get, names):
-        # A multi-line key may be indented in the text, so search for its longest line.
+        # A multi-line key may be indented in the text, so search only for its longest line.
         line = max(environ[name].strip().splitlines() or [""], key=len)
         if len(line) >= MIN_SECRET_CHARS and any(spelling in text for spelling in _spellings(line)):
             return name
@@ -174,12 +176,12 @@ def leaked(text: str, names: Sequence[str], environ: Mapping[str, str]) -> str |
 
 
 def refuse_secrets(command: Sequence[str], names: Sequence[str]) -> None:
-    """Raise UsageError for a command that sets a secret, because plan.json contains the command."""
+    """Raise UsageError if a command contains a secret, because the command is stored in plan.json."""
     found = [name for word in command for name in written_secrets(word, names)]
     if found:
         raise UsageError(
             f"the command sets {found[0]}, which looks like a secret, and would be written to plan.json",
-            hint=f"export {found[0]} in the shell instead: the job inherits it",
+            hint=f"export {found[0]} in the shell instead; the job inherits it",
         )
 
 
@@ -187,6 +189,6 @@ def _spellings(value: str) -> Iterator[str]:
     yield value
     yield json.dumps(value)[1:-1]
     yield json.dumps(value, ensure_ascii=False)[1:-1]
-    yield value.replace("'", "'\"'\"'")  # the spelling in single quotes of bash
-    yield quote(value + "\n").removeprefix("$'").removesuffix("\\n'")  # the spelling in $'…' quotes of bash
+    yield value.replace("'", "'\"'\"'")  # as bash writes it in single quotes
+    yield quote(value + "\n").removeprefix("$'").removesuffix("\\n'")  # as bash writes it in $'…' quotes
     yield url_quote(value, safe="")

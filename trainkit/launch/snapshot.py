@@ -1,4 +1,4 @@
-"""Store what a run starts from: its provenance, and a copy of the code that later edits do not change."""
+"""Store what a run starts from: its provenance, and a copy of the code for protection from later edits."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ from trainkit.shipped import packages_of
 MAX_BYTES = 500_000_000
 MAX_FILES = 50_000
 MAX_LISTED = 100
-"""Maximum number of skipped files, and of links, that job.json lists."""
+"""Maximum number of skipped files, and of symlinks, that job.json lists."""
 NUM_THREADS = 8
-"""Number of threads that copy files, because each file takes milliseconds on a shared file system."""
+"""Number of threads that copy files, because copying a file on a shared file system takes milliseconds."""
 GIT_TIMEOUT_S = 2.0
 MAX_DIFF_CHARS = 1_000_000
 DIFF_OPTIONS = ("--src-prefix=a/", "--dst-prefix=b/")
-"""Options that fix the prefixes of a diff, which the user's git config may change and `mask_diff` must
-know."""
+"""Options that fix the prefixes in a diff, which the user's git config may change and `mask_diff` relies
+on."""
 MAX_SCRIPT_BYTES = 1_000_000
 _WORDS = re.compile(r"[\s=,:;|&<>()'\"`]+")
-"""Separates the words of ``sh -c 'train --data ../data'`` or ``--data=../a,../b``."""
+"""Separates words, as in ``sh -c 'train --data ../data'`` or ``--data=../a,../b``."""
 _PATH_ABOVE = re.compile(r"[\"'](\.\./[^\"'\n]*\w[^\"'\n]*)[\"']")
-"""Matches a quoted path that leads above the folder of a script."""
+"""Matches a quoted path in a script that leads outside of the script's folder."""
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 WORK_FOLDER_NOTE = (
-    "the command runs in work/ of its run folder, a copy of the code: relative outputs go there"
+    "the command runs in a copy of the code (work/ in the run folder), so relative output paths lead there"
 )
 
 
@@ -61,8 +61,8 @@ NO_REPOSITORY = "Git finds no repository in the copy of the code"
 def wants_copy(config: RunConfig, plan: LaunchPlan) -> bool:
     """Return whether a run gets a copy of the code.
 
-    A job that waits in a queue must not see later edits. A local command also runs in a copy, so that its
-    outputs are at the same place as on a cluster.
+    A copy protects a job that waits in a queue from later edits. A COMMAND on this machine also runs in a
+    copy, so that its outputs are in the same place as on a cluster.
     """
     return config.launch.snapshot and (plan.is_job or plan.workload.is_command)
 
@@ -70,13 +70,13 @@ def wants_copy(config: RunConfig, plan: LaunchPlan) -> bool:
 def write_origin(
     run: RunDir, config: RunConfig, plan: LaunchPlan, argv: Sequence[str], code_from: CodeCopy | None = None
 ) -> CodeCopy | None:
-    """Copy the code of a run and write provenance.json; return the description of the copy.
+    """Copy the code of a run and write provenance.json; return a description of the copy.
 
-    `code_from` is the copy of another run's code, which replaces the current code. Raises UsageError if the
-    code cannot be copied or a secret would be written.
+    `code_from` is another run's copy of the code, which is used instead of the current code. Raises
+    UsageError if the code cannot be copied or a secret would be written.
     """
     cwd = Path.cwd()
-    # git and the copy run at the same time, because both take about equally long
+    # Run git and the copy in parallel, because they take about equally long.
     with ThreadPoolExecutor(1) as thread:
         provenance = thread.submit(collect_provenance, cwd)
         if code_from is not None:
@@ -95,9 +95,9 @@ def write_origin(
 def future_code(
     run: RunDir, config: RunConfig, plan: LaunchPlan, code_from: CodeCopy | None = None
 ) -> CodeCopy | None:
-    """Return the description that `write_origin` would return now, without writing anything.
+    """Return the description that `write_origin` would return, without writing anything.
 
-    Raises UsageError as `write_origin` does.
+    Raises UsageError for the same reasons as `write_origin`.
     """
     if code_from is not None:
         return moved(code_from, run.code_dir)
@@ -106,10 +106,10 @@ def future_code(
 
 @contextmanager
 def renewed_code(run: RunDir, before: JobRecord, config: RunConfig, plan: LaunchPlan) -> Iterator[JobRecord]:
-    """Replace the run's copy of the code with the current code, and keep the old copy as ``code.001`` etc.
+    """Replace the run's copy of the code with the current code; the old copy becomes ``code.001`` and so on.
 
-    `before` is the content of job.json; the block gets the new content. Call with the run's lock held. The
-    old copy is restored if the block starts no attempt. Raises UsageError as `copy_code` does.
+    `before` is the content of job.json; yields the new content. Call with the run's lock held. If the block
+    starts no attempt, the old copy is restored. Raises UsageError for the same reasons as `copy_code`.
     """
     attempts = run.attempt_numbers()
     candidates = (run.path / f"code.{number:03d}" for number in range(1, 1000))
@@ -128,23 +128,24 @@ def renewed_code(run: RunDir, before: JobRecord, config: RunConfig, plan: Launch
             shutil.rmtree(run.code_dir, ignore_errors=True)
             if had_one:
                 kept.rename(run.code_dir)
-            # if job.json cannot be written now, it was not changed before
+            # If job.json cannot be written now, it was not changed before either.
             with suppress(OSError), changed_job(run) as job:
                 job.code = before.code
         raise
 
 
 def copy_code(cwd: Path, run: RunDir, workload: Workload) -> CodeCopy:
-    """Copy the code of a working directory to the run's code/, completely or not at all.
+    """Copy the code in a working directory to the run's code/; if that fails, copy nothing.
 
-    Returns the description of the copy. Modes and symlinks are kept: a link to a copied file points to its
-    copy, any other link to its old target. For a command, files that are not copied are linked, because the
-    command may expect its data there, as in ``python train.py --data data/train.jsonl``. Raises UsageError if
-    the code is too large, a file cannot be read, or the run folder cannot be written.
+    Returns a description of the copy. File modes and symlinks are kept: a symlink to a copied file points to
+    the copy of that file, any other symlink to its old target. For a COMMAND, files that are not copied are
+    symlinked, because the COMMAND may expect its data there, as in ``python train.py --data
+    data/train.jsonl``. Raises UsageError if the code is too large, a file cannot be read, or the run folder
+    cannot be written.
     """
     code, tree = plan_copy(cwd, run, workload)
     if run.code_dir.exists():
-        raise UsageError(f"{run.code_dir} already exists", hint="every run has its own code folder")
+        raise UsageError(f"{run.code_dir} already exists", hint="every run needs a code folder of its own")
     try:
         stage = tempfile.mkdtemp(prefix=".code.", dir=run.path)
         try:
@@ -175,9 +176,9 @@ def copy_code(cwd: Path, run: RunDir, workload: Workload) -> CodeCopy:
 
 
 def copy_again(before: CodeCopy, run: RunDir) -> CodeCopy:
-    """Copy the code of another run's copy to the run's code/; return the description of the new copy.
+    """Copy another run's copy of the code to this run's code/; return a description of the new copy.
 
-    Raises UsageError as `copy_code` does.
+    Raises UsageError for the same reasons as `copy_code`.
     """
     try:
         shutil.copytree(before.code, run.code_dir, symlinks=True)
@@ -190,9 +191,9 @@ def copy_again(before: CodeCopy, run: RunDir) -> CodeCopy:
 
 
 def moved(code: CodeCopy, folder: Path) -> CodeCopy:
-    """Return the description of a copy for the same files in `folder`.
+    """Return the description of a copy of the code after its files were copied or moved to `folder`.
 
-    Raises UsageError if the description names files outside the copy.
+    Raises UsageError if the description refers to files outside the copy.
     """
     try:
         paths = [
@@ -200,7 +201,7 @@ def moved(code: CodeCopy, folder: Path) -> CodeCopy:
         ]
     except ValueError as error:
         raise UsageError(
-            f"the job.json that describes {shown_path(folder)} is damaged: {error}",
+            f"the job.json that belongs to {shown_path(folder)} is damaged: {error}",
             hint="restore the file, or use the files in place with --no-snapshot",
         ) from None
     return replace(code, code=str(folder), import_path=paths[:-1], workdir=paths[-1])
@@ -220,9 +221,9 @@ def _copy_error(error: OSError, run: RunDir) -> UsageError:
 
 
 def plan_copy(cwd: Path, run: RunDir, workload: Workload) -> tuple[CodeCopy, SourceTree]:
-    """Return the description that `copy_code` would return now, and the files; write nothing.
+    """Return the description that `copy_code` would return, and the files to copy, without writing anything.
 
-    Raises UsageError as `copy_code` does.
+    Raises UsageError for the same reasons as `copy_code`.
     """
     folder, run_dir = os.path.realpath(cwd), os.path.realpath(run.path)
     tree = find_tree(folder, run_dir)
@@ -246,7 +247,7 @@ def plan_copy(cwd: Path, run: RunDir, workload: Workload) -> tuple[CodeCopy, Sou
     left_out = [
         f"not in the copy of the code: {_listed(paths)} ({reason})" for reason, paths in by_reason.items()
     ]
-    linked = [f"linked into the copy of the code, not copied: {_listed(tree.links)}"] if tree.links else []
+    linked = [f"symlinked instead of copied: {_listed(tree.links)}"] if tree.links else []
     source, subfolder = printable(tree.root), printable(tree.subfolder)
     code = CodeCopy(
         source=source,
@@ -267,10 +268,11 @@ def plan_copy(cwd: Path, run: RunDir, workload: Workload) -> tuple[CodeCopy, Sou
     if workload.is_command:
         code.notes.append(WORK_FOLDER_NOTE)
     for word in workload.argv:
-        # Python would also import modules next to such a script from the source.
+        # Python would also import modules next to a script with an absolute path from the source, not from
+        # the copy.
         if Path(word).is_relative_to(source) and Path(word).is_file():
-            how = f"name it relative to {source} to run the copy"
-            code.notes.append(f"{word} is run from the source, which may change; {how}")
+            how = f"to run the copy, give the path relative to {source}"
+            code.notes.append(f"{word} is run from the original folder, where it may change; {how}")
     return code, tree
 
 
@@ -284,10 +286,10 @@ def _size(num_bytes: int) -> str:
 
 
 def _missing_paths(command: Sequence[str], tree: SourceTree) -> Iterator[str]:
-    """Yield a note for each relative path in a command, or in its script, that is missing in the copy.
+    """Yield a note for each relative path in a command, or in its script, that the copy does not contain.
 
-    Only paths that exist in the source count. Raises UsageError for an argument or the value of an option
-    that leads outside of the copied folder.
+    Paths that are also missing in the source are ignored. Raises UsageError if an argument or the value of
+    an option is a path outside of the copied folder.
     """
     in_place = "or use the files in place with --no-snapshot"
     for word in command:
@@ -296,14 +298,14 @@ def _missing_paths(command: Sequence[str], tree: SourceTree) -> Iterator[str]:
             is_outside = path != tree.root and not below(tree.root, path)
             if ".." in part.split("/") and not part.startswith("/") and is_outside and os.path.lexists(path):
                 raise UsageError(
-                    f"{part} in the command is outside of {tree.root}, which is copied for the run",
+                    f"{part} in the command is outside of {tree.root}, the folder that is copied for the run",
                     hint=f"give its absolute path, {path}, {in_place}",
                 )
     scripts = [word for word in command if word.endswith((".py", ".sh")) and not word.startswith("/")]
     quoted = [(script, match[1]) for script in scripts for match in _PATH_ABOVE.finditer(_text(tree, script))]
     words = [("the command", part) for word in command for part in _WORDS.split(word)]
     for where, part in dict.fromkeys(words + quoted):
-        known = re.split(r"[{}$*?%]", part)[0]  # the path may contain placeholders, as in f"../data/{name}"
+        known = re.split(r"[{}$*?%]", part)[0]  # The path may contain placeholders, as in f"../data/{name}".
         known = known if known == part else known.rpartition("/")[0]
         path = os.path.normpath(Path(tree.root, tree.subfolder, known))
         if known and not known.startswith("/") and os.path.lexists(path) and not _has_path(tree, path):
@@ -312,9 +314,9 @@ def _missing_paths(command: Sequence[str], tree: SourceTree) -> Iterator[str]:
 
 
 def _has_path(tree: SourceTree, path: str) -> bool:
-    """Return whether the copy will have a path of the source.
+    """Return whether the copy will contain a path of the source.
 
-    A folder always counts as present, because a program creates the folders of its outputs.
+    A folder always counts as present in the copy, because programs create their output folders.
     """
     inside = below(tree.root, path)
     if inside and Path(path).is_dir():
@@ -324,19 +326,19 @@ def _has_path(tree: SourceTree, path: str) -> bool:
 
 
 def _text(tree: SourceTree, script: str) -> str:
-    """Return the text of a script of the project; "" if it is missing or too large."""
+    """Return the text of a script in the project; "" if the script is missing or too large."""
     inside = below(tree.root, os.path.normpath(Path(tree.root, tree.subfolder, script)))
     if inside not in tree.files or tree.files[inside].st_size > MAX_SCRIPT_BYTES:
         return ""
     try:
         return Path(tree.root, inside).read_text(errors="replace")
     except OSError:
-        return ""  # the copy will fail with a more useful error
+        return ""  # The copy will fail with a more useful error.
 
 
 def _make_folders(tree: SourceTree, target: str) -> set[str]:
     folders = tree.folders | {parent for path in tree.links for parent in parents(path)}
-    for folder in sorted(folders - {""}):  # sorted, so that parents are created first
+    for folder in sorted(folders - {""}):  # Sorted, so that parents are created first.
         Path(target, folder).mkdir(mode=0o700)
     return folders
 
@@ -350,20 +352,20 @@ def _copy_files(tree: SourceTree, folders: set[str], target: str) -> None:
             plain.append(path)
 
     def copy(path: str) -> None:
-        """Copy bytes, mode and time.
+        """Copy the content, mode and modification time of a file.
 
-        A hard link would not do, because an editor may write to the source in place.
+        Do not use a hard link, because an editor may change the source file in place.
         """
-        # A link or a pipe that has just replaced the file is an error.
-        with suppress(FileNotFoundError):  # the file may have been deleted since it was listed
+        # If a symlink or a pipe has just replaced the file, the open fails.
+        with suppress(FileNotFoundError):  # The file may have been deleted since it was listed.
             reading = os.open(f"{tree.root}/{path}", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             with open(reading, "rb", 0) as old, open(f"{target}/{path}", "xb") as new:
-                # The copy is read-only, because the trials of a sweep share it and outputs belong into the
-                # run's working folder.
+                # Make the copy read-only, because the trials of a sweep share it; outputs belong in a run's
+                # working folder.
                 os.fchmod(new.fileno(), S_IMODE(tree.files[path].st_mode) & 0o555 | 0o400)
                 found = os.fstat(reading)
                 shutil.copyfileobj(old, new)
-                new.flush()  # a later flush would change the time of the file
+                new.flush()  # A later flush would change the modification time.
                 os.utime(new.fileno(), ns=(found.st_atime_ns, found.st_mtime_ns))
 
     with ThreadPoolExecutor(NUM_THREADS) as threads:
@@ -371,7 +373,7 @@ def _copy_files(tree: SourceTree, folders: set[str], target: str) -> None:
 
 
 def _link_target(tree: SourceTree, folders: set[str], path: str) -> str:
-    """Return the target for the copy of a symlink: inside the copy if possible, else the old target."""
+    """Return the target for the copy of a symlink: a path in the copy if possible, else the old target."""
     text = str(Path(tree.root, path).readlink())
     parent = path.rpartition("/")[0]
     target = os.path.normpath(text if text.startswith("/") else f"{tree.root}/{parent}/{text}")
@@ -382,11 +384,12 @@ def _link_target(tree: SourceTree, folders: set[str], path: str) -> str:
 
 
 def find_import_path(tree: SourceTree, code: str, inherited: str) -> tuple[list[str], list[str]]:
-    """Return the folders of the copy for PYTHONPATH, and notes about folders that cannot be on it.
+    """Return the folders in the copy to add to PYTHONPATH, and notes about folders that cannot be added.
 
-    A project installed with ``pip install -e`` would be imported from the source, which can change after
-    submission, but PYTHONPATH takes precedence. The folders are the working directory, the package folder of
-    each project around it, and the copies of the folders of `inherited` (PYTHONPATH) below the source.
+    A project installed with ``pip install -e`` would otherwise be imported from the source, which can change
+    after submission; PYTHONPATH takes precedence over the installation. The folders are the working
+    directory, the package folder of each project that contains it, and the copies of those folders of
+    `inherited` (PYTHONPATH) that are below the source.
     """
     folders = tree.folders | {tree.subfolder}
     wanted = [tree.subfolder]
@@ -407,7 +410,7 @@ def find_import_path(tree: SourceTree, code: str, inherited: str) -> tuple[list[
             continue
         if shadowing := next((name for name in modules if _join(inside, name) in tree.files), None):
             module = re.split("[./]", shadowing)[0]
-            problem = f": its {module} would shadow the standard library's; rename it"
+            problem = f": its {module} would shadow the module of the standard library; rename it"
             notes.append(f"{folder} is not on PYTHONPATH{problem}")
         elif os.pathsep in folder:
             notes.append(f"{folder} is not on PYTHONPATH, which cannot contain a folder with a colon")
@@ -421,7 +424,7 @@ def _join(folder: str, name: str) -> str:
 
 
 def collect_provenance(cwd: Path) -> dict[str, object]:
-    """Return the versions, host, user and git state that a run starts from; runs git three times."""
+    """Return the versions, host, user and git state for a run's provenance; runs git three times."""
     return {
         "time": utc_now(),
         "trainkit": __version__,
@@ -437,9 +440,9 @@ def collect_provenance(cwd: Path) -> dict[str, object]:
 
 
 def git_state(cwd: Path) -> dict[str, object] | None:
-    """Return the commit, branch and uncommitted changes of a folder's repository; None without one.
+    """Return the commit, branch and uncommitted changes of a folder's repository; None if there is none.
 
-    Values in the diff that look like secrets are masked.
+    In the diff, values that look like secrets are masked.
     """
     commit = _git(cwd, "rev-parse", "HEAD", "--abbrev-ref", "HEAD")
     if commit is None:
@@ -447,7 +450,7 @@ def git_state(cwd: Path) -> dict[str, object] | None:
     sha, branch = commit.split()
     diff = _git(cwd, "diff", *DIFF_OPTIONS, "HEAD")
     if diff is not None and diff and not diff.startswith("diff --git "):
-        diff = None  # secrets would not be found in another format
+        diff = None  # in another diff format, secrets would not be found
     shown = None if diff is None else mask_diff(diff[:MAX_DIFF_CHARS])
     status = _git(cwd, "status", "--porcelain")
     return {
@@ -461,7 +464,7 @@ def git_state(cwd: Path) -> dict[str, object] | None:
 
 
 def _git(cwd: Path, *args: str) -> str | None:
-    """Return the output of git; None without git or a repository, or if git times out."""
+    """Return the output of a git command; None if git or a repository is missing, or after a timeout."""
     try:
         done = run_git(str(cwd), *args, timeout_s=GIT_TIMEOUT_S)
     except (OSError, UsageError):

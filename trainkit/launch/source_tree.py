@@ -1,9 +1,9 @@
-"""Find the files of a project that are code, and the files that a copy of the code links to.
+"""Find the code files of a project, and the files to symlink into a copy of the code.
 
-Git may list files in a folder that another user has written, so it must start no program that the repository
-names. A repository's config can name programs for nearly everything that Git does: filters for the files that
-Git compares, a file system monitor, hooks and transports. Filters of the user's config do not run either,
-because they may read the repository's config, as git-lfs does.
+Another user may have written the folder in which Git lists files, so Git must not start any program that the
+repository names. The config of a repository can name programs for nearly all Git operations: filters for
+files to compare, a file system monitor, hooks and transports. Filters in the user's own config do not run
+either, because they may read the repository's config, as git-lfs does.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from trainkit.run.rundir import RUNS_FOLDER
 
 MAX_LINKS = 10_000
 MAX_SEARCHED = 200_000
-"""Maximum number of files that are searched without git; a folder with more files is not a project."""
+"""Maximum number of files that are searched without git; a folder with more files is not taken for a
+project."""
 MAX_FILE_BYTES = 50_000_000
-"""A larger file counts as data if there is no Git repository."""
+"""Size in bytes above which a file counts as data, in a folder without a Git repository."""
 
 
 def _matcher(patterns: str) -> re.Pattern[str]:
-    """Return a regular expression for file names that match any of the patterns, such as ``*.py``."""
+    """Return a regular expression that matches file names like any of the patterns, such as ``*.py``."""
     return re.compile("|".join(map(translate, patterns.split())))
 
 
@@ -49,63 +50,65 @@ _OUTPUT_FOLDER = _matcher(
 _WRITTEN = _matcher(
     "*.png *.jpg *.jpeg *.gif *.svg *.pdf *.html *.csv *.tsv *.log *.out *.err *.npy *.npz *.pkl *.pickle"
 )
-"""Files that scripts often write into their folder. If such a file were linked, a run would overwrite the
-original."""
+"""Matches files that scripts often write into their folder. If a file of this kind were symlinked, a run
+would overwrite the original."""
 MAX_WRITTEN, MAX_WRITTEN_BYTES = 100, 1_000_000
-"""If a folder has more files of these kinds, or a file is larger, they count as data and are linked."""
+"""Maximum number, and maximum size in bytes, of files in a folder that match `_WRITTEN` and are copied;
+beyond these limits, they count as data and are symlinked."""
 _NO_SOURCES = _matcher(".* __pycache__ node_modules runs checkpoints wandb mlruns lightning_logs")
-"""Folders that the search by pattern skips, in addition to Python environments."""
+"""Folders that `pattern_tree` skips, in addition to Python environments."""
 IS_SECRET = "looks like a secret"
-IS_OUTPUT = "looks like an output; a run that reads it needs its absolute path"
+IS_OUTPUT = "looks like an output; to read it, a run must use its absolute path"
 
 
 def looks_like_source(name: str) -> bool:
-    """Return whether a file with this name is usually code."""
+    """Return whether a file with this name usually contains code."""
     return _SOURCE.match(name) is not None
 
 
 def looks_like_output(path: str) -> bool:
-    """Return whether training usually writes this path.
+    """Return whether training usually writes a file with this path.
 
-    Such a file must not be linked, because one run would read another run's weights.
+    A file that training writes must not be symlinked, because a run could then read the weights of another
+    run.
     """
     names = path.split("/")
     if looks_like_source(names[-1]):
-        return False  # the file may be new code in a package named `logs`
+        return False  # The file may be new code in a package named `logs`.
     return bool(_OUTPUT.match(names[-1])) or any(_OUTPUT_FOLDER.match(name.lower()) for name in names)
 
 
 @dataclass
 class SourceTree:
-    """The files of a project by their paths below its root; names keep bytes that are not UTF-8."""
+    """The files of a project by path relative to its root; a name may contain bytes that are not UTF-8."""
 
     root: str
     kind: str
-    """The method that found the files: ``git`` or ``pattern``."""
+    """How the files were found: ``git`` or ``pattern``."""
     subfolder: str = ""
-    """The working directory, relative to the root."""
+    """The working directory relative to the root."""
     files: dict[str, os.stat_result] = field(default_factory=dict)
-    """Files and symlinks to copy."""
+    """The regular files and symlinks to copy."""
     links: list[str] = field(default_factory=list)
-    """Paths to link."""
+    """The paths to symlink."""
     left_out: list[tuple[str, str]] = field(default_factory=list)
-    """The omitted files as (path, reason)."""
+    """The omitted files, as (path, reason)."""
     repositories: list[str] = field(default_factory=list)
-    """The prefixes of the repositories below the root; each is empty or ends with a slash."""
+    """The path prefixes of the Git repositories below the root; each is empty or ends with a slash."""
     apart: set[str] = field(default_factory=set)
-    """The folders that contain keys, outputs or files of runs, so that they must not be linked."""
+    """The folders that must not be symlinked, because they contain keys, outputs or files of runs."""
     is_run: Callable[[str], bool] = field(default_factory=lambda: cache(_is_run))
-    """Returns whether a folder is a run or a group of runs, whose files are not code."""
+    """A function that returns whether a folder is a run or a group of runs, whose files are not code."""
 
     def add(self, path: str, found: os.stat_result) -> None:
-        """Add a regular file or a symlink; record anything else as omitted."""
+        """Add a regular file or a symlink; record any other kind of file as omitted."""
         if S_ISREG(found.st_mode) or S_ISLNK(found.st_mode):
             self.files[path] = found
         else:
             self.left_out.append((path, "is not a regular file"))
 
     def keep_apart(self, path: str, reason: str) -> None:
-        """Omit a file that no other run may see, and forbid links to the folders around it."""
+        """Omit a file that no other run may see, and prevent symlinks to the folders that contain it."""
         self.left_out.append((path, reason))
         self.apart.update(parents(path))
 
@@ -120,32 +123,32 @@ class SourceTree:
 
 
 def printable(path: str) -> str:
-    r"""Convert a path to text; bytes that are not UTF-8 become ``\xNN``."""
+    r"""Convert a path to printable text; bytes that are not UTF-8 become ``\xNN``."""
     return os.fsencode(path).decode(errors="backslashreplace")
 
 
 def below(root: str, path: str) -> str:
-    """Return a path relative to `root`; an empty string if the path is not below `root`."""
+    """Return a path relative to `root`; an empty string if it is not below `root`."""
     prefix = root.rstrip("/") + "/"
     return path.removeprefix(prefix) if path.startswith(prefix) else ""
 
 
 def parents(path: str) -> Iterator[str]:
-    """Yield the folders around a file, from the innermost to the outermost, without the root."""
+    """Yield the folders that contain a file, from the innermost to the outermost, without the root."""
     while path := path.rpartition("/")[0]:
         yield path
 
 
 def _is_run(folder: str) -> bool:
     is_group = Path(folder, "sweep.json").is_file() and Path(folder, "logs").is_dir()
-    # A run that never started has no attempts, and a run of `trainkit.loop` without trainkit's launcher has
-    # no plan.
+    # A run that never started has no attempts, and a run of `trainkit.loop` outside of trainkit's launcher
+    # has no plan.
     is_known = Path(folder, "attempts").is_dir() or Path(folder, "plan.json").is_file()
     return is_group or (is_known and Path(folder, "job.json").is_file())
 
 
 def find_tree(cwd: str, run_dir: str) -> SourceTree:
-    """Return the files that git lists; without git or in an ignored folder, files that look like sources."""
+    """Return the files that git lists; without git or in an ignored folder, the files that look like code."""
     known = repository_tree(cwd, run_dir)
     if known is None:
         return pattern_tree(cwd, run_dir)
@@ -156,12 +159,12 @@ def find_tree(cwd: str, run_dir: str) -> SourceTree:
 
 
 def repository_tree(cwd: str, run_dir: str) -> SourceTree | None:
-    """Return the code of the git work tree that contains a folder; None without a work tree or git.
+    """Return the code in the Git work tree that contains a folder; None without a work tree or without git.
 
-    The code is every file that is tracked, or neither tracked nor ignored, including submodules and nested
-    clones. Run folders are omitted. Untracked files that look like keys or passwords are omitted too; tracked
-    ones are not, because they are in the repository anyway and the code may need them. `cwd` and `run_dir`
-    must be real paths. Raises UsageError if git fails.
+    Code is every file that is tracked, or neither tracked nor ignored; this includes submodules and nested
+    clones. Run folders are omitted. Untracked files that look like keys or passwords are omitted; tracked
+    ones are kept, because they are in the repository anyway and the code may need them. The paths `cwd` and
+    `run_dir` must not contain symlinks. Raises UsageError if git fails.
     """
     if not any((parent / ".git").exists() for parent in (Path(cwd), *Path(cwd).parents)):
         return None
@@ -188,10 +191,10 @@ def _git_error(folder: str, stderr: str) -> UsageError:
 
 
 def _add_repository(tree: SourceTree, prefix: str, run_dir: str, runs_dir: str) -> None:
-    """Add the files of a repository and of nested ones; files tracked in `runs_dir` are code too."""
+    """Add the files of a repository and of nested repositories; tracked files in `runs_dir` count as code."""
     folder = f"{tree.root}/{prefix}"
     tree.repositories.append(prefix)
-    # Pass the folders as literal .gitignore patterns, so that git does not search them.
+    # Pass the folders of runs to git as literal .gitignore patterns, so that git does not search them.
     patterns = [
         "--exclude=/" + re.sub(r"([*?\[\]\\ ])", r"\\\1", path.removeprefix(prefix))
         for path in (run_dir, runs_dir)
@@ -208,10 +211,10 @@ def _add_repository(tree: SourceTree, prefix: str, run_dir: str, runs_dir: str) 
             try:
                 found = os.lstat(f"{tree.root}/{path}")
             except (FileNotFoundError, NotADirectoryError):
-                continue  # the file was deleted but is still in the index
+                continue  # The file was deleted but is still in the index.
             if S_ISDIR(found.st_mode):
                 if tree.is_in_run(path):
-                    tree.apart.update(parents(path))  # the repository is an earlier run's copy of the code
+                    tree.apart.update(parents(path))  # The repository is an earlier run's copy of the code.
                 elif Path(tree.root, path, ".git").exists():
                     _add_repository(tree, f"{path}/", run_dir, runs_dir)
             elif is_tracked:
@@ -231,11 +234,11 @@ def _is_in(path: str, folder: str) -> bool:
 
 
 def pattern_tree(cwd: str, run_dir: str) -> SourceTree:
-    """Return the code below a folder: files named like sources, and all symlinks.
+    """Return the code below a folder: files with the names of source files, and all symlinks.
 
-    Hidden folders, environments, runs and caches are skipped. Files that look like keys or passwords, and
-    very large files, are omitted. `cwd` and `run_dir` must be real paths. Raises UsageError if the folder is
-    too large to be a project.
+    Hidden folders, Python environments, runs and caches are skipped. Files that look like keys or passwords,
+    and very large files, are omitted. The paths `cwd` and `run_dir` must not contain symlinks. Raises
+    UsageError if the folder is too large to be a project.
     """
     tree, waiting, num_searched = SourceTree(cwd, "pattern"), [cwd], 0
     while waiting:
@@ -243,7 +246,7 @@ def pattern_tree(cwd: str, run_dir: str) -> SourceTree:
         try:
             entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
         except FileNotFoundError:
-            continue  # the folder was deleted since it was listed
+            continue  # The folder was deleted after it was listed.
         except PermissionError:
             tree.left_out.append((below(cwd, folder), "cannot be read"))
             continue
@@ -277,19 +280,19 @@ def _has_sources(tree: SourceTree, entry: os.DirEntry[str], run_dir: str) -> boo
         is_environment = (folder / "pyvenv.cfg").exists() or (folder / "conda-meta").is_dir()
         return not is_environment and not tree.is_run(entry.path)
     except PermissionError:
-        return True  # opening the folder will fail and report it as omitted
+        return True  # Opening the folder will fail, and it is then reported as omitted.
 
 
 def add_links(tree: SourceTree, cwd: str, run_dir: str) -> None:
-    """Add links for the files and folders that are next to copied files but are not copied.
+    """Add symlinks for files and folders that are next to copied files but are not copied.
 
-    Keys, passwords, run folders, outputs and Python caches are not linked. Outputs are added to
+    Keys, passwords, run folders, outputs and Python caches are not symlinked. Outputs are added to
     `tree.left_out`. Small files that a script may overwrite are added to `tree.files`, so that they are
-    copied. Raises UsageError if there are more than `MAX_LINKS` links.
+    copied. Raises UsageError if more than `MAX_LINKS` symlinks are needed.
     """
     folders, known = tree.folders, {path for path, _ in tree.left_out} | tree.files.keys()
     runs = [below(tree.root, place) for place in (run_dir, f"{cwd}/{RUNS_FOLDER}")]
-    # A link to a folder of outputs would let one run read and replace the outputs of another run.
+    # With a symlink to an output folder, a run could read and replace the outputs of another run.
     known |= folders | tree.apart | {place for run in runs for place in (run, *parents(run))}
     entries = (below(tree.root, str(entry)) for name in folders for entry in Path(tree.root, name).iterdir())
     small: dict[str, dict[str, os.stat_result]] = {}
@@ -311,13 +314,13 @@ def add_links(tree: SourceTree, cwd: str, run_dir: str) -> None:
     if len(tree.links) > MAX_LINKS:
         raise UsageError(
             f"{tree.root} has {len(tree.links):,} files besides its code; at most {MAX_LINKS:,} can be "
-            "linked into the copy of the code",
+            "symlinked into the copy of the code",
             hint="move them to a separate folder, or use --no-snapshot",
         )
 
 
 def _small_output(tree: SourceTree, path: str) -> os.stat_result | None:
-    """Return the status of a small file that a script may have written and may overwrite; None otherwise."""
+    """Return the `stat` of a small file that scripts may write and overwrite; None for any other file."""
     if not _WRITTEN.match(path.rpartition("/")[2].lower()):
         return None
     found = os.lstat(f"{tree.root}/{path}")
@@ -331,8 +334,8 @@ def _may_be_linked(tree: SourceTree, path: str) -> bool:
     if tree.is_in_run(f"{path}/"):
         return False
     if tree.kind == "git" and Path(folder).is_dir() and not any(files for *_, files in os.walk(folder)):
-        # An empty folder is for outputs, which belong to the run. But if git ignores it, as it usually
-        # ignores data, the folder is linked.
+        # An empty folder is probably meant for outputs, which belong to the run, so it is not symlinked. But
+        # if git ignores the folder, as it usually ignores data folders, it is symlinked.
         return run_git(tree.root, "check-ignore", "--quiet", path).returncode == 0
     try:
         with os.scandir(folder) as entries:
@@ -340,15 +343,16 @@ def _may_be_linked(tree: SourceTree, path: str) -> bool:
                 tree.is_run(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)
             )
     except OSError:
-        return True  # the path is a file, or a folder that cannot be read
+        return True  # The path is a file, or a folder that cannot be read.
 
 
 GIT_LIMIT_S = 60.0
 _GIT_KEPT = re.compile(r"GIT_(?:EXEC_PATH|CEILING_DIRECTORIES|DISCOVERY_ACROSS_FILESYSTEM|CONFIG_\w+)")
-"""The variables that are passed to Git: where it is installed, where it searches, and the user's config."""
+"""Matches the environment variables that are passed to Git: where it is installed, where it searches, and its
+config."""
 _GIT_OWN = {
     "LC_ALL": "C",
-    # in a partial clone Git would start a program of the repository to fetch objects
+    # In a partial clone, Git would fetch missing objects with a program that the repository names.
     "GIT_ALLOW_PROTOCOL": "",
     "GIT_NO_LAZY_FETCH": "1",
     "GIT_TERMINAL_PROMPT": "0",
@@ -365,21 +369,21 @@ _COMPARING = {
     "diff": ("--no-color", "--no-ext-diff", "--no-textconv", "--ignore-submodules=dirty"),
     "status": ("--ignore-submodules=dirty",),
 }
-"""Maps the commands that read the work tree, and so would start filters, to the options that they need.
+"""Maps the Git commands that read the work tree, and so would start filters, to options that prevent it.
 
-In a submodule with changed files, another Git process would start with the filters that the submodule's
-config names.
+For a submodule with changed files, Git would start another process, with the filters in the submodule's
+config.
 """
 
 
 def run_git(
     folder: str, *args: str, timeout_s: float = GIT_LIMIT_S, content: bytes | None = None
 ) -> subprocess.CompletedProcess[bytes]:
-    """Run git in a folder, independent of the environment; raise UsageError after `timeout_s`.
+    """Run git in a folder, independently of the environment; raise UsageError after `timeout_s`.
 
-    `content` is the standard input of git. ``diff`` and ``status`` compare files as they are on disk, without
-    the conversion of a filter. UsageError is also raised if a filter has a name that git's options cannot
-    contain.
+    `content` is the standard input of git. ``diff`` and ``status`` compare the files as they are on disk,
+    without conversion by a filter. Also raises UsageError if the name of a filter cannot be written in git's
+    options.
     """
     own = _without_filters(folder, timeout_s) if args[0] in _COMPARING else []
     return _call_git(folder, [*own, args[0], *_COMPARING.get(args[0], ()), *args[1:]], timeout_s, content)
@@ -411,7 +415,7 @@ def _call_git(
 
 
 def _without_filters(folder: str, timeout_s: float) -> list[str]:
-    """Return options that prevent git from starting the filters in the config of a repository or a user."""
+    """Return git options that disable all filters in the config of the repository and the user."""
     listed = _call_git(folder, ["config", "--includes", "-z", "--name-only", "--list"], timeout_s)
     if listed.returncode:
         reason = os.fsdecode(listed.stderr).strip()
@@ -423,7 +427,7 @@ def _without_filters(folder: str, timeout_s: float) -> list[str]:
     if unnamed := next((name for name in filters if "=" in name), None):
         raise UsageError(
             f"{folder} has the filter {unnamed.removeprefix('filter.')!r}, which git cannot disable",
-            hint="rename the filter in the git config so that its name has no equals sign",
+            hint="rename the filter in the git config; its name must not contain an equals sign",
         )
     values = ("clean=", "process=", "required=false")
     return [word for name in filters for value in values for word in ("-c", f"{name}.{value}")]

@@ -1,8 +1,8 @@
-"""Decide which standard input a COMMAND gets, and store its content in the run folder where needed.
+"""Decide which standard input a COMMAND receives, and store its content in the run folder if needed.
 
 Rank 0 of ``trainkit run`` inherits standard input, like a program that a shell starts. A job starts later and
-may start again, so ``trainkit submit`` stores the content in the run folder. trainkit must not consume input
-that another process reads from the same stream, such as the shell that executes a script or a loop.
+may restart, so ``trainkit submit`` stores the content in the run folder. trainkit must not consume input that
+another process reads from the same stream, such as the shell that executes a script or a loop.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from trainkit.plan.workload import WRAPPERS, Workload
 
 MAX_BYTES = 64_000_000
 SILENCE_S = 60.0
-"""Maximum number of seconds to wait for data from an open pipe."""
+"""Maximum number of seconds without data from an open pipe."""
 NOTE_AFTER_S = 2.0
 _BLOCK = 1 << 20
-_FILE_HINT = "write the input to a file and name the file in the COMMAND"
+_FILE_HINT = "write the input to a file, and pass the file to the COMMAND as an argument"
 
 
 def kept_input(workload: Workload, *, streams: bool) -> tuple[bytes | None, str | None]:
-    """Return the standard input to store for rank 0 of a command, and a message about it; None for each.
+    """Return the standard input to store for rank 0 of a COMMAND, and a message about it; each may be None.
 
-    If rank 0 inherits the stream (`streams`), the content is stored only if it is complete and the command
-    line says that the command reads it. The stored content allows the run to be resumed. Raises UsageError if
-    the content is too large or does not end.
+    If rank 0 inherits the stream (`streams`), the content is stored only if it is complete and the COMMAND
+    reads it according to its command line. The run can then be resumed with the stored content. Raises
+    UsageError if the content is too large or does not end.
     """
     if not workload.is_command:
         return None, None
@@ -41,7 +41,7 @@ def kept_input(workload: Workload, *, streams: bool) -> tuple[bytes | None, str 
         return None, note if workload.reads_input else None
     found = os.fstat(0)
     if not (stat.S_ISREG(found.st_mode) or stat.S_ISFIFO(found.st_mode) or stat.S_ISSOCK(found.st_mode)):
-        return None, None  # the stream is a device such as /dev/null
+        return None, None  # The stream is a device such as /dev/null.
     is_file = stat.S_ISREG(found.st_mode)
     state = 0 if is_file else _pipe_state()
     has_ended, has_data = bool(state & (select.POLLHUP | select.POLLRDHUP)), bool(state & select.POLLIN)
@@ -51,8 +51,8 @@ def kept_input(workload: Workload, *, streams: bool) -> tuple[bytes | None, str 
     if is_file:
         has_data = found.st_size > os.lseek(0, 0, os.SEEK_CUR)
     if not workload.reads_input and _is_shared(found):
-        dropped = f"note: {shown} gets no standard input, because the calling program reads it too"
-        return None, f"{dropped}; pass one with `< FILE` or a pipe" if has_data else None
+        dropped = f"note: {shown} gets no standard input, because the calling program also reads from it"
+        return None, f"{dropped}; to pass input, use `< FILE` or a pipe" if has_data else None
     if not (workload.reads_input or has_data):
         open_pipe = f"note: standard input is a pipe without data, so {shown} gets no input"
         return None, None if is_file or has_ended else open_pipe
@@ -69,7 +69,7 @@ def _pipe_state() -> int:
 
 
 def _content(is_file: bool) -> bytes:
-    """Return all of standard input; read a file from its current position without changing that position."""
+    """Return all of standard input; for a file, read from its current position and keep that position."""
     content = b"".join(_file_blocks() if is_file else _pipe_blocks())
     if len(content) > MAX_BYTES:
         limit = f"{MAX_BYTES / 1e6:.0f} MB"
@@ -90,12 +90,14 @@ def _pipe_blocks() -> Iterator[bytes]:
         if not select.select([0], [], [], NOTE_AFTER_S)[0]:
             if not has_said:
                 print(
-                    "waiting for the end of standard input, which the run keeps", file=sys.stderr, flush=True
+                    "waiting for the end of standard input, which is stored in the run folder",
+                    file=sys.stderr,
+                    flush=True,
                 )
             has_said = True
             if time.monotonic() > heard_s + SILENCE_S:
                 raise UsageError(
-                    f"standard input has not ended, and nothing has come from it for {SILENCE_S:g} s",
+                    f"standard input has not ended, and no data arrived for {SILENCE_S:g} s",
                     hint=f"{_FILE_HINT}, or add < /dev/null",
                 )
             continue
@@ -107,7 +109,7 @@ def _pipe_blocks() -> Iterator[bytes]:
 
 
 def _is_shared(found: os.stat_result) -> bool:
-    """Return whether a parent process has the same standard input, such as the shell of a loop."""
+    """Return whether a parent process has the same standard input, such as a shell that executes a loop."""
     pid = os.getppid()
     while pid > 1:
         try:
@@ -116,8 +118,8 @@ def _is_shared(found: os.stat_result) -> bool:
             fields = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()
             name = (process / "comm").read_text(errors="replace").strip()
         except OSError:
-            return False  # the process belongs to another user and has another stream
-        if name not in WRAPPERS:  # wrappers only pass the stream on
+            return False  # The process belongs to another user and has another stream.
+        if name not in WRAPPERS:  # Wrappers only pass the stream on.
             return os.path.samestat(own, found)
         pid = int(fields[1])
     return False

@@ -1,6 +1,7 @@
-"""Plan what one command submits: a run, or the trials of a sweep or array as one group.
+"""Plan the runs that one command submits: a single run, or the trials of a sweep or array as one group.
 
-A single run is treated as a group with one trial. All trials are checked before `create.py` writes anything.
+A single run is planned like a group with one trial. All trials are checked before anything is written (by
+`create.py`).
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ if TYPE_CHECKING:
     from trainkit.run.record import CodeCopy
 
 MAX_SHOWN = 10
-"""Maximum number of problems of a group that are listed."""
+"""Maximum number of listed problems for a group."""
 PLENTY_SHARE = 0.05
-"""Checkpoints that take a smaller share of the free space are not reported."""
+"""Checkpoints that need a smaller share of the free disk space cause no warning."""
 
 
 @dataclass(frozen=True)
@@ -55,39 +56,39 @@ class PlannedTrial:
 
 @dataclass(frozen=True)
 class Submission:
-    """The trials that one job runs: a single run, or the trials of a group, which share a batch script."""
+    """The trials of one job: a single run, or the trials of a group, which share a batch script."""
 
     trials: list[PlannedTrial]
     array: ArraySpec | None = None
     """The Slurm array of a group; None for a single run."""
     choice: NodesChoice | None = None
-    """The reason for the number of nodes, if trainkit has chosen it."""
+    """Why trainkit chose the number of nodes; None if the user chose it."""
     code_from: CodeCopy | None = None
-    """The code copy of the run that this one repeats."""
+    """The copy of the code of the run that is repeated."""
     stdin: bytes | None = None
-    """The standard input that rank 0 of the command reads."""
+    """The standard input for rank 0 of the COMMAND."""
 
     @cached_property
     def plan(self) -> LaunchPlan:
-        """Return the plan of the first trial, with the warnings of all trials.
+        """Return the plan of the first trial, but with the warnings of all trials.
 
-        A reason that differs between trials says so.
+        If a reason differs between the trials, its text says so.
         """
         first = self.trials[0].plan
         others = [trial.plan.reasons for trial in self.trials[1:]]
         reasons = {
             key: text
             if all(other.get(key) == text for other in others)
-            else f"differs; for the first trial: {text}"
+            else f"differs between trials; for the first trial: {text}"
             for key, text in first.reasons.items()
         }
         warnings = dict.fromkeys(text for trial in self.trials for text in trial.plan.warnings)
         return replace(first, reasons=reasons, warnings=tuple(warnings))
 
     def preview(self, run_dir: Path | None) -> tuple[str, dict[Path, str]]:
-        """Return the exact script, and the files of its plans by path; write nothing.
+        """Return the exact batch script, and the plan files by path, without writing anything.
 
-        For a run on this machine, return its plan as a line of JSON instead of a script. Raises UsageError if
+        For a run on this machine, the script is replaced by the plan as a line of JSON. Raises UsageError if
         the script would contain a secret.
         """
         config, plan = self.trials[0].config, self.trials[0].plan
@@ -97,7 +98,7 @@ class Submission:
             files |= {place.path / name: text for name, text in trial.plan.files.items()}
         if not plan.is_job:
             return json.dumps(plan.to_dict(), ensure_ascii=False) + "\n", files
-        # only a job with a script has a code copy to describe
+        # imported here because only a job with a script has a copy of the code to describe
         from trainkit.launch.snapshot import future_code
 
         script = self.script(run, future_code(run, config, plan, self.code_from))
@@ -107,7 +108,7 @@ class Submission:
         return script.text, files
 
     def _distinct_runs(self, folder: RunDir) -> Iterator[tuple[RunDir, PlannedTrial]]:
-        """Yield the runs in the folder; of several runs with the same plan files, only the first."""
+        """Yield the runs with their folders; of several runs with the same plan files, only the first."""
         seen: list[Mapping[str, str]] = []
         for trial in self.trials:
             if trial.plan.files not in seen:
@@ -116,13 +117,13 @@ class Submission:
 
     @cached_property
     def group_config(self) -> dict[str, object]:
-        """Return the config of the first trial, which is the base of the differences in `group_trials`."""
+        """Return the config of the first trial; `group_trials` describes how other trials differ from it."""
         return _config_dict(self.trials[0].config)
 
     @cached_property
     def group_trials(self) -> list[Trial]:
-        """Return the trials in the form that the record of a group contains."""
-        from trainkit.run.group import Trial  # modules that read runs are slow to import
+        """Return the trials in the form in which sweep.json stores them."""
+        from trainkit.run.group import Trial  # imported here because it is slow to import
 
         first = self.trials[0]
         plan = first.plan.to_dict()
@@ -137,7 +138,7 @@ class Submission:
         ]
 
     def script(self, folder: RunDir, code: CodeCopy | None) -> JobScript:
-        """Return the script of the job in its folder; raise UsageError if it would contain a secret."""
+        """Return the batch script for the run folder; raise UsageError if it would contain a secret."""
         from trainkit.launch.script import script_for
         from trainkit.run.submitted import submitted_group_hash, submitted_hash
 
@@ -147,7 +148,7 @@ class Submission:
         else:
             array = self.array.directive
             submitted = submitted_group_hash(self.group_config, own, self.group_trials)
-        # The agents of each trial set the variables that differ.
+        # Variables that differ between the trials are set by the agents of each trial.
         plan = self.trials[0].plan
         common = _common(trial.plan.environment.variables for trial in self.trials)
         plan = replace(plan, environment=replace(plan.environment, variables=common))
@@ -164,14 +165,14 @@ def plan_submission(
     chooses_nodes: bool = False,
     repeats: RepeatedRun | None = None,
 ) -> Submission:
-    """Plan a run or every trial of a group.
+    """Plan a single run, or every trial of a group.
 
-    The runs start when the runs that `after` names have finished. An array that exceeds the limits of the
-    cluster is refused before any trial is planned. With `chooses_nodes`, a run without `after` gets the
-    number of nodes that is expected to finish first. With `repeats`, the run uses the code of the repeated
-    run, and its reasons name that run.
+    The runs start after the runs in `after` have finished. An array that exceeds the cluster's limits is
+    refused before any trial is planned. With `chooses_nodes`, a run without `after` gets the number of nodes
+    with the earliest expected end. With `repeats`, the run uses the code of the repeated run, and the plan's
+    reasons mention that run.
 
-    Raises ConfigError with the problems of all trials, and UsageError if one array cannot run them.
+    Raises a ConfigError with the problems of all trials, or UsageError if one array cannot run all trials.
     """
     code_from = None if repeats is None else repeats.code
     code_dir = None if code_from is None else Path(code_from.workdir)
@@ -179,7 +180,7 @@ def plan_submission(
     planned: list[PlannedTrial] = []
     refused: list[LoadedTrial] = []
     choice: NodesChoice | None = None
-    # The cache key leaves out the seed: a plan depends on it only if the command line contains the seed.
+    # The cache key omits the seed, because a plan depends on the seed only if the command line contains it.
     plans: dict[tuple[str, tuple[str, ...] | None], LaunchPlan | ConfigError] = {}
     for trial in trials:
         loaded = trial.loaded
@@ -211,7 +212,8 @@ def plan_submission(
     submission = replace(checked(planned, refused, array), choice=choice, code_from=code_from)
     runs = submission.trials
     if after:
-        from trainkit.launch.dependency import dependencies, with_dependency  # slow to import
+        # imported here because it is slow to import
+        from trainkit.launch.dependency import dependencies, with_dependency
 
         waits_for = dependencies(after, warn, on_slurm=submission.plan.is_job)
         runs = [replace(item, plan=with_dependency(item.plan, after, waits_for)) for item in runs]
@@ -223,9 +225,9 @@ def plan_submission(
 def submission_warnings(
     submission: Submission, folder: Path | None, workload: Workload, *, starts: bool
 ) -> Iterator[str]:
-    """Yield warnings about the folder and the command.
+    """Yield warnings about the run folder and the COMMAND.
 
-    Raises UsageError for a folder without locks or without enough space.
+    Raises UsageError if the folder does not support locks or the disk is too full.
     """
     plan, trials, folder = submission.plan, submission.trials, folder or Path(RUNS_FOLDER)
     if (problem := lock_problem(folder, plan.is_job)) is not None:
@@ -236,14 +238,14 @@ def submission_warnings(
         yield (
             f"warning: {', '.join(found)} of the command looks like a secret: it is stored in plan.json, and "
             "other users see it in the process list of a node; use an environment variable that "
-            "launch.secrets names"
+            "launch.secrets lists"
         )
 
 
 def lock_problem(folder: Path, on_other_hosts: bool) -> str | None:
-    """Return the warning of `local_locks` for a job on other hosts; None if there is none.
+    """Return the warning of `local_locks` for a job on other hosts; None if there is no warning.
 
-    Raises UsageError if the file system has no locks at all.
+    Raises UsageError if the file system does not support locks.
     """
     place = Path(os.path.realpath(folder))
     reason = unsupported(next(path for path in (place, *place.parents) if path.is_dir()))
@@ -258,10 +260,10 @@ def lock_problem(folder: Path, on_other_hosts: bool) -> str | None:
 def disk_forecast(
     folder: Path, plan: LaunchPlan, config: RunConfig, num_runs: int = 1, *, starts: bool = True
 ) -> str | None:
-    """Return a line about the checkpoints of runs and their disk space; None if there is enough.
+    """Return a line about the disk space that checkpoints will need; None if there is plenty of space.
 
-    Returns None too if the size of a checkpoint is unknown. Raises UsageError if the first checkpoint of each
-    run does not fit and the runs are about to start.
+    Also returns None if the size of a checkpoint is unknown. Raises UsageError if the first checkpoint of
+    each run does not fit on the disk and the runs are about to start.
     """
     place, kept, one = Path(os.path.realpath(folder)), config.checkpoint.keep_last, plan.checkpoint_bytes
     if one is None:
@@ -269,7 +271,7 @@ def disk_forecast(
     try:
         free = shutil.disk_usage(next(path for path in (place, *place.parents) if path.is_dir())).free
     except OSError:
-        return None  # creating the folder will raise a more useful error
+        return None  # Creating the folder will raise a more useful error.
     if one * num_runs > free and starts:
         message = f"a checkpoint needs {size(one)}, but {shown_path(folder)} has only {size(free)} free"
         if num_runs > 1:
@@ -277,11 +279,11 @@ def disk_forecast(
         raise UsageError(message, hint="free disk space, or choose a folder on another disk with --run-dir")
     if kept is None:
         every, steps = config.checkpoint.every_steps, config.train.steps
-        # Saves by epochs, by minutes and after validations are not counted.
+        # Do not count saves by epochs, by minutes or after validations.
         count = -(-steps // every) if every and steps else 1
         how_many, advice = "at least", "set checkpoint.keep_last (now null, which keeps all)"
     else:
-        # Count the kept ones, the one that is being written, and the best one.
+        # Count the checkpoints that are kept, the one that is being written, and the best one.
         count = kept + 1 + (config.checkpoint.best_metric is not None)
         how_many, advice = "up to", f"lower checkpoint.keep_last (now {kept})"
     need = count * one * num_runs
@@ -298,10 +300,10 @@ def disk_forecast(
 def checked(
     planned: list[PlannedTrial], refused: Sequence[LoadedTrial], array: ArraySpec | None
 ) -> Submission:
-    """Return the submission of trials that must all have a plan and fit one array.
+    """Return a submission of the planned trials, after checking that all have a plan and fit into one array.
 
-    Raises ConfigError with the problems of all trials, each with its first trial. Raises UsageError if the
-    trials need different jobs.
+    Raises a ConfigError with the problems of all trials, each labelled with the first trial that has it.
+    Raises UsageError if the trials need jobs with different options.
     """
     if refused:
         raise ConfigError(list(_with_trials(refused, len(planned) + len(refused))))
@@ -310,8 +312,8 @@ def checked(
         return Submission(planned, array)
     if array is not None and first.config.requeue.follow_ups:
         raise UsageError(
-            f"requeue.follow_ups is {first.config.requeue.follow_ups}, which a group of runs cannot have",
-            hint="set it to 0, because chained jobs wait for a job, not for a task of an array",
+            f"requeue.follow_ups is {first.config.requeue.follow_ups}, but groups have no chained jobs",
+            hint="set it to 0, because a chained job can wait for a job, but not for an array task",
         )
     job_of_first = _job_of(first)
     for trial in planned[1:]:
@@ -327,14 +329,14 @@ def checked(
             raise UsageError(
                 f"trial {trial.index} ({shown(trial.values)}) needs a different job than trial "
                 f"{first.index}: {differing}",
-                hint="all tasks of an array share one script and size: "
+                hint="all array tasks share one script and one number of nodes: "
                 "submit a separate run or sweep for each",
             )
     return Submission(planned, array)
 
 
 def _with_trials(refused: Sequence[LoadedTrial], num_trials: int) -> Iterator[Problem]:
-    """Yield the problems with their trials; a problem of all trials is shown without them."""
+    """Yield the problems, each labelled with its trials unless all trials have it."""
     found: dict[Problem, list[LoadedTrial]] = {}
     for trial in refused:
         for problem in trial.loaded.problems if isinstance(trial.loaded, ConfigError) else ():
@@ -352,22 +354,22 @@ def _with_trials(refused: Sequence[LoadedTrial], num_trials: int) -> Iterator[Pr
 
 
 def reaches_command(trials: Sequence[PlannedTrial], command: Sequence[str]) -> bool:
-    """Return whether a COMMAND gets all swept values, as arguments or environment variables."""
+    """Return whether all swept values reach the COMMAND, as arguments or environment variables."""
     keys = {key for trial in trials for key in trial.values}
     return all(key.startswith("launch.env.") or names_key(command, key) for key in keys)
 
 
 def describe_trials(submission: Submission, is_sweep: bool) -> str:
-    """Describe the trials of a group in one line."""
+    """Describe the trials of a group in one line, for the user."""
     trials, array = submission.trials, submission.array
     first_index, first = trials[0].index, trials[0].values
     if is_sweep:
         axes = {key: dict.fromkeys(shown_value(trial.values[key]) for trial in trials) for key in first}
         differs = " x ".join(f"{key}={','.join(texts)}" for key, texts in axes.items())
     elif isinstance(seed := first.get("seed"), int):
-        differs = f"seed is {seed - first_index} + the index"
+        differs = f"seed is {seed - first_index} + the array index"
     else:
-        differs = "SLURM_ARRAY_TASK_ID is the index"
+        differs = "SLURM_ARRAY_TASK_ID is the array index"
     limit = "" if array is None or array.limit is None else f"; at most {array.limit:,} at once"
     if not limit and not trials[0].plan.is_job:
         limit = "; one at a time, unless --array %N allows N"
@@ -375,11 +377,11 @@ def describe_trials(submission: Submission, is_sweep: bool) -> str:
 
 
 def _job_of(trial: PlannedTrial) -> dict[str, str]:
-    """Return the properties of a trial's job by name, as shown to the user."""
+    """Return texts for the user that describe the properties of a trial's job, by name."""
     plan = trial.plan
     options = backend_named(plan.backend).job_options(plan)
     script = {f"--{name}": "".join(option_argv({name: value})) for name, value in options.items()}
-    # The agents apply launch.env and launch.network, so these are not part of the script.
+    # The agents apply launch.env and launch.network, so the script does not contain them.
     launch = trial.config.launch.model_dump(mode="json", exclude={"env", "network"})
     return {
         **script,
@@ -395,13 +397,13 @@ def _config_dict(config: RunConfig, sections: set[str] | None = None) -> dict[st
 def _config_difference(base: RunConfig, other: RunConfig) -> dict[str, object]:
     """Return the `difference` of two configs.
 
-    Most sections are the same object in both configs and are not compared.
+    Most sections are the same object in both configs, so they are not compared.
     """
     changed = {name for name, value in base if getattr(other, name) is not value}
     return difference(_config_dict(base, changed), _config_dict(other, changed))
 
 
 def _common(mappings: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    """Return the items that all mappings share, in the order of the first mapping."""
+    """Return the items that are the same in all mappings, in the order of the first mapping."""
     first, *others = mappings
     return {name: value for name, value in first.items() if all(other.get(name) == value for other in others)}

@@ -1,4 +1,4 @@
-"""Load the configs of the runs that one command requests: one run, or the trials of a sweep or an array."""
+"""Load the configs of the runs that a command requests: a single run, or the trials of a sweep or array."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _LIMIT = re.compile(r"[1-9][0-9]*", re.ASCII)
 
 
 class ArraySpec(NamedTuple):
-    """The parsed form of ``0-9,20%4``."""
+    """The parsed form of an array specification such as ``0-9,20%4``."""
 
     indices: tuple[int, ...]
-    """The indices of the tasks; empty if only a limit was given."""
+    """The indices of the array tasks; empty if only a limit was given."""
     limit: int | None
-    """The maximum number of concurrent tasks; None for no limit."""
+    """The maximum number of array tasks that run at the same time; None for no limit."""
 
     @property
     def directive(self) -> str:
@@ -35,7 +35,7 @@ class ArraySpec(NamedTuple):
 
 
 def parse_array(text: str) -> ArraySpec:
-    """Parse ``0-9``, ``1,3,5`` or ``0-99:10``, each with an optional limit ``%4``, or ``%4`` alone.
+    """Parse ``0-9``, ``1,3,5`` or ``0-99:10``, each with or without a limit such as ``%4``, or just a limit.
 
     Raises UsageError for anything else.
     """
@@ -51,15 +51,15 @@ def parse_array(text: str) -> ArraySpec:
             hint="for example --array 0-9",
         )
     if len(set(indices)) < len(indices):
-        raise UsageError(f"--array {text}: an index is repeated", hint="each index is one run")
+        raise UsageError(f"--array {text}: it repeats an index", hint="each index stands for one run")
     if spec and not indices:
-        raise UsageError(f"--array {text}: there are no tasks", hint="for example --array 0-9")
+        raise UsageError(f"--array {text}: it contains no indices", hint="for example --array 0-9")
     return ArraySpec(tuple(sorted(indices)), int(limit) if percent else None)
 
 
 @dataclass(frozen=True)
 class LoadedTrial:
-    """A run to plan, with its config or the problems of its config."""
+    """A run that is to be planned, with its config or the problems found with the config."""
 
     index: int
     """The index of the trial in the array."""
@@ -71,18 +71,18 @@ class LoadedTrial:
 def group_trials(
     request: ConfigRequest, workload: Workload, sweeps: Sequence[str], array: str | None
 ) -> tuple[ArraySpec | None, Iterator[LoadedTrial]]:
-    """Return the array, None for a single run, and the config of every trial.
+    """Return the array (None for a single run), and the config of every trial.
 
-    The configs are loaded lazily, because a group can have 100,000 trials. A COMMAND may contain swept keys.
-    Without --sweep, the trials of an array get consecutive seeds, unless they run a COMMAND. Raises
-    UsageError for invalid options, and ConfigError for an invalid config.
+    The configs are loaded lazily, because a group can have 100,000 trials. A COMMAND may contain placeholders
+    ``{KEY}`` for swept keys. If there is no --sweep, the trials of an array get consecutive seeds, unless
+    they run a COMMAND. Raises UsageError for invalid options, and ConfigError for an invalid config.
     """
     spec = None if array is None else parse_array(array)
     if sweeps:
         if spec is not None and spec.indices:
             raise UsageError(
-                f"--array {array}: --sweep numbers its trials itself",
-                hint="with --sweep, --array only sets a limit, as in --array %4",
+                f"--array {array}: --sweep chooses the indices of its trials itself",
+                hint="with --sweep, use --array only for a limit, for example --array %4",
             )
         found = sweep_trials(sweeps, workload.argv)
         limit = None if spec is None else spec.limit
@@ -92,7 +92,7 @@ def group_trials(
         return None, iter([LoadedTrial(0, {}, loaded)])
     if not spec.indices:
         raise UsageError(
-            f"--array {array} limits how many tasks run at once, but names no tasks",
+            f"--array {array} limits the tasks that run at once, but specifies no tasks",
             hint="for example --array 0-9%4",
         )
     if workload.is_command:
@@ -104,7 +104,7 @@ def group_trials(
 
 
 def swept(request: ConfigRequest, found: Sequence[dict[str, object]]) -> Iterator[LoadedTrial]:
-    """Yield the config of each trial of a sweep; trials that differ only in the seed are loaded once."""
+    """Yield the config of each trial in a sweep; trials that differ only in the seed share one load."""
     loaded: dict[str, LoadedConfig] = {}
     for index, values in enumerate(found):
         key = key_without_seed(values)
@@ -117,7 +117,7 @@ def swept(request: ConfigRequest, found: Sequence[dict[str, object]]) -> Iterato
             flags = {
                 key: (f"--sweep {key}={shown_value(value)}", value)
                 for key, value in values.items()
-                if is_known(tuple(key.split(".")))  # other keys occur only in the command
+                if is_known(tuple(key.split(".")))  # All other keys occur only in the COMMAND.
             }
             loaded[key] = replace(request, flags={**request.flags, **flags}).load()
             yield LoadedTrial(index, values, loaded[key])

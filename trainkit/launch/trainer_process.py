@@ -1,4 +1,4 @@
-"""Try the user's code in another process, because only the trainer may import torch."""
+"""Check the user's code in another process, because only the trainer may import torch."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from trainkit.shipped import TASK_CHECK
 
 CHECK_TIMEOUT_S = 60.0
 PREFIX = "problems: "
-"""Marks the line with the answer, because the user's code may print too."""
+"""Marks the line with the answer, because the user's code may also print."""
 CODE_CHECK = "trainkit.trainer.task_check"
 
 
 def find_code_problems(loaded: LoadedConfig, folder: Path) -> list[Problem]:
-    """Return the problems of `task`, or of `model.architecture` and the layout, that the trainer would find.
+    """Return problems of `task`, or of `model.architecture` and the layout, that the trainer would find.
 
-    Files are relative to `folder`. The result is empty if the code cannot run here within `CHECK_TIMEOUT_S`,
-    because the job's environment may differ and the trainer checks again.
+    Paths of files are relative to `folder`. Returns an empty list if the code cannot run here within
+    `CHECK_TIMEOUT_S`, because it may work in the job's environment, where the trainer checks it again.
     """
     config = loaded.config
     launch = config.launch
@@ -43,8 +43,8 @@ def find_code_problems(loaded: LoadedConfig, folder: Path) -> list[Problem]:
         sections |= {"model": True, "data": True}
     else:
         return []
-    # The trials of a sweep mostly share these values, so `_check` caches its result. The modification time is
-    # part of the key only for a file, because a module is known by its name alone.
+    # `_check` caches its result, because most trials of a sweep share these values. For a file, the
+    # modification time is part of the cache key; a module is identified by its name alone.
     values = config.model_dump_json(by_alias=True, include=sections)
     path = folder / file.rpartition(":")[0]
     modified_ns = path.stat().st_mtime_ns if path.is_file() else 0
@@ -60,14 +60,14 @@ def _check(values: str, folder: Path, file: Path, modified_ns: int) -> list[KeyP
 
 
 def task_problems(loaded: LoadedConfig, option: Literal["--smoke", "--samples"]) -> list[KeyProblem]:
-    """Return the problems that a task shows when it trains on some samples on a CPU, or reads all samples.
+    """Return the problems of a task that occur when it trains on some samples on a CPU, or reads all samples.
 
-    Each problem has the key or the method of the task. Raises TrainkitError if the process that tries the
-    task crashes.
+    Each problem refers to the config key or the task method where it occurs. Raises TrainkitError if the
+    process that runs the task crashes.
     """
     task = loaded.config.task
     if not loaded.config.has_user_task:
-        hint = "set task to FILE.py:CLASS; `trainkit data validate SRC...` reads texts"
+        hint = "set task to FILE.py:CLASS; for text files, use `trainkit data validate SRC...`"
         raise UsageError(f"task is {task}, which is not a custom task", hint=hint)
     return _problems(task, module_argv(TASK_CHECK, option), loaded.config.model_dump_json(by_alias=True))
 
@@ -78,8 +78,8 @@ def _problems(
     text = output_of(f"trying {task}", argv, values, timeout_s, folder)
     answers = [line for line in text.splitlines() if line.startswith(PREFIX)]
     if not answers:
-        message = f"trying {task} failed: its process ended without an answer"
-        raise TrainkitError(message, hint="some code in the file exits Python: `python FILE.py` shows which")
+        message = f"the check of {task} failed: its process ended without a result"
+        raise TrainkitError(message, hint="code in the file exits Python; to find it, run `python FILE.py`")
     found = json.loads(answers[-1].removeprefix(PREFIX))
     return [(key, message, hint) for key, message, hint in found]
 
@@ -87,9 +87,9 @@ def _problems(
 def output_of(
     what: str, argv: Sequence[str], text: str = "", timeout_s: float | None = None, folder: Path | None = None
 ) -> str:
-    """Return the output of a process.
+    """Return the output of a process; `what` names the process in messages.
 
-    Raises TrainkitError with the last line of its stderr if it fails, and TimeoutExpired.
+    Raises TrainkitError with the last line of stderr if the process fails, and TimeoutExpired.
     """
     done = subprocess.run(
         argv,

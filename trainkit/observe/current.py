@@ -1,4 +1,4 @@
-"""Reads the current state of runs from their run folders and from the state of their jobs."""
+"""Reads the current state of runs from their run folders and from Slurm."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from trainkit.scheduler import JobInfo
 
 
 def look_at(run: RunDir, warn: Callable[[str], None]) -> tuple[RunHistory, RunStatus, JobInfo | None]:
-    """Return the history of a run, its status, and its job in Slurm.
+    """Return the history of a run, its status, and its job as Slurm describes it.
 
-    `warn` receives a message if Slurm does not answer. A run of a group that has not started need not have a
+    `warn` receives a message if Slurm does not respond. A trial that has not started need not have a run
     folder.
     """
     record, job = read_job_status(run, lambda ids: query_jobs_or_warn(ids, warn))
@@ -42,7 +42,7 @@ def look_at(run: RunDir, warn: Callable[[str], None]) -> tuple[RunHistory, RunSt
 
 
 def _as_trial(status: RunStatus, group: RunGroup, index: int, warn: Callable[[str], None]) -> RunStatus:
-    """Return the status of a trial that has not started, which only its group knows."""
+    """Return the status of a trial that has not started; only the group knows that status."""
     seen, trial, plan = query_group(group, warn), group.trial(index), PlanRecord(group.record.plan)
     known = next(one for one in seen.trials if one.index == trial.index)
     place = replace(
@@ -57,7 +57,7 @@ def _as_trial(status: RunStatus, group: RunGroup, index: int, warn: Callable[[st
         name=f"{group.name}/{index}",
         state=known.state,
         reason=known.reason,
-        attempt=None if known.job_id is None else 1,  # the array task records attempt 1 when it starts
+        attempt=None if known.job_id is None else 1,  # The array task records attempt 1 when it starts.
         job_id=known.job_id,
         place=place,
         command=plan.command,
@@ -66,12 +66,12 @@ def _as_trial(status: RunStatus, group: RunGroup, index: int, warn: Callable[[st
 
 
 def query_group(group: RunGroup, warn: Callable[[str], None], metric: str | None = None) -> GroupStatus:
-    """Return the status of a group, after looking up a job that Slurm has not acknowledged.
+    """Return the status of a group, after searching Slurm for jobs whose submission is unconfirmed.
 
-    `metric` ranks the trials; by default the metric of their config does. Raises UsageError if no trial has
-    logged `metric`.
+    The trials are ranked by `metric` or, by default, by the metric that their config selects. Raises
+    UsageError if no trial has logged `metric`.
     """
-    # slow to import, and most runs are in no group
+    # imported here because it is slow to import and most runs are in no group
     from trainkit.backends.slurm.group_parts import recover_parts
 
     recover_parts(group)
@@ -79,9 +79,9 @@ def query_group(group: RunGroup, warn: Callable[[str], None], metric: str | None
 
 
 def read_group(group: RunGroup, query: JobQuery, metric: str | None = None) -> GroupStatus:
-    """Return the status of a group; calls `query` once, for all jobs of the group.
+    """Return the status of a group; calls `query` once for all jobs of the group.
 
-    `metric` has the same meaning as in `query_group`.
+    The trials are ranked by `metric`, as in `query_group`.
     """
     files = GroupFiles(group, metric)
     return files.status(query(files.open_ids), datetime.now(timezone.utc))
@@ -94,11 +94,11 @@ def read_all(
     warn: Callable[[str], None],
     below: Path | None = None,
 ) -> tuple[list[RunStatus | GroupStatus], int]:
-    """Return the status of known runs and groups, newest first, after one `query` of Slurm for all of them.
+    """Return the status of all known runs and groups, newest first, with a single `query` of Slurm.
 
-    `max_ended` limits the number of ended runs that are read, and the second value counts the ended runs that
-    were skipped. `histories` caches the history of each run for the next call. `warn` receives a message for
-    each group that cannot be read. `below` limits the result to the runs in that folder.
+    `max_ended` limits how many ended runs are read; the second return value is the number of ended runs that
+    were skipped. `histories` keeps the history of each run for the next call. `warn` receives a message for
+    each group that cannot be read. If `below` is given, only runs in that folder are returned.
     """
     known: list[tuple[RunDir, JobRecord] | GroupFiles] = []
     seen, newly_over, num_over, num_hidden = set(), [], 0, 0

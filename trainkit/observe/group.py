@@ -1,4 +1,4 @@
-"""The status of a group of runs.
+"""Determines the status of a group of runs.
 
 A group can be large, so only small files and the ends of large files are read.
 """
@@ -52,9 +52,9 @@ from trainkit.scheduler import JobInfo, JobState, on_cluster
 TRIALS_PER_TASK = 100
 NOT_CREATED = AttemptRecord()
 IN_END = ("val_loss", "loss")
-"""The metrics whose best result, or last result for ``loss``, is in end.json."""
+"""The metrics whose result is in end.json: the best value or, for ``loss``, the last value."""
 FAILED = ("failed", "died", "unknown")
-"""The states that need attention, worst first."""
+"""The states that need the user's attention, worst first."""
 ORDER = (
     *FAILED,
     "stopping",
@@ -88,67 +88,68 @@ class TrialFiles:
 
     trial: Trial
     job_id: str | None
-    """The job of the newest attempt, or None if it is unknown."""
+    """The job id of the newest attempt; None if it is unknown."""
     entry: AttemptRecord = NOT_CREATED
-    """The newest attempt in job.json. Its number is 0 while the trial has no folder."""
+    """The record of the newest attempt in job.json. The attempt number in the record is 0 if the trial has no
+    folder yet."""
     end: AttemptEnd | None = None
     seen: Attempt | None = None
     """The newest attempt as its `STATE_EVENTS` describe it; None if the attempt has ended."""
     results: Mapping[str, Best | None] = field(default_factory=dict)
-    """Maps each metric that may rank the group to the result of this trial, or to None if the trial has
+    """Maps each metric that may rank the group to this trial's result, or to None if the trial has
     diverged."""
     diverged_since: int | None = None
     step: int | None = None
-    """The newest logged step of a trial that has not ended."""
+    """The newest logged step; None if the trial has ended."""
     has_metrics: bool = False
 
     @property
     def is_over(self) -> bool:
-        """Return whether the newest attempt has ended and will not restart."""
+        """Return whether the newest attempt has ended and the trial will not restart."""
         return self.end is not None and not self.end.resumes
 
 
 @dataclass(frozen=True)
 class TrialStatus:
-    """The state of one trial at one moment."""
+    """The state of a trial at one moment."""
 
     index: int
     values: dict[str, object]
-    """The values of the trial by key. A text that spells a number is converted to that number."""
+    """The swept values of the trial by config key. Texts that are numbers are converted to numbers."""
     state: str
-    """One of the states of `trainkit.observe.status.RunStatus.state`."""
+    """The state of the trial; possible values are those of `trainkit.observe.status.RunStatus.state`."""
     reason: str | None
     job_id: str | None
     best: Best | None
-    """The result so far by the metric that ranks the group; None without a result or if the trial has
+    """The trial's result so far in the metric that ranks the group; None if there is none or the trial has
     diverged."""
     run_dir: str
     diverged_since: int | None = None
-    """The first step of the unbroken series of NaN or infinite values that the trial still logs for its loss
-    or for the metric that ranks the group; None if it has not diverged."""
+    """The step since which every logged value of the loss, or of the metric that ranks the group, is NaN or
+    infinite; None if the trial has not diverged."""
     cluster: str | None = field(default=None, metadata=OPTIONAL)
-    """The cluster of the job, if it is not the cluster of this host."""
+    """The cluster of the job; None for the cluster of this host."""
     written: dict[str, object] = field(default_factory=dict, metadata=LEFT_OUT)
-    """The values as the user wrote them."""
+    """The swept values as the user wrote them."""
     step: int | None = None
-    """The newest logged step, or the last step of a trial that has ended."""
+    """The newest logged step; for a trial that has ended, its last step."""
     age_s: float | None = None
-    """Seconds since the newest attempt was submitted."""
+    """Seconds since the newest attempt was submitted; None if unknown."""
 
     @property
     def score(self) -> float | None:
-        """Return the value of the best result."""
+        """Return the trial's best value in the metric that ranks the group; None without a result."""
         return None if self.best is None else self.best.value
 
     @property
     def problem(self) -> str:
-        """Return the reason of the state as one line, or an empty text for a trial without problems."""
+        """Return the reason of the trial's state as one line; an empty text if there is no problem."""
         if self.state in ("running", "finished") and self.diverged_since is None:
             return ""
         return " ".join((self.reason or "").split())
 
     def texts(self, keys: Sequence[str]) -> list[str]:
-        """Return the values of some keys as texts, with ``-`` for a key that the trial does not have."""
+        """Return the values of the given keys as texts, with ``-`` for keys that the trial lacks."""
         return [masked_value(self.written[key], key) if key in self.written else "-" for key in keys]
 
     def __str__(self) -> str:
@@ -172,7 +173,7 @@ class GroupStatus:
     """Seconds since the group was submitted."""
     trials: list[TrialStatus]
     ranking: Ranking = field(default=LOSS, metadata=LEFT_OUT)
-    """The metric that decides which trial is the best."""
+    """The metric by which the trials are ranked."""
 
     @property
     def states(self) -> dict[str, int]:
@@ -186,13 +187,13 @@ class GroupStatus:
 
     @property
     def best(self) -> TrialStatus | None:
-        """Return the trial with the best result, or None if no trial has a result."""
+        """Return the trial with the best result; None if no trial has a result."""
         found = [trial for trial in self.trials if trial.best is not None]
         return min(found, key=lambda trial: self.ranking.order(trial.score), default=None)
 
     @property
     def shown_trials(self) -> list[TrialStatus]:
-        """Return the trials that a notebook shows, in the order of their indices."""
+        """Return the trials that a notebook shows, ordered by index."""
         return sorted(most_relevant(self, MAX_ROWS), key=attrgetter("index"))
 
     def columns(self) -> list[Column]:
@@ -208,7 +209,7 @@ class GroupStatus:
         ]
 
     def summary(self) -> str:
-        """Return the name and the states in one line, and say which rows or keys `columns` omits."""
+        """Return the name and the states on one line, with a note if rows or keys are omitted."""
         parts = [f"{self.name}: {state_counts(self.states) or 'no runs'}"]
         for whole, limit, word in ((self.trials, MAX_ROWS, "runs"), (self.keys, MAX_KEYS, "keys")):
             if len(whole) > limit:
@@ -236,10 +237,13 @@ class GroupStatus:
 
 
 class GroupFiles:
-    """The files of all trials of a group, read once. `status` combines them with the answer of Slurm."""
+    """Contains data from the files of all trials of a group, which are read once.
+
+    The method `status` combines this data with the state of the jobs in Slurm.
+    """
 
     def __init__(self, group: RunGroup, metric: str | None = None) -> None:
-        """Read the files of a group; `metric` replaces the metric of the config as the ranking.
+        """Read the files of a group; rank its trials by `metric`, or else by the metric of the config.
 
         Raises UsageError if no trial has logged `metric`.
         """
@@ -253,18 +257,18 @@ class GroupFiles:
         if metric is not None and metric not in known:
             raise UnknownMetricError(metric, [group.run(index) for index in group.created()])
         self._elsewhere: dict[str | None, str | None] = {}
-        """Caches the result of `_cluster` by cluster name, because thousands of trials run on the same
+        """Caches the result of `_cluster` by cluster name, because there may be thousands of trials on one
         cluster."""
         self.jobs = {
             files.trial.index: on_cluster(files.job_id, self._cluster(files))
             for files in self.trials
             if files.job_id is not None
         }
-        """Maps the index of each trial to the name of its job for the commands of Slurm."""
+        """Maps the index of each trial to its job, in the form that Slurm commands accept."""
 
     @property
     def open_ids(self) -> list[str]:
-        """Return the jobs whose state must be queried."""
+        """Return the jobs whose state must be queried from Slurm."""
         return [
             self.jobs[files.trial.index]
             for files in self.trials
@@ -276,7 +280,7 @@ class GroupFiles:
         return files.entry.backend is None if files.entry.attempt else self.group.record.process is not None
 
     def _cluster(self, files: TrialFiles) -> str | None:
-        """Return the cluster of a trial's job if Slurm's commands must name it on this host, else None."""
+        """Return the name of the job's cluster if Slurm commands on this host must specify it, else None."""
         record = files.entry if files.entry.attempt else self.group.record
         if record.cluster not in self._elsewhere:
             self._elsewhere[record.cluster] = record.elsewhere
@@ -284,11 +288,11 @@ class GroupFiles:
 
     @property
     def is_over(self) -> bool:
-        """Return whether all trials have ended and none will restart."""
+        """Return whether all trials have ended and none of them will restart."""
         return all(files.is_over for files in self.trials)
 
     def status(self, jobs: Mapping[str, JobInfo] | None, now: datetime) -> GroupStatus:
-        """Return the status of the group; `jobs` is None if Slurm cannot be queried."""
+        """Return the status of the group; `jobs` is None if Slurm could not be queried."""
         record, plan = self.group.record, PlanRecord(self.group.record.plan)
         return GroupStatus(
             name=self.group.name,
@@ -333,10 +337,10 @@ class GroupFiles:
             return "unknown", "it is unknown whether the job was submitted"
         name = self.jobs[files.trial.index]
         job = None if jobs is None else jobs.get(name)
-        # A job is missing in the answer if its cluster did not answer.
+        # A job is missing from `jobs` if its cluster did not respond.
         alive = None if job is None else job.state is not JobState.UNKNOWN and not job.state.is_terminal
         if not files.entry.attempt:
-            # The task of this trial has not created the run folder yet.
+            # The array task of this trial has not created the run folder yet.
             if alive is False and self.group.record.cancelled_at is not None:
                 return "cancelled", "cancelled before it started"
             return attempt_state(AttemptRecord(attempt=1), None, alive, job, Attempt(1), False)
@@ -353,7 +357,7 @@ class GroupFiles:
         if alive is False:
             again = f"`trainkit resume {quote(str(self.group.path))}` starts the remaining runs"
             return "died", f"the process that starts the runs has ended; {again}"
-        return ("unknown", None) if alive is None else ("pending", "waits for the runs before it")
+        return ("unknown", None) if alive is None else ("pending", "waiting for earlier runs of the group")
 
     @cached_property
     def _process_alive(self) -> bool | None:
@@ -362,7 +366,7 @@ class GroupFiles:
 
 
 def _configured(group: RunGroup) -> Ranking | None:
-    """Return the ranking that the configs of all trials agree on, or None if they differ."""
+    """Return the ranking on which the configs of all trials agree; None if they differ."""
     own = Record(group.record.config).record("checkpoint")
     common = {BEST_METRIC: own.text("best_metric"), BEST_MODE: own.text("best_mode")}
     others = (trial.config for trial in group.trials.values() if not trial.config.keys().isdisjoint(common))
@@ -372,13 +376,13 @@ def _configured(group: RunGroup) -> Ranking | None:
 def _read_trials(group: RunGroup, rankings: Sequence[Ranking]) -> list[TrialFiles]:
     """Read the files of all trials.
 
-    `rankings` are the rankings whose results must be read from metrics.jsonl.
+    `rankings` lists the metrics whose results must be read from metrics.jsonl.
     """
     trials = group.trials
     created = group.created()
     found = {index: TrialFiles(trial, group.task_id(index)) for index, trial in trials.items()}
     shares = [created[first : first + TRIALS_PER_TASK] for first in range(0, len(created), TRIALS_PER_TASK)]
-    from concurrent.futures import ThreadPoolExecutor  # slow to import, and most runs are in no group
+    from concurrent.futures import ThreadPoolExecutor  # imported here because it is slow to import
 
     with ThreadPoolExecutor(NUM_READERS) as readers:
         for share in readers.map(lambda share: [_read(group, index, rankings) for index in share], shares):
@@ -387,20 +391,21 @@ def _read_trials(group: RunGroup, rankings: Sequence[Ranking]) -> list[TrialFile
 
 
 def _read(group: RunGroup, index: int, rankings: Sequence[Ranking]) -> TrialFiles:
-    # Join the path as text and parse only the newest attempt, because there may be ten thousand trials.
+    # Join the path as text and parse only the newest attempt, because a group may have ten thousand trials.
     folder = group.folder(index)
     attempts = read_object(f"{folder}/job.json").get("attempts")
     entry = attempt_of(attempts[-1]) if isinstance(attempts, list) and attempts else None
     entry, end = entry or NOT_CREATED, read_newest_end(folder)
     job_id = entry.job_id or group.task_id(index)
     best = None if end is None or end.resumes else end.best
-    # A file that cannot be read must not hide the other trials.
+    # An unreadable file of one trial must not hide the other trials.
     since = None
-    # end.json has no best result if the validation loss had diverged, so only the training loss is checked
+    # Check only the training loss: if the validation loss had diverged, end.json would contain no best
+    # result.
     if best is not None:
         with suppress(OSError):
             since = diverged_in(f"{folder}/metrics.jsonl", "loss")
-            # the newest attempt may compute these steps again
+            # The newest attempt may compute these steps again.
             if since is not None:
                 since = diverged_since(group.run(index))
     results = {} if best is None else {best.metric: None if since is not None else best}
@@ -421,7 +426,7 @@ def _read(group: RunGroup, index: int, rankings: Sequence[Ranking]) -> TrialFile
                 results[ranking.metric] = own.result
         files = replace(files, results=results, diverged_since=since)
         if not files.is_over:
-            # Rank 0 of a COMMAND need not write metrics, so its log shows that the run has begun.
+            # A COMMAND need not write metrics, so an existing log of rank 0 shows that the run has begun.
             is_command = PlanRecord(group.record.plan).is_command
             is_printing = is_command and run.attempt(entry.attempt).rank_log(0).exists()
             has_metrics = run.metrics_file.exists() or is_printing
@@ -433,7 +438,7 @@ def _read(group: RunGroup, index: int, rankings: Sequence[Ranking]) -> TrialFile
 
 
 def most_relevant(status: GroupStatus, count: int) -> list[TrialStatus]:
-    """Return the `count` most relevant trials, sorted by state (failures first) and then by result."""
+    """Return the `count` most relevant trials, ordered by state (failures first) and then by result."""
 
     def key(trial: TrialStatus) -> tuple[int, tuple[bool, float], int]:
         state = ORDER.index(trial.state) if trial.state in ORDER else 0
@@ -443,20 +448,19 @@ def most_relevant(status: GroupStatus, count: int) -> list[TrialStatus]:
 
 
 FIGURES = ("trial", "state", "step", "age")
-"""The columns by which a table of trials can be sorted, besides the keys and the metric that ranks the
-trials."""
+"""The columns by which a table of trials can be sorted, in addition to the config keys and the metric."""
 
 
 def column_of(name: str, keys: Sequence[str], figures: Iterable[str] = FIGURES) -> str | None:
-    """Return the column with a name, or None: a key in its full or short form, or one of `figures`."""
+    """Return the column with this name, a key (in full or short form) or one of `figures`; else None."""
     columns = {**dict(zip(short_keys(keys), keys, strict=True)), **{one: one for one in (*keys, *figures)}}
     return columns.get(name) or {short.lower(): column for short, column in columns.items()}.get(name.lower())
 
 
 def sorted_trials(status: GroupStatus, column: str | None) -> list[TrialStatus]:
-    """Return the trials sorted by a column in ascending order; for None, by result with the best first.
+    """Return the trials in ascending order of a column; if it is None, ordered by result, the best first.
 
-    If a key and a figure have the same name, the column is the key.
+    If a config key and one of `FIGURES` have the same name, the key is used.
     """
     if column is None:
         return sorted(status.trials, key=lambda trial: status.ranking.order(trial.score))
@@ -470,6 +474,6 @@ def sorted_trials(status: GroupStatus, column: str | None) -> list[TrialStatus]:
 
 
 def value_order(value: Any) -> tuple[bool, bool, float, str]:
-    """Return the sort key of a value: numbers sort first, then texts, then None."""
+    """Return a sort key for a value: numbers come first, then texts, then None."""
     is_number = isinstance(value, (int, float)) and not math.isnan(value)
     return value is None, not is_number, value if is_number else 0.0, cell(value)

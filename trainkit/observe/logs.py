@@ -1,4 +1,4 @@
-"""The logs of a run: finds the log of a rank, reads its last lines and follows it."""
+"""Finds the log of a rank, reads its last lines and follows it."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from trainkit.run.rundir import AttemptDir, RunDir
 N = TypeVar("N", int, float)
 TAIL_BYTES = 262_144
 COUNTED_BYTES = 64 * 2**20
-"""The size in bytes up to which the lines of a log are counted, so that the last lines have numbers."""
+"""Maximum size in bytes of a log whose lines are counted, so that the last lines can be numbered."""
 MAX_LINE = 1000
-"""The number of characters of a line that are searched and shown."""
+"""Maximum number of characters per line that are searched and shown."""
 MAX_LAST_LINES = 400
-"""The number of lines at the end of a log that are searched for errors. The program survived earlier
-errors."""
+"""Number of lines at the end of a log in which errors are searched for. Earlier errors do not count, because
+the program survived them."""
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 
 
 def clean(line: str) -> str:
-    """Return a line without control characters, cut to `MAX_LINE` characters."""
+    """Return a line without control characters, truncated to `MAX_LINE` characters."""
     line = line.rpartition("\r")[2] or line  # a progress bar overwrites its line
     return _CONTROL.sub("", line[: 4 * MAX_LINE])[:MAX_LINE].rstrip()
 
 
 def last_lines(path: Path) -> tuple[list[str], int | None]:
-    """Return the last lines of a log, and the number of the first of them if it is known.
+    """Return the last lines of a log, and the line number of the first of them, or None if it is unknown.
 
     Returns no lines if the log is empty, missing or unreadable.
     """
@@ -56,7 +56,7 @@ def last_lines(path: Path) -> tuple[list[str], int | None]:
 
 
 def last_texts(path: Path, count: int) -> list[str]:
-    """Return the last `count` complete lines of a file for a screen, or none if the file cannot be read."""
+    """Return the last `count` complete lines of a file for a live view; none if the file cannot be read."""
     try:
         with open_file(path) as stream:
             lines = islice(reversed_lines(stream, stream.seek(0, os.SEEK_END)), 1, count + 1)
@@ -68,7 +68,7 @@ def last_texts(path: Path, count: int) -> list[str]:
 def start_of_last(stream: BinaryIO, count: int, *, unfinished: bool = False) -> int:
     """Return the position at which the last `count` lines of a file begin.
 
-    With `unfinished`, a last line without a line end counts as a line.
+    With `unfinished`, a last line without a line end is counted too.
     """
     end = stream.seek(0, os.SEEK_END)
     lines = reversed_lines(stream, end)
@@ -80,7 +80,7 @@ def start_of_last(stream: BinaryIO, count: int, *, unfinished: bool = False) -> 
 
 POLL_S = 0.1
 LISTING_S = 1.0
-"""Seconds between two searches for the logs of ranks that start late."""
+"""Seconds between two searches for new logs, because some ranks start late."""
 
 
 def _start_of_last(path: Path, count: int) -> int:
@@ -92,9 +92,9 @@ def _start_of_last(path: Path, count: int) -> int:
 
 
 def run_is_over(run: RunDir, alive: bool | None) -> bool:
-    """Return whether a run has ended and will not resume.
+    """Return whether a run has ended and will not resume automatically.
 
-    `alive` says whether its job is alive, and is None if that is unknown.
+    `alive` tells whether the run's job is alive; it is None if that is unknown.
     """
     numbers = run.attempt_numbers()
     if not numbers or alive is False:
@@ -109,10 +109,10 @@ def follow(
     is_alive: Callable[[], bool | None],
     last: int | None = None,
 ) -> Iterator[tuple[str, str]]:
-    """Yield each line of the chosen logs when it is written, from `first_attempt` until the run is over.
+    """Yield each new line in the chosen logs, beginning with `first_attempt`, until the run is over.
 
-    Yields pairs of the name of the log, such as ``rank-0000``, and the line. `last` limits the existing lines
-    that are yielded first to the last N lines of each log.
+    Each item is a pair of the log's name, such as ``rank-0000``, and the line. If `last` is given, only the
+    last N existing lines of each log are yielded before the new lines.
     """
     number = first_attempt
     while True:
@@ -120,17 +120,17 @@ def follow(
         tails: dict[str, Tail] = {}
         listed_s = float("-inf")
         while True:
-            # The state is checked before the logs are read, so that no line written before the end is missed.
+            # Check the state before reading the logs, so that no line written before the end is missed.
             over = run_is_over(run, is_alive())
             if over and run.follow():
-                continue  # the folder of the run was moved during the check
+                continue  # The run folder was moved during the check.
             passed = over or run.attempt(number + 1).path.is_dir()
             if passed or time.monotonic() - listed_s > LISTING_S or not tails:
                 listed_s = time.monotonic()
                 for path in logs_of(attempt):
                     if path.name not in tails:
                         tails[path.name] = Tail(path, 0 if last is None else _start_of_last(path, last))
-                    tails[path.name].path = path  # the folder of the run may have been moved
+                    tails[path.name].path = path  # The run folder may have been moved.
             for tail in tails.values():
                 for text in tail.texts(unfinished=passed):
                     yield tail.path.stem, text
@@ -143,17 +143,17 @@ def follow(
 
 
 SEARCHED_BYTES = 65_536
-"""The number of bytes at the end of a command's log that are searched for its progress. A progress bar may be
-one long line."""
+"""Number of bytes at the end of a COMMAND's log in which its progress is searched for. A progress bar can be
+a single long line."""
 
 
 def printed_metrics(log: Path, pattern: str | None) -> tuple[int | None, float | None]:
-    """Return the step and the loss that a COMMAND has printed last, as ``logging.pattern`` matches them."""
+    """Return the last step and the last loss that a COMMAND has printed, matched with ``logging.pattern``."""
     with open_file(log) as stream:
         stream.seek(max(0, os.fstat(stream.fileno()).st_size - SEARCHED_BYTES))
         text = stream.read().decode(errors="replace")
-    # A progress bar overwrites its line, so a carriage return ends a line too. The text after the last end of
-    # a line is incomplete.
+    # A progress bar overwrites its line, so a carriage return also ends a line. The text after the last line
+    # end is incomplete, so drop it.
     lines = reversed(re.split(r"[\r\n]", text)[:-1])
     found = None if pattern is None else next(filter(None, map(re.compile(pattern).search, lines)), None)
     values = {} if found is None else found.groupdict()
@@ -164,15 +164,15 @@ def _number(text: str | None, kind: Callable[[str], N]) -> N | None:
     try:
         return None if text is None else kind(text)
     except ValueError:
-        return None  # the pattern also matches text that is not a number
+        return None  # The pattern may also match text that is not a number.
 
 
 MAX_NODES = 1_000_000
-"""A plan with more nodes than this is damaged."""
+"""A plan with more nodes than this is taken to be damaged."""
 
 
 def ranks_of_nodes(plan: PlanRecord) -> list[range]:
-    """Return the ranks of each node, or an empty list if they are unknown."""
+    """Return the ranks on each node; an empty list if they are unknown."""
     sizes = plan.values.get("node_sizes")
     if not isinstance(sizes, list):
         num_nodes = plan.count("num_nodes") or 0
@@ -185,7 +185,7 @@ def ranks_of_nodes(plan: PlanRecord) -> list[range]:
 def log_of(attempt: AttemptDir, plan: PlanRecord, rank: int) -> Path:
     """Return the log that contains the output of a rank.
 
-    A launcher such as torchrun writes the output of all ranks of a node to one log.
+    A launcher such as torchrun writes the output of all ranks on a node to one log.
     """
     if plan.text("launcher") not in (None, *PER_RANK):
         rank = next((ranks[0] for ranks in ranks_of_nodes(plan) if rank in ranks), rank)

@@ -1,4 +1,4 @@
-"""Shows runs in a notebook as small HTML tables in the colours of the page, with secrets masked."""
+"""Shows runs in a notebook as small HTML tables in the colours of the page; secrets are masked."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from trainkit.observe.logs import clean
 from trainkit.terminal import plain
 
 MAX_CELL = 200
-"""The maximum number of characters in a cell."""
+"""Maximum number of characters in a cell."""
 MAX_MASKED = 10_000
-"""The number of characters of a text that are searched for secrets before it is cut to `MAX_CELL`."""
+"""Number of characters in which secrets are searched for before a text is truncated to `MAX_CELL`."""
 MAX_KEYS = 12
-"""The maximum number of columns for the keys in which the runs of a group differ."""
+"""Maximum number of columns for config keys in which the runs of a group differ."""
 MAX_ROWS = 20
 LEFT = ' style="text-align:left"'
-"""Aligns a cell to the left, because notebooks align all cells as numbers."""
+"""Left-aligns a cell; notebooks right-align all cells, which suits numbers."""
 WIDTH, HEIGHT = 120, 24
-"""The size of a curve in pixels."""
+"""Width and height of a curve in pixels."""
 MARGIN = 2
 
 
 class Markup(str):
-    """A cell that is already HTML."""
+    """A cell whose text is HTML already."""
 
     __slots__ = ()
 
 
 Column = tuple[str, Sequence[object]]
-"""The heading of a column and its cells. A cell that is None is empty."""
+"""A column: its heading and its cells. A cell with None is shown as empty."""
 
 
 def table(columns: Iterable[Column]) -> str:
-    """Return a table of columns of equal length, without the columns in which every cell is None."""
+    """Return a table with columns of equal length; columns in which all cells are None are omitted."""
     shown = [(name, cells) for name, cells in columns if any(one is not None for one in cells)]
     head = "".join(f"<th{LEFT}>{_text(name)}</th>" for name, _ in shown)
     names = [name for name, _ in shown]
@@ -46,7 +46,7 @@ def table(columns: Iterable[Column]) -> str:
 
 
 def details(values: Mapping[str, object]) -> str:
-    """Return a table of names and values, without the values that are None."""
+    """Return a table of names and values; values that are None are omitted."""
     rows = (
         f"<tr><th{LEFT}>{_text(name)}</th><td{LEFT}>{_cell(name, value)}</td></tr>"
         for name, value in values.items()
@@ -56,12 +56,12 @@ def details(values: Mapping[str, object]) -> str:
 
 
 def paragraph(text: str) -> str:
-    """Return a line above or below a table."""
+    """Return HTML for a line of text above or below a table."""
     return f"<p>{_text(text)}</p>"
 
 
 def sparkline(points: Sequence[tuple[float, float]], name: str) -> Markup | None:
-    """Return a curve of finite points, oldest first, as a small picture; None for fewer than two points."""
+    """Return a small image with a curve of finite points, oldest first; None for fewer than two points."""
     if len(points) < 2:
         return None
     every = -(-len(points) // WIDTH)
@@ -77,9 +77,9 @@ def sparkline(points: Sequence[tuple[float, float]], name: str) -> Markup | None
 
 
 def _scaled(values: Sequence[float], size: int) -> list[float]:
-    """Scale values to pixels within the margins. Equal values are drawn in the middle."""
+    """Scale values to pixels, with a margin at both ends; equal values are drawn in the middle."""
     low, high = min(values), max(values)
-    # The values are halved, because the difference of the two largest numbers is infinite.
+    # Halve the values first, because the difference of two very large numbers would overflow to infinity.
     span = high / 2 - low / 2
     if not span:
         return [size / 2] * len(values)
@@ -87,10 +87,13 @@ def _scaled(values: Sequence[float], size: int) -> list[float]:
 
 
 def shortened(value: object) -> str:
-    """Return the `repr` of a value that a function has returned. Strings are masked before they are cut."""
+    """Return the shortened `repr` of a value that a function returned.
+
+    Secrets in strings are masked before the strings are truncated.
+    """
     try:
         return _SHORT.repr(value)
-    # raised by a class of the user, whose error must not hide the rest of the table
+    # An error in a class of the user must not hide the rest of the table.
     except Exception as error:
         return f"<{type(value).__name__}, whose repr raised {type(error).__name__}>"
 
@@ -118,8 +121,8 @@ def _cell(name: str, value: object) -> str:
 
 
 def _text(text: str) -> str:
-    """Return a text as one line of HTML, without characters that cannot be encoded."""
-    import html  # slow to import, and no command shows HTML
+    """Return a text as one line of HTML; characters that cannot be encoded are removed."""
+    import html  # imported here because it is slow to import and no command shows HTML
 
     line = plain(clean(" ".join(text.split()))).encode("utf-8", "replace").decode()
     return html.escape(line if len(line) <= MAX_CELL else f"{line[: MAX_CELL - 1]}…")

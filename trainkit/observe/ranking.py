@@ -1,7 +1,7 @@
-"""Chooses the metric that ranks a set of runs, and reads the result of each run by that metric.
+"""Chooses the metric by which a set of runs is ranked, and reads each run's result in that metric.
 
-The result of a run is the best value of the metric, or the last value of the training loss. A run that has
-diverged has no result, because its model is lost even if the best value was logged before.
+A run's result is the best value of the metric or, for the training loss, the last value. A run that has
+diverged has no result, because its model is lost even if a good value was logged earlier.
 """
 
 from __future__ import annotations
@@ -32,30 +32,31 @@ from trainkit.run.files import Record, read_jsonl
 from trainkit.run.rundir import RunDir
 
 Mode = Literal["min", "max"]
-"""The mode of a metric: its lowest or its highest value is the best, as in ``checkpoint.best_mode``."""
+"""Whether the lowest or the highest value of a metric is the best, as in ``checkpoint.best_mode``."""
 NOT_METRICS = frozenset({"step", "time", "attempt", "tokens"})
-"""The keys of a record in metrics.jsonl that describe the step and are not metrics."""
+"""Keys in metrics.jsonl that describe a step and are not metrics."""
 LESS = "loss err error nll ppl perplexity wer cer mse rmse mae fid"
-"""The parts of a metric's name that mean that lower values are better. They take precedence over `MORE`."""
+"""Words in the name of a metric that mean that lower values are better. Words in `LESS` take precedence over
+those in `MORE`."""
 MORE = (
     "acc accuracy top f1 f1score auc auroc ap map precision recall bleu rouge rougel iou miou dice psnr ssim"
     " r2 exact_match mrr ndcg success_rate spearman pearson mcc reward return score mfu per_s"
 )
-"""The parts of a metric's name that mean that higher values are better, as in ``val_top1`` and
+"""Words in the name of a metric that mean that higher values are better, as in ``val_top1`` and
 ``tokens_per_s``."""
 NUM_READERS = 4
-"""The number of threads that read runs in parallel. A network filesystem takes about a millisecond per
-file."""
+"""Number of threads that read runs in parallel. On a network file system, reading one file takes about a
+millisecond."""
 MAX_MEASURED = 16_384
-"""The number of results of ended runs that are cached."""
+"""Maximum number of results of ended runs that are cached."""
 MAX_NAMED = 20
-"""The number of runs whose metric names are read for the hint of an error."""
+"""Maximum number of runs from which the hint of an error lists metric names."""
 MAX_NAMES = 40
-"""The maximum number of names in a hint."""
+"""Maximum number of metric names in the hint of an error."""
 
 
 def mode_of(metric: str) -> Mode:
-    """Return whether lower or higher values of a metric are better, judged by the parts of its name."""
+    """Return whether lower or higher values of a metric are better, judged by the words in its name."""
     spelled = (re.sub(r"(?<=[a-z])(?=[A-Z])", "_", metric), metric)
     names = " ".join(f"_{re.sub(r'[^a-z0-9]+', '_', name.lower())}_" for name in spelled)
     less, more = (
@@ -73,18 +74,18 @@ class Ranking:
 
     @property
     def label(self) -> str:
-        """Return the name of a result: ``best val_loss``, ``best accuracy (max)`` or ``last loss``."""
+        """Return the label of a result: ``best val_loss``, ``best accuracy (max)`` or ``last loss``."""
         which = "last" if self.metric == "loss" else "best"
         return f"{which} {self.metric}" + (" (max)" if self.mode == "max" else "")
 
     @property
     def heading(self) -> str:
-        """Return the heading of a column of results: ``BEST VAL_LOSS`` or ``BEST ACCURACY (max)``."""
+        """Return the heading of a column with results: ``BEST VAL_LOSS`` or ``BEST ACCURACY (max)``."""
         which, _, name = self.label.partition(" ")
         return f"{which.upper()} {name.replace(self.metric, self.metric.upper(), 1)}"
 
     def order(self, result: float | None) -> tuple[bool, float]:
-        """Return the sort key of a result. The best result sorts first, and a missing result last."""
+        """Return a sort key for a result. The best result comes first, and a missing result comes last."""
         if result is None:
             return True, 0.0
         return False, -result if self.mode == "max" else result
@@ -95,9 +96,9 @@ VAL_LOSS, LOSS = Ranking("val_loss"), Ranking("loss")
 
 
 def config_ranking(configs: Iterable[Mapping[str, object]]) -> Ranking | None:
-    """Return the ranking by ``checkpoint.best_metric`` and ``best_mode`` of configs with dotted keys.
+    """Return the ranking that ``checkpoint.best_metric`` and ``best_mode`` define; configs have dotted keys.
 
-    Returns None if the readable configs differ, or if they keep no best checkpoint.
+    Returns None if the readable configs differ, or if they do not keep a best checkpoint.
     """
     own = map(Record, filter(None, configs))
     found = {(one.text(BEST_METRIC), one.text(BEST_MODE)) for one in own}
@@ -106,7 +107,7 @@ def config_ranking(configs: Iterable[Mapping[str, object]]) -> Ranking | None:
 
 
 def candidates(asked: str | None, configured: Ranking | None) -> list[Ranking]:
-    """Return the possible rankings in order. The first ranking by which any run has a result is used."""
+    """Return the rankings to try, in order; the first one in which any run has a result is used."""
     known = [*([] if configured is None else [configured]), VAL_LOSS, LOSS]
     if asked is None:
         return known
@@ -116,18 +117,18 @@ def candidates(asked: str | None, configured: Ranking | None) -> list[Ranking]:
 
 @dataclass(frozen=True)
 class Measured:
-    """The result of a run by one metric."""
+    """The result of a run in one metric."""
 
     result: Best | None = None
-    """The best result, or the last loss; None without a result or if the run has diverged."""
+    """The best value or, for the loss, the last value; None if there is none or the run has diverged."""
     diverged_since: int | None = None
-    """The first step from which the loss, the validation loss or the metric is NaN or infinite until the
-    newest step; None if the run has not diverged."""
+    """The step since which every value of the loss, the validation loss or the metric is NaN or infinite;
+    None if the run has not diverged."""
     is_logged: bool = False
 
 
 def measure(run: RunDir, ranking: Ranking) -> Measured:
-    """Read the result of a run by a metric; raises OSError if a file cannot be read."""
+    """Read the result of a run in a metric; raise OSError if a file cannot be read."""
     metric, since = ranking.metric, diverged_since(run)
     if metric in NOT_METRICS:
         return Measured(None, since)
@@ -137,12 +138,12 @@ def measure(run: RunDir, ranking: Ranking) -> Measured:
     begins = first_steps(run, read_events(run, *BEGINNINGS))
     values = by_step(read_events(run, "evaluated"), metric, begins) if metric == "val_loss" else {}
     if not values:
-        # Lines are preselected by the name only if JSON writes it unchanged: another program may write a name
-        # with escapes.
+        # Preselect lines by the metric's name only if JSON writes the name without escapes, because another
+        # program may escape it differently.
         words = [metric] if json.dumps(metric) == f'"{metric}"' else []
         values = by_step(steps_of(read_jsonl(run.metrics_file, words)), metric, begins)
     finite = [Best(metric, value, step) for step, value in values.items() if value is not None]
-    # A metric without any number was not measured, but a loss without any number has diverged.
+    # A metric without any finite value was not measured, but a loss without any finite value has diverged.
     is_logged = bool(finite) or (bool(values) and metric.endswith("loss"))
     if since is None and is_logged:
         for step, value in reversed(values.items()):
@@ -154,9 +155,9 @@ def measure(run: RunDir, ranking: Ranking) -> Measured:
 
 
 def measure_ended(run: RunDir, ranking: Ranking) -> Measured:
-    """Call `measure` for a run that has ended, and cache the result until the files of the run change.
+    """Call `measure` for a run that has ended, and cache the result until the run's files change.
 
-    `watch` reads the results again every few seconds.
+    The cache helps `watch`, which asks for the results every few seconds.
     """
     files = (run.metrics_file, run.events_file)
     found = [file.stat() if file.exists() else None for file in files]
@@ -170,24 +171,24 @@ def _measured(folder: Path, ranking: Ranking, stamps: tuple[object, ...]) -> Mea
 
 
 def asked_metric(metric: str | None, sort: str | None, columns: Sequence[str]) -> str | None:
-    """Return the metric that ``--metric`` requests, or ``--sort`` if it names none of the columns."""
+    """Return the metric that ``--metric`` requests, or else the one that ``--sort`` names."""
     if None in (metric, sort) or metric == sort:
         return sort if metric is None else metric
     raise UsageError(
         f"--sort {sort} is not a column of runs that are ranked by {metric}",
-        hint=f"it can be {', '.join((*columns, str(metric)))}",
+        hint=f"choose {', '.join((*columns, str(metric)))}",
     )
 
 
 def rank(
     runs: Sequence[RunDir], asked: str | None, configured: Ranking | None
 ) -> tuple[Ranking, list[Measured]]:
-    """Return the first of the `candidates` by which any run has a result, and the results of all runs.
+    """Return the first of the `candidates` in which any run has a result, and the results of all runs.
 
-    The runs are read in parallel. Raises UsageError if no run has logged a requested metric, and OSError if a
-    file cannot be read.
+    The runs are read in parallel. Raises UsageError if no run has logged the requested metric, and OSError if
+    a file cannot be read.
     """
-    from concurrent.futures import ThreadPoolExecutor  # slow to import
+    from concurrent.futures import ThreadPoolExecutor  # imported here because it is slow to import
 
     found = list[Measured]()
     with ThreadPoolExecutor(NUM_READERS) as readers:
@@ -206,12 +207,14 @@ class UnknownMetricError(UsageError):
     def __init__(self, metric: str, runs: Sequence[RunDir]) -> None:
         # Other programs chose these names, so they may contain secrets and control characters.
         self.names = sorted(clean(mask_secrets(name)) for name in logged_names(runs[:MAX_NAMED]))
-        logged = f"they have logged {_some(self.names)}" if self.names else "they have logged nothing yet"
+        logged = (
+            f"the runs logged {_some(self.names)}" if self.names else "the runs have logged no metric yet"
+        )
         super().__init__(f"no run has logged {metric}", hint=did_you_mean(metric, self.names) + logged)
         self.metric = metric
 
     def as_sort_key(self, columns: Iterable[str]) -> UsageError:
-        """Return the error for ``--sort``, which also accepts these columns."""
+        """Return the error to show if ``--sort`` named the metric; the hint then also lists `columns`."""
         known = (*columns, *self.names)
         return UsageError(
             f"--sort {self.metric}: no column and no metric has this name",
@@ -220,13 +223,13 @@ class UnknownMetricError(UsageError):
 
 
 def _some(names: Sequence[str]) -> str:
-    """Return the first names of a list as text for a hint, with the number of the other names."""
+    """Return the first names in a list as text for a hint, and the number of omitted names."""
     more = f" and {len(names) - MAX_NAMES:,} more" if len(names) > MAX_NAMES else ""
     return ", ".join(names[:MAX_NAMES]) + more
 
 
 def logged_names(runs: Iterable[RunDir]) -> set[str]:
-    """Return the names of all metrics that the runs have logged."""
+    """Return the names of all metrics that any of the runs has logged."""
     found = set[str]()
     for run in runs:
         for record in read_steps(run):

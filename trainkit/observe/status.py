@@ -1,4 +1,4 @@
-"""The status of a run, computed from its files, its job record and the answer of Slurm."""
+"""Determines the status of a run from its files, its job record and Slurm."""
 
 from __future__ import annotations
 
@@ -48,21 +48,21 @@ if TYPE_CHECKING:
     from trainkit.config import RunConfig
 
 FlatConfig = dict[str, Any]
-"""Maps the dotted keys of a config to their values as JSON."""
+"""Maps dotted config keys to their JSON values."""
 STALE_S = 60.0
-"""Seconds after which old metrics cause a warning, if they are also older than `STALE_INTERVALS` usual
+"""Age of the newest metrics, in seconds, that causes a warning if it also exceeds `STALE_INTERVALS` usual
 intervals."""
 STALE_INTERVALS = 10
 STATE_EVENTS = ("waiting", "started", "signal", "first_step", "paused", "continued")
-"""The events that `attempt_state` needs."""
+"""The events that `attempt_state` requires."""
 ACTIVE_STATES = (*UNFINISHED_STATES, "unknown")
 """The states of a run that may still make progress."""
 BATCH_LOG_LINES = 10
 MAX_SIZES = 8
-"""The maximum number of attempts whose numbers of nodes are shown."""
+"""Maximum number of attempts for which the number of nodes is shown."""
 FAILURE_LOG_LINES = 8
 CLOCKS_S = 2.0
-"""Seconds by which the clocks of the hosts of a cluster may differ."""
+"""Seconds by which the clocks of two hosts in a cluster may differ."""
 
 
 LAST_KEYS = (
@@ -76,13 +76,13 @@ LAST_KEYS = (
     "slices_s",
     "total_s",
 )
-"""The keys that ``status --json`` prints after all other keys."""
+"""The keys that ``status --json`` prints last."""
 
 
 def failure_lines(failure: RankFailure, run: str, *, num_log_lines: int = FAILURE_LOG_LINES) -> list[str]:
-    """Return the lines of a first failure: rank and cause, line of code, end of the log, and next command.
+    """Return lines about a first failure: rank and cause, line of code, end of the log, and next command.
 
-    `run` is the quoted path of the run for a command line.
+    `run` is the path of the run, quoted for a shell.
     """
     lines, code = [clean(" ".join(failure.line.split()))], failure.code
     if code is not None:
@@ -98,23 +98,22 @@ def failure_lines(failure: RankFailure, run: str, *, num_log_lines: int = FAILUR
 
 @dataclass(frozen=True)
 class Place:
-    """The place where the newest attempt runs."""
+    """Where the newest attempt runs."""
 
     cluster: str | None = field(metadata=OPTIONAL)
-    """The cluster of the job, if it is not the cluster of this host."""
+    """The cluster of the job; None for the cluster of this host."""
     host: str | None
     num_nodes: int | None
     workers_per_node: int | None
     device: str | None
     partition: str | None = None
-    """The partition that Slurm chose. The plan requests several partitions or GPU types if this or `gpu_type`
-    is set."""
+    """The partition that Slurm chose; None if the plan requests only one partition and one GPU type."""
     gpu_type: str | None = None
 
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of the training of a run."""
+    """The progress of a run's training."""
 
     step: int | None = None
     total_steps: int | None = None
@@ -124,33 +123,34 @@ class Progress:
     first_val_loss: float | None = None
     tokens_per_s: float | None = None
     samples_per_s: float | None = field(default=None, metadata=OPTIONAL)
-    """Samples per second of a run whose loss counts samples; None for a run whose loss counts tokens."""
+    """Samples per second, if the run's loss counts samples; None if the loss counts tokens."""
     metrics_age_s: float | None = None
     """Seconds since the last record in metrics.jsonl."""
     diverged_since: int | None = None
-    """The first step from which the loss or the validation loss is NaN or infinite until the newest step;
-    None if the run has not diverged. The reason of the state mentions it too."""
+    """The step since which every value of the loss or the validation loss is NaN or infinite; None if the run
+    has not diverged. The `reason` of the run's state also mentions the divergence."""
 
 
 @dataclass(frozen=True)
 class Used:
-    """The resources that all attempts of a run have used together."""
+    """The total resources that all attempts of a run have used."""
 
     num_starts: int = 0
     """The number of attempts that have started."""
     attempt_nodes: list[int] = field(default_factory=list)
     """The number of nodes of each attempt, oldest attempt first."""
     worker_hours: float | None = None
-    """The allocated hours of all ranks, which are GPU-hours for a run on GPUs."""
+    """The hours for which ranks were allocated, summed over all ranks; GPU-hours for a run on GPUs."""
     slices_s: float | None = None
-    """Seconds that the slices of the run have taken since a command started the run; None without slices."""
+    """Seconds of training in time slices (see `resources.slice`) since a command started the run; None
+    without slices."""
     total_s: float | None = None
-    """The seconds that all slices together may take."""
+    """The maximum number of seconds for all slices together."""
 
     def text(self, device: str | None) -> str:
-        """Return the used resources as text, or an empty text for a single attempt.
+        """Return the used resources as text; an empty text if there was only one attempt.
 
-        `device` is the device of the plan: hours on ``cuda`` are GPU-hours.
+        `device` is the device of the plan; on ``cuda``, hours are shown as GPU-hours.
         """
         parts, sizes = [], self.attempt_nodes
         if self.num_starts > 1 and self.worker_hours is not None:
@@ -166,40 +166,40 @@ class Used:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """The state of one run at one moment. A value is None if it does not exist or is unknown."""
+    """The state of a run at one moment. A value is None if it is missing or unknown."""
 
     name: str
     run_dir: str
     state: str
-    """``pending starting running paused stopping restarting requeueing finished stopped cancelled failed``;
-    ``died`` when the supervisor exited without recording an end; ``unknown`` when this host cannot tell;
-    ``incomplete`` when the run was never started."""
+    """One of ``pending starting running paused stopping restarting requeueing finished stopped cancelled
+    failed``; ``died`` if the supervisor exited without recording an end; ``unknown`` if this host cannot
+    determine the state; ``incomplete`` if the run was never started."""
     reason: str | None
     attempt: int | None
     job_id: str | None
     place: Place
     command: list[str] | None
-    """The COMMAND that runs instead of the built-in trainer."""
+    """The COMMAND that the run executes; None for the built-in trainer."""
     progress: Progress
     age_s: float | None
-    """Seconds since the newest attempt was submitted."""
+    """Seconds since the newest attempt was submitted; None if unknown."""
     last_event: Event | None
     verdict: RankFailure | None
     restarts: list[Restart]
     checkpoint: str | None
-    """The newest published checkpoint."""
+    """The folder of the newest published checkpoint; None if there is none."""
     warnings: list[str]
     used: Used
     batch_log: list[str] = field(default_factory=list)
-    """The last lines of the batch script, if the script ended before the supervisor began."""
+    """The last lines in the log of the batch script, if the script ended before the supervisor started."""
     lasting: list[Event] = field(default_factory=list, metadata=LEFT_OUT)
-    """The events of capabilities that still hold while the newest attempt runs."""
+    """Events of capabilities that are still in effect while the newest attempt runs."""
     added: dict[str, object] = field(default_factory=dict, metadata=LEFT_OUT)
-    """The keys that capabilities add to ``status --json``."""
+    """Keys that capabilities add to ``status --json``."""
 
     @property
     def is_command(self) -> bool:
-        """Return whether the run executes a COMMAND, whose steps and saves trainkit may not know."""
+        """Return whether the run executes a COMMAND; trainkit may then not know its steps and saves."""
         return self.command is not None
 
     @property
@@ -209,11 +209,11 @@ class RunStatus:
 
     @property
     def failure(self) -> RankFailure | None:
-        """Return the first failure of a run that has ended."""
+        """Return the first failure of a run; None while the run has not ended."""
         return None if self.is_active else self.verdict
 
     def shown(self) -> dict[str, object]:
-        """Return the values that a notebook shows. A value that does not exist is None."""
+        """Return the values that a notebook shows. A missing value is None."""
         step, progress = self.progress.step, self.progress
         of = "" if progress.total_steps is None else f" of {progress.total_steps:,}"
         return {
@@ -235,9 +235,9 @@ class RunStatus:
         return details(self.shown())
 
     def to_dict(self) -> dict[str, object]:
-        """Return the values as one JSON object.
+        """Return the values as a JSON object.
 
-        The keys of `place`, `progress` and `used` are on its top level.
+        The keys of `place`, `progress` and `used` are at the top level of the object.
         """
         own = dict[str, object]()
         for part in fields(self):
@@ -251,14 +251,14 @@ class RunStatus:
 def read_status(
     history: RunHistory, job: JobRecord, alive: bool | None, now: datetime, slurm_job: JobInfo | None = None
 ) -> RunStatus:
-    """Return the status of a run with this job record, after reading the new events of its history.
+    """Return the status of a run, given its job record, after reading the new events into its history.
 
-    `alive` says whether the newest job is alive, and is None if that is unknown. `slurm_job` is the answer of
-    Slurm about that job, and None for a local run.
+    `alive` tells whether the newest job is alive; it is None if that is unknown. `slurm_job` is the newest
+    job as Slurm describes it; None for a local run.
     """
     run, events = history.run, history.events
     metrics = list[StepRecord]()
-    with suppress(OSError):  # `_unreadable` reports the error
+    with suppress(OSError):  # `_unreadable` reports this error.
         events.update()
         metrics = history.newest_steps()
     entry = job.newest or AttemptRecord()
@@ -270,10 +270,10 @@ def read_status(
     if plan.is_command and attempt is not None and not metrics:
         printed = run.attempt(attempt).rank_log(0)
         has_log = printed.exists()
-        # an earlier version wrote no pattern into the plan, and its agents recorded no curve
+        # Earlier trainkit versions wrote no pattern into the plan, and their agents recorded no curve.
         if has_log and "log_pattern" not in plan.values:
             config = read_config(run.config_file)
-            with suppress(OSError):  # `_unreadable` reports the error
+            with suppress(OSError):  # `_unreadable` reports this error.
                 step, loss = printed_metrics(printed, None if config is None else config.logging.pattern)
     own_metrics = [record for record in metrics if record.attempt == attempt]
     starts = [one for one in failed_starts(run, job, slurm_job) if one.job_id == entry.job_id]
@@ -285,10 +285,10 @@ def read_status(
     if attended is not None:
         reason = "; ".join(filter(None, (reason, load(attended).waits(plan))))
     since = None
-    with suppress(OSError):  # `_unreadable` reports the error
+    with suppress(OSError):  # `_unreadable` reports this error.
         if (metrics and loss is None) or events.has_lost_val_loss:
             since = diverged_since(run, attempt)
-    # A failed start no longer matters once the job starts on another node.
+    # A failed start no longer matters after the job has started on another node.
     dead = starts[-1] if starts and state not in ("starting", "running") else None
     file = None if dead is None else batch_log(run, job, dead.job_id)
     log = [] if file is None else last_lines(file)[0]
@@ -354,7 +354,7 @@ def read_status(
 
 
 def reading_of(history: RunHistory, status: RunStatus) -> Reading:
-    """Return the data of a run with this status in the form that capabilities read."""
+    """Return the data of a run and its status in the form that capabilities read."""
     return Reading(history, read_plan(history.run), status.attempt, status.state, status.lasting)
 
 
@@ -363,7 +363,7 @@ def _failed(name: str, text: str) -> dict[str, object]:
 
 
 def notices_of(reading: Reading) -> list[Notice]:
-    """Return the warnings of capabilities about the events that still hold in a running attempt."""
+    """Return the capabilities' warnings about events that are still in effect while an attempt runs."""
     if not reading.lasting:
         return []
     found = ask_each(reading.plan.parts, lambda one: one.notices(reading), _failed_notice)
@@ -375,19 +375,19 @@ def _failed_notice(name: str, text: str) -> list[Notice]:
 
 
 def capability_rows(reading: Reading) -> dict[str, Mapping[str, str]]:
-    """Return the lines that capabilities add to the details of a run: capability -> label -> text."""
+    """Return the lines that capabilities add to a run's details, as capability -> label -> text."""
     return ask_each(reading.plan.parts, lambda one: one.rows(reading), lambda name, text: {name: text})
 
 
 def loss_text(status: RunStatus, loss: str) -> str:
-    """Return the given text of the loss, or the step since which the run has diverged."""
+    """Return the text `loss` or, for a run that has diverged, the step since which it has diverged."""
     return with_divergence(None, status.progress.diverged_since) or loss
 
 
 def _verdict(attempt: AttemptDir, job: JobRecord, end: AttemptEnd | None, state: str) -> RankFailure | None:
-    """Return the root cause of an attempt.
+    """Return the root cause of an attempt's end.
 
-    If the attempt died without recording one, return the first failure in the records of its ranks.
+    If the attempt died without recording a root cause, return the first failure that its ranks recorded.
     """
     if end is not None or state != "died":
         return None if end is None else end.verdict
@@ -404,10 +404,10 @@ def attempt_state(
     has_metrics: bool,
     starts: Sequence[FailedStart] = (),
 ) -> tuple[str, str | None]:
-    """Return the state and the reason of an attempt from its job record, its end.json and Slurm's answer.
+    """Return an attempt's state and reason, from its job record, its end.json and its job in Slurm.
 
-    `seen` is the attempt as its events describe it; `STATE_EVENTS` are sufficient. `starts` are the known
-    failed starts of its job.
+    `seen` is the attempt as its events describe it; the `STATE_EVENTS` are sufficient. `starts` contains the
+    known failed starts of the attempt's job.
     """
     state = _state(entry.attempt, end, alive, seen, has_metrics)
     reason = seen.waits_for if end is None else end.reason
@@ -444,7 +444,7 @@ def _slurm_state(
 ) -> tuple[str, str | None]:
     """Return the state and the reason of an attempt whose job Slurm knows.
 
-    The attempt has not ended, or it will resume.
+    Either the attempt has not ended, or the run resumes after it.
     """
     reason = None if end is None else end.reason
     has_started = entry.started_at is not None
@@ -468,24 +468,24 @@ def _slurm_state(
 
 
 def _failed_requeue(end: AttemptEnd | None, job: JobInfo, entry: AttemptRecord) -> str:
-    """Return an addition to the reason if Slurm should have requeued the job but did not restart it."""
+    """Return text to append to the reason if Slurm should have requeued the job but did not restart it."""
     if end is not None and end.action == "requeue":
-        return f"; Slurm did not restart it after the requeue that followed: {end.summary or end.reason}"
+        return f"; Slurm did not restart it after it was requeued because of: {end.summary or end.reason}"
     began = parse_time(entry.started_at)
     if began is None or job.start_time is None or job.start_time - began < timedelta(seconds=CLOCKS_S):
         return ""
-    return "; Slurm requeued the job, as after a node failure, and did not restart it"
+    return "; Slurm requeued the job, for example after a node failure, but did not restart it"
 
 
 def _slurm_end(job: JobInfo) -> str:
-    """Return Slurm's information about the end of a job as text."""
+    """Return what Slurm reports about the end of a job, as text."""
     words = [f"Slurm reports {job.slurm_state}"]
     if job.log_not_opened:
         return f"{words[0]}; it could not open the log of the job and did not start it"
     killed_by = job.exit_signal or max(0, (job.exit_code or 0) - SIGNALLED)
     if job.state is JobState.FAILED and killed_by:
-        # For a signal, Slurm's reason only repeats it as RaisedSignal:9(Killed), and is JobLaunchFailure in
-        # 22.05.
+        # If a signal killed the job, Slurm's reason only repeats that as RaisedSignal:9(Killed); in 22.05 it
+        # is JobLaunchFailure.
         return f"{words[0]}; the job was killed by {signal_name(killed_by)}"
     if job.exit_code:
         meaning = " (state saved)" if job.exit_code == EXIT_STOPPED else ""
@@ -496,9 +496,9 @@ def _slurm_end(job: JobInfo) -> str:
 
 
 def _last_step(logged: int | None, end: AttemptEnd | None) -> int | None:
-    """Return the newest step.
+    """Return the last step of a run.
 
-    The last step of a run that finished or stopped need not have been logged, so end.json is read too.
+    A run that finished or stopped need not have logged its last step, so end.json is read too.
     """
     if end is None or end.step is None or end.state not in ("finished", "stopped"):
         return logged
@@ -506,9 +506,9 @@ def _last_step(logged: int | None, end: AttemptEnd | None) -> int | None:
 
 
 def _total_steps(run: RunDir, logged: int | None, plan: PlanRecord) -> int | None:
-    """Return the total number of steps that the trainer has `logged`, else `train.steps` of the config.
+    """Return the total number of steps that the trainer has `logged`, or else `train.steps` of the config.
 
-    Returns None for a COMMAND, which ignores the steps of the config.
+    Returns None for a COMMAND, because it ignores the steps in the config.
     """
     if logged is not None:
         return logged
@@ -517,8 +517,8 @@ def _total_steps(run: RunDir, logged: int | None, plan: PlanRecord) -> int | Non
 
 
 def read_config(file: Path) -> RunConfig | None:
-    """Return the effective config of a run or attempt, or None if it cannot be read."""
-    from trainkit.config import read_effective  # slow to import, because it loads the schema of the config
+    """Return the effective config of a run or attempt; None if it cannot be read."""
+    from trainkit.config import read_effective  # imported here because it is slow to import
 
     try:
         return read_effective(file, executes=False)
@@ -527,7 +527,7 @@ def read_config(file: Path) -> RunConfig | None:
 
 
 def flat_config(run: RunDir) -> FlatConfig:
-    """Return the effective config of a run with dotted keys, or an empty dictionary if it cannot be read."""
+    """Return the effective config of a run with dotted keys; an empty dictionary if it cannot be read."""
     from trainkit.config.schema import flatten
 
     config = read_config(run.config_file)
@@ -535,9 +535,9 @@ def flat_config(run: RunDir) -> FlatConfig:
 
 
 def _unreadable(run: RunDir, attempt: int | None) -> Iterator[str]:
-    """Yield a warning for each existing file of a run that cannot be read.
+    """Yield a warning for each file of a run that exists but cannot be read.
 
-    The rest of the status is still shown.
+    The rest of the status is shown nevertheless.
     """
     logs = () if attempt is None else (run.attempt(attempt).rank_log(0),)
     for file in (run.job_file, run.plan_file, run.config_file, run.events_file, run.metrics_file, *logs):
@@ -561,7 +561,7 @@ def _warnings(
         where = "Slurm does not answer" if entry.host is None else f"it was started on {entry.host}"
         if entry.cluster:
             where = f"its job is on the cluster {entry.cluster}"
-        warnings.append(f"cannot tell from here whether it is running: {where}")
+        warnings.append(f"unknown whether the run is still running: {where}")
     if state == "died" and entry.has_started:
         what = "program" if run.was_started_by_hand else "supervisor"
         warnings.append(f"the {what} exited without recording how the attempt ended")
@@ -569,14 +569,14 @@ def _warnings(
 
 
 def _save_warnings(attempt: Attempt) -> Iterator[str]:
-    """Yield a warning if the events show that a running attempt cannot save."""
+    """Yield a warning if a running attempt fails to save, according to its events."""
     if len(failed := attempt.failed_saves) >= FAILED_SAVES:
         since, error = f"since step {failed[0].step}", failed[-1].text("error")
-        yield f"no checkpoint could be saved {since} ({len(failed)} saves in a row failed): {error}"
+        yield f"no checkpoint could be saved {since} ({len(failed)} consecutive saves failed): {error}"
 
 
 def _usual_interval_s(metrics: list[StepRecord]) -> float:
-    """Return the median number of seconds between records of metrics, or 0 with fewer than two records."""
+    """Return the median interval in seconds between metrics records; 0 if there are fewer than two."""
     times = [time for time in (parse_time(record.time) for record in metrics) if time is not None]
     intervals = sorted((b - a).total_seconds() for a, b in pairwise(times))
     return intervals[len(intervals) // 2] if intervals else 0.0

@@ -29,14 +29,14 @@ Action = Literal["finished", "stopped", "failed", "restart", "requeue", "resubmi
 job, and `follow_up` lets a job that is already in the queue continue the run."""
 Cause = Literal["preempted", "timeout", "node_fail", "crash", "hang", "asked", "not_started"]
 """The cause of a restart: a value of `requeue.on`, ``asked`` when a person requested the restart, or
-``not_started`` when Slurm could not start the step. ``not_started`` does not count as a failure of the run.
-Capabilities define further causes."""
+``not_started`` when Slurm could not start the step. The cause ``not_started`` does not count as a failure of
+the run. Capabilities define further causes."""
 RESUME_ACTIONS: tuple[Action, ...] = ("restart", "requeue", "follow_up", "resubmit")
-"""The actions after which the run resumes without a command, the cheapest first."""
+"""The actions after which the run resumes automatically, the cheapest first."""
 UNFINISHED_STATES = ("pending", "starting", "running", "paused", "restarting", "stopping", "requeueing")
 """The states of a run that may still finish."""
 KILLED = "killed by cancel --now"
-"""The reason of an attempt that ended without a save."""
+"""The `reason` of an attempt that was killed before it could save."""
 NO_RESULT = "NoResult"
 """The failure type of a rank that exited with code 0 before its function returned."""
 SIGNALLED = 128
@@ -53,15 +53,15 @@ class RankFailure:
     time: str | None = None
     step: int | None = None
     type: str | None = None
-    """The name of an exception, ``exit``, ``RankKilled``, ``HostLost``, ``Hang``, ``OutOfMemory`` or
-    `NO_RESULT`."""
+    """The failure type: the name of an exception, ``exit``, ``RankKilled``, ``HostLost``, ``Hang``,
+    ``OutOfMemory`` or `NO_RESULT`."""
     message: str | None = None
     exit_code: int | None = None
     hint: str | None = field(default=None, metadata=OPTIONAL)
     final: bool | None = field(default=None, metadata=OPTIONAL)
     """True if a restart cannot fix the failure."""
     node: bool | None = field(default=None, metadata=OPTIONAL)
-    """True if the run may work on another node."""
+    """True if the failure is specific to the node, so that the run may succeed on another node."""
     code: CodeLine | None = field(default=None, metadata=OPTIONAL)
     """The innermost line of the user's code in the traceback of an exception."""
     log_tail: list[str] = field(default_factory=list, metadata=OPTIONAL)
@@ -71,9 +71,9 @@ class RankFailure:
 
     @property
     def was_signalled(self) -> bool:
-        """Return whether a signal from outside killed the process; SIGABRT does not count.
+        """Return whether a signal from another process killed the rank; SIGABRT does not count.
 
-        A process raises SIGABRT itself.
+        A process sends SIGABRT to itself.
         """
         code = self.exit_code
         return code is not None and code > SIGNALLED and code != SIGNALLED + signal.SIGABRT
@@ -82,7 +82,7 @@ class RankFailure:
     def died_of_notice(self) -> bool:
         """Return whether one of `ENDING_SIGNALS` ended the process.
 
-        torchrun raises SignalException when it gets such a signal.
+        torchrun raises SignalException when it receives one of these signals.
         """
         number = (self.exit_code or 0) - SIGNALLED
         return number in ENDING_SIGNALS or str(self.type).endswith("SignalException")
@@ -102,11 +102,11 @@ class RankFailure:
 def rank_failures(attempt: AttemptDir, job: JobRecord | None = None) -> list[tuple[Path, RankFailure]]:
     """Return the failures that ranks have recorded, each with its file, ordered by time.
 
-    `job` is the content of job.json, which is read when needed if the caller does not pass it.
+    `job` is the content of job.json; if it is None, job.json is read when needed.
     """
     records = []
     for path in sorted(attempt.errors_dir.glob("rank-*.json")):
-        record = read_object(path)  # The object is empty if a crash cut off the file.
+        record = read_object(path)  # The object is empty if a crash truncated the file.
         if record:
             failure = read_record(RankFailure, record)
             if failure.code is not None:
@@ -118,18 +118,19 @@ def rank_failures(attempt: AttemptDir, job: JobRecord | None = None) -> list[tup
 
 T = TypeVar("T")
 AWAITED_S = 3.0
-"""Extra seconds for a death by one of `ENDING_SIGNALS`. The agent records such a death later, because a stop
-signal for the agent may follow."""
+"""Additional seconds after which a death by one of `ENDING_SIGNALS` may still count as the first failure. The
+agent waits before it records such a death, because it may itself receive the stop signal."""
 NOTICED_S = 2.5
-"""Peers of a killed rank may record their errors this many seconds before the agent records the kill."""
+"""Maximum number of seconds by which errors of a killed rank's peers may precede the agent's record of the
+kill."""
 
 
 def first_of(records: Sequence[tuple[T, RankFailure]]) -> tuple[T, RankFailure] | None:
     """Return the first failure of `records`, which are ordered by time; None without records.
 
     A killed rank takes precedence over exceptions, because its peers may notice the closed connections before
-    its agent can write the record. A rank that was killed much later than the first failure does not count,
-    because it was killed with the step.
+    its agent can write the record. Ignores a rank that was killed much later than the first failure, because
+    such a rank was killed when the step ended.
     """
     for path, item in records:
         # A failure without a time counts as simultaneous with the first record.
@@ -152,45 +153,45 @@ class Best:
     """The best result of a run so far."""
 
     metric: str
-    """The metric is ``val_loss``, or ``loss`` in a run without validation."""
+    """Name of the metric: ``val_loss``, or ``loss`` in a run without validation."""
     value: float
     step: int | None = None
 
 
 @dataclass(frozen=True)
 class AttemptEnd:
-    """The content of end.json; a missing value is None."""
+    """The content of end.json; a value that is missing from the file is None."""
 
     state: str | None = None
-    """One of ``finished``, ``stopped``, ``cancelled`` and ``failed``."""
+    """The state of the run: ``finished``, ``stopped``, ``cancelled`` or ``failed``."""
     action: Action | None = None
     cause: str | None = None
     """A `Cause`, or a cause that a capability defines."""
     exit_code: int | None = None
     reason: str | None = None
-    """A sentence that explains the end to the user."""
+    """A sentence that tells the user why the attempt ended."""
     verdict: RankFailure | None = None
     """The root cause: the first failure of the attempt."""
     mark: int | None = None
-    """The run's progress: the step of its newest checkpoint, or the number of long attempts for a run without
-    checkpoints."""
+    """The run's progress: the step of the newest checkpoint or, for a run without checkpoints, its number of
+    long attempts."""
     step: int | None = None
-    """The last step of the attempt."""
+    """The last step that the attempt computed."""
     best: Best | None = None
     """The best result of the run."""
     guessed: bool = field(default=False, metadata=OPTIONAL)
-    """True if a later start of the job wrote the file, because the attempt left no record of its end."""
+    """True if the attempt left no record of its end, so that a later start of the job wrote the file."""
     summary: str | None = field(default=None, metadata=OPTIONAL)
-    """The reason without the next action, if `reason` also names that action."""
+    """The reason without the next action; set only if `reason` also names the next action."""
     saved: bool = field(default=False, metadata=OPTIONAL)
-    """True if the attempt did not finish and all workers exited as they do after a save."""
+    """True if the attempt did not finish and all workers exited with the exit code of a completed save."""
     time: str | None = None
     more: dict[str, object] = field(default_factory=dict)
-    """Values that another version recorded."""
+    """Values of end.json that this trainkit version does not know."""
 
     @property
     def resumes(self) -> bool:
-        """Return whether the run resumes automatically."""
+        """Return whether the run resumes automatically after this attempt."""
         return self.action in RESUME_ACTIONS
 
     def write(self, attempt: AttemptDir) -> None:
@@ -205,17 +206,17 @@ def read_end(attempt: AttemptDir) -> AttemptEnd | None:
 
 def read_newest_end(folder: str | PathLike[str]) -> AttemptEnd | None:
     """Read how the newest attempt of the run in a folder ended; return None while it runs."""
-    # `latest` need not be a link: some tools copy the folder instead of the link.
+    # Use the path, because some copy tools replace the link `latest` with a copy of the folder.
     return end_of(read_object(f"{folder}/attempts/latest/end.json"))
 
 
 def end_of(content: Mapping[str, object]) -> AttemptEnd | None:
-    """Parse the content of an end.json; return None if it is empty, which means a missing file."""
+    """Parse the content of an end.json; return None for an empty object, which stands for a missing file."""
     return read_record(AttemptEnd, content) if content else None
 
 
 def is_over(attempt: AttemptDir) -> bool:
-    """Return whether an attempt has recorded its end and no restart follows."""
+    """Return whether an attempt has recorded its end and the run does not resume automatically."""
     end = read_end(attempt)
     return end is not None and not end.resumes
 
@@ -223,7 +224,7 @@ def is_over(attempt: AttemptDir) -> bool:
 def end_line(attempt: int, action: str, reason: str) -> str:
     """Return the last line that an attempt writes to its log.
 
-    What Slurm writes below this line belongs to a later attempt.
+    Any output of Slurm below this line belongs to a later attempt.
     """
     return f"attempt {attempt}: {action}: {reason}"
 

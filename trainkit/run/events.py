@@ -1,4 +1,4 @@
-"""Read and write events.jsonl and metrics.jsonl: what happened in a run, and its logged steps."""
+"""Read and write events.jsonl (what happened in a run) and metrics.jsonl (its logged steps)."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from trainkit.run.rundir import RunDir
 
 SAVE_EVENTS = ("checkpoint_commit", "checkpoint_failed")
 NOT_FINITE = (None, math.inf, -math.inf)
-"""The values of a diverged loss. NaN is null in JSON, and Infinity, which is written as 1e999, is read as a
-number."""
+"""Values that a diverged loss has in metrics.jsonl. NaN is written as null; Infinity is written as 1e999,
+which JSON parsers read as infinity."""
 MAX_WITHOUT = 200
-"""Maximum number of records without a metric before the search for the metric stops."""
+"""Maximum number of consecutive records without a metric before the search for that metric stops."""
 MAX_OTHERS = 100 * MAX_WITHOUT
-"""Maximum number of events that never contain the metric, such as saves, before the search stops."""
+"""Maximum number of events of other kinds, such as saves, before the search for a metric stops."""
 FAILED_SAVES = 2
-"""Number of consecutive failed saves that are reported; a single save may fail by chance."""
+"""Number of consecutive failed saves that cause a warning; a single save may fail by chance."""
 
 
 class Entry(Record):
@@ -46,7 +46,7 @@ class Entry(Record):
 
     @property
     def attempt(self) -> int | None:
-        """Return the number of the attempt; None if a COMMAND wrote the line without it."""
+        """Return the number of the attempt; None if a COMMAND wrote the line without the number."""
         return self.count("attempt")
 
 
@@ -74,7 +74,7 @@ class Event(Entry):
 
     @property
     def reason(self) -> str | None:
-        """Return the reason as a sentence for the user."""
+        """Return the reason of the event as a sentence for the user."""
         return self.text("reason")
 
     @property
@@ -108,17 +108,18 @@ class Event(Entry):
 
 
 WHOLE_BYTES = 2**23
-"""A larger file of events is read only where attempts begin and end, and at its end."""
+"""Size in bytes above which only parts of events.jsonl are read: the lines around the start and end of
+attempts, and the last lines."""
 EDGE_BYTES, LAST_BYTES = 2**16, 2**21
 MAX_EDGES = 100
 
 
 def event_lines(stream: BinaryIO, begin: int, end: int) -> Iterator[bytes]:
-    """Yield the complete lines of `events.jsonl` between two positions; leave the stream behind them.
+    """Yield the complete lines of `events.jsonl` between two positions; leave the stream after the last line.
 
-    If there are more than `WHOLE_BYTES`, yield only the lines around the start and end of each attempt, and
-    the last `LAST_BYTES`. The events that an attempt logs at every step would take minutes to read and are
-    seldom needed.
+    If the lines have more than `WHOLE_BYTES`, yield only those around the start and end of each attempt, and
+    the last `LAST_BYTES`. Reading the omitted events, which an attempt logs at every step, would take
+    minutes, and they are seldom needed.
     """
     spans = [(begin, end)]
     if end - begin > WHOLE_BYTES:
@@ -142,7 +143,7 @@ def event_lines(stream: BinaryIO, begin: int, end: int) -> Iterator[bytes]:
 
 
 def _start_of_last(stream: BinaryIO, begin: int, end: int) -> int:
-    """Return the position of the last `LAST_BYTES`, not counting lines that are too long for a record."""
+    """Return where the last `LAST_BYTES` begin, without counting lines that are too long for a record."""
     start, num_bytes = end, 0
     for line in reversed_lines(stream, end, MAX_RECORD_BYTES):
         start -= len(line)
@@ -156,7 +157,7 @@ def _start_of_last(stream: BinaryIO, begin: int, end: int) -> int:
 def _attempt_edges(stream: BinaryIO, begin: int, end: int) -> list[int]:
     """Return the approximate positions where the events of each attempt begin.
 
-    The positions are found by bisection, which works because the attempt numbers grow along the file.
+    Finds the positions by bisection, because attempt numbers only grow along the file.
     """
     found, todo = list[int](), [(begin, _attempt_at(stream, begin), end, _attempt_at(stream, end))]
     while todo and len(found) < MAX_EDGES:
@@ -168,13 +169,13 @@ def _attempt_edges(stream: BinaryIO, begin: int, end: int) -> list[int]:
             continue
         middle = (first + last) // 2
         between = _attempt_at(stream, middle)
-        # The newest edges come first, in case there are more than `MAX_EDGES`.
+        # Bisect the newest part first, in case there are more than `MAX_EDGES` attempts.
         todo += [(first, before, middle, between), (middle, between, last, after)]
     return found[::-1]
 
 
 def _attempt_at(stream: BinaryIO, position: int) -> int | None:
-    """Return the attempt of the first event after a position of a file; None if it is unknown."""
+    """Return the attempt of the first event after a file position; None if it is unknown."""
     found = events_of(parse_records(sampled_lines(stream, position, position, 1)))
     return next((event.attempt for event in found), None)
 
@@ -185,7 +186,7 @@ def log_event(run: RunDir, attempt: int, event: str, **fields: Any) -> None:
 
 
 def read_events(run: RunDir, *names: str, attempt: int | None = None) -> Iterator[Event]:
-    """Yield the events of a run, oldest first; with `names` or `attempt`, only matching events."""
+    """Yield the events of a run, oldest first; if `names` or `attempt` is given, only matching events."""
     for event in events_of(read_jsonl(run.events_file, names)):
         if (not names or event.name in names) and attempt in (None, event.attempt):
             yield event
@@ -213,10 +214,9 @@ class StepRecord(Entry):
 
     @property
     def samples_per_s(self) -> float | None:
-        """Return the samples per second of a task whose losses count samples instead of tokens; else None.
+        """Return the samples per second if the task's losses count samples instead of tokens; else None.
 
-        The trainer does not know what the losses of a task count, so it always logs the speed as
-        ``tokens_per_s``.
+        The trainer does not know whether losses count tokens or samples, so it always logs ``tokens_per_s``.
         """
         counted, seen = self.count("tokens"), self.count("samples_seen")
         counts_samples = counted is not None and counted == seen
@@ -224,7 +224,7 @@ class StepRecord(Entry):
 
 
 def read_steps(run: RunDir) -> Iterator[StepRecord]:
-    """Yield every logged step of a run, in order of computation; a step computed twice appears twice."""
+    """Yield every logged step of a run in file order; a step that was computed twice appears twice."""
     return steps_of(read_jsonl(run.metrics_file))
 
 
@@ -234,31 +234,31 @@ def steps_of(records: Iterable[Mapping[str, object]]) -> Iterator[StepRecord]:
 
 
 def newest_step(run: RunDir, begins: Mapping[int, int] = {}) -> int | None:
-    """Return the step of the last record of a run, or None without one.
+    """Return the last step that a run has logged; None if it has logged none.
 
-    `begins` is the result of `first_steps`: it excludes the steps that the newest attempt computes again.
+    `begins` is the result of `first_steps`; it excludes stale steps, which the newest attempt computes again.
     """
     records = steps_of(read_jsonl_reversed(run.metrics_file))
     return next((record.step for record in records if not _is_stale(record, begins)), None)
 
 
 def training_curve(run: RunDir) -> list[StepRecord]:
-    """Return the steps of a run in ascending order; of a step computed twice, the last record."""
+    """Return the logged steps of a run in ascending order, with the last record of a step computed twice."""
     by_step = {record.step: record for record in read_steps(run)}
     return [by_step[step] for step in sorted(by_step)]
 
 
 def read_metrics(run: RunDir) -> list[dict[str, object]]:
-    """Return the records of the `training_curve` as dictionaries, unchanged from the file."""
+    """Return the records of the `training_curve` as plain dictionaries."""
     return [dict(record.values) for record in training_curve(run)]
 
 
 def diverged_since(run: RunDir, attempt: int | None = None) -> int | None:
-    """Return the step since which all losses of a run are NaN or infinite; None if the newest is finite.
+    """Return the step since which all losses of a run are NaN or infinite; None if the newest loss is finite.
 
-    If the training losses are finite, the validation losses are checked. With `attempt`, return None too if
-    the newest losses belong to another attempt. Without it, steps that a later attempt computes again do not
-    count.
+    Checks the validation losses if the training losses are finite. With `attempt`, also returns None if the
+    newest losses belong to another attempt. Without `attempt`, ignores steps that a later attempt computes
+    again.
     """
     since = _diverged_since(run, attempt)
     if since is None or attempt is not None:
@@ -277,8 +277,8 @@ def diverged_in(
 ) -> int | None:
     """Return the step since which all values of one metric in a file are NaN or infinite; else None.
 
-    With `attempt`, return None too if the newest value belongs to another attempt. `begins` is the result of
-    `first_steps`.
+    With `attempt`, also returns None if the newest value belongs to another attempt. `begins` is the result
+    of `first_steps`; it excludes steps that a later attempt computes again.
     """
     since: int | None = None
     num_without = num_others = 0
@@ -301,7 +301,7 @@ def diverged_in(
 
 
 def with_divergence(reason: str | None, since: int | None) -> str | None:
-    """Add the step of `diverged_since` to the reason of a state; return None if both are None."""
+    """Append the step `since` to the reason of a run's state; return None if both arguments are None."""
     if since is None:
         return reason
     said = f"diverged since step {since}"
@@ -309,13 +309,13 @@ def with_divergence(reason: str | None, since: int | None) -> str | None:
 
 
 BEGINNINGS = ("training", "resumed", "first_step")
-"""The events that `first_steps` needs."""
+"""The events from which `first_steps` reads the first step of an attempt."""
 
 
 def first_steps(run: RunDir, events: Iterable[Event]) -> dict[int, int]:
-    """Map attempts to the first step that they compute, as the `BEGINNINGS` among the events say.
+    """Map the number of each attempt to the first step that it computes, as its `BEGINNINGS` events show.
 
-    A COMMAND logs no such events: the first record of the newest attempt in metrics.jsonl has its step.
+    A COMMAND logs none of these events, so the first step of the newest attempt is read from metrics.jsonl.
     """
     found: dict[int, int] = {}
     for event in events:
@@ -330,7 +330,7 @@ def first_steps(run: RunDir, events: Iterable[Event]) -> dict[int, int]:
 
 
 def _is_stale(record: Entry, begins: Mapping[int, int]) -> bool:
-    """Return whether a later attempt computes the step of a record again."""
+    """Return whether a later attempt computes a record's step again."""
     attempt, step = record.attempt, record.count("step")
     if attempt is None or step is None:
         return False
@@ -338,9 +338,9 @@ def _is_stale(record: Entry, begins: Mapping[int, int]) -> bool:
 
 
 def by_step(records: Iterable[Entry], metric: str, begins: Mapping[int, int] = {}) -> dict[int, float | None]:
-    """Map each step to the value of a metric: None if it is not finite, the last value of a repeated step.
+    """Map each step to the last value of a metric at that step, or to None if that value is not finite.
 
-    `begins` is the result of `first_steps`: an attempt need not have logged the metric.
+    `begins` is the result of `first_steps`; it is needed because an attempt may never have logged the metric.
     """
     found: dict[int, float | None] = {}
     attempt = None
@@ -358,9 +358,9 @@ def by_step(records: Iterable[Entry], metric: str, begins: Mapping[int, int] = {
 
 
 def best_result(run: RunDir) -> Best | None:
-    """Return the lowest validation loss of a run, or its newest loss if it was never validated.
+    """Return the lowest validation loss of a run, or its newest training loss if it was never validated.
 
-    Return None without a loss, and for a run that has diverged.
+    Returns None for a run without a loss and for a run that has diverged.
     """
     if diverged_since(run) is not None:
         return None
@@ -368,7 +368,10 @@ def best_result(run: RunDir) -> Best | None:
 
 
 def best_of(run: RunDir, events: Iterable[Event]) -> Best | None:
-    """Return the best result of a run that has not diverged; `events` contain its ``evaluated`` events."""
+    """Return the best result of a run; None if it has diverged.
+
+    `events` must contain all ``evaluated`` events.
+    """
     events = list(events)
     begins = first_steps(run, events)
     values = by_step((event for event in events if event.name == "evaluated"), "val_loss", begins)

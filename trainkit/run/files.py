@@ -1,7 +1,7 @@
 """Read and write the files of a run: JSON, JSON Lines and times.
 
 A file is either replaced atomically or grows by complete lines. So a reader never sees a partial file or
-line, except for a line that a crash cut off, which readers skip.
+line, except for a line that a crash truncated, which readers skip.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from trainkit.trust import open_trusted
 
 
 def utc_now() -> str:
-    """Return the current time in the format of the run's files."""
+    """Return the current time in the format that the files of a run use."""
     return as_utc(datetime.now(timezone.utc))
 
 
 def as_utc(time: datetime, timespec: str = "milliseconds") -> str:
-    """Format a timezone-aware time for the run's files, as ISO 8601 in UTC."""
+    """Format a timezone-aware time as ISO 8601 in UTC, as in the files of a run."""
     return time.astimezone(timezone.utc).isoformat(timespec=timespec).replace("+00:00", "Z")
 
 
 def parse_time(text: object) -> datetime | None:
-    """Parse a time from a run's file and convert it to UTC; return None if the text is not a time.
+    """Parse a time from a file of a run and convert it to UTC; return None if the text is not a time.
 
     A time without a zone is read as UTC.
     """
@@ -51,13 +51,13 @@ def parse_time(text: object) -> datetime | None:
     try:
         time = datetime.fromisoformat(text.replace("Z", "+00:00"))
         return (time if time.tzinfo else time.replace(tzinfo=timezone.utc)).astimezone(timezone.utc)
-    # A time near year 1 or 9999 may be outside the range of years in UTC.
+    # In UTC, a time near year 1 or 9999 may be outside the supported range of years.
     except (ValueError, OverflowError):
         return None
 
 
 def seconds_between(start: object, end: datetime | None) -> float | None:
-    """Return the seconds from `start`, a text of a run's file, to `end`; None if either is unknown."""
+    """Return the seconds from the time in the text `start` to `end`; None if either time is unknown."""
     started = parse_time(start)
     return None if started is None or end is None else (end - started).total_seconds()
 
@@ -65,7 +65,7 @@ def seconds_between(start: object, end: datetime | None) -> float | None:
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Replace a file atomically, so that a reader sees either the old or the new content.
 
-    Only the owner of the file may read it.
+    Only the owner can read the new file.
     """
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
@@ -76,7 +76,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
         os.replace(name, path)
     except BaseException as error:
         if isinstance(error, OSError):
-            error.filename = str(path)  # The error of a failed write names no file.
+            error.filename = str(path)  # When a write fails, the error does not contain the name of the file.
         os.unlink(name)
         raise
 
@@ -95,7 +95,7 @@ def open_private(path: Path) -> BinaryIO:
 
 
 def _encoded(text: str) -> bytes:
-    r"""Encode JSON as UTF-8; bytes of a file name that are not UTF-8 become escapes such as ``\udcff``."""
+    r"""Encode JSON as UTF-8; invalid bytes of a file name become escapes such as ``\udcff``."""
     return text.encode("utf-8", errors="backslashreplace")
 
 
@@ -115,13 +115,15 @@ MAX_JSON_BYTES = 2**26
 def read_json(path: str | Path, *, executes: bool = False) -> Any:
     """Return the JSON value in a file.
 
-    Raises OSError if the file cannot be read, and ValueError if it is not JSON. With `executes`, for a file
-    that decides what a run executes, also raises UsageError as `open_trusted` does.
+    Raises OSError if the file cannot be read, and ValueError if its content is not JSON. `executes` is for a
+    file that decides what a run executes: the file must then pass the checks of `open_trusted`, which raises
+    UsageError.
     """
     with (open_trusted if executes else open_file)(path) as stream:
-        # `read(MAX_JSON_BYTES)` would allocate that many bytes for every small file.
+        # Check the size first, because `read(MAX_JSON_BYTES)` would allocate that much memory even for a
+        # small file.
         if os.fstat(stream.fileno()).st_size > MAX_JSON_BYTES:
-            raise ValueError(f"it has more than {MAX_JSON_BYTES:,} bytes")
+            raise ValueError(f"the file has more than {MAX_JSON_BYTES:,} bytes")
         content = stream.read()
     return _parsed_json(content.decode())
 
@@ -133,18 +135,18 @@ def _parsed_json(text: str) -> Any:
     try:
         return _encodable(json.loads(text), text)
     except RecursionError:
-        raise ValueError("its values are nested too deeply") from None
+        raise ValueError("the JSON is nested too deeply") from None
 
 
 def _encodable(value: Any, text: str) -> Any:
-    """Replace unpaired surrogates in a JSON value, because no terminal or file accepts them."""
+    """Replace unpaired surrogates in a JSON value, because they cannot be printed or written to a file."""
     if not _SURROGATE.search(text):
         return value
     return json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", errors="replace"))
 
 
 def read_object(path: str | Path) -> dict[str, object]:
-    """Return the JSON object in a file; an empty one if the file is missing, unreadable or not an object."""
+    """Return the JSON object in a file; return {} if the file is missing, unreadable or not an object."""
     try:
         value = read_json(path)
     except (OSError, ValueError):
@@ -153,10 +155,10 @@ def read_object(path: str | Path) -> dict[str, object]:
 
 
 def write_json_in_place(path: Path, value: Any) -> None:
-    """Write one JSON value into a file that other hosts wait for with `wait_for_json`.
+    """Write one JSON value into a file that other hosts poll with `wait_for_json`.
 
-    The file is created if it is missing and keeps its inode, because the other hosts may have opened it
-    before. A reader may see a partial write, which is not valid JSON.
+    Keeps the inode of an existing file, because the other hosts may have opened the file already. A reader
+    may see a partial write, but that is not valid JSON.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as stream:
@@ -169,7 +171,7 @@ WAIT_POLL_S = 0.05
 
 
 LONGEST_POLL_S = 1.0
-"""The longest pause between two polls, since every node of a job may poll the same file server."""
+"""Maximum pause between two polls in seconds, because all nodes of a job may poll one file server."""
 
 
 def wait_for_json(
@@ -180,14 +182,14 @@ def wait_for_json(
     pause: Callable[[float], object] = time.sleep,
     creates: bool = False,
 ) -> Any:
-    """Wait until a file that another host writes is visible, and return its JSON value.
+    """Wait until a file that another host writes is visible, and return the JSON value in the file.
 
     The wait ends when `accept` returns True for the value. `pause` sleeps between two polls and may raise to
-    stop the wait. Raises TimeoutError, with the reason, if no accepted value appears in time.
+    stop the wait. Raises TimeoutError, with an explanation, if no accepted value appears in time.
 
-    With `creates`, a missing file is created empty, and the other host then writes it in place. An NFS client
-    caches for up to a minute that a name is missing, but it asks the server each time it opens an existing
-    file.
+    With `creates`, a missing file is created empty, and the other host then writes into the existing file.
+    Creating the file avoids a delay: an NFS client caches for up to a minute that a file is missing, but
+    revalidates an existing file each time it is opened.
     """
     deadline_s, pause_s = time.monotonic() + timeout_s, WAIT_POLL_S
     while True:
@@ -205,18 +207,17 @@ def wait_for_json(
 
 
 def _read_or_create(path: Path) -> Any:
-    """Return the JSON value in a file; create the file empty if it is missing."""
+    """Return the JSON value in a file; if the file is missing, create it empty."""
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600), encoding="utf-8") as stream:
         return _parsed_json(stream.read())
 
 
 def refresh_listing(folder: Path) -> None:
-    """Make the NFS client fetch the next listing of a folder from the server.
+    """Make the NFS client fetch a fresh listing of a folder from the server.
 
-    An NFS client may return a listing that is up to a minute old, unless the client itself has changed the
-    folder.
+    A cached listing may be up to a minute old unless this client itself has changed the folder.
     """
-    # If the disk is full, unwritable or lacks the folder, the listing is not refreshed.
+    # Continue without a refresh if the disk is full or read-only, or if the folder is missing.
     with contextlib.suppress(OSError):
         handle, name = tempfile.mkstemp(prefix=".refresh.", dir=folder)
         os.close(handle)
@@ -226,8 +227,8 @@ def refresh_listing(folder: Path) -> None:
 def append_jsonl(path: Path, *records: dict[str, object]) -> None:
     """Append each record as one line, with a single write.
 
-    If a crash cut off the last line of the file, that line is terminated first, so that the new records start
-    on their own lines. Raises OSError if the records do not fit on the disk; the file is then unchanged.
+    If a crash truncated the last line of the file, that line is terminated first, so that the new records
+    start on a new line. Raises OSError if the records do not fit on the disk, and leaves the file unchanged.
     """
     texts = (json.dumps(record, ensure_ascii=False, allow_nan=False) for record in records)
     line = _encoded("".join(f"{text}\n" for text in texts))
@@ -238,7 +239,7 @@ def append_jsonl(path: Path, *records: dict[str, object]) -> None:
             line = b"\n" + line
         written = os.write(descriptor, line)
         if written != len(line):
-            try:  # The error of a second write tells a full disk from an exceeded quota.
+            try:  # The error of a second write distinguishes a full disk from an exceeded quota.
                 written += os.write(descriptor, line[written:])
             finally:
                 if written != len(line):
@@ -250,11 +251,11 @@ def append_jsonl(path: Path, *records: dict[str, object]) -> None:
 
 
 def read_jsonl(path: Path, words: Sequence[str] = (), every: int = 1) -> Iterator[dict[str, object]]:
-    """Yield the records of a file, without lines that a crash cut off.
+    """Yield the records of a file; skip lines that a crash truncated.
 
-    A missing file has no records. With `words`, only lines that contain one of the words as a JSON string are
-    parsed, because parsing takes most of the time; the string may be a key or a value. With `every`, only the
-    lines 1, 1 + `every` and so on are read.
+    A missing file has no records. With `words`, parses only lines that contain one of the words as a JSON
+    string, either as key or as value, because parsing is the slowest part. With `every`, reads only lines 1,
+    1 + `every`, 1 + 2 * `every` and so on.
     """
     with opened(path) as stream:
         if stream is not None:
@@ -263,18 +264,18 @@ def read_jsonl(path: Path, words: Sequence[str] = (), every: int = 1) -> Iterato
 
 READ_BYTES = 16_384
 MAX_LINE_BYTES = 2**20
-"""A longer line is read in chunks, because a line of gigabytes would not fit into memory."""
+"""Lines longer than this are read in chunks, because a line of several gigabytes might not fit in memory."""
 MAX_RECORD_BYTES = 2**24
-"""A longer line is no record and is skipped."""
+"""A line longer than this is not parsed as a record but skipped."""
 SEARCHED_BYTES = 2**26
-"""Number of bytes at the end of a file that are searched for its last records."""
+"""Number of bytes at the end of a file in which the last records are searched for."""
 MAX_SAMPLE_BYTES = 2**16
 
 
 def read_jsonl_reversed(path: str | Path, words: Sequence[str] = ()) -> Iterator[dict[str, object]]:
     """Yield the records in the last `SEARCHED_BYTES` of a file, the last record first.
 
-    Reads the file only as far as the caller iterates. `words` selects lines as in `read_jsonl`.
+    Reads no further than the caller iterates. `words` selects lines as in `read_jsonl`.
     """
     with opened(path) as stream:
         if stream is not None:
@@ -283,7 +284,7 @@ def read_jsonl_reversed(path: str | Path, words: Sequence[str] = ()) -> Iterator
 
 
 def _first_bytes(lines: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield lines until `SEARCHED_BYTES` are reached, without the chunks of lines that are too long."""
+    """Yield lines up to `SEARCHED_BYTES` in total, which does not include chunks of overlong lines."""
     num_bytes = 0
     for line in lines:
         if len(line) < MAX_RECORD_BYTES:
@@ -294,17 +295,17 @@ def _first_bytes(lines: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def forward_lines(stream: BinaryIO, longest: int = MAX_RECORD_BYTES) -> Iterator[bytes]:
-    """Yield the lines after a stream's position; a line longer than `longest` comes in chunks."""
+    """Yield the lines after the stream's position; a line longer than `longest` is yielded in chunks."""
     return iter(partial(stream.readline, longest), b"")
 
 
 def reversed_lines(stream: BinaryIO, position: int, longest: int = MAX_LINE_BYTES) -> Iterator[bytes]:
-    """Yield the lines before a position with their line ends, the last line first.
+    """Yield the lines before a position including their line ends, the last line first.
 
     The first item is the text after the last line end, which is often empty. A line of at least `longest`
-    bytes comes in chunks, the last chunk first.
+    bytes is yielded in chunks, the last chunk first.
     """
-    rest: list[bytes] = []  # The blocks of a line whose start is not read yet, the last block first.
+    rest: list[bytes] = []  # Blocks of a line whose start has not been read yet, the last block first.
     num_bytes, was_cut = 0, False
     while position > 0:
         size = min(max(READ_BYTES, num_bytes), position)
@@ -327,7 +328,7 @@ def reversed_lines(stream: BinaryIO, position: int, longest: int = MAX_LINE_BYTE
 
 
 def sampled_lines(stream: BinaryIO, begin: int, end: int, count: int) -> list[bytes]:
-    """Return the lines that follow `count` evenly spaced positions of a file."""
+    """Return the lines after `count` evenly spaced positions of a file."""
     lines = []
     for index in range(count):
         stream.seek(begin + (end - begin) * index // count)
@@ -338,7 +339,7 @@ def sampled_lines(stream: BinaryIO, begin: int, end: int, count: int) -> list[by
 
 
 class Tail:
-    """Reads new lines of a growing file, which may not exist yet; methods raise OSError."""
+    """Reads new lines of a growing file, which may not exist yet; methods raise OSError on read errors."""
 
     def __init__(self, path: Path, position: int = 0) -> None:
         self.path, self.position = path, position
@@ -351,9 +352,9 @@ class Tail:
             return 0
 
     def lines(self, *, unfinished: bool = False) -> Iterator[bytes]:
-        """Yield the lines since the last call; an unterminated last line only with `unfinished`.
+        """Yield the lines since the last call; yield an unterminated last line only if `unfinished`.
 
-        A line longer than `MAX_RECORD_BYTES` comes in chunks.
+        A line longer than `MAX_RECORD_BYTES` is yielded in chunks.
         """
         with opened(self.path) as stream:
             if stream is None:
@@ -366,7 +367,7 @@ class Tail:
                 yield line
 
     def texts(self, *, unfinished: bool = False) -> Iterator[str]:
-        """Yield `lines` as text without line ends; pass `unfinished` for a file that no longer grows."""
+        """Yield `lines` as text without line ends; `unfinished` is for a file that no longer grows."""
         for line in self.lines(unfinished=unfinished):
             yield line.removesuffix(b"\n").decode(errors="replace")
 
@@ -380,7 +381,7 @@ _NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.EINVAL
 
 @contextmanager
 def opened(path: str | Path) -> Iterator[BinaryIO | None]:
-    """Open a regular file; yield None for anything else, because reading a pipe or device might never end."""
+    """Open a regular file; yield None for a pipe or device, because reading it might never end."""
     stream = None
     try:
         stream = open_file(path)
@@ -397,19 +398,19 @@ def _parsed(lines: Iterable[bytes], words: Sequence[str]) -> Iterator[dict[str, 
 
 
 def parse_records(lines: Iterable[bytes]) -> Iterator[dict[str, object]]:
-    """Parse lines as JSON objects; skip lines that are not."""
+    """Parse lines as JSON objects; skip all other lines."""
     return (record for record in map(parse_record, lines) if record is not None)
 
 
 DECODER = json.JSONDecoder(parse_constant=lambda name: None)
-"""Decodes JSON, and reads NaN and Infinity, which are not JSON, as null."""
+"""Decodes JSON; NaN and Infinity, which are invalid in JSON, become null."""
 
 
 def parse_record(line: bytes) -> dict[str, object] | None:
     """Parse a line as a JSON object; return None if the line is not one."""
     text = line.decode("utf-8", errors="replace").strip()
     try:
-        record, end = DECODER.raw_decode(text)  # twice as fast as `decode`
+        record, end = DECODER.raw_decode(text)  # `raw_decode` is twice as fast as `decode`.
         record = _encodable(record, text)
     except (ValueError, RecursionError):
         return None
@@ -420,7 +421,7 @@ LARGEST = sys.float_info.max
 
 
 def _is_finite(value: object) -> bool:
-    """Return False for a number that a float cannot represent, such as a very large integer; else True."""
+    """Return False for a number that does not fit in a float, such as a very large integer; else True."""
     return type(value) not in (int, float) or abs(cast(float, value)) <= LARGEST
 
 
@@ -428,7 +429,7 @@ def _is_finite(value: object) -> bool:
 class Record:
     """Wraps a JSON object of a run and reads its values by type.
 
-    A value of another type than the requested one counts as missing, and so does Infinity.
+    A value whose type differs from the requested one counts as missing; so does Infinity.
     """
 
     values: Mapping[str, object]
@@ -439,7 +440,7 @@ class Record:
 
     def number(self, key: str) -> float | None:
         value: Any = self.values.get(key)
-        # Inlined instead of calling `_is_finite`, because a screen reads thousands of numbers of a large run.
+        # `_is_finite` is inlined here, because a live view reads thousands of numbers of a large run.
         return value if type(value) in (int, float) and abs(value) <= LARGEST else None
 
     def count(self, key: str) -> int | None:
@@ -475,43 +476,43 @@ def mean(records: Iterable[Record], key: str) -> float | None:
 
 T = TypeVar("T")
 LEFT_OUT: Mapping[str, str] = {"json": "left out"}
-"""The metadata of a field that is never written."""
+"""Metadata of a dataclass field that is never written to JSON."""
 OPTIONAL: Mapping[str, str] = {"json": "optional"}
-"""The metadata of a field that is omitted while it has its default value."""
+"""Metadata of a dataclass field that is omitted from JSON if it has its default value."""
 UNLIMITED: Mapping[str, str] = {"json": "unlimited"}
-"""The metadata of a field whose infinity is written as null."""
+"""Metadata of a dataclass field whose infinity is written as null."""
 _ANYTHING = (Any, object)
 _ANY = frozenset[type]([str, int, float, bool, dict, list, type(None)])
 
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """Describes the JSON values that the type of a field accepts."""
+    """The JSON values that a dataclass field accepts, derived from its type."""
 
     types: frozenset[type]
     plain: frozenset[type]
     """The subset of `types` whose values need no conversion."""
     choices: tuple[str, ...] = ()
-    """The strings that a Literal allows."""
+    """The strings that a Literal type allows."""
     record: type | None = None
-    """The dataclass that an object is read as."""
+    """The dataclass that a JSON object is converted to."""
     values: _Shape | None = None
-    """The shape of the values of an object that is no dataclass."""
+    """The shape of the values in a JSON object that is not converted to a dataclass."""
     items: _Shape | None = None
-    """The shape of the items of a list."""
+    """The shape of the items in a list."""
     sequence: type = list
-    """The type that a list is converted to."""
+    """The Python type that a JSON list is converted to."""
 
 
 def read_record(kind: type[T], value: Mapping[str, object], *, strict: bool = False) -> T:
-    """Read a JSON object as a dataclass; a list becomes a tuple where the type of the field is a tuple.
+    """Read a JSON object as a dataclass; a list becomes a tuple if the field's type is a tuple.
 
     A file may be damaged, edited by hand or written by another version. So a value of the wrong type counts
-    as missing, and a list of records is read without the items that are not objects. Values of the wrong type
-    and unknown keys are kept in the field `more` if the dataclass has such a field.
+    as missing, and in a list of records, items that are not objects are skipped. Values of the wrong type and
+    unknown keys are kept in the dataclass field `more`, if it exists.
 
-    If `strict`, a value of the wrong type raises TypeError, which names the value, and unknown keys are
-    ignored. A missing field without a default always raises TypeError.
+    With `strict`, a value of the wrong type raises a TypeError with the name of the value, and unknown keys
+    are ignored. A missing field without a default always raises TypeError.
     """
     if strict and not isinstance(value, dict):
         raise TypeError(f"{kind.__name__} is {str(value)[:100]!r}")
@@ -536,7 +537,7 @@ def read_record(kind: type[T], value: Mapping[str, object], *, strict: bool = Fa
 
 
 def _converted(shape: _Shape, value: Any, name: str, strict: bool) -> Any:
-    """Convert a value to its shape; raise TypeError, which names the value, if it does not match."""
+    """Convert a value to a shape; raise a TypeError that contains `name` if the value does not match."""
     kind = type(value)
     if kind is dict and shape.record is not None:
         return read_record(shape.record, value, strict=strict)
@@ -587,14 +588,14 @@ def _shape(hint: Any) -> _Shape:
 
 
 _PLAIN = frozenset((str, int, float, bool, type(None)))
-"""The types whose values JSON has itself."""
+"""The Python types that JSON can represent without conversion."""
 
 
 def to_json(value: Any) -> Any:
-    """Convert a value for a file or ``--json``: dataclasses and records to objects, times to ISO 8601.
+    """Convert a value for a file or ``--json``: dataclasses and records become objects, times ISO 8601 texts.
 
-    The metadata of a field may be `LEFT_OUT`, `OPTIONAL` or `UNLIMITED`. The field `more` contains unknown
-    and damaged values, which are written unless a field of the same name has a value.
+    Respects the field metadata `LEFT_OUT`, `OPTIONAL` and `UNLIMITED`. The values in the field `more`, which
+    are unknown or damaged, are written unless another field with the same name has a value.
     """
     if type(value) in _PLAIN:
         return value
@@ -610,7 +611,7 @@ def to_json(value: Any) -> Any:
                 continue
             if is_unlimited and found == math.inf:
                 own[name] = None
-            else:  # a group has 15 plain values per trial: one call less for each
+            else:  # Saves a function call per plain value; a group has 15 such values per trial.
                 own[name] = found if type(found) in _PLAIN else to_json(found)
         if "more" not in own:
             return own
@@ -624,7 +625,7 @@ def to_json(value: Any) -> Any:
 
 @cache
 def _written_fields(kind: Any) -> list[tuple[str, Callable[[], Any], bool, bool]]:
-    """Return (name, maker of the default, is optional, is unlimited) of each field that `to_json` writes."""
+    """Return (name, function for the default, is optional, is unlimited) of each field that is written."""
     return [
         (item.name, _default_of(item), item.metadata == OPTIONAL, item.metadata == UNLIMITED)
         for item in fields(kind)
@@ -640,7 +641,7 @@ def _default_of(item: Field[Any]) -> Callable[[], Any]:
 
 
 def read_each(kind: type[T], folder: Path) -> list[T]:
-    """Read the records that ranks have written into a folder, by rank; skip damaged files."""
+    """Read the records that ranks have written into a folder, ordered by rank; skip damaged files."""
     found = []
     for path in sorted(folder.glob("rank-*.json")):
         with contextlib.suppress(OSError, ValueError, TypeError):
@@ -649,9 +650,9 @@ def read_each(kind: type[T], folder: Path) -> list[T]:
 
 
 def difference(base: Mapping[str, object], other: Mapping[str, object]) -> dict[str, object]:
-    """Return the changes that turn JSON object `base` into `other`, by dotted path.
+    """Return the changes that turn the JSON object `base` into `other`, keyed by dotted path.
 
-    A mapping that lost a key, or that has a key with a dot, is replaced as a whole.
+    A mapping is replaced as a whole if it lost a key or has a key that contains a dot.
     """
     return dict(_differences(base, other, ()))
 
@@ -661,7 +662,7 @@ def _differences(
 ) -> Iterator[tuple[str, object]]:
     for key, value in other.items():
         before = base.get(key)
-        # Compare as JSON, because in Python 1 equals True, also inside lists.
+        # Compare as JSON, because 1 == True in Python, also inside lists.
         if key in base and json.dumps(before, sort_keys=True) == json.dumps(value, sort_keys=True):
             continue
         if (
@@ -676,7 +677,7 @@ def _differences(
 
 
 def changed(base: Mapping[str, object], changes: Mapping[str, object]) -> dict[str, object]:
-    """Return a copy of `base` with the changes that `difference` returned."""
+    """Apply changes returned by `difference` to a copy of `base`, and return the copy."""
     result = dict(base)
     for path, value in changes.items():
         head, dot, rest = path.partition(".")

@@ -1,10 +1,10 @@
-"""Copy a Git repository along with the code, so that Git answers in the copy as in the original.
+"""Copy a Git repository along with the code, so that Git commands give the same answers in the copy.
 
-The copy has a separate HEAD, refs, config and index, and reads its objects from the original repository. So
-nothing that is done in the copy changes the original.
+The copy has a separate HEAD, refs, config and index, but shares the objects of the original repository. So
+Git commands in the copy do not change the original.
 
-A Git index recognizes unchanged files by their inodes and times, which differ in a copy. `carried_index`
-replaces these values, so that Git neither reads all files again nor reports unchanged files as changed.
+A Git index recognizes unchanged files by inode and times, which differ in a copy. `carried_index` replaces
+the inodes and times, so that Git neither reads all files again nor reports unchanged files as changed.
 """
 
 from __future__ import annotations
@@ -25,24 +25,25 @@ GIT_LOCATIONS = {
     f"GIT_{name}"
     for name in ("DIR", "WORK_TREE", "INDEX_FILE", "COMMON_DIR", "PREFIX", "NAMESPACE", "OBJECT_DIRECTORY")
 }
-"""Variables that make Git use another repository than the folder's; Git sets them for its hooks."""
+"""Environment variables that make Git use a repository other than that of the working directory; Git sets
+them for its hooks."""
 OF_SHA256 = b"\n\tobjectformat = sha256\n"
-"""The text in the config of a repository that marks SHA-256 hashes."""
+"""The text in the config of a repository that uses SHA-256 hashes."""
 _STAT = struct.Struct(">10I")
-"""The stat values of an index entry: ctime and mtime in seconds and nanoseconds, device, inode, mode, user,
-group and size, each modulo 2**32."""
+"""Format of the stat values in an index entry: ctime and mtime in seconds and nanoseconds, device, inode,
+mode, user, group and size, each modulo 2**32."""
 _HAS_MORE_FLAGS = 0x4000
 _FILE_TYPES = (0o10, 0o12)
-"""The upper bits of the mode of a regular file and of a symlink."""
+"""The file type bits in the mode of a regular file and of a symlink."""
 _SUBMODULE = 0o16
 
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
-    """The entry of a file in a Git index."""
+    """An entry of a Git index, which describes one file."""
 
     position: int
-    """The offset of the entry's stat values in the bytes of the index."""
+    """The offset of the entry's stat values in the index file."""
     stat: tuple[int, ...]
     oid: bytes
     name: bytes
@@ -53,14 +54,15 @@ class IndexEntry:
         `written_s` is the modification time of the index.
         """
         own = (*self.stat[:1], *self.stat[2:3], self.stat[5], *self.stat[7:])
-        # A file that changed in the same second as the index may have changed again later in that second.
+        # If the file changed in the second in which the index was written, it may have changed again in that
+        # second.
         return own == _compared(found) and self.stat[6] == _mode(found) and self.stat[2] < written_s
 
 
 def _mode(found: os.stat_result) -> int:
     """Return the mode of a file as Git records it.
 
-    The mode is compared because a chmod in the second of the last change changes no time in seconds.
+    A chmod within the same second does not change any time in whole seconds, so the mode is compared too.
     """
     if stat.S_ISLNK(found.st_mode):
         return stat.S_IFLNK
@@ -83,13 +85,14 @@ def index_entries(data: bytes, hash_size: int) -> Iterator[IndexEntry]:
     """Yield the entries of an index of version 2 to 4; raise ValueError for any other version."""
     signature, version, count = struct.unpack_from(">4sII", data)
     if signature != b"DIRC" or version not in (2, 3, 4):
-        raise ValueError(f"an index of version {version}")
+        raise ValueError(f"unsupported Git index version {version}")
     at, name = 12, b""
     for _ in range(count):
         start, at = at, at + _STAT.size
         oid, at = data[at : at + hash_size], at + hash_size
         at += 4 if int.from_bytes(data[at : at + 2], "big") & _HAS_MORE_FLAGS else 2
-        # Version 4 leaves out the beginning of a name that equals the beginning of the previous name.
+        # In version 4, an entry omits the part of its name that equals the beginning of the previous entry's
+        # name.
         if version == 4:
             num_left_out, at = _varint(data, at)
             end = data.index(b"\0", at)
@@ -109,9 +112,10 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def carried_index(data: bytes, hash_size: int, written_s: int, source: bytes, target: bytes) -> bytes:
-    """Convert the index of folder `source` for its copy `target`, so that unchanged files stay unchanged.
+    """Convert a Git index for a copy of its folder, so that Git sees unchanged files as unchanged.
 
-    A file that may have changed gets no times, so that Git compares its content.
+    `source` is the original folder, and `target` is the copy. The times of a file that may have changed are
+    set to 0, so that Git compares the content of the file.
     """
     changed = bytearray(data)
     for entry in index_entries(data, hash_size):
@@ -132,36 +136,36 @@ def carried_index(data: bytes, hash_size: int, written_s: int, source: bytes, ta
 
 
 def hash_name(hash_size: int) -> str:
-    """Return the object format of a repository whose hashes have `hash_size` bytes."""
+    """Return the name that Git gives to the hash function whose hashes have `hash_size` bytes."""
     return "sha256" if hash_size == 32 else "sha1"
 
 
 def write_index(source: Path, target: Path, index: Path, hash_size: int) -> None:
-    """Convert the index in the file `index`, which belongs to `source`, and write it for copy `target`."""
+    """Convert the file `index`, which is the Git index of `source`, and write it into the copy `target`."""
     data, written_s = index.read_bytes(), int(index.stat().st_mtime)
     old, new = os.fsencode(source) + b"/", os.fsencode(target) + b"/"
     for entry in index_entries(data, hash_size):
         name = os.fsdecode(entry.name)
         if entry.stat[6] >> 12 == _SUBMODULE and (source / name).is_dir():
-            # without a folder, Git reports the submodule as deleted
+            # Create the folder of a submodule, because Git would report a missing one as deleted.
             ensure_folder(target / name, 0o700, parents=True)
     write_private(target / GIT / "index", carried_index(data, hash_size, written_s, old, new))
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write a file that only its owner can read; create its folder if needed."""
+    """Write a file that only its owner can read; create its parent folder if needed."""
     ensure_folder(path.parent, 0o700, parents=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as stream:
         stream.write(content)
 
 
 def hash_size_of(repository: Path) -> int:
-    """Return the size in bytes of the hashes of a repository that this module or `git_snapshot` has made."""
+    """Return the hash size in bytes of a Git repository that this module or `git_snapshot` has created."""
     return 32 if OF_SHA256 in (repository / "config").read_bytes() else 20
 
 
 def repositories_below(root: Path) -> list[Path]:
-    """Return the folders in a copy of the code that contain a Git repository, relative to the copy."""
+    """Return the folders with a Git repository in a copy of the code, relative to the copy's root."""
     found = []
     for folder, folders, _ in os.walk(root):
         if GIT in folders:
@@ -171,16 +175,16 @@ def repositories_below(root: Path) -> list[Path]:
 
 
 def carry_repository(source: Path, target: Path) -> None:
-    """Give `target`, a copy of the files of `source`, the repository of `source`; the two share objects.
+    """Copy the Git repository of `source` to `target`, a copy of its files; both share the Git objects.
 
-    `target` may later be renamed in its parent folder, or moved together with `source`. Raises OSError.
+    `target` may later be renamed within its parent folder, or moved together with `source`. Raises OSError.
     """
     old, new = source / GIT, target / GIT
     for name in (".", "objects", "objects/info"):
         ensure_folder(new / name, 0o700)
     for folder, folders, files in os.walk(old):
         folders[:] = [name for name in folders if Path(folder, name) != old / "objects"]
-        for name in folders:  # os.walk yields parents first
+        for name in folders:  # `os.walk` yields parents first, so the parent folder exists.
             (new / os.path.relpath(folder, old) / name).mkdir(mode=0o700)
         for name in set(files) - {"index"}:
             write_private(new / os.path.relpath(folder, old) / name, Path(folder, name).read_bytes())
@@ -191,7 +195,7 @@ def carry_repository(source: Path, target: Path) -> None:
 
 
 def retire_repository(folder: Path, ending: str) -> None:
-    """Remove the repository of a working folder, or rename it if the run has committed in it."""
+    """Remove the repository of a working folder, or rename it if the run has added Git objects to it."""
     repository = folder / GIT
     if any(path.name != "alternates" for path in (repository / "objects").rglob("*") if path.is_file()):
         repository.rename(folder / f"{GIT}{ending}")

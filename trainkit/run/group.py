@@ -1,8 +1,8 @@
-"""Define a group: a folder with the runs of a sweep, which are one Slurm array or one local process.
+"""Define a group: a folder with the runs of a sweep, which form one Slurm array or share a local process.
 
-The folder contains ``sweep.json submit.sbatch provenance.json code/ logs/INDEX.log`` and one run folder
-``INDEX/`` per trial. The folder of a trial is created when the trial starts or, on Slurm, when a command
-needs it. So submitting ten thousand trials takes no longer than submitting ten.
+The folder of a group contains ``sweep.json submit.sbatch provenance.json code/ logs/INDEX.log`` and one run
+folder ``INDEX/`` per trial. The folder of a trial is created when the trial starts or, on Slurm, when a
+command needs it. So submitting ten thousand trials takes as long as submitting ten.
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ from trainkit.scheduler import on_cluster
 from trainkit.trust import read_trusted
 
 GROUP_VERSION = 1
-WAITS_FOR_ROOM = "Slurm accepts no more jobs of this user now; a job of the group submits it when a job ends"
-"""The reason why a trial is still unsubmitted, see `RunGroup.left`."""
+WAITS_FOR_ROOM = (
+    "Slurm accepts no more jobs from this user now; the run is submitted when a job of the group ends"
+)
+"""The reason why a trial has not been submitted yet; see `RunGroup.left`."""
 
 
 @dataclass(frozen=True)
@@ -48,35 +50,34 @@ class Trial:
     """One run of a group, as `sweep.json` describes it."""
 
     index: int = -1
-    """The number of the trial, which is also the name of its folder."""
+    """The index of the trial, which is also the name of its folder."""
     values: dict[str, object] = field(default_factory=dict)
-    """The values of the swept keys, by dotted key."""
+    """The values of the swept keys in this trial, by dotted key."""
     config: dict[str, object] = field(default_factory=dict, metadata=OPTIONAL)
-    """The changes from the group's config to the trial's, as `difference` computes them."""
+    """The changes from the group's config to the config of the trial, as `difference` computes them."""
     plan: dict[str, object] = field(default_factory=dict, metadata=OPTIONAL)
-    """The changes from the group's plan to the trial's."""
+    """The changes from the group's plan to the plan of the trial."""
 
 
 @dataclass(frozen=True)
 class Part:
     """One Slurm array of a group.
 
-    A group has several arrays if Slurm limits the size of an array or the number of jobs of a user.
+    A group has several arrays if Slurm limits the size of an array or the number of jobs per user.
     """
 
     last: int = -1
-    """The index of the last trial in the array. The first trial follows the last one of the previous
-    array."""
+    """The index of the last trial in the array. The first trial of the array follows the last trial of the
+    previous array."""
     offset: int = 0
-    """The difference between the index of a trial and the id of its array task, because Slurm limits task
-    ids."""
+    """The index of a trial minus the id of its array task; not 0 if task ids would exceed Slurm's limit."""
     job_id: str | None = None
     """The id of the array; None until it is known."""
 
 
 @dataclass(frozen=True)
 class GroupRecord(HasCluster):
-    """The content of `sweep.json` without the trials."""
+    """The content of `sweep.json`, except for the trials."""
 
     version: int = GROUP_VERSION
     name: str = ""
@@ -84,13 +85,13 @@ class GroupRecord(HasCluster):
     cwd: str = ""
     cluster: str | None = None
     job_id: str | None = None
-    """The job id of the first array; None until it is known."""
+    """The job id of the group's first array; None until it is known."""
     array: str = ""
     """The value of sbatch's `--array` option."""
     keys: list[str] = field(default_factory=list)
     """The config keys that differ between the trials."""
     code: CodeCopy | None = None
-    """The copy of the code that all runs share; None if they use the files in place."""
+    """The copy of the code that all runs share; None if the runs use the original files."""
     config: dict[str, object] = field(default_factory=dict)
     plan: dict[str, object] = field(default_factory=dict)
     process: ProcessId | None = field(default=None, metadata=OPTIONAL)
@@ -100,14 +101,14 @@ class GroupRecord(HasCluster):
     submitted_at: str | None = field(default=None, metadata=OPTIONAL)
     cancelled_at: str | None = field(default=None, metadata=OPTIONAL)
     folder: str | None = field(default=None, metadata=OPTIONAL)
-    """Together with `inode`, the group's folder at its creation; the folder may have been moved or copied
-    since."""
+    """The path of the group's folder when the group was created. Together with `inode`, this path shows
+    whether the folder has been moved or copied since."""
     inode: int | None = field(default=None, metadata=OPTIONAL)
     more: dict[str, object] = field(default_factory=dict)
-    """Values that another version recorded."""
+    """Values of sweep.json that this trainkit version does not know."""
 
     def to_dict(self, trials: Iterable[Trial]) -> dict[str, object]:
-        """Return the JSON value of sweep.json, with these trials."""
+        """Return the JSON value of sweep.json with the given trials."""
         own: dict[str, object] = {}
         for key, value in to_json(self).items():
             own[key] = value
@@ -121,25 +122,26 @@ class RunGroup(RunFolder):
 
     sweep_file = Child("sweep.json")
     script_file = Child("submit.sbatch")
-    """The batch script of the array."""
+    """The batch script of the group's first array."""
     provenance_file = Child("provenance.json")
     code_dir = Child("code")
-    """The code snapshot of the group; its runs link to this folder."""
+    """The code snapshot of the group; the runs link to this folder."""
     logs_dir = Child("logs")
-    """The output of each task's first start, from the first line on; the runs link to these files."""
+    """The logs of the array tasks, each with the complete output of the task's first start; the runs link to
+    these logs."""
     supervisor_lock_file = Child(".supervisor.lock")
-    """Locked by the process that starts the runs on this machine."""
+    """A file that is locked by the process that starts the runs on this machine."""
     process_log = Child("logs/group.log")
 
     def log_file(self, index: int | str, offset: int = 0) -> Path:
-        """Return the log of an array task; for the index ``%a``, Slurm inserts the id of the task.
+        """Return the log of an array task; Slurm replaces the index ``%a`` with the task id.
 
-        `offset` is the offset of the task's array.
+        `offset` is the `Part.offset` of the task's array.
         """
         return self.logs_dir / f"{f'{offset}+' if offset else ''}{index}.log"
 
     def script_of(self, part: Part) -> Path:
-        """Return the batch script of an array; arrays whose offset is 0 share one script."""
+        """Return the batch script of an array; all arrays with offset 0 share one script."""
         return self.path / f"submit-{part.offset}.sbatch" if part.offset else self.script_file
 
     def folder(self, index: int) -> str:
@@ -163,13 +165,13 @@ class RunGroup(RunFolder):
     def record(self) -> GroupRecord:
         """Return the content of `sweep.json`, which is cached at the first access.
 
-        Raises UsageError if the file cannot be read or a newer trainkit wrote it.
+        Raises UsageError if the file cannot be read or was written by a newer trainkit version.
         """
         return self._content[0]
 
     @property
     def trials(self) -> dict[int, Trial]:
-        """Return the trials by index; raise UsageError as `record` does."""
+        """Return the trials by index; raise UsageError for the same reasons as `record`."""
         return self._content[1]
 
     @cached_property
@@ -178,21 +180,22 @@ class RunGroup(RunFolder):
             content = read_json(self.sweep_file)
         except (OSError, ValueError) as error:
             raise UsageError(
-                f"{self.shown}/sweep.json cannot be read: {error}", hint="name one of its runs by its folder"
+                f"{self.shown}/sweep.json cannot be read: {error}",
+                hint="refer to one of its runs by the run's folder",
             ) from error
         values = content.pop("points", None) if isinstance(content, dict) else None
         is_list = isinstance(values, list) and all(isinstance(value, dict) for value in values)
         trials = [read_record(Trial, value) for value in values or ()] if is_list else [Trial()]
         if any(trial.index < 0 for trial in trials):
             message = f"{self.shown}/sweep.json was not written by trainkit"
-            raise UsageError(message, hint="name one of its runs by its folder")
+            raise UsageError(message, hint="refer to one of its runs by the run's folder")
         record = read_record(GroupRecord, content)
         record = replace(record, parts=sorted(record.parts, key=lambda part: part.last))
         if record.version > GROUP_VERSION:
             raise UsageError(
                 f"{self.shown}/sweep.json has version {record.version}, "
-                f"but this trainkit supports version {GROUP_VERSION}",
-                hint="use the trainkit that submitted it, or a newer one",
+                f"but this trainkit version supports only version {GROUP_VERSION}",
+                hint="use the trainkit version that submitted the group, or a newer one",
             )
         return record, {trial.index: trial for trial in trials}
 
@@ -201,7 +204,7 @@ class RunGroup(RunFolder):
         self.__dict__.pop("_content", None)
 
     def update(self, **changes: Any) -> None:
-        """Write changed values into `sweep.json`; keep other changes since the file was read."""
+        """Write changed values into `sweep.json`; other values that another process has changed are kept."""
         with file_lock(self.path / ".lock"):
             self.read_again()
             record, trials = replace(self.record, **changes), self.trials
@@ -214,9 +217,9 @@ class RunGroup(RunFolder):
 
     @property
     def original(self) -> RunGroup | None:
-        """Return the group whose folder was copied to this one; None if this is the original.
+        """Return the group that this folder is a copy of; None if this folder is the original.
 
-        The jobs in the record of a copy belong to the original.
+        The jobs recorded in the sweep.json of a copy belong to the original group.
         """
         home = RunGroup(self.record.folder or self.path)
         if is_same_folder(home.path, self.path) or not home.exists():
@@ -224,15 +227,15 @@ class RunGroup(RunFolder):
         return home if home.record.submitted_at == self.record.submitted_at else None
 
     def has_process(self) -> bool:
-        """Return whether the process that starts the runs is alive.
+        """Return whether the process that starts the runs of the group is alive.
 
-        A copied folder has no process, because the lock belongs to the original folder.
+        Returns False for a copied folder, because the lock belongs to the original folder.
         """
         return is_locked(self.supervisor_lock_file)
 
     @property
     def limit(self) -> int:
-        """Return the maximum number of runs that this machine executes at a time."""
+        """Return the maximum number of runs that execute on this machine at the same time."""
         return int(self.record.array.partition("%")[2] or 1)
 
     @property
@@ -241,7 +244,7 @@ class RunGroup(RunFolder):
         return self.record.job_id
 
     def trial(self, index: int) -> Trial:
-        """Return the trial with an index; raise UsageError if none has it."""
+        """Return the trial with an index; raise UsageError if there is no such trial."""
         if index not in self.trials:
             indices = sorted(self.trials)
             raise UsageError(
@@ -262,17 +265,17 @@ class RunGroup(RunFolder):
 
     @property
     def jobs(self) -> list[str]:
-        """Return the arrays as arguments of Slurm's commands: see `on_cluster`."""
+        """Return the arrays as arguments for Slurm's commands, in the form that `on_cluster` returns."""
         return [on_cluster(job_id, self.record.elsewhere) for job_id in self.job_ids]
 
     @property
     def left(self) -> list[int]:
-        """Return the unsubmitted trials, which wait because the cluster limits a user's number of jobs."""
+        """Return the indices of trials that are unsubmitted because the cluster limits the jobs per user."""
         last = self.parts[-1].last if self.parts else -1
         return sorted(index for index in self.trials if index > last)
 
     def part_of(self, index: int) -> Part | None:
-        """Return the array of a trial; None if the trial is unsubmitted."""
+        """Return the array that a trial belongs to; None if the trial is unsubmitted."""
         parts = self.parts
         found = bisect_left(parts, index, key=lambda part: part.last)
         return parts[found] if found < len(parts) else None
@@ -284,7 +287,7 @@ class RunGroup(RunFolder):
 
 
 def group_of(run: RunDir) -> tuple[RunGroup, int] | None:
-    """Return the group and the index of a run that is a trial; None for another run.
+    """Return the group and the index of a trial's run; return None if the run is not a trial.
 
     The folder of the run may not exist yet.
     """
@@ -295,15 +298,15 @@ def group_of(run: RunDir) -> tuple[RunGroup, int] | None:
 
 
 def is_index(text: str) -> bool:
-    """Return whether a text is the name of a trial's folder in a group."""
+    """Return whether a text could be the name of a trial's folder in a group."""
     return text.isascii() and text.isdigit() and str(int(text)) == text
 
 
 def create_task_run(run: RunDir, job_id: str | None = None) -> RunDir:
     """Return the run, after creating its folder if the run is a trial whose folder does not exist yet.
 
-    The folder is created when the task starts, or earlier if a command needs it. Raises UsageError as
-    `task_run` does.
+    The folder of a trial is created when its array task starts, or earlier if a command needs it. Raises
+    UsageError for the same reasons as `task_run`.
     """
     found = None if run.exists() else group_of(run)
     return run if found is None else task_run(*found, job_id)
@@ -313,7 +316,7 @@ def task_run(group: RunGroup, index: int, job_id: str | None = None) -> RunDir:
     """Return the run of a trial, after creating its folder if that does not exist yet.
 
     `job_id` is the id of the array task; by default it is derived from the group's sweep.json. Raises
-    UsageError if the group has no such task, was not submitted, or cannot be written.
+    UsageError if the group has no such task or was not submitted, or if the folder cannot be written.
     """
     run = group.run(index)
     if run.exists():
@@ -329,18 +332,18 @@ def task_run(group: RunGroup, index: int, job_id: str | None = None) -> RunDir:
         )
     if job_id is None and os.path.lexists(run.path) and not run.exists():
         raise UsageError(
-            f"{run.shown} is not the folder of a run: it has no job.json",
+            f"{run.shown} is not a run folder: it has no job.json",
             hint=f"`trainkit status {group.word}` shows its state",
         )
     job_id = job_id or group.task_id(index)
     if job_id is None and group.job_id is not None:
         raise UsageError(
             f"{run.shown} is not submitted yet: {WAITS_FOR_ROOM}",
-            hint=f"`trainkit resume {group.word}` submits it as soon as Slurm takes it",
+            hint=f"`trainkit resume {group.word}` submits it as soon as Slurm accepts it",
         )
     if job_id is None:
         raise UsageError(
-            f"cannot tell whether {group.shown} was submitted: its sweep.json has no job id",
+            f"it is unknown whether {group.shown} was submitted: its sweep.json has no job id",
             hint="`squeue --me` lists your jobs",
         )
     create_trial_run(group, trial, job_id)
@@ -350,8 +353,8 @@ def task_run(group: RunGroup, index: int, job_id: str | None = None) -> RunDir:
 def create_trial_run(group: RunGroup, trial: Trial, job_id: str | None = None) -> None:
     """Create the folder of a trial's run; `job_id` is the id of its array task.
 
-    Without a `job_id`, the run gets no attempt. The folder has a temporary name until it is complete, so that
-    no reader sees an incomplete run. Raises UsageError if the folder cannot be written.
+    Without a `job_id`, the run is created without an attempt. The folder has a temporary name until all files
+    are written, so that no reader sees an incomplete run. Raises UsageError if the folder cannot be written.
     """
     run, stage = group.run(trial.index), None
     try:
@@ -363,10 +366,10 @@ def create_trial_run(group: RunGroup, trial: Trial, job_id: str | None = None) -
             shutil.rmtree(stage.path, ignore_errors=True)
         if not isinstance(error, OSError):
             raise
-        if not run.exists():  # otherwise another command or the task itself has created the run
+        if not run.exists():  # If the run exists, another command or the array task itself has created it.
             raise UsageError(
                 f"cannot create the run folder {run.shown}: {error.strerror or error}",
-                hint="check the permissions of its parent folder and the free space of the disk",
+                hint="check the permissions of the parent folder and the free disk space",
             ) from error
 
 
@@ -387,7 +390,7 @@ def _fill(stage: RunDir, group: RunGroup, trial: Trial, job_id: str | None) -> N
     attempt, part = open_attempt(stage, config, plan), group.part_of(trial.index) or Part()
     for copy in (attempt.script_file, stage.script_file):
         write_atomic(copy, read_trusted(group.script_of(part)))
-    # Slurm writes the output of the task to this log from the first line on.
+    # Slurm writes the task's output to this log from the start of the task.
     log = group.log_file(trial.index - part.offset, part.offset).name
     attempt.supervisor_log.symlink_to(Path(*[os.pardir] * 4, group.logs_dir.name, log))
     entry = AttemptRecord(

@@ -1,4 +1,4 @@
-"""Read the growing files of a run incrementally, so that a refresh costs only what was appended since."""
+"""Read the growing files of a run incrementally: each refresh reads only what was appended since the last."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ NOTABLE_EVENTS = (
     "checkpoint_failed",
     "stopped",
 )
-"""Events that `run_view.event_text` turns into the last warnings; capabilities define further ones."""
+"""Events that `run_view.event_text` describes as warnings about the run; capabilities define further ones."""
 MAX_NOTABLE = 100
 MAX_POINTS = 600
-"""Number of records that a curve keeps; at twice this number, every second one is dropped."""
+"""Number of records that a curve keeps: when it has twice as many, every second one is dropped."""
 SAMPLED_BYTES = 2 * 2**20
-"""Up to this number of new bytes are read completely. Of more bytes, only `MAX_POINTS` evenly spaced lines
-and the newest lines are read."""
+"""Maximum number of new bytes in metrics.jsonl that are read completely. If there are more new bytes, only
+`MAX_POINTS` evenly spaced lines and the newest lines are read."""
 CURVES = ("loss", "grad_norm", "lr", "tokens_per_s")
 MAX_CURVES = 40
-"""Maximum number of metrics with a curve, in the order of their first record. Further metrics are ignored,
-except for `CURVES`."""
+"""Maximum number of metrics with a curve; metrics that appear first in the file are preferred. All other
+metrics are ignored, except for those in `CURVES`."""
 NOT_CURVES = frozenset(
     {
         "step",
@@ -74,61 +74,63 @@ NOT_CURVES = frozenset(
         "other_ranks_s",
     }
 )
-"""Numbers that identify a record, or that `trainkit watch` shows as numbers elsewhere on the screen."""
+"""Numbers without a curve, because they identify a record or `trainkit watch` shows them elsewhere."""
 
 
 @dataclass
 class Attempt:
-    """One attempt as its events describe it; times are seconds since the epoch, None where unknown."""
+    """Describes an attempt according to its events; times are in seconds since the epoch, None if unknown."""
 
     number: int
     submitted: float | None = None
     started: float | None = None
     training: float | None = None
-    """The start time of the training loop."""
+    """The time when the training loop started."""
     first_step: float | None = None
     ended: float | None = None
-    """The end time, or the time of the report if the attempt still runs."""
+    """The time when the attempt ended; if the attempt still runs, the time up to which it is evaluated."""
     state: str | None = None
     reason: str | None = None
     action: str | None = None
-    """The action of the last decision; an earlier decision may have turned out to be impossible."""
+    """The last action that the supervisor chose; an earlier one may have turned out to be impossible."""
     start_step: int = 0
-    """The step that the attempt resumed from."""
+    """The step that the attempt resumed from; 0 if it started from scratch."""
     kept_step: float = field(default=math.inf, metadata=UNLIMITED)
-    """The last step that is part of the run's result; a later attempt computed later steps again."""
+    """The last step of this attempt that is part of the run's result, because a later attempt recomputed all
+    later steps."""
     num_nodes: int | None = None
     world_size: int | None = None
     partition: str | None = None
-    """The partition that Slurm chose. Like `gpu_type`, it is recorded if several were requested."""
+    """The partition that Slurm chose. The partition is recorded only if several were requested, like the
+    `gpu_type`."""
     gpu_type: str | None = None
     evaluations: list[float] = field(default_factory=list)
     saves: list[float] = field(default_factory=list)
     signals: list[float] = field(default_factory=list)
     cause: str | None = field(default=None, metadata=LEFT_OUT)
-    """The cause of the restart that followed."""
+    """The cause of the restart that followed the attempt."""
     is_paused: bool = field(default=False, metadata=LEFT_OUT)
-    """True if Ctrl-Z has stopped the ranks."""
+    """True if the ranks are stopped by Ctrl-Z."""
     waits_for: str | None = field(default=None, metadata=LEFT_OUT)
-    """The reason why the attempt waits before it starts on this machine."""
+    """The reason why an attempt on this machine waits before it starts."""
     saved: float | None = field(default=None, metadata=LEFT_OUT)
     """The time when the last checkpoint was published."""
     failure: Event | None = field(default=None, metadata=LEFT_OUT)
     """The first ``rank_failed`` event."""
     open_save: Event | None = field(default=None, metadata=LEFT_OUT)
-    """The ``checkpoint_begin`` event of a save that has not ended."""
+    """The ``checkpoint_begin`` event of a save that is still in progress."""
     failed_saves: list[Event] = field(default_factory=list, metadata=LEFT_OUT)
-    """The saves that have failed since the last successful save."""
+    """The ``checkpoint_failed`` events since the last successful save."""
 
     @property
     def allocated_s(self) -> float:
-        """Return the seconds from the start to the end; 0 if either is unknown."""
+        """Return the seconds from the start to the end of the attempt; 0 if either time is unknown."""
         if self.started is None or self.ended is None:
             return 0.0
         return max(0.0, self.ended - self.started)
 
     def add(self, event: Event) -> None:
-        """Update the attempt from one of its events."""
+        """Update the attempt with one of its events."""
         if (take := _OF_ATTEMPT.get(event.name)) is not None:
             take(self, event)
 
@@ -200,7 +202,7 @@ _OF_ATTEMPT: Mapping[str, Callable[[Attempt, Event], None]] = {
     "stopped": Attempt._ended,
     "finished": Attempt._ended,
 }
-"""Maps the name of an event to the method that updates its attempt."""
+"""Maps the name of an event to the method that updates the attempt."""
 
 
 def _first(known: float | None, event: Event) -> float | None:
@@ -208,13 +210,13 @@ def _first(known: float | None, event: Event) -> float | None:
 
 
 def _times(event: Event) -> list[float]:
-    """Return the time of an event in a list; an empty list if the time is unknown."""
+    """Return a list with the time of an event; an empty list if the time is unknown."""
     time = timestamp(event.time)
     return [] if time is None else [time]
 
 
 def attempts_of(events: Iterable[Event]) -> dict[int, Attempt]:
-    """Return the attempts in a run's events, by number."""
+    """Return the attempts that the events of a run describe, by attempt number."""
     found: dict[int, Attempt] = {}
     for event in events:
         _add_to_attempt(found, event)
@@ -229,7 +231,7 @@ def _add_to_attempt(found: dict[int, Attempt], event: Event) -> None:
 def ended_attempts(attempts: Mapping[int, Attempt], now: float | None) -> list[Attempt]:
     """Return the attempts, oldest first, each with its `kept_step`.
 
-    `now` is the end of the newest attempt if it still runs.
+    `now` is used as the end time of the newest attempt if that attempt still runs.
     """
     kept, found = math.inf, list[Attempt]()
     for number in sorted(attempts, reverse=True):
@@ -242,9 +244,9 @@ def ended_attempts(attempts: Mapping[int, Attempt], now: float | None) -> list[A
 
 
 def idle_gaps(attempts: Sequence[Attempt]) -> float:
-    """Return the seconds between attempts that shared one allocation.
+    """Return the total seconds between consecutive attempts in the same allocation.
 
-    A restart keeps the allocation, while a requeue releases it.
+    A restart keeps the allocation, whereas a requeue releases it.
     """
     return sum(_idle_s(attempt, following) for attempt, following in pairwise(attempts))
 
@@ -256,9 +258,9 @@ def _idle_s(attempt: Attempt, following: Attempt) -> float:
 
 
 def worker_hours(attempts: Sequence[Attempt], world_size: int | None) -> float | None:
-    """Return the allocated hours of all ranks; None if the number of ranks is unknown.
+    """Return the total hours for which ranks held their allocation; None if the number of ranks is unknown.
 
-    `world_size` is the number of ranks of attempts that did not record this number, which may differ between
+    `world_size` is used for attempts that did not record their number of ranks, which may differ between
     attempts.
     """
     total_s = 0.0
@@ -272,22 +274,22 @@ def worker_hours(attempts: Sequence[Attempt], world_size: int | None) -> float |
 
 @dataclass(frozen=True)
 class Restart:
-    """One restart, from the end of an attempt to the next; a duration is None where an event is missing."""
+    """One restart, from the end of one attempt to the next; a duration is None if an event is missing."""
 
     attempt: int
     """The attempt that ended."""
     action: str
-    """``restart`` in the allocation, ``requeue`` of the job, or ``resubmit`` or ``follow_up`` as another
-    job."""
+    """The `AttemptEnd.action` that led to the next attempt: ``restart`` in the allocation, ``requeue`` of the
+    job, or ``resubmit`` or ``follow_up`` in another job."""
     cause: str
     """A `trainkit.run.end.Cause`, or a cause that a capability defines."""
     verdict: Event | None
-    """The root cause: the first failure, if there was one."""
+    """The root cause: the first failure of the attempt; None if nothing failed."""
     save_s: float | None
-    """Seconds from the signal to the published checkpoint."""
+    """Seconds from the signal to the completed checkpoint."""
     end_s: float | None
-    """Seconds from the published checkpoint to the end of the attempt. Without a checkpoint they count from
-    the signal or failure."""
+    """Seconds from the completed checkpoint to the end of the attempt. Without a checkpoint, the seconds from
+    the signal or failure to the end of the attempt."""
     queue_s: float | None
     """Seconds from the end of the attempt to the start of the next one."""
     start_s: float | None
@@ -313,7 +315,7 @@ def _restart(attempt: Attempt, following: Attempt) -> Restart:
         began = timestamp(failure.text("failed_at"))
     saved = None if failed else attempt.saved
     if saved is not None and began is not None and saved < began:
-        saved = None  # the checkpoint is older than the signal, because there was nothing new to save
+        saved = None  # The checkpoint is older than the signal, because there was no new step to save.
     return Restart(
         attempt=attempt.number,
         action=str(attempt.action),
@@ -338,7 +340,7 @@ def timestamp(text: object) -> float | None:
 
 
 class OwnedEvents:
-    """Collects the events of capabilities, and tracks which still last in their attempt; see `owner_of`."""
+    """Collects the events of capabilities and tracks which are still in effect; see `owner_of`."""
 
     def __init__(self, events: Iterable[Event] = ()) -> None:
         self.all: list[Event] = []
@@ -358,14 +360,14 @@ class OwnedEvents:
             own[name, event.rank] = event
 
     def lasting(self, attempt: int | None) -> list[Event]:
-        """Return the events of an attempt that still last, the newest last."""
+        """Return the events of an attempt that are still in effect, the newest last."""
         return list(self._lasting.get(attempt, {}).values())
 
 
 class EventHistory:
-    """Summarizes the events of a run and reads new ones incrementally.
+    """Summarizes the events of a run, and reads new events incrementally.
 
-    A large file is read only as far as `event_lines` yields it.
+    Of a large file, only the lines that `event_lines` yields are read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -378,14 +380,14 @@ class EventHistory:
         self.notable: deque[Event] = deque(maxlen=MAX_NOTABLE)
         self.attempts: dict[int, Attempt] = {}
         self.val_losses: dict[int, float] = {}
-        """Maps a step to its validation loss, without the steps that a later attempt computes again."""
+        """Maps a step to its validation loss; excludes steps that a later attempt computes again."""
         self._evaluated_in: int | None = None
         self.first_val_loss: float | None = None
         self.val_loss: float | None = None
         self.has_lost_val_loss = False
         """True if the newest validation loss is not finite."""
         self.total_steps: int | None = None
-        """The number of steps that the trainer logged last."""
+        """The total number of steps of the run, as the trainer last logged it."""
         self.saved: Event | None = None
         """The newest ``checkpoint_commit`` event."""
         self.save_began: str | None = None
@@ -395,14 +397,14 @@ class EventHistory:
         self._begun: dict[int | None, str | None] = {}
 
     def attempt(self, number: int | None) -> Attempt:
-        """Return an attempt as its events describe it; an empty one if it has no events."""
+        """Return an attempt as its events describe it; an empty `Attempt` if it has no events."""
         return self.attempts.get(number or 0) or Attempt(number or 0)
 
     def update(self) -> None:
         """Read the events that were appended since the last call."""
         size = self._tail.size()
         if size < self._tail.position:
-            self._clear()  # a shorter file is another file
+            self._clear()  # If the file is shorter than before, another file has replaced it.
         if size - self._tail.position > WHOLE_BYTES:
             with open_file(self._tail.path) as stream:
                 for event in events_of(parse_records(event_lines(stream, self._tail.position, size))):
@@ -434,7 +436,7 @@ class EventHistory:
             del self.val_losses[step]
 
     def _evaluated(self, event: Event) -> None:
-        # a COMMAND need not log the beginning of an attempt
+        # The attempt may change here too, because a COMMAND need not log the beginning of an attempt.
         if event.attempt != self._evaluated_in and event.step is not None:
             self._evaluated_in = event.attempt
             self._drop_val_losses(event.step)
@@ -462,7 +464,7 @@ _OF_RUN: Mapping[str, Callable[[EventHistory, Event], None]] = {
 
 
 class MetricsHistory:
-    """Keeps the newest records of metrics.jsonl, and evenly spaced records of the whole run."""
+    """Keeps the newest records of metrics.jsonl, and evenly spaced records from the whole run."""
 
     def __init__(self, path: Path) -> None:
         self._tail = Tail(path)
@@ -472,14 +474,14 @@ class MetricsHistory:
         self._tail.position = 0
         self.recent: deque[StepRecord] = deque(maxlen=RECENT_RECORDS)
         self.points: list[StepRecord] = []
-        """Evenly spaced records with only their numbers, by step."""
+        """Evenly spaced records in order of their steps, reduced to their numbers."""
         self._names = dict.fromkeys(CURVES)
         self._every = 1
-        """The interval, in records, between two new records that are added to `points`."""
+        """Only one in this many new records is added to `points`."""
         self._count = 0
 
     def update(self) -> None:
-        """Read the records that were appended since the last call, or a sample of a large number of them."""
+        """Read the records that were appended since the last call, or a sample if there are very many."""
         size = self._tail.size()
         if size < self._tail.position:
             self._clear()
@@ -504,7 +506,7 @@ class MetricsHistory:
         step = record.step
         self.recent.append(record)
         while self.points and self.points[-1].step >= step:
-            self.points.pop()  # a later attempt has computed this step again
+            self.points.pop()  # A later attempt has computed this step again.
         if is_point:
             self.points.append(StepRecord({"step": step, **self._numbers(record)}))
         if len(self.points) >= 2 * MAX_POINTS:
@@ -512,7 +514,7 @@ class MetricsHistory:
             self._every *= 2
 
     def _numbers(self, record: StepRecord) -> dict[str, object]:
-        """Return the numbers of a record by name, except for names beyond `MAX_CURVES`."""
+        """Return the numbers in a record by name; omit new names if there are `MAX_CURVES` already."""
         found = {}
         for name, value in record.values.items():
             if type(value) not in (int, float) or name in NOT_CURVES:
@@ -535,21 +537,21 @@ class MetricsHistory:
         return [(step, float(value)) for step, value in found.items() if value is not None]
 
     def median(self, name: str) -> float | None:
-        """Return the median of a curve over the run; None without values."""
-        from statistics import median  # imported here, because the supervisor of a job never needs it
+        """Return the median of a curve over the whole run; None if the curve is empty."""
+        from statistics import median  # imported here because the supervisor never needs it
 
         values = [value for _, value in self.curve(name)]
         return median(values) if values else None
 
 
 class PlanRecord(Record):
-    """Wraps a plan.json that may be incomplete; `LaunchPlan` is for callers that need all of the plan."""
+    """Wraps a plan.json that may be incomplete; use `LaunchPlan` where the whole plan is needed."""
 
     __slots__ = ()
 
     @property
     def command(self) -> list[str] | None:
-        """Return the COMMAND that runs instead of the built-in trainer; None without one."""
+        """Return the COMMAND that the run executes; None if the run uses the built-in trainer."""
         command = self.values.get("command")
         return [str(word) for word in command] if isinstance(command, list) else None
 
@@ -559,9 +561,9 @@ class PlanRecord(Record):
 
     @property
     def is_job(self) -> bool:
-        """Return whether the run is, or may be, a job of a scheduler.
+        """Return whether the run is, or may become, a job of a scheduler.
 
-        Otherwise the run is executed where it was started.
+        Any other run executes on the machine where it was started.
         """
         return self.values.get("slurm", {}) is not None
 
@@ -573,17 +575,17 @@ class PlanRecord(Record):
 
     @property
     def step_shape(self) -> tuple[Mapping[str, object], Mapping[str, object], str | None]:
-        """Return the layout, batch and device, which determine the duration of a step."""
+        """Return the layout, the batch and the device, which together determine how long a step takes."""
         return self.record("layout").values, self.record("batch").values, self.text("device")
 
 
 def read_plan(folder: RunDir | AttemptDir) -> PlanRecord:
-    """Read the plan of a run or an attempt; return an empty one if it cannot be read."""
+    """Read the plan of a run or an attempt; return an empty plan if the file cannot be read."""
     return PlanRecord(read_object(folder.plan_file))
 
 
 def seconds_left(records: Sequence[StepRecord], total_steps: int | None) -> float | None:
-    """Return the seconds until the last step, at the average pace of the records; None if unknown."""
+    """Estimate the seconds until the last step from the average speed of `records`; None if unknown."""
     if total_steps is None or len(records) < 2:
         return None
     first, last = records[0], records[-1]
@@ -597,7 +599,7 @@ R = TypeVar("R", bound=Reader)
 
 
 class RunHistory:
-    """Reads the files that a run writes, for all commands that show the run."""
+    """Reads the files that a run writes; used by all commands that show a run."""
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
@@ -606,14 +608,14 @@ class RunHistory:
         self._readers: dict[type[Reader], Reader] = {}
 
     def update(self) -> None:
-        """Read what was written since the last call; raise OSError if a file cannot be read."""
+        """Read what the run has written since the last call; raise OSError if a file cannot be read."""
         self.events.update()
         self.metrics.update()
 
     def reader(self, kind: type[R]) -> R:
-        """Return the reader of a capability, after updating it; raise OSError if a file is unreadable.
+        """Return a capability's reader after updating it; raise OSError if a file cannot be read.
 
-        Later calls return the same reader.
+        Later calls with the same `kind` return the same reader.
         """
         reader = self._readers.setdefault(kind, kind(self.run))
         assert isinstance(reader, kind)
@@ -621,6 +623,6 @@ class RunHistory:
         return reader
 
     def newest_steps(self) -> list[StepRecord]:
-        """Return the last `RECENT_RECORDS` steps, oldest first; reads only the end of the file."""
+        """Return the last `RECENT_RECORDS` logged steps, oldest first, from the end of metrics.jsonl."""
         records = read_jsonl_reversed(self.run.metrics_file)
         return list(islice(steps_of(records), RECENT_RECORDS))[::-1]

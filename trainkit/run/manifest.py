@@ -1,8 +1,8 @@
 """List, verify and remove the checkpoints of a run; each contains a manifest with hashes of its files.
 
-A checkpoint is written into a folder whose name ends in `.partial`. One rename publishes the folder after the
-manifest is written. So a folder such as `step-00001000`, without a suffix, was complete when it was
-published. The hashes show whether it is still intact.
+While a checkpoint is being written, the name of its folder ends in `.partial`. After the manifest is written,
+one rename publishes the folder. So a folder without a suffix, such as `step-00001000`, contains a checkpoint
+that was written completely. The hashes show whether such a checkpoint is still intact.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ MANIFEST_VERSION = 1
 SEAL = "sha256"
 BEST_LINK = "best"
 BASE_FINGERPRINT = "the fingerprint of model.hf"
-"""The key in `data` for the fingerprint of the base model's files, whose weights a checkpoint may omit."""
+"""The key in `Manifest.data` for the fingerprint of the base model's files; a checkpoint may omit the weights
+of the base model."""
 _PUBLISHED = re.compile(re.escape(CHECKPOINT_PREFIX) + r"(\d{8,})")
 _REJECTED = re.compile(_PUBLISHED.pattern + re.escape(REJECTED_SUFFIX) + r"(-\d+)?")
 _CHUNK_BYTES = 8 * 2**20
@@ -43,7 +44,7 @@ _CHUNK_BYTES = 8 * 2**20
 
 @dataclass(frozen=True)
 class FileSum:
-    """The size and hash of a file in the manifest."""
+    """The size and hash of a file, as the manifest lists them."""
 
     bytes: int
     sha256: str
@@ -51,7 +52,7 @@ class FileSum:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Describes a checkpoint, except for its tensors."""
+    """The content of a manifest, which describes all of a checkpoint except for its tensors."""
 
     version: int = 0
     step: int = -1
@@ -59,21 +60,21 @@ class Manifest:
     """Maps each file to its ``bytes`` and ``sha256``."""
     task: str | None = None
     optimizer: str = "adamw"
-    """The name of the optimizer, which manifests of older versions lack."""
+    """The name of the optimizer; the default is for manifests of older versions, which lack the name."""
     data: dict[str, object] = field(default_factory=dict)
-    """Values that determine which samples a position in the data stands for."""
+    """Values that determine which samples come next at a given position in the data."""
     val_fingerprint: str | None = None
     model: dict[str, object] | None = None
     """The shape of the built-in decoder."""
     progress: dict[str, object] = field(default_factory=dict)
-    """The state of the training, such as the best result."""
+    """The state of the training, such as the best validation loss."""
     state: dict[str, object] = field(default_factory=dict)
-    """The values that a custom training loop tracks, without its tensors."""
+    """The values that a custom training loop tracks, except for tensors."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A published checkpoint folder."""
+    """A published checkpoint, identified by its folder."""
 
     path: Path
     step: int
@@ -83,17 +84,17 @@ class Checkpoint:
         return self.path / MANIFEST_NAME
 
     def content(self) -> dict[str, object]:
-        """Return the JSON of the manifest; raise OSError or ValueError if it cannot be read or is invalid."""
+        """Return the parsed manifest; raise OSError or ValueError if it is unreadable or invalid."""
         value = read_json(self.manifest_file)
         if not isinstance(value, dict) or not isinstance(value.get("files"), dict):
             raise ValueError("not a manifest")
         for name in value["files"]:
             if PurePath(name).is_absolute() or ".." in PurePath(name).parts or "\0" in name:
-                raise ValueError(f"it names {name!r}, which is not a file of the checkpoint")
+                raise ValueError(f"it lists {name!r}, which is not a file in the checkpoint")
         return value
 
     def manifest(self) -> Manifest:
-        """Return the manifest; raise as `content` does."""
+        """Return the manifest; raise OSError or ValueError if it is unreadable or invalid."""
         return read_record(Manifest, self.content())
 
 
@@ -112,18 +113,18 @@ def published(checkpoints_dir: Path) -> list[Checkpoint]:
 
 
 def newest_checkpoint(checkpoints_dir: Path) -> str | None:
-    """Return the folder of the newest published checkpoint without verifying it; None without one."""
+    """Return the folder of the newest published checkpoint, which is not verified; None if there is none."""
     found = [item for item in published(checkpoints_dir) if item.manifest_file.is_file()]
     return str(found[-1].path) if found else None
 
 
 def rejects(checkpoints_dir: Path) -> list[Path]:
-    """Return the damaged checkpoints that were set aside."""
+    """Return the folders of damaged checkpoints that were set aside."""
     return [path for path in _folders(checkpoints_dir) if _REJECTED.fullmatch(path.name)]
 
 
 def partials(checkpoints_dir: Path) -> list[Path]:
-    """Return the folders of saves that never finished."""
+    """Return the folders of saves that did not finish."""
     return [path for path in _folders(checkpoints_dir) if path.name.endswith(PARTIAL_SUFFIX)]
 
 
@@ -148,16 +149,16 @@ def find_damage(checkpoint: Checkpoint, *, reads_tensors: bool = True) -> str:
 
 
 def unreadable(error: OSError) -> str:
-    """Return the sentence for a file that cannot be read at the moment."""
+    """Return the message for a file that cannot be read at the moment."""
     return f"{Path(error.filename or '').name} cannot be read ({error.strerror or error})"
 
 
 def plain_damage(checkpoint: Checkpoint) -> str:
-    """Describe the damage that the manifest and the file sizes show; return "" if there is none.
+    """Describe the damage found in the manifest and the file sizes; return "" if there is none.
 
-    Raises OSError for a file that cannot be read, because the host may be at fault instead of the checkpoint.
-    A missing file that the folder lists counts as unreadable too: an NFS client may remember for a minute
-    that the file was missing.
+    Raises OSError if a file cannot be read, because the host may be the problem and not the checkpoint. Also
+    raises OSError if a file is missing but the folder lists it: for up to a minute, an NFS client may
+    remember that a new file was missing.
     """
     try:
         if checkpoint.manifest_file.exists() and not checkpoint.manifest_file.is_file():
@@ -176,10 +177,10 @@ def plain_damage(checkpoint: Checkpoint) -> str:
 
 
 def hash_damage(checkpoint: Checkpoint, part: int = 0, num_parts: int = 1) -> str:
-    """Describe the damage that the hashes of some files show; return "" if there is none.
+    """Describe the damage found by comparing file hashes; return "" if there is none.
 
-    Checks every `num_parts`-th file, beginning with file `part`, so that several processes can share the
-    work. Raises OSError for a file that cannot be read.
+    To share the work between processes, checks only every `num_parts`-th file, beginning with file `part`.
+    Raises OSError if a file cannot be read.
     """
     files = checkpoint.manifest().files
     for name in sorted(files)[part::num_parts]:
@@ -193,13 +194,13 @@ def _manifest_damage(checkpoint: Checkpoint, manifest: dict[str, object]) -> str
     if not isinstance(version, int):
         return f"{MANIFEST_NAME} has no version"
     if version > MANIFEST_VERSION:
-        return f"it was written by a newer trainkit (manifest version {version})"
+        return f"it was written by a newer trainkit version (manifest version {version})"
     if manifest.get("step") != checkpoint.step:
-        return f"{MANIFEST_NAME} is of step {manifest.get('step')}"
+        return f"{MANIFEST_NAME} belongs to step {manifest.get('step')}"
     if not manifest["files"]:
-        return f"{MANIFEST_NAME} names no files"
+        return f"{MANIFEST_NAME} lists no files"
     if SEAL not in manifest:
-        return f"{MANIFEST_NAME} has no SHA-256 of its own"
+        return f"{MANIFEST_NAME} lacks the SHA-256 of its own content"
     if manifest[SEAL] != seal(manifest):
         return f"{MANIFEST_NAME} was changed after it was written (its own SHA-256 differs)"
     return ""
@@ -218,16 +219,16 @@ def _size_damage(checkpoint: Checkpoint, files: Mapping[str, dict[str, object]])
 
 
 def seal(manifest: Mapping[str, object]) -> str:
-    """Return the SHA-256 of a manifest without its key `SEAL`, under which this hash is stored.
+    """Return the SHA-256 of a manifest; the key `SEAL`, which stores this hash, is left out.
 
-    The hash protects the numbers that training resumes from, as the hashes of the files protect the tensors.
+    The hash protects the values in the manifest, as the hashes of the files protect the tensors.
     """
     sealed = {key: value for key, value in manifest.items() if key != SEAL}
     return hashlib.sha256(json.dumps(sealed, sort_keys=True).encode()).hexdigest()
 
 
 def is_newer(checkpoint: Checkpoint) -> bool:
-    """Return whether a newer trainkit wrote the checkpoint, so that this version cannot verify it."""
+    """Return whether a newer trainkit version wrote the checkpoint, so that this version cannot verify it."""
     try:
         version = checkpoint.content().get("version")
     except (OSError, ValueError):
@@ -236,13 +237,13 @@ def is_newer(checkpoint: Checkpoint) -> bool:
 
 
 def newest_intact(checkpoints: Iterable[Checkpoint]) -> Checkpoint | None:
-    """Return the newest undamaged checkpoint; read checkpoints only until one is found."""
+    """Return the newest undamaged checkpoint; verify checkpoints only until one is found."""
     ordered = sorted(checkpoints, key=lambda checkpoint: checkpoint.step, reverse=True)
     return next((checkpoint for checkpoint in ordered if not find_damage(checkpoint)), None)
 
 
 def set_aside(checkpoint: Checkpoint) -> Path:
-    """Rename a damaged checkpoint so that it is no longer listed; return its new path."""
+    """Rename the folder of a damaged checkpoint, so that it is no longer listed; return the new path."""
     target = checkpoint.path.with_name(checkpoint.path.name + REJECTED_SUFFIX)
     number = 1
     while target.exists():
@@ -253,10 +254,9 @@ def set_aside(checkpoint: Checkpoint) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint's folder; an interrupted deletion never leaves a folder that looks published.
+    """Delete a checkpoint's folder such that an interrupted deletion leaves nothing that looks published.
 
-    An interrupted deletion leaves a folder that looks like an unfinished save, which the next attempt
-    deletes.
+    The remains of an interrupted deletion look like an unfinished save, which the next attempt deletes.
     """
     if not path.name.endswith(PARTIAL_SUFFIX):
         doomed = path.with_name(f"{path.name}.deleted-{os.getpid()}{PARTIAL_SUFFIX}")
@@ -285,7 +285,7 @@ def obsolete(
 
 
 def point_best_at(checkpoint: Checkpoint) -> None:
-    """Point the link `best` to this checkpoint."""
+    """Point the link `best` to a checkpoint."""
     link = checkpoint.path.with_name(BEST_LINK)
     staged = checkpoint.path.with_name(f".{BEST_LINK}-{os.getpid()}")
     staged.unlink(missing_ok=True)
@@ -294,7 +294,7 @@ def point_best_at(checkpoint: Checkpoint) -> None:
 
 
 def best_step(checkpoints_dir: Path) -> int | None:
-    """Return the step of the checkpoint that the link `best` points to; None without the link."""
+    """Return the step of the checkpoint that the link `best` points to; None if there is no link."""
     link = checkpoints_dir / BEST_LINK
     if not link.is_symlink():
         return None
@@ -304,13 +304,13 @@ def best_step(checkpoints_dir: Path) -> int | None:
 
 @dataclass(frozen=True)
 class ListedCheckpoint:
-    """One checkpoint folder; a field is None if the files do not contain its value."""
+    """A checkpoint folder; a field is None if the files in the folder do not contain its value."""
 
     name: str
     path: str
     state: str
-    """One of ``published``, ``rejected``, ``partial``, and ``damaged`` if the damage is visible without
-    reading tensors."""
+    """The state of the checkpoint: ``published``, ``rejected``, ``partial``, or ``damaged`` if the manifest
+    or the file sizes show damage."""
     step: int | None
     time: str
     """The time of the newest file of the checkpoint, in ISO 8601, UTC."""
@@ -319,15 +319,14 @@ class ListedCheckpoint:
     world_size: int | None
     best: bool
     reason: str | None
-    """The reason of the save, or the damage."""
+    """Why the checkpoint was saved, or what is damaged in it."""
     best_metric: str | None = None
-    """The metric that the checkpoint is the best for, if its manifest contains the metric; `best_value` is
-    its value."""
+    """The metric by which this checkpoint is the best, with the value `best_value`; None if unknown."""
     best_value: float | None = None
 
 
 def list_checkpoints(run: RunDir) -> list[ListedCheckpoint]:
-    """Return all checkpoints of a run: published ones by step, then rejected and partial ones by name."""
+    """Return all checkpoints of a run: published ones by step, then rejected ones, then partial ones."""
     best, reasons = best_step(run.checkpoints_dir), dict[str, str]()
     there, aside = published(run.checkpoints_dir), rejects(run.checkpoints_dir)
     names = {path.name for path in (*(checkpoint.path for checkpoint in there), *aside)}
@@ -352,8 +351,8 @@ def _listed(path: Path, state: str, best: bool, reason: str | None) -> ListedChe
     found = read_object(path / MANIFEST_NAME)
     manifest = Record(found if isinstance(found.get("files"), dict) else {})
     progress = manifest.record("progress")
-    # If a checkpoint was validated only after a resume, its manifest does not mark it as the best. The
-    # manifests of later checkpoints name it in `best_step`.
+    # If a checkpoint was validated only after a resume, its own manifest does not mark it as the best. Only
+    # the manifests of later checkpoints then refer to the best checkpoint, by their `best_step`.
     is_own = best and progress.count("best_step") == progress.count("step")
     metric = (progress.text("best_metric") or "").partition(" ")[0] if is_own else None
     files = [item.stat() for item in path.rglob("*") if item.is_file()]

@@ -1,8 +1,8 @@
-"""Choose folders for temporary and compiled files where no other user can plant a file.
+"""Choose folders for temporary and compiled files in which no other user can plant a file.
 
-torch and other libraries execute or unpickle files below ``$TMPDIR`` whose names anybody can guess:
+torch and other libraries execute or unpickle files below ``$TMPDIR`` with predictable names:
 ``torchinductor_USER``, ``USER/torch_vendor_quack_cache``, ``quack_generated_epilogues``. TensorBoard
-(``.tensorboard-info``) and MLflow (``db_init_lock-*``) would write through links that another user has
+(``.tensorboard-info``) and MLflow (``db_init_lock-*``) would write through symlinks that another user has
 planted there.
 """
 
@@ -19,32 +19,32 @@ from trainkit.folders import ensure_folder, make_private, state_folder, user_nam
 from trainkit.run.process import own_host
 
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
-"""Variables that name the folders for compiled files, which are worth more than temporary files."""
+"""Maps environment variables to folders for compiled files, which are worth keeping longer than temporary
+files."""
 _TORCH_REPLACES = re.compile(r'[\\/:*?"<>|]')
-"""The characters of a user name that torch replaces in the name of a folder."""
+"""The characters that torch replaces when it uses a user name in a folder name."""
 
 
 class OwnFolders(NamedTuple):
-    """The folders of this user on this host."""
+    """The private folders of the current user on this host."""
 
     temporary: str
     caches: Mapping[str, str]
-    """Maps the variables in `CACHES` to their folders."""
+    """Maps each environment variable in `CACHES` to a folder."""
     note: str
-    """Explains where the folders are and what another user has made in the usual place; empty if there is no
-    problem."""
+    """Explains why other folders than the usual ones are used; empty if the usual ones are."""
 
     def added_to(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return an environment with these folders, except for caches that the user has set."""
+        """Return `environ` with the private folders added; caches that the user has set are not changed."""
         own = _without_outer(environ)
         return {**self.caches, **own, "TMPDIR": self.temporary}
 
 
 def own_folders(environ: Mapping[str, str], fallback: Path, *, keeps: bool = False) -> OwnFolders:
-    """Create the folders below ``$TMPDIR`` or ``/tmp``, or in `fallback`, which must be private.
+    """Create private folders below ``$TMPDIR`` or ``/tmp``, or else in `fallback`, which must be private.
 
     TMPDIR stays unchanged if only this user can create files in it. With `keeps`, TMPDIR stays unchanged even
-    if other users can create files in it. In both cases TMPDIR is replaced if another user has made the
+    if other users can create files in it. TMPDIR is always replaced if another user owns or can write to the
     folder that torch uses by default. Raises OSError.
     """
     temporary = _without_outer(environ).get("TMPDIR") or "/tmp"
@@ -64,7 +64,7 @@ def own_folders(environ: Mapping[str, str], fallback: Path, *, keeps: bool = Fal
 
 
 def own_environ(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return an environment with private folders for a process that a command starts. Raises OSError."""
+    """Return an environment in which temporary and compiled files are in private folders. Raises OSError."""
     folders = own_folders(environ, state_folder(environ) / "caches" / own_host())
     if folders.note:
         print_note(folders.note)
@@ -72,9 +72,9 @@ def own_environ(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def _without_outer(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without the folders that a rank or torch has set instead of the user."""
+    """Return `environ` without cache folders that trainkit or torch has set; keep those set by the user."""
     own = f"/{_name()}/"
-    # torch writes its default folder into the environment of its process.
+    # torch adds the path of its default folder to the environment of its own process.
     defaults = [f"{_torch_default(folder)}/" for folder in (environ.get("TMPDIR") or "/tmp", "/tmp")]
     found = {
         name: value
@@ -99,7 +99,7 @@ def _caches_in(folder: Path) -> Mapping[str, str]:
 
 
 def _problem_of(folder: Path, others: int = 0o077) -> str | None:
-    """Create a private folder; return why it cannot be trusted, or None if it can be."""
+    """Create a private folder; return the reason why it cannot be trusted, or None if it can."""
     try:
         return None if make_private(folder, others) else f"{folder} can be written or replaced by others"
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Refuse run folders where another user could plant files that a start or resume would execute."""
+"""Refuse run folders in which another user could plant files that a start or resume would execute."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ DECIDING = (
     "submitit",
     "calls",
 )
-"""Files and folders of a run or group that decide what is executed. Other files are checked when they are
+"""Files and folders that decide what a run or group executes. All other files are checked when they are
 read."""
 MAX_LINKS = 40
-"""The maximum number of links that Linux follows in one path."""
+"""The maximum number of symlinks that Linux follows in one path."""
 
 
 def refuse_foreign(folder: Path, hint: str) -> None:
-    """Raise UsageError if another user could replace files of a run in this folder.
+    """Raise UsageError if another user could replace files in a run folder.
 
-    The check covers every folder on the path, including folders that links lead to, and the files in
-    `DECIDING`, which may have been planted while the folder was open to all. The folder may be missing.
-    `hint` says what the user can do instead. A folder that `trust` has accepted is not checked.
+    The check covers every folder on the path, including the targets of symlinks, and the files in `DECIDING`,
+    which another user may have planted while the folder was writable for everybody. The folder need not
+    exist. `hint` tells the user what to do instead. A folder that `trust` has accepted is not checked.
     """
     if is_trusted(folder):
         return
@@ -53,9 +53,9 @@ def refuse_foreign(folder: Path, hint: str) -> None:
 
 
 def _on_the_way(folder: Path) -> Iterator[Path]:
-    """Yield the existing folders and links that decide where a path leads, from its end to its root.
+    """Yield the existing folders and symlinks that decide where a path leads, from the path up to the root.
 
-    Raises OSError if links form a cycle.
+    Raises OSError if symlinks form a cycle.
     """
     waiting, seen = [folder], set[Path]()
     for path in waiting:
@@ -72,12 +72,13 @@ def _on_the_way(folder: Path) -> Iterator[Path]:
 def _refuse_writers(
     path: Path, found: os.stat_result, above: os.stat_result, hint: str, what: str, *, is_run: bool
 ) -> None:
-    """Raise UsageError if another user could replace `what` at `path`, a folder or link on the way to it."""
+    """Raise UsageError if another user could replace `what` by changing the folder or link `path`."""
     shown, is_link = shown_path(path), stat.S_ISLNK(found.st_mode)
     done = "could change what the run executes" if is_run else f"could replace {what}"
     if not is_own(found) and (is_run or found.st_uid != unknown_owner()):
-        # A link cannot be changed in place, and a project folder belongs to its group. Both are harmless
-        # unless everybody can write to the parent folder, as in /tmp.
+        # A symlink cannot be changed in place, and a project folder belongs to its group. A symlink or
+        # project folder of another user is harmless unless everybody can write to the parent folder, as with
+        # /tmp.
         is_harmless = (is_link or is_project(found)) and not above.st_mode & stat.S_IWOTH
         if is_run or not is_harmless:
             raise UsageError(f"{shown} belongs to user {found.st_uid}, who could replace {what}", hint=hint)
@@ -98,7 +99,7 @@ def _refuse_writers(
 
 
 def cannot_create(place: Path, reason: str, option: str) -> UsageError:
-    """Return the error for a run folder that cannot be created; `option` is the option for another folder."""
+    """Return the error for a run folder that cannot be created; `option` sets a different folder."""
     return UsageError(
         f"cannot create a run folder at {place}: {reason}",
         hint=f"choose a writable folder with {option}, and check that disk and quota are not full",
@@ -106,10 +107,10 @@ def cannot_create(place: Path, reason: str, option: str) -> UsageError:
 
 
 def refuse_place(name: str, run_dir: Path | None, option: str = "--run-dir") -> None:
-    """Raise UsageError if no folder can be created for a run or a group; write nothing.
+    """Raise UsageError if the folder of a new run or group cannot be created; writes nothing.
 
-    The reasons are: `run_dir` is not empty, the folder cannot be written, another user could replace it, or
-    its name or the name of the current folder is not UTF-8.
+    The reasons are: `run_dir` is not empty, the folder is not writable, another user could replace it, or its
+    name or the name of the current folder is not UTF-8.
     """
     for path in map(os.fsencode, (Path.cwd(), run_dir or "")):
         shown = path.decode(errors="backslashreplace")
@@ -134,7 +135,7 @@ def refuse_place(name: str, run_dir: Path | None, option: str = "--run-dir") -> 
 
 
 def _refuse_used(folder: Path, option: str) -> None:
-    """Raise UsageError if the requested folder is a file or is not empty."""
+    """Raise UsageError if the requested run folder is a file, or a folder that is not empty."""
     from trainkit.run.group import RunGroup  # imported here because it is slow to import and seldom needed
 
     shown = shown_path(folder)

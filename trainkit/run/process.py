@@ -1,6 +1,6 @@
-"""Identify processes by host, boot id, pid and start time, because pids are reused.
+"""Identify processes by host, boot id, pid and start time, because a pid may be reused.
 
-This host cannot see the processes of other hosts.
+Processes of other hosts are not visible on this host.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that Slurm and people send to end a process. A death by one of them says nothing about the host."""
+"""Signals that Slurm and users send to end a process. A death by one of these signals does not imply that the
+host is faulty."""
 
 
 class ProcessStat(NamedTuple):
-    """A process as the kernel describes it in ``/proc/PID/stat``."""
+    """The values that the kernel reports for a process in ``/proc/PID/stat``."""
 
     state: str
-    """A letter such as ``T`` for stopped and ``Z`` for a zombie."""
+    """State of the process as a letter, such as ``T`` for stopped and ``Z`` for a zombie."""
     parent_pid: int
     start_ticks: int
     """Start time in clock ticks since boot; together with the pid it identifies the process."""
@@ -32,9 +33,9 @@ PROC = Path("/proc")
 
 
 def process_stat(pid: int) -> ProcessStat | None:
-    """Return the kernel's description of a process; None if there is no such process.
+    """Return the values in ``/proc/PID/stat``; None if there is no such process.
 
-    Raises OSError if the description cannot be read.
+    Raises OSError if the file cannot be read.
     """
     try:
         text = (PROC / str(pid) / "stat").read_text()
@@ -50,15 +51,15 @@ FIRST_PERSON = 1000
 
 
 def other_people() -> list[str] | None:
-    """Return the names of other people with processes on this host; None if they cannot be seen.
+    """Return the names of other people with processes on this host; None if their processes are hidden.
 
-    A uid without a name is returned as a number.
+    For a uid without a user name, the uid is returned as text.
     """
-    if not (PROC / "1").exists():  # /proc is mounted with hidepid=2
+    if not (PROC / "1").exists():  # With hidepid=2, /proc hides the processes of other users.
         return None
     found = set()
     for entry in PROC.iterdir():
-        with contextlib.suppress(FileNotFoundError):  # the process has ended
+        with contextlib.suppress(FileNotFoundError):  # The process has ended in the meantime.
             if entry.name.isdecimal() and (uid := entry.stat().st_uid) >= FIRST_PERSON:
                 found.add(uid)
     return sorted(_name_of(uid) for uid in found - {os.getuid()})
@@ -72,16 +73,16 @@ def _name_of(uid: int) -> str:
 
 
 def own_host(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the Slurm node name of this host if it has one, else its hostname; the two may differ.
+    """Return the Slurm node name of this host or, outside of Slurm, its hostname; the two may differ.
 
-    A step or a job can exclude a host only by its Slurm node name.
+    The node name is needed because a job or step can exclude a host only by this name.
     """
     return environ.get("SLURMD_NODENAME") or os.uname().nodename
 
 
 @dataclass(frozen=True)
 class ProcessId:
-    """The identity of a process on any host."""
+    """Identifies a process across hosts."""
 
     host: str = ""
     boot_id: str = ""
@@ -97,7 +98,7 @@ class ProcessId:
         return cls(os.uname().nodename, boot_id(), pid, stat.start_ticks)
 
     def alive(self) -> bool | None:
-        """Return whether the process is alive; None if this host cannot tell."""
+        """Return whether the process is alive; None if that cannot be determined on this host."""
         is_named_so, current = self.host == os.uname().nodename, boot_id()
         if not current or (self.boot_id != current and not is_named_so):
             return None
@@ -109,13 +110,13 @@ class ProcessId:
             return None
         if stat is not None and stat.state not in "ZX" and stat.start_ticks == self.start_ticks:
             return True
-        # If the host name differs, the process may run in a container of this machine, whose processes are
-        # not visible.
+        # If only the host name differs, the process may run in a container on this machine and so be
+        # invisible.
         return False if is_named_so else None
 
 
 def boot_id() -> str:
-    """Return the boot id of this machine, which its containers share; "" if it cannot be read."""
+    """Return the boot id of this machine, which containers share with it; "" if it cannot be read."""
     try:
         return (PROC / "sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -30,16 +30,16 @@ from trainkit.slurm.environment import cluster_name, other_cluster
 from trainkit.trust import read_trusted
 
 AUTO_RESTART = "restart"
-"""The reason, in job.json, of an attempt that the supervisor starts without a command."""
+"""The `reason` in job.json of an attempt that the supervisor started by itself."""
 
 
 def submitit_pickle(run: RunDir, job_id: str) -> Path:
-    """Return the path of the file that submitit looks for; only submitit's jobs have such a file."""
+    """Return the path where submitit looks for a job's pickle; only submitit's jobs have such a file."""
     return run.path / "submitit" / f"{job_id}_submitted.pkl"
 
 
 def copy_submitit_pickle(run: RunDir, job_id: str, new_id: str) -> None:
-    """Copy the pickle of a submitit job for the job that continues it; do nothing for other jobs."""
+    """Copy the pickle of a submitit job for the job that continues the run; do nothing for other jobs."""
     if (pickle := submitit_pickle(run, job_id)).exists():
         shutil.copyfile(pickle, submitit_pickle(run, new_id))
 
@@ -51,18 +51,18 @@ class HasCluster:
 
     @property
     def elsewhere(self) -> str | None:
-        """Return the cluster of the jobs if Slurm's commands must name it on this host; else None."""
+        """Return the name of the jobs' cluster if Slurm commands on this host must specify it; else None."""
         return other_cluster(self.cluster)
 
     @property
     def expected_cluster(self) -> str | None:
-        """Return the cluster of the jobs; this host's cluster if none is recorded."""
+        """Return the name of the jobs' cluster; if none is recorded, that of this host's cluster."""
         return self.cluster or cluster_name()
 
 
 @dataclass(frozen=True)
 class AttemptRecord(HasCluster):
-    """One attempt in job.json; a missing value is None."""
+    """One attempt in job.json; a value that is missing from the file is None."""
 
     attempt: int = 0
     job_id: str = ""
@@ -70,16 +70,17 @@ class AttemptRecord(HasCluster):
     cluster: str | None = field(default=None, metadata=OPTIONAL)
     submitted_at: str | None = field(default=None, metadata=OPTIONAL)
     host: str | None = field(default=None, metadata=OPTIONAL)
-    """Together with the next three values, identifies the supervisor's process."""
+    """The host of the supervisor; together with the next three fields, it identifies the supervisor's
+    process."""
     boot_id: str | None = field(default=None, metadata=OPTIONAL)
     pid: int | None = field(default=None, metadata=OPTIONAL)
     start_ticks: int | None = field(default=None, metadata=OPTIONAL)
     backend: str | None = field(default=None, metadata=OPTIONAL)
     """The name of the backend; None without Slurm."""
     reason: str | None = field(default=None, metadata=OPTIONAL)
-    """The command that started the attempt, ``submit run requeue resume``, or `AUTO_RESTART`."""
+    """The trainkit command that started the attempt (submit, run, requeue or resume), or `AUTO_RESTART`."""
     step_id: str | None = field(default=None, metadata=OPTIONAL)
-    """The step id of `srun trainkit run`."""
+    """The id of the Slurm step, if the attempt was started with `srun trainkit run`."""
     node: str | None = field(default=None, metadata=OPTIONAL)
     """The Slurm node name of the supervisor's host."""
     started_at: str | None = field(default=None, metadata=OPTIONAL)
@@ -88,35 +89,35 @@ class AttemptRecord(HasCluster):
     """True if the attempt was cancelled without a save."""
     requeue_requested_at: str | None = field(default=None, metadata=OPTIONAL)
     folder: str | None = field(default=None, metadata=OPTIONAL)
-    """Together with `inode`, the run's folder when this record was written; the folder may have been moved or
-    copied since."""
+    """The path of the run's folder when this record was written. Together with `inode`, this path shows
+    whether the folder has been moved or copied since."""
     inode: int | None = field(default=None, metadata=OPTIONAL)
     more: dict[str, object] = field(default_factory=dict)
-    """Values that another version recorded."""
+    """Values of the attempt that this trainkit version does not know."""
 
     @property
     def job(self) -> str:
-        """Return the job as an argument of Slurm's commands: see `on_cluster`."""
+        """Return the job as an argument for Slurm's commands, in the form that `on_cluster` returns."""
         return on_cluster(self.job_id, self.elsewhere)
 
     @property
     def in_foreground(self) -> bool:
-        """Return whether the attempt saves and ends with the command that started it."""
+        """Return whether the attempt runs in the foreground, so that it saves and ends with its command."""
         return self.reason == "run"
 
     @property
     def has_started(self) -> bool:
-        """Return whether the supervisor has begun; Slurm can end a job before that."""
+        """Return whether the supervisor has started; Slurm can end a job before its supervisor starts."""
         return self.backend is None or self.started_at is not None
 
     @property
     def takeover(self) -> str:
-        """Return the reason why an earlier attempt ends once this one runs."""
+        """Return the reason to record for earlier attempts that end because this attempt runs."""
         return f"superseded: attempt {self.attempt} in job {self.job_id} has taken the run over"
 
     @property
     def is_complete(self) -> bool:
-        """Return whether the record names an attempt and a job; after an edit by hand it may not."""
+        """Return whether the record contains an attempt and a job; if edited by hand, it may not."""
         return self.attempt > 0 and self.job_id != ""
 
     @property
@@ -124,12 +125,12 @@ class AttemptRecord(HasCluster):
         return self.cancelled_at is not None
 
     def is_attempt(self, other: AttemptRecord) -> bool:
-        """Return whether both records describe one attempt; one may come from a copy of the run."""
+        """Return whether both records describe the same attempt; one may come from a copy of the run."""
         names = ("attempt", "job_id", "submitted_at")
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
     def alive(self) -> bool | None:
-        """Return whether the supervisor is alive; None if this host cannot tell."""
+        """Return whether the supervisor is alive; None if that cannot be determined on this host."""
         if self.host is None or self.pid is None:
             return None
         return ProcessId(self.host, self.boot_id or "", self.pid, self.start_ticks).alive()
@@ -137,32 +138,34 @@ class AttemptRecord(HasCluster):
 
 @dataclass(frozen=True)
 class CodeCopy:
-    """The copy of a run's code, as job.json describes it."""
+    """Describes the copy of a run's code, as recorded in job.json."""
 
     source: str = ""
     """The folder that was copied: the root of the Git work tree, or the working directory."""
     code: str = ""
     """The root of the copy."""
     subfolder: str = ""
-    """The working directory relative to both roots; empty if it is the root."""
+    """The working directory relative to `source` and `code`; empty if it is the root itself."""
     kind: str = ""
-    """The method that found the files: ``git`` or ``pattern``."""
+    """How the files to copy were found: ``git`` or ``pattern``."""
     num_files: int = 0
     num_bytes: int = 0
     left_out: list[dict[str, str]] = field(default_factory=list)
-    """The first files that were not copied, each with its ``path`` and ``reason``."""
+    """Files that were not copied, each with its ``path`` and ``reason``; at most `snapshot.MAX_LISTED` are
+    listed."""
     links: list[str] = field(default_factory=list)
-    """The first paths in the copy that are links to the source, which may change."""
+    """Paths in the copy that are symlinks to the source, where files may change; at most
+    `snapshot.MAX_LISTED` are listed."""
     import_path: list[str] = field(default_factory=list)
-    """The folders of the copy to add to PYTHONPATH, so that modules are imported from the copy."""
+    """Folders in the copy that are added to PYTHONPATH, so that modules are imported from the copy."""
     notes: list[str] = field(default_factory=list)
-    """Messages for the user."""
+    """Notes about the copy for the user."""
     workdir: str = ""
     """The working directory in the copy."""
     has_repository: bool | None = None
-    """True if the copy contains a Git repository; None for a copy of an earlier version."""
+    """Whether the copy contains a Git repository; None if an earlier trainkit version made the copy."""
     more: dict[str, object] = field(default_factory=dict)
-    """Values that another version recorded."""
+    """Values of the copy that this trainkit version does not know."""
 
 
 @dataclass
@@ -174,12 +177,12 @@ class JobRecord:
     cwd: str | None = None
     """The folder that the run was submitted from."""
     code: CodeCopy | None = None
-    """The copy of the code; None if the run uses the files in place."""
+    """The copy of the code; None if the run uses the original files."""
     attempts: list[AttemptRecord] = field(default_factory=list)
     follow_ups: list[str] | None = field(default=None, metadata=OPTIONAL)
-    """The ids of the chained jobs, which continue the run one after another."""
+    """The job ids of the chained jobs, each of which continues the run after the previous one."""
     more: dict[str, object] = field(default_factory=dict)
-    """Values that another version recorded."""
+    """Values of job.json that this trainkit version does not know."""
 
     @property
     def newest(self) -> AttemptRecord | None:
@@ -187,9 +190,10 @@ class JobRecord:
 
     @property
     def waiting(self) -> list[str]:
-        """Return the chained jobs that have not started an attempt, in order, named like `AttemptRecord.job`.
+        """Return the chained jobs that have not started an attempt, in order; see `AttemptRecord.job`.
 
-        All chained jobs are on the cluster of the newest attempt. Some of them may have left the queue.
+        All chained jobs are on the same cluster as the newest attempt. Some of the jobs may have left the
+        queue.
         """
         if self.newest is None or not self.follow_ups:
             return []
@@ -203,17 +207,17 @@ class JobRecord:
         return len(list(itertools.takewhile(lambda reason: reason == AUTO_RESTART, reversed(reasons))))
 
     def of_attempt(self, number: int) -> AttemptRecord:
-        """Return the record of an attempt; an empty record, with attempt 0, if there is none."""
+        """Return the record of an attempt; an empty record, whose attempt is 0, if there is none."""
         return next((entry for entry in self.attempts if entry.attempt == number), AttemptRecord())
 
     def superseding(self, number: int) -> AttemptRecord | None:
-        """Return the newest attempt if it is later than attempt `number` and so has superseded it."""
+        """Return the newest attempt if it is later than attempt `number`, and so supersedes it; else None."""
         return self.newest if self.newest is not None and self.newest.attempt > number else None
 
     def of_job(self, job_id: str, cluster: str | None = None) -> list[AttemptRecord]:
         """Return the attempts of a job, oldest first.
 
-        The job is on `cluster`, by default on the cluster of the newest attempt.
+        By default, `cluster` is the cluster of the newest attempt.
         """
         if cluster is None and self.newest is not None:
             cluster = self.newest.cluster
@@ -224,7 +228,7 @@ class JobRecord:
 def create_job(
     run: RunDir, *attempts: AttemptRecord, backend: str, name: str, cwd: str, code: CodeCopy | None
 ) -> JobRecord:
-    """Write the job.json of a new run before any supervisor has begun one of its attempts."""
+    """Write the job.json of a new run before the supervisor of an attempt starts."""
     job = JobRecord(backend, name, cwd, code, list(attempts))
     write_json(run.job_file, to_json(job))
     return job
@@ -234,27 +238,27 @@ def create_job(
 class RendezvousRecord:
     """The content of ``rendezvous.json``: the address where the ranks of an attempt meet.
 
-    The values are None or empty until the first host has written the file.
+    The values are None or empty until the first host has written the address.
     """
 
     step: str | None = None
-    """Identifies the step that wrote the file, among all starts of a job."""
+    """A key for the step that wrote the file; it differs between all starts of a job."""
     step_id: str | None = None
-    """The id of the Slurm step."""
+    """The step id in Slurm."""
     addr: str | None = None
     port: int | None = None
     nonce: str | None = None
     hosts: list[str] = field(default_factory=list)
-    """The hosts by node rank."""
+    """The hosts, ordered by node rank."""
 
 
 def read_rendezvous(attempt: AttemptDir) -> RendezvousRecord:
-    """Read rendezvous.json; return an empty record if it is missing or unreadable, as in a local run."""
+    """Read rendezvous.json; return an empty record if it is missing, as in a local run, or unreadable."""
     return read_record(RendezvousRecord, read_object(attempt.rendezvous_file))
 
 
 def read_job(run: RunDir) -> JobRecord:
-    """Read job.json; return a record without attempts if the file is missing or unreadable."""
+    """Read job.json; return an empty record if the file is missing or unreadable."""
     try:
         return read_job_to_change(run)
     except OSError:
@@ -265,7 +269,8 @@ def read_job(run: RunDir) -> JobRecord:
 def changed_job(run: RunDir) -> Iterator[JobRecord]:
     """Yield the content of job.json, and write it back at the end of the block.
 
-    Call with the run's lock held. Raises OSError if the file cannot be read, so that its content is not lost.
+    Call with the run's lock held. Raises OSError if the file cannot be read, because writing it would destroy
+    its content.
     """
     job = read_job_to_change(run)
     yield job
@@ -273,7 +278,7 @@ def changed_job(run: RunDir) -> Iterator[JobRecord]:
 
 
 def read_job_to_change(run: RunDir) -> JobRecord:
-    """Read job.json in order to change it; raise OSError if an existing file cannot be read."""
+    """Read job.json before changing it; raise OSError if the file exists but cannot be read."""
     try:
         content = read_json(run.job_file)
     except (FileNotFoundError, ValueError):
@@ -282,7 +287,7 @@ def read_job_to_change(run: RunDir) -> JobRecord:
 
 
 def job_of(run: RunDir, content: object) -> JobRecord:
-    """Convert the JSON of job.json to a record; return an empty record if the JSON is invalid."""
+    """Convert the parsed job.json to a record; return an empty record if it is invalid."""
     if not isinstance(content, dict) or not isinstance(content.get("attempts"), list):
         content = {}
     job = read_record(JobRecord, {**content, "attempts": [*map(_with_text_id, content.get("attempts", ()))]})
@@ -292,29 +297,29 @@ def job_of(run: RunDir, content: object) -> JobRecord:
 
 
 def _with_text_id(entry: object) -> object:
-    """Convert a job id that is a number, as people write it, to a string."""
+    """Convert a numeric job id, as people write it into the file, to a string."""
     if isinstance(entry, dict) and type(entry.get("job_id")) is int:
         return {**entry, "job_id": str(entry["job_id"])}
     return entry
 
 
 def attempt_of(entry: object) -> AttemptRecord | None:
-    """Convert the JSON of an attempt to a record; return None if it is invalid, as after an edit by hand."""
+    """Convert a parsed attempt to a record; return None if it is invalid, for example after a manual edit."""
     entry = _with_text_id(entry)
     record = read_record(AttemptRecord, entry) if isinstance(entry, dict) else AttemptRecord()
     return record if record.is_complete else None
 
 
 def record_of(attempt: AttemptDir) -> AttemptRecord:
-    """Return the record of an attempt in job.json, as `JobRecord.of_attempt` does."""
+    """Return the record of an attempt in job.json, or an empty record if there is none."""
     return read_job(attempt.run).of_attempt(attempt.number)
 
 
 def is_alive(run: RunDir, entry: AttemptRecord) -> bool | None:
-    """Return whether the supervisor of a local attempt is alive; None if this host cannot tell."""
+    """Return whether the supervisor of a local attempt is alive; None if that is unknown on this host."""
     alive = entry.alive()
-    # The record may come from a container on this machine or from an earlier host name. The kernel is the
-    # same and knows whether a process holds the lock.
+    # The record may come from a container on this machine, or from before a change of the host name. The boot
+    # id shows that the kernel is the same, so the kernel knows whether a process holds the lock.
     return False if alive is None and entry.boot_id == boot_id() and not is_supervised(run) else alive
 
 
@@ -329,7 +334,7 @@ def add_slurm_attempt(
 ) -> AttemptRecord:
     """Record that a Slurm job will run an attempt.
 
-    Call with the run's lock held. `job_id` may name its cluster, as `on_cluster` does.
+    Call with the run's lock held. `job_id` may include the cluster, in the form that `on_cluster` returns.
     """
     job_id, cluster = split_job(job_id)
     named = cluster or cluster_name()
@@ -352,7 +357,7 @@ def claim_entry(run: RunDir, attempt: int, pid: int) -> None:
 
 
 def claimed_by(pid: int) -> dict[str, Any]:
-    """Return the values of an `AttemptRecord` that identify the process that starts the attempt now."""
+    """Return the fields of an `AttemptRecord` that identify process `pid`, which starts the attempt now."""
     return {**asdict(ProcessId.of(pid)), "node": own_host(), "started_at": utc_now()}
 
 
@@ -372,7 +377,7 @@ def change_newest(run: RunDir, **values: Any) -> AttemptRecord:
 def mark_cancelled(run: RunDir, *, now: bool = False) -> AttemptRecord:
     """Record that the user cancelled the newest attempt, and return its record.
 
-    With `now`, the attempt was cancelled without a save.
+    `now` means that the attempt was cancelled without a save.
     """
     return change_newest(run, cancelled_at=utc_now(), **({"cancelled_now": True} if now else {}))
 
@@ -384,7 +389,7 @@ def open_attempt(run: RunDir, config_text: str, plan_text: str) -> AttemptDir:
     written.
     """
     attempt = run.next_attempt()
-    # These files make the folder a run, so that `resume` can start it if this process is killed.
+    # The config and the plan make the folder a run, which `resume` can start even if this process is killed.
     if not run.attempts_dir.exists():
         write_atomic(run.config_file, config_text)
         write_atomic(run.plan_file, plan_text)
@@ -400,7 +405,7 @@ def open_attempt(run: RunDir, config_text: str, plan_text: str) -> AttemptDir:
 
 
 def write_plan(attempt: AttemptDir, text: str) -> None:
-    """Write the plan of the newest attempt and the files of the plan, also into the run folder."""
+    """Write the newest attempt's plan and plan files, into both its folder and the run folder."""
     for name, content in {attempt.plan_file.name: text, **_plan_files(text)}.items():
         write_atomic(attempt.path / name, content)
         write_atomic(attempt.run.path / name, content)
@@ -410,26 +415,26 @@ def _plan_files(plan_text: str) -> dict[str, str]:
     try:
         return files_of(take_parts(json.loads(plan_text)))
     except (ValueError, TypeError, AttributeError):
-        return {}  # the attempt fails later with this error as its reason, which the user can read
+        return {}  # The attempt later fails and reports this error to the user.
 
 
 def reopen_attempt(attempt: AttemptDir) -> AttemptDir:
     """Create the next attempt with the config and plan of this one.
 
-    Raises the errors of `read_trusted` and OSError.
+    Raises OSError, or the errors of `read_trusted`.
     """
     return open_attempt(attempt.run, *map(read_trusted, (attempt.config_file, attempt.plan_file)))
 
 
 def discard_attempt(attempt: AttemptDir) -> None:
-    """Remove the newest attempt, which never started; the previous attempt becomes the newest again."""
+    """Remove the newest attempt, which never started, so that the previous attempt is the newest again."""
     run = attempt.run
     shutil.rmtree(attempt.path, ignore_errors=True)
     earlier = run.attempt_numbers()
     if not earlier:
         return
     before = run.attempt(earlier[-1])
-    with contextlib.suppress(OSError):  # on a full disk the run's files may be unchanged
+    with contextlib.suppress(OSError):  # On a full disk, the run folder may still contain the old files.
         before.make_latest()
         for own, newest in (
             (before.config_file, run.config_file),
@@ -441,9 +446,9 @@ def discard_attempt(attempt: AttemptDir) -> None:
 
 
 def copied_file(run: RunDir, name: str) -> Path:
-    """Return the copy of a file in the run's code snapshot, or the file itself if there is no copy.
+    """Return a file of the user in the run's code snapshot, or the original file if it was not copied.
 
-    A relative `name` refers to the folder that the run was submitted from, which may be gone.
+    A relative `name` refers to the folder that the run was submitted from, which may no longer exist.
     """
     original, (folder, code) = Path(name).absolute(), _snapshot(run)
     if code is None:
@@ -454,15 +459,15 @@ def copied_file(run: RunDir, name: str) -> Path:
 
 
 def copied_folder(run: RunDir) -> Path:
-    """Return the working directory in the code snapshot, or the current folder without a snapshot."""
+    """Return the working directory in the code snapshot; the current folder if there is no snapshot."""
     code = _snapshot(run)[1]
     return Path.cwd() if code is None else Path(code.workdir)
 
 
 def _snapshot(run: RunDir) -> tuple[str, CodeCopy | None]:
-    """Return the folder that a run was submitted from, and its code snapshot; None without a snapshot.
+    """Return the folder that a run was submitted from and its code snapshot, or None if it has none.
 
-    Raises ValueError if job.json is damaged, because the ranks would execute other code than the run's.
+    Raises ValueError if job.json is damaged, because the ranks would then execute other code than the run's.
     """
     try:
         content = read_json(run.job_file)

@@ -1,11 +1,11 @@
-"""Find runs: RUN on a command line is a job id, a run name, a run folder or `last`.
+"""Find runs: the argument RUN of a command is a job id, a run name, a run folder or `last`.
 
-A command that acts on a run accepts only the name of a run of this folder, while other commands accept the
-name of any run. A run of a group is also `GROUP/INDEX`, or the id of its array task, `123_4`. A job id may
-name its cluster, as in `123;east`.
+A command that changes a run accepts a run name only for runs of the current folder; other commands accept the
+name of any run. A run of a group may also be given as `GROUP/INDEX`, or by the id of its array task, such as
+`123_4`. A job id may include the cluster, as in `123;east`.
 
 Every start of a run appends a line to ``$XDG_STATE_HOME/trainkit/runs.jsonl``, so that commands find the run
-from any directory. Runs in ./runs are found without this file.
+from any directory. Runs in ./runs are found even without this file.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Known = TypeVar("Known", bound=RunDir | RunGroup)
 
 
 def index_file() -> Path:
-    """Return the path of the file that lists started runs."""
+    """Return the path of the index, the file that lists all started runs."""
     return state_folder() / "runs.jsonl"
 
 
@@ -46,7 +46,7 @@ def register(run: RunDir, name: str) -> None:
         ensure_folder(path.parent, parents=True)
         append_jsonl(path, {"time": utc_now(), "name": name, "path": str(run.path)})
     except OSError as error:
-        print_note(f"note: cannot write {path} ({error.strerror}): refer to the run by its folder")
+        print_note(f"note: cannot write {path} ({error.strerror}): use the run's folder to refer to the run")
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,11 @@ class Start:
 
     folder: Path
     name: str | None
-    """The name in the index; None for a run in ./runs that the index does not list."""
+    """The run name in the index; None for a run in ./runs that the index does not list."""
     time: str
     """Time of the start, in ISO 8601, UTC."""
     is_over: bool = False
-    """True if the run was over when `record_over` was called."""
+    """True if the run is over according to an earlier call of `record_over`."""
 
     @property
     def config_name(self) -> str:
@@ -72,23 +72,23 @@ class Start:
         try:
             return group if group.exists() else run if run.exists() else None
         except OSError:
-            return None  # another user's run or an unavailable disk must not hide the other runs
+            return None  # Another user's run or an unavailable disk must not hide the other runs.
 
 
 def starts() -> list[Start]:
-    """Return every start in the index or ./runs, the newest first, without reading the indexed folders."""
+    """Return every start in the index or in ./runs, newest first; does not read the folders in the index."""
     found: dict[str, Start] = {}
     index, records = index_file(), []
     try:
         records = [*read_jsonl(index)]
-    except OSError as error:  # a command with sudo may have created the file
-        print_note(f"note: cannot read {index} ({error.strerror}): runs are found by name in ./runs alone")
+    except OSError as error:  # The file may be unreadable because a command with sudo created it.
+        print_note(f"note: cannot read {index} ({error.strerror}): only runs in ./runs are found by name")
     for record in records:
         path, name, time = record.get("path"), record.get("name"), record.get("time")
         if not (isinstance(path, str) and isinstance(name, str) and isinstance(time, str)) or "\0" in path:
             continue
         key, is_over = os.path.normpath(path), record.get("over") is True
-        # Ignore the line if the run was started again while a command found that it was over.
+        # Ignore the record that the run is over if the run was started again in the meantime.
         if not is_over or (key in found and found[key].time == time):
             found.pop(key, None)
             found[key] = Start(Path(path), name, time, is_over)
@@ -97,15 +97,15 @@ def starts() -> list[Start]:
         here = None if key in found else Start(folder, None, "").read()
         if here is not None:
             file = here.sweep_file if isinstance(here, RunGroup) else here.attempts_dir
-            with suppress(OSError):  # the folder may have been deleted meanwhile
+            with suppress(OSError):  # The folder may have been deleted in the meantime.
                 time = datetime.fromtimestamp(file.stat().st_mtime, timezone.utc).isoformat()
                 found[key] = Start(folder, None, time)
-    # reversed, so that the later line comes first also within one millisecond
+    # Sort and reverse, so that the later of two lines with the same time comes first.
     return sorted(found.values(), key=lambda start: start.time)[::-1]
 
 
 def record_over(over: Iterable[Start]) -> None:
-    """Record in the index that these runs are over, so that `status` need not read them again."""
+    """Record in the index that runs are over, so that `status` need not read their folders again."""
     path = index_file()
     try:
         for start in over:
@@ -113,14 +113,14 @@ def record_over(over: Iterable[Start]) -> None:
                 record = {"time": start.time, "name": start.name, "path": str(start.folder), "over": True}
                 append_jsonl(path, record)
     except OSError:
-        pass  # without the record, the next `status` is only slower
+        pass  # Without the record, the next `status` is only slower.
 
 
 def iter_known_runs(found: Iterable[Start] | None = None) -> Iterator[RunDir | RunGroup]:
-    """Yield every known run and group that still exists, most recently started first.
+    """Yield every known run and group that still exists, newest start first.
 
-    Each folder is read only when the caller reaches it. `found` are the `starts` to choose from, by default
-    all.
+    Each folder is read only when the iteration reaches it. `found` are the starts to choose from; by default,
+    all `starts`.
     """
     seen = set()
     for start in starts() if found is None else found:
@@ -132,9 +132,9 @@ def iter_known_runs(found: Iterable[Start] | None = None) -> Iterator[RunDir | R
 
 
 def find_run(text: str, *, to_change: bool = False, acts: bool = False) -> RunDir:
-    """Return the run that RUN refers to; create the folder of an array task that has not started.
+    """Return the run that RUN refers to; create the folder of a trial that has not started.
 
-    Raises UsageError like `find_run_or_group`, and for a whole group.
+    Raises UsageError for a whole group, and for the same reasons as `find_run_or_group`.
     """
     return one_run(find_run_or_group(text, to_change=to_change, acts=acts), text)
 
@@ -147,7 +147,7 @@ def one_run(found: RunDir | RunGroup, text: str) -> RunDir:
     first = next(iter(indices), None)
     hint = "its sweep.json lists no runs, so restore that file"
     if first is not None:
-        hint = f"choose one of them, for example {found.run(first).word}"
+        hint = f"choose one run, for example {found.run(first).word}"
     raise UsageError(f"{text} is a group of {len(indices):,} runs", hint=hint)
 
 
@@ -163,27 +163,26 @@ def find_attempt(run: RunDir, number: int | None) -> AttemptDir:
 
 
 def find_run_or_group(text: str, *, to_change: bool = False, acts: bool = False) -> RunDir | RunGroup:
-    """Return the run or group of `find_to_read`; create the folder of an array task that has not started.
+    """Return what `find_to_read` returns; create the folder of a trial that has not started.
 
-    Raises UsageError as `find_to_read` and `create_task_run` do.
+    Raises UsageError for the same reasons as `find_to_read` and `create_task_run`.
     """
     found = find_to_read(text, to_change=to_change, acts=acts)
     return create_task_run(found) if isinstance(found, RunDir) else found
 
 
 def find_to_read(text: str, *, to_change: bool = False, acts: bool = False) -> RunDir | RunGroup:
-    """Return the run or group that RUN refers to; a name means the run in ./runs, or else the newest run.
+    """Return the run or group that RUN refers to; for a name, the run in ./runs or else the newest one.
 
-    The folder of a run of a group may not exist before the run starts. Raises UsageError if there is no such
-    run. With `to_change`, also raises UsageError if several runs have that name, or if jobs on several
-    clusters have that id.
+    The folder of a trial may not exist yet. Raises UsageError if there is no such run. With `to_change`, also
+    raises UsageError if several runs have the name, or if jobs on several clusters have the id.
 
-    `acts` is for a command that acts on the run. A name or `last` must then refer to a run in ./runs or a run
-    submitted from this folder. For a run of another folder, the error names the folder, which the user has to
-    type instead.
+    `acts` is for a command that acts on the run: a name or `last` must then refer to a run in ./runs or to
+    one submitted from the current folder. If the run belongs to another folder, the error contains that
+    folder, and the user must type it to confirm.
     """
     if not text.strip():
-        raise UsageError("RUN is empty", hint="name a run, its folder or job, or `last`")
+        raise UsageError("RUN is empty", hint="specify a run name, a run folder, a job id or `last`")
     run, group = RunDir(text), RunGroup(text)
     to_change = to_change or acts
     try:
@@ -218,7 +217,7 @@ def find_to_read(text: str, *, to_change: bool = False, acts: bool = False) -> R
         _refuse_other_folder(text)
     newest = _newest(text, matches, to_change)
     if len(matches) == 1 and not to_change and not is_job_id(job_id) and not _is_of_this_folder(newest):
-        print_note(f"note: {text} is a run of another folder: {newest.shown}")
+        print_note(f"note: {text} refers to a run that was submitted from another folder: {newest.shown}")
     if isinstance(newest, RunGroup) and is_job_id(job_id) and "_" in job_id:
         return _run_of(newest, int(job_id.partition("_")[2]))
     return newest
@@ -230,12 +229,12 @@ def _run_of(group: RunGroup, index: int) -> RunDir:
 
 
 def _matching_job(job_id: str, cluster: str, *, on_all_clusters: bool) -> list[RunDir | RunGroup]:
-    """Return the newest run or group with this job; with `on_all_clusters`, the newest of each cluster.
+    """Return the newest run or group with this job; with `on_all_clusters`, the newest one on each cluster.
 
     An empty `cluster` means any cluster.
     """
     matches, seen = list[RunDir | RunGroup](), set[str | None]()
-    # A trial that was restarted individually is also registered as a run, later than its group.
+    # A trial that was restarted alone also has its own line in the index, later than that of its group.
     for item in iter_known_runs():
         clusters = _clusters_of_job(item, job_id, cluster)
         if clusters - seen:
@@ -249,10 +248,10 @@ def _matching_job(job_id: str, cluster: str, *, on_all_clusters: bool) -> list[R
 def _matching_name(name: str, acts: bool = False) -> list[RunDir | RunGroup]:
     """Return the run or group in ./runs whose folder has this name.
 
-    If there is none, return all runs whose folder has the name, or else all whose config has it. With `acts`,
-    return only runs of this folder.
+    If there is none in ./runs, returns all runs whose folder has this name or, failing that, whose config has
+    it. With `acts`, return only runs that belong to the current folder.
     """
-    # A run without a name in the index has its name in its folder.
+    # If the index has no name for a run, the folder may have the name.
     found = [start for start in starts() if name in (start.folder.name, start.name) or start.name is None]
     called = [item for item in iter_known_runs(found) if item.path.name == name]
     here = Path(RUNS_FOLDER).absolute()
@@ -268,16 +267,16 @@ def _is_of_this_folder(known: RunDir | RunGroup) -> bool:
     """Return whether a run or group is in ./runs, or was submitted from the current folder."""
     if os.path.realpath(known.path.parent) == os.path.realpath(RUNS_FOLDER):
         return True
-    with suppress(UsageError):  # the group may be damaged
+    with suppress(UsageError):  # a damaged group raises UsageError
         cwd = known.record.cwd if isinstance(known, RunGroup) else read_job(known).cwd
         return cwd is not None and os.path.realpath(cwd) == str(Path.cwd())
     return False
 
 
 def _refuse_other_folder(text: str) -> None:
-    """Raise RunElsewhere if a name, or `last`, refers to a run of another folder.
+    """Raise RunElsewhere if a name or `last` refers to a run that belongs to another folder.
 
-    Otherwise a slip could end that run.
+    Without this check, a typing error could end a run of another project.
     """
     found = list(islice(iter_known_runs(), 1)) if text == "last" else _matching_name(text)
     if not found:
@@ -286,23 +285,23 @@ def _refuse_other_folder(text: str) -> None:
 
 
 class RunElsewhere(UsageError):
-    """Raised if a name, or `last`, refers to no run of this folder but to a run of another folder."""
+    """Raised if a name or `last` refers only to a run that belongs to another folder."""
 
     def __init__(self, typed: str, found: Sequence[RunDir | RunGroup]) -> None:
         what = "the newest run" if typed == "last" else typed
         super().__init__(
             f"{what} is not a run of this folder: it is {', '.join(item.shown for item in found)}",
-            hint=f"type its folder to act on it: {', '.join(item.word for item in found)}",
+            hint=f"to act on it, specify its folder: {', '.join(item.word for item in found)}",
         )
         self.typed, self.only = typed, found[0].path if len(found) == 1 else None
 
 
 class UnknownRun(UsageError):
-    """Raised if RUN refers to no run."""
+    """Raised if no run matches RUN."""
 
 
 def _path_hint(path: Path) -> str:
-    """Return a hint with the run that contains a path, or with a run of a similar name."""
+    """Return a hint that names the run that contains a path, or a run with a similar name."""
     inside = next((one for one in path.parents if RunDir(one).exists() or RunGroup(one).exists()), None)
     if inside is not None:
         return f"did you mean {RunDir(inside).shown}?"
@@ -310,9 +309,9 @@ def _path_hint(path: Path) -> str:
 
 
 def _name_hint(text: str, known: Sequence[str]) -> str:
-    """Return a hint with the run that the user probably meant.
+    """Return a hint that names the run that the user probably meant.
 
-    ``sweep_1`` and ``sweep[1]`` mean a trial of a group.
+    ``sweep_1`` and ``sweep[1]`` are read as trial 1 of the group `sweep`.
     """
     trial = re.fullmatch(r"(.+?)[_:.\[](\d+)\]?", text)
     if trial is not None and trial[1] in known:
@@ -338,16 +337,16 @@ def _newest(text: str, matches: Sequence[Known], to_change: bool) -> Known:
         count = f"{len(matches)} runs are called {text}"
         if to_change:
             raise UsageError(
-                f"{count}: {', '.join([newest, *others])}", hint="give the folder of one of them"
+                f"{count}: {', '.join([newest, *others])}", hint="specify the folder of one of these runs"
             )
         print_note(f"note: {count}; this is the newest, {newest}, not {', '.join(others)}")
     return matches[0]
 
 
 def _clusters_of_job(known: RunDir | RunGroup, job_id: str, cluster: str) -> set[str | None]:
-    """Return the clusters where a run or group has this job.
+    """Return the clusters on which a run or group has this job.
 
-    None stands for the cluster of this host and for an unknown cluster.
+    None stands for the cluster of this host, and for a job whose cluster is unknown.
     """
     found: list[HasCluster]
     if isinstance(known, RunGroup):
@@ -365,10 +364,10 @@ STATE_VARIABLE = "XDG_STATE_HOME"
 
 @contextmanager
 def isolated_state(folder: Path) -> Iterator[None]:
-    """Redirect the user's trainkit state to `folder`, so that the index omits runs started in the block.
+    """Move the user's trainkit state to `folder` during the block, whose runs are then not indexed.
 
-    So `last` keeps its meaning, and a node that a drill kills is not recorded as bad. The current records of
-    bad nodes still apply.
+    So `last` does not change, and a node that a drill kills is not recorded as bad. The existing records of
+    bad nodes are copied, so they still apply.
     """
     before, own = os.environ.get(STATE_VARIABLE), folder / ".state"
     known = state_folder() / "bad_nodes"

@@ -1,4 +1,4 @@
-"""Define the paths in a run folder and the locks that commands and the supervisor take on it."""
+"""Define the paths in a run folder, and the locks that commands and the supervisor take on the folder."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ REJECTED_SUFFIX = ".rejected"
 
 
 def is_same_folder(one: Path, other: Path) -> bool:
-    """Return whether two paths lead to one folder, even if its file system is mounted twice.
+    """Return whether two paths lead to the same folder, even if its file system is mounted twice.
 
-    A second mount has another device number, so inode and change time are compared; a copy has another change
-    time, which nobody can set. Return False if a path is missing.
+    A second mount has a different device number, so inode and change time are compared; a copy has a
+    different change time, which nobody can set. Returns False if a path is missing.
     """
     try:
         ours, theirs = one.stat(), other.stat()
@@ -49,7 +49,7 @@ def is_same_folder(one: Path, other: Path) -> bool:
 
 
 class Child:
-    """A descriptor that returns a path below the `path` of its owner."""
+    """A descriptor that returns a path below its owner's `path`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -59,9 +59,9 @@ class Child:
 
 
 class Numbered:
-    """A descriptor for the paths of ranks, nodes or steps.
+    """A descriptor for paths that contain the number of a rank, node or step.
 
-    The descriptor returns a function that maps a number or name to a path below the `path` of its owner.
+    Returns a function that maps a number or name to a path below the owner's `path`.
     """
 
     def __init__(self, pattern: str) -> None:
@@ -84,18 +84,18 @@ class RunFolder:
 
     @property
     def shown(self) -> str:
-        """Return the path as messages show it."""
+        """Return the path as shown in messages."""
         return shown_path(self.path)
 
     @property
     def word(self) -> str:
-        """Return the quoted path for a command that the user types in the current folder."""
-        # An argument without a slash could also be a job id, the name of another run, or a config.
+        """Return the path, quoted for the shell, for a command that the user types in the current folder."""
+        # Use a slash, because an argument without one could also be a job id, a run name or a config.
         return quote(self.shown if "/" in self.shown else str(self.path))
 
 
 DELETED = " (deleted)"
-"""Suffix that marks the path of a deleted folder after another folder has replaced it."""
+"""Suffix for the path of a deleted folder in messages, if another folder now has its path."""
 
 
 class RunDir(RunFolder):
@@ -110,31 +110,31 @@ class RunDir(RunFolder):
     script_file = Child("submit.sbatch")
     """The batch script of the newest attempt."""
     step_file = Child("step.json")
-    """The argv of the step that a submitit job starts, as JSON."""
+    """The command of the step that a submitit job starts, as a JSON list of arguments."""
     code_dir = Child("code")
-    """The snapshot of the code at submission."""
+    """The snapshot of the code, made at submission."""
     work_dir = Child("work")
-    """The working folder of a command; the first start creates it from the snapshot."""
+    """The working folder of a COMMAND; the first start creates it from the code snapshot."""
     work_file = Child("work.json")
-    """Records which snapshot the files in `work_dir` come from."""
+    """Records which code snapshot the files in `work_dir` come from."""
     values_file = Child("values.json")
-    """The swept values of a trial that belongs to no group: see `trainkit.run.trial`."""
+    """The swept values of a trial that belongs to no group; see `trainkit.run.trial`."""
     input_file = Child("stdin")
-    """The standard input that rank 0 of a command gets at each attempt, if the run keeps one."""
+    """The standard input of rank 0 of a COMMAND in each attempt; missing if the run has no standard input."""
     events_file = Child("events.jsonl")
     metrics_file = Child("metrics.jsonl")
     compiled_file = Child("compiled.bin")
-    """The compile cache of torch for the ranks, in torch's format."""
+    """The torch.compile cache of the ranks, in torch's file format."""
     caches_dir = Child("caches")
-    """The compile caches of each host that has no private folder for temporary files."""
+    """The compile caches of hosts without a private folder for temporary files."""
     heartbeat_file = Child("heartbeat")
-    """A command that prints nothing for a long time touches this file to show that it does not hang."""
+    """A COMMAND that prints nothing for a long time touches this file, so that it does not count as hung."""
     tensorboard_dir = Child("tensorboard")
     checkpoints_dir = Child("checkpoints")
     checkpoint_dir = Numbered(f"checkpoints/{CHECKPOINT_PREFIX}{{:08d}}")
     attempts_dir = Child("attempts")
     lock_file = Child(LOCK_NAME)
-    """Locked while a command changes what the run does next."""
+    """Locked by a command while it changes what the run does next."""
     supervisor_lock_file = Child(".supervisor.lock")
     """Locked by the run's supervisor until it exits."""
 
@@ -142,25 +142,25 @@ class RunDir(RunFolder):
     _inode = 0
     _made: tuple[int, ...] = ()
     was_replaced = False
-    """True if the held folder was deleted and another folder has taken its place."""
+    """True if the open folder was deleted and another folder has taken its path."""
 
     @property
     def shown(self) -> str:
-        """Return the path as messages show it; for a replaced folder, the path that it had before."""
+        """Return the path as shown in messages; for a replaced folder, the path that it had before."""
         return super().shown.removesuffix(DELETED * self.was_replaced)
 
     def hold(self) -> None:
-        """Keep the folder open, so that `follow` finds it after a move. Raises OSError."""
+        """Keep the folder open, so that `follow` can find it after a move. Raises OSError."""
         if self._held is not None:
             return
         self._held = os.open(self.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         self._inode, self._made = os.fstat(self._held).st_ino, self._when_made()
 
     def _when_made(self) -> tuple[int, ...]:
-        """Return values that identify this folder and differ for a folder created later at its path.
+        """Return values that identify this folder and differ for any folder created later at the same path.
 
-        Inode numbers alone do not: a new folder may get the number of a deleted one, and some file systems
-        change them. Raises OSError if the folder does not exist.
+        Inode numbers are not enough: a new folder may reuse the inode of a deleted one, and some file systems
+        change inodes. Raises OSError if the folder does not exist.
         """
         with contextlib.suppress(FileNotFoundError):
             found = self.provenance_file.stat()
@@ -168,7 +168,7 @@ class RunDir(RunFolder):
         return (self.path.stat().st_ino,)
 
     def follow(self) -> bool:
-        """Return whether the held folder was moved since the last call; if so, set `path` to the new path."""
+        """Return whether the open folder was moved since the last call; if so, set `path` to the new path."""
         if self._held is None:
             return False
         held = None
@@ -180,26 +180,27 @@ class RunDir(RunFolder):
             pass
         except OSError as error:
             if held is not None or error.errno != errno.ESTALE:
-                return False  # a file system that does not answer says nothing about a move
+                return False  # The file system does not respond, so a move cannot be detected.
         for found in self._places():
             with contextlib.suppress(OSError):
                 if held is not None and found.is_dir() and os.path.samestat(held, found.stat()):
                     self.path = found
                     return True
         with contextlib.suppress(OSError):
-            # The folder may still be the same: a file system that was mounted again has another device
-            # number, and all handles may become stale when a server restarts.
+            # The folder may still be the same: after a remount, the device number differs, and a restart of
+            # the file server may make all open handles stale.
             if self._when_made() != self._made:
-                # The path now leads to another run, and this run must not write into its folder.
+                # The path now leads to another run, into whose folder this run must not write.
                 self.path, self.was_replaced = self.path.with_name(f"{self.name}{DELETED}"), True
         return False
 
     def _places(self) -> Iterator[Path]:
-        """Yield the paths where the held folder may be now."""
+        """Yield paths that the open folder may have been moved to."""
         with contextlib.suppress(OSError):
             yield Path(f"/proc/self/fd/{self._held}").readlink()
         with contextlib.suppress(OSError):
-            # If another host moved the folder, the kernel of this host still reports the old path.
+            # If another host moved the folder, the kernel of this host still reports the old path, so search
+            # the parent folder.
             yield from (Path(entry) for entry in os.scandir(self.path.parent) if entry.inode() == self._inode)
 
     @property
@@ -208,14 +209,14 @@ class RunDir(RunFolder):
 
     @property
     def was_started_by_hand(self) -> bool:
-        """Return whether `trainkit.loop` created the run in a program that trainkit had not started."""
+        """Return whether `trainkit.loop` created the run in a program that was not started by trainkit."""
         return self.job_file.exists() and not self.config_file.exists()
 
     def attempt(self, number: int) -> AttemptDir:
         return AttemptDir(self, number)
 
     def latest_number(self) -> int | None:
-        """Return the attempt that ``attempts/latest`` points to; None without the link."""
+        """Return the number of the attempt that ``attempts/latest`` points to; None if there is no link."""
         try:
             name = (self.attempts_dir / "latest").readlink().name
         except OSError:
@@ -223,63 +224,62 @@ class RunDir(RunFolder):
         return int(name) if name.isdigit() else None
 
     def attempt_numbers(self) -> list[int]:
-        """Return the numbers of the existing attempts, oldest first; the first number is 1."""
+        """Return the numbers of the existing attempts in ascending order; they begin at 1."""
         if not self.attempts_dir.is_dir():
             return []
         return sorted(int(p.name) for p in self.attempts_dir.iterdir() if p.name.isdigit())
 
     def next_attempt(self) -> AttemptDir:
-        """Return the attempt that would be created now."""
+        """Return the attempt that would be created next."""
         return self.attempt(max(self.attempt_numbers(), default=0) + 1)
 
     def exists(self) -> bool:
         """Return whether the folder exists and contains a run."""
-        # a run of `trainkit.loop` without trainkit's launcher has no config
+        # A run of `trainkit.loop` outside of trainkit's launcher has no config.
         is_run = self.config_file.is_file() or self.job_file.is_file()
         return is_run and self.attempts_dir.is_dir()
 
 
 class AttemptDir:
-    """The paths of one attempt, which is one start of the workers with its config and plan."""
+    """The paths of one attempt, that is one start of the workers with a certain config and plan."""
 
     config_file = Child("config.yaml")
     plan_file = Child("plan.json")
     logs_dir = Child("logs")
     supervisor_log = Child("logs/supervisor.log")
     batch_host_log = Child("logs/batch-host.log")
-    """The log of the batch host. This log is separate from the supervisor's log, because there srun's
-    messages about tasks refer to the ranks."""
+    """The log of the host that executes the batch script. This log is separate from the supervisor's log,
+    where srun's messages about tasks refer to ranks."""
     errors_dir = Child("errors")
     hangs_dir = Child("hangs")
-    """The first rank that hangs creates this folder."""
+    """A folder for the stacks of a hang, created by the first rank that hangs."""
     stacks_dir = Child("stacks")
     flight_dir = Child("flight")
-    """torch writes the collectives that a rank has called into ``rank-N`` in this folder, only for ranks with
-    GPUs."""
+    """A folder in which torch writes the collectives of each rank to ``rank-N``; only for ranks with GPUs."""
     profile_dir = Child("profile")
     done_file = Child("done")
-    """A command creates this file when it has finished. After a stop signal, exit code 0 then means finished
-    instead of interrupted."""
+    """A COMMAND creates this file to report that it has finished. After a stop signal, exit code 0 means
+    "finished" if the file exists, and "interrupted" if not."""
     rendezvous_file = Child("rendezvous.json")
-    """The address where the ranks of several hosts connect; empty until the first host writes it."""
+    """The address at which the ranks of several hosts connect; empty until the first host has written it."""
     store_file = Child("store")
     """The file through which the ranks of a single machine find each other."""
     script_file = Child("submit.sbatch")
-    """The batch script that was submitted for this attempt."""
+    """The batch script with which this attempt was submitted."""
     end_file = Child("end.json")
-    """Describes how the attempt ended; missing while it runs and if its supervisor was killed."""
+    """Describes how the attempt ended; missing while the attempt runs, or if its supervisor was killed."""
     node_log = Numbered("logs/node-{:04d}.log")
     rank_log = Numbered("logs/rank-{:04d}.log")
     rank_result = Numbered("results/rank-{:04d}.pkl")
-    """The result or exception of a function; the first rank that calls the function creates the folder."""
+    """The return value or exception of a function; the folder is created by the first rank that calls it."""
     rank_error = Numbered("errors/rank-{:04d}.json")
     rank_hang = Numbered("hangs/rank-{:04d}.json")
     rank_stacks = Numbered("stacks/rank-{:04d}.txt")
     rank_collectives = Numbered("stacks/rank-{:04d}.collectives.json")
-    """The collectives that a rank of the trainer had called when it hung."""
+    """The collectives that a rank of the built-in trainer had called when it hung."""
     rank_profile = Numbered("profile/rank-{:04d}.json")
     rank_record = Numbered("ranks/rank-{:04d}.jsonl")
-    """Values that a rank computed by itself, for the logged steps."""
+    """Values of logged steps that a rank computed by itself, for `trainkit replay`."""
 
     def __init__(self, run: RunDir, number: int) -> None:
         self.run = run
@@ -287,20 +287,20 @@ class AttemptDir:
 
     @property
     def path(self) -> Path:
-        """Return the path below the run folder, which may be moved."""
+        """Return the path of the attempt below the current path of the run folder."""
         return self.run.attempts_dir / f"{self.number:03d}"
 
     @property
     def waits_in(self) -> str | None:
-        """Return the capability that makes a rank wait for a person now; None if no rank waits.
+        """Return the capability that makes a rank wait for a person at the moment; None if no rank waits.
 
-        The other ranks then wait for that rank and do not hang.
+        While a rank waits for a person, the other ranks wait for that rank and do not count as hung.
         """
         return next((name for name in ATTENDING if any((self.path / name).glob("rank-*.json"))), None)
 
     @property
     def attended_in(self) -> str | None:
-        """Return the capability that a person has used to attend to a rank of this attempt; else None."""
+        """Return the capability with which a person attended to a rank of the attempt; None if nobody did."""
         return next((name for name in ATTENDING if (self.path / name / "rank").exists()), None)
 
     def create(self) -> None:
@@ -316,20 +316,20 @@ class AttemptDir:
                 folder.mkdir(mode=0o700)
             self.make_latest()
         except OSError:
-            shutil.rmtree(self.path, ignore_errors=True)  # an incomplete folder would count as an attempt
+            shutil.rmtree(self.path, ignore_errors=True)  # An incomplete folder would count as an attempt.
             raise
 
     def make_latest(self) -> None:
         """Point the symlink ``attempts/latest`` to this attempt."""
         latest = self.run.attempts_dir / "latest"
         staged = self.run.attempts_dir / f".latest-{self.number:03d}"
-        staged.unlink(missing_ok=True)  # a killed command may have left this link
+        staged.unlink(missing_ok=True)  # A killed command may have left this link behind.
         staged.symlink_to(self.path.name)
         staged.replace(latest)
 
 
 class RunLocked(TrainkitError):
-    """Raised if another process still holds a lock of a run.
+    """Raised if another process holds a lock of a run and does not release it in time.
 
     `stopped` is True if a stop signal ended the wait.
     """
@@ -342,10 +342,10 @@ class RunLocked(TrainkitError):
 
 @contextlib.contextmanager
 def run_lock(run: RunDir, timeout_s: float | None = None) -> Iterator[None]:
-    """Hold the run's lock, so that only one command at a time changes what the run does next.
+    """Hold the run's lock, so that only one command at a time can change what the run does next.
 
-    Raises UsageError if the folder cannot be written or locked. Raises RunLocked if another process still has
-    the lock after `timeout_s`, or if a stop signal ends the wait, as `acquire_lock` describes.
+    Raises UsageError if the folder cannot be written or locked. Raises RunLocked if another process still
+    holds the lock after `timeout_s`, or if a stop signal ends the wait; see `acquire_lock`.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -358,37 +358,37 @@ def run_lock(run: RunDir, timeout_s: float | None = None) -> Iterator[None]:
         except OSError as error:
             raise UsageError(
                 f"{run.shown} cannot be changed: {error.strerror}",
-                hint="only users with write access to its folder can control a run",
+                hint="only users with write access to its folder can control the run",
             ) from error
         yield
 
 
 def refuse_missing(run: RunDir) -> None:
-    """Raise UsageError if the run folder is gone.
+    """Raise UsageError if the run folder no longer exists.
 
-    Otherwise a start could write into another folder that has taken its place.
+    Without this check, a start could write into another folder that now has the same path.
     """
     if not run.exists():
         raise UsageError(
             f"{run.path} is no longer a run folder: it was moved or deleted before this start",
-            hint="`trainkit resume DIR` continues the run where it is now",
+            hint="`trainkit resume DIR` resumes the run in its new folder DIR",
         )
 
 
 def become_sole_supervisor(run: RunDir, timeout_s: float) -> None:
-    """Lock the run for this supervisor until it exits; raise RunLocked like `run_lock`.
+    """Lock the run for this supervisor until it exits; raise RunLocked if another process keeps the lock.
 
-    Two supervisors in one folder would damage the run. job.json does not prevent them, because it can be lost
-    or edited.
+    Two supervisors of one run would damage it. job.json cannot prevent that, because it can be lost or
+    edited.
     """
     try:
-        acquire_lock(run.supervisor_lock_file, timeout_s)  # the lock is held until this process exits
+        acquire_lock(run.supervisor_lock_file, timeout_s)  # The lock is held until this process exits.
     except LockBusy as busy:
         raise RunLocked(run.supervisor_lock_file, busy) from None
 
 
 def is_supervised(run: RunDir) -> bool:
-    """Return whether a process holds the lock of `become_sole_supervisor`."""
+    """Return whether a process holds the supervisor lock, which `become_sole_supervisor` takes."""
     return is_locked(run.supervisor_lock_file)
 
 
@@ -400,7 +400,7 @@ def folders_named(parent: Path, name: str) -> Iterator[Path]:
 
 
 def next_name(name: str, run_dir: Path | None) -> str:
-    """Return the name of a new run or group; in `./runs`, the first name that is free."""
+    """Return the name of a new run or group: `name` or, in `./runs`, the first free variant of it."""
     if run_dir is not None:
         return name
     folders = folders_named(Path(RUNS_FOLDER), name)
@@ -408,10 +408,10 @@ def next_name(name: str, run_dir: Path | None) -> str:
 
 
 def submission_token(run: RunDir, attempt: int, follow_up: int = 0) -> str:
-    """Return the unique token in the comment of an attempt's job.
+    """Return a token that identifies an attempt's job; it is part of the job's comment in Slurm.
 
-    The token finds the job if the answer of sbatch is lost. Each chained job has its own token; `follow_up`
-    counts these jobs from 1.
+    The token is used to find the job if sbatch's answer is lost. Each chained job has its own token;
+    `follow_up` numbers these jobs from 1.
     """
     key = f"{run.path}/{attempt}" + (f"+{follow_up}" if follow_up else "")
     return f"trainkit:{hashlib.sha256(key.encode(errors='surrogateescape')).hexdigest()[:16]}"

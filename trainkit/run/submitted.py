@@ -1,7 +1,7 @@
-"""Verify that a run folder still matches the hashes of config.yaml and plan.json in the batch script.
+"""Verify the config.yaml and plan.json of a run folder against the hashes in the batch script.
 
-The supervisor verifies the hashes before it trusts any other file of the run folder. So nothing is executed
-if another folder has replaced the submitted one while the job waited, or if one of the two files was changed.
+The supervisor verifies both files before it trusts any other file in the run folder. So nothing is executed
+if another folder replaced the submitted one while the job waited, or if config.yaml or plan.json was changed.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from trainkit.shipped import files_of, take_parts
 from trainkit.trust import read_trusted
 
 SUBMITTED_VARIABLE = "TRAINKIT_JOB_SUBMITTED"
-"""The variable that contains the `submitted_hash`. The batch script sets the variable, or the command that
-starts a supervisor on this machine."""
+"""The environment variable that contains the `submitted_hash`. It is set by the batch script or, on this
+machine, by the command that starts the supervisor."""
 HASH_DIGITS = 32
 
 
 class NotSubmitted(UsageError):
-    """Raised if the run folder differs from the one that the job was submitted with."""
+    """Raised if the run folder does not match the hashes that the job was submitted with."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(
@@ -38,9 +38,9 @@ class NotSubmitted(UsageError):
 
 
 def plans_by_size(plan: Mapping[str, object]) -> dict[str, dict[str, object]]:
-    """Return the plan for each possible number of nodes, with the plan's current number last.
+    """Return a run's plan for each possible number of nodes, with the current number last.
 
-    Raises LookupError or TypeError if `plan` is not the content of a plan.json.
+    Raises LookupError or TypeError if `plan` is not a valid plan.json.
     """
     own, sizes = {**plan, "sizes": {}}, plan.get("sizes", {})
     if not isinstance(sizes, dict):
@@ -51,10 +51,10 @@ def plans_by_size(plan: Mapping[str, object]) -> dict[str, dict[str, object]]:
 def submitted_hash(config_text: str, plan: Mapping[str, object]) -> str:
     """Return the hashes of a config.yaml and a plan.json, independent of the number of nodes.
 
-    Raises LookupError, TypeError or AttributeError if `plan` is not the content of a plan.json.
+    Raises LookupError, TypeError or AttributeError if `plan` is not a valid plan.json.
     """
     plans = plans_by_size(plan)
-    if plan.get("fills_nodes"):  # the number of threads then depends on the CPUs of the allocated nodes
+    if plan.get("fills_nodes"):  # The number of threads then depends on the CPUs of the allocated nodes.
         plans = {size: {**one, "threads_per_worker": None} for size, one in plans.items()}
     return f"{_hash(config_text)}:{_hash(plans)}"
 
@@ -62,7 +62,7 @@ def submitted_hash(config_text: str, plan: Mapping[str, object]) -> str:
 def submitted_group_hash(
     config: Mapping[str, object], plan: Mapping[str, object], trials: Iterable[Trial]
 ) -> str:
-    """Return the hash of the values that the runs of a group are made from."""
+    """Return a hash of the values from which the runs of a group are created."""
     return _hash([config, plan, to_json(list(trials))])
 
 
@@ -72,11 +72,11 @@ def _hash(value: object) -> str:
 
 
 def read_submitted(folder: RunDir | AttemptDir) -> dict[str, object]:
-    """Return the content of plan.json, after verifying it and config.yaml against the hashes of the job.
+    """Return the content of plan.json after verifying it and config.yaml against the job's hashes.
 
-    The batch script of an earlier version contains no hashes, so nothing is verified. Raises NotSubmitted if
-    a file differs, UsageError if another user could have written a file, OSError if a file cannot be read,
-    and ValueError if plan.json is not JSON.
+    Verifies nothing if an earlier trainkit version wrote the batch script, because it then contains no
+    hashes. Raises NotSubmitted if a file differs, UsageError if another user could have written a file,
+    OSError if a file cannot be read, and ValueError if plan.json is invalid JSON.
     """
     config_text, plan_text = map(read_trusted, (folder.config_file, folder.plan_file))
     plan: dict[str, object] = json.loads(plan_text)
@@ -96,7 +96,7 @@ def read_submitted(folder: RunDir | AttemptDir) -> dict[str, object]:
 
 
 def _expected(run: RunDir) -> str | None:
-    """Return the hashes that the job of a run names; for an array task, derive them from its group."""
+    """Return the hashes in the job's environment; for an array task, compute them from its group."""
     named = os.environ.get(SUBMITTED_VARIABLE)
     if named is None or ":" in named or group_of(run) is None:
         return named
@@ -105,7 +105,7 @@ def _expected(run: RunDir) -> str | None:
 
 @cache
 def _expected_of_task(named: str, folder: Path) -> str:
-    """Return the hashes of an array task's run, after verifying its group against the hash `named`.
+    """Return the hashes for an array task's run, after verifying its group against the hash `named`.
 
     The result is cached, because verifying a group of ten thousand runs takes 0.4 s.
     """
@@ -118,7 +118,7 @@ def _expected_of_task(named: str, folder: Path) -> str:
 
 
 def require_submitted_group(group: RunGroup) -> None:
-    """Raise NotSubmitted if the group's runs differ from those that its array was submitted with."""
+    """Raise NotSubmitted if the runs of the group differ from those that the array was submitted with."""
     named = os.environ.get(SUBMITTED_VARIABLE)
     if named is not None and ":" not in named:
         record = group.record

@@ -1,4 +1,4 @@
-"""Find exceptions in the output of programs, with torch's rank prefixes and Python's exception groups."""
+"""Find exceptions in program output, including those with torch's rank prefixes or in exception groups."""
 
 from __future__ import annotations
 
@@ -21,26 +21,25 @@ _FIRST_LINE = re.compile(r"\[rank(?P<rank>\d+)\]: (?:Traceback \(|  \+ Exception
 _GROUP = "+ Exception Group Traceback ("
 _MARGIN = re.compile(r" +(?:\| ?|\+(?=-))")
 LAUNCHER_ERROR = "ChildFailedError"
-"""The exception that torchrun raises if a rank fails, which does not name the cause."""
+"""The exception that torchrun raises if a rank fails; it does not contain the cause."""
 MAX_LINES_AFTER = 20
-"""An exception that is followed by more lines of output counts as handled by the program."""
+"""If more lines of output than this follow an exception, the program has probably handled it."""
 
 _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 _INSTALLED = re.compile(
     r"^<|/(?:site|dist)-packages/|/lib(?:64)?/python\d[.\d]*/"
-    r"|/[a-z2-7]{2}/c[a-z2-7]{51}\.py$"  # torch.compile writes these files into any TORCHINDUCTOR_CACHE_DIR
+    r"|/[a-z2-7]{2}/c[a-z2-7]{51}\.py$"  # code that torch.compile has generated
 )
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 @dataclass(frozen=True)
 class CodeLine:
-    """A line of the user's code."""
+    """A line of the user's code in a traceback."""
 
     file: str = ""
-    """The path of the file, relative to the folder that the run was submitted from if the file is below
-    it."""
+    """The path of the file; relative if the file is in the folder that the run was submitted from."""
     line: int = 0
     text: str = ""
     """The source text; empty if Python could not read it."""
@@ -51,11 +50,11 @@ class CodeLine:
 
     @property
     def shown(self) -> str:
-        """Return the file, the line number and, if known, the source text."""
+        """Return the file, the line number and, if known, the source text, for a message."""
         return f"{self.place}: {self.text}" if self.text else self.place
 
     def in_tree(self, job: JobRecord) -> CodeLine:
-        """Return the line in the tree that the user edits, if the run has executed a copy of that tree."""
+        """Return this line in the user's original file, if the run has executed a copy of the code."""
         file, code = self.file, job.code
         if code is not None and code.code:
             for copy in (code.code, RunDir(Path(code.code).parent).work_dir):
@@ -67,14 +66,14 @@ class CodeLine:
 
 
 def is_of_user(file: str) -> bool:
-    """Return whether the file of a frame belongs to the user, not to Python, trainkit or a package."""
+    """Return whether a file in a traceback belongs to the user, not to Python, trainkit or a package."""
     return not _INSTALLED.search(file) and not file.startswith(_PACKAGE)
 
 
 def users_line(traceback: Sequence[str]) -> CodeLine | None:
-    """Return the innermost line of the user's code in the last traceback of these lines; None without one.
+    """Return the innermost line of the user's code in the last traceback in `traceback`; None without one.
 
-    A chained exception counts as a part of the same traceback.
+    Chained exceptions count as parts of the same traceback.
     """
     for index in range(len(traceback) - 1, -1, -1):
         frame = _FRAME.match(traceback[index])
@@ -94,14 +93,14 @@ class Raised:
     """An exception that ended a program."""
 
     index: int
-    """The number of the line with its type and message."""
+    """The index of the line with the exception's type and message."""
     type: str
     message: str
-    """The first line of its message."""
+    """The first line of the exception's message."""
     code: CodeLine | None
-    """The innermost line of the user's code."""
+    """The innermost line of the user's code; None if there is none."""
     tail: list[str]
-    """The lines up to and including the line with its type and message."""
+    """The lines up to and including the line with the exception's type and message."""
 
 
 def last_exception(lines: Sequence[str]) -> Raised | None:
@@ -119,16 +118,16 @@ def last_exception(lines: Sequence[str]) -> Raised | None:
 
 
 def exception_of(lines: Sequence[str], rank: int) -> Raised | None:
-    """Return the uncaught exception of a rank, which torch marks with a prefix; None without one."""
+    """Return a rank's uncaught exception, which has torch's rank prefix; None if there is none."""
     prefix = f"[rank{rank}]: "
     own = [(index, line[len(prefix) :]) for index, line in enumerate(lines) if line.startswith(prefix)]
     return _last(_without_margins(own))
 
 
 def first_raising_rank(lines: Sequence[str]) -> tuple[int, int] | None:
-    """Return (rank, line number) of the first uncaught exception in the output of several ranks.
+    """Return (rank, line index) of the first uncaught exception in the output of several ranks.
 
-    Return None if much other output follows the exception.
+    Returns None if many lines of other output follow the exception.
     """
     for index, line in enumerate(lines):
         if found := _FIRST_LINE.match(line):
@@ -148,7 +147,7 @@ def _last(lines: Sequence[tuple[int, str]]) -> Raised | None:
 
 
 def _follows_a_traceback(lines: Sequence[str], index: int) -> bool:
-    """Return whether the lines above `index` are an indented traceback with a line that names a file."""
+    """Return whether the lines above `index` are an indented traceback that contains a file name."""
     for at in range(index - 1, -1, -1):
         line = lines[at]
         if not line.startswith(" "):
@@ -159,12 +158,12 @@ def _follows_a_traceback(lines: Sequence[str], index: int) -> bool:
 
 
 def _without_margins(lines: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
-    """Return the numbered lines, without the margins that Python draws around an exception group."""
+    """Remove the margins that Python draws around exception groups; the line numbers are kept."""
     if not any(_GROUP in line for _, line in lines):
         return list(lines)
     return [(index, _MARGIN.sub("", line, count=1)) for index, line in lines]
 
 
 def is_quit(kind: str) -> bool:
-    """Return whether a failure type is the one that `q` raises in `pdb`."""
+    """Return whether a failure is the exception that pdb raises for the command `q`."""
     return kind.rpartition(".")[2] == "BdbQuit"

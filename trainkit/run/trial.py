@@ -1,9 +1,9 @@
-"""Determine the values of a trial, which tell it from other runs, for all ways to define a sweep.
+"""Determine the values that distinguish a trial from other runs, for all ways to define a sweep.
 
 `--sweep` and `--array` set config keys and arguments of a COMMAND; `trainkit.submit`, `sweep` and `map_array`
-set the parameters of a function; Hydra and Optuna set the values of their trials. A group stores the values
-of its runs in sweep.json, and a separate run stores its values in values.json. The values are stored as they
-were written.
+set parameters of a function; Hydra and Optuna set the values of their own trials. The values of a group's
+trials are stored in sweep.json, and those of a separate run in values.json. The values are stored as the user
+wrote them.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ from trainkit.run.rundir import RunDir
 
 MAX_TEXT = 100
 MAX_MASKED = 2**16
-"""Number of characters of a text that are searched for secrets before the text is shortened."""
+"""Number of characters in which secrets are searched for before a longer text is shortened."""
 MAX_DEPTH = 8
 MAX_BITS = 128
-"""A larger integer is shortened. `MAX_ITEMS` and `LIST_DEPTH` limit lists and their nesting in the same
-way."""
+"""Maximum number of bits of an integer; larger integers are shortened. `MAX_ITEMS` limits the length of
+lists, and `LIST_DEPTH` limits their nesting."""
 MAX_ITEMS, LIST_DEPTH = 20, 2
 MAX_PARTS = 1000
-"""An argument with more items becomes one value."""
+"""Maximum number of items in an argument whose items are stored separately; a larger argument becomes one
+value."""
 LONGEST_NUMBER = 40
 _NUMBER = re.compile(r"[-+]?(?:(?:0|[1-9]\d*)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII)
-"""Matches a number without leading zeros, because 007 is a name."""
+"""Matches a number without leading zeros, because a text such as 007 is a name."""
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+", re.IGNORECASE)
 
 
 @runtime_checkable
 class SweeperTrial(Protocol):
-    """A sweeper's trial, such as a trial of Optuna or a job of Hydra; its values are its `params`."""
+    """A trial of a sweeper, such as Optuna or Hydra; its values are in `params`."""
 
     @property
     def number(self) -> int: ...
@@ -52,7 +53,7 @@ class SweeperTrial(Protocol):
 
 
 def as_number(value: object) -> object:
-    """Convert a text that is a number to this number; return any other value unchanged."""
+    """Convert a text that is a number to the number; return any other value unchanged."""
     if not isinstance(value, str) or len(value) > LONGEST_NUMBER or not _NUMBER.fullmatch(value):
         return value
     if value.lstrip("+-").isdigit():
@@ -62,14 +63,14 @@ def as_number(value: object) -> object:
 
 
 def as_numbers(values: Mapping[str, object]) -> dict[str, object]:
-    """Convert the values that are texts of numbers to numbers."""
+    """Convert each text in a mapping that is a number to the number."""
     return {key: as_number(value) for key, value in values.items()}
 
 
 def values_of(run: RunDir) -> dict[str, object]:
-    """Return the values of a run's trial by key, as they were written; an empty dictionary without a trial.
+    """Return a run's trial values by key, as the user wrote them; an empty dictionary if there are none.
 
-    Raises UsageError for a run of a group whose sweep.json cannot be read.
+    Raises UsageError if the run belongs to a group whose sweep.json cannot be read.
     """
     found = group_of(run)
     if found is None:
@@ -79,23 +80,24 @@ def values_of(run: RunDir) -> dict[str, object]:
 
 
 def trial_values(arguments: Mapping[str, object]) -> dict[str, object]:
-    """Convert the arguments of a call to JSON values, one for each argument and each item of a mapping.
+    """Convert a call's arguments to JSON values, one for each argument or each item of a mapping.
 
-    An item of ``config`` is named ``config.lr``; an item of a `SweeperTrial` keeps its own name. A value that
-    looks like a secret is masked, and a value that JSON cannot represent becomes its shortened `repr`.
+    The item `lr` of the argument `config` is named ``config.lr``; an item of a `SweeperTrial` keeps its own
+    name. A value that looks like a secret is masked; a value without a JSON equivalent becomes its shortened
+    `repr`.
     """
     found: dict[str, object] = {}
     for name, value in _named(arguments):
         try:
             parts = dict(islice(_leaves(name, value, MAX_DEPTH), MAX_PARTS + 1))
-        except Exception:  # the user's object may raise anything, and its text can still be shown
+        except Exception:  # The user's object may raise any exception; its text can still be shown.
             parts = {name: _text(name, value)}
         found |= parts if len(parts) <= MAX_PARTS else {name: _text(name, value)}
     return found
 
 
 def group_values(trials: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
-    """Return the `trial_values` of each trial of a group, of nested values only those that differ."""
+    """Return the `trial_values` of each trial in a group; of nested values, keep only those that differ."""
     found = list(map(trial_values, trials))
     first, *others = found or [{}]
     same = {key for key, value in first.items() if others and all(own.get(key) == value for own in others)}
@@ -110,18 +112,18 @@ def group_values(trials: Sequence[Mapping[str, object]]) -> list[dict[str, objec
 
 
 def _named(arguments: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """Yield the arguments by name, and the values of a `SweeperTrial` in its place."""
+    """Yield the arguments by name, but replace a `SweeperTrial` by the values in it."""
     for name, value in arguments.items():
         params = _params(value)
         yield from [(name, value)] if params is None else params.items()
 
 
 def _params(value: object) -> Mapping[str, object] | None:
-    """Return the values of a `SweeperTrial`, or None for any other object, such as a module of parameters."""
+    """Return the values of a `SweeperTrial`; None for any other object, even if it has a `params`."""
     try:
         params = value.params if isinstance(value, SweeperTrial) else None
         return dict(params) if isinstance(params, Mapping) else None
-    except Exception:  # whatever the user's object raises
+    except Exception:  # The user's object may raise any exception.
         return None
 
 
@@ -135,11 +137,11 @@ def _leaves(name: str, value: object, depth: int) -> Iterator[tuple[str, object]
 
 
 def _parts(value: object) -> Mapping[object, object] | None:
-    """Return the named items of a value; None for a value without named items."""
+    """Return the named items of a value; None if the value has none."""
     if type(value).__module__.startswith("omegaconf."):
         from omegaconf import OmegaConf
 
-        value = OmegaConf.to_container(value)  # leave interpolations as they are written
+        value = OmegaConf.to_container(value)  # Keep OmegaConf's interpolations unresolved.
     found: object = None
     if isinstance(value, Mapping):
         found = None if value is os.environ else value
@@ -153,11 +155,11 @@ def _parts(value: object) -> Mapping[object, object] | None:
 
 
 def _json(key: str, value: object, depth: int = LIST_DEPTH) -> object:
-    """Convert a plain value or a short list of such values to JSON, and any other value to its text."""
+    """Convert a simple value or a short list to JSON, and any other value to text."""
     if isinstance(value, Enum):
         return value.name
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
-        value = as_number(str(value))  # the text of a 32-bit 0.1 is 0.1
+        value = as_number(str(value))  # Converting through text turns a 32-bit 0.1 into 0.1.
     if isinstance(value, bool | None):
         return value
     if isinstance(value, int) and value.bit_length() <= MAX_BITS:
@@ -178,14 +180,14 @@ _REPR.maxdict = _REPR.maxlist = _REPR.maxtuple = MAX_ITEMS
 
 def _text(key: str, value: object) -> str:
     try:
-        name = getattr(value, "__qualname__", None)  # a function or class has this attribute
-    except Exception:  # whatever the user's object raises
+        name = getattr(value, "__qualname__", None)  # A function or class has this attribute.
+    except Exception:  # The user's object may raise any exception.
         name = None
     return _masked(key, _ADDRESS.sub("", name if isinstance(name, str) else _REPR.repr(value)))
 
 
 def _masked(key: str, text: str) -> str:
-    """Mask secrets in a text, also because of the name of its key, and then shorten the text."""
+    """Mask secrets in a text, also if the name of its key suggests a secret, and then shorten the text."""
     before = f"{key}: "
     text = mask_secrets(before + text[:MAX_MASKED]).removeprefix(before)
     return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 1]}…"
