@@ -106,8 +106,7 @@ _BAR = re.compile(r"[━╸╺█▏▎▍▌▋▊▉|]\s*$"), re.compile(r"\s*
 _POSITION = re.compile(r"(?:\[|^)\s*$"), re.compile(r"\s*\[\d+:\d\d|\s*[━█#=>]{3}|\s+-\s|\s*\]|\s*\(\d")
 """Patterns for the text before and after a position.
 
-`_BAR` matches progress bars of tqdm and rich; `_POSITION` matches progress bars of Keras, and positions in
-brackets.
+`_BAR` matches progress bars of tqdm and rich; `_POSITION` matches Keras bars, and positions in brackets.
 """
 _BEGINS_VALIDATION = re.compile(
     r"\W*(?:val|valid|validation|validating|eval|evaluation|evaluating)\b(?!.*epoch)", re.I
