@@ -27,8 +27,8 @@ compiled blocks and loss, clipping. If its float32 state does not fit, the loop 
 in bf16. The benchmark does not run a model that does not fit according to the planner; its row shows the
 required memory.
 
-The interpreter needs torch for CUDA and the packages of NEEDS. --wheels names a folder from which missing
-packages are installed. `--device cpu` runs every part at tiny sizes, chosen as for a GPU with `--memory-gib`.
+The interpreter needs torch for CUDA and the packages of NEEDS. --wheels names a folder to install missing
+packages from. `--device cpu` runs every part at tiny sizes, chosen as for a GPU with `--memory-gib`.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--runs", type=int, default=10, help="runs that nothing disturbs")
-    parser.add_argument("--slowed", type=int, default=4, help="runs in which a host is slowed down")
+    parser.add_argument("--slowed", type=int, default=4, help="runs with a slowed-down host")
     parser.add_argument("--steps", type=int, default=300, help="steps of an undisturbed run")
     parser.add_argument("--before", type=int, default=80, help="steps before a host is slowed down")
     parser.add_argument("--cpus", type=float, default=0.1, help="CPUs of the slowed host")

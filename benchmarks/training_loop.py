@@ -8,7 +8,7 @@ several processes it uses DistributedDataParallel, and the trainer uses `replica
 times and their ratio for three cases:
 
 - the model `tiny` with 32 samples per step;
-- a step with 4 samples per process, in which communication matters more;
+- a step with 4 samples per process, where communication matters more;
 - a tiny model, for which the `fixed cost`, the difference of the medians, is the relevant number.
 """
 

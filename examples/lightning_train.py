@@ -24,7 +24,7 @@ EXIT_SAVED = 75
 
 
 class SaveOnSignal(Callback):
-    """Save after the step in which a rank received the stop signal.
+    """Save after the step during which a rank received the stop signal.
 
     Lightning's handler joins a broadcast immediately, in the middle of a step. Ranks at different points of
     the step then wait for each other forever, and nothing is saved.

@@ -103,7 +103,7 @@ def _python_path() -> Sequence[str]:
 
 
 def tests_of(path: str) -> list[str]:
-    """Return the test files that a change of a file can break, first those of the folder of the same name."""
+    """Return the test files that a change of a file can break, first files in the folder of the same name."""
     folder = f"tests/{PurePath(path).parent.relative_to('trainkit')}/"
     selected = select_tests([path], _sources(), _python_path())
     return sorted(selected, key=lambda test: (not test.startswith(folder), test))

@@ -66,7 +66,7 @@ A key can be set in several places; the first of the following that sets the key
 - `--set launch.env.NAME=null` removes an entry of a mapping.
   The entry must exist.
 - `--sweep` accepts items of a value too.
-  In a sweep, `null` adds a trial in which the entry is removed.
+  In a sweep, `null` adds a trial without the entry.
 - `train.steps` and `train.epochs` count as one key: `--set train.steps=20` replaces `train.epochs` of a file.
 
 The following commands and links help with configs:

@@ -204,7 +204,7 @@ def map_array(
 
 
 def as_completed(runs: Iterable[Run[Value]], timeout_s: float | None = None) -> Iterator[Run[Value]]:
-    """Yield the runs of a group or a list in the order in which they end.
+    """Yield the runs of a group or a list in the order they end.
 
     Raises TimeoutError if not all runs have ended `timeout_s` seconds after the first call.
     """
@@ -333,7 +333,7 @@ class Run(Generic[Value]):
         cancel_run(create_task_run(self._folder), now=now, wait=wait, warn=warn_caller)
 
     def resume(self, *, new_code: bool = False, now: bool = False, **options: Any) -> Run[Value]:
-        """Start the next attempt from the newest intact checkpoint; `options` are those of `submit`."""
+        """Start the next attempt from the newest intact checkpoint; `options` are as in `submit`."""
         from trainkit.control.resume import planned_resume, resume_run
 
         run = create_task_run(self._folder)
@@ -491,7 +491,7 @@ class Group(Sequence[Run[Value]]):
         return query_group(self._group, warn_caller)
 
     def best(self, metric: str | None = None) -> Run[Value] | None:
-        """Return the best run by `metric` (default: that of ``trainkit status``); None if there is no result.
+        """Return the best run by `metric` (default: as in ``trainkit status``); None if there is no result.
 
         Runs that have diverged are never the best. Raises UsageError for a metric that no run has logged.
         """

@@ -1,4 +1,4 @@
-"""Checks arguments of `trainkit.submit` that are not config keys: those of the function and of submitit."""
+"""Checks arguments of `trainkit.submit` other than config keys: the function's and submitit's."""
 
 from __future__ import annotations
 

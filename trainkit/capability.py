@@ -108,7 +108,7 @@ class Watch:
     """A check that the supervisor repeats while an attempt runs."""
 
     while_stopping: ClassVar[bool] = True
-    """Whether polling continues after the ranks have received a stop signal."""
+    """True if polling continues after the ranks have received a stop signal."""
 
     def poll(self) -> PlannedStop | None:
         """Check the attempt; the supervisor calls this every few seconds and waits for the return.
@@ -230,7 +230,7 @@ class Choice:
     """Values of the options that a capability adds to `trainkit run` or `trainkit check`."""
 
     has_terminal = False
-    """Whether a rank uses the terminal. If so, the command prints no log to the terminal."""
+    """True if a rank uses the terminal. If so, the command prints no log to the terminal."""
 
     def check(self, workload: Workload, *, is_alone: bool) -> None:
         """Raise UsageError if these options cannot be used with the run.
@@ -354,7 +354,7 @@ class Capability:
         return {}
 
     def waits(self, plan: PlanRecord) -> str:
-        """Return the text that `status` shows for a run in which a rank waits, or may wait, for a person."""
+        """Return the text that `status` shows for a run with a rank that waits, or may wait, for a person."""
         raise NotImplementedError
 
     def rows(self, reading: Reading) -> Mapping[str, str]:

@@ -39,8 +39,7 @@ CALLS_FOLDER = "calls"
 """Folder in a group that contains the pickled call of each run."""
 POLL_S = 0.1
 SUBMITIT_NAMES = {"LOCALID": "LOCAL_RANK", "NODEID": "NODE_RANK", "NTASKS": "WORLD_SIZE"}
-"""Maps variables that ``submitit.JobEnvironment`` reads to the variables from which their values are
-copied."""
+"""Maps variables that ``submitit.JobEnvironment`` reads to the variables that provide their values."""
 SUBMITIT_FOLDER = "submitit"
 """Subfolder of a run folder to which `JobEnvironment.paths` refers."""
 FOUND = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
@@ -119,7 +118,7 @@ def call_file(run: RunDir) -> Path:
 
 @contextlib.contextmanager
 def by_value(function: Callable[..., Any]) -> Iterator[None]:
-    """Within the block, pickle the function's module by value, unless the job can import the module.
+    """Pickle the function's module by value within the block, unless the job can import the module.
 
     A job can import a module if it is installed or in the current folder, because the run has a copy of that
     folder.
@@ -185,8 +184,8 @@ def stop_when_asked(call: Call, run: RunDir, attempt: AttemptDir, rank: int) -> 
 def appear_as_submitit(attempt: AttemptDir) -> None:
     """Set the variables that ``submitit.JobEnvironment`` needs inside a function.
 
-    On Slurm, the ids are those of the job and the array. Without Slurm, the ids are derived from the run and
-    stay the same in each attempt. `JobEnvironment.paths` refers to the log file.
+    On Slurm, the ids are the job's and the array's. Without Slurm, the ids are derived from the run
+    and stay the same in each attempt. `JobEnvironment.paths` refers to the log file.
     """
     job = read_job(attempt.run)
     is_local = job.of_attempt(attempt.number).backend is None

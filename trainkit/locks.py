@@ -158,7 +158,7 @@ def is_locked(path: Path) -> bool:
 
 @contextmanager
 def file_lock(path: Path, timeout_s: float | None = None, mode: int = 0o600) -> Iterator[None]:
-    """Hold the lock of a file during the block; parameters and errors are those of `acquire_lock`."""
+    """Hold the lock of a file during the block; parameters and errors are as in `acquire_lock`."""
     descriptor = acquire_lock(path, timeout_s, mode)
     try:
         yield

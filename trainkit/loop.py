@@ -501,7 +501,7 @@ class Attached:
         return step
 
     def _wanted(self, name: str, item: Any, saved: Mapping[str, TensorStorageMetadata]) -> dict[str, Tensor]:
-        """Return the tensors to load into; those of modules and optimizers are the original tensors."""
+        """Return the tensors to load into; for modules and optimizers, the original tensors."""
         if not isinstance(item, nn.Module | Optimizer):
             # The saved state may have more entries than the new object has.
             found = {path: saved[path] for path in saved if path.startswith(f"{name}.")}

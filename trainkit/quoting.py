@@ -1,6 +1,6 @@
 """Quotes values for a batch script: as bash arguments, in #SBATCH lines and in comments.
 
-The rules for #SBATCH lines differ from those of bash, because sbatch parses these lines itself.
+The rules for #SBATCH lines differ from bash's, because sbatch parses these lines itself.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class _Stored:
 
 
 class StoredWeights:
-    """The tensors in the safetensors files of a folder, of which any slice can be read separately."""
+    """The tensors in the safetensors files of a folder; any slice can be read separately."""
 
     def __init__(self, folder: Path) -> None:
         """Read the headers of all files; raise FatalError if there is no file or if a file is damaged."""

@@ -31,7 +31,7 @@ if (
 
 T = TypeVar("T")
 GROUP = "trainkit.capabilities"
-"""Entry-point group in which other packages declare capabilities, as section name -> MODULE:CLASS."""
+"""Entry-point group where other packages declare capabilities, as section name -> MODULE:CLASS."""
 OF_THE_RUN = ("config.yaml", "plan.json", "job.json", "end.json", "submit.sbatch")
 """Files of a run and its attempts that no capability may write."""
 
@@ -45,7 +45,7 @@ class RestartCause(NamedTuple):
     words: str
     """The reason, as shown in the list of restarts."""
     in_place: bool = False
-    """Whether the run restarts inside its allocation if possible; if False, the job is requeued."""
+    """True if the run restarts inside its allocation if possible; if False, the job is requeued."""
 
 
 class Shipped(NamedTuple):
@@ -68,7 +68,7 @@ class Shipped(NamedTuple):
     `choices`. The decorator's module is also imported to print the help of the command.
     """
     in_ranks: bool = False
-    """Whether the capability's code runs in the ranks of every run, even if the plan lacks the capability's
+    """True if the capability's code runs in the ranks of every run, even if the plan lacks the capability's
     part."""
     attends: str = ""
     """Field of the part that names the rank to which a person may connect; empty if there is none.
@@ -77,7 +77,7 @@ class Shipped(NamedTuple):
     capability's name. Once a person has connected, the file NAME/rank contains the number of that rank.
     """
     launchers: Mapping[str, tuple[str, ...]] = {}
-    """Maps a launcher, which `Capability.argv` starts, to packages of which one must be installed."""
+    """Maps a launcher, which `Capability.argv` starts, to packages; one of them must be installed."""
     events: Mapping[str, bool] = {}
     """Maps each event that is shown to people to True if the list of past warnings includes the event; see
     `owner_of`."""
@@ -92,9 +92,9 @@ class Shipped(NamedTuple):
     functions: Mapping[str, str] = {}
     """Maps the name by which the core calls a function to the function's MODULE:NAME in the folder."""
     keeps_media: bool = False
-    """Whether the capability records the images, histograms and texts that a rank logs."""
+    """True if the capability records the images, histograms and texts that a rank logs."""
     without_keys: bool = False
-    """Whether the capability has no config keys, so its class is not imported to check and plan a config."""
+    """True if the capability has no config keys, so its class is not imported to check and plan a config."""
     worker: str | None = None
     """Module whose `run_worker` the ranks call instead of the trainer's if the plan has the capability's
     part."""
@@ -263,7 +263,7 @@ def shipped_classes() -> list[str]:
 
 
 def launchers() -> dict[str, tuple[str, ...]]:
-    """Map each launcher of commands to its packages, of which one must be installed."""
+    """Map each launcher of commands to its packages; one of them must be installed."""
     return {name: needs for shipped in SHIPPED.values() for name, needs in shipped.launchers.items()}
 
 

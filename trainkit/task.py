@@ -50,7 +50,7 @@ class Samples(Protocol):
     `numpy.random` and `torch` before it reads each item, so that items do not depend on the number of
     processes.
 
-    When a run resumes, trainkit compares a fingerprint of the data with that of the checkpoint. By default,
+    When a run resumes, trainkit compares a fingerprint of the data with the checkpoint's. By default,
     the fingerprint is computed from the length and a few items. To provide a fingerprint of your own, define
     an attribute ``fingerprint``, a string that changes whenever the data changes.
     """

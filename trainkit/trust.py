@@ -1,4 +1,4 @@
-"""Decides which files and folders may be executed: those of this user, of root, or of the user's project."""
+"""Decides which files and folders may be executed: files of this user, of root, or of the user's project."""
 
 from __future__ import annotations
 

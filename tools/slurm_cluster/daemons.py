@@ -17,7 +17,7 @@ SBIN = ("/usr/local/sbin", "/usr/sbin", "/sbin")
 START_TIMEOUT_S = 150.0
 STOP_TIMEOUT_S = 60.0
 NAMES = ("slurmctld", "slurmdbd", "mariadb", "munge")
-"""Daemons in the order in which they are stopped."""
+"""Daemons in the order they are stopped."""
 
 
 def path_with_sbin() -> str:

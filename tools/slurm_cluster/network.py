@@ -102,7 +102,7 @@ def names(state: State) -> str:
 
 
 def hosts_file_inside(state: State) -> str:
-    """Return the complete /etc/hosts of a host, in which the machine has the address of the bridge.
+    """Return the complete /etc/hosts of a host, where the machine has the address of the bridge.
 
     A failed lookup takes seconds, after which Slurm reports "credential expired".
     """

@@ -103,7 +103,7 @@ def refuse_copy(run: RunDir, job: JobRecord, command: str) -> None:
 
 
 def refuse_copied_group(group: RunGroup, command: str) -> None:
-    """Raise UsageError if a group's jobs belong to another folder of which this one is a copy."""
+    """Raise UsageError if a group's jobs belong to another folder that this one was copied from."""
     record, job_id = group.record, str(group.job_id)
     if (original := group.original) is not None:
         raise _is_copy(group, original, job_id, command)
@@ -133,11 +133,11 @@ def _is_elsewhere(folder: RunFolder, home: str, job_id: str, ends: str, command:
 
 
 def _copied_from(run: RunDir, job: JobRecord) -> RunDir | None:
-    """Return the run of which this folder is a copy, if both have the same newest attempt; else None."""
+    """Return the run that this folder was copied from, if both have the same newest attempt; else None."""
     if (found := group_of(run)) is not None and (group := found[0].original) is not None:
         return group.run(found[1])
     if job.newest is None or not (job.newest.inode is None or _was_copied(run, job.newest.inode)):
-        return None  # the result is also None if a copy took the path from which this folder was moved
+        return None  # the result is also None if a copy took the path that this folder was moved from
     original = RunDir(job.newest.folder or run.path)
     if is_same_folder(original.path, run.path) or not original.exists():
         return None

@@ -128,7 +128,7 @@ def _start(
 
 
 def shown_failures(plan: LaunchPlan) -> LaunchPlan:
-    """Return the plan for the foreground, in which a failure is shown and nothing is restarted."""
+    """Return the plan for the foreground, where a failure is shown and nothing is restarted."""
     return replace(plan, requeue=replace(plan.requeue, on=()))
 
 

@@ -181,7 +181,7 @@ def _repeated(
 ) -> tuple[ConfigRequest, Workload, RepeatedRun | None]:
     """Return the request, the workload, and the run to repeat; the latter is None unless CONFIG names a run.
 
-    If no COMMAND is given, the workload is that of the repeated run.
+    If no COMMAND is given, the workload comes from the repeated run.
     """
     is_config = request.path in ("", "-") or typed_path(request.path, Path(), is_literal=True).is_file()
     if is_config or find_shipped_config(request.path) is not None:

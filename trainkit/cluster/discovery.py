@@ -32,7 +32,7 @@ from trainkit.slurm.control import has_expedited_requeue, parse_config, parse_ve
 from trainkit.slurm.environment import finds_cluster
 
 CLUSTER_TIMEOUT_S = 10.0
-"""Timeout for the controller in seconds; shorter than that of sbatch, so that an unreachable controller is
+"""Timeout for the controller in seconds; shorter than sbatch's, so that an unreachable controller is
 reported sooner."""
 ACCOUNTING_TIMEOUT_S = 10.0
 LOCAL_TIMEOUT_S = 10.0
@@ -79,7 +79,7 @@ def has_slurm() -> bool:
 def query_cluster(name: str = "", *, with_accounts: bool = False) -> Cluster:
     """Query the controller for a cluster, with up to four commands in parallel.
 
-    The cluster is that of this machine, or the one called `name`. Accounts and QOS are included only if
+    The cluster is this machine's, or the one called `name`. Accounts and QOS are included only if
     `with_accounts`. Only accounting knows which QOS an account may use and which limits a QOS overrides (see
     `query_qos`). Raises SlurmUnreachable after `CLUSTER_TIMEOUT_S`.
     """

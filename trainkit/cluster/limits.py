@@ -38,7 +38,7 @@ class ResourceRequest:
     gpus_per_node: int | None = None
     gpu_type: str | None = None
     gpu_types: tuple[str, ...] = ()
-    """The acceptable GPU types if there are several; the partition in which the job starts determines the
+    """The acceptable GPU types if there are several; the partition where the job starts determines the
     type."""
     cpus_per_node: int | None = None
     mem_mib: float | None = None

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 SUBACCOUNTS_SINCE = (23, 2)
-"""The first Slurm version in which a partition that accepts or denies an account also accepts or denies the
+"""The first Slurm version where a partition that accepts or denies an account also accepts or denies the
 account's descendants.
 
 If accounts are not enforced, Slurm does not check the accounts of a partition at all.
@@ -166,7 +166,7 @@ class Cluster:
     error: str = ""
     """Why the cluster is unknown: the error of Slurm, or that Slurm did not answer."""
     expedited_requeue: bool | None = None
-    """Whether jobs use the expedited requeue of Slurm 25.11; None if the site has not enabled it."""
+    """True if jobs use the expedited requeue of Slurm 25.11; None if the site has not enabled it."""
     groups: tuple[str, ...] | None = None
     """The groups of this user; None if unknown, and for root, whom Slurm allows in every partition."""
     bad_nodes: dict[str, str] = field(default_factory=dict)

@@ -60,7 +60,7 @@ def user_folder() -> Path:
 def find_profile(loaded: LoadedConfig) -> FoundProfile | None:
     """Return the profile that a run uses; None if there is none.
 
-    The profile is that of `launch.cluster`, or else of the first cluster in `resources.clusters`, or else of
+    The profile belongs to `launch.cluster`, or else to the first cluster in `resources.clusters`, or else to
     the ClusterName in slurm.conf. If slurm.conf contains no ClusterName and there is only one profile, that
     profile is used. Raises ConfigError if the named profile does not exist, if two profiles describe the same
     cluster, or if the profile is invalid.

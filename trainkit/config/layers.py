@@ -124,7 +124,7 @@ class Edit(NamedTuple):
         return merge(without(tree, [self.key]), entry)
 
     def _changed(self, value: object, path: tuple[str, ...]) -> object:
-        """Return a copy of `value` in which the item at `path` is changed."""
+        """Return a copy of `value` with the item at `path` changed."""
         if not path and self.appends:
             if isinstance(value, dict) and isinstance(self.value, dict):
                 return {**value, **self.value}

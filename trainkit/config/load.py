@@ -159,7 +159,7 @@ def _length_note(tree: Entry) -> str:
 def _with_hf_model(tree: Entry, config: RunConfig, cwd: Path, shipped: str) -> tuple[Entry, list[Problem]]:
     """Merge in the values from the config.json of `model.hf`, and return any problems found with that model.
 
-    Values from the config.json replace those of shipped configs, whose origins start with `shipped`.
+    Values from the config.json replace values of shipped configs, whose origins start with `shipped`.
     """
     name = config.model.hf
     assert name is not None

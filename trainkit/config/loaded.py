@@ -35,7 +35,7 @@ class LoadedConfig:
         return key not in self.adjustable and self.origins.get(key, DEFAULT) != DEFAULT
 
     def adjusting(self, *keys: str, origin: str) -> LoadedConfig:
-        """Return a copy in which a plan may change each of `keys` that the file `origin` sets."""
+        """Return a copy where a plan may change each of `keys` that the file `origin` sets."""
         found = {key for key in keys if self.origins.get(key, "").startswith(f"{origin}:")}
         return replace(self, adjustable=self.adjustable | found)
 

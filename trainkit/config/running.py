@@ -417,7 +417,7 @@ class LoggingConfig(Section):
 
 
 class ProfilerConfig(Section):
-    """Which steps to record with the PyTorch profiler."""
+    """Selects the steps to record with the PyTorch profiler."""
 
     start_step: AtLeastOne | None = key(None, "First step to profile; null disables the profiler.")
     num_steps: AtLeastOne = key(5, "Number of steps to profile.")

@@ -353,7 +353,7 @@ def accepts(path: tuple[str, ...], text: str) -> bool:
 
 
 def _written(path: tuple[str, ...], text: str, origin: str) -> str:
-    """Return a corrected value in the form in which the user must type it."""
+    """Return a corrected value as the user must type it."""
     if origin.startswith("--set "):
         return "--set " + quote(f"{'.'.join(path)}={text}")
     return f"{origin.split(' ')[0]} {quote(text)}" if origin.startswith("--") else text

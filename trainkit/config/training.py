@@ -59,9 +59,7 @@ class ModelConfig(Section):
     quantize: Literal["nf4"] | None = key(
         None, "Quantise the frozen linear layers to 4 bits, as QLoRA does; requires lora (experimental)."
     )
-    init_from: str | None = key(
-        None, "Run folder or checkpoint from which a new run loads its initial weights."
-    )
+    init_from: str | None = key(None, "Run folder or checkpoint whose weights a new run starts with.")
     init_include: tuple[str, ...] = key(
         (), "Patterns of the parameters to load from init_from, such as encoder.*; [] loads all parameters."
     )

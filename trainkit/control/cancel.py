@@ -185,8 +185,8 @@ def _cancel_here(group: RunGroup, process: ProcessId, now: bool, wait: bool) -> 
         )
     found = GroupFiles(group).status({}, datetime.now(timezone.utc)).trials
     group.update(cancelled_at=utc_now())
-    # In a copy of the group's folder, the recorded process is that of the original. The process of the
-    # original holds the lock of the original folder only, so it is not signalled here.
+    # In a copy of the group's folder, the recorded process is the original group's. That process holds the
+    # lock of the original folder only, so it is not signalled here.
     while process.alive() and group.has_process():
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGTERM)

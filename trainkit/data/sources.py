@@ -29,7 +29,7 @@ def prepared_folder(config: DataConfig) -> Path | None:
 
 
 MAX_PERIOD = 100_000
-"""Maximum length of the repeating pattern in which sources alternate; weights are rounded to fit it."""
+"""Maximum length of the repeating pattern of alternating sources; weights are rounded to fit it."""
 
 
 def is_mixture(config: DataConfig) -> bool:

@@ -100,7 +100,7 @@ def find_blame(
 
 
 def blame_for_unlike_data(flights: Mapping[int, Flight], ended: int) -> tuple[int, ...]:
-    """Return the ranks whose collective differs from that of the majority; empty if that is unclear.
+    """Return the ranks whose collective differs from the majority's; empty if that is unclear.
 
     gloo raised an error in the rank `ended` because of unexpected data, so this rank left no flight record.
     If all other ranks agree on their last common collective, `ended` must have made the differing call.

@@ -98,7 +98,7 @@ class Observed:
     out_of_time: bool = False
     """True if some processes were still running when the grace time was over."""
     exits: list[tuple[int, int]] = field(default_factory=list)
-    """Pairs of node rank and exit code, in the order in which the agents ended."""
+    """Pairs of node rank and exit code, in the order the agents ended."""
 
     @property
     def exit_codes(self) -> list[int]:
@@ -110,7 +110,7 @@ class Outcome:
     """The outcome of an attempt, including what the supervisor observed; created by `job/outcome.py`."""
 
     exits: tuple[tuple[int, int], ...] = ()
-    """Pairs of node rank and exit code, in the order in which the agents ended."""
+    """Pairs of node rank and exit code, in the order the agents ended."""
     stop_signal: str | None = None
     """The signal that asked the job to stop; None without one."""
     cause: str | None = None

@@ -68,7 +68,7 @@ class Call:
     """True if the device has started the call. Only NCCL knows whether a device has started a call, and only
     if it measures the times of calls."""
     place: str = ""
-    """The line of user code from which the call was made."""
+    """The line of user code that made the call."""
 
     @property
     def signature(self) -> tuple[object, ...]:

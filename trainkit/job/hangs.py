@@ -126,8 +126,8 @@ def find_blocking(
 ) -> Blame | None:
     """Find the ranks that block the others, using flight records and the stacks of the responding ranks.
 
-    `is_silence` means that the attempt runs a command of which only the stacks are known, not the step and
-    phase of each rank.
+    `is_silence` means that the attempt runs a command, so only the stacks are known, not the step and phase
+    of each rank.
     """
     silent = [rank for rank in range(plan.world_size) if rank not in stacks]
     blame = find_blame(read_flights(attempt, plan.world_size), silent, stacks)

@@ -43,7 +43,7 @@ PAUSE_SIGNALS = {signal.SIGTSTP, signal.SIGCONT}
 """Signals with which `trainkit run` passes Ctrl-Z and `fg` on to the supervisor."""
 
 # Without -P (Python 3.11+), the submission folder comes first on sys.path, so a user's `queue.py` in it would
-# shadow that of the standard library.
+# shadow the standard library's.
 PYTHON_OPTIONS = ("-u", "-P") if sys.version_info >= (3, 11) else ("-u",)
 
 

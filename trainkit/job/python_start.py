@@ -95,7 +95,7 @@ def prepare_for_capabilities(*, is_rank: bool) -> None:
 
 
 class CopyFinder:
-    """Imports modules from the copy of the code instead of the folder from which the run was submitted.
+    """Imports modules from the copy of the code instead of the folder that the run was submitted from.
 
     A package installed with ``pip install -e`` points to the original folder, by a line in a .pth file or by
     a finder. Some finders of editable installations precede the finder that reads PYTHONPATH.

@@ -69,7 +69,7 @@ class RankEnv:
 
 
 def find_rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv:
-    """Return the rank environment of this process; if it has none, that of a single process.
+    """Return the rank environment of this process; if it has none, the environment of a single process.
 
     Raises UsageError if the variables are incomplete or contradictory.
     """

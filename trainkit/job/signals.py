@@ -135,7 +135,7 @@ def is_death_by_notice(code: int) -> bool:
 
 
 def combine_exit_codes(codes: Sequence[int]) -> int:
-    """Combine the exit codes of several workers, given in the order in which the workers ended.
+    """Combine the exit codes of several workers, given in the order the workers ended.
 
     The result is 78 if any worker returned 78, else the first failure, else 75 if any worker saved, else 0.
     """

@@ -188,7 +188,7 @@ class Supervisor:
                 if watch.superseded_by is not None:
                     with contextlib.suppress(OSError):
                         watch.collect()
-                    # A command also exits with 0 after a save, from which the newer attempt then continues.
+                    # A command also exits with 0 after a save, and the newer attempt continues from there.
                     is_done = folder.done_file.exists()
                     is_finished = plan.workload.is_finished(was_stopped=True, is_done=is_done)
                     if not is_finished or set(attempt.observed.exit_codes) != {EXIT_OK}:

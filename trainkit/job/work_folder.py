@@ -22,13 +22,13 @@ from trainkit.run.record import JobRecord
 from trainkit.run.rundir import RunDir
 
 WORK_DIR_VARIABLE = "TRAINKIT_JOB_WORK_DIR"
-"""The variable with the directory in which a command runs."""
+"""The variable with the directory where a command runs."""
 NUM_THREADS = 8
 """Number of threads that copy files; on a shared filesystem, each file takes milliseconds."""
 
 
 def enter_work_folder(run: RunDir, job: JobRecord, plan: LaunchPlan) -> None:
-    """Tell the agents in which directory to start a command. Raises OSError."""
+    """Tell the agents the directory to start a command in. Raises OSError."""
     os.environ.pop(WORK_DIR_VARIABLE, None)  # the job that submitted this one may have set the variable
     folder = retry_on_disk_error(lambda: prepare_work_folder(run, job)) if plan.workload.is_command else None
     if folder is not None:
@@ -36,7 +36,7 @@ def enter_work_folder(run: RunDir, job: JobRecord, plan: LaunchPlan) -> None:
 
 
 def prepare_work_folder(run: RunDir, job: JobRecord) -> Path | None:
-    """Return the directory in which a run's command starts; None without a code snapshot.
+    """Return the directory where a run's command starts; None without a code snapshot.
 
     The first start of a run creates the working directory. If the run has received new code since its last
     start, files that the run has not changed are replaced; its outputs are kept. Raises OSError.

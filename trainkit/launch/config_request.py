@@ -45,7 +45,7 @@ class ConfigRequest:
     flags: dict[str, tuple[str, object]]
     """Maps a dotted key to the flag as the user typed it and the flag's value."""
     argv: tuple[str, ...] = ()
-    """The COMMAND after ``--``, from which the default name of the run is derived."""
+    """The COMMAND after ``--``, which determines the default name of the run."""
     chooses_nodes: bool = False
     """True for ``--nodes auto``."""
     repeats: RepeatedRun | None = None

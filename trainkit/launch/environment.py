@@ -24,7 +24,7 @@ _VERSION = re.compile(r"python(\d+)\.(\d+)$")
 def find_interpreter(
     launch: LaunchConfig, cwd: Path, environ: Mapping[str, str] = os.environ
 ) -> tuple[Interpreter, list[KeyProblem]]:
-    """Return the Python of a launch section, by default that of this process, and the section's problems.
+    """Return the Python of a launch section, by default this process's, and the section's problems.
 
     Relative folders in the section are relative to `cwd`.
     """
@@ -77,8 +77,8 @@ def command_python(
 ) -> tuple[str, ...]:
     """Return the Python for a launcher such as torchrun: the one that would run the command directly.
 
-    The interpreter is taken from the config, or else from the command. If neither specifies an interpreter,
-    that of the active environment or of this process is used.
+    The interpreter is taken from the config, or else from the command. If neither specifies one, the
+    interpreter of the active environment or of this process is used.
     """
     if any((launch.venv, launch.conda, launch.uv, launch.container, launch.python)):
         return find_interpreter(launch, cwd, environ)[0].argv
@@ -190,7 +190,7 @@ def _conda_environment(
 
 
 def _conda_folders(name: str, base: Path, environ: Mapping[str, str]) -> list[Path]:
-    """Return the folders in which a conda environment with this name may be."""
+    """Return the folders where a conda environment with this name may be."""
     home = Path(environ.get("HOME", "/"))
     places = filter(None, environ.get("CONDA_ENVS_PATH", "").split(os.pathsep))
     found = [folder / name for folder in (*map(Path, places), base / "envs", home / ".conda" / "envs")]
@@ -378,6 +378,6 @@ def make_job_environment(
         env=tuple(variables.items()),
         python_path=tuple(python_path),
         setup=launch.setup,
-        # If the version of Slurm is unknown, pass the value anyway, because it is that of the job.
+        # If the version of Slurm is unknown, pass the value anyway, because it is the job's.
         sets_cpus_per_task=not slurm_version or first <= slurm_version < after,
     )

@@ -177,7 +177,7 @@ def plan_run(
 
 
 def planning_error(invalid: InvalidConfig, workload: Workload, *, target: Target | None) -> ConfigError:
-    """Return an error with the problems of an invalid config, and those of planning with its valid keys."""
+    """Return an error with the problems of an invalid config, and of planning with its valid keys."""
     try:
         facts = gather(invalid.rest, workload, target=target)
         return invalid.with_problems_of_rest(problems(invalid.rest, facts, workload))

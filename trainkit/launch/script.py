@@ -44,7 +44,7 @@ def script_for(
     """Return the batch script of an attempt; `cwd` is the folder that the run was submitted from.
 
     `submitted` is the result of `submitted_hash` or `submitted_group_hash`. `code` describes the copy of the
-    code; None if there is no copy. With `array`, such as ``0-9%4``, `run` is the folder of a group, in which
+    code; None if there is no copy. With `array`, such as ``0-9%4``, `run` is the folder of a group, where
     each task finds its own run. Templates in ``cwd/templates`` override those that trainkit ships. Raises
     UsageError if a value cannot be written in a script or is a secret.
     """
@@ -190,7 +190,7 @@ def render(name: str, context: Mapping[str, object], project: Path) -> str:
 
 
 def _folders(project: Path) -> list[Path]:
-    """Return the template folders; that of the project comes first.
+    """Return the template folders, the project's first.
 
     If the project is trainkit itself, both folders are the same.
     """
@@ -199,7 +199,7 @@ def _folders(project: Path) -> list[Path]:
 
 
 def _environment(folders: list[Path]) -> Environment:
-    """Return a sandboxed jinja2 environment, in which a template cannot run code."""
+    """Return a sandboxed jinja2 environment, where a template cannot run code."""
     from jinja2 import FileSystemLoader, StrictUndefined
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 

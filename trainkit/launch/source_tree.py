@@ -1,6 +1,6 @@
 """Find the code files of a project, and the files to symlink into a copy of the code.
 
-Another user may have written the folder in which Git lists files, so Git must not start any program that the
+Another user may have written the folder where Git lists files, so Git must not start any program that the
 repository names. The config of a repository can name programs for nearly all Git operations: filters for
 files to compare, a file system monitor, hooks and transports. Filters in the user's own config do not run
 either, because they may read the repository's config, as git-lfs does.

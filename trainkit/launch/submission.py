@@ -122,7 +122,7 @@ class Submission:
 
     @cached_property
     def group_trials(self) -> list[Trial]:
-        """Return the trials in the form in which sweep.json stores them."""
+        """Return the trials as sweep.json stores them."""
         from trainkit.run.group import Trial  # imported here because it is slow to import
 
         first = self.trials[0]

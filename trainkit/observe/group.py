@@ -117,7 +117,7 @@ class TrialStatus:
     values: dict[str, object]
     """The swept values of the trial by config key. Texts that are numbers are converted to numbers."""
     state: str
-    """The state of the trial; possible values are those of `trainkit.observe.status.RunStatus.state`."""
+    """The state of the trial; possible values are as in `trainkit.observe.status.RunStatus.state`."""
     reason: str | None
     job_id: str | None
     best: Best | None
@@ -166,7 +166,7 @@ class GroupStatus:
     job_id: str | None
     array: str
     keys: list[str]
-    """The config keys in which the trials differ."""
+    """The config keys that differ between the trials."""
     num_nodes: int | None
     workers_per_node: int | None
     age_s: float | None

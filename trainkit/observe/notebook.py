@@ -12,9 +12,9 @@ from trainkit.terminal import plain
 MAX_CELL = 200
 """Maximum number of characters in a cell."""
 MAX_MASKED = 10_000
-"""Number of characters in which secrets are searched for before a text is truncated to `MAX_CELL`."""
+"""Number of characters that are searched for secrets before a text is truncated to `MAX_CELL`."""
 MAX_KEYS = 12
-"""Maximum number of columns for config keys in which the runs of a group differ."""
+"""Maximum number of columns for config keys that differ between the runs of a group."""
 MAX_ROWS = 20
 LEFT = ' style="text-align:left"'
 """Left-aligns a cell; notebooks right-align all cells, which suits numbers."""
@@ -34,7 +34,7 @@ Column = tuple[str, Sequence[object]]
 
 
 def table(columns: Iterable[Column]) -> str:
-    """Return a table with columns of equal length; columns in which all cells are None are omitted."""
+    """Return a table with columns of equal length; columns whose cells are all None are omitted."""
     shown = [(name, cells) for name, cells in columns if any(one is not None for one in cells)]
     head = "".join(f"<th{LEFT}>{_text(name)}</th>" for name, _ in shown)
     names = [name for name, _ in shown]

@@ -50,7 +50,7 @@ millisecond."""
 MAX_MEASURED = 16_384
 """Maximum number of results of ended runs that are cached."""
 MAX_NAMED = 20
-"""Maximum number of runs from which the hint of an error lists metric names."""
+"""Maximum number of runs whose metric names are listed in the hint of an error."""
 MAX_NAMES = 40
 """Maximum number of metric names in the hint of an error."""
 
@@ -107,7 +107,7 @@ def config_ranking(configs: Iterable[Mapping[str, object]]) -> Ranking | None:
 
 
 def candidates(asked: str | None, configured: Ranking | None) -> list[Ranking]:
-    """Return the rankings to try, in order; the first one in which any run has a result is used."""
+    """Return the rankings to try, in order; the first one with a result for any run is used."""
     known = [*([] if configured is None else [configured]), VAL_LOSS, LOSS]
     if asked is None:
         return known
@@ -183,7 +183,7 @@ def asked_metric(metric: str | None, sort: str | None, columns: Sequence[str]) -
 def rank(
     runs: Sequence[RunDir], asked: str | None, configured: Ranking | None
 ) -> tuple[Ranking, list[Measured]]:
-    """Return the first of the `candidates` in which any run has a result, and the results of all runs.
+    """Return the first of the `candidates` with a result for any run, and the results of all runs.
 
     The runs are read in parallel. Raises UsageError if no run has logged the requested metric, and OSError if
     a file cannot be read.

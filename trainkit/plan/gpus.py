@@ -55,7 +55,7 @@ class Gpu(NamedTuple):
 
 # Each tuple contains the bandwidth to other GPUs of the node and to other nodes, in GB/s per direction, and
 # the number of GPUs per node. NVLink figures are half of those in the data sheets, which add both directions.
-# Network figures are those of DGX and HGX systems, which have one network port per GPU.
+# Network figures are for DGX and HGX systems, which have one network port per GPU.
 _NVLINK5_72 = 900, 50, 4
 _NVLINK5 = 900, 50, 8
 _NVLINK4 = 450, 50, 8

@@ -126,7 +126,7 @@ class RequeuePolicy:
 
 @dataclass(frozen=True)
 class WorkerEnvironment:
-    """The environment in which the worker processes start."""
+    """The environment that the worker processes start with."""
 
     variables: dict[str, str] = field(default_factory=dict)
     """Environment variables that every worker gets."""
@@ -143,7 +143,7 @@ class WorkerEnvironment:
 
 @dataclass(frozen=True)
 class SlurmRequest:
-    """The Slurm options of one job, in the order in which they are displayed."""
+    """The Slurm options of one job, in the order they are displayed."""
 
     sbatch: Options = field(default_factory=dict)
     """sbatch options by their long names; True for an option without a value."""
@@ -154,7 +154,7 @@ class SlurmRequest:
     clusters: tuple[str, ...] = field(default=(), metadata=OPTIONAL)
     """The clusters to which the job may be submitted; empty for the cluster of this host."""
     gpu_types: dict[str, str] = field(default_factory=dict, metadata=OPTIONAL)
-    """Maps each partition in which the job may start to its GPU type, if the config lists several partitions
+    """Maps each partition where the job may start to its GPU type, if the config lists several partitions
     or types."""
     fills_nodes: bool = field(default=False, metadata=OPTIONAL)
     """True if the ranks may use all CPUs of an exclusive job, which can have more CPUs than it requested."""

@@ -159,7 +159,7 @@ class Parts:
     gradients: int = 0
     optimizer: int = 0
     activations: int = 0
-    """Activations kept for the backward pass, and those of the block that is being recomputed."""
+    """Activations kept for the backward pass, and activations of the block that is being recomputed."""
     loss: int = 0
     buffers: int = 0
     """Gathered and cast parameters, gradients being reduced, and receive buffers of a pipeline."""
@@ -291,7 +291,7 @@ def _phases(work: StepWork, params: RankParams) -> Iterator[Phase]:
         end = params.embedding or head
         buffers = FLOAT32 * end + (whole if stays else 0)
         yield "reduce", (waiting or own) + item * end, 0, 0, buffers
-        if not is_tied:  # The gradient of the head is reduced before those of the blocks.
+        if not is_tied:  # The gradient of the head is reduced before the blocks' gradients.
             yield "reduce", waiting + item * head, kept * blocks, 0, gathered + FLOAT32 * head
 
 
@@ -316,7 +316,7 @@ def _pipeline_phases(work: StepWork, params: RankParams, pp_rank: int) -> Iterat
         a_logit = item if is_deferred else FLOAT32 + item
         losses = others * round(logits * a_logit + at_head)
     for state in worst_in_flight(schedule, pp, pp_rank, passes):
-        # Deferred weight gradients are also kept in the compute dtype, except those of the first stage.
+        # Deferred weight gradients are also kept in the compute dtype, except in the first stage.
         all_have = state.summed == len(layers)
         summed = params.whole if all_have else state.summed * (params.block * layers[-1] + params.head)
         latest = summed - all_have * (params.embedding + (pp_rank == 0) * params.block * layers[0])

@@ -13,7 +13,7 @@ VOCAB_MULTIPLE = 64
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """The way in which Llama 3.1 stretches its rotary position embedding for long contexts.
+    """How Llama 3.1 stretches its rotary position embedding for long contexts.
 
     Long wavelengths are stretched by `factor`; short wavelengths stay unchanged.
     """

@@ -120,7 +120,7 @@ class Cost:
     exposed_s: dict[str, float]
     """Seconds of communication that do not overlap with computation, by kind of parallelism."""
     bubble: float
-    """Fraction of the step in which a pipeline rank is idle."""
+    """Fraction of the step when a pipeline rank is idle."""
     flows: tuple[Flow, ...]
 
     @cached_property

@@ -78,7 +78,7 @@ class StepWork:
     shape: ModelShape
     layout: Layout
     parallel: ParallelConfig
-    """The config section `parallel`; its degrees are replaced by those of `layout`."""
+    """The config section `parallel`; its degrees are replaced by the degrees of `layout`."""
     seq_len: int
     device_batch_size: int
     accumulation_steps: int
@@ -150,7 +150,7 @@ class StepWork:
 
     @property
     def loss_chunks(self) -> int:
-        """Return the number of chunks in which the loss of a pass is computed."""
+        """Return how many chunks the loss of a pass is computed in."""
         return loss_chunks(self.layout, self.shape, self.tokens_per_pass)
 
     @property
@@ -173,7 +173,7 @@ each chunk reads and writes the gradient of the head's weight."""
 
 
 def loss_chunks(layout: Layout, shape: ModelShape, tokens: int) -> int:
-    """Return the number of chunks in which the loss of a pass is computed; 1 for all tokens at once.
+    """Return how many chunks the loss of a pass is computed in; 1 for all tokens at once.
 
     With chunks, the logits of a whole pass never exist at the same time. The loss is compiled for each chunk
     length, so chunks have equal lengths unless this needs twice the minimum number of chunks or more. Chunks
@@ -212,7 +212,7 @@ def optimizer_bytes(optimizer: OptimizerConfig, shape: ModelShape) -> float:
 def work_of(
     config: RunConfig, shape: ModelShape, layout: Layout, batch: Batch, device: str = "cuda"
 ) -> StepWork:
-    """Return the work of a config on a layout; the number of microbatches is that of `batch`."""
+    """Return the work of a config on a layout; the number of microbatches comes from `batch`."""
     microbatches = batch.pp_microbatches or config.parallel.pp_microbatches
     return StepWork(
         shape=shape,
@@ -237,7 +237,7 @@ def work_of(
 PASSES = 3
 """Number of passes per microbatch and stage: forward, input gradients and weight gradients."""
 DEFERRED_WEIGHT_GRADS: tuple[PipelineSchedule, ...] = ("interleaved_zero_bubble", "zbv")
-"""Schedules that defer weight gradients in every pass, except those of the first stage. The other schedules
+"""Schedules that defer weight gradients in every pass, except in the first stage. The other schedules
 in `SPLIT_BACKWARD` defer weight gradients only at the beginning and end of a step."""
 
 

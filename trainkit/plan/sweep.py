@@ -130,7 +130,7 @@ def names_key(command: Sequence[str], key: str) -> bool:
 
 
 def filled_in(command: Sequence[str], values: Mapping[str, object]) -> tuple[str, ...]:
-    """Return the command of a trial, in which swept values replace their placeholders ``{key}``."""
+    """Return the command of a trial, with swept values in place of their placeholders ``{key}``."""
     words = []
     for word in command:
         for key, value in values.items():

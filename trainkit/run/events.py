@@ -309,7 +309,7 @@ def with_divergence(reason: str | None, since: int | None) -> str | None:
 
 
 BEGINNINGS = ("training", "resumed", "first_step")
-"""The events from which `first_steps` reads the first step of an attempt."""
+"""The events where `first_steps` finds the first step of an attempt."""
 
 
 def first_steps(run: RunDir, events: Iterable[Event]) -> dict[int, int]:

@@ -25,7 +25,7 @@ GIT_LOCATIONS = {
     f"GIT_{name}"
     for name in ("DIR", "WORK_TREE", "INDEX_FILE", "COMMON_DIR", "PREFIX", "NAMESPACE", "OBJECT_DIRECTORY")
 }
-"""Environment variables that make Git use a repository other than that of the working directory; Git sets
+"""Environment variables that make Git use a repository other than the working directory's; Git sets
 them for its hooks."""
 OF_SHA256 = b"\n\tobjectformat = sha256\n"
 """The text in the config of a repository that uses SHA-256 hashes."""
@@ -54,7 +54,7 @@ class IndexEntry:
         `written_s` is the modification time of the index.
         """
         own = (*self.stat[:1], *self.stat[2:3], self.stat[5], *self.stat[7:])
-        # If the file changed in the second in which the index was written, it may have changed again in that
+        # If the file changed in the second when the index was written, it may have changed again in that
         # second.
         return own == _compared(found) and self.stat[6] == _mode(found) and self.stat[2] < written_s
 

@@ -1,4 +1,4 @@
-"""Choose folders for temporary and compiled files in which no other user can plant a file.
+"""Choose folders for temporary and compiled files where no other user can plant a file.
 
 torch and other libraries execute or unpickle files below ``$TMPDIR`` with predictable names:
 ``torchinductor_USER``, ``USER/torch_vendor_quack_cache``, ``quack_generated_epilogues``. TensorBoard
@@ -64,7 +64,7 @@ def own_folders(environ: Mapping[str, str], fallback: Path, *, keeps: bool = Fal
 
 
 def own_environ(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return an environment in which temporary and compiled files are in private folders. Raises OSError."""
+    """Return an environment with private folders for temporary and compiled files. Raises OSError."""
     folders = own_folders(environ, state_folder(environ) / "caches" / own_host())
     if folders.note:
         print_note(folders.note)

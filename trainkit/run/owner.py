@@ -1,4 +1,4 @@
-"""Refuse run folders in which another user could plant files that a start or resume would execute."""
+"""Refuse run folders where another user could plant files that a start or resume would execute."""
 
 from __future__ import annotations
 

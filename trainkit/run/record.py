@@ -56,7 +56,7 @@ class HasCluster:
 
     @property
     def expected_cluster(self) -> str | None:
-        """Return the name of the jobs' cluster; if none is recorded, that of this host's cluster."""
+        """Return the name of the jobs' cluster; if none is recorded, the name of this host's cluster."""
         return self.cluster or cluster_name()
 
 
@@ -163,7 +163,7 @@ class CodeCopy:
     workdir: str = ""
     """The working directory in the copy."""
     has_repository: bool | None = None
-    """Whether the copy contains a Git repository; None if an earlier trainkit version made the copy."""
+    """True if the copy contains a Git repository; None if an earlier trainkit version made the copy."""
     more: dict[str, object] = field(default_factory=dict)
     """Values of the copy that this trainkit version does not know."""
 
@@ -180,7 +180,7 @@ class JobRecord:
     """The copy of the code; None if the run uses the original files."""
     attempts: list[AttemptRecord] = field(default_factory=list)
     follow_ups: list[str] | None = field(default=None, metadata=OPTIONAL)
-    """The job ids of the chained jobs, each of which continues the run after the previous one."""
+    """The job ids of the chained jobs; each continues the run after the previous one."""
     more: dict[str, object] = field(default_factory=dict)
     """Values of job.json that this trainkit version does not know."""
 

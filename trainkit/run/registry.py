@@ -234,7 +234,7 @@ def _matching_job(job_id: str, cluster: str, *, on_all_clusters: bool) -> list[R
     An empty `cluster` means any cluster.
     """
     matches, seen = list[RunDir | RunGroup](), set[str | None]()
-    # A trial that was restarted alone also has its own line in the index, later than that of its group.
+    # A trial that was restarted alone also has its own line in the index, later than its group's line.
     for item in iter_known_runs():
         clusters = _clusters_of_job(item, job_id, cluster)
         if clusters - seen:

@@ -255,7 +255,7 @@ class AttemptDir:
     """A folder for the stacks of a hang, created by the first rank that hangs."""
     stacks_dir = Child("stacks")
     flight_dir = Child("flight")
-    """A folder in which torch writes the collectives of each rank to ``rank-N``; only for ranks with GPUs."""
+    """A folder where torch writes the collectives of each rank to ``rank-N``; only for ranks with GPUs."""
     profile_dir = Child("profile")
     done_file = Child("done")
     """A COMMAND creates this file to report that it has finished. After a stop signal, exit code 0 means

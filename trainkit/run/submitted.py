@@ -62,7 +62,7 @@ def submitted_hash(config_text: str, plan: Mapping[str, object]) -> str:
 def submitted_group_hash(
     config: Mapping[str, object], plan: Mapping[str, object], trials: Iterable[Trial]
 ) -> str:
-    """Return a hash of the values from which the runs of a group are created."""
+    """Return a hash of the values that the runs of a group are created from."""
     return _hash([config, plan, to_json(list(trials))])
 
 

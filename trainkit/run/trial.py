@@ -2,8 +2,8 @@
 
 `--sweep` and `--array` set config keys and arguments of a COMMAND; `trainkit.submit`, `sweep` and `map_array`
 set parameters of a function; Hydra and Optuna set the values of their own trials. The values of a group's
-trials are stored in sweep.json, and those of a separate run in values.json. The values are stored as the user
-wrote them.
+trials are stored in sweep.json, and the values of a separate run in values.json. The values are stored as the
+user wrote them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trainkit.run.rundir import RunDir
 
 MAX_TEXT = 100
 MAX_MASKED = 2**16
-"""Number of characters in which secrets are searched for before a longer text is shortened."""
+"""Number of characters that are searched for secrets before a longer text is shortened."""
 MAX_DEPTH = 8
 MAX_BITS = 128
 """Maximum number of bits of an integer; larger integers are shortened. `MAX_ITEMS` limits the length of

@@ -89,8 +89,8 @@ def query_jobs(ids: Iterable[str]) -> dict[str, JobInfo]:
 def query_clusters(ids: Iterable[str]) -> tuple[dict[str, JobInfo], dict[str, TrainkitError]]:
     """Return the jobs with these ids, and the errors of the clusters that do not answer.
 
-    The jobs are in the order of the ids; jobs of the default cluster come first, then those of other
-    clusters, named as by `on_cluster`. The id of an array selects all its tasks, each of which gets its own
+    The jobs are in the order of the ids; jobs of the default cluster come first, then jobs of other
+    clusters, named as by `on_cluster`. The id of an array selects all its tasks; each gets its own
     key. Tasks that were cancelled while pending may share one entry under the array's id. A job that neither
     squeue nor sacct lists is included as `unknown`. At most two commands are run per cluster.
     """

@@ -151,7 +151,7 @@ def reason_sentence(reason: str) -> str:
     """Explain squeue's reason in a sentence about the job, leaving out the subject.
 
     Returns an unknown reason unchanged, and "" if there is no reason. Details of a reason are kept, for
-    example those of `ReqNodeNotAvail, UnavailableNodes:node3`.
+    example in `ReqNodeNotAvail, UnavailableNodes:node3`.
     """
     text = reason.strip()
     if text.startswith("(") and text.endswith(")"):

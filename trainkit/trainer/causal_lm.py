@@ -83,7 +83,7 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """This rank's samples for one optimizer step."""
+    """Samples of one rank for one optimizer step."""
 
     microbatches: list[Any]
     num_tokens: int | None

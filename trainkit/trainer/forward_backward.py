@@ -96,7 +96,7 @@ class _ChunkedLoss(torch.autograd.Function):
     """Computes the loss of hidden states [N, D] and its gradients, one chunk of tokens at a time.
 
     Only one chunk's logits exist at a time, and no logits are computed twice. The weight gradient is summed
-    over the chunks in float32. With a `scale` (0-dim, float32), the gradients are those of loss x `scale`.
+    over the chunks in float32. With a `scale` (0-dim, float32), the gradients of loss x `scale` are computed.
     The backward pass then divides the gradients by `scale` and multiplies them by the incoming gradient,
     which usually equals `scale`.
     """
@@ -350,7 +350,7 @@ def _number(value: Any, device: torch.device) -> Tensor:
 COMPARED_ELEMENTS = 256
 """Number of elements of each gradient that are compared between tensor-parallel ranks."""
 MAX_DIFFERENCE = 0.1
-"""Relative difference from which two gradients are considered different.
+"""Minimum relative difference between two gradients that are considered different.
 
 `MAX_DIFFERENCE` is far above bf16 rounding errors, and far below the difference between two ranks' partial
 gradients.

@@ -108,8 +108,8 @@ def summary_of(events: Iterable[Any], num_steps: int, wall_s: float, *, cuda: bo
 
     In the result, `share` has one entry per kind of work and one for ``idle``. Seconds are per step, and
     `largest_seconds_per_step` lists the operators that took longest. On a GPU, the events are kernels, the
-    times of concurrent kernels are added, and ``idle`` is the time in which no kernel ran. On a CPU, the
-    events are operators, each without the time of the operators it calls, and ``idle`` is the time in which
+    times of concurrent kernels are added, and ``idle`` is the time when no kernel ran. On a CPU, the
+    events are operators, each without the time of the operators it calls, and ``idle`` is the time when
     no operator ran, for example because Python code did.
     """
     wanted = "CUDA" if cuda else "CPU"

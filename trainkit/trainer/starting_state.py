@@ -35,7 +35,7 @@ log = getLogger(__name__)
 
 
 def check_same_data(task: AnyTask, world: World) -> None:
-    """Raise FatalError on each rank whose data differs from that of rank 0."""
+    """Raise FatalError on each rank whose data differs from rank 0's."""
     identity = [task.train_data.fingerprint, val_fingerprint(task)]
     if broadcast_from_main(identity, world) != identity:
         hint = "put the data on a filesystem that all nodes share"

@@ -37,7 +37,7 @@ from trainkit.trainer.user_code import TRACEBACK_HINT, TaskError, describe, line
 
 log = getLogger(__name__)
 NUM_FIRST = 3
-"""Number of samples from which the fingerprint of a stream is computed."""
+"""Number of samples that the fingerprint of a stream is computed from."""
 WHOLE_HINT = (
     "every rank must read the whole stream, because trainkit divides it among the ranks; give a WebDataset "
     "nodesplitter=lambda src: src"

@@ -85,7 +85,7 @@ def chooses_cudnn(q: Tensor, k: Tensor) -> bool:
 
 
 def flash_attention_to_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute causal flash attention in which the last query is aligned with the last key.
+    """Compute causal flash attention with the last query aligned with the last key.
 
     Context parallelism needs this alignment; torch's public function aligns the first query with the first
     key. If torch removes the operation, use `torch.nn.attention.bias.causal_lower_right`.
@@ -441,7 +441,7 @@ def dump_memory_history(file: str) -> None:
 # Simulation of one rank: tensors without values, collectives without other ranks
 
 FakeTensors = FakeTensorMode
-"""The mode in which tensors have shapes but no values.
+"""The mode where tensors have shapes but no values.
 
 If torch removes the mode, use the meta device without the memory tracker, so that only `plan` estimates the
 memory.

@@ -356,7 +356,7 @@ def add_events(run: RunDir, *events: tuple[str, str, dict[str, Any]]) -> None:
             "../data/x.txt",
             "the file is {above}/data/x.txt, but not in {run}/work/sub, the copy of the code",
         ),
-        (True, "nowhere.txt", "relative paths start in {run}/work/sub, the copy of {above}/code in which"),
+        (True, "nowhere.txt", "relative paths start in {run}/work/sub, the copy of {above}/code where"),
         (False, "nowhere.txt", "relative paths start at {above}/code"),
     ],
 )

@@ -2,7 +2,7 @@
 
 A run needs as many GPUs or cores as it has ranks. Each GPU, each core and each waiting run has a lock file in
 a folder of this user and machine. The owning supervisor keeps the file locked until it exits, so a killed
-process or a machine crash leaves no lock behind. GPUs used by processes that hold no lock, for example those
+process or a machine crash leaves no lock behind. GPUs used by processes that hold no lock, for example GPUs
 of other users, do not count as free either.
 """
 

@@ -246,7 +246,7 @@ class SbatchBackend(SlurmBackend):
 
 
 class StepBackend(SlurmBackend):
-    """Executes a run in the Slurm step of which this process is a task, as in ``srun … trainkit run``."""
+    """Executes a run in the Slurm step that this process belongs to, as in ``srun … trainkit run``."""
 
     def start(self, run: RunDir, new: NewAttempt) -> AttemptRecord:
         task = find_slurm_task()

@@ -42,8 +42,8 @@ from trainkit.slurm.control import kill_steps
 from trainkit.slurm.hosts import node_addr, tasks_per_node
 
 FIRST_SPECIAL_STEP = -16
-"""The lowest number of a special step. The numbers from FIRST_SPECIAL_STEP to -1 are those of batch, extern
-and interactive steps, which have no ranks.
+"""The lowest number of a special step. The numbers from FIRST_SPECIAL_STEP to -1 denote batch, extern and
+interactive steps, which have no ranks.
 
 The numbers have 32 bits; Slurm 26.05 writes -6 where older versions write 4294967290.
 """

@@ -163,7 +163,7 @@ def layouts(request: ConfigRequest | None, layouts: tuple[str, ...], **typed: An
     )
 )
 @options.config_options(unless="collect")
-@sweep_option("Values of a config key to measure; repeatable, in which case every combination is measured.")
+@sweep_option("Values of a config key to measure; repeatable, to measure every combination.")
 @_bench_options("trials", "runs/NAME-settings")
 def settings(request: ConfigRequest | None, sweeps: tuple[str, ...], **typed: Any) -> int:
     """Run CONFIG with every value of --sweep for a few steps each; write summary.csv and plots.

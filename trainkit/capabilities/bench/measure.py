@@ -30,7 +30,7 @@ COMMUNICATING_OPS = ("c10d::", "_c10d_functional::wait_tensor")
 def trace_exposed_comm_s(trace: JsonObject, device: str, since_s: float = 0.0) -> float | None:
     """Return the exposed communication in a trace of torch's profiler, in seconds.
 
-    `since_s` is the Unix time from which on the trace is evaluated, and `device` is ``cpu`` or ``cuda``.
+    `since_s` is the Unix time where evaluation of the trace begins, and `device` is ``cpu`` or ``cuda``.
     Returns None if the trace contains no computation, as on a GPU whose counters the user may not read.
     """
     begin_us = since_s * 1e6 - float(trace.get("baseTimeNanoseconds") or 0) / 1e3

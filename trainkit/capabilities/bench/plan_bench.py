@@ -1,4 +1,4 @@
-"""Plans a bench: a sweep over layouts or config keys in which each trial runs for a few steps."""
+"""Plans a bench: a sweep over layouts or config keys whose trials run for a few steps each."""
 
 from __future__ import annotations
 

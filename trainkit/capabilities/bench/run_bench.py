@@ -77,7 +77,7 @@ BENCH_VERSION = 2
 SUMMARY_FILE = "summary.csv"
 PLOTS_FOLDER = "plots"
 LAYOUT = "layout"
-"""The name of the value in which the trials of a layout bench differ."""
+"""The name of the value that differs between the trials of a layout bench."""
 
 
 @dataclass(frozen=True)
@@ -180,11 +180,11 @@ def read_bench(folder: Path) -> Bench:
 
 FINISHED = "finished"
 ENDED = {FINISHED, "failed", "stopped", "cancelled", "died"}
-"""States in which a run of a bench has ended for good, because such runs are never restarted."""
+"""States of a bench's runs that have ended for good, because such runs are never restarted."""
 
 
 def look_at_runs(bench: Bench, warn: Callable[[str], None]) -> list[TrialStatus]:
-    """Return the status of each run of a bench, in which the reason of a failed run is the root cause.
+    """Return the status of each run of a bench, with the root cause as the reason of a failed run.
 
     If Slurm has not acknowledged the job array, this function looks it up. The function also removes
     checkpoints of runs that have ended, because a bench is never resumed.

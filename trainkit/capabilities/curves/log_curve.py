@@ -39,7 +39,7 @@ Steps with a rare metric are written in addition to these.
 RARE = 10
 """A metric is rare if at most this number of the steps in a poll have it."""
 FEW_LOSSES = 20
-"""After this number of lines with a loss but without a step, an event says that no curve was found."""
+"""Number of lines with a loss but without a step after which an event says that no curve was found."""
 MATCH_S = 1.0
 """Seconds that a user's pattern may take to match the lines of one poll."""
 

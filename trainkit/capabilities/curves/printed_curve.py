@@ -106,7 +106,7 @@ _BAR = re.compile(r"[━╸╺█▏▎▍▌▋▊▉|]\s*$"), re.compile(r"\s*
 _POSITION = re.compile(r"(?:\[|^)\s*$"), re.compile(r"\s*\[\d+:\d\d|\s*[━█#=>]{3}|\s+-\s|\s*\]|\s*\(\d")
 """Patterns for the text before and after a position.
 
-`_BAR` matches progress bars of tqdm and rich; `_POSITION` matches those of Keras, and positions in brackets.
+`_BAR` matches progress bars of tqdm and rich; `_POSITION` matches Keras bars, and positions in brackets.
 """
 _BEGINS_VALIDATION = re.compile(
     r"\W*(?:val|valid|validation|validating|eval|evaluation|evaluating)\b(?!.*epoch)", re.I
@@ -213,8 +213,8 @@ def _read_named(found: Reading, number: re.Match[str], label: Label) -> bool:
             return False
         context = {*parts[: -len(own)]}
         found.is_validation |= bool(OF_VALIDATION & context)
-        # Megatron prints "validation loss at iteration 100 | lm loss value: 2.31", in which the iteration is
-        # a step.
+        # Megatron prints "validation loss at iteration 100 | lm loss value: 2.31", where the iteration is a
+        # step.
         if not _NOT_OF_A_STEP & context or (found.is_validation and "loss" in context):
             kind = "global step" if kind == "step" and "global" in parts else kind
             total = None if number["total"] is None else int(number["total"])
@@ -321,7 +321,7 @@ class PrintedCurve:
         """The newest validation loss. A progress bar repeats this loss until the next validation."""
         self.found: Found | None = None
         self.ambiguous: tuple[str, ...] = ()
-        """Names of the losses on a line that has several, none of which is clearly the training loss."""
+        """Names of the losses on a line that has several, if none is clearly the training loss."""
         self.num_losses = 0
         """Number of lines with a loss, whether or not they have a step."""
         self._is_shared = is_shared
@@ -340,7 +340,7 @@ class PrintedCurve:
         self._step: int | None = None
 
     def read(self, line: str) -> None:
-        """Read a line in the form in which a terminal shows it."""
+        """Read a line as a terminal shows it."""
         reading = read_line(line)
         self._ignores_epochs |= reading.has_part_of_epoch
         if self._ignores_epochs:

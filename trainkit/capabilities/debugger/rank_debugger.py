@@ -30,7 +30,7 @@ DEBUG_VARIABLE = "TRAINKIT_JOB_DEBUG"
 """Environment variable with the `DebugPlan`: the rank, then ``pdb``, ``post-mortem`` or ``debugpy``, then
 debugpy's port."""
 FOLDER_VARIABLE = "TRAINKIT_JOB_DEBUGGER_FOLDER"
-"""Environment variable with the folder in which each waiting or debugged process records itself as
+"""Environment variable with the folder where each waiting or debugged process records itself as
 ``rank-0005-PID.json``."""
 TERMINAL_VARIABLE = "TRAINKIT_JOB_TERMINAL"
 """Environment variable with the terminal of `trainkit run`; `trainkit.job.rank_env` defines the same name."""

@@ -178,7 +178,7 @@ _QUOTED = re.compile(r"'([^']+)'")
 
 
 def missing_path_values(files: AttemptFiles, match: Match) -> dict[str, str]:
-    """Return the folder in which a command looked for a missing file, and the folder that contains the file.
+    """Return the folder where a command looked for a missing file, and the folder that contains the file.
 
     Returns nothing unless the failure is a missing file.
     """

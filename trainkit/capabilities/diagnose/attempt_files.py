@@ -126,7 +126,7 @@ class AttemptFiles:
 
     @cached_property
     def diverged_since(self) -> int | None:
-        """Return the step from which on the attempt has diverged, or None if it has not."""
+        """Return the step where the attempt diverged, or None if it has not."""
         with contextlib.suppress(OSError):
             return diverged_since(self.run, self.attempt.number)
         return None

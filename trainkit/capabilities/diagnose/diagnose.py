@@ -231,7 +231,7 @@ class _Case:
         return None if code is None or Path(code.file).is_absolute() else code
 
     def _first(self) -> _First | None:
-        """Return the record from which the root cause was copied, or else the root cause itself.
+        """Return the record that the root cause was copied from, or else the root cause itself.
 
         If there is no root cause, return the earliest record. If launchers report the times of failures, the
         earliest reported time counts.
@@ -426,7 +426,7 @@ class _Case:
         return None if match is None else replace(self._found(match), state=state)
 
     def _place(self, match: Match) -> tuple[int | None, str | None, int | None]:
-        """Return the rank, the host and the step given by a match, or else those of the first failure."""
+        """Return the rank, the host and the step given by a match, or else by the first failure."""
         first = RankFailure() if self.first is None else self.first.failure
         step = first.step
         if "rank" in match.groups and match.groups["rank"].isdigit():

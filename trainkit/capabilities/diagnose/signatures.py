@@ -34,7 +34,7 @@ class Signature:
     name: str
     title: str
     patterns: tuple[re.Pattern[str], ...]
-    """Regular expressions, each of which is matched against single lines."""
+    """Regular expressions, each matched against single lines."""
     causes: tuple[str, ...]
     """Sentences that describe the cause. The diagnosis uses the first sentence for which all placeholders
     have values.
@@ -64,7 +64,7 @@ class Signature:
 
 @cache
 def load_signatures() -> tuple[Signature, ...]:
-    """Return all signatures in the order in which they are tried."""
+    """Return all signatures in the order they are tried."""
     entries = read_yaml_file(FILE, FILE.name).plain()
     return tuple(_signature(name, entry) for name, entry in entries.items())
 

@@ -33,7 +33,7 @@ class Request:
     """A request to check one node."""
 
     folder: Path
-    """The run folder, or the folder in which runs will be created."""
+    """The run folder, or the folder where runs will be created."""
     network: str = "auto"
     """The value of `launch.network` in the config."""
     peers: tuple[str, ...] = ()

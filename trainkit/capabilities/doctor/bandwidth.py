@@ -158,7 +158,7 @@ NUM_WARMUPS, NUM_REPEATS = 1, 5
 
 
 def main() -> None:
-    """Start the ranks of one host. The command-line arguments are those of `run_ranks`."""
+    """Start the ranks of one host. The command-line arguments are the parameters of `run_ranks`."""
     from torch.multiprocessing.spawn import ProcessException, spawn
 
     mark, host, text = sys.argv[1:]

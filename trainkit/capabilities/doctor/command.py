@@ -39,7 +39,7 @@ MARKS = {"ok": "ok     ", "warning": "warning", "failure": "FAILURE"}
 @options.shape_options
 @option(
     "--run-dir",
-    "Folder in which runs will be created; doctor checks its disk.",
+    "Folder where runs will be created; doctor checks its disk.",
     type=click.Path(path_type=Path, file_okay=False),
     default=Path("runs"),
     show_default=True,

@@ -48,8 +48,7 @@ print(sys.argv[1], json.dumps({
     "distributed": torch.distributed.is_available(),
 }))
 """
-"""This code runs in a separate process, because importing torch takes seconds and a broken torch may
-crash."""
+"""Runs in a separate process, because importing torch takes seconds and a broken torch may crash."""
 
 
 @lru_cache

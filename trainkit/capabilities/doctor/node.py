@@ -58,7 +58,7 @@ T = TypeVar("T")
 
 
 def node_findings(request: Request) -> Iterator[Finding]:
-    """Yield the findings about this host, those of fast checks first."""
+    """Yield the findings about this host, fast checks first."""
     yield check_python(request)
     yield check_cpus()
     yield from check_gpus()
@@ -311,7 +311,7 @@ def check_folder(request: Request) -> Iterator[Finding]:
     """Check whether checkpoints can be written and how fast, and whether all hosts see the same files."""
     existing = nearest_folder(request.folder)
     try:
-        # Begin the name like that of the shared file, so that the host that created it can remove files of
+        # Begin the name like the shared file's, so that the host that created it can remove files of
         # killed tasks.
         prefix = FOLDER_PREFIX if request.shared is None else f"{Path(request.shared[0]).name}-"
         with tempfile.TemporaryDirectory(prefix=prefix, dir=existing) as name:

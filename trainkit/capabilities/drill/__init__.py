@@ -1,1 +1,1 @@
-"""Interrupts short runs on purpose, and compares their losses with those of an uninterrupted run."""
+"""Interrupts short runs on purpose, and compares their losses with an uninterrupted run's."""

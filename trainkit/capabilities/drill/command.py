@@ -88,7 +88,7 @@ def command(
 ) -> int:
     """Interrupt short runs of CONFIG in every way that is possible here, and compare their losses.
 
-    The losses are compared with those of an uninterrupted run.
+    The losses are compared with an uninterrupted run's.
 
     All files are written to a new folder, runs/drill-TIME. The exit code is 0 only if all scenarios that were
     tried have passed. Only runs of the built-in trainer are shortened automatically, so limit the number of
@@ -305,7 +305,7 @@ class Drill:
 
 
 def computed_steps(run: RunDir) -> list[StepRecord]:
-    """Return the steps of a run that have a loss, in the order in which they were computed."""
+    """Return the steps of a run that have a loss, in the order they were computed."""
     return [record for record in read_steps(run) if "loss" in record.values]
 
 

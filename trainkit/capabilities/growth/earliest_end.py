@@ -52,7 +52,7 @@ limit.
 LEAST_SIZES = 4
 """Minimum number of node counts to try in each partition; slices are tried only if queries are left over."""
 MOST_RUNS = 100
-"""Maximum number of earlier runs from which speeds are read, starting with the newest."""
+"""Maximum number of earlier runs whose speeds are read, starting with the newest."""
 SPEED_SECTIONS = {"task", "model", "precision", "parallel", "data"}
 """Config sections that must be equal in two runs, so that their steps take the same time."""
 DEGREES = {"parallel": {"dp_replicate", "dp_shard", "tp", "pp", "cp", "pp_microbatches"}}
@@ -110,7 +110,7 @@ class Choice(NodesChoice):
         return {**to_json(self), "reason": self.reason or None}
 
     def lines(self, plan: LaunchPlan, fit: int | None = None) -> Iterator[str]:
-        """Yield a table of the offers, in which a star marks the chosen offer, and notes about the choice."""
+        """Yield a table of the offers, with a star at the chosen offer, and notes about the choice."""
         now, workers = datetime.now(timezone.utc), plan.workers_per_node
         if self.offers:
             unit = "GPU-hours" if plan.device == "cuda" else "worker-hours"

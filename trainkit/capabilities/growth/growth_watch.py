@@ -89,7 +89,7 @@ def vain_growths(attempts: Sequence[Attempt]) -> int:
 
 
 class GrowthWatch(Watch):
-    """During an attempt, checks at most every `ASK_EVERY_S` whether the run should grow."""
+    """Checks during an attempt, at most every `ASK_EVERY_S`, whether the run should grow."""
 
     while_stopping = False
 

@@ -187,7 +187,7 @@ def _amount(num_bytes: float) -> str:
 
 
 def relative_time(choice: Choice, best: Choice) -> float:
-    """Return the time per token relative to that of the best choice."""
+    """Return the time per token relative to the best choice."""
     mine, least = (item.cost.step_s / item.work.tokens_per_step for item in (choice, best))
     return mine / least
 

@@ -136,7 +136,7 @@ def choose(base: StepWork, hardware: Hardware, global_batch_size: int | None) ->
 
 
 def layouts(base: StepWork, hardware: Hardware) -> Iterator[Layout]:
-    """Yield layouts of all GPUs in which tp divides the number of heads and each pp stage has a layer."""
+    """Yield layouts of all GPUs where tp divides the number of heads and each pp stage has a layer."""
     shape, splits_sequence = base.shape, base.layout.cp > 1 or base.seq_len >= LONG_SEQUENCE
     for layout in enumerate_layouts(hardware.num_gpus, hardware.node_size, splits_sequence):
         fits = shape.num_kv_heads % layout.tp == 0 and layout.pp <= shape.num_layers
@@ -145,7 +145,7 @@ def layouts(base: StepWork, hardware: Hardware) -> Iterator[Layout]:
 
 
 def enumerate_layouts(world_size: int, node_size: int, splits_sequence: bool) -> Iterator[Layout]:
-    """Yield all layouts of `world_size` processes in which tensor parallelism stays within a node."""
+    """Yield all layouts of `world_size` processes whose tensor parallelism stays within a node."""
     factors = divisors_of(world_size)
     tps = [tp for tp in factors if tp <= node_size]
     for tp, pp, cp in product(tps, factors, factors if splits_sequence else [1]):
@@ -242,7 +242,7 @@ def configured_layout(
 
 
 def base_work(config: RunConfig, shape: ModelShape, configured: Choice | None) -> StepWork:
-    """Return the work from which other layouts are derived, with at most the config's samples per pass."""
+    """Return the work that other layouts are derived from, with at most the config's samples per pass."""
     if configured is None:
         layout = Layout(tp=config.parallel.tp, pp=config.parallel.pp, cp=config.parallel.cp)
         work = work_of(config, shape, layout, Batch(config.train.device_batch_size, 1, 0, 0))

@@ -1,4 +1,4 @@
-"""Computes the fraction of time in which a run makes progress although nodes fail.
+"""Computes the fraction of time when a run makes progress although nodes fail.
 
 The model is from "Revisiting Reliability in Large-Scale Machine Learning Research Clusters" (arXiv
 2410.21680). Failures occur at random, in proportion to the number of nodes; each failure costs a restart and

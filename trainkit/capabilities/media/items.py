@@ -54,7 +54,7 @@ class Item(StepRecord):
 def read_items(run: RunDir) -> list[Item]:
     """Read the items of a run in the order of their steps, skipping damaged lines.
 
-    If a newer attempt resumed from an earlier step, items of the newer attempt replace those of older
+    If a newer attempt resumed from an earlier step, items of the newer attempt replace items of older
     attempts. For each name, the replacement begins at the first item that the newer attempt logged.
     """
     found: dict[str, dict[int, Item]] = {}

@@ -106,7 +106,7 @@ def _tensor(what: str, values: object) -> Tensor:
 
 
 def _local(what: str, values: Tensor) -> Tensor:
-    # Operations on a DTensor are collectives in which the other ranks would not take part.
+    # Operations on a DTensor are collectives that the other ranks would not join.
     if hasattr(values, "to_local"):
         raise UsageError(
             f"{what} is a DTensor, and this rank has only its shard",

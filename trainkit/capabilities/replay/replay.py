@@ -98,7 +98,7 @@ class ReplayPlan:
     first: int
     last: int
     start_step: int
-    """Step of the checkpoint from which the replay starts; 0 for the initial weights."""
+    """Step of the checkpoint where the replay starts; 0 for the initial weights."""
     at: RunStep
     """The last step to replay, as the run computed it."""
     config: RunConfig

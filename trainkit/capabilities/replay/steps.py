@@ -73,7 +73,7 @@ class RunStep:
     stop: int
     """The position after the step's last sample."""
     is_stream: bool
-    """True if the samples come from a stream, in which they have no positions."""
+    """True if the samples come from a stream, where they have no positions."""
     began: Start = field(default_factory=Start)
 
 
@@ -195,7 +195,7 @@ def refuse_other_data(attempt: int, before: str | None, now: str | None) -> None
 
 
 def _reader(at: RunStep, position: int) -> tuple[tuple[int, ...], int]:
-    """Return the ranks that read the sample at a position, and the microbatch in which they read it."""
+    """Return the ranks that read the sample at a position, and the microbatch that contains it."""
     layout = at.plan.layout
     microbatch, dp_rank = divmod((position - at.start) // at.plan.batch.device_batch_size, layout.dp)
     ranks = tuple(rank for rank in range(layout.world_size) if layout.dp_rank(rank) == dp_rank)

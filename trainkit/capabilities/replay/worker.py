@@ -63,7 +63,7 @@ def sample_losses(trainer: Trainer, batch: StepBatch) -> list[float | str]:
     """Compute the mean loss of each sample of a step, in the order of the global batch.
 
     A loss that is not finite is ``inf``. All ranks must call this function. The model gets complete
-    microbatches in which only one sample has labels, so that tensor shapes and random numbers are the same as
+    microbatches with labels for only one sample, so that tensor shapes and random numbers are the same as
     in training.
     """
     world = trainer.world

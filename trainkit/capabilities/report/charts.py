@@ -170,7 +170,7 @@ class Chart:
     data: dict[str, object]
     """The chart data for the script in the page, written to the page as JSON."""
     names: list[Drawn] = field(default_factory=list)
-    """The legend, in which `Drawn.line` is the name of a line."""
+    """The legend, with `Drawn.line` as the name of a line."""
     crosses: list[Label] = field(default_factory=list)
     """Positions of values that are not finite or lie outside the axis."""
     marks: list[Label] = field(default_factory=list)
@@ -531,7 +531,7 @@ def _value_labels(places: Mapping[str, float]) -> list[tuple[float, str]]:
 
 
 def metric_order(names: Iterable[str], first: str | None = None) -> list[str]:
-    """Return metrics in the order in which their charts are shown.
+    """Return metrics in the order their charts are shown.
 
     The order is: the metric `first`, losses, the user's metrics, speed, learning rate, norm and memory.
     """

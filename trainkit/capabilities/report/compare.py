@@ -48,7 +48,7 @@ CURVE_WIDTH = 24
 MAX_CELL = 40
 """Maximum number of characters of a value in a table."""
 SORTED_BY = ("run", "state", "step", "loss", "tokens_per_s", "allocated_s", "worker_hours")
-"""Columns that ``--sort`` accepts, in addition to metrics and to the keys in which the runs differ."""
+"""Columns that ``--sort`` accepts, in addition to metrics and to the keys that differ between the runs."""
 
 
 @as_command(
@@ -85,7 +85,7 @@ SORTED_BY = ("run", "state", "step", "loss", "tokens_per_s", "allocated_s", "wor
     "--metric NAME", "Rank the runs by this metric; default: the metric named in their configs, or val_loss."
 )
 @option("--sort NAME", "Sort the runs by this column, metric or config key.")
-@option("--by KEY", "Colour the curves by this config key; default: the first key in which the runs differ.")
+@option("--by KEY", "Colour the curves by this config key; default: the first key that differs between runs.")
 @json_option
 def command(
     names: tuple[str, ...],
@@ -100,7 +100,7 @@ def command(
     by: str | None,
     as_json: bool,
 ) -> None:
-    """Compare the results of runs and the config keys in which the runs differ.
+    """Compare the results of runs and the config keys that differ between the runs.
 
     A group of runs or a bench stands for all of its runs that have started. For runs that differ only in
     their seeds, an additional table shows the mean and standard deviation of their results.
@@ -279,7 +279,7 @@ class Repetition:
     """The runs that differ only in their seeds, and the mean of their results."""
 
     values: Mapping[str, object]
-    """Values of the keys, other than the seed, in which the compared runs differ."""
+    """Values of the keys, other than the seed, that differ between the compared runs."""
     rows: Sequence[int]
     """The table indices of the runs."""
     num_results: int
@@ -407,7 +407,7 @@ def _figures(
 
 
 def _result(measured: Measured, report: Report) -> str:
-    """Return a run's result and step as text, or the step from which on its metric has diverged.
+    """Return a run's result and step as text, or the step where its metric diverged.
 
     If the loss has diverged, another column shows this.
     """
@@ -418,7 +418,7 @@ def _result(measured: Measured, report: Report) -> str:
 
 
 def _differences(keys: Sequence[str], runs: Sequence[tuple[str, dict[str, object]]]) -> str:
-    """Return a table of the keys in which the runs differ.
+    """Return a table of the keys that differ between the runs.
 
     The table has one row per key or, if there are many runs, one row per run.
     """

@@ -1,4 +1,4 @@
-"""Finds the runs to compare, the names that tables show for them, and the keys in which they differ."""
+"""Finds the runs to compare, the names that tables show for them, and the keys that differ between them."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLUMNS = ("run", *AXES.values())
-"""Columns that every table has. A table also has a column for each key in which the runs differ, and for each
-metric."""
+"""Columns that every table has. A table also has a column for each key that differs between the runs, and for
+each metric."""
 LAST_STEP = 2**53
 """Upper limit for step numbers, because a float cannot represent every larger integer."""
 SHOWN_ROWS = 10
@@ -44,7 +44,7 @@ SHOWN_ROWS = 10
 class Curves(dict[str, list[Any]]):
     """A table with one row per logged step of each run: a dictionary of columns of equal length.
 
-    The columns are ``run``, the keys in which the runs differ, ``step``, ``tokens``, ``time_s``,
+    The columns are ``run``, the keys that differ between the runs, ``step``, ``tokens``, ``time_s``,
     ``gpu_hours`` and the metrics. If a config key has the same name as another column, its column is called
     ``config.NAME``. A value that was not logged is None; a value that was not finite is nan or -inf.
     `pandas.DataFrame(curves)` converts the table into a data frame.
@@ -58,7 +58,7 @@ class Curves(dict[str, list[Any]]):
     ) -> None:
         self.metrics = tuple(metrics)
         self.keys_that_differ = tuple(differing_keys(one.values for one, _ in runs))
-        """The keys in which the runs differ, including those that are not columns."""
+        """The keys that differ between the runs, including those that are not columns."""
         self.unreadable = tuple(one.name for one, _ in runs if not one.values)
         """The names of the runs whose config cannot be read. The config keys of these runs are unknown."""
         shown = self.keys_that_differ if keys is None else keys
@@ -116,7 +116,7 @@ class Curves(dict[str, list[Any]]):
         Each line is the mean over seeds, with the sample standard deviation drawn as a band. `x` selects the
         horizontal axis: ``step``, ``tokens``, ``time`` or ``gpu_hours``. `smooth` is the weight of earlier
         values in a moving average: at least 0 and less than 1. The values of the key `by` determine the
-        colours of the lines; default: the first key in which the runs differ.
+        colours of the lines; default: the first key that differs between the runs.
 
         Raises UsageError if no run has numeric values for a metric, the runs do not differ in the key `by`,
         or matplotlib is missing.
@@ -159,7 +159,7 @@ def curves(*runs: object, metrics: Sequence[str] = ("loss",), keys: Sequence[str
 
     `runs` are names, folders, or objects returned by `trainkit.submit` and `trainkit.runs`. `metrics` are
     names of metrics that the trainer or your script has logged to metrics.jsonl. `keys` are the config keys
-    that become columns; by default, the keys in which the runs differ.
+    that become columns; by default, the keys that differ between the runs.
 
     Raises UsageError if a run does not exist, or if no run has one of the keys or has logged one of the
     metrics.

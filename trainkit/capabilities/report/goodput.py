@@ -29,9 +29,9 @@ CATEGORIES = {
     "other": "Between steps",
     "unmeasured": "Not measured",
 }
-"""Maps each category of allocated time to its label, in the order in which the report lists them."""
+"""Maps each category of allocated time to its label, in the order the report lists them."""
 NUM_BUCKETS = 800
-"""Number of batches in which the records of a file are processed."""
+"""Number of batches for processing the records of a file."""
 WHOLE_BYTES, CHUNK_BYTES = 2**26, 2**16
 """File size up to which a file is read completely, and the size of each chunk read from a larger file."""
 

@@ -55,7 +55,7 @@ def render_page(template: str, **values: Any) -> str:
 
 
 def _masked(page: str) -> str:
-    """Return a page in which anything that looks like a secret is replaced with `***`.
+    """Return a page with anything that looks like a secret replaced with `***`.
 
     Images are not searched, because they are long and cannot contain secrets.
     """

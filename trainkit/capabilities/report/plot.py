@@ -41,7 +41,7 @@ MAX_CROSSES = 20
 MIN_TYPICAL = 5
 """Outliers are only looked for if there are at least this many values."""
 FAR, FAR_DECADES = 1000, 10
-"""A value is an outlier if its distance from the median exceeds that of the quartiles by this factor.
+"""A value is an outlier if its distance from the median exceeds the quartiles' distance by this factor.
 
 `FAR` applies to linear distances, and `FAR_DECADES` to distances in powers of ten.
 """
@@ -86,7 +86,7 @@ class DrawnRun:
 
     name: str
     values: Mapping[str, object] | None
-    """Values of the keys in which the runs differ; None if the run's config cannot be read."""
+    """Values of the keys that differ between the runs; None if the run's config cannot be read."""
     points: Mapping[str, Mapping[int, tuple[float, float]]]
     """Maps a metric and a step to the position on the axis and the value (nan or -inf if not finite)."""
 
@@ -312,7 +312,7 @@ def mean_line(series: Series, metric: str) -> Line:
 def smoothed(values: Sequence[float], weight: float) -> list[float]:
     """Return the exponential moving average of values; `weight` is the weight of earlier values.
 
-    The average has no bias towards zero at the beginning. The bias correction is that of section 3 of
+    The average has no bias towards zero at the beginning. The bias correction follows section 3 of
     https://arxiv.org/abs/1412.6980.
     """
     found, mean, total = list[float](), 0.0, 0.0

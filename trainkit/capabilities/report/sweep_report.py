@@ -388,7 +388,7 @@ def _curve_charts(report: SweepReport, first: str | None = None) -> tuple[list[C
 def _styles(series: Sequence[Series], keys: Sequence[str]) -> list[tuple[Color, str]]:
     """Return the colour and the dash pattern of each line.
 
-    The first key in which the trials differ determines the colour, the other keys the dash pattern.
+    The first key that differs between the trials determines the colour, the other keys the dash pattern.
     """
     known = [one.values or {} for one in series]
     by = next((key for key in keys if len({repr(own.get(key)) for own in known}) > 1), None)

@@ -19,7 +19,7 @@ class OutputWatch:
     def __init__(self, attempt: AttemptDir, limit_s: float, *, with_logs: bool) -> None:
         """Watch the log files of the ranks if `with_logs`, otherwise the events of the trainer.
 
-        `limit_s` is the length of silence in which the caller is interested; the polling interval depends on
+        `limit_s` is the length of silence that the caller looks for; the polling interval depends on
         it.
         """
         self._attempt = attempt

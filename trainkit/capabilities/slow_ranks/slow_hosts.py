@@ -18,7 +18,7 @@ from trainkit.run.rundir import AttemptDir
 
 
 def slow_hosts(attempt: AttemptDir, hosts: Sequence[str]) -> set[str]:
-    """Return those of `hosts` whose ranks were slow at the end of an attempt."""
+    """Return the `hosts` whose ranks were slow at the end of an attempt."""
     found, seen = set(), OwnedEvents(read_events(attempt.run, *SLOWDOWN_EVENTS, attempt=attempt.number))
     for event in seen.lasting(attempt.number):
         if event.host is not None and event.host in hosts:

@@ -31,7 +31,7 @@ from trainkit.errors import UsageError
 
 UNIT_BYTES = 64 << 20
 MAX_LINE_SCAN = 1 << 20
-"""Number of bytes in which a line end is searched; a longer line is cut between two characters."""
+"""Number of bytes that are searched for a line end; a longer line is cut between two characters."""
 _BLOCK = 1 << 16
 
 
@@ -77,7 +77,7 @@ def plan_units(spec: DatasetSpec, inputs: Sequence[Input], unit_bytes: int = UNI
     """Divide inputs into units, in the order of the data; small inputs share a unit.
 
     Large texts are cut at line ends, which are found by reading a few bytes. Tables can be cut anywhere,
-    because a row group is read as a whole by the span in which it begins.
+    because a row group is read as a whole by the span where it begins.
     """
     groups: list[list[InputSpan]] = []
     total = 0
@@ -166,7 +166,7 @@ def _character_border(stream: IO[bytes], target: int, size: int) -> int:
 
 
 PIECE_BYTES = 1 << 16
-"""Approximate size of the pieces in which texts are tokenised; pieces are cut at line ends."""
+"""Approximate size of the pieces that are tokenised separately; pieces are cut at line ends."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def command(run_name: str | None, interval_s: float, once: bool, as_json: bool) 
     """Watch RUN in the terminal: progress, curves, nodes and warnings.
 
     RUN can also be a group of runs or a bench. Without RUN, the screen lists the active runs and the newest
-    other runs, from which you can choose. `watch` changes nothing unless you press a key for an action, such
+    other runs for you to choose from. `watch` changes nothing unless you press a key for an action, such
     as cancel, and confirm the action. With --json or without a terminal, it prints the current state once.
     """
     found = None if run_name is None else find_run_or_group(run_name)

@@ -277,7 +277,7 @@ class RunScreen(ReadingScreen):
 
 
 class ListScreen(ReadingScreen):
-    """A list of runs from which the user can open one."""
+    """A list of runs; the user can open one."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "select", "Open", priority=True)]
 

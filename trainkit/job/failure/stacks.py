@@ -183,7 +183,7 @@ REPLY_S = 3.0
 REQUEST_POLL_S = 0.05
 SPY_TIMEOUT_S = 20.0
 WAITS_FOR_LOCK = "file_baton.py:"
-"""The name of the torch file in which a rank waits for the lock of an extension build, as it appears in a
+"""The name of the torch file where a rank waits for the lock of an extension build, as it appears in a
 stack frame.
 """
 

@@ -104,7 +104,7 @@ class Agent(ProcessGroup):
         itself."""
         self.rendezvous = rendezvous
         self.codes: list[int] = []
-        """The exit codes of the workers, in the order in which the workers ended."""
+        """The exit codes of the workers, in the order the workers ended."""
         self.received: signal.Signals | None = None
         """The most recent stop signal; None before the first."""
         self._notice = CommandNotice(plan)

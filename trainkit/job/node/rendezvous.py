@@ -220,7 +220,7 @@ def new_nonce() -> str:
 
 
 def local_rendezvous(plan: LaunchPlan, node_rank: int, master_port: int, nonce: str = "") -> Rendezvous:
-    """Return the rendezvous of one agent of a local run, in which every node is this machine."""
+    """Return the rendezvous of one agent of a local run, where every node is this machine."""
     ranks = tuple(range(plan.workers_of(node_rank)))
     return Rendezvous(node_rank, ranks, LOCAL_ADDR, master_port, None, nonce)
 

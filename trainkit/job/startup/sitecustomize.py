@@ -1,7 +1,7 @@
 """Runs when a Python interpreter starts in a job, because PYTHONPATH of every rank begins with this folder.
 
 Python imports only the first module named sitecustomize, so this file imports the next one itself. Any
-version of Python may read this file, so its syntax is that of Python 2.7.
+version of Python may read this file, so it uses the syntax of Python 2.7.
 """
 
 import os

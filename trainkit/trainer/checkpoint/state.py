@@ -118,7 +118,7 @@ class TrainingState:
 
 
 def encode(path: str, value: Any, tensors: dict[str, Tensor]) -> Any:
-    """Convert a state to JSON in which each tensor is replaced with its path; add the tensors to `tensors`.
+    """Convert a state to JSON with each tensor replaced by its path; add the tensors to `tensors`.
 
     Raises FatalError if the state contains a value that JSON cannot represent.
     """

@@ -115,7 +115,7 @@ def _documents(tokens: Tensor, eos_id: int) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention in which several query heads share one key/value head."""
+    """Causal self-attention with several query heads per key/value head."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ from trainkit.task import ParameterOptions
 from trainkit.trainer.torch_private import shard_like, shard_offset
 
 Role = Literal["embedding", "norm", "stream", "whole_input", "column", "row", "head"]
-"""The ways in which tensor parallelism can treat a module.
+"""The ways that tensor parallelism can treat a module.
 
 ``column`` and ``row`` split a matrix by its outputs and by its inputs. ``whole_input`` gathers the whole
 sequence. Modules with the roles ``norm`` and ``stream`` work on each position separately and get only this

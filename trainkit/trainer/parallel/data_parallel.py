@@ -148,7 +148,7 @@ def apply_data_parallel(
 
 
 def reduces_on_host(world: World) -> bool:
-    """Return whether `HostReduction` averages the gradients, in which case the model is not wrapped."""
+    """Return whether `HostReduction` averages the gradients; if so, the model is not wrapped."""
     layout = world.layout
     return (
         world.device.type == "cpu"
@@ -237,7 +237,7 @@ class HostReduction:
     """Averages the gradients of a model over a process group, before `backward` returns.
 
     Each bucket is reduced as soon as the last of its gradients is ready. All ranks reduce the buckets in the
-    same order, regardless of the order in which their gradients become ready. If there are float32 master
+    same order, regardless of which gradients are ready first. If there are float32 master
     weights, their gradients are averaged.
     """
 
