@@ -261,7 +261,7 @@ submit(seeded, after="x")
 
 
 @pytest.mark.parametrize("call", [line for line in CALLS.splitlines() if line and line[0] != "#"])
-def test_what_a_call_is_told(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_wrong_call_prints(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "_loaded", accept)
     try:
         eval(call, {**vars(api), **globals(), **{module.__name__: module for module in MODULES}})

@@ -234,7 +234,7 @@ def test_a_part_writes_no_file_of_the_run(files: object) -> None:
 
 @pytest.mark.parametrize("keys", [[["a"]], [1], "a", None, {"a": 1}])
 def test_the_keys_of_a_part_are_a_list(keys: object) -> None:
-    with pytest.raises(ValueError, match="the keys of toy are"):
+    with pytest.raises(ValueError, match="the part of toy has invalid keys"):
         keys_of({"toy": {"keys": keys}})
 
 

@@ -76,7 +76,7 @@ def test_the_holder_is_named(
     ):
         acquire_lock(tmp_path / "lock", 0.3)
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"waiting for {tmp_path / 'lock'}, ")
+    assert line.startswith(f"waiting for the lock {tmp_path / 'lock'}, ")
 
 
 def test_a_short_wait_is_not_worth_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,7 +61,7 @@ def test_files_named_by_an_index(tmp_path: Path) -> None:
     assert all(name in stored for name in TENSORS)
     assert torch.equal(stored.read("vector"), TENSORS["vector"])
     (tmp_path / "b.safetensors").unlink()
-    with pytest.raises(FatalError, match=r"names b\.safetensors, which is missing"):
+    with pytest.raises(FatalError, match=r"b\.safetensors, which is missing"):
         StoredWeights(tmp_path)
     write(tmp_path / FILE_NAME, {"scalar": TENSORS["scalar"]})
     assert "matrix" not in StoredWeights(tmp_path), "a single file comes first, as in transformers"

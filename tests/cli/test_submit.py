@@ -134,7 +134,7 @@ def test_odd_folder_names_are_only_names(desk):
     assert json.loads(done.stdout)["run_dir"] == folder
     refused = desk.typed("resume", folder)
     assert refused.returncode == 2
-    typed = shlex.split(refused.stderr.partition("hint: `trainkit ")[2].partition("` ends it")[0])
+    typed = shlex.split(refused.stderr.partition("hint: `trainkit ")[2].partition("` ends")[0])
     assert typed == ["cancel", folder]  # a name without a slash could be another run
     assert desk.trainkit(*typed, "--wait").returncode == 0
     assert not (desk.folder / "x").exists()

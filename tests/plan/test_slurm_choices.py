@@ -132,7 +132,7 @@ def test_types_that_no_partition_has_alone() -> None:
     said(found.render())
     unknown = Target("sbatch", "a test", Cluster("east"))
     given = ("resources.gpu_type=v100,h100", "device=cuda", "resources.gpus_per_node=2")
-    with pytest.raises(ConfigError, match="the partitions, which determine the type, are unknown"):
+    with pytest.raises(ConfigError, match="the partitions, which decide the type, are unknown"):
         plan(*given, target=unknown)
     made = plan("resources.gpu_type=v100,h100", "device=cpu", target=unknown)  # the run needs no GPU
     assert "partition" not in made.slurm.sbatch

@@ -209,7 +209,7 @@ def test_best_link_moves_and_survives_a_leftover(tmp_path):
 def test_a_manifest_names_only_files_of_its_folder(checkpoint, name):
     change(checkpoint, files={name: {"bytes": 1, "sha256": ""}})
     said(find_damage(checkpoint))
-    with pytest.raises(ValueError, match="it names"):
+    with pytest.raises(ValueError, match="it lists"):
         checkpoint.manifest()
 
 

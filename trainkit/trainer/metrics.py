@@ -338,7 +338,7 @@ MAX_BYTES = 2**20
 MAX_PENDING = 10_000
 FLUSH_S = 60.0
 SPIKE_RATIO = 3.0
-"""Factor of growth in the gradient norm above which a record is written at once, in case a crash follows."""
+"""Ratio of two gradient norms above which a record is written at once, in case a crash follows."""
 CHECKSUM_BITS = 52
 """Number of bits of an integer that a float64 can represent exactly."""
 _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

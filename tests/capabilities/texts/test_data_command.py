@@ -44,7 +44,7 @@ def write_rows(path, number):
 def test_prepare_prints_the_folder_and_says_the_rest(tmp_path):
     done = trainkit_data("prepare", "stdlib", "--out", "shards", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (EXIT_OK, "shards\n")
-    assert "257 tokens, <eos> ends" in done.stderr
+    assert "257 tokens, <eos> marks" in done.stderr
     again = trainkit_data("prepare", "stdlib", "--out", "shards", "--json", cwd=tmp_path)
     value = json.loads(again.stdout)
     assert value["was_there"]

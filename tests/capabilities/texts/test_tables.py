@@ -104,7 +104,7 @@ def test_changed_content_is_noticed(tmp_path, write):
     size = source.stat().st_size
     write("parquet", ["ab", "cd"])
     assert source.stat().st_size == size
-    with pytest.raises(UsageError, match="made from files that have changed since"):
+    with pytest.raises(UsageError, match="files that have changed since"):
         made(tmp_path, source)
 
 

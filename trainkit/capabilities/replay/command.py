@@ -57,7 +57,7 @@ SHAPE_KEYS = ("resources.nodes", "resources.gpus_per_node")
 @option(
     "--collect JOB", "Compare the results of a replay job that has ended; JOB is its folder, name or job id."
 )
-@option("--keep", "Keep the replay's temporary folder with its logs; only without --submit.")
+@option("--keep", "Keep the temporary folder of the replay and its logs; cannot be combined with --submit.")
 @options.trust_option
 @options.json_option
 def command(
