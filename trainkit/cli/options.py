@@ -214,7 +214,9 @@ shape_options_here = combined(
         help="Number of GPUs to use or, on a machine without GPUs, of worker processes.",
     ),
     option(
-        "--nodes N", "Number of hosts; on the other hosts, torchrun or mpirun starts trainkit.", type=COUNT
+        "--nodes N",
+        "Number of nodes; if there is more than one, start trainkit on every node with torchrun or mpirun.",
+        type=COUNT,
     ),
 )
 """The shape options of a command that runs in the foreground, on this node alone or as one node of

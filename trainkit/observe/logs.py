@@ -23,7 +23,7 @@ COUNTED_BYTES = 64 * 2**20
 MAX_LINE = 1000
 """Maximum number of characters per line that are searched and shown."""
 MAX_LAST_LINES = 400
-"""Number of lines at the end of a log in which errors are searched for. Earlier errors do not count, because
+"""Number of lines at the end of a log that are searched for errors. Earlier errors do not count, because
 the program survived them."""
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 
@@ -143,7 +143,7 @@ def follow(
 
 
 SEARCHED_BYTES = 65_536
-"""Number of bytes at the end of a COMMAND's log in which its progress is searched for. A progress bar can be
+"""Number of bytes at the end of a COMMAND's log that are searched for its progress. A progress bar can be
 a single long line."""
 
 

@@ -268,7 +268,7 @@ MAX_LINE_BYTES = 2**20
 MAX_RECORD_BYTES = 2**24
 """A line longer than this is not parsed as a record but skipped."""
 SEARCHED_BYTES = 2**26
-"""Number of bytes at the end of a file in which the last records are searched for."""
+"""Number of bytes at the end of a file that are searched for the last records."""
 MAX_SAMPLE_BYTES = 2**16
 
 

@@ -31,7 +31,7 @@ from trainkit.errors import UsageError
 
 UNIT_BYTES = 64 << 20
 MAX_LINE_SCAN = 1 << 20
-"""Number of bytes in which a line end is searched; a longer line is cut between two characters."""
+"""Number of bytes that are searched for a line end; a longer line is cut between two characters."""
 _BLOCK = 1 << 16
 
 
@@ -171,7 +171,7 @@ PIECE_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Piece:
-    """A consecutive part of one document."""
+    """A contiguous part of one document."""
 
     split: str
     text: bytes

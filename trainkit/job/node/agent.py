@@ -434,7 +434,7 @@ def _refuse(attempt: AttemptDir, rank: int, node_rank: int, error: Exception) ->
 def superseding_attempt(attempt: AttemptDir) -> int | None:
     """Return the newest later attempt whose ranks have started on other hosts; None if there is none.
 
-    If a host was cut off and becomes reachable again, the old ranks on it are ended because of this attempt.
+    If a host was cut off and becomes reachable again, the old ranks on it are killed because of this attempt.
     Attempts that are pending or have not started their ranks are ignored.
     """
     run = attempt.run
