@@ -53,7 +53,7 @@ def named_folder(text: str | None, option: str = "--run-dir") -> Path | None:
 
 
 class TypedPath(click.ParamType):  # type: ignore[type-arg] # generic since click 8.2
-    """A path, for example of an output file; `~` is expanded, and a URL is refused."""
+    """A path, for example of an output file; `~` is expanded, and a URL is rejected."""
 
     name = "path"
 

@@ -311,7 +311,7 @@ class Agent(ProcessGroup):
             )
 
     def _killed_rank(self, worker: int, code: int) -> RankExit | None:
-        """Return the rank whose death ended the launcher; None if no rank died or the rank is unknown."""
+        """Return the rank that died and so stopped the launcher; None if no rank died or it is unknown."""
         if not self.workload.is_command:
             return None
         dead = killed_rank(self.attempt, worker, code, self._ranks.first_exit)
